@@ -1,0 +1,100 @@
+"""The exception classes. Everything that goes wrong in this package is raised as one of these.
+
+Each carries the numbers that a handler needs, apart from the sentence that a person reads:
+``code`` (the ``ncclResult_t`` behind it, or ``None``), ``op`` (the operation, for instance ``"all_reduce"``), ``rank``
+(who raises), ``peers`` (the ranks that it is about, maybe empty) and ``detail`` (the library's own words).
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "Aborted",
+    "CollectiveTimeout",
+    "CollectivesError",
+    "CudaError",
+    "EngineUnavailable",
+    "InternalError",
+    "InvalidArgument",
+    "InvalidUsage",
+    "Mismatch",
+    "RemoteError",
+    "TransportError",
+]
+
+
+def _rebuild(cls, state):
+    return cls(**state)
+
+
+class CollectivesError(RuntimeError):
+    """Base of all errors of this package. Picklable; ``str()`` names the op, the rank and the peers."""
+
+    def __init__(self, message="", *, code=None, op=None, rank=None, peers=(), seq=None, nbytes=None, detail=None):
+        self.message = str(message)
+        self.code = code
+        self.op = op
+        self.rank = rank
+        self.peers = tuple(peers)
+        self.seq = seq
+        self.nbytes = nbytes
+        self.detail = detail if detail is not None else self.message
+        super().__init__(self.message)
+
+    def __str__(self):
+        where = " ".join(
+            part for part in (self.op or "", f"[rank {self.rank}]" if self.rank is not None else "") if part
+        )
+        return f"{where}: {self.message}" if where else self.message
+
+    def __reduce__(self):
+        state = {
+            "message": self.message,
+            "code": self.code,
+            "op": self.op,
+            "rank": self.rank,
+            "peers": self.peers,
+            "seq": self.seq,
+            "nbytes": self.nbytes,
+            "detail": self.detail,
+        }
+        return _rebuild, (type(self), state)
+
+
+class EngineUnavailable(CollectivesError, ImportError):
+    """An engine, or a function that an older library lacks, isn't there; says which path and symbol was looked for."""
+
+
+class InvalidArgument(CollectivesError, ValueError):
+    """An argument can't be used: its dtype, device, layout, size or range."""
+
+
+class InvalidUsage(CollectivesError):
+    """The call is not allowed now: a closed communicator, a forked child, an unmatched group."""
+
+
+class Mismatch(InvalidUsage):
+    """The ranks did not make the same call. Raised on every rank, with a table of what each one called."""
+
+
+class CudaError(CollectivesError):
+    """CUDA or its driver reported an error (``ncclUnhandledCudaError``)."""
+
+
+class TransportError(CollectivesError):
+    """The system refused something between the ranks: sockets, shared memory, descriptors (``ncclSystemError``)."""
+
+
+class InternalError(CollectivesError):
+    """The library's own fault (``ncclInternalError``)."""
+
+
+class RemoteError(CollectivesError):
+    """Another rank died or left; ``peers`` names it (``ncclRemoteError``)."""
+
+
+class CollectiveTimeout(CollectivesError, TimeoutError):
+    """A wait ran out; ``peers`` are the ranks that have not arrived (``ncclTimeout``)."""
+
+
+class Aborted(CollectivesError):
+    """The operation was ended by ``abort()`` or ``revoke()`` on this rank."""

@@ -1,0 +1,97 @@
+// What the host engine offers beside NCCL's C API: queues (its streams), full error reports, time limits.
+//
+// Every function returns an ncclResult_t, never throws, prints or exits.
+#ifndef COLL_HOST_ABI_H_
+#define COLL_HOST_ABI_H_
+
+#include "nccl_abi.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define COLL_HOST_MAX_RANKS 1024
+
+// ---- Queues. A queue is a thread that runs what is put into it, in order. Cast one to cudaStream_t where NCCL's
+// functions take a stream; a NULL stream means that the operation is done when the call returns.
+typedef struct collHostQueue* collHostQueue_t;
+
+ncclResult_t collHostQueueCreate(collHostQueue_t* queue);
+// Runs what is queued to its end, then ends the thread. Not from inside the queue's own thread.
+ncclResult_t collHostQueueDestroy(collHostQueue_t queue);
+// The ticket of the newest task in the queue (0: none was ever put in). Tickets count up by one for each task.
+ncclResult_t collHostQueueRecord(collHostQueue_t queue, uint64_t* ticket);
+// Wait until task `ticket` has ended. timeout_ns < 0: no limit; 0: only look. Gives ncclInProgress when the time ran out,
+// otherwise the task's own result (ncclSuccess, or the code with which it failed).
+ncclResult_t collHostQueueWait(collHostQueue_t queue, uint64_t ticket, int64_t timeout_ns);
+// Put a function of the caller's into the queue. It must not wait for the queue itself.
+ncclResult_t collHostQueueCall(collHostQueue_t queue, void (*function)(void*), void* argument);
+
+typedef enum {
+  collHostQueuePending = 0,   // get: tasks not yet ended
+  collHostQueueCpu = 1,       // get, set: the core that the queue's thread is bound to; -1: not bound
+  collHostQueueThreadId = 2   // get: the kernel's thread id
+} collHostQueueAttribute_t;
+ncclResult_t collHostQueueGet(collHostQueue_t queue, collHostQueueAttribute_t attribute, int64_t* value);
+ncclResult_t collHostQueueSet(collHostQueue_t queue, collHostQueueAttribute_t attribute, int64_t value);
+
+// ---- Errors.
+typedef enum {
+  collHostErrorNone = 0,
+  collHostErrorArgument = 1,
+  collHostErrorUsage = 2,
+  collHostErrorMismatch = 3,     // the ranks did not make the same call
+  collHostErrorTimeout = 4,      // peers: the ranks that have not arrived
+  collHostErrorRemote = 5,       // peers: the ranks that died or left
+  collHostErrorAborted = 6,      // by abort or revoke on this rank
+  collHostErrorInterrupted = 7,  // the interrupt check said so (Ctrl-C)
+  collHostErrorMemory = 8,       // bytes: how much was asked for
+  collHostErrorSystem = 9,
+  collHostErrorInternal = 10,
+  collHostErrorUnsupported = 11
+} collHostErrorKind_t;
+
+typedef struct {
+  size_t size;        // set to sizeof(collHostErrorInfo_t) by the caller
+  int code;           // ncclResult_t
+  int kind;           // collHostErrorKind_t
+  int rank;           // who reports, -1: not in a communicator
+  int npeers;
+  uint64_t seq;       // number of the collective on its communicator, from 0
+  uint64_t bytes;
+  char op[32];        // "ncclAllReduce"
+  char text[4096];
+  int peers[COLL_HOST_MAX_RANKS];
+} collHostErrorInfo_t;
+
+// The newest error of the calling thread (comm NULL), or the error that a communicator is stuck in.
+ncclResult_t collHostGetError(ncclComm_t comm, collHostErrorInfo_t* info);
+// The error with which task `ticket` of a queue failed (the newest 64 failures are kept).
+ncclResult_t collHostQueueGetError(collHostQueue_t queue, uint64_t ticket, collHostErrorInfo_t* info);
+// What a communicator is doing now: op, seq, bytes of the operation in progress, and in peers the ranks that it waits for.
+// op is empty when nothing is in progress.
+ncclResult_t collHostCommPending(ncclComm_t comm, collHostErrorInfo_t* info);
+
+// ---- Settings.
+// Limit of one operation on this communicator, in ms; <= 0: none (the default). Past it the operation fails with
+// ncclTimeout and the communicator is out of use, since this rank can't take back what it has already contributed.
+ncclResult_t collHostCommSetTimeout(ncclComm_t comm, int64_t timeout_ms);
+// Limit of the init functions of the calling process, in ms (60,000 at first).
+ncclResult_t collHostSetInitTimeout(int64_t timeout_ms);
+// Called about ten times a second by a thread that waits inside a blocking call; non-zero ends the wait.
+ncclResult_t collHostSetInterruptCheck(int (*check)(void));
+// A unique id made from a name instead of random bits: every process of this user that uses the same bytes meets. For
+// launchers that give all ranks of a job a common name and no way to exchange an id.
+ncclResult_t collHostGetNamedUniqueId(const void* name, size_t nbytes, ncclUniqueId* uniqueId);
+// Number of collectives called on this communicator so far; bytes of one staging chunk; bytes held by ncclMemAlloc
+// and by the communicators of this process.
+ncclResult_t collHostCommSequence(ncclComm_t comm, uint64_t* sequence);
+ncclResult_t collHostCommChunkBytes(ncclComm_t comm, size_t* nbytes);
+ncclResult_t collHostMemoryInUse(uint64_t* nbytes);
+// Drop what the calling thread has put into its open group, and leave the group (all levels).
+ncclResult_t collHostGroupCancel(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
