@@ -9,6 +9,7 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#pragma GCC visibility push(default)
 
 #define COLL_HOST_MAX_RANKS 1024
 
@@ -91,6 +92,7 @@ ncclResult_t collHostMemoryInUse(uint64_t* nbytes);
 // Drop what the calling thread has put into its open group, and leave the group (all levels).
 ncclResult_t collHostGroupCancel(void);
 
+#pragma GCC visibility pop
 #ifdef __cplusplus
 }
 #endif

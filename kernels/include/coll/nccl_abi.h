@@ -12,6 +12,7 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#pragma GCC visibility push(default)
 
 #define NCCL_VERSION_CODE 23203
 #define NCCL_UNIQUE_ID_BYTES 128
@@ -216,6 +217,7 @@ ncclResult_t ncclParamGetParameter(const char* key, const char** value, int* val
 ncclResult_t ncclParamGetAllParameterKeys(const char*** table, int* tableLen);
 void ncclParamDumpAll(void);
 
+#pragma GCC visibility pop
 #ifdef __cplusplus
 }
 #endif

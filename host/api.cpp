@@ -1,0 +1,265 @@
+// The exported functions that put operations in: arguments are checked here, so that a wrong one is an error and never a crash.
+#include <string.h>
+
+#include "comm.h"
+#include "coll/ops.h"
+#include "system.h"
+
+namespace coll {
+
+const char* kind_name(CollKind kind) {
+  static const char* const kNames[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclBroadcast", "ncclReduce",
+                                       "ncclAlltoAll", "ncclGather", "ncclScatter", "ncclSend", "ncclRecv"};
+  unsigned i = static_cast<unsigned>(kind);
+  return i < sizeof kNames / sizeof *kNames ? kNames[i] : "?";
+}
+
+size_t type_size(ncclDataType_t type) {
+  static const size_t kSizes[ncclNumTypes] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+  return kSizes[type];
+}
+
+const char* type_name(int type) {
+  static const char* const kNames[ncclNumTypes] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16",
+                                                   "float32", "float64", "bfloat16", "float8e4m3", "float8e5m2"};
+  return type >= 0 && type < ncclNumTypes ? kNames[type] : "?";
+}
+
+const char* op_name(int op) {
+  static const char* const kNames[] = {"sum", "prod", "max", "min", "avg", "premul_sum"};
+  return op >= 0 && op <= ncclNumOps ? kNames[op] : "?";
+}
+
+uint64_t scalar_bits(const void* scalar, ncclDataType_t type) {
+  uint64_t bits = 0;
+  auto as_float = [&](float value) { memcpy(&bits, &value, sizeof value); };
+  uint16_t half;
+  uint8_t byte;
+  memcpy(&half, scalar, type_size(type) >= 2 ? 2 : 1);
+  memcpy(&byte, scalar, 1);
+  switch (type) {
+    case ncclFloat16: as_float(coll_fp16_to_float(half)); break;
+    case ncclBfloat16: as_float(coll_bf16_to_float(half)); break;
+    case ncclFloat8e4m3: as_float(coll_e4m3_to_float(byte)); break;
+    case ncclFloat8e5m2: as_float(coll_e5m2_to_float(byte)); break;
+    default: memcpy(&bits, scalar, type_size(type)); break;  // its own accumulator
+  }
+  return bits;
+}
+
+namespace {
+
+ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                  ncclComm_t comm, cudaStream_t stream) noexcept {
+  const char* name = kind_name(kind);
+  return guarded(name, [&] {
+    ncclComm* c = checked(comm, name);
+    if (!c) return refuse(last_error().code);
+    auto wrong = [&](std::string text) {
+      Error error = make_error(collHostErrorArgument, std::move(text));
+      error.op = name;
+      error.rank = c->rank;
+      return refuse(raise(error));
+    };
+    if (c->finalized) {
+      Error error = make_error(collHostErrorUsage, "the communicator is finalized");
+      error.op = name;
+      error.rank = c->rank;
+      return refuse(raise(error));
+    }
+    if (static_cast<unsigned>(type) >= ncclNumTypes) return wrong(format("datatype %d is not known", static_cast<int>(type)));
+    Op o;
+    o.kind = kind;
+    o.send = send;
+    o.recv = recv;
+    o.count = count;
+    o.type = type;
+    o.root = root;
+    o.comm = c;
+    if (root < 0 || root >= c->size)
+      return wrong(format("%s is %d, must be 0 to %d", kind == CollKind::Send || kind == CollKind::Recv ? "peer" : "root", root,
+                          c->size - 1));
+    size_t limit = SIZE_MAX / 2 / type_size(type) / static_cast<size_t>(c->size);
+    if (count > limit) return wrong(format("count is %zu, more than an address space holds", count));
+
+    bool is_root = c->rank == root;
+    bool gives = kind != CollKind::Recv && (!(kind == CollKind::Broadcast || kind == CollKind::Scatter) || is_root);
+    bool takes = kind != CollKind::Send && (!(kind == CollKind::Reduce || kind == CollKind::Gather) || is_root);
+    if (count && gives && !send) return wrong("sendbuff is NULL");
+    if (count && takes && !recv) return wrong("recvbuff is NULL");
+
+    if (kind == CollKind::AllReduce || kind == CollKind::ReduceScatter || kind == CollKind::Reduce) {
+      int number = static_cast<int>(op);
+      if (number >= 0 && number < ncclNumOps) {
+        o.reduction.op = number;
+      } else {
+        std::lock_guard<std::mutex> hold(c->state_lock);
+        size_t index = static_cast<size_t>(number) - ncclNumOps;
+        if (number < 0 || index >= c->premul.size() || !c->premul[index].used)
+          return wrong(format("op %d is not known to this communicator", number));
+        if (c->premul[index].type != type)
+          return wrong(format("the pre-mul-sum op was made for %s, the data is %s", type_name(c->premul[index].type), type_name(type)));
+        o.reduction = c->premul[index].reduction;
+      }
+    }
+    if (stream && !queue_alive(reinterpret_cast<collHostQueue_t>(stream)))
+      return wrong(format("stream %p is no queue of the host engine; give NULL (0), or a collHostQueue_t", static_cast<void*>(stream)));
+    return submit(o, stream);
+  });
+}
+
+ncclResult_t check_config(const ncclCollConfig_t* config, const char* op) noexcept {
+  if (!config) return ncclSuccess;
+  if (config->magic != NCCL_API_MAGIC || config->size < offsetof(ncclCollConfig_t, ext))
+    return refuse(raise(collHostErrorArgument, op, "the config was not made with NCCL_COLLCONFIG_INITIALIZER"));
+  // The rest tunes GPUs, but an algorithm that must be used, or an event to record, can't be passed over in silence.
+  bool has_selection = config->size >= offsetof(ncclCollConfig_t, CTAPolicy);
+  if (has_selection && config->algSelection && *config->algSelection && config->forceAlgSelection)
+    return refuse(raise(collHostErrorUnsupported, op, "the host engine has no algorithm named by algSelection"));
+  if (config->size >= sizeof(ncclCollConfig_t) && config->launchCompletionEvent)
+    return refuse(raise(collHostErrorUnsupported, op, "the host engine has no CUDA events (launchCompletionEvent)"));
+  return ncclSuccess;
+}
+
+}  // namespace
+}  // namespace coll
+
+using namespace coll;
+
+extern "C" {
+
+ncclResult_t ncclAllReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
+                           cudaStream_t stream) {
+  return call(CollKind::AllReduce, send, recv, count, type, op, 0, comm, stream);
+}
+ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                               ncclComm_t comm, cudaStream_t stream) {
+  return call(CollKind::ReduceScatter, send, recv, count, type, op, 0, comm, stream);
+}
+ncclResult_t ncclAllGather(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
+                           cudaStream_t stream) {
+  return call(CollKind::AllGather, send, recv, count, type, ncclSum, 0, comm, stream);
+}
+ncclResult_t ncclBroadcast(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                           cudaStream_t stream) {
+  return call(CollKind::Broadcast, send, recv, count, type, ncclSum, root, comm, stream);
+}
+ncclResult_t ncclBcast(void* buff, size_t count, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream) {
+  return call(CollKind::Broadcast, buff, buff, count, type, ncclSum, root, comm, stream);
+}
+ncclResult_t ncclReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                        ncclComm_t comm, cudaStream_t stream) {
+  return call(CollKind::Reduce, send, recv, count, type, op, root, comm, stream);
+}
+ncclResult_t ncclAlltoAll(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
+                          cudaStream_t stream) {
+  return call(CollKind::AllToAll, send, recv, count, type, ncclSum, 0, comm, stream);
+}
+ncclResult_t ncclGather(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                        cudaStream_t stream) {
+  return call(CollKind::Gather, send, recv, count, type, ncclSum, root, comm, stream);
+}
+ncclResult_t ncclScatter(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                         cudaStream_t stream) {
+  return call(CollKind::Scatter, send, recv, count, type, ncclSum, root, comm, stream);
+}
+ncclResult_t ncclSend(const void* send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+  return call(CollKind::Send, send, nullptr, count, type, ncclSum, peer, comm, stream);
+}
+ncclResult_t ncclRecv(void* recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+  return call(CollKind::Recv, nullptr, recv, count, type, ncclSum, peer, comm, stream);
+}
+
+ncclResult_t ncclAllReduceConfig(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                 ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+  ncclResult_t code = check_config(config, "ncclAllReduceConfig");
+  return code ? code : ncclAllReduce(send, recv, count, type, op, comm, stream);
+}
+ncclResult_t ncclReduceScatterConfig(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                     ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+  ncclResult_t code = check_config(config, "ncclReduceScatterConfig");
+  return code ? code : ncclReduceScatter(send, recv, count, type, op, comm, stream);
+}
+ncclResult_t ncclAllGatherConfig(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
+                                 cudaStream_t stream, const ncclCollConfig_t* config) {
+  ncclResult_t code = check_config(config, "ncclAllGatherConfig");
+  return code ? code : ncclAllGather(send, recv, count, type, comm, stream);
+}
+ncclResult_t ncclBroadcastConfig(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                                 cudaStream_t stream, const ncclCollConfig_t* config) {
+  ncclResult_t code = check_config(config, "ncclBroadcastConfig");
+  return code ? code : ncclBroadcast(send, recv, count, type, root, comm, stream);
+}
+ncclResult_t ncclReduceConfig(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                              ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+  ncclResult_t code = check_config(config, "ncclReduceConfig");
+  return code ? code : ncclReduce(send, recv, count, type, op, root, comm, stream);
+}
+ncclResult_t ncclAlltoAllConfig(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
+                                cudaStream_t stream, const ncclCollConfig_t* config) {
+  ncclResult_t code = check_config(config, "ncclAlltoAllConfig");
+  return code ? code : ncclAlltoAll(send, recv, count, type, comm, stream);
+}
+ncclResult_t ncclGatherConfig(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                              cudaStream_t stream, const ncclCollConfig_t* config) {
+  ncclResult_t code = check_config(config, "ncclGatherConfig");
+  return code ? code : ncclGather(send, recv, count, type, root, comm, stream);
+}
+ncclResult_t ncclScatterConfig(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                               cudaStream_t stream, const ncclCollConfig_t* config) {
+  ncclResult_t code = check_config(config, "ncclScatterConfig");
+  return code ? code : ncclScatter(send, recv, count, type, root, comm, stream);
+}
+
+ncclResult_t ncclGroupStart(void) { return group_start(); }
+ncclResult_t ncclGroupEnd(void) {
+  return guarded("ncclGroupEnd", [&] { return group_end("ncclGroupEnd"); });
+}
+ncclResult_t collHostGroupCancel(void) {
+  return guarded("collHostGroupCancel", [&] {
+    group_cancel();
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t type, ncclScalarResidence_t residence,
+                                      ncclComm_t comm) {
+  return guarded("ncclRedOpCreatePreMulSum", [&] {
+    const char* name = "ncclRedOpCreatePreMulSum";
+    ncclComm* c = checked(comm, name);
+    if (!c) return last_error().code;
+    if (!op || !scalar) return raise(collHostErrorArgument, name, "op or scalar is NULL");
+    if (static_cast<unsigned>(type) >= ncclNumTypes) return raise(collHostErrorArgument, name, format("datatype %d is not known", static_cast<int>(type)));
+    if (residence != ncclScalarDevice && residence != ncclScalarHostImmediate)
+      return raise(collHostErrorArgument, name, format("residence %d is not known", static_cast<int>(residence)));
+    PreMulOp made;
+    made.used = true;
+    made.type = type;
+    made.reduction.premul = true;
+    if (residence == ncclScalarHostImmediate) made.reduction.scalar = scalar_bits(scalar, type);
+    else made.reduction.scalar_at = scalar;
+    std::lock_guard<std::mutex> hold(c->state_lock);
+    size_t index = 0;
+    while (index < c->premul.size() && c->premul[index].used) ++index;
+    if (index == c->premul.size()) c->premul.emplace_back();
+    c->premul[index] = made;
+    *op = static_cast<ncclRedOp_t>(ncclNumOps + index);
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
+  return guarded("ncclRedOpDestroy", [&] {
+    const char* name = "ncclRedOpDestroy";
+    ncclComm* c = checked(comm, name);
+    if (!c) return last_error().code;
+    std::lock_guard<std::mutex> hold(c->state_lock);
+    size_t index = static_cast<size_t>(op) - ncclNumOps;
+    if (static_cast<int>(op) < ncclNumOps || index >= c->premul.size() || !c->premul[index].used)
+      return raise(collHostErrorArgument, name, format("op %d was not made by ncclRedOpCreatePreMulSum", static_cast<int>(op)));
+    c->premul[index].used = false;
+    return ncclSuccess;
+  });
+}
+
+}  // extern "C"

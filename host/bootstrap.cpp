@@ -1,0 +1,474 @@
+// How the ranks of a communicator find each other and come to share its segment.
+//
+// Rank 0 listens on an abstract Unix socket whose name comes from the id; nothing of it is in a file system. The kernel tells
+// each side the other's user (SO_PEERCRED): only processes of one user get through, and they show the id's secret. When all
+// ranks have come, rank 0 makes the segment and passes its descriptor to them. Whatever goes wrong is told to all who
+// have come, with the ranks that it is about; a rank that waits knows at any time who has arrived.
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "comm.h"
+#include "system.h"
+
+namespace coll {
+namespace {
+
+constexpr uint32_t kProtocol = 0x434f4c01;
+std::atomic<int64_t> g_init_timeout_ms{60000};
+
+enum class Kind : uint32_t { Hello, Arrived, Segment, Mapped, GaveUp, Failed, Go };
+
+struct Message {
+  uint32_t protocol = kProtocol;
+  Kind kind = Kind::Hello;
+  int32_t rank = 0, nranks = 0, pid = 0, error_kind = 0;
+  uint64_t secret[4] = {};
+  uint64_t options = 0;     // must be the same on all ranks
+  uint64_t segment_id = 0;
+  uint8_t ranks[kMaxRanks / 8] = {};  // Arrived: who has come. Failed: whom it is about
+  char text[1024] = "";
+};
+
+void set_bit(uint8_t* bits, int i) { bits[i / 8] = static_cast<uint8_t>(bits[i / 8] | 1 << (i % 8)); }
+bool get_bit(const uint8_t* bits, int i) { return bits[i / 8] >> (i % 8) & 1; }
+
+class Fd {
+ public:
+  explicit Fd(int fd = -1) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
+  Fd& operator=(Fd&& other) noexcept { std::swap(fd_, other.fd_); return *this; }
+  ~Fd() { if (fd_ >= 0) ::close(fd_); }
+  int get() const { return fd_; }
+  int take() { int fd = fd_; fd_ = -1; return fd; }
+ private:
+  int fd_;
+};
+
+socklen_t address_of(const Id& id, struct sockaddr_un* address) {
+  memset(address, 0, sizeof *address);
+  address->sun_family = AF_UNIX;
+  int length = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "collectives-%016llx%016llx",
+                        static_cast<unsigned long long>(id.name[0]), static_cast<unsigned long long>(id.name[1]));
+  return static_cast<socklen_t>(offsetof(struct sockaddr_un, sun_path) + 1 + length);
+}
+
+bool same_user(int fd, uid_t* user, pid_t* process = nullptr) {
+  struct ucred peer;
+  socklen_t length = sizeof peer;
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return false;
+  *user = peer.uid;
+  if (process) *process = peer.pid;
+  return peer.uid == geteuid();
+}
+
+bool send_message(int fd, const Message& message, int descriptor = -1) {
+  struct iovec data = {const_cast<Message*>(&message), sizeof message};
+  alignas(struct cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  struct msghdr header = {};
+  header.msg_iov = &data;
+  header.msg_iovlen = 1;
+  if (descriptor >= 0) {
+    header.msg_control = control;
+    header.msg_controllen = sizeof control;
+    struct cmsghdr* c = CMSG_FIRSTHDR(&header);
+    c->cmsg_level = SOL_SOCKET;
+    c->cmsg_type = SCM_RIGHTS;
+    c->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(c), &descriptor, sizeof(int));
+  }
+  ssize_t sent;
+  // News may be lost on a rank that does not read; everything else has to arrive.
+  int flags = MSG_NOSIGNAL | (message.kind == Kind::Arrived ? MSG_DONTWAIT : 0);
+  do sent = sendmsg(fd, &header, flags);
+  while (sent < 0 && errno == EINTR);
+  return sent == static_cast<ssize_t>(sizeof message);
+}
+
+// 1: a message; 0: nothing there now; -1: the other side is gone, or talks nonsense.
+int receive_message(int fd, Message* message, Fd* descriptor) {
+  struct iovec data = {message, sizeof *message};
+  alignas(struct cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  struct msghdr header = {};
+  header.msg_iov = &data;
+  header.msg_iovlen = 1;
+  header.msg_control = control;
+  header.msg_controllen = sizeof control;
+  ssize_t got = recvmsg(fd, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  if (got < 0) return errno == EAGAIN || errno == EINTR ? 0 : -1;
+  for (struct cmsghdr* c = CMSG_FIRSTHDR(&header); c; c = CMSG_NXTHDR(&header, c)) {
+    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+    int fd_there;
+    memcpy(&fd_there, CMSG_DATA(c), sizeof fd_there);
+    Fd taken(fd_there);
+    if (descriptor) *descriptor = std::move(taken);
+  }
+  message->text[sizeof message->text - 1] = 0;
+  return got == static_cast<ssize_t>(sizeof *message) && message->protocol == kProtocol ? 1 : -1;
+}
+
+class Meeting {
+ public:
+  Meeting(ncclComm* comm, const Id& id, uint64_t options, const char* what)
+      : comm_(comm), id_(id), options_(options), what_(what), limit_ms_(g_init_timeout_ms.load()),
+        deadline_(now_ns() + limit_ms_ * 1000000) {}
+
+  bool serve(Error* error);
+  bool join(Error* error);
+
+ private:
+  struct Guest {
+    Fd fd;
+    int rank = -1;
+    pid_t process = 0;  // as this process sees it
+    bool mapped = false;
+  };
+
+  ncclComm* comm_;
+  const Id& id_;
+  uint64_t options_;
+  const char* what_;
+  int64_t limit_ms_, deadline_;
+
+  bool stopped(Error* error) const {
+    if (comm_->abort_flag.load()) *error = make_error(collHostErrorAborted, "aborted while the ranks were meeting");
+    else if (interrupted()) *error = make_error(collHostErrorInterrupted, "interrupted by a signal");
+    else return false;
+    return true;
+  }
+
+  std::vector<int> absent(const uint8_t* arrived) const {
+    std::vector<int> ranks;
+    for (int r = 0; r < comm_->size; ++r)
+      if (!get_bit(arrived, r)) ranks.push_back(r);
+    return ranks;
+  }
+
+  Error too_late(const std::vector<int>& missing) const {
+    Error error = make_error(collHostErrorTimeout,
+                             format("%s of %d ranks: %s did not come within %.1f s", what_, comm_->size,
+                                    rank_list(missing).c_str(), static_cast<double>(limit_ms_) / 1e3));
+    error.peers = missing;
+    return error;
+  }
+
+  Message hello() const {
+    Message m;
+    m.rank = comm_->rank;
+    m.nranks = comm_->size;
+    m.pid = getpid();
+    m.options = options_;
+    memcpy(m.secret, id_.secret, sizeof m.secret);
+    return m;
+  }
+
+  Error refuse(const Message& m, const std::vector<Guest>& guests) const;
+  void tell_failure(const std::vector<Guest>& guests, const Error& error) const;
+};
+
+// Why a rank that says hello can't take part, or no error.
+Error Meeting::refuse(const Message& m, const std::vector<Guest>& guests) const {
+  if (m.nranks != comm_->size) {
+    Error error = make_error(collHostErrorUsage, format("rank %d was told that there are %d ranks, rank %d that there are %d",
+                                                        m.rank, m.nranks, comm_->rank, comm_->size));
+    error.peers = {m.rank};
+    return error;
+  }
+  bool taken = m.rank == comm_->rank;
+  for (const Guest& g : guests) taken = taken || g.rank == m.rank;
+  if (taken || m.rank < 0 || m.rank >= comm_->size) {
+    Error error = make_error(collHostErrorUsage,
+                             taken ? format("two processes have the rank number %d (one of them is process %d)", m.rank, m.pid)
+                                   : format("rank %d of %d ranks", m.rank, m.nranks));
+    error.peers = {m.rank};
+    return error;
+  }
+  if (m.options != options_) {
+    Error error = make_error(collHostErrorMismatch, format("rank %d gave other arguments to %s than rank %d", m.rank, what_,
+                                                           comm_->rank));
+    error.peers = {m.rank};
+    return error;
+  }
+  return Error();
+}
+
+void Meeting::tell_failure(const std::vector<Guest>& guests, const Error& error) const {
+  Message m;
+  m.kind = Kind::Failed;
+  m.error_kind = error.kind == collHostErrorInterrupted || error.kind == collHostErrorAborted ? collHostErrorRemote : error.kind;
+  if (m.error_kind != static_cast<int>(error.kind)) {
+    snprintf(m.text, sizeof m.text, "rank %d stopped while the ranks were meeting: %s", comm_->rank, error.text.c_str());
+    set_bit(m.ranks, comm_->rank);
+  } else {
+    snprintf(m.text, sizeof m.text, "%s", error.text.c_str());
+    for (int r : error.peers)
+      if (r >= 0 && r < kMaxRanks) set_bit(m.ranks, r);
+  }
+  for (const Guest& g : guests) send_message(g.fd.get(), m);
+}
+
+// Rank 0.
+bool Meeting::serve(Error* error) {
+  struct sockaddr_un address;
+  socklen_t length = address_of(id_, &address);
+  Fd listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (listener.get() < 0) {
+    *error = make_error(collHostErrorSystem, std::string("no socket: ") + strerror(errno));
+    return false;
+  }
+  if (bind(listener.get(), reinterpret_cast<struct sockaddr*>(&address), length) != 0) {
+    // Somebody is rank 0 already: go there and be told so, and have all the others told.
+    if (errno == EADDRINUSE) return join(error);
+    *error = make_error(collHostErrorSystem, std::string("bind: ") + strerror(errno));
+    return false;
+  }
+  if (listen(listener.get(), 4096) != 0) {
+    *error = make_error(collHostErrorSystem, std::string("listen: ") + strerror(errno));
+    return false;
+  }
+
+  std::vector<Guest> guests;
+  Fd segment_fd;
+  Message arrived;
+  arrived.kind = Kind::Arrived;
+  set_bit(arrived.ranks, comm_->rank);
+  int came = 1, mapped = 1;
+  bool news = false;
+  bool watchable = true;  // false: some ranks have a process namespace of their own, where numbers mean nothing to others
+  comm_->pids.assign(static_cast<size_t>(comm_->size), 0);
+  comm_->pids[static_cast<size_t>(comm_->rank)] = getpid();
+
+  auto give_up = [&](const Error& e) {
+    *error = e;
+    tell_failure(guests, e);
+    if (comm_->segment) comm_->segment->release();
+    comm_->segment = nullptr;
+    return false;
+  };
+
+  while (true) {
+    if (came == comm_->size && !comm_->segment) {
+      int fd = -1;
+      Error e;
+      comm_->segment = Segment::create(comm_->size, &fd, &e);
+      if (!comm_->segment) return give_up(e);
+      segment_fd = Fd(fd);
+      for (int r = 0; r < comm_->size; ++r) comm_->segment->rank(r)->pid = watchable ? comm_->pids[static_cast<size_t>(r)] : 0;
+      Message m;
+      m.kind = Kind::Segment;
+      m.segment_id = comm_->segment->header()->segment_id;
+      for (Guest& g : guests)
+        if (g.rank >= 0) send_message(g.fd.get(), m, fd);
+    }
+    if (mapped == comm_->size && comm_->segment) {
+      Message m;
+      m.kind = Kind::Go;
+      for (Guest& g : guests) send_message(g.fd.get(), m);
+      return true;
+    }
+    if (news) {
+      for (Guest& g : guests)
+        if (g.rank >= 0) send_message(g.fd.get(), arrived);
+      news = false;
+    }
+    std::vector<struct pollfd> polls = {{listener.get(), POLLIN, 0}};
+    for (Guest& g : guests) polls.push_back({g.fd.get(), POLLIN, 0});
+    int64_t left_ms = (deadline_ - now_ns()) / 1000000;
+    if (left_ms <= 0) return give_up(too_late(absent(arrived.ranks)));
+    int ready = poll(polls.data(), polls.size(), static_cast<int>(std::min<int64_t>(left_ms, 100)));
+    Error stop;
+    if (ready <= 0 && stopped(&stop)) return give_up(stop);
+
+    std::vector<size_t> gone;
+    for (size_t i = 0; i < guests.size(); ++i) {
+      if (!polls[i + 1].revents) continue;
+      Guest& g = guests[i];
+      Message m;
+      int got = receive_message(g.fd.get(), &m, nullptr);
+      if (got == 0) continue;
+      if (got < 0) {
+        if (g.rank < 0) {
+          gone.push_back(i);
+          continue;
+        }
+        Error e = make_error(collHostErrorRemote, format("rank %d (process %d) died while the ranks were meeting", g.rank,
+                                                         comm_->pids[static_cast<size_t>(g.rank)]));
+        e.peers = {g.rank};
+        return give_up(e);
+      }
+      if (m.kind == Kind::Hello && g.rank < 0) {
+        if (memcmp(m.secret, id_.secret, sizeof m.secret) != 0) {
+          gone.push_back(i);
+          continue;
+        }
+        Error e = refuse(m, guests);
+        if (e) return give_up(e);
+        g.rank = m.rank;
+        comm_->pids[static_cast<size_t>(m.rank)] = m.pid;
+        if (g.process != m.pid) watchable = false;
+        set_bit(arrived.ranks, m.rank);
+        ++came;
+        news = true;
+      } else if (m.kind == Kind::Mapped && g.rank >= 0 && !g.mapped) {
+        g.mapped = true;
+        ++mapped;
+      } else if (m.kind == Kind::GaveUp) {
+        if (m.error_kind == collHostErrorTimeout) return give_up(too_late(absent(arrived.ranks)));
+        Error e = make_error(collHostErrorRemote, m.text);
+        e.peers = {g.rank};
+        return give_up(e);
+      }
+    }
+    for (size_t i = gone.size(); i-- > 0;) guests.erase(guests.begin() + static_cast<long>(gone[i]));
+    if (polls[0].revents) {
+      Fd fd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      uid_t user;
+      pid_t process;
+      if (fd.get() >= 0 && same_user(fd.get(), &user, &process)) {
+        guests.emplace_back();
+        guests.back().process = process;
+        guests.back().fd = std::move(fd);
+      }  // another user's process is turned away by closing
+    }
+  }
+}
+
+// Every other rank.
+bool Meeting::join(Error* error) {
+  struct sockaddr_un address;
+  socklen_t length = address_of(id_, &address);
+  Fd fd;
+  int64_t nap_ns = 200 * 1000;
+  for (;;) {
+    fd = Fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    if (fd.get() < 0) {
+      *error = make_error(collHostErrorSystem, std::string("no socket: ") + strerror(errno));
+      return false;
+    }
+    if (connect(fd.get(), reinterpret_cast<struct sockaddr*>(&address), length) == 0) break;
+    if (errno != ECONNREFUSED && errno != EINTR && errno != EAGAIN) {
+      *error = make_error(collHostErrorSystem, std::string("connect: ") + strerror(errno));
+      return false;
+    }
+    if (now_ns() > deadline_) {
+      *error = too_late({0});
+      return false;
+    }
+    if (stopped(error)) return false;
+    struct timespec nap = {0, nap_ns};
+    nanosleep(&nap, nullptr);
+    nap_ns = std::min<int64_t>(nap_ns * 2, 20 * 1000 * 1000);
+  }
+  uid_t user = 0;
+  if (!same_user(fd.get(), &user)) {
+    *error = make_error(collHostErrorSystem, format("the ranks of this id belong to user %u, this process to user %u", user,
+                                                    geteuid()));
+    error->peers = {0};
+    return false;
+  }
+  Message mine = hello();
+  send_message(fd.get(), mine);
+  Message arrived;
+  set_bit(arrived.ranks, 0);
+  set_bit(arrived.ranks, comm_->rank);
+
+  auto give_up = [&](const Error& e) {
+    Message m;
+    m.kind = Kind::GaveUp;
+    m.error_kind = e.kind;
+    snprintf(m.text, sizeof m.text, "rank %d stopped while the ranks were meeting: %s", comm_->rank, e.text.c_str());
+    send_message(fd.get(), m);
+    *error = e;
+    if (comm_->segment) comm_->segment->release();
+    comm_->segment = nullptr;
+    return false;
+  };
+
+  for (;;) {
+    struct pollfd p = {fd.get(), POLLIN, 0};
+    int64_t left_ms = (deadline_ - now_ns()) / 1000000;
+    if (left_ms <= 0) return give_up(too_late(absent(arrived.ranks)));
+    int ready = poll(&p, 1, static_cast<int>(std::min<int64_t>(left_ms, 100)));
+    Error stop;
+    if (ready <= 0) {
+      if (stopped(&stop)) return give_up(stop);
+      continue;
+    }
+    Message m;
+    Fd descriptor;
+    int got = receive_message(fd.get(), &m, &descriptor);
+    if (got == 0) continue;
+    if (got < 0) {
+      Error e = make_error(collHostErrorRemote, "rank 0 died while the ranks were meeting, or turned this process away");
+      e.peers = {0};
+      return give_up(e);
+    }
+    if (m.kind == Kind::Arrived) {
+      memcpy(arrived.ranks, m.ranks, sizeof arrived.ranks);
+    } else if (m.kind == Kind::Failed) {
+      Error e = make_error(static_cast<collHostErrorKind_t>(m.error_kind), m.text);
+      for (int r = 0; r < kMaxRanks; ++r)
+        if (get_bit(m.ranks, r)) e.peers.push_back(r);
+      return give_up(e);
+    } else if (m.kind == Kind::Segment) {
+      Error e;
+      comm_->segment = Segment::attach(descriptor.take(), m.segment_id, comm_->size, &e);
+      if (!comm_->segment) return give_up(e);
+      Message done;
+      done.kind = Kind::Mapped;
+      send_message(fd.get(), done);
+    } else if (m.kind == Kind::Go) {
+      return true;
+    }
+  }
+}
+
+}  // namespace
+
+void make_id(Id* id) {
+  memset(id, 0, sizeof *id);
+  memcpy(id->magic, "COLLHOST", 8);
+  random_bytes(id->name, sizeof id->name);
+  random_bytes(id->secret, sizeof id->secret);
+}
+
+Id derive_id(const uint64_t secret[4], const void* label, size_t nbytes) {
+  Id id;
+  memset(&id, 0, sizeof id);
+  memcpy(id.magic, "COLLHOST", 8);
+  for (uint64_t i = 0; i < 6; ++i) {
+    uint64_t key[2] = {secret[i % 2] + i, secret[2 + i % 2] ^ (i << 56)};
+    (i < 2 ? id.name[i] : id.secret[i - 2]) = siphash(key, label, nbytes);
+  }
+  return id;
+}
+
+bool bootstrap(ncclComm* comm, const Id& id, uint64_t options, const char* what, Error* error) {
+  memcpy(comm->secret, id.secret, sizeof comm->secret);
+  Meeting meeting(comm, id, options, what);
+  bool met = comm->rank == 0 ? meeting.serve(error) : meeting.join(error);
+  if (!met) {
+    error->rank = comm->rank;
+    return false;
+  }
+  comm->spin = comm->size <= available_cores();
+  comm->pids.resize(static_cast<size_t>(comm->size));
+  comm->pidfds.resize(static_cast<size_t>(comm->size));
+  for (int r = 0; r < comm->size; ++r) {
+    comm->pids[static_cast<size_t>(r)] = comm->segment->rank(r)->pid;
+    comm->pidfds[static_cast<size_t>(r)] = process_watch(comm->segment->rank(r)->pid);
+  }
+  return true;
+}
+
+void set_init_timeout(int64_t ms) { g_init_timeout_ms.store(ms > 0 ? ms : INT64_MAX / 4000000); }
+
+}  // namespace coll

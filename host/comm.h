@@ -1,0 +1,235 @@
+// The communicator and what is put into it.
+//
+// Path of a call: api.cpp checks the arguments and makes an Op; group.cpp puts the ops of a group (or the one op) into a
+// Batch and gives it its place in the order of each communicator it uses; the batch runs in the calling thread (NULL
+// stream) or in a queue's; progress.cpp moves its collectives (collective.cpp) and transfers (transfer.cpp) forward, none of
+// which ever blocks, until all are done.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "error.h"
+#include "segment.h"
+
+enum class CollKind : int { AllReduce, ReduceScatter, AllGather, Broadcast, Reduce, AllToAll, Gather, Scatter, Send, Recv };
+
+namespace coll {
+
+const char* kind_name(CollKind kind);  // "ncclAllReduce"
+size_t type_size(ncclDataType_t type);
+const char* type_name(int type);
+const char* op_name(int op);
+
+// A reduction as the caller named it; pre-mul-sum carries its scalar, in the bits of the accumulator's type.
+struct Reduction {
+  int op = ncclSum;
+  bool premul = false;
+  uint64_t scalar = 0;
+  const void* scalar_at = nullptr;  // ncclScalarDevice: read when the operation starts
+};
+
+struct Op {
+  CollKind kind;
+  const void* send = nullptr;
+  void* recv = nullptr;
+  size_t count = 0;  // as in NCCL: of one piece for reduce-scatter, all-gather, all-to-all, gather, scatter
+  ncclDataType_t type = ncclInt8;
+  Reduction reduction;
+  int root = 0;      // or the peer of send/recv
+  ncclComm* comm = nullptr;
+  uint64_t seq = 0;  // number of the collective on its communicator
+  const char* name() const { return kind_name(kind); }
+  size_t bytes() const { return count * type_size(type); }
+};
+
+// What was registered; its address is the handle (of a window, too).
+struct Registration {
+  void* address;
+  size_t nbytes;
+};
+
+struct PreMulOp {
+  bool used = false;
+  ncclDataType_t type;
+  Reduction reduction;
+};
+
+// Bits of a scalar of `type` as its accumulator's (float, double or a 64-bit integer).
+uint64_t scalar_bits(const void* scalar, ncclDataType_t type);
+
+}  // namespace coll
+
+struct ncclComm {
+  uint64_t magic = 0;
+  int rank = -1, size = 0, device = 0;
+  coll::Segment* segment = nullptr;
+  uint64_t secret[4] = {};        // ids of children are derived from it
+  uint64_t children = 0;          // splits and shrinks so far, equal on all ranks
+  int forks = 0;                  // fork_generation() of the process that made it
+  bool spin = true;               // no more ranks than cores
+  std::vector<int> pids, pidfds;
+
+  // Order. Every batch takes the next ticket of each communicator that it uses, under order_lock(), and runs when all
+  // before it have ended. So operations take effect in call order, across queues, threads and the NULL stream.
+  uint64_t next_ticket = 0;               // under order_lock()
+  std::atomic<uint64_t> turn{0};
+  std::mutex turn_lock;
+  std::condition_variable turn_changed;
+
+  // Used by the batch whose turn it is, and by nobody else.
+  uint64_t rounds = 0;      // rounds done by all collectives so far, equal on all ranks
+  uint64_t executed = 0;    // collectives begun so far
+  std::map<int, bool> claimed;  // channels whose pages are there
+
+  std::atomic<uint64_t> sequence{0};      // collectives called
+  std::atomic<int64_t> timeout_ns{0};
+  std::atomic<bool> abort_flag{false}, revoke_flag{false};
+  std::atomic<bool> ready{false};         // false while a non-blocking init is under way
+  bool finalized = false;
+
+  // What is in progress, for collHostCommPending.
+  std::atomic<const char*> current_op{nullptr};
+  std::atomic<uint64_t> current_seq{0}, current_bytes{0}, current_goal{0};
+  std::atomic<int> current_peer{-1};
+
+  std::mutex state_lock;                  // guards what follows
+  coll::Error broken;                     // why no operation can run any more
+  std::vector<coll::PreMulOp> premul;
+  std::map<void*, std::unique_ptr<coll::Registration>> registered;
+  std::thread init_thread;                // of a non-blocking init
+  coll::Error init_error;
+
+  coll::RankBlock* me() const { return segment->rank(rank); }
+  // Write a flag, then call this: wakes the peers that sleep until this rank does something.
+  void wake_sleepers();
+  void wake_self();
+  // Tell the peers that this rank can't go on.
+  void publish_state(coll::RankState state);
+  // Put the error in place as the reason why nothing can run any more (the first one stays).
+  void break_with(const coll::Error& error, coll::RankState state);
+  coll::Error why_broken();
+};
+
+namespace coll {
+
+constexpr uint64_t kCommMagic = 0x434f4d4d20686f73ull;
+constexpr int kMaxRanks = COLL_HOST_MAX_RANKS;
+
+// ---- collective.cpp
+struct Collective {
+  Op op;
+  uint64_t base = 0;      // rounds of the communicator before this call
+  uint64_t rounds = 0;
+  uint64_t posted = 0, reduced = 0, consumed = 0;
+  size_t per_round = 0;   // elements of one piece in a round
+  size_t stride = 0;      // bytes between the pieces of a slot
+  bool begun = false, checked = false, two_phase = false, mismatched = false;
+  int blocked_on = -1;
+  Error error;
+
+  explicit Collective(const Op& o) : op(o) {}
+  bool done() const { return begun && checked && (mismatched || consumed == rounds); }
+  void begin();
+  bool advance();  // true: something moved
+
+ private:
+  ncclComm& comm() const { return *op.comm; }
+  size_t elements(uint64_t round) const;
+  void post(uint64_t round);
+  bool all_at(std::atomic<uint64_t> RankBlock::*counter, uint64_t value);
+  bool sources_ready(uint64_t round);
+  void check_calls();
+  void reduce_piece(uint64_t round);
+  void consume(uint64_t round);
+  void reduce_slots(void* out, size_t slot_offset, size_t count, uint64_t round);
+};
+
+// ---- transfer.cpp
+struct Transfer {
+  Op op;
+  Channel* channel = nullptr;
+  uint64_t number = 0;     // of this transfer on its channel
+  uint64_t first_chunk = 0, chunks = 0, moved = 0;
+  bool begun = false, checked = false, mismatched = false;
+  Error error;
+
+  explicit Transfer(const Op& o) : op(o) {}
+  bool done() const { return begun && checked && (mismatched || moved == chunks); }
+  void begin();
+  bool advance();
+
+ private:
+  void check_peer();
+};
+
+// ---- progress.cpp
+// The operations of one group (or the one operation of a call) on all communicators that it touches.
+struct Work {
+  ncclComm* comm = nullptr;
+  uint64_t ticket = 0;
+  std::vector<Collective> collectives;   // run one after the other
+  std::vector<Transfer> transfers;       // run side by side, in order for each peer and direction
+  std::vector<std::pair<Op, Op>> local;  // sends to oneself with their receives
+  size_t next = 0;
+};
+
+struct Batch {
+  std::vector<Work> works;
+  Error error;  // the first
+  void run();   // waits for its turn, runs, passes the turn on
+};
+
+// Peers that can't go on any more, looked up in the shared state and (look_at_processes) in the system.
+std::vector<int> lost_peers(ncclComm& comm, bool look_at_processes);
+Error remote_error(ncclComm& comm, const std::vector<int>& peers);
+// Run `body` when it is the ticket's turn, then pass the turn on.
+Error in_turn(ncclComm* comm, uint64_t ticket, const std::function<Error()>& body);
+// Wait until blocked_on() gives -1 instead of a rank. revoked_too: peers that revoked the communicator still answer.
+Error wait_until(ncclComm& comm, bool revoked_too, const std::function<int()>& blocked_on);
+
+// ---- bootstrap.cpp
+struct Id {
+  char magic[8];
+  uint64_t name[2];
+  uint64_t secret[4];
+  char rest[NCCL_UNIQUE_ID_BYTES - 56];
+};
+static_assert(sizeof(Id) == NCCL_UNIQUE_ID_BYTES, "an id of the host engine is an ncclUniqueId");
+void make_id(Id* id);
+Id derive_id(const uint64_t secret[4], const void* label, size_t nbytes);
+// Meet the other ranks and fill in comm's segment, pids and pidfds. Blocks; ends early when abort_flag is set.
+bool bootstrap(ncclComm* comm, const Id& id, uint64_t options, const char* what, Error* error);
+void set_init_timeout(int64_t ms);
+
+// ---- group.cpp
+bool in_group();
+ncclResult_t submit(const Op& op, cudaStream_t stream);
+// Run an init-like job now, or at the end of the open group. Jobs of one parent run one after the other, in call order.
+// With `cancelled` a job only undoes what was prepared when it was submitted.
+using Job = std::function<Error(bool cancelled)>;
+ncclResult_t submit_job(ncclComm* parent, const char* op, Job job);
+ncclResult_t group_start();
+ncclResult_t group_end(const char* op);
+// A call inside the open group was refused: the whole group fails at its end.
+ncclResult_t refuse(ncclResult_t code);
+void group_cancel();
+
+// ---- queue.cpp
+bool queue_alive(collHostQueue_t queue);
+// Put a task behind the others. Its error is what collHostQueueWait gives for its ticket.
+uint64_t queue_push(collHostQueue_t queue, std::function<Error()> task);
+
+// ---- comm.cpp
+// The communicator, or NULL after raising: not one of ours, of a parent process, or not ready.
+ncclComm* checked(ncclComm_t comm, const char* op);
+void drain(ncclComm* comm);                          // until all tickets are served
+
+}  // namespace coll

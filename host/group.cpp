@@ -1,0 +1,231 @@
+// Groups, and the one place where operations get their place in the order of things.
+#include <algorithm>
+
+#include "comm.h"
+#include "system.h"
+
+namespace coll {
+namespace {
+
+struct Submitted {
+  Op op;
+  collHostQueue_t queue;
+};
+struct Deferred {
+  ncclComm* parent;
+  const char* op;
+  Job job;
+};
+struct Group {
+  int depth = 0;
+  std::vector<Submitted> ops;
+  std::vector<Deferred> jobs;
+  Error refused;
+};
+thread_local Group t_group;
+
+// Queues of one group wait for each other, as streams do: the batch runs in the first one's thread when the others have
+// come to it, and they go on when it has ended.
+struct Join {
+  std::mutex lock;
+  std::condition_variable changed;
+  size_t arrived = 0;
+  bool done = false;
+  Error error;
+};
+
+Work& work_of(Batch& batch, ncclComm* comm) {
+  for (Work& work : batch.works)
+    if (work.comm == comm) return work;
+  batch.works.emplace_back();
+  batch.works.back().comm = comm;
+  return batch.works.back();
+}
+
+// Sort the operations into the batch. Sends to oneself are matched with their receives here.
+Error fill_batch(Batch& batch, const std::vector<Submitted>& ops) {
+  for (const Submitted& s : ops) {
+    Work& work = work_of(batch, s.op.comm);
+    bool transfer = s.op.kind == CollKind::Send || s.op.kind == CollKind::Recv;
+    if (!transfer) work.collectives.emplace_back(s.op);
+    else if (s.op.root != s.op.comm->rank) work.transfers.emplace_back(s.op);
+  }
+  for (Work& work : batch.works) {
+    std::vector<Op> sends, receives;
+    for (const Submitted& s : ops) {
+      if (s.op.comm != work.comm || s.op.root != work.comm->rank) continue;
+      if (s.op.kind == CollKind::Send) sends.push_back(s.op);
+      if (s.op.kind == CollKind::Recv) receives.push_back(s.op);
+    }
+    for (size_t i = 0; i < std::max(sends.size(), receives.size()); ++i) {
+      if (i >= sends.size() || i >= receives.size()) {
+        Error error = make_error(collHostErrorUsage, "a send to oneself and its receive must be in one group");
+        error.op = i >= sends.size() ? "ncclRecv" : "ncclSend";
+        error.rank = work.comm->rank;
+        return error;
+      }
+      if (sends[i].count != receives[i].count || sends[i].type != receives[i].type) {
+        Error error = make_error(collHostErrorMismatch,
+                                 format("send to oneself of %zu x %s, receive of %zu x %s", sends[i].count,
+                                        type_name(sends[i].type), receives[i].count, type_name(receives[i].type)));
+        error.op = "ncclSend";
+        error.rank = work.comm->rank;
+        return error;
+      }
+      work.local.emplace_back(sends[i], receives[i]);
+    }
+  }
+  return Error();
+}
+
+ncclResult_t launch(const std::vector<Submitted>& ops) {
+  auto batch = std::make_shared<Batch>();
+  Error error = fill_batch(*batch, ops);
+  if (error) return raise(error);
+
+  std::vector<collHostQueue_t> queues;
+  bool inline_too = false;
+  for (const Submitted& s : ops) {
+    if (!s.queue) inline_too = true;
+    else if (std::find(queues.begin(), queues.end(), s.queue) == queues.end()) queues.push_back(s.queue);
+  }
+  std::shared_ptr<Join> join;
+  if (queues.size() > 1 || (inline_too && !queues.empty())) join = std::make_shared<Join>();
+  {
+    // Tickets and places in queues are given together: whoever is earlier here is earlier everywhere, so that waiting for
+    // an earlier one can't go round in a circle.
+    std::lock_guard<std::mutex> hold(order_lock());
+    for (Work& work : batch->works) {
+      work.ticket = work.comm->next_ticket++;
+      work.comm->sequence.fetch_add(work.collectives.size(), std::memory_order_relaxed);
+    }
+    for (size_t i = 0; i < queues.size(); ++i) {
+      size_t others = queues.size() - 1;
+      if (i == 0) {
+        queue_push(queues[i], [batch, join, others] {
+          if (join) {
+            std::unique_lock<std::mutex> hold(join->lock);
+            join->changed.wait(hold, [&] { return join->arrived == others; });
+          }
+          batch->run();
+          if (join) {
+            std::lock_guard<std::mutex> hold(join->lock);
+            join->error = batch->error;
+            join->done = true;
+            join->changed.notify_all();
+          }
+          return batch->error;
+        });
+      } else {
+        queue_push(queues[i], [join] {
+          std::unique_lock<std::mutex> hold(join->lock);
+          ++join->arrived;
+          join->changed.notify_all();
+          join->changed.wait(hold, [&] { return join->done; });
+          return join->error;
+        });
+      }
+    }
+  }
+  if (queues.empty()) {
+    batch->run();
+    return batch->error ? raise(batch->error) : ncclSuccess;
+  }
+  if (!inline_too) return ncclSuccess;
+  std::unique_lock<std::mutex> hold(join->lock);
+  join->changed.wait(hold, [&] { return join->done; });
+  return join->error ? raise(join->error) : ncclSuccess;
+}
+
+// Jobs without a parent meet each other, so each has a thread of its own; those of one parent keep their order.
+Error run_jobs(std::vector<Deferred> jobs) {
+  std::vector<std::vector<Deferred*>> lines;
+  for (Deferred& job : jobs) {
+    auto same = std::find_if(lines.begin(), lines.end(),
+                             [&](const auto& line) { return job.parent && line.front()->parent == job.parent; });
+    if (same != lines.end()) same->push_back(&job);
+    else lines.push_back({&job});
+  }
+  std::vector<Error> errors(lines.size());
+  auto run_line = [&](size_t i) {
+    for (Deferred* job : lines[i]) {
+      Error error;
+      try {
+        error = job->job(false);
+      } catch (const std::exception& e) {
+        error = make_error(collHostErrorInternal, e.what());
+      }
+      if (error && error.op.empty()) error.op = job->op;
+      if (error && !errors[i]) errors[i] = std::move(error);
+    }
+  };
+  std::vector<std::thread> threads;
+  for (size_t i = 1; i < lines.size(); ++i) threads.emplace_back(run_line, i);
+  run_line(0);
+  for (std::thread& thread : threads) thread.join();
+  for (Error& error : errors)
+    if (error) return error;
+  return Error();
+}
+
+}  // namespace
+
+bool in_group() { return t_group.depth > 0; }
+
+ncclResult_t refuse(ncclResult_t code) {
+  if (in_group() && !t_group.refused) t_group.refused = last_error();
+  return code;
+}
+
+ncclResult_t submit(const Op& op, cudaStream_t stream) {
+  collHostQueue_t queue = reinterpret_cast<collHostQueue_t>(stream);
+  if (in_group()) {
+    t_group.ops.push_back({op, queue});
+    return ncclSuccess;
+  }
+  return launch({{op, queue}});
+}
+
+ncclResult_t submit_job(ncclComm* parent, const char* op, Job job) {
+  if (in_group()) {
+    t_group.jobs.push_back({parent, op, std::move(job)});
+    return ncclSuccess;
+  }
+  Error error = job(false);
+  if (error && error.op.empty()) error.op = op;
+  return error ? raise(error) : ncclSuccess;
+}
+
+ncclResult_t group_start() {
+  ++t_group.depth;
+  return ncclSuccess;
+}
+
+ncclResult_t group_end(const char* op) {
+  if (t_group.depth == 0) return raise(collHostErrorUsage, op, "no group is open in this thread");
+  if (--t_group.depth > 0) return ncclSuccess;
+  Group group = std::move(t_group);
+  t_group = Group();
+  if (group.refused || (!group.jobs.empty() && !group.ops.empty())) {
+    for (Deferred& job : group.jobs) job.job(true);
+  }
+  if (group.refused) {
+    Error error = group.refused;
+    error.text += " (so nothing of its group was started)";
+    return raise(error);
+  }
+  if (!group.jobs.empty() && !group.ops.empty())
+    return raise(collHostErrorUsage, op, "communicators can't be made in the same group as operations");
+  if (!group.jobs.empty()) {
+    Error error = run_jobs(std::move(group.jobs));
+    return error ? raise(error) : ncclSuccess;
+  }
+  return group.ops.empty() ? ncclSuccess : launch(group.ops);
+}
+
+void group_cancel() {
+  for (Deferred& job : t_group.jobs) job.job(true);
+  t_group = Group();
+}
+
+}  // namespace coll

@@ -1,0 +1,467 @@
+// Moves the operations of a batch forward until all are done, and waits while none can move.
+#include <sched.h>
+#include <string.h>
+#include <time.h>
+
+#include <algorithm>
+
+#include "comm.h"
+#include "system.h"
+
+using namespace coll;
+
+// ---- Waking
+
+void ncclComm::wake_sleepers() {
+  // Pairs with the fence in doze(): either this rank sees the sleeper, or the sleeper sees what was written before.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (segment->header()->sleepers.load(std::memory_order_relaxed) == 0) return;
+  for (int r = 0; r < size; ++r) {
+    RankBlock* other = segment->rank(r);
+    if (r == rank || !other->sleeping.load(std::memory_order_relaxed)) continue;
+    int waiting_for = other->waiting_for.load(std::memory_order_relaxed);
+    if (waiting_for != -1 && waiting_for != rank) continue;
+    other->doorbell.fetch_add(1);
+    futex_wake(&other->doorbell);
+  }
+}
+
+void ncclComm::wake_self() {
+  me()->doorbell.fetch_add(1);
+  futex_wake(&me()->doorbell);
+}
+
+void ncclComm::publish_state(RankState state) {
+  uint32_t alive = kAlive;
+  if (!me()->state.compare_exchange_strong(alive, state)) return;
+  segment->header()->troubles.fetch_add(1);
+  for (int r = 0; r < size; ++r) {
+    if (r == rank) continue;
+    segment->rank(r)->doorbell.fetch_add(1);
+    if (segment->rank(r)->sleeping.load()) futex_wake(&segment->rank(r)->doorbell);
+  }
+}
+
+void ncclComm::break_with(const Error& error, RankState state) {
+  {
+    std::lock_guard<std::mutex> hold(state_lock);
+    if (!broken) broken = error;
+  }
+  publish_state(state);
+}
+
+Error ncclComm::why_broken() {
+  std::lock_guard<std::mutex> hold(state_lock);
+  if (!broken) return broken;
+  Error error = broken;
+  if (error.kind != collHostErrorRemote && error.kind != collHostErrorAborted) {
+    error.kind = collHostErrorUsage;
+    error.code = ncclInvalidUsage;
+  }
+  error.text = "the communicator is out of use since " + error.op + " failed: " + error.text;
+  return error;
+}
+
+namespace coll {
+namespace {
+
+constexpr int64_t kLookAround = 100 * 1000 * 1000;  // ns between looks at peers' processes, signals and the clock
+constexpr int64_t kLongestSleep = 50 * 1000 * 1000;  // ns
+
+const char* state_text(uint32_t state) {
+  switch (state) {
+    case kLeft: return "left the communicator";
+    case kFailed: return "gave up after an error of its own";
+    case kAborted: return "aborted the communicator";
+    case kRevoked: return "revoked the communicator";
+    default: return "died";
+  }
+}
+
+}  // namespace
+
+std::vector<int> lost_peers(ncclComm& comm, bool look_at_processes) {
+  std::vector<int> lost;
+  bool found_dead = false;
+  for (int r = 0; r < comm.size; ++r) {
+    RankBlock* other = comm.segment->rank(r);
+    if (r == comm.rank) continue;
+    uint32_t state = other->state.load(std::memory_order_acquire);
+    if (state == kAlive && look_at_processes && process_ended(comm.pids[r], comm.pidfds[r])) {
+      uint32_t alive = kAlive;
+      if (other->state.compare_exchange_strong(alive, kDead)) {
+        comm.segment->header()->troubles.fetch_add(1);
+        found_dead = true;
+      }
+      state = other->state.load();
+    }
+    if (state != kAlive) lost.push_back(r);
+  }
+  if (found_dead) {
+    for (int r = 0; r < comm.size; ++r) {
+      if (r == comm.rank) continue;
+      comm.segment->rank(r)->doorbell.fetch_add(1);
+      futex_wake(&comm.segment->rank(r)->doorbell);
+    }
+  }
+  return lost;
+}
+
+Error remote_error(ncclComm& comm, const std::vector<int>& peers) {
+  // A dead process is the cause, ranks that gave up are consequences: name the causes.
+  std::vector<int> causes = peers;
+  for (uint32_t state : {uint32_t(kDead), uint32_t(kAborted), uint32_t(kRevoked), uint32_t(kLeft)}) {
+    std::vector<int> some;
+    for (int r : peers)
+      if (comm.segment->rank(r)->state.load() == state) some.push_back(r);
+    if (some.empty()) continue;
+    causes = some;
+    break;
+  }
+  std::string text;
+  for (int r : causes) {
+    if (!text.empty()) text += "; ";
+    text += format("rank %d (process %d) %s", r, comm.pids[r], state_text(comm.segment->rank(r)->state.load()));
+    if (text.size() > 800) {
+      text += "; ...";
+      break;
+    }
+  }
+  Error error = make_error(collHostErrorRemote, text);
+  error.peers = causes;
+  return error;
+}
+
+namespace {
+
+// ---- Waiting
+
+class Pause {
+ public:
+  // `comm`: whose doorbell to sleep on, or NULL when several communicators are waited for.
+  Pause(ncclComm* comm, bool spin) : comm_(comm), spins_(spin ? 2000 : 20) {}
+
+  void reset() { turns_ = 0; }
+
+  // One pause of the kind that fits the time waited so far. `moved` is asked once more before going to sleep.
+  template <class F>
+  bool pause(int peer, F&& moved) {
+    ++turns_;
+    if (turns_ <= spins_) {
+      cpu_relax();
+      return false;
+    }
+    if (turns_ <= spins_ + kYields) {
+      sched_yield();
+      return false;
+    }
+    if (!comm_) {
+      struct timespec nap = {0, 100 * 1000};
+      nanosleep(&nap, nullptr);
+      return false;
+    }
+    RankBlock* me = comm_->me();
+    Header* header = comm_->segment->header();
+    uint32_t bell = me->doorbell.load();
+    me->waiting_for.store(peer, std::memory_order_relaxed);
+    me->sleeping.store(1, std::memory_order_relaxed);
+    header->sleepers.fetch_add(1);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    bool did = moved();
+    if (!did) futex_wait(&me->doorbell, bell, kLongestSleep);
+    header->sleepers.fetch_sub(1);
+    me->sleeping.store(0, std::memory_order_relaxed);
+    return did;
+  }
+
+  bool long_enough() const { return turns_ > spins_; }
+
+ private:
+  static constexpr int kYields = 200;
+  ncclComm* comm_;
+  int spins_;
+  int turns_ = 0;
+};
+
+// ---- One communicator's part of a batch
+
+struct Run {
+  Work& work;
+  bool finished = false, failed = false;
+  Error error;
+  std::vector<char> busy;
+  int64_t deadline = 0;
+  size_t open = 0;  // transfers not yet done
+  size_t head = 0;  // transfers before this one are done
+
+  explicit Run(Work& w) : work(w), open(w.transfers.size()) {
+    int64_t limit = w.comm->timeout_ns.load(std::memory_order_relaxed);
+    if (limit > 0) deadline = now_ns() + limit;
+    if (open) busy.resize(2 * static_cast<size_t>(w.comm->size));
+  }
+
+  const Op& current() const {
+    if (work.next < work.collectives.size()) return work.collectives[work.next].op;
+    for (size_t i = head; i < work.transfers.size(); ++i)
+      if (!work.transfers[i].done()) return work.transfers[i].op;
+    return work.collectives.empty() ? work.transfers.back().op : work.collectives.back().op;
+  }
+
+  void keep(Error e, const Op& op) {
+    e.op = op.name();
+    e.rank = work.comm->rank;
+    e.seq = op.seq;
+    if (!e.bytes) e.bytes = op.bytes();
+    if (!error) error = std::move(e);
+  }
+
+  void fail(Error e) {
+    keep(std::move(e), current());
+    failed = finished = true;
+    work.comm->break_with(error, kFailed);
+  }
+
+  void describe(const Op& op, uint64_t goal) {
+    ncclComm& c = *work.comm;
+    c.current_seq.store(op.seq, std::memory_order_relaxed);
+    c.current_bytes.store(op.bytes(), std::memory_order_relaxed);
+    c.current_goal.store(goal, std::memory_order_relaxed);
+    c.current_peer.store(goal ? -1 : op.root, std::memory_order_relaxed);
+    c.current_op.store(op.name(), std::memory_order_release);
+  }
+
+  bool advance_collectives() {
+    bool moved = false;
+    while (work.next < work.collectives.size()) {
+      Collective& now = work.collectives[work.next];
+      if (!now.begun) {
+        now.begin();
+        describe(now.op, now.base + 1);
+      }
+      moved = now.advance() || moved;
+      if (!now.done()) return moved;
+      ++work.next;
+      if (now.mismatched) {
+        keep(now.error, now.op);
+        work.next = work.collectives.size();  // all ranks leave out the rest, so that they agree on what comes next
+      }
+    }
+    return moved;
+  }
+
+  bool advance_transfers() {
+    bool moved = false;
+    std::fill(busy.begin(), busy.end(), 0);
+    for (size_t i = head; i < work.transfers.size() && open; ++i) {
+      Transfer& t = work.transfers[i];
+      if (t.done()) {
+        if (i == head) ++head;
+        continue;
+      }
+      char& taken = busy[2 * static_cast<size_t>(t.op.root) + (t.op.kind == CollKind::Send)];
+      if (taken) continue;  // an earlier one of the same pair and direction goes first
+      if (!t.begun) {
+        t.begin();
+        if (t.error) {
+          fail(t.error);
+          return true;
+        }
+        if (work.collectives.empty()) describe(t.op, 0);
+      }
+      moved = t.advance() || moved;
+      if (t.done()) {
+        --open;
+        if (t.mismatched) keep(t.error, t.op);
+      } else {
+        taken = 1;
+      }
+    }
+    return moved;
+  }
+
+  bool advance() {
+    if (finished) return false;
+    bool moved = advance_collectives();
+    if (open) moved = advance_transfers() || moved;
+    if (!finished && work.next == work.collectives.size() && !open) finished = moved = true;
+    return moved;
+  }
+
+  int blocked_on() const {
+    if (open) return -1;
+    return work.next < work.collectives.size() ? work.collectives[work.next].blocked_on : -1;
+  }
+
+  std::vector<int> missing() {
+    ncclComm& c = *work.comm;
+    std::vector<int> ranks;
+    if (work.next < work.collectives.size()) {
+      Collective& now = work.collectives[work.next];
+      for (int r = 0; r < c.size; ++r)
+        if (c.segment->rank(r)->posted.load() < now.base + 1) ranks.push_back(r);
+      if (ranks.empty() && now.blocked_on >= 0) ranks.push_back(now.blocked_on);
+    } else {
+      for (const Transfer& t : work.transfers)
+        if (!t.done() && std::find(ranks.begin(), ranks.end(), t.op.root) == ranks.end()) ranks.push_back(t.op.root);
+      std::sort(ranks.begin(), ranks.end());
+    }
+    return ranks;
+  }
+
+  // Peers that are gone and without whom this can't end.
+  std::vector<int> needed_and_lost(bool look_at_processes) {
+    ncclComm& c = *work.comm;
+    std::vector<int> needed;
+    bool collective = work.next < work.collectives.size();
+    std::vector<int> waited = missing();
+    for (int r : lost_peers(c, look_at_processes)) {
+      bool waits = std::find(waited.begin(), waited.end(), r) != waited.end();
+      bool left = c.segment->rank(r)->state.load() == kLeft;
+      if (waits || (collective && !left)) needed.push_back(r);
+    }
+    return needed;
+  }
+
+  // Whether something says that waiting is no use. Called when nothing moves.
+  void look_around(bool thoroughly, int64_t now) {
+    ncclComm& c = *work.comm;
+    if (c.abort_flag.load(std::memory_order_acquire)) {
+      fail(make_error(collHostErrorAborted, "the communicator was aborted by this rank"));
+    } else if (c.revoke_flag.load(std::memory_order_acquire)) {
+      fail(make_error(collHostErrorAborted, "the communicator was revoked by this rank"));
+    } else if (thoroughly || c.segment->header()->troubles.load(std::memory_order_acquire)) {
+      std::vector<int> lost = needed_and_lost(thoroughly);
+      // What they wrote before they went may have come in between.
+      if (!lost.empty() && !advance()) fail(remote_error(c, lost));
+    }
+    if (finished || !thoroughly) return;
+    if (deadline && now > deadline) {
+      std::vector<int> ranks = missing();
+      Error e = make_error(collHostErrorTimeout,
+                           format("no end after %.1f s; waiting for %s", c.timeout_ns.load() / 1e9, rank_list(ranks).c_str()));
+      e.peers = ranks;
+      fail(std::move(e));
+    } else if (interrupted()) {
+      fail(make_error(collHostErrorInterrupted, "interrupted by a signal"));
+    }
+  }
+};
+
+void wait_turn(ncclComm* comm, uint64_t ticket) {
+  if (comm->turn.load(std::memory_order_acquire) == ticket) return;
+  std::unique_lock<std::mutex> hold(comm->turn_lock);
+  comm->turn_changed.wait(hold, [&] { return comm->turn.load(std::memory_order_relaxed) == ticket; });
+}
+
+void pass_turn(ncclComm* comm) {
+  // All under the lock: who waits in drain() may free the communicator as soon as it is given up.
+  std::lock_guard<std::mutex> hold(comm->turn_lock);
+  comm->current_op.store(nullptr, std::memory_order_relaxed);
+  comm->turn.fetch_add(1, std::memory_order_release);
+  comm->turn_changed.notify_all();
+}
+
+}  // namespace
+
+Error in_turn(ncclComm* comm, uint64_t ticket, const std::function<Error()>& body) {
+  wait_turn(comm, ticket);
+  Error error = body();
+  pass_turn(comm);
+  return error;
+}
+
+Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& blocked_on) {
+  Pause pause(&c, c.spin);
+  int64_t limit = c.timeout_ns.load(), start = now_ns(), looked = start;
+  for (int peer; (peer = blocked_on()) >= 0;) {
+    pause.pause(peer, [&] { return blocked_on() != peer; });
+    if (!pause.long_enough()) continue;
+    if (c.abort_flag.load()) return make_error(collHostErrorAborted, "the communicator was aborted by this rank");
+    int64_t now = now_ns();
+    bool thoroughly = now - looked > kLookAround;
+    if (thoroughly) looked = now;
+    if (thoroughly || c.segment->header()->troubles.load()) {
+      std::vector<int> lost = lost_peers(c, thoroughly);
+      bool revoked = c.segment->rank(peer)->state.load() == kRevoked && revoked_too;
+      if (std::find(lost.begin(), lost.end(), peer) != lost.end() && !revoked && blocked_on() == peer)
+        return remote_error(c, lost);
+    }
+    if (thoroughly && interrupted()) return make_error(collHostErrorInterrupted, "interrupted by a signal");
+    if (limit > 0 && now - start > limit) {
+      Error error = make_error(collHostErrorTimeout, format("no end after %.1f s; waiting for rank %d", limit / 1e9, peer));
+      error.peers = {peer};
+      return error;
+    }
+  }
+  return Error();
+}
+
+void Batch::run() {
+  struct Turns {
+    std::vector<Work>& works;
+    explicit Turns(std::vector<Work>& w) : works(w) {
+      for (Work& work : works) wait_turn(work.comm, work.ticket);
+    }
+    ~Turns() {
+      for (Work& work : works) pass_turn(work.comm);
+    }
+  } turns(works);
+  std::vector<Run> runs;
+  runs.reserve(works.size());
+  bool spin = true;
+  for (Work& w : works) {
+    runs.emplace_back(w);
+    Run& run = runs.back();
+    spin = spin && w.comm->spin;
+    Error broken = w.comm->why_broken();
+    if (!broken && w.comm->abort_flag.load())
+      broken = make_error(collHostErrorAborted, "the communicator was aborted by this rank");
+    if (!broken && w.comm->revoke_flag.load())
+      broken = make_error(collHostErrorAborted, "the communicator was revoked by this rank");
+    if (broken) {
+      run.keep(broken, run.work.collectives.empty() && run.work.transfers.empty() ? w.local.front().first : run.current());
+      run.failed = run.finished = true;
+      continue;
+    }
+    for (auto& pair : w.local) {
+      if (pair.first.bytes()) memmove(pair.second.recv, pair.first.send, pair.first.bytes());
+    }
+  }
+
+  Pause pause(works.size() == 1 ? works.front().comm : nullptr, spin);
+  auto advance_all = [&] {
+    bool moved = false;
+    for (Run& run : runs) moved = run.advance() || moved;
+    return moved;
+  };
+  auto all_finished = [&] {
+    return std::all_of(runs.begin(), runs.end(), [](const Run& run) { return run.finished; });
+  };
+  int64_t looked = 0;
+  for (;;) {
+    if (advance_all()) pause.reset();
+    if (all_finished()) break;
+    if (pause.pause(runs.size() == 1 ? runs.front().blocked_on() : -1, advance_all)) pause.reset();
+    if (!pause.long_enough()) continue;
+    int64_t now = now_ns();
+    if (!looked) looked = now;
+    bool thoroughly = now - looked > kLookAround;
+    if (thoroughly) looked = now;
+    for (Run& run : runs)
+      if (!run.finished) run.look_around(thoroughly, now);
+  }
+  for (Run& run : runs)
+    if (run.error && !error) error = run.error;
+}
+
+void drain(ncclComm* comm) {
+  uint64_t last;
+  {
+    std::lock_guard<std::mutex> hold(order_lock());
+    last = comm->next_ticket;
+  }
+  std::unique_lock<std::mutex> hold(comm->turn_lock);
+  comm->turn_changed.wait(hold, [&] { return comm->turn.load() >= last; });
+}
+
+}  // namespace coll

@@ -1,0 +1,271 @@
+// The exported functions that ask or set something, and those that this engine does not offer.
+#include <string.h>
+
+#include "comm.h"
+#include "system.h"
+
+using namespace coll;
+
+namespace {
+ncclResult_t not_offered(const char* op, const char* why) noexcept {
+  return guarded(op, [&] { return refuse(raise(collHostErrorUnsupported, op, std::string("not offered by the host engine: ") + why)); });
+}
+
+ncclResult_t add_registration(const char* op, ncclComm_t comm, void* buff, size_t size, void** handle) noexcept {
+  return guarded(op, [&] {
+    ncclComm* c = checked(comm, op);
+    if (!c) return last_error().code;
+    if (!handle) return raise(collHostErrorArgument, op, "the handle's address is NULL");
+    if (!buff && size) return raise(collHostErrorArgument, op, "buff is NULL");
+    auto record = std::make_unique<Registration>(Registration{buff, size});
+    std::lock_guard<std::mutex> hold(c->state_lock);
+    *handle = record.get();
+    c->registered[*handle] = std::move(record);
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t remove_registration(const char* op, ncclComm_t comm, void* handle) noexcept {
+  return guarded(op, [&] {
+    ncclComm* c = checked(comm, op);
+    if (!c) return last_error().code;
+    std::lock_guard<std::mutex> hold(c->state_lock);
+    if (!c->registered.erase(handle)) return raise(collHostErrorArgument, op, format("%p is no handle of this communicator", handle));
+    return ncclSuccess;
+  });
+}
+
+template <class T>
+ncclResult_t answer(const char* op, ncclComm_t comm, T* out, T ncclComm::*member) noexcept {
+  return guarded(op, [&] {
+    ncclComm* c = checked(comm, op);
+    if (!c) return last_error().code;
+    if (!out) return raise(collHostErrorArgument, op, "the result's address is NULL");
+    *out = c->*member;
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t no_parameters(const char* op) noexcept { return not_offered(op, "it has no parameters of NCCL's"); }
+}  // namespace
+
+extern "C" {
+
+ncclResult_t ncclGetVersion(int* version) {
+  if (!version) return raise(collHostErrorArgument, "ncclGetVersion", "version is NULL");
+  *version = NCCL_VERSION_CODE;
+  return ncclSuccess;
+}
+
+const char* ncclGetErrorString(ncclResult_t result) {
+  switch (result) {
+    case ncclSuccess: return "no error";
+    case ncclUnhandledCudaError: return "unhandled cuda error";
+    case ncclSystemError: return "unhandled system error";
+    case ncclInternalError: return "internal error";
+    case ncclInvalidArgument: return "invalid argument";
+    case ncclInvalidUsage: return "invalid usage";
+    case ncclRemoteError: return "remote process exited or there was a network error";
+    case ncclInProgress: return "operation in progress";
+    case ncclTimeout: return "operation timed out";
+    default: return "unknown result code";
+  }
+}
+
+const char* ncclGetLastError(ncclComm_t) { return last_error_text(); }
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
+  return guarded("ncclCommGetAsyncError", [&] {
+    const char* op = "ncclCommGetAsyncError";
+    if (!asyncError) return raise(collHostErrorArgument, op, "asyncError is NULL");
+    if (comm && comm->magic == kCommMagic && comm->forks == fork_generation() && !comm->ready.load(std::memory_order_acquire)) {
+      *asyncError = ncclInProgress;
+      return ncclSuccess;
+    }
+    ncclComm* c = comm && comm->magic == kCommMagic && comm->forks == fork_generation() ? comm : checked(comm, op);
+    if (!c) return last_error().code;
+    std::lock_guard<std::mutex> hold(c->state_lock);
+    *asyncError = c->broken.code;
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) { return answer("ncclCommCount", comm, count, &ncclComm::size); }
+ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
+  return answer("ncclCommCuDevice", comm, device, &ncclComm::device);
+}
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { return answer("ncclCommUserRank", comm, rank, &ncclComm::rank); }
+
+ncclResult_t ncclMemAlloc(void** ptr, size_t size) {
+  return guarded("ncclMemAlloc", [&] {
+    if (!ptr) return raise(collHostErrorArgument, "ncclMemAlloc", "ptr is NULL");
+    return memory_allocate(ptr, size);
+  });
+}
+ncclResult_t ncclMemFree(void* ptr) {
+  return guarded("ncclMemFree", [&] { return memory_free(ptr); });
+}
+
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buff, size_t size, void** handle) {
+  return add_registration("ncclCommRegister", comm, buff, size, handle);
+}
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle) {
+  return remove_registration("ncclCommDeregister", comm, handle);
+}
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buff, size_t size, ncclWindow_t* win, int) {
+  return add_registration("ncclCommWindowRegister", comm, buff, size, reinterpret_cast<void**>(win));
+}
+ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win) {
+  return remove_registration("ncclCommWindowDeregister", comm, win);
+}
+ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void** outUserPtr) {
+  return guarded("ncclWinGetUserPtr", [&] {
+    const char* op = "ncclWinGetUserPtr";
+    ncclComm* c = checked(comm, op);
+    if (!c) return last_error().code;
+    if (!outUserPtr) return raise(collHostErrorArgument, op, "outUserPtr is NULL");
+    std::lock_guard<std::mutex> hold(c->state_lock);
+    if (!c->registered.count(win)) return raise(collHostErrorArgument, op, "this is no window of this communicator");
+    *outUserPtr = reinterpret_cast<Registration*>(win)->address;
+    return ncclSuccess;
+  });
+}
+
+// ---- Beside NCCL's
+
+ncclResult_t collHostGetError(ncclComm_t comm, collHostErrorInfo_t* info) {
+  return guarded("collHostGetError", [&] {
+    if (!info || !info->size) return raise(collHostErrorArgument, "collHostGetError", "info is NULL or has no size");
+    if (!comm) {
+      fill(last_error(), info);
+      return ncclSuccess;
+    }
+    ncclComm* c = checked(comm, "collHostGetError");
+    if (!c) return last_error().code;
+    std::lock_guard<std::mutex> hold(c->state_lock);
+    fill(c->broken, info);
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t collHostCommPending(ncclComm_t comm, collHostErrorInfo_t* info) {
+  return guarded("collHostCommPending", [&] {
+    ncclComm* c = checked(comm, "collHostCommPending");
+    if (!c) return last_error().code;
+    if (!info || !info->size) return raise(collHostErrorArgument, "collHostCommPending", "info is NULL or has no size");
+    Error now;
+    now.rank = c->rank;
+    const char* op = c->current_op.load(std::memory_order_acquire);
+    if (op) {
+      now.op = op;
+      now.seq = c->current_seq.load(std::memory_order_relaxed);
+      now.bytes = c->current_bytes.load(std::memory_order_relaxed);
+      uint64_t goal = c->current_goal.load(std::memory_order_relaxed);
+      int peer = c->current_peer.load(std::memory_order_relaxed);
+      if (peer >= 0) now.peers.push_back(peer);
+      for (int r = 0; goal && r < c->size; ++r)
+        if (c->segment->rank(r)->posted.load() < goal) now.peers.push_back(r);
+      now.text = "waiting for " + rank_list(now.peers);
+    }
+    fill(now, info);
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t collHostCommSetTimeout(ncclComm_t comm, int64_t timeout_ms) {
+  return guarded("collHostCommSetTimeout", [&] {
+    ncclComm* c = checked(comm, "collHostCommSetTimeout");
+    if (!c) return last_error().code;
+    int64_t ns = timeout_ms > 0 && timeout_ms < INT64_MAX / 2000000 ? timeout_ms * 1000000 : 0;
+    c->timeout_ns.store(ns, std::memory_order_relaxed);
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t collHostSetInitTimeout(int64_t timeout_ms) {
+  set_init_timeout(timeout_ms);
+  return ncclSuccess;
+}
+
+ncclResult_t collHostSetInterruptCheck(int (*check)(void)) {
+  set_interrupt_check(check);
+  return ncclSuccess;
+}
+
+ncclResult_t collHostCommSequence(ncclComm_t comm, uint64_t* sequence) {
+  return guarded("collHostCommSequence", [&] {
+    ncclComm* c = checked(comm, "collHostCommSequence");
+    if (!c) return last_error().code;
+    if (!sequence) return raise(collHostErrorArgument, "collHostCommSequence", "sequence is NULL");
+    *sequence = c->sequence.load(std::memory_order_relaxed);
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t collHostCommChunkBytes(ncclComm_t comm, size_t* nbytes) {
+  return guarded("collHostCommChunkBytes", [&] {
+    ncclComm* c = checked(comm, "collHostCommChunkBytes");
+    if (!c) return last_error().code;
+    if (!nbytes) return raise(collHostErrorArgument, "collHostCommChunkBytes", "nbytes is NULL");
+    *nbytes = c->segment->header()->chunk_bytes;
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t collHostMemoryInUse(uint64_t* nbytes) {
+  if (!nbytes) return raise(collHostErrorArgument, "collHostMemoryInUse", "nbytes is NULL");
+  *nbytes = memory_in_use();
+  return ncclSuccess;
+}
+
+// ---- Not offered
+
+ncclResult_t ncclCommGetUniqueId(ncclComm_t, ncclUniqueId*) {
+  return not_offered("ncclCommGetUniqueId", "communicators do not grow; make a new one with ncclCommInitRank");
+}
+ncclResult_t ncclCommGrow(ncclComm_t, int, const ncclUniqueId*, int, ncclComm_t*, ncclConfig_t*) {
+  return not_offered("ncclCommGrow", "communicators do not grow; make a new one with ncclCommInitRank");
+}
+ncclResult_t ncclCommSuspend(ncclComm_t, int) { return not_offered("ncclCommSuspend", "there is no GPU memory to suspend"); }
+ncclResult_t ncclCommResume(ncclComm_t) { return not_offered("ncclCommResume", "there is no GPU memory to resume"); }
+ncclResult_t ncclCommMemStats(ncclComm_t, ncclCommMemStat_t, uint64_t*) {
+  return not_offered("ncclCommMemStats", "it holds no GPU memory; collHostMemoryInUse counts host memory");
+}
+ncclResult_t ncclPutSignal(const void*, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int, unsigned int, ncclComm_t,
+                           cudaStream_t) {
+  return not_offered("ncclPutSignal", "no one-sided operations; use ncclSend and ncclRecv");
+}
+ncclResult_t ncclSignal(int, int, int, unsigned int, ncclComm_t, cudaStream_t) {
+  return not_offered("ncclSignal", "no one-sided operations; use ncclSend and ncclRecv");
+}
+ncclResult_t ncclWaitSignal(int, ncclWaitSignalDesc_t*, ncclComm_t, cudaStream_t) {
+  return not_offered("ncclWaitSignal", "no one-sided operations; use ncclSend and ncclRecv");
+}
+ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t*) {
+  group_cancel();  // as in NCCL, what was put into the group is not run
+  return not_offered("ncclGroupSimulateEnd", "it has no model of its own speed yet");
+}
+ncclResult_t ncclParamBind(ncclParamHandle_t*, const char*) { return no_parameters("ncclParamBind"); }
+ncclResult_t ncclParamGetI8(ncclParamHandle_t, int8_t*) { return no_parameters("ncclParamGetI8"); }
+ncclResult_t ncclParamGetI16(ncclParamHandle_t, int16_t*) { return no_parameters("ncclParamGetI16"); }
+ncclResult_t ncclParamGetI32(ncclParamHandle_t, int32_t*) { return no_parameters("ncclParamGetI32"); }
+ncclResult_t ncclParamGetI64(ncclParamHandle_t, int64_t*) { return no_parameters("ncclParamGetI64"); }
+ncclResult_t ncclParamGetU8(ncclParamHandle_t, uint8_t*) { return no_parameters("ncclParamGetU8"); }
+ncclResult_t ncclParamGetU16(ncclParamHandle_t, uint16_t*) { return no_parameters("ncclParamGetU16"); }
+ncclResult_t ncclParamGetU32(ncclParamHandle_t, uint32_t*) { return no_parameters("ncclParamGetU32"); }
+ncclResult_t ncclParamGetU64(ncclParamHandle_t, uint64_t*) { return no_parameters("ncclParamGetU64"); }
+ncclResult_t ncclParamGetStr(ncclParamHandle_t, const char**) { return no_parameters("ncclParamGetStr"); }
+ncclResult_t ncclParamGet(ncclParamHandle_t, void*, int, int*) { return no_parameters("ncclParamGet"); }
+ncclResult_t ncclParamGetParameter(const char*, const char**, int*) { return no_parameters("ncclParamGetParameter"); }
+ncclResult_t ncclParamGetAllParameterKeys(const char*** table, int* tableLen) {
+  if (!table || !tableLen) return raise(collHostErrorArgument, "ncclParamGetAllParameterKeys", "table or tableLen is NULL");
+  static const char* none = nullptr;
+  *table = &none;
+  *tableLen = 0;
+  return ncclSuccess;
+}
+void ncclParamDumpAll(void) {}
+void ncclResetDebugInit(void);
+void ncclResetDebugInit(void) {}  // deprecated in NCCL, and still looked for at load time by some clients
+
+}  // extern "C"

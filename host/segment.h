@@ -1,0 +1,119 @@
+// The memory that the ranks of one communicator share, and all other memory that the engine asks the system for.
+//
+// Layout of a segment of n ranks:   Header | n RankBlocks | n x 2 staging slots | n x n channels (send/recv)
+// The part before the channels is allocated when the segment is made. A channel gets its pages at its first use.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <atomic>
+
+#include "error.h"
+
+namespace coll {
+
+constexpr size_t kLine = 64;
+constexpr int kSlots = 2;  // a rank fills one while its peers still read the other
+
+enum RankState : uint32_t {
+  kAlive = 0,
+  kLeft = 1,     // destroyed its communicator in good order
+  kFailed = 2,   // an operation failed there; it can't go on
+  kAborted = 3,
+  kRevoked = 4,
+  kDead = 5      // its process has ended; a peer that saw it wrote this
+};
+
+// What one rank called, in full; read only when the hashes of two ranks differ.
+struct CallRecord {
+  uint64_t seq;
+  uint64_t count;
+  int32_t kind, datatype, op, root;
+};
+
+// Everything in a RankBlock is written by its own rank, except `state` (kDead) and `doorbell`.
+struct RankBlock {
+  // The line that peers wait on. Call k's hash and scalar are at [k & 1]: a rank writes them for call k + 2 only after
+  // all have posted k + 1, so after all have read k.
+  alignas(kLine) std::atomic<uint64_t> posted;  // rounds put into this rank's slots
+  uint64_t call_hash[2];
+  uint64_t scalar[2];  // pre-mul-sum
+  alignas(kLine) std::atomic<uint64_t> reduced;   // rounds whose own piece has been reduced (two-phase all-reduce)
+  alignas(kLine) std::atomic<uint64_t> consumed;  // rounds whose slots this rank no longer reads
+  alignas(kLine) CallRecord call[2];
+  alignas(kLine) std::atomic<uint32_t> state;
+  std::atomic<uint32_t> doorbell;   // futex; others add one and wake
+  std::atomic<uint32_t> sleeping;
+  std::atomic<int32_t> waiting_for; // a rank, or -1: anybody
+  int32_t pid;
+  alignas(kLine) std::atomic<uint64_t> split_posted;  // the exchange before a split, apart from the rounds above
+  struct { int32_t color, key; } split[2];
+};
+
+struct Header {
+  uint64_t magic;
+  uint64_t segment_id;
+  uint64_t total_bytes;
+  uint64_t slots_offset, channels_offset;
+  uint64_t chunk_bytes;          // of one slot
+  uint64_t channel_chunk_bytes;  // of one of the kChannelSlots slots of a channel
+  uint64_t channel_stride;
+  int32_t nranks;
+  alignas(kLine) std::atomic<uint32_t> sleepers;  // ranks that are asleep or about to be
+  alignas(kLine) std::atomic<uint32_t> troubles;  // ranks whose state isn't kAlive
+};
+
+constexpr int kChannelSlots = 4;
+
+// One direction between two ranks. The transfer numbers start at 1; a side's record of transfer t is at [t & 1].
+struct Channel {
+  struct Side {
+    std::atomic<uint64_t> transfer;  // the newest transfer that this side has announced
+    struct { uint64_t count; int32_t datatype; int32_t unused; } record[2];
+    std::atomic<uint64_t> chunks;    // written by the sender, or taken by the receiver, since the beginning
+  };
+  alignas(kLine) Side sender;
+  alignas(kLine) Side receiver;
+};
+constexpr size_t kChannelHeader = (sizeof(Channel) + kLine - 1) / kLine * kLine;
+
+class Segment {
+ public:
+  // Make one for n ranks; the descriptor to give to the others is in `fd`.
+  static Segment* create(int nranks, int* fd, Error* error);
+  // Map one that another rank made. Takes the descriptor. Ranks of one process share the mapping.
+  static Segment* attach(int fd, uint64_t segment_id, int nranks, Error* error);
+  void release();
+
+  Header* header() const { return reinterpret_cast<Header*>(base_); }
+  RankBlock* rank(int r) const { return ranks_ + r; }
+  char* slot(int r, uint64_t round) const {
+    return slots_ + (static_cast<size_t>(r) * kSlots + (round & 1)) * header()->chunk_bytes;
+  }
+  Channel* channel(int source, int destination) const;
+  char* channel_slot(Channel* channel, uint64_t chunk) const {
+    return reinterpret_cast<char*>(channel) + kChannelHeader + (chunk % kChannelSlots) * header()->channel_chunk_bytes;
+  }
+  // Get the pages of a channel, so that running out of memory is an error and not a signal.
+  bool claim_channel(int source, int destination, Error* error);
+
+ private:
+  Segment(char* base, size_t nbytes, int fd);
+  char* base_;
+  size_t nbytes_;
+  int fd_;
+  int users_ = 1;
+  RankBlock* ranks_;
+  char* slots_;
+};
+
+// ---- Memory of the system. Anonymous shared memory: no name, so nothing is left when all who map it have ended.
+// Gives the descriptor, or -1 and an error that says how much was asked for. The first `reserve` bytes have their pages.
+int make_shared_memory(const char* label, size_t nbytes, size_t reserve, Error* error);
+void* map_shared_memory(int fd, size_t nbytes, Error* error);
+ncclResult_t memory_allocate(void** ptr, size_t nbytes);
+ncclResult_t memory_free(void* ptr);
+uint64_t memory_in_use();
+
+}  // namespace coll
