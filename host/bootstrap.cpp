@@ -22,7 +22,8 @@
 namespace coll {
 namespace {
 
-constexpr uint32_t kProtocol = 0x434f4c01;
+constexpr uint32_t kProtocol = 0x434f4c02;
+constexpr int64_t kLinger = 2000000000;  // ns
 std::atomic<int64_t> g_init_timeout_ms{60000};
 
 enum class Kind : uint32_t { Hello, Arrived, Segment, Mapped, GaveUp, Failed, Go };
@@ -103,6 +104,11 @@ int receive_message(int fd, Message* message, Fd* descriptor) {
   header.msg_control = control;
   header.msg_controllen = sizeof control;
   ssize_t got = recvmsg(fd, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  if (got < 0 && errno == ECONNRESET) {
+    // The other side closed before it had read all; what it had sent is still there, behind this error.
+    header.msg_controllen = sizeof control;
+    got = recvmsg(fd, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  }
   if (got < 0) return errno == EAGAIN || errno == EINTR ? 0 : -1;
   for (struct cmsghdr* c = CMSG_FIRSTHDR(&header); c; c = CMSG_NXTHDR(&header, c)) {
     if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
@@ -172,6 +178,8 @@ class Meeting {
 
   Error refuse(const Message& m, const std::vector<Guest>& guests) const;
   void tell_failure(const std::vector<Guest>& guests, const Error& error) const;
+  void turn_away(int listener, int expected, const Error& error) const;
+  bool connect_to_server(Fd* fd, Error* error) const;
 };
 
 // Why a rank that says hello can't take part, or no error.
@@ -215,6 +223,23 @@ void Meeting::tell_failure(const std::vector<Guest>& guests, const Error& error)
   for (const Guest& g : guests) send_message(g.fd.get(), m);
 }
 
+// Tell those who come after the failure, `expected` of them, for a short while: a rank that finds nobody would wait in vain.
+void Meeting::turn_away(int listener, int expected, const Error& error) const {
+  bool wait = error.kind != collHostErrorTimeout && error.kind != collHostErrorInterrupted && error.kind != collHostErrorAborted;
+  int64_t until = now_ns() + (wait ? kLinger : 0);
+  while (true) {
+    struct pollfd p = {listener, POLLIN, 0};
+    int64_t left_ms = expected > 0 ? std::max<int64_t>((until - now_ns()) / 1000000, 0) : 0;
+    if (poll(&p, 1, static_cast<int>(left_ms)) <= 0) return;
+    std::vector<Guest> guests(1);
+    guests[0].fd = Fd(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
+    uid_t user;
+    if (guests[0].fd.get() < 0 || !same_user(guests[0].fd.get(), &user)) continue;
+    tell_failure(guests, error);
+    --expected;
+  }
+}
+
 // Rank 0.
 bool Meeting::serve(Error* error) {
   struct sockaddr_un address;
@@ -249,6 +274,7 @@ bool Meeting::serve(Error* error) {
   auto give_up = [&](const Error& e) {
     *error = e;
     tell_failure(guests, e);
+    turn_away(listener.get(), comm_->size - came, e);
     if (comm_->segment) comm_->segment->release();
     comm_->segment = nullptr;
     return false;
@@ -341,19 +367,17 @@ bool Meeting::serve(Error* error) {
   }
 }
 
-// Every other rank.
-bool Meeting::join(Error* error) {
+bool Meeting::connect_to_server(Fd* fd, Error* error) const {
   struct sockaddr_un address;
   socklen_t length = address_of(id_, &address);
-  Fd fd;
   int64_t nap_ns = 200 * 1000;
   for (;;) {
-    fd = Fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    if (fd.get() < 0) {
+    *fd = Fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    if (fd->get() < 0) {
       *error = make_error(collHostErrorSystem, std::string("no socket: ") + strerror(errno));
       return false;
     }
-    if (connect(fd.get(), reinterpret_cast<struct sockaddr*>(&address), length) == 0) break;
+    if (connect(fd->get(), reinterpret_cast<struct sockaddr*>(&address), length) == 0) break;
     if (errno != ECONNREFUSED && errno != EINTR && errno != EAGAIN) {
       *error = make_error(collHostErrorSystem, std::string("connect: ") + strerror(errno));
       return false;
@@ -368,14 +392,19 @@ bool Meeting::join(Error* error) {
     nap_ns = std::min<int64_t>(nap_ns * 2, 20 * 1000 * 1000);
   }
   uid_t user = 0;
-  if (!same_user(fd.get(), &user)) {
-    *error = make_error(collHostErrorSystem, format("the ranks of this id belong to user %u, this process to user %u", user,
-                                                    geteuid()));
-    error->peers = {0};
-    return false;
-  }
-  Message mine = hello();
-  send_message(fd.get(), mine);
+  if (same_user(fd->get(), &user)) return true;
+  *error = make_error(collHostErrorSystem, format("the ranks of this id belong to user %u, this process to user %u", user,
+                                                  geteuid()));
+  error->peers = {0};
+  return false;
+}
+
+// Every other rank.
+bool Meeting::join(Error* error) {
+  Fd fd;
+  if (!connect_to_server(&fd, error)) return false;
+  send_message(fd.get(), hello());
+  bool answered = false;
   Message arrived;
   set_bit(arrived.ranks, 0);
   set_bit(arrived.ranks, comm_->rank);
@@ -406,6 +435,13 @@ bool Meeting::join(Error* error) {
     Fd descriptor;
     int got = receive_message(fd.get(), &m, &descriptor);
     if (got == 0) continue;
+    if (got < 0 && !answered) {
+      // Nobody took the connection: it went to a listener that was just closing, of an earlier meeting by this name.
+      if (!connect_to_server(&fd, error)) return false;
+      send_message(fd.get(), hello());
+      continue;
+    }
+    answered = true;
     if (got < 0) {
       Error e = make_error(collHostErrorRemote, "rank 0 died while the ranks were meeting, or turned this process away");
       e.peers = {0};

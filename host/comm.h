@@ -112,7 +112,7 @@ struct ncclComm {
   void wake_sleepers();
   void wake_self();
   // Tell the peers that this rank can't go on.
-  void publish_state(coll::RankState state);
+  void publish_state(coll::RankState state, const coll::Error* cause = nullptr);
   // Put the error in place as the reason why nothing can run any more (the first one stays).
   void break_with(const coll::Error& error, coll::RankState state);
   coll::Error why_broken();
@@ -189,7 +189,8 @@ struct Batch {
 
 // Peers that can't go on any more, looked up in the shared state and (look_at_processes) in the system.
 std::vector<int> lost_peers(ncclComm& comm, bool look_at_processes);
-Error remote_error(ncclComm& comm, const std::vector<int>& peers);
+// What that means for this rank; `missing` are the ranks that it waits for itself.
+Error remote_error(ncclComm& comm, const std::vector<int>& peers, const std::vector<int>& missing);
 // Run `body` when it is the ticket's turn, then pass the turn on.
 Error in_turn(ncclComm* comm, uint64_t ticket, const std::function<Error()>& body);
 // Wait until blocked_on() gives -1 instead of a rank. revoked_too: peers that revoked the communicator still answer.

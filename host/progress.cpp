@@ -31,8 +31,12 @@ void ncclComm::wake_self() {
   futex_wake(&me()->doorbell);
 }
 
-void ncclComm::publish_state(RankState state) {
+void ncclComm::publish_state(RankState state, const Error* cause) {
   uint32_t alive = kAlive;
+  if (cause && me()->state.load() == kAlive) {
+    me()->cause = cause->kind;
+    for (int r : cause->peers) me()->cause_peers[r / 8] = static_cast<uint8_t>(me()->cause_peers[r / 8] | 1 << (r % 8));
+  }
   if (!me()->state.compare_exchange_strong(alive, state)) return;
   segment->header()->troubles.fetch_add(1);
   for (int r = 0; r < size; ++r) {
@@ -47,7 +51,7 @@ void ncclComm::break_with(const Error& error, RankState state) {
     std::lock_guard<std::mutex> hold(state_lock);
     if (!broken) broken = error;
   }
-  publish_state(state);
+  publish_state(state, &error);
 }
 
 Error ncclComm::why_broken() {
@@ -107,7 +111,47 @@ std::vector<int> lost_peers(ncclComm& comm, bool look_at_processes) {
   return lost;
 }
 
-Error remote_error(ncclComm& comm, const std::vector<int>& peers) {
+namespace {
+
+// A peer ran out of time. The ranks that wait for the same late one run out at nearly the same moment, so whoever sees
+// the first one fail is as late as that: it names the ranks that are missing, and not the peer.
+bool shared_timeout(ncclComm& comm, const std::vector<int>& peers, const std::vector<int>& missing, Error* error) {
+  for (int r : peers) {
+    RankBlock* other = comm.segment->rank(r);
+    if (other->state.load() != kFailed || other->cause != collHostErrorTimeout) continue;
+    auto in_cause = [&](int rank) { return other->cause_peers[rank / 8] >> (rank % 8) & 1; };
+    if (in_cause(comm.rank)) continue;  // it waited for this rank
+    std::vector<int> late;
+    for (int m = 0; m < comm.size; ++m) {
+      bool waits = std::find(missing.begin(), missing.end(), m) != missing.end();
+      if (m != comm.rank && comm.segment->rank(m)->state.load() == kAlive && (waits || in_cause(m))) late.push_back(m);
+    }
+    if (late.empty()) continue;
+    *error = make_error(collHostErrorTimeout, format("rank %d ran out of time; still waiting for %s", r, rank_list(late).c_str()));
+    error->peers = late;
+    return true;
+  }
+  return false;
+}
+
+std::string what_happened(ncclComm& comm, int r) {
+  RankBlock* other = comm.segment->rank(r);
+  uint32_t state = other->state.load();
+  std::string text = format("rank %d (process %d) ", r, comm.pids[r]);
+  if (state != kFailed) return text + state_text(state);
+  switch (other->cause) {
+    case collHostErrorTimeout: return text + "ran out of time and gave up";
+    case collHostErrorInterrupted: return text + "was interrupted";
+    default: return text + state_text(state);
+  }
+}
+
+}  // namespace
+
+Error remote_error(ncclComm& comm, const std::vector<int>& peers, const std::vector<int>& missing) {
+  Error timeout;
+  bool dead = std::any_of(peers.begin(), peers.end(), [&](int r) { return comm.segment->rank(r)->state.load() == kDead; });
+  if (!dead && shared_timeout(comm, peers, missing, &timeout)) return timeout;
   // A dead process is the cause, ranks that gave up are consequences: name the causes.
   std::vector<int> causes = peers;
   for (uint32_t state : {uint32_t(kDead), uint32_t(kAborted), uint32_t(kRevoked), uint32_t(kLeft)}) {
@@ -121,7 +165,7 @@ Error remote_error(ncclComm& comm, const std::vector<int>& peers) {
   std::string text;
   for (int r : causes) {
     if (!text.empty()) text += "; ";
-    text += format("rank %d (process %d) %s", r, comm.pids[r], state_text(comm.segment->rank(r)->state.load()));
+    text += what_happened(comm, r);
     if (text.size() > 800) {
       text += "; ...";
       break;
@@ -332,7 +376,7 @@ struct Run {
     } else if (thoroughly || c.segment->header()->troubles.load(std::memory_order_acquire)) {
       std::vector<int> lost = needed_and_lost(thoroughly);
       // What they wrote before they went may have come in between.
-      if (!lost.empty() && !advance()) fail(remote_error(c, lost));
+      if (!lost.empty() && !advance()) fail(remote_error(c, lost, missing()));
     }
     if (finished || !thoroughly) return;
     if (deadline && now > deadline) {
@@ -384,7 +428,7 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& bloc
       std::vector<int> lost = lost_peers(c, thoroughly);
       bool revoked = c.segment->rank(peer)->state.load() == kRevoked && revoked_too;
       if (std::find(lost.begin(), lost.end(), peer) != lost.end() && !revoked && blocked_on() == peer)
-        return remote_error(c, lost);
+        return remote_error(c, lost, {peer});
     }
     if (thoroughly && interrupted()) return make_error(collHostErrorInterrupted, "interrupted by a signal");
     if (limit > 0 && now - start > limit) {

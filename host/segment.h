@@ -47,6 +47,8 @@ struct RankBlock {
   std::atomic<uint32_t> sleeping;
   std::atomic<int32_t> waiting_for; // a rank, or -1: anybody
   int32_t pid;
+  int32_t cause;                    // collHostErrorKind_t of the error with which this rank failed, and whom it was
+  uint8_t cause_peers[COLL_HOST_MAX_RANKS / 8];  // about; written before state
   alignas(kLine) std::atomic<uint64_t> split_posted;  // the exchange before a split, apart from the rounds above
   struct { int32_t color, key; } split[2];
 };
