@@ -1,0 +1,396 @@
+"""What the ranks tell each other before there is a communicator, and how they do so over a torch store or over MPI.
+
+Each rank puts down one record, JSON of at most 2 KiB, and gets all ranks' records; rank 0's holds the unique id. Every
+field is checked; nothing that arrives is unpickled. A meeting that fails, fails on every rank that has come, with the
+same error: ``CollectiveTimeout`` naming the ranks that are missing, ``InvalidUsage`` for two ranks with one number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from .engine import Engine
+from .errors import CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError, TransportError
+
+__all__ = ["GRACE_S", "RECORD_BYTES", "Meeting", "Own", "PeerInfo", "StoreExchange", "limited", "over_mpi", "settle"]
+
+RECORD_BYTES = 2048
+# After a failure: how many seconds the rank that serves the others stays, so that all of them learn why.
+GRACE_S = 2.0
+_ID_BYTES = 128
+_FAILURE_BYTES = 1 << 17  # names up to some 10,000 ranks
+_MPI_TAG = 0x4343
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PeerInfo:
+    """One rank: the machine it is on and its process. ``pid`` and ``device`` are None where the ranks have exchanged
+    nothing but a name; ``namespace`` is the network namespace, which differs between containers of one machine."""
+
+    rank: int
+    host: str
+    boot_id: str
+    pid: int | None = None
+    device: str | None = None
+    namespace: str = ""
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """What two ranks have in common exactly when a local socket connects them."""
+        return self.boot_id or self.host, self.namespace
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The outcome: the unique id (128 bytes) for this rank's init, and who the ranks are, by rank."""
+
+    unique_id: bytes
+    peers: tuple[PeerInfo, ...]
+    local_rank: int
+    local_size: int
+
+
+# ---- Records.
+
+
+@dataclass(frozen=True)
+class Own:
+    """This rank's side of a meeting. ``job``: a digest of the job's name, to tell a double from another job's rank."""
+
+    rank: int
+    size: int
+    engine: Engine
+    device: object = None
+    job: str = ""
+
+    def peer(self) -> PeerInfo:
+        """Describe this process."""
+        try:
+            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+                boot_id = file.read().strip()
+            namespace = os.readlink("/proc/self/ns/net")
+        except OSError:  # a sandbox with no such files: the host's name has to do
+            boot_id = namespace = ""
+        device = None if self.device is None else str(self.device)[:64]
+        return PeerInfo(self.rank, socket.gethostname()[:255], boot_id, os.getpid(), device, namespace)
+
+    def record(self) -> bytes:
+        """Write down what the others need to know. Rank 0 makes the unique id here."""
+        fields: dict[str, Any] = {"size": self.size, "engine": self.engine.name, "job": self.job, **vars(self.peer())}
+        if self.rank == 0:
+            fields["unique_id"] = self.engine.library.get_unique_id().hex()
+        return json.dumps(fields).encode()
+
+
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "rank": (int,),
+    "size": (int,),
+    "engine": (str,),
+    "job": (str,),
+    "host": (str,),
+    "boot_id": (str,),
+    "namespace": (str,),
+    "pid": (int,),
+    "device": (str, type(None)),
+}
+
+
+def parse(data: bytes, rank: int) -> dict[str, Any]:
+    """Read one rank's record, which comes from another process. Raises ``TransportError`` if it isn't a sound one."""
+    fields = _read_json(data)
+    good = all(name in fields and type(fields[name]) in types for name, types in _FIELDS.items())
+    if good and rank == 0:
+        text = fields.get("unique_id")
+        good = isinstance(text, str) and len(text) == 2 * _ID_BYTES and set(text) <= set("0123456789abcdef")
+    if not good or fields["rank"] != rank:
+        raise TransportError(f"this is no record of rank {rank}: {data[:80]!r}", op="init", peers=(rank,))
+    return fields
+
+
+def _read_json(data: bytes, limit: int = RECORD_BYTES) -> dict[str, Any]:
+    """Read a JSON object of at most ``limit`` bytes; anything else reads as an empty one."""
+    try:
+        fields = json.loads(data) if len(data) <= limit else None
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def settle(data: Iterable[bytes], own: Own) -> Meeting:
+    """Check that the ranks fit together. All ranks see the same records, by rank, so all come to the same result.
+
+    Raises ``InvalidUsage`` where sizes or engines differ, or the host engine's ranks are on several machines.
+    """
+    records = [parse(record, rank) for rank, record in enumerate(data)]
+    for name, what in (("size", "number of ranks"), ("engine", "engine")):
+        groups = _groups((record[name], record["rank"]) for record in records)
+        if len(groups) > 1:
+            told = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in groups.items())
+            raise InvalidUsage(f"the ranks don't have the same {what}: {told}", op="init", rank=own.rank)
+    peers = tuple(PeerInfo(r["rank"], r["host"], r["boot_id"], r["pid"], r["device"], r["namespace"]) for r in records)
+    machines = _groups((peer.machine, peer.rank) for peer in peers)
+    if own.engine.name == "host" and len(machines) > 1:
+        told = "; ".join(f"{name_ranks(ranks)} on {peers[ranks[0]].host}" for ranks in machines.values())
+        what = "several machines"
+        if len({peer.boot_id for peer in peers}) == 1:
+            what = "several containers of one machine, with a network namespace each"
+        raise InvalidUsage(
+            f"the host engine connects the ranks of one machine, but they are on {what}: {told}",
+            op="init",
+            rank=own.rank,
+        )
+    here = machines[peers[own.rank].machine]
+    return Meeting(bytes.fromhex(records[0]["unique_id"]), peers, here.index(own.rank), len(here))
+
+
+def _groups(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
+    found: dict[T, list[int]] = {}
+    for value, rank in pairs:
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Write "rank 3" or "ranks 0, 1, 2"; after 16 only how many more."""
+    ranks = sorted(ranks)
+    text = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+# ---- Time limits.
+
+
+def limited(function: Callable[[threading.Event], T], until: float, late: Callable[[], CollectivesError]) -> T:
+    """Run a function that may wait inside torch, so that its time limit and Ctrl-C hold in any case.
+
+    ``until``: on ``time.monotonic``'s clock, in seconds; past it, what ``late`` gives is raised. The function runs in a
+    thread and gets an event that says "give up"; a thread that doesn't come back is left behind, as a daemon.
+    """
+    stop = threading.Event()
+    outcome: list[tuple[T | None, BaseException | None]] = []
+
+    def target():
+        try:
+            outcome.append((function(stop), None))
+        except BaseException as error:  # raised below, in the caller's thread
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=target, name="collectives-meet", daemon=True)
+    thread.start()
+    try:
+        thread.join(max(0.0, until - time.monotonic()))
+    except BaseException:  # Ctrl-C: the interpreter may end next, and a thread inside torch would abort that
+        stop.set()
+        thread.join(GRACE_S)
+        raise
+    finally:
+        stop.set()
+    if not outcome:
+        raise late()
+    result, error = outcome.pop()
+    if error is not None:
+        raise error
+    return result
+
+
+# ---- Over a torch store.
+
+
+@dataclass
+class StoreExchange:
+    """One meeting over a store: claim my number, put down my record, wait for the others'.
+
+    ``deadline``: on ``time.monotonic``'s clock; ``timeout``: the seconds that it was, for messages; ``where``: what to
+    call the store; ``server``: the rank in whose process it is, if it is one's.
+
+    Keys: ``arrived`` and ``left`` count processes, ``claim/R`` counts those that say they are rank R, ``peer/R`` holds
+    R's record, ``error`` the reason for which the meeting has failed: whoever finds it first puts it there for all.
+    """
+
+    store: dist.Store | None
+    own: Own
+    deadline: float
+    timeout: float
+    where: str = "the store"
+    server: int | None = None
+
+    def meet(self) -> Meeting:
+        """Exchange the records and check them. Blocks until all ranks have come or the time is over."""
+
+        def late() -> CollectivesError:
+            return CollectiveTimeout(
+                f"{self.where} has stopped answering ({self.timeout:g} s were allowed)",
+                op="init",
+                rank=self.own.rank,
+                peers=() if self.server is None else (self.server,),
+            )
+
+        try:
+            records = limited(self._run, self.deadline + (2 if self.server == self.own.rank else 1) * GRACE_S, late)
+        finally:
+            self.store = None
+        return settle(records, self.own)
+
+    def _run(self, stop: threading.Event) -> list[bytes]:
+        """Exchange the records.
+
+        The rank that serves the store leaves it as the last one. So after a success the store's port is free again
+        before this rank goes on to the engine's init, which no other rank gets past without it: a later
+        ``init_process_group`` on the same port can't reach this store by mistake.
+        """
+        try:
+            self.store.add("arrived", 1)
+            try:
+                records = self._records(stop)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # if the store is what has failed, that is raised already
+                    self.store.add("left", 1)
+                    self._linger(stop, time.monotonic() + GRACE_S, lambda: self.store.add("arrived", 0))
+                raise
+            self.store.add("left", 1)
+            self._linger(stop, self.deadline, lambda: self.own.size)
+            return records
+        except CollectivesError:
+            raise
+        except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, in some stores a plain one
+            kind, peers = (
+                (TransportError, ()) if self.server in (None, self.own.rank) else (RemoteError, (self.server,))
+            )
+            text = f"{self.where} has gone away or failed: {first_line(error)}"
+            raise kind(text, op="init", rank=self.own.rank, peers=peers) from error
+
+    def _records(self, stop: threading.Event) -> list[bytes]:
+        store, rank, size = self.store, self.own.rank, self.own.size
+        self._raise_failure()
+        if store.add(f"claim/{rank}", 1) > 1:
+            self._fail(InvalidUsage, f"two processes say that they are rank {rank}: {self._doubles(stop)}", (rank,))
+        try:
+            record = self.own.record()
+        except CollectivesError as error:
+            with contextlib.suppress(RemoteError):  # what the others get; here the cause itself is raised
+                self._fail(RemoteError, f"rank {rank} could not make a unique id: {str(error)[:1000]}", (rank,))
+            raise
+        store.set(f"peer/{rank}", record)
+        keys = [f"peer/{peer}" for peer in range(size)]
+        pause = 0.001
+        while True:
+            self._raise_failure()
+            if store.check(keys):
+                return [store.get(key) for key in keys]
+            if time.monotonic() >= self.deadline:
+                missing = [peer for peer in range(size) if not store.check([keys[peer]])]
+                if missing:
+                    text = f"{name_ranks(missing)} of {size} did not come within {self.timeout:g} s"
+                    self._fail(CollectiveTimeout, text, missing)
+                continue  # the last one came just now
+            if stop.wait(pause):
+                raise InvalidUsage("the meeting was given up", op="init", rank=rank)
+            pause = min(pause * 1.5, 0.05)
+
+    def _linger(self, stop: threading.Event, until: float, expected: Callable[[], int]) -> None:
+        """In the rank that serves the store: wait until the others have left it."""
+        if self.server == self.own.rank:
+            while self.store.add("left", 0) < expected() and time.monotonic() < until and not stop.wait(0.002):
+                pass
+
+    def _doubles(self, stop: threading.Event) -> str:
+        """Tell who has this rank's number. The first one's record may still be on its way."""
+        me, first = f"process {os.getpid()} on {socket.gethostname()}", "another one"
+        key, until = f"peer/{self.own.rank}", time.monotonic() + GRACE_S / 2
+        while not self.store.check([key]) and time.monotonic() < until and not stop.wait(0.01):
+            pass
+        if self.store.check([key]):
+            other = parse(self.store.get(key), self.own.rank)
+            first = f"process {other['pid']} on {other['host']}"
+        return f"{first} and {me}. If they belong to two jobs, give each job a MASTER_PORT of its own"
+
+    def _fail(self, kind: type[CollectivesError], text: str, peers: Iterable[int]) -> None:
+        if not self.store.check(["error"]):
+            self.store.set("error", json.dumps({"kind": kind.__name__, "text": text, "peers": list(peers)}))
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self.store.check(["error"]):
+            raise_told(self.store.get("error"), self.own.rank)
+
+
+def raise_told(data: bytes, rank: int) -> None:
+    """Raise the failure that another rank has found and told all the others."""
+    kinds = {kind.__name__: kind for kind in (CollectiveTimeout, InvalidUsage, RemoteError)}
+    try:
+        told = _read_json(data, _FAILURE_BYTES)
+        kind, text, peers = kinds[told["kind"]], str(told["text"]), [int(peer) for peer in told["peers"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise TransportError(f"what arrived as a failure is not one: {data[:80]!r}", op="init", rank=rank) from error
+    raise kind(text, op="init", rank=rank, peers=peers)
+
+
+def first_line(error: BaseException) -> str:
+    """Give an error's first line: torch's go on with a C++ stack."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+# ---- Over MPI.
+
+
+def over_mpi(mpi: Any, own: Own, generation: int, deadline: float, timeout: float) -> Meeting:
+    """Exchange the records over an mpi4py ``COMM_WORLD``, as bytes: rank 0 collects them and gives all of them to all.
+
+    ``mpi``: the module ``mpi4py.MPI``. Blocks until all ranks have come or the time is over.
+    """
+    comm, tag = mpi.COMM_WORLD, _MPI_TAG + 2 * (generation % 1000)
+    if (comm.Get_rank(), comm.Get_size()) != (own.rank, own.size):
+        raise InvalidUsage(
+            f"mpi4py says rank {comm.Get_rank()} of {comm.Get_size()}, the launcher rank {own.rank} of {own.size}: "
+            "mpi4py is built for another MPI than the one that has started this job",
+            op="init",
+            rank=own.rank,
+        )
+    record = own.record()
+    if own.rank != 0:
+        answer = bytearray(2 * RECORD_BYTES * (own.size + 1))  # records inside JSON: twice their bytes at most
+        sent = comm.Isend([record, mpi.BYTE], 0, tag)
+        got = comm.Irecv([answer, mpi.BYTE], 0, tag + 1)
+        if _unfinished({0: got}, deadline + GRACE_S):
+            raise CollectiveTimeout(f"rank 0 did not answer within {timeout:g} s", op="init", rank=own.rank, peers=(0,))
+        sent.Wait()
+    else:
+        slots = {peer: bytearray(RECORD_BYTES) for peer in range(1, own.size)}
+        requests = {peer: comm.Irecv([slot, mpi.BYTE], peer, tag) for peer, slot in slots.items()}
+        missing = _unfinished(requests, deadline)
+        records = [record, *(bytes(slot).rstrip(b"\0") for slot in slots.values())]
+        text = json.dumps({"records": [data.decode("utf-8", "replace") for data in records]})
+        if missing:
+            what = f"{name_ranks(missing)} of {own.size} did not come within {timeout:g} s"
+            text = json.dumps({"kind": "CollectiveTimeout", "text": what, "peers": missing})
+            for peer in missing:
+                requests[peer].Cancel()
+        answer = text.encode()
+        sends = [comm.Isend([answer, mpi.BYTE], peer, tag + 1) for peer in slots if peer not in missing]
+        _unfinished(dict(enumerate(sends)), time.monotonic() + GRACE_S)
+    fields = json.loads(bytes(answer).rstrip(b"\0"))
+    if "kind" in fields:
+        raise_told(json.dumps(fields).encode(), own.rank)
+    return settle([text.encode() for text in fields["records"]], own)
+
+
+def _unfinished(requests: dict[int, Any], until: float) -> list[int]:
+    """Wait for requests; give those that have not ended in time."""
+    open_requests = dict(requests)
+    while True:
+        open_requests = {peer: request for peer, request in open_requests.items() if not request.Test()}
+        if not open_requests or time.monotonic() >= until:
+            return sorted(open_requests)
+        time.sleep(0.001)

@@ -1,0 +1,151 @@
+"""Real ranks under each launcher: they find each other, sum, close, and meet again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from .processes import clean_environment, free_port, run, worker
+
+
+def check(results, size, launcher, *, sums=1, local_size=None):
+    """All ranks of one machine have met ``sums`` times and got the right sums."""
+    assert [result["rank"] for result in results] == list(range(size))
+    for result in results:
+        assert result["launcher"] == launcher and result["size"] == size
+        assert (result["local_rank"], result["local_size"]) == (result["rank"], local_size or size)
+        assert result["sums"] == [size * (size + 1) / 2] * sums
+
+
+def torchrun(*arguments):
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments]
+
+
+def mpi(program):
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"{program} is not installed")
+    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    return [path, *(["--oversubscribe", *root] if program == "mpirun.openmpi" else []), "-n", "2"]
+
+
+def test_torchrun():
+    # One process group only: the agent's store keeps the first one's addresses, and a second one would read them.
+    steps = ("init", "twice", "group", "reopen")
+    command = torchrun("--standalone", *worker(30, *steps)[1:])
+    results = run((command, clean_environment()), results=2)
+    check(results, 2, "torchrun", sums=2)
+    assert all(result["same"] and result["groups"] == [3.0] for result in results)
+
+
+def test_torchrun_starts_the_ranks_again():
+    command = torchrun("--standalone", "--max-restarts", "1", *worker(30, "init", "restart", "reopen")[1:])
+    results = run((command, clean_environment()), results=2)
+    check(results, 2, "torchrun", sums=2)
+
+
+def test_torchrun_with_the_process_group_first():
+    command = torchrun("--master-port", str(free_port()), *worker(30, "group-first", "init", "reopen")[1:])
+    check(run((command, clean_environment()), results=2), 2, "torchrun", sums=2)
+
+
+@pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "behind a shell"])
+def test_mpi_without_an_address(program, wrapped):
+    command = worker(30, "init", "twice", "reopen")
+    if wrapped:  # a shell that stays: the ranks have no parent in common
+        command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
+    results = run(([*mpi(program), *command], clean_environment()), results=2)
+    check(results, 2, "openmpi" if "openmpi" in program else "mpich", sums=2)
+    assert all(result["same"] for result in results)
+
+
+@pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
+def test_two_jobs_at_once_keep_apart(program):
+    command = [*mpi(program), *worker(30, "init")]
+    results = run((command, clean_environment()), (command, clean_environment()), results=4)
+    assert [result["rank"] for result in results] == [0, 0, 1, 1]
+    assert all(result["sums"] == [3.0] for result in results)
+
+
+@pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
+def test_mpi_with_an_address(program):
+    env = clean_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    results = run(([*mpi(program), *worker(30, "init", "reopen")], env), results=2)
+    check(results, 2, "openmpi" if "openmpi" in program else "mpich", sums=2)
+
+
+@pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
+def test_mpi4py_where_there_is_no_address_and_more_than_one_machine(program):
+    check_mpi = [sys.executable, "-c", "from mpi4py.MPI import COMM_WORLD as c; raise SystemExit(c.Get_size() != 2)"]
+    if subprocess.run([*mpi(program), *check_mpi], env=clean_environment(), capture_output=True, timeout=60).returncode:
+        pytest.skip(f"mpi4py is not installed, or not for the MPI of {program}")
+    launcher = "openmpi" if "openmpi" in program else "mpich"
+    name = "OMPI_COMM_WORLD_LOCAL_" if launcher == "openmpi" else "MPI_LOCALN"
+    apart = {"openmpi": [f"{name}SIZE=1", f"{name}RANK=0"], "mpich": [f"{name}RANKS=1", "MPI_LOCALRANKID=0"]}
+    command = [*mpi(program), "env", *apart[launcher], *worker(30, "init", "reopen")]
+    results = run((command, clean_environment()), results=2)
+    assert [result["launcher"] for result in results] == [launcher] * 2
+    assert [result["sums"] for result in results] == [[3.0, 3.0]] * 2
+
+
+def test_srun_on_one_machine():
+    step = {"SLURM_JOB_ID": os.getpid(), "SLURM_STEP_ID": 0, "SLURM_NTASKS": 2, "SLURM_STEP_NUM_TASKS": 2}
+    step |= {
+        "SLURM_STEP_NUM_NODES": 1,
+        "SLURM_STEP_NODELIST": "here",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": 0,
+    }
+    ranks = [clean_environment(SLURM_PROCID=rank, SLURM_LOCALID=rank, **step) for rank in range(2)]
+    check(run(*((worker(30, "init", "reopen"), env) for env in ranks), results=2), 2, "slurm", sums=2)
+
+
+def test_srun_with_an_address_from_the_list_of_machines():
+    step = {"SLURM_JOB_ID": os.getpid(), "SLURM_STEP_ID": 1, "SLURM_NTASKS": 2, "SLURM_STEP_NUM_TASKS": 2}
+    step |= {"SLURM_STEP_NUM_NODES": 2, "SLURM_STEP_NODELIST": "localhost,other", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    step |= {"MASTER_PORT": free_port()}
+    ranks = [clean_environment(SLURM_PROCID=rank, SLURM_LOCALID=0, SLURM_NODEID=rank, **step) for rank in range(2)]
+    results = run(*((worker(30, "init"), env) for env in ranks), results=2)
+    assert [result["sums"] for result in results] == [[3.0], [3.0]]
+    assert [(result["local_rank"], result["local_size"]) for result in results] == [(0, 1), (0, 1)]
+
+
+def test_rank_and_world_size_alone():
+    ranks = [clean_environment(RANK=rank, WORLD_SIZE=3) for rank in range(3)]
+    check(run(*((worker(30, "init", "reopen"), env) for env in ranks), results=3), 3, "env", sums=2)
+
+
+def test_rank_and_world_size_behind_shells_with_a_job_id():
+    ranks = [clean_environment(COLLECTIVES_JOB_ID=f"test {os.getpid()}") for _ in range(2)]
+    command = 'export RANK=$0 WORLD_SIZE=2; "$@"; exit $?'
+    calls = [(["sh", "-c", command, str(rank), *worker(30, "init")], env) for rank, env in enumerate(ranks)]
+    check(run(*calls, results=2), 2, "env")
+
+
+def test_alone():
+    results = run((worker(30, "init", "twice", "reopen"), clean_environment(SLURM_NTASKS=4)), results=1)
+    check(results, 1, "alone", sums=2)
+
+
+def test_the_process_group_after_us_on_the_same_port():
+    port = free_port()
+    ranks = [clean_environment(RANK=r, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=port) for r in range(2)]
+    steps = ("init", "group", "group", "reopen", "group")
+    results = run(*((worker(30, *steps), env) for env in ranks), results=2)
+    check(results, 2, "env", sums=2)
+    assert all(result["groups"] == [3.0] * 3 for result in results)
+
+
+def test_a_process_group_that_was_given_its_numbers_by_hand():
+    url = f"tcp://127.0.0.1:{free_port()}"
+    ranks = [clean_environment(TEST_GROUP=f"{url} {rank} 2") for rank in range(2)]
+    results = run(*((worker(30, "group-first", "init", "reopen"), env) for env in ranks), results=2)
+    assert [result["launcher"] for result in results] == ["alone", "alone"], "what it was before the group"
+    for rank, result in enumerate(results):
+        assert (result["rank"], result["local_rank"], result["local_size"]) == (rank, rank, 2)
+        assert result["sums"] == [3.0, 3.0] and result["groups"] == [3.0]

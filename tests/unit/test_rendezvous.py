@@ -1,0 +1,604 @@
+"""The meeting of the ranks, with threads as ranks: every way to meet, and every way in which it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from collectives import exchange, rendezvous
+from collectives.engine import Engine, get_engine
+from collectives.errors import (
+    CollectivesError,
+    CollectiveTimeout,
+    InternalError,
+    InvalidArgument,
+    InvalidUsage,
+    RemoteError,
+    TransportError,
+)
+from collectives.exchange import Own, PeerInfo, parse, settle
+from collectives.launch import Identity
+from collectives.rendezvous import Meeting, identify, meet, meet_over_store
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def host():
+    return get_engine("host")
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return one.getsockname()[1]
+
+
+def threads(*calls, limit=30):
+    """Run calls at once, each in a thread; their results in order, with what was raised in the place of a result."""
+    results = [None] * len(calls)
+
+    def run(index, call):
+        try:
+            results[index] = call()
+        except BaseException as error:
+            results[index] = error
+
+    started = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(calls)]
+    for thread in started:
+        thread.start()
+    until = time.monotonic() + limit
+    for thread in started:
+        thread.join(max(0, until - time.monotonic()))
+    assert not any(thread.is_alive() for thread in started), "a rank hangs"
+    return results
+
+
+def over(store, engine, ranks, size, *, timeout=10.0, prefix="test"):
+    """The calls of these ranks' meetings over a store."""
+
+    def call(rank):
+        return lambda: meet_over_store(store, prefix, rank, size, engine=engine, timeout=timeout, device=f"cpu:{rank}")
+
+    return [call(rank) for rank in ranks]
+
+
+def at(port, rank, size, engine, *, timeout=10.0, generation=0, job_key=b"job", **fields):
+    """The call of one rank's meeting at an address."""
+    identity = Identity(rank, size, rank, size, "env", "127.0.0.1", port, job_key, **fields)
+    return lambda: meet(identity, engine=engine, timeout=timeout, generation=generation)
+
+
+def nccl_like(get_unique_id):
+    """An engine whose ids come from a function: to the meeting an id is 128 bytes."""
+    return Engine("nccl", "cuda", "2.32.3", "/nowhere", SimpleNamespace(is_host=False, get_unique_id=get_unique_id))
+
+
+def check_met(results, size):
+    assert all(isinstance(result, Meeting) for result in results), results
+    assert {result.unique_id for result in results} == {results[0].unique_id} and len(results[0].unique_id) == 128
+    for rank, result in enumerate(results):
+        assert [peer.rank for peer in result.peers] == list(range(size))
+        assert (result.local_rank, result.local_size) == (rank, size)
+        assert result.peers[rank].pid == os.getpid() and result.peers[rank].host == socket.gethostname()
+
+
+# ---- Over a store.
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_over_a_store(store, host, size):
+    results = threads(*over(store, host, range(size), size))
+    check_met(results, size)
+    assert [peer.device for peer in results[0].peers] == [f"cpu:{rank}" for rank in range(size)]
+
+
+def test_over_a_file_store(host, tmp_path):
+    def call(rank):
+        return lambda: meet_over_store(
+            dist.FileStore(str(tmp_path / "store"), 2), "p", rank, 2, engine=host, timeout=10
+        )
+
+    check_met(threads(call(0), call(1)), 2)
+
+
+def test_each_prefix_is_a_meeting_of_its_own(store, host):
+    first = threads(*over(store, host, range(2), 2, prefix="0"))
+    second = threads(*over(store, host, range(2), 2, prefix="1"))
+    check_met(second, 2)
+    assert first[0].unique_id != second[0].unique_id
+
+
+def test_a_rank_that_never_comes(store, host):
+    began = time.monotonic()
+    results = threads(*over(store, host, (0, 2, 3), 5, timeout=1.0))
+    assert time.monotonic() - began < 4
+    for rank, error in zip((0, 2, 3), results, strict=True):
+        assert isinstance(error, CollectiveTimeout) and isinstance(error, TimeoutError)
+        assert error.peers == (1, 4) and error.rank == rank and error.op == "init"
+        assert "ranks 1, 4 of 5 did not come within 1 s" in str(error)
+
+
+def test_the_shortest_limit_ends_the_meeting_for_all(store, host):
+    began = time.monotonic()
+    calls = over(store, host, (0,), 3, timeout=0.5) + over(store, host, (1,), 3, timeout=60)
+    results = threads(*calls)
+    assert time.monotonic() - began < 5
+    assert all(isinstance(error, CollectiveTimeout) and error.peers == (2,) for error in results)
+
+
+def test_a_rank_that_comes_after_the_failure_gets_the_same_error_at_once(store, host):
+    threads(*over(store, host, (0,), 2, timeout=0.3))
+    began = time.monotonic()
+    (late,) = threads(*over(store, host, (1,), 2, timeout=20))
+    assert isinstance(late, CollectiveTimeout) and late.peers == (1,) and time.monotonic() - began < 5
+
+
+def test_two_ranks_with_one_number(store, host):
+    began = time.monotonic()
+    results = threads(*over(store, host, (0, 1, 1), 3, timeout=20))
+    assert time.monotonic() - began < 10
+    for error in results:
+        assert type(error) is InvalidUsage and error.peers == (1,)
+        assert "two processes say that they are rank 1" in str(error) and str(os.getpid()) in str(error)
+
+
+def test_rank_0_can_make_no_id(store):
+    def fail():
+        raise InternalError("no id today")
+
+    results = threads(*over(store, nccl_like(fail), range(3), 3))
+    assert type(results[0]) is InternalError
+    for error in results[1:]:
+        assert type(error) is RemoteError and error.peers == (0,) and "no id today" in str(error)
+
+
+def test_an_error_of_ours_while_the_store_is_lost(host):
+    server = dist.TCPStore("localhost", free_port(), None, True, wait_for_workers=False)
+    client = dist.TCPStore("localhost", server.port, None, False, wait_for_workers=False)
+    began = time.monotonic()
+
+    def stop_serving():
+        nonlocal server
+        time.sleep(0.3)
+        server = None
+
+    error, _ = threads(*over(client, host, (1,), 2, timeout=20), stop_serving)
+    assert type(error) is TransportError and "gone away" in str(error) and time.monotonic() - began < 10
+
+
+def test_a_store_that_stops_answering(host):
+    class Stuck:
+        def add(self, key, value):
+            time.sleep(60)
+
+    own = Own(1, 2, host)
+    meeting = exchange.StoreExchange(Stuck(), own, time.monotonic() + 0.2, 0.2, "rank 0's store", 0)
+    with pytest.raises(CollectiveTimeout, match="rank 0's store has stopped answering") as caught:
+        meeting.meet()
+    assert caught.value.peers == (0,)
+
+
+def test_sizes_that_differ(store, host):
+    results = threads(*over(store, host, (0,), 2), *over(store, host, (1,), 3, timeout=1.5))
+    assert type(results[0]) is InvalidUsage and "2 on rank 0; 3 on rank 1" in str(results[0])
+    assert isinstance(results[1], CollectivesError)
+
+
+def test_engines_that_differ(store, host):
+    calls = over(store, host, (0,), 2) + over(store, nccl_like(None), (1,), 2)
+    for error in threads(*calls):
+        assert type(error) is InvalidUsage and "host on rank 0; nccl on rank 1" in str(error)
+
+
+# ---- What arrives is checked.
+
+
+def records(engine, size=2, /, **changes):
+    """The records of a whole world, as the ranks would write them; ``changes``: field -> one value for each rank."""
+    written = [json.loads(Own(rank, size, engine).record()) for rank in range(size)]
+    for name, values in changes.items():
+        for record, value in zip(written, values, strict=True):
+            record[name] = value
+    return [json.dumps(record).encode() for record in written]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x04N.",
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"rank": 0',
+        b"\xff\xfe",
+        b"[" * 1500,
+        b" " * 4000,
+    ],
+)
+def test_no_record_at_all(data):
+    with pytest.raises(TransportError, match="no record of rank 0") as caught:
+        parse(data, 0)
+    assert caught.value.peers == (0,)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rank", 1),
+        ("rank", True),
+        ("rank", "0"),
+        ("size", 2.0),
+        ("engine", None),
+        ("host", 7),
+        ("boot_id", []),
+        ("pid", "1"),
+        ("device", 0),
+        ("unique_id", "00"),
+        ("unique_id", None),
+        ("unique_id", "g" * 256),
+        ("unique_id", " 0" * 128),
+    ],
+)
+def test_a_record_with_a_wrong_field(host, name, value):
+    good = records(host)[0]
+    assert parse(good, 0)["rank"] == 0
+    bad = json.loads(good) | {name: value}
+    with pytest.raises(TransportError):
+        parse(json.dumps(bad).encode(), 0)
+
+
+def test_a_record_without_a_field(host):
+    for name in json.loads(records(host)[0]):
+        fields = json.loads(records(host)[0])
+        del fields[name]
+        with pytest.raises(TransportError):
+            parse(json.dumps(fields).encode(), 0)
+
+
+def test_a_foreign_value_in_the_store_is_an_error_and_is_not_unpickled(store, host):
+    store.set("test/peer/1", b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
+    (error,) = threads(*over(store, host, (0,), 2))
+    assert type(error) is TransportError and error.peers == (1,)
+    store.set("other/error", b"\x80\x04N.")
+    (error,) = threads(*over(store, host, (0,), 2, prefix="other"))
+    assert type(error) is TransportError
+
+
+def test_the_host_engine_on_several_machines(host):
+    own = Own(1, 4, host)
+    data = records(host, 4, host=["a", "a", "b", "b"], boot_id=["1", "1", "2", "2"])
+    with pytest.raises(InvalidUsage, match=r"several machines: ranks 0, 1 on a; ranks 2, 3 on b"):
+        settle(data, own)
+    data = records(host, 2, namespace=["net:[1]", "net:[2]"])
+    with pytest.raises(InvalidUsage, match="containers of one machine"):
+        settle(data, Own(1, 2, host))
+
+
+def test_nccl_on_several_machines(host):
+    engine = nccl_like(lambda: bytes(128))
+    names = {"host": ["a", "b", "a", "b", "b"], "boot_id": ["1", "2", "1", "2", "2"], "engine": ["nccl"] * 5}
+    data = records(host, 5, **names)
+    places = [settle(data, Own(rank, 5, engine)) for rank in range(5)]
+    assert [(place.local_rank, place.local_size) for place in places] == [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert places[0].peers[3] == PeerInfo(3, "b", "2", os.getpid(), None, places[0].peers[3].namespace)
+
+
+def test_machines_without_a_boot_id_are_told_apart_by_name(host):
+    data = records(host, 2, host=["a", "b"], boot_id=["", ""])
+    with pytest.raises(InvalidUsage, match="rank 0 on a; rank 1 on b"):
+        settle(data, Own(0, 2, host))
+
+
+# ---- At MASTER_ADDR and MASTER_PORT.
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_at_an_address(host, size):
+    port = free_port()
+    check_met(threads(*(at(port, rank, size, host) for rank in range(size))), size)
+
+
+def test_the_port_is_free_again_when_the_meeting_is_over(host):
+    port = free_port()
+    for generation in range(3):
+        check_met(threads(*(at(port, rank, 2, host, generation=generation) for rank in range(2))), 2)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 1)
+
+
+def test_the_port_is_free_again_after_a_failure(host):
+    port = free_port()
+    results = threads(*(at(port, rank, 3, host, timeout=0.5) for rank in (0, 1)))
+    assert all(isinstance(error, CollectiveTimeout) and error.peers == (2,) for error in results)
+    del results
+    check_met(threads(*(at(port, rank, 2, host, generation=1) for rank in range(2))), 2)
+
+
+def test_a_store_of_the_same_process_on_that_port_is_shared(host):
+    port = free_port()
+    mine = dist.TCPStore("localhost", port, None, True, wait_for_workers=False, multi_tenant=True)
+    check_met(threads(*(at(port, rank, 2, host) for rank in range(2))), 2)
+    mine.set("a", "b")
+    assert mine.get("a") == b"b"
+
+
+def test_the_agents_store_is_used_and_not_a_new_one(host):
+    agent = dist.TCPStore("localhost", free_port(), None, True, wait_for_workers=False)
+    for restart in range(2):
+        calls = [at(agent.port, rank, 2, host, restart=restart, agent_store=True) for rank in range(2)]
+        check_met(threads(*calls), 2)
+    calls = [at(agent.port, rank, 3, host, restart=1, agent_store=True) for rank in range(3)]
+    check_met(threads(*calls), 3)
+
+
+def test_rank_0_that_does_not_serve(host):
+    port, began = free_port(), time.monotonic()
+    (error,) = threads(at(port, 1, 2, host, timeout=0.5))
+    assert isinstance(error, CollectiveTimeout) and error.peers == (0,) and time.monotonic() - began < 3
+    assert f"127.0.0.1:{port}" in str(error) and "did not answer within 0.5 s" in str(error)
+
+
+def test_an_address_that_can_not_be_found(host):
+    identity = Identity(1, 2, None, None, "env", "no-such-machine.invalid", 4000)
+    with pytest.raises(CollectiveTimeout, match="no-such-machine.invalid:4000"):
+        meet(identity, engine=host, timeout=0.5)
+
+
+def silent_program():
+    """The port of a program that accepts connections and never answers."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    listener.detach()  # it stays open until the process ends: a torch client that waits for it does so, too
+    return port
+
+
+def test_a_port_in_use(host):
+    port, began = silent_program(), time.monotonic()
+    (error,) = threads(at(port, 0, 2, host, timeout=20))
+    assert type(error) is TransportError and time.monotonic() - began < 8
+    assert f"127.0.0.1:{port}" in str(error) and "in use" in str(error) and "MASTER_PORT" in str(error)
+
+
+def test_another_program_at_the_address(host):
+    port, began = silent_program(), time.monotonic()
+    (error,) = threads(at(port, 1, 2, host, timeout=1.0))
+    assert isinstance(error, CollectiveTimeout) and error.peers == (0,) and time.monotonic() - began < 4
+    assert "did not answer as torch's TCPStore" in str(error)
+
+
+def test_a_port_that_needs_more_rights(host, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise dist.DistNetworkError("the server socket has failed to bind: EACCES\nstack")
+
+    monkeypatch.setattr(dist, "TCPStore", refuse)
+    (error,) = threads(at(80, 0, 2, host))
+    assert type(error) is TransportError and "EACCES" in str(error) and "stack" not in str(error)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), None, "60"])
+def test_time_limits_that_are_none(host, timeout):
+    with pytest.raises(InvalidArgument, match="timeout="):
+        meet(Identity(0, 1, 0, 1, "alone"), engine=host, timeout=timeout)
+
+
+def test_ctrl_c_ends_the_wait(host):
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        at(free_port(), 0, 2, host, timeout=30)()
+    assert time.monotonic() - began < 5
+
+
+# ---- By name.
+
+
+def by_name(rank, size=2, **fields):
+    return Identity(rank, size, rank, size, "openmpi", **{"job_key": b"this job", **fields})
+
+
+def test_by_name_on_the_host_engine_nothing_is_exchanged(host):
+    first, second = (meet(by_name(rank), engine=host) for rank in range(2))
+    assert first.unique_id == second.unique_id and len(first.unique_id) == 128
+    assert (second.local_rank, second.local_size) == (1, 2)
+    assert [peer.pid for peer in second.peers] == [None, os.getpid()]
+    assert {peer.host for peer in second.peers} == {socket.gethostname()}
+
+
+def test_each_job_generation_and_restart_has_a_name_of_its_own(host):
+    ids = [
+        meet(by_name(0), engine=host).unique_id,
+        meet(by_name(0), engine=host, generation=1).unique_id,
+        meet(by_name(0, restart=1), engine=host).unique_id,
+        meet(by_name(0, job_key=b"another job"), engine=host).unique_id,
+    ]
+    assert len(set(ids)) == len(ids)
+
+
+def test_by_name_for_nccl_the_host_engine_carries_the_records():
+    made = os.urandom(128)
+    job = os.urandom(8)
+    results = threads(*(lambda r=r: meet(by_name(r, 3, job_key=job), engine=nccl_like(lambda: made)) for r in range(3)))
+    check_met(results, 3)
+    assert results[2].unique_id == made
+
+
+def test_by_name_for_nccl_a_rank_that_never_comes():
+    job, began = os.urandom(8), time.monotonic()
+    calls = (
+        lambda r=r: meet(by_name(r, 3, job_key=job), engine=nccl_like(lambda: bytes(128)), timeout=1) for r in (0, 2)
+    )
+    results = threads(*calls)
+    assert time.monotonic() - began < 5
+    assert all(isinstance(error, CollectiveTimeout) and error.peers == (1,) for error in results), results
+
+
+def test_a_world_of_one_meets_nobody(host):
+    first = meet(Identity(0, 1, 0, 1, "env", "nowhere.invalid", 1), engine=host)
+    second = meet(Identity(0, 1, 0, 1, "alone"), engine=host)
+    assert first.unique_id != second.unique_id
+    assert (first.local_rank, first.local_size, first.peers[0].pid) == (0, 1, os.getpid())
+
+
+def test_several_machines_without_an_address(host):
+    for identity in (
+        Identity(0, 4, 0, 2, "openmpi", job_key=b"job"),
+        Identity(1, 2, None, None, "mpich", job_key=b"job"),
+        Identity(3, 4, 1, 2, "env", job_key=b"job"),
+    ):
+        with pytest.raises(InvalidArgument, match="MASTER_ADDR is missing") as caught:
+            meet(identity, engine=host)
+        assert "MASTER_PORT" in str(caught.value)
+        assert ("mpi4py" in str(caught.value)) == (identity.launcher != "env")
+
+
+# ---- With torch.distributed, and with mpi4py.
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_an_initialised_torch_distributed_knows_who_this_is(group_of_one, monkeypatch):
+    found = identify()
+    assert (found.rank, found.size, found.local_rank, found.local_size) == (0, 1, 0, 1)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert (identify().rank, identify().size, identify().launcher) == (0, 1, "torch")
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    assert identify().launcher == "torch"
+
+
+def test_numbers_that_are_not_torchs(group_of_one, host):
+    with pytest.raises(InvalidUsage, match="rank 0 of 1.*rank 1 of 2"):
+        meet(by_name(1), engine=host)
+
+
+def test_an_initialised_torch_distributed_carries_the_meeting(host, monkeypatch):
+    store = dist.HashStore()
+    numbers = threading.local()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: numbers.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+
+    def call(rank):
+        def run():
+            numbers.rank = rank
+            return meet(identify(), engine=host, timeout=10)
+
+        return run
+
+    check_met(threads(call(0), call(1)), 2)
+
+
+class Mail:
+    """What the meeting needs of mpi4py's COMM_WORLD, between threads."""
+
+    def __init__(self, size):
+        self.size, self.here, self.boxes, self.lock = size, threading.local(), {}, threading.Lock()
+        self.BYTE, self.COMM_WORLD = "byte", self
+
+    def Get_rank(self):
+        return self.here.rank
+
+    def Get_size(self):
+        return self.size
+
+    def _box(self, *key):
+        with self.lock:
+            return self.boxes.setdefault(key, queue.SimpleQueue())
+
+    def Isend(self, message, peer, tag):
+        assert message[1] == "byte"
+        self._box(self.here.rank, peer, tag).put(bytes(message[0]))
+        return SimpleNamespace(Test=lambda: True, Wait=lambda: True)
+
+    def Irecv(self, message, peer, tag):
+        box, cancelled = self._box(peer, self.here.rank, tag), []
+
+        def test():
+            if box.empty():
+                return False
+            data = box.get()
+            message[0][: len(data)] = data
+            return True
+
+        return SimpleNamespace(Test=test, Cancel=lambda: cancelled.append(True))
+
+    def call(self, rank, engine, monkeypatch, **options):
+        def run():
+            self.here.rank = rank
+            identity = Identity(rank, self.size, rank, None, "openmpi", job_key=b"job")
+            return meet(identity, engine=engine, **options)
+
+        monkeypatch.setattr(rendezvous, "_running_mpi", lambda: self)
+        return run
+
+
+def test_mpi_carries_the_meeting_where_there_is_no_address(host, monkeypatch):
+    mail = Mail(3)
+    check_met(threads(*(mail.call(rank, host, monkeypatch) for rank in range(3))), 3)
+    check_met(threads(*(mail.call(rank, host, monkeypatch, generation=1) for rank in range(3))), 3)
+
+
+def test_over_mpi_a_rank_that_never_comes(host, monkeypatch):
+    mail = Mail(4)
+    results = threads(*(mail.call(rank, host, monkeypatch, timeout=0.5) for rank in (0, 3)))
+    assert all(isinstance(error, CollectiveTimeout) and error.peers == (1, 2) for error in results), results
+    mail = Mail(2)
+    (error,) = threads(mail.call(1, host, monkeypatch, timeout=0.3))
+    assert isinstance(error, CollectiveTimeout) and error.peers == (0,)
+
+
+def test_over_mpi_numbers_that_are_not_mpis(host, monkeypatch):
+    mail = Mail(1)
+    mail.here.rank = 0
+    monkeypatch.setattr(rendezvous, "_running_mpi", lambda: mail)
+    with pytest.raises(InvalidUsage, match="mpi4py says rank 0 of 1"):
+        meet(Identity(1, 2, None, None, "mpich"), engine=host)
+
+
+def test_mpi_that_runs_tells_who_this_is(monkeypatch):
+    mail = Mail(2)
+    mail.here.rank = 1
+    monkeypatch.setattr(rendezvous, "_running_mpi", lambda: mail)
+    assert identify() == Identity(1, 2, None, None, "mpi4py")
+    monkeypatch.setattr(rendezvous, "_running_mpi", lambda: Mail(1))
+    assert identify().launcher == "alone"
+
+
+def test_known_places_are_kept(host):
+    port = free_port()
+    calls = []
+    for rank in range(2):
+        identity = replace(by_name(rank), master_addr="127.0.0.1", master_port=port, local_rank=1 - rank)
+        calls.append(lambda identity=identity: meet(identity, engine=host, timeout=10))
+    assert [result.local_rank for result in threads(*calls)] == [1, 0]
