@@ -1,0 +1,22 @@
+"""Collective communication for PyTorch: NCCL on GPUs and a shared-memory engine on host memory, behind one binding."""
+
+from . import errors
+from .communicator import Communicator
+from .ddp import DistributedDataParallel, HookState, fused_allreduce
+from .engine import EngineInfo, engines
+from .work import Work
+from .world import init
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Communicator",
+    "DistributedDataParallel",
+    "EngineInfo",
+    "HookState",
+    "Work",
+    "engines",
+    "errors",
+    "fused_allreduce",
+    "init",
+]

@@ -1,0 +1,293 @@
+# The C declarations behind the binding.
+#
+# The types that count are those of coll/nccl_abi.h, from which _nccl_table.h builds the struct of function pointers: a
+# signature written here with another number of arguments or another pointer does not compile.
+
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+
+
+cdef extern from "coll/nccl_abi.h" nogil:
+    enum:
+        NCCL_VERSION_CODE
+        NCCL_UNIQUE_ID_BYTES
+        NCCL_CONFIG_UNDEF_INT
+        NCCL_SPLIT_NOCOLOR
+        NCCL_SHRINK_DEFAULT
+        NCCL_SHRINK_ABORT
+        NCCL_WIN_DEFAULT
+        NCCL_WIN_COLL_SYMMETRIC
+        NCCL_SUSPEND_MEM
+        NCCL_API_MAGIC
+        NCCL_SIM_INFO_MAGIC
+    const float NCCL_UNDEF_FLOAT
+
+    struct ncclComm:
+        pass
+    ctypedef ncclComm* ncclComm_t
+    struct ncclWindow_vidmem:
+        pass
+    ctypedef ncclWindow_vidmem* ncclWindow_t
+    struct CUstream_st:
+        pass
+    ctypedef CUstream_st* cudaStream_t
+    struct ncclParamHandle:
+        pass
+    ctypedef ncclParamHandle* ncclParamHandle_t
+    ctypedef struct ncclUniqueId:
+        char internal[128]
+
+    ctypedef enum ncclResult_t:
+        ncclSuccess
+        ncclUnhandledCudaError
+        ncclSystemError
+        ncclInternalError
+        ncclInvalidArgument
+        ncclInvalidUsage
+        ncclRemoteError
+        ncclInProgress
+        ncclTimeout
+
+    ctypedef enum ncclRedOp_t:
+        ncclSum, ncclProd, ncclMax, ncclMin, ncclAvg
+
+    ctypedef enum ncclDataType_t:
+        ncclInt8, ncclUint8, ncclInt32, ncclUint32, ncclInt64, ncclUint64
+        ncclFloat16, ncclFloat32, ncclFloat64, ncclBfloat16, ncclFloat8e4m3, ncclFloat8e5m2
+        ncclNumTypes
+
+    ctypedef enum ncclScalarResidence_t:
+        ncclScalarHostImmediate
+
+    ctypedef enum ncclCommMemStat_t:
+        pass
+
+    ctypedef struct ncclConfig_t:
+        size_t size
+        unsigned int magic
+        unsigned int version
+
+    ctypedef struct ncclCollConfig_t:
+        size_t size
+        unsigned int magic
+        unsigned int version
+
+    ctypedef struct ncclSimInfo_t:
+        size_t size
+        unsigned int magic
+        unsigned int version
+        float estimatedTime
+
+    ctypedef struct ncclWaitSignalDesc_t:
+        int opCnt
+        int peer
+        int sigIdx
+        int ctx
+
+
+cdef extern from "coll/host_abi.h" nogil:
+    struct collHostQueue:
+        pass
+    ctypedef collHostQueue* collHostQueue_t
+
+    ctypedef enum collHostQueueAttribute_t:
+        collHostQueuePending
+        collHostQueueCpu
+        collHostQueueThreadId
+
+    ctypedef struct collHostErrorInfo_t:
+        size_t size
+        int code
+        int kind
+        int rank
+        int npeers
+        uint64_t seq
+        uint64_t bytes
+        char op[32]
+        char text[4096]
+        int peers[1024]
+
+
+cdef extern from "_nccl_table.h" nogil:
+    ctypedef struct collEntry_t:
+        const char* name
+        int since
+        size_t offset
+        char kind
+
+    const collEntry_t* collFunctions
+    const collEntry_t* collConfigFields
+    const collEntry_t* collCollConfigFields
+    const int collForks
+    int collInsideInterrupt
+    int collInterrupted
+    int collInsideGroupEnd
+    int collWatchForks()
+    bint collIsMainThread()
+
+    ctypedef struct collTable_t:
+        ncclResult_t (*ncclMemAlloc)(void** ptr, size_t size) noexcept nogil
+        ncclResult_t (*ncclMemFree)(void* ptr) noexcept nogil
+        ncclResult_t (*ncclGetVersion)(int* version) noexcept nogil
+        ncclResult_t (*ncclGetUniqueId)(ncclUniqueId* uniqueId) noexcept nogil
+        ncclResult_t (*ncclCommInitRankConfig)(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank,
+            ncclConfig_t* config) noexcept nogil
+        ncclResult_t (*ncclCommInitRank)(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank) noexcept nogil
+        ncclResult_t (*ncclCommInitAll)(ncclComm_t* comm, int ndev, const int* devlist) noexcept nogil
+        ncclResult_t (*ncclCommInitRankScalable)(ncclComm_t* newcomm, int nranks, int myrank, int nId, ncclUniqueId*
+            commIds, ncclConfig_t* config) noexcept nogil
+        ncclResult_t (*ncclCommFinalize)(ncclComm_t comm) noexcept nogil
+        ncclResult_t (*ncclCommDestroy)(ncclComm_t comm) noexcept nogil
+        ncclResult_t (*ncclCommAbort)(ncclComm_t comm) noexcept nogil
+        ncclResult_t (*ncclCommRevoke)(ncclComm_t comm, int revokeFlags) noexcept nogil
+        ncclResult_t (*ncclCommSplit)(ncclComm_t comm, int color, int key, ncclComm_t* newcomm, ncclConfig_t*
+            config) noexcept nogil
+        ncclResult_t (*ncclCommShrink)(ncclComm_t comm, int* excludeRanksList, int excludeRanksCount, ncclComm_t*
+            newcomm, ncclConfig_t* config, int shrinkFlags) noexcept nogil
+        ncclResult_t (*ncclCommGetUniqueId)(ncclComm_t comm, ncclUniqueId* uniqueId) noexcept nogil
+        ncclResult_t (*ncclCommGrow)(ncclComm_t comm, int nRanks, const ncclUniqueId* uniqueId, int rank, ncclComm_t*
+            newcomm, ncclConfig_t* config) noexcept nogil
+        const char* (*ncclGetErrorString)(ncclResult_t result) noexcept nogil
+        const char* (*ncclGetLastError)(ncclComm_t comm) noexcept nogil
+        ncclResult_t (*ncclCommGetAsyncError)(ncclComm_t comm, ncclResult_t* asyncError) noexcept nogil
+        ncclResult_t (*ncclCommCount)(ncclComm_t comm, int* count) noexcept nogil
+        ncclResult_t (*ncclCommCuDevice)(ncclComm_t comm, int* device) noexcept nogil
+        ncclResult_t (*ncclCommUserRank)(ncclComm_t comm, int* rank) noexcept nogil
+        ncclResult_t (*ncclCommRegister)(ncclComm_t comm, void* buff, size_t size, void** handle) noexcept nogil
+        ncclResult_t (*ncclCommDeregister)(ncclComm_t comm, void* handle) noexcept nogil
+        ncclResult_t (*ncclCommSuspend)(ncclComm_t comm, int flags) noexcept nogil
+        ncclResult_t (*ncclCommResume)(ncclComm_t comm) noexcept nogil
+        ncclResult_t (*ncclCommMemStats)(ncclComm_t comm, ncclCommMemStat_t stat, uint64_t* value) noexcept nogil
+        ncclResult_t (*ncclCommWindowRegister)(ncclComm_t comm, void* buff, size_t size, ncclWindow_t* win, int
+            winFlags) noexcept nogil
+        ncclResult_t (*ncclCommWindowDeregister)(ncclComm_t comm, ncclWindow_t win) noexcept nogil
+        ncclResult_t (*ncclWinGetUserPtr)(ncclComm_t comm, ncclWindow_t win, void** outUserPtr) noexcept nogil
+        ncclResult_t (*ncclRedOpCreatePreMulSum)(ncclRedOp_t* op, void* scalar, ncclDataType_t datatype,
+            ncclScalarResidence_t residence, ncclComm_t comm) noexcept nogil
+        ncclResult_t (*ncclRedOpDestroy)(ncclRedOp_t op, ncclComm_t comm) noexcept nogil
+        ncclResult_t (*ncclReduce)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+            ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) noexcept nogil
+        ncclResult_t (*ncclBcast)(void* buff, size_t count, ncclDataType_t datatype, int root, ncclComm_t comm,
+            cudaStream_t stream) noexcept nogil
+        ncclResult_t (*ncclBroadcast)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int
+            root, ncclComm_t comm, cudaStream_t stream) noexcept nogil
+        ncclResult_t (*ncclAllReduce)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+            ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) noexcept nogil
+        ncclResult_t (*ncclReduceScatter)(const void* sendbuff, void* recvbuff, size_t recvcount, ncclDataType_t
+            datatype, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) noexcept nogil
+        ncclResult_t (*ncclAllGather)(const void* sendbuff, void* recvbuff, size_t sendcount, ncclDataType_t datatype,
+            ncclComm_t comm, cudaStream_t stream) noexcept nogil
+        ncclResult_t (*ncclAlltoAll)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+            ncclComm_t comm, cudaStream_t stream) noexcept nogil
+        ncclResult_t (*ncclGather)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int
+            root, ncclComm_t comm, cudaStream_t stream) noexcept nogil
+        ncclResult_t (*ncclScatter)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int
+            root, ncclComm_t comm, cudaStream_t stream) noexcept nogil
+        ncclResult_t (*ncclAllReduceConfig)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+            ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) noexcept nogil
+        ncclResult_t (*ncclBroadcastConfig)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+            int root, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) noexcept nogil
+        ncclResult_t (*ncclReduceConfig)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+            ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t*
+            config) noexcept nogil
+        ncclResult_t (*ncclAllGatherConfig)(const void* sendbuff, void* recvbuff, size_t sendcount, ncclDataType_t
+            datatype, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) noexcept nogil
+        ncclResult_t (*ncclReduceScatterConfig)(const void* sendbuff, void* recvbuff, size_t recvcount, ncclDataType_t
+            datatype, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t*
+            config) noexcept nogil
+        ncclResult_t (*ncclAlltoAllConfig)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+            ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) noexcept nogil
+        ncclResult_t (*ncclGatherConfig)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+            int root, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) noexcept nogil
+        ncclResult_t (*ncclScatterConfig)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+            int root, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) noexcept nogil
+        ncclResult_t (*ncclSend)(const void* sendbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm,
+            cudaStream_t stream) noexcept nogil
+        ncclResult_t (*ncclRecv)(void* recvbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm,
+            cudaStream_t stream) noexcept nogil
+        ncclResult_t (*ncclPutSignal)(const void* localbuff, size_t count, ncclDataType_t datatype, int peer,
+            ncclWindow_t peerWin, size_t peerWinOffset, int sigIdx, int ctx, unsigned int flags, ncclComm_t comm,
+            cudaStream_t stream) noexcept nogil
+        ncclResult_t (*ncclSignal)(int peer, int sigIdx, int ctx, unsigned int flags, ncclComm_t comm, cudaStream_t
+            stream) noexcept nogil
+        ncclResult_t (*ncclWaitSignal)(int nDesc, ncclWaitSignalDesc_t* signalDescs, ncclComm_t comm, cudaStream_t
+            stream) noexcept nogil
+        ncclResult_t (*ncclGroupStart)() noexcept nogil
+        ncclResult_t (*ncclGroupEnd)() noexcept nogil
+        ncclResult_t (*ncclGroupSimulateEnd)(ncclSimInfo_t* simInfo) noexcept nogil
+        ncclResult_t (*ncclParamBind)(ncclParamHandle_t* out, const char* key) noexcept nogil
+        ncclResult_t (*ncclParamGetI8)(ncclParamHandle_t h, int8_t* out) noexcept nogil
+        ncclResult_t (*ncclParamGetI16)(ncclParamHandle_t h, int16_t* out) noexcept nogil
+        ncclResult_t (*ncclParamGetI32)(ncclParamHandle_t h, int32_t* out) noexcept nogil
+        ncclResult_t (*ncclParamGetI64)(ncclParamHandle_t h, int64_t* out) noexcept nogil
+        ncclResult_t (*ncclParamGetU8)(ncclParamHandle_t h, uint8_t* out) noexcept nogil
+        ncclResult_t (*ncclParamGetU16)(ncclParamHandle_t h, uint16_t* out) noexcept nogil
+        ncclResult_t (*ncclParamGetU32)(ncclParamHandle_t h, uint32_t* out) noexcept nogil
+        ncclResult_t (*ncclParamGetU64)(ncclParamHandle_t h, uint64_t* out) noexcept nogil
+        ncclResult_t (*ncclParamGetStr)(ncclParamHandle_t h, const char** out) noexcept nogil
+        ncclResult_t (*ncclParamGet)(ncclParamHandle_t h, void* out, int maxLen, int* len) noexcept nogil
+        ncclResult_t (*ncclParamGetParameter)(const char* key, const char** value, int* valueLen) noexcept nogil
+        ncclResult_t (*ncclParamGetAllParameterKeys)(const char*** table, int* tableLen) noexcept nogil
+        void (*ncclParamDumpAll)() noexcept nogil
+        ncclResult_t (*collHostQueueCreate)(collHostQueue_t* queue) noexcept nogil
+        ncclResult_t (*collHostQueueDestroy)(collHostQueue_t queue) noexcept nogil
+        ncclResult_t (*collHostQueueRecord)(collHostQueue_t queue, uint64_t* ticket) noexcept nogil
+        ncclResult_t (*collHostQueueWait)(collHostQueue_t queue, uint64_t ticket, int64_t timeout_ns) noexcept nogil
+        ncclResult_t (*collHostQueueCall)(collHostQueue_t queue, void (*function)(void*) noexcept, void*
+            argument) noexcept nogil
+        ncclResult_t (*collHostQueueGet)(collHostQueue_t queue, collHostQueueAttribute_t attribute, int64_t*
+            value) noexcept nogil
+        ncclResult_t (*collHostQueueSet)(collHostQueue_t queue, collHostQueueAttribute_t attribute, int64_t
+            value) noexcept nogil
+        ncclResult_t (*collHostGetError)(ncclComm_t comm, collHostErrorInfo_t* info) noexcept nogil
+        ncclResult_t (*collHostQueueGetError)(collHostQueue_t queue, uint64_t ticket, collHostErrorInfo_t*
+            info) noexcept nogil
+        ncclResult_t (*collHostCommPending)(ncclComm_t comm, collHostErrorInfo_t* info) noexcept nogil
+        ncclResult_t (*collHostCommSetTimeout)(ncclComm_t comm, int64_t timeout_ms) noexcept nogil
+        ncclResult_t (*collHostSetInitTimeout)(int64_t timeout_ms) noexcept nogil
+        ncclResult_t (*collHostSetInterruptCheck)(int (*check)() noexcept nogil) noexcept nogil
+        ncclResult_t (*collHostGetNamedUniqueId)(const void* name, size_t nbytes, ncclUniqueId* uniqueId) noexcept nogil
+        ncclResult_t (*collHostCommSequence)(ncclComm_t comm, uint64_t* sequence) noexcept nogil
+        ncclResult_t (*collHostCommChunkBytes)(ncclComm_t comm, size_t* nbytes) noexcept nogil
+        ncclResult_t (*collHostMemoryInUse)(uint64_t* nbytes) noexcept nogil
+        ncclResult_t (*collHostGroupCancel)() noexcept nogil
+
+
+cdef class Library:
+    cdef collTable_t api
+    cdef readonly str path
+    cdef readonly int version
+    cdef readonly bint is_host
+    cdef dict groups            # thread -> [depth of its open group, communicators opened in it]
+    cdef set unfinished         # communicators that the library may still write the handle of
+    cdef int need(self, void* function, const char* name) except -1
+    cdef int done(self, ncclResult_t code, const char* name) except -1
+    cdef Comm opened(self, Comm comm, ncclResult_t code, const char* name)
+    cdef object missing(self, str name)
+
+
+cdef class Comm:
+    cdef object __weakref__
+    cdef readonly Library library
+    cdef collTable_t* api       # the library's
+    cdef ncclComm_t comm        # NULL: closed, or not open yet
+    cdef int calls              # calls that are with the library now
+    cdef int forks              # of which process it is
+    cdef bint closed
+    cdef int known_rank, known_size     # -1: ask the library
+    cdef ncclComm_t enter(self, void* function, const char* name) except NULL
+    cdef int leave(self, ncclResult_t code, const char* name) except -1
+    cdef int refuse(self, void* function, const char* name) except -1
+    cdef int settle(self, ncclResult_t code, const char* name) except -1
+    cdef int drain(self) except -1
+    cdef ncclResult_t abort_now(self, ncclComm_t comm) except *
+    cdef int ask(self, ncclResult_t (*question)(ncclComm_t, int*) noexcept nogil, const char* name) except? -1
+
+
+cdef class Queue:
+    cdef readonly Library library
+    cdef collHostQueue_t queue  # NULL: closed
+    cdef int calls
+    cdef int forks
+    cdef collHostQueue_t enter(self) except NULL
+    cdef ncclResult_t outcome(self, uint64_t ticket, double timeout) except *
+    cdef bint settled(self, uint64_t ticket, double timeout) except *

@@ -1,0 +1,481 @@
+"""The binding of NCCL's C API: a function table loaded from a path at run time.
+
+The same classes drive NVIDIA's NCCL and this project's host engine, which exports the same C ABI. Addresses, streams
+and queues are plain integers; nothing here knows of torch. Each method is: marshal, call with the GIL released, check.
+What an error becomes is decided in one place (``_nccl_errors.pxi``).
+"""
+
+import re
+import struct
+import sys
+from collections import namedtuple
+from operator import index
+from os import fsdecode, fsencode
+from time import monotonic
+from warnings import warn
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals, PyErr_WriteUnraisable
+from cpython.pythread cimport PyThread_get_thread_ident
+from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
+from posix.unistd cimport usleep
+
+from collectives import errors
+
+
+cdef extern from "Python.h":
+    PyObject* PyObject_CallNoArgs(PyObject* callable)
+    int Py_IsInitialized() nogil
+
+
+__all__ = [
+    "Comm",
+    "DTYPES",
+    "ErrorInfo",
+    "FUNCTIONS",
+    "HOST_FUNCTIONS",
+    "Library",
+    "OPS",
+    "QUEUE_CPU",
+    "QUEUE_PENDING",
+    "QUEUE_THREAD_ID",
+    "Queue",
+    "SHRINK_ABORT",
+    "SPLIT_NOCOLOR",
+    "UNDEF_INT",
+    "UNIQUE_ID_BYTES",
+    "VERSION",
+    "check",
+    "format_version",
+]
+
+DTYPES = {
+    "int8": ncclInt8,
+    "uint8": ncclUint8,
+    "int32": ncclInt32,
+    "uint32": ncclUint32,
+    "int64": ncclInt64,
+    "uint64": ncclUint64,
+    "float16": ncclFloat16,
+    "float32": ncclFloat32,
+    "float64": ncclFloat64,
+    "bfloat16": ncclBfloat16,
+    "float8e4m3": ncclFloat8e4m3,
+    "float8e5m2": ncclFloat8e5m2,
+}
+OPS = {"sum": ncclSum, "prod": ncclProd, "max": ncclMax, "min": ncclMin, "avg": ncclAvg}
+
+VERSION = NCCL_VERSION_CODE             # the version of nccl.h that these declarations follow
+UNIQUE_ID_BYTES = NCCL_UNIQUE_ID_BYTES
+UNDEF_INT = NCCL_CONFIG_UNDEF_INT
+SPLIT_NOCOLOR = NCCL_SPLIT_NOCOLOR
+SHRINK_ABORT = NCCL_SHRINK_ABORT
+
+
+cdef dict listed(bint host):
+    cdef dict names = {}
+    cdef const collEntry_t* entry = collFunctions
+    while entry.name is not NULL:
+        if (entry.since == 0) == host:
+            names[entry.name.decode()] = entry.since
+        entry += 1
+    return names
+
+
+FUNCTIONS = listed(False)               # function of NCCL -> the first version code that has it
+HOST_FUNCTIONS = tuple(listed(True))    # what the host engine offers beside them
+
+if collWatchForks() != 0:
+    raise MemoryError("no memory to register the fork handler")
+
+
+def format_version(int code):
+    """Return an NCCL version code as people write it: 22703 -> "2.27.3", 2708 -> "2.7.8"."""
+    major, minor, patch = (code // 10000, code // 100 % 100, code % 100) if code >= 10000 else (
+        code // 1000, code // 100 % 10, code % 100)
+    return f"{major}.{minor}.{patch}" if patch else f"{major}.{minor}"
+
+
+include "_nccl_errors.pxi"
+include "_nccl_scalars.pxi"
+include "_nccl_config.pxi"
+
+
+cdef class Library:
+    """Load an NCCL library, or the host engine, from a path into a function table of its own.
+
+    ``path`` goes to ``dlopen(RTLD_NOW | RTLD_LOCAL)``: nothing is looked up in what else the process has loaded. A
+    function that the library lacks costs nothing until it is called. The library stays loaded until the process ends.
+    Raises ``EngineUnavailable`` with the path and the loader's own words.
+    """
+
+    def __cinit__(self, path):
+        cdef const collEntry_t* entry = collFunctions
+        cdef bytes encoded = fsencode(path)
+        cdef const char* c_path = encoded
+        cdef void* handle
+        self.path = fsdecode(path)
+        self.groups = {}
+        self.unfinished = set()
+        with nogil:
+            handle = dlopen(c_path, RTLD_NOW | RTLD_LOCAL)
+        if handle is NULL:
+            raise errors.EngineUnavailable(f"cannot load {self.path}: {text_of(dlerror())}")
+        while entry.name is not NULL:
+            (<void**> (<char*> &self.api + entry.offset))[0] = dlsym(handle, entry.name)
+            entry += 1
+        if self.api.ncclGetVersion is NULL:
+            raise errors.EngineUnavailable(f"{self.path} is no NCCL library: it has no ncclGetVersion")
+        self.is_host = self.api.collHostQueueCreate is not NULL
+        self.done(self.api.ncclGetVersion(&self.version), "ncclGetVersion")
+
+    def __repr__(self):
+        return f"<Library {self.path!r} {format_version(self.version)}{' host' if self.is_host else ''}>"
+
+    # ---- what is there
+
+    def has(self, str name not None):
+        """Return whether the library has the C function ``name``, one of FUNCTIONS or HOST_FUNCTIONS."""
+        cdef bytes encoded = name.encode()
+        cdef const collEntry_t* entry = collFunctions
+        while entry.name is not NULL:
+            if encoded == entry.name:
+                return (<void**> (<char*> &self.api + entry.offset))[0] is not NULL
+            entry += 1
+        raise errors.InvalidArgument(f"{name!r} is no function of the binding")
+
+    cdef object missing(self, str name):
+        since = FUNCTIONS.get(name)
+        if self.is_host:
+            return errors.EngineUnavailable(f"the host engine at {self.path} does not offer {name}", op=op_name(name))
+        if since is None:
+            return errors.EngineUnavailable(
+                f"{name} is a function of the host engine; NCCL {format_version(self.version)} at {self.path} has none",
+                op=op_name(name))
+        return errors.EngineUnavailable(
+            f"{name} came with NCCL {format_version(since)}; the library at {self.path} is "
+            f"{format_version(self.version)} and has no such symbol. Install a newer nvidia-nccl package or name one "
+            "in COLLECTIVES_NCCL_LIBRARY", op=op_name(name))
+
+    cdef int need(self, void* function, const char* name) except -1:
+        if function is NULL:
+            raise self.missing(name.decode())
+        return 0
+
+    cdef int done(self, ncclResult_t code, const char* name) except -1:
+        if (code != ncclSuccess and code != ncclInProgress) or collInterrupted:
+            raise error_of(self, None, code, name)
+        return 0
+
+    def error_string(self, int code):
+        """Return the library's sentence for a result code. C: ``ncclGetErrorString``."""
+        self.need(<void*> self.api.ncclGetErrorString, "ncclGetErrorString")
+        return text_of(self.api.ncclGetErrorString(<ncclResult_t> code))
+
+    def last_error(self):
+        """Return the library's last error text of this thread, "" where it has none. C: ``ncclGetLastError``."""
+        self.need(<void*> self.api.ncclGetLastError, "ncclGetLastError")
+        return text_of(self.api.ncclGetLastError(NULL))
+
+    # ---- communicators
+
+    def get_unique_id(self):
+        """Make a unique id (128 bytes), which one rank gives to all of a new communicator. C: ``ncclGetUniqueId``."""
+        cdef ncclUniqueId unique_id
+        cdef ncclResult_t code
+        self.need(<void*> self.api.ncclGetUniqueId, "ncclGetUniqueId")
+        with nogil:
+            code = self.api.ncclGetUniqueId(&unique_id)
+        self.done(code, "ncclGetUniqueId")
+        return (<char*> &unique_id)[:sizeof(unique_id)]
+
+    def named_unique_id(self, bytes name not None):
+        """Make the unique id that belongs to a name: all processes of this user that use the name get the same one.
+
+        Host engine only. C: ``collHostGetNamedUniqueId``.
+        """
+        cdef ncclUniqueId unique_id
+        cdef const char* data = name
+        cdef size_t nbytes = len(name)
+        cdef ncclResult_t code
+        self.need(<void*> self.api.collHostGetNamedUniqueId, "collHostGetNamedUniqueId")
+        with nogil:
+            code = self.api.collHostGetNamedUniqueId(data, nbytes, &unique_id)
+        self.done(code, "collHostGetNamedUniqueId")
+        return (<char*> &unique_id)[:sizeof(unique_id)]
+
+    def comm_init_rank(self, int nranks, bytes unique_id not None, int rank, *, config=None):
+        """Open rank ``rank`` of a communicator of ``nranks``; waits for the other ranks.
+
+        ``config``: a dict of ``ncclConfig_t`` fields; ``{"blocking": 0}`` returns at once, then poll ``async_error``.
+        C: ``ncclCommInitRank``, ``ncclCommInitRankConfig``.
+        """
+        cdef ncclUniqueId c_id = c_unique_id(unique_id)
+        cdef Comm comm = new_comm(self, rank, nranks)
+        cdef ncclResult_t code
+        cdef _Config settings
+        if config is None:
+            self.need(<void*> self.api.ncclCommInitRank, "ncclCommInitRank")
+            with nogil:
+                code = self.api.ncclCommInitRank(&comm.comm, nranks, c_id, rank)
+            return self.opened(comm, code, "ncclCommInitRank")
+        self.need(<void*> self.api.ncclCommInitRankConfig, "ncclCommInitRankConfig")
+        settings = _Config(self, config)
+        with nogil:
+            code = self.api.ncclCommInitRankConfig(&comm.comm, nranks, c_id, rank, &settings.c)
+        return self.opened(comm, code, "ncclCommInitRankConfig")
+
+    def comm_init_rank_scalable(self, int nranks, int rank, list unique_ids not None, *, config=None):
+        """As ``comm_init_rank`` with several unique ids, the same on every rank. C: ``ncclCommInitRankScalable``."""
+        cdef _Config settings = _Config(self, {} if config is None else config)
+        cdef bytes ids = b"".join([checked_unique_id(each) for each in unique_ids])
+        cdef ncclUniqueId* c_ids = <ncclUniqueId*> <char*> ids
+        cdef int count = len(unique_ids)
+        cdef Comm comm = new_comm(self, rank, nranks)
+        cdef ncclResult_t code
+        self.need(<void*> self.api.ncclCommInitRankScalable, "ncclCommInitRankScalable")
+        with nogil:
+            code = self.api.ncclCommInitRankScalable(&comm.comm, nranks, rank, count, c_ids, &settings.c)
+        return self.opened(comm, code, "ncclCommInitRankScalable")
+
+    def comm_init_all(self, list devices not None):
+        """Open all ranks of a communicator in this process, rank i on ``devices[i]``. C: ``ncclCommInitAll``."""
+        cdef _Ints c_devices = _Ints(devices)
+        cdef int count = len(devices), i
+        cdef ncclComm_t* handles
+        cdef ncclResult_t code
+        cdef list comms = [new_comm(self, rank, count) for rank in range(count)]
+        self.need(<void*> self.api.ncclCommInitAll, "ncclCommInitAll")
+        handles = <ncclComm_t*> malloc((count + 1) * sizeof(ncclComm_t))
+        if handles is NULL:
+            raise MemoryError(f"{count} communicator handles")
+        memset(handles, 0, (count + 1) * sizeof(ncclComm_t))
+        with nogil:
+            code = self.api.ncclCommInitAll(handles, count, c_devices.data)
+        if code == ncclSuccess:
+            for i in range(count):
+                (<Comm> comms[i]).comm = handles[i]
+        free(handles)
+        self.done(code, "ncclCommInitAll")
+        return comms
+
+    def comm_grow(self, int nranks, bytes unique_id not None, int rank, *, config=None):
+        """Join, as a new rank, a communicator that grows to ``nranks``; the old ranks call ``Comm.grow``.
+
+        ``unique_id`` comes from ``Comm.get_unique_id`` of an old rank. C: ``ncclCommGrow``.
+        """
+        cdef ncclUniqueId c_id = c_unique_id(unique_id)
+        cdef _Config settings = None if config is None else _Config(self, config)
+        cdef ncclConfig_t* c_config = NULL if settings is None else &settings.c
+        cdef Comm comm = new_comm(self, rank, nranks)
+        cdef ncclResult_t code
+        self.need(<void*> self.api.ncclCommGrow, "ncclCommGrow")
+        with nogil:
+            code = self.api.ncclCommGrow(NULL, nranks, &c_id, rank, &comm.comm, c_config)
+        return self.opened(comm, code, "ncclCommGrow")
+
+    cdef Comm opened(self, Comm comm, ncclResult_t code, const char* name):
+        """The end of every function that opens: raise, or keep the object alive while the library may write its handle.
+
+        In a group the handle is written at the group's end, and with ``blocking=0`` by a thread of the library.
+        """
+        cdef list group
+        if code != ncclSuccess and code != ncclInProgress or collInterrupted:
+            comm.comm = NULL
+            comm.closed = True
+            raise error_of(self, comm, code, name)
+        group = self.groups.get(PyThread_get_thread_ident())
+        if group is not None:
+            group.append(comm)
+        elif code == ncclInProgress:
+            self.unfinished.add(comm)
+        return comm
+
+    # ---- groups
+
+    def group_start(self):
+        """Open a group on this thread: calls up to ``group_end`` become one. Groups nest. C: ``ncclGroupStart``."""
+        cdef ncclResult_t code
+        cdef list group
+        self.need(<void*> self.api.ncclGroupStart, "ncclGroupStart")
+        with nogil:
+            code = self.api.ncclGroupStart()
+        self.done(code, "ncclGroupStart")
+        group = self.groups.setdefault(PyThread_get_thread_ident(), [0])
+        group[0] += 1
+
+    def group_end(self):
+        """Close the group; the outermost end issues its calls, on the host's stream 0 it waits. C: ``ncclGroupEnd``."""
+        cdef ncclResult_t code
+        global collInsideGroupEnd
+        self.need(<void*> self.api.ncclGroupEnd, "ncclGroupEnd")
+        collInsideGroupEnd += 1
+        with nogil:
+            code = self.api.ncclGroupEnd()
+        collInsideGroupEnd -= 1
+        leave_group(self, code)
+        self.done(code, "ncclGroupEnd")
+
+    def group_simulate_end(self):
+        """Close the group without issuing it; return the library's estimate of its time in seconds, or None.
+
+        C: ``ncclGroupSimulateEnd``, which counts in microseconds.
+        """
+        cdef ncclSimInfo_t info
+        cdef ncclResult_t code
+        self.need(<void*> self.api.ncclGroupSimulateEnd, "ncclGroupSimulateEnd")
+        info.size, info.magic, info.version = sizeof(info), NCCL_SIM_INFO_MAGIC, min(self.version, NCCL_VERSION_CODE)
+        info.estimatedTime = NCCL_UNDEF_FLOAT
+        with nogil:
+            code = self.api.ncclGroupSimulateEnd(&info)
+        leave_group(self, code)
+        self.done(code, "ncclGroupSimulateEnd")
+        return None if info.estimatedTime < 0 else info.estimatedTime * 1e-6
+
+    def group_cancel(self):
+        """Drop what this thread has put into its open group, and leave all its levels.
+
+        Host engine only. C: ``collHostGroupCancel``.
+        """
+        cdef ncclResult_t code
+        self.need(<void*> self.api.collHostGroupCancel, "collHostGroupCancel")
+        with nogil:
+            code = self.api.collHostGroupCancel()
+        self.groups.pop(PyThread_get_thread_ident(), None)
+        self.done(code, "collHostGroupCancel")
+
+    # ---- memory
+
+    def mem_alloc(self, size_t nbytes):
+        """Allocate memory that the engine uses with no staging copy; return its address. C: ``ncclMemAlloc``."""
+        cdef void* address = NULL
+        cdef ncclResult_t code
+        self.need(<void*> self.api.ncclMemAlloc, "ncclMemAlloc")
+        with nogil:
+            code = self.api.ncclMemAlloc(&address, nbytes)
+        self.done(code, "ncclMemAlloc")
+        return <size_t> address
+
+    def mem_free(self, size_t address):
+        """Free what ``mem_alloc`` gave. C: ``ncclMemFree``."""
+        cdef ncclResult_t code
+        self.need(<void*> self.api.ncclMemFree, "ncclMemFree")
+        with nogil:
+            code = self.api.ncclMemFree(<void*> address)
+        self.done(code, "ncclMemFree")
+
+    def memory_in_use(self):
+        """Return the bytes that this process holds in the engine. Host engine only. C: ``collHostMemoryInUse``."""
+        cdef uint64_t nbytes = 0
+        cdef ncclResult_t code
+        self.need(<void*> self.api.collHostMemoryInUse, "collHostMemoryInUse")
+        with nogil:
+            code = self.api.collHostMemoryInUse(&nbytes)
+        self.done(code, "collHostMemoryInUse")
+        return nbytes
+
+    # ---- parameters (NCCL_* variables as the library reads them)
+
+    def param_keys(self):
+        """Return the names of the library's parameters. C: ``ncclParamGetAllParameterKeys``."""
+        cdef const char** table = NULL
+        cdef int count = 0, i
+        cdef ncclResult_t code
+        self.need(<void*> self.api.ncclParamGetAllParameterKeys, "ncclParamGetAllParameterKeys")
+        with nogil:
+            code = self.api.ncclParamGetAllParameterKeys(&table, &count)
+        self.done(code, "ncclParamGetAllParameterKeys")
+        return [text_of(table[i]) for i in range(count)]
+
+    def param_get(self, str key not None):
+        """Return a parameter's value as text. C: ``ncclParamGetParameter``."""
+        cdef bytes encoded = key.encode()
+        cdef const char* c_key = encoded
+        cdef const char* value = NULL
+        cdef int length = 0
+        cdef ncclResult_t code
+        self.need(<void*> self.api.ncclParamGetParameter, "ncclParamGetParameter")
+        with nogil:
+            code = self.api.ncclParamGetParameter(c_key, &value, &length)
+        self.done(code, "ncclParamGetParameter")
+        return text_of(value)
+
+    def param_get_typed(self, str key not None, str kind not None):
+        """Return a parameter's value as ``kind``: i8 i16 i32 i64 u8 u16 u32 u64 (int), "str", or "raw" (bytes).
+
+        C: ``ncclParamBind``, then ``ncclParamGetI8`` and its like, ``ncclParamGetStr``, ``ncclParamGet``.
+        """
+        cdef bytes encoded = key.encode()
+        cdef const char* c_key = encoded
+        cdef ncclParamHandle_t handle = NULL
+        cdef ncclResult_t code
+        self.need(<void*> self.api.ncclParamBind, "ncclParamBind")
+        with nogil:
+            code = self.api.ncclParamBind(&handle, c_key)
+        self.done(code, "ncclParamBind")
+        return read_param(self, handle, kind)
+
+    def param_dump_all(self):
+        """Have the library write all its parameters to its log. C: ``ncclParamDumpAll``."""
+        self.need(<void*> self.api.ncclParamDumpAll, "ncclParamDumpAll")
+        with nogil:
+            self.api.ncclParamDumpAll()
+
+    # ---- the host engine's own
+
+    def queue_create(self):
+        """Make a queue: a thread that runs what is put into it, in order. C: ``collHostQueueCreate``."""
+        cdef Queue queue = Queue.__new__(Queue)
+        cdef ncclResult_t code
+        self.need(<void*> self.api.collHostQueueCreate, "collHostQueueCreate")
+        queue.library = self
+        queue.forks = collForks
+        with nogil:
+            code = self.api.collHostQueueCreate(&queue.queue)
+        self.done(code, "collHostQueueCreate")
+        return queue
+
+    def set_init_timeout(self, double seconds):
+        """Limit how long the functions that open a communicator wait for other ranks. C: ``collHostSetInitTimeout``."""
+        cdef int64_t limit = milliseconds(seconds)
+        cdef ncclResult_t code
+        self.need(<void*> self.api.collHostSetInitTimeout, "collHostSetInitTimeout")
+        with nogil:
+            code = self.api.collHostSetInitTimeout(limit)
+        self.done(code, "collHostSetInitTimeout")
+
+    def set_interrupt_check(self, bint enable):
+        """Let signal handlers of Python run while the main thread waits inside a call (or stop that).
+
+        What a handler raises (KeyboardInterrupt for Ctrl-C) ends the wait and comes out of the call. Host engine only.
+        C: ``collHostSetInterruptCheck``.
+        """
+        cdef int (*callback)() noexcept nogil
+        cdef ncclResult_t code
+        self.need(<void*> self.api.collHostSetInterruptCheck, "collHostSetInterruptCheck")
+        callback = NULL
+        if enable:
+            callback = interrupt_check
+        with nogil:
+            code = self.api.collHostSetInterruptCheck(callback)
+        self.done(code, "collHostSetInterruptCheck")
+
+
+cdef int leave_group(Library library, ncclResult_t code) except -1:
+    """Count the level of this thread's group down; what was opened in it has its handle when the outermost one ends."""
+    cdef object thread = PyThread_get_thread_ident()
+    cdef list group = library.groups.get(thread)
+    if group is not None:
+        group[0] -= 1
+        if group[0] == 0:
+            del library.groups[thread]
+            if code == ncclInProgress:
+                library.unfinished.update(group[1:])
+    return 0
+
+
+include "_nccl_comm.pxi"
+include "_nccl_queue.pxi"

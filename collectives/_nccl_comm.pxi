@@ -1,0 +1,642 @@
+# A communicator: its life, its settings, and every call that moves data.
+
+cdef Comm new_comm(Library library, int rank, int size):
+    cdef Comm comm = Comm.__new__(Comm)
+    comm.library = library
+    comm.api = &library.api
+    comm.forks = collForks
+    comm.known_rank = rank
+    comm.known_size = size
+    return comm
+
+
+cdef frozenset ALLOWED_IN_HANDLERS = frozenset(
+    [b"ncclCommAbort", b"ncclCommGetAsyncError", b"collHostGetError", b"collHostCommPending"])
+
+
+cdef class Comm:
+    """A rank of a communicator. Made by the functions of ``Library`` and by ``split``, ``shrink`` and ``grow``.
+
+    Addresses are integers; counts are elements; ``dtype`` and ``op`` are codes of DTYPES and OPS, ``op`` also one from
+    ``create_premul_sum``; ``stream`` is a CUDA stream, or the ``handle`` of a Queue. Stream 0 on the host engine means
+    that the operation is done when the call returns. Inside a group, calls are only noted down until its end.
+
+    After ``destroy`` or ``abort`` every call raises ``InvalidUsage``, and so does every call in a forked child. Nothing
+    is released when the object goes away: that would wait for other ranks.
+    """
+
+    def __init__(self):
+        raise TypeError("Comm objects come from Library.comm_init_rank and its like")
+
+    def __del__(self):
+        if self.comm is not NULL and self.forks == collForks:
+            warn(f"communicator {self.handle:#x} was never destroyed: what it holds is held until the process ends",
+                 ResourceWarning, source=self)
+
+    def __repr__(self):
+        state = "closed" if self.closed else f"{self.handle:#x}"
+        return f"<Comm {state} rank {self.known_rank} of {self.known_size} on {self.library!r}>"
+
+    # ---- in and out of the library. All of it runs under the GIL, so a handle that is seen here stays valid until
+    # `leave`: destroy() zeroes it first, then waits until the calls that took it have come back.
+
+    cdef inline ncclComm_t enter(self, void* function, const char* name) except NULL:
+        if self.comm is NULL or function is NULL or self.forks != collForks or collInsideInterrupt:
+            self.refuse(function, name)
+        self.calls += 1
+        return self.comm
+
+    cdef inline int leave(self, ncclResult_t code, const char* name) except -1:
+        self.calls -= 1
+        if code != ncclSuccess or collInterrupted:
+            self.settle(code, name)
+        return 0
+
+    cdef int refuse(self, void* function, const char* name) except -1:
+        """Raise the reason why this call can't be made; return where it can (in a signal handler, sometimes)."""
+        op = op_name(name.decode())
+        rank = self.known_rank if self.known_rank >= 0 else None
+        if self.forks != collForks:
+            raise errors.InvalidUsage("this communicator belongs to the parent process; a forked child can't use it",
+                                      op=op, rank=rank)
+        if self.closed:
+            raise errors.InvalidUsage("communicator is closed", op=op, rank=rank)
+        if self.comm is NULL:
+            raise errors.InvalidUsage("communicator is not open yet: it opens when its group ends", op=op, rank=rank)
+        if function is NULL:
+            raise self.library.missing(name.decode())
+        if (self.calls > 0 or collInsideGroupEnd) and name not in ALLOWED_IN_HANDLERS:
+            raise errors.InvalidUsage("a signal handler that interrupts a call can only abort the communicator or look "
+                                      "at its state", op=op, rank=rank)
+        return 0
+
+    cdef int settle(self, ncclResult_t code, const char* name) except -1:
+        """The slow way out of a call: raise its error."""
+        if code == ncclInProgress and not collInterrupted:
+            return 0
+        error = error_of(self.library, self, code, name)
+        if self.closed and isinstance(error, errors.Aborted):       # abort() had to revoke first: say what it was
+            error = errors.Aborted("abort() closed the communicator during the call", code=error.code, op=error.op,
+                                   rank=error.rank, seq=error.seq, nbytes=error.nbytes, detail=error.detail)
+        raise error
+
+    cdef int drain(self) except -1:
+        """Wait until no call is with the library. A signal handler may end the wait."""
+        while self.calls > 0:
+            with nogil:
+                usleep(50)
+            PyErr_CheckSignals()
+        return 0
+
+    # ---- what it is
+
+    @property
+    def handle(self):
+        """The ``ncclComm_t`` as an integer; 0 once the communicator is closed."""
+        return <size_t> self.comm
+
+    @property
+    def rank(self):
+        """This rank's number. C: ``ncclCommUserRank``, where the way it was opened doesn't tell."""
+        if self.known_rank < 0:
+            self.known_rank = self.ask(self.api.ncclCommUserRank, "ncclCommUserRank")
+        return self.known_rank
+
+    @property
+    def size(self):
+        """The number of ranks. C: ``ncclCommCount``, where the way it was opened doesn't tell."""
+        if self.known_size < 0:
+            self.known_size = self.ask(self.api.ncclCommCount, "ncclCommCount")
+        return self.known_size
+
+    @property
+    def device(self):
+        """The number of the CUDA device (or of the host engine's stand-in for one). C: ``ncclCommCuDevice``."""
+        return self.ask(self.api.ncclCommCuDevice, "ncclCommCuDevice")
+
+    cdef int ask(self, ncclResult_t (*question)(ncclComm_t, int*) noexcept nogil, const char* name) except? -1:
+        cdef int answer = -1
+        cdef ncclComm_t comm = self.enter(<void*> question, name)
+        cdef ncclResult_t code
+        with nogil:
+            code = question(comm, &answer)
+        self.leave(code, name)
+        return answer
+
+    # ---- the end of it
+
+    def finalize(self):
+        """Bring the communicator to rest: all ranks call it, then each destroys. C: ``ncclCommFinalize``."""
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommFinalize, "ncclCommFinalize")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclCommFinalize(comm)
+        self.leave(code, "ncclCommFinalize")
+
+    def destroy(self):
+        """Close the communicator, once the calls of other threads on it have come back. C: ``ncclCommDestroy``."""
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommDestroy, "ncclCommDestroy")
+        cdef ncclResult_t code
+        self.calls -= 1
+        self.comm = NULL
+        try:
+            self.drain()
+        except BaseException:
+            self.comm = comm
+            raise
+        self.closed = True
+        self.library.unfinished.discard(self)
+        with nogil:
+            code = self.api.ncclCommDestroy(comm)
+        if code != ncclSuccess and code != ncclInProgress:
+            raise error_of(self.library, self, code, "ncclCommDestroy")
+
+    def abort(self):
+        """Close the communicator at once; calls that wait in other threads end with ``Aborted``. C: ``ncclCommAbort``.
+
+        Also from a signal handler that interrupts a call of this communicator: that call ends and does the rest.
+        """
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommAbort, "ncclCommAbort")
+        cdef ncclResult_t code
+        global collInterrupted
+        self.calls -= 1
+        self.comm = NULL
+        self.closed = True
+        self.library.unfinished.discard(self)
+        if collInsideInterrupt and (self.calls > 0 or collInsideGroupEnd):
+            aborted_by_handlers.append((self, <size_t> comm))
+            collInterrupted = 1
+            return
+        code = self.abort_now(comm)
+        if code != ncclSuccess and code != ncclInProgress:
+            raise error_of(self.library, self, code, "ncclCommAbort")
+
+    cdef ncclResult_t abort_now(self, ncclComm_t comm) except *:
+        cdef ncclResult_t code
+        if self.library.is_host and self.calls > 0:
+            # A thread between here and the library has the handle but can't be seen there: end what runs, let every
+            # call come back, and only then free. (NCCL itself asks for ncclCommAbort right away.)
+            with nogil:
+                self.api.ncclCommRevoke(comm, 0)
+            while self.calls > 0:
+                with nogil:
+                    usleep(50)
+        with nogil:
+            code = self.api.ncclCommAbort(comm)
+        return code
+
+    def revoke(self, int flags=0):
+        """Stop all operations, waiting ones too; destroy, split and shrink still work. C: ``ncclCommRevoke``."""
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommRevoke, "ncclCommRevoke")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclCommRevoke(comm, flags)
+        self.leave(code, "ncclCommRevoke")
+
+    def async_error(self):
+        """Return the communicator's state as a result code: 0, 7 (in progress), or what it failed with.
+
+        C: ``ncclCommGetAsyncError``.
+        """
+        cdef ncclResult_t state = ncclSuccess
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommGetAsyncError, "ncclCommGetAsyncError")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclCommGetAsyncError(comm, &state)
+        self.leave(code, "ncclCommGetAsyncError")
+        if state != ncclInProgress:
+            self.library.unfinished.discard(self)
+        return <int> state
+
+    # ---- communicators from this one
+
+    def split(self, int color, int key, *, config=None):
+        """Make a communicator of the ranks with this ``color``, in the order of ``key``; all ranks call it.
+
+        Returns None for color SPLIT_NOCOLOR. C: ``ncclCommSplit``.
+        """
+        cdef _Config settings = None if config is None else _Config(self.library, config)
+        cdef ncclConfig_t* c_config = NULL if settings is None else &settings.c
+        cdef Comm child = new_comm(self.library, -1, -1)
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommSplit, "ncclCommSplit")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclCommSplit(comm, color, key, &child.comm, c_config)
+        self.leave(code, "ncclCommSplit")
+        self.library.opened(child, code, "ncclCommSplit")
+        return None if color == NCCL_SPLIT_NOCOLOR else child
+
+    def shrink(self, list exclude not None, *, int flags=0, config=None):
+        """Make a communicator without the ranks in ``exclude``; the others call it. C: ``ncclCommShrink``.
+
+        ``flags``: SHRINK_ABORT ends what is under way first.
+        """
+        cdef _Config settings = None if config is None else _Config(self.library, config)
+        cdef ncclConfig_t* c_config = NULL if settings is None else &settings.c
+        cdef _Ints ranks = _Ints(exclude)
+        cdef int count = len(exclude)
+        cdef Comm child = new_comm(self.library, -1, -1)
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommShrink, "ncclCommShrink")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclCommShrink(comm, ranks.data, count, &child.comm, c_config, flags)
+        self.leave(code, "ncclCommShrink")
+        return self.library.opened(child, code, "ncclCommShrink")
+
+    def get_unique_id(self):
+        """Make the unique id by which new ranks join in ``grow`` (128 bytes). C: ``ncclCommGetUniqueId``."""
+        cdef ncclUniqueId unique_id
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommGetUniqueId, "ncclCommGetUniqueId")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclCommGetUniqueId(comm, &unique_id)
+        self.leave(code, "ncclCommGetUniqueId")
+        return (<char*> &unique_id)[:sizeof(unique_id)]
+
+    def grow(self, int nranks, unique_id=None, *, config=None):
+        """Make a communicator of ``nranks``, these and new ones; the new ones call ``Library.comm_grow``.
+
+        ``unique_id``: on the rank that made it, None on the other old ranks. C: ``ncclCommGrow``.
+        """
+        cdef _Config settings = None if config is None else _Config(self.library, config)
+        cdef ncclConfig_t* c_config = NULL if settings is None else &settings.c
+        cdef ncclUniqueId c_id
+        cdef const ncclUniqueId* id_or_null = NULL
+        cdef Comm child = new_comm(self.library, -1, nranks)
+        cdef ncclComm_t comm
+        cdef ncclResult_t code
+        if unique_id is not None:
+            c_id = c_unique_id(unique_id)
+            id_or_null = &c_id
+        comm = self.enter(<void*> self.api.ncclCommGrow, "ncclCommGrow")
+        with nogil:
+            code = self.api.ncclCommGrow(comm, nranks, id_or_null, -1, &child.comm, c_config)
+        self.leave(code, "ncclCommGrow")
+        return self.library.opened(child, code, "ncclCommGrow")
+
+    # ---- memory and operators
+
+    def register(self, size_t address, size_t nbytes):
+        """Register a buffer for use with no staging copy; return its handle. C: ``ncclCommRegister``."""
+        cdef void* handle = NULL
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommRegister, "ncclCommRegister")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclCommRegister(comm, <void*> address, nbytes, &handle)
+        self.leave(code, "ncclCommRegister")
+        return <size_t> handle
+
+    def deregister(self, size_t handle):
+        """Undo ``register``. C: ``ncclCommDeregister``."""
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommDeregister, "ncclCommDeregister")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclCommDeregister(comm, <void*> handle)
+        self.leave(code, "ncclCommDeregister")
+
+    def window_register(self, size_t address, size_t nbytes, int flags=0):
+        """Register a buffer as a window that all ranks can address; all call it; return the window.
+
+        Not inside a group, since its answer comes only at the group's end. C: ``ncclCommWindowRegister``.
+        """
+        cdef ncclWindow_t window = NULL
+        cdef ncclComm_t comm
+        cdef ncclResult_t code
+        if PyThread_get_thread_ident() in self.library.groups:
+            raise errors.InvalidUsage("a window can't be registered inside a group", op="comm_window_register")
+        comm = self.enter(<void*> self.api.ncclCommWindowRegister, "ncclCommWindowRegister")
+        with nogil:
+            code = self.api.ncclCommWindowRegister(comm, <void*> address, nbytes, &window, flags)
+        self.leave(code, "ncclCommWindowRegister")
+        return <size_t> window
+
+    def window_deregister(self, size_t window):
+        """Undo ``window_register``. C: ``ncclCommWindowDeregister``."""
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommWindowDeregister, "ncclCommWindowDeregister")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclCommWindowDeregister(comm, <ncclWindow_t> window)
+        self.leave(code, "ncclCommWindowDeregister")
+
+    def window_user_ptr(self, size_t window):
+        """Return the address that a window was made from. C: ``ncclWinGetUserPtr``."""
+        cdef void* address = NULL
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclWinGetUserPtr, "ncclWinGetUserPtr")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclWinGetUserPtr(comm, <ncclWindow_t> window, &address)
+        self.leave(code, "ncclWinGetUserPtr")
+        return <size_t> address
+
+    def create_premul_sum(self, value, int dtype):
+        """Make an op that multiplies by ``value``, stored as ``dtype``, then sums; return its code.
+
+        For calls of this communicator on arrays of that dtype. Raises ``InvalidArgument`` where the dtype can't hold
+        the value. C: ``ncclRedOpCreatePreMulSum``.
+        """
+        cdef bytes scalar = scalar_bytes(value, dtype)
+        cdef void* data = <void*> <char*> scalar
+        cdef ncclRedOp_t op = ncclSum
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclRedOpCreatePreMulSum, "ncclRedOpCreatePreMulSum")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclRedOpCreatePreMulSum(&op, data, <ncclDataType_t> dtype, ncclScalarHostImmediate, comm)
+        self.leave(code, "ncclRedOpCreatePreMulSum")
+        return <int> op
+
+    def destroy_op(self, int op):
+        """Free an op of ``create_premul_sum``; allowed once the last call that uses it has returned.
+
+        C: ``ncclRedOpDestroy``.
+        """
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclRedOpDestroy, "ncclRedOpDestroy")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclRedOpDestroy(<ncclRedOp_t> op, comm)
+        self.leave(code, "ncclRedOpDestroy")
+
+    def suspend(self, int flags=NCCL_SUSPEND_MEM):
+        """Release the memory that can be had back by ``resume``. C: ``ncclCommSuspend``."""
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommSuspend, "ncclCommSuspend")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclCommSuspend(comm, flags)
+        self.leave(code, "ncclCommSuspend")
+
+    def resume(self):
+        """Take back what ``suspend`` released. C: ``ncclCommResume``."""
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommResume, "ncclCommResume")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclCommResume(comm)
+        self.leave(code, "ncclCommResume")
+
+    def mem_stats(self, int stat):
+        """Return a memory figure (``ncclCommMemStat_t``), mostly in bytes. C: ``ncclCommMemStats``."""
+        cdef uint64_t value = 0
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommMemStats, "ncclCommMemStats")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclCommMemStats(comm, <ncclCommMemStat_t> stat, &value)
+        self.leave(code, "ncclCommMemStats")
+        return value
+
+    # ---- collectives. `config`: a dict of ncclCollConfig_t fields for this one call, the same on every rank.
+
+    def all_reduce(self, size_t send, size_t recv, size_t count, int dtype, int op, size_t stream=0, config=None):
+        """Reduce ``count`` elements over all ranks into ``recv`` on each. In place: ``send == recv``.
+
+        C: ``ncclAllReduce``, ``ncclAllReduceConfig``.
+        """
+        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAllReduceConfig, "ncclAllReduceConfig")
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAllReduce, "ncclAllReduce")
+        cdef ncclResult_t code
+        with nogil:
+            if tuned is None:
+                code = self.api.ncclAllReduce(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
+                                              <ncclRedOp_t> op, comm, <cudaStream_t> stream)
+            else:
+                code = self.api.ncclAllReduceConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
+                                                    <ncclRedOp_t> op, comm, <cudaStream_t> stream, &tuned.c)
+        self.leave(code, "ncclAllReduce")
+
+    def reduce_scatter(self, size_t send, size_t recv, size_t recvcount, int dtype, int op, size_t stream=0,
+                       config=None):
+        """Reduce ``size * recvcount`` elements and leave the rank's own ``recvcount`` of them in ``recv``.
+
+        C: ``ncclReduceScatter``, ``ncclReduceScatterConfig``.
+        """
+        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclReduceScatterConfig,
+                                       "ncclReduceScatterConfig")
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclReduceScatter, "ncclReduceScatter")
+        cdef ncclResult_t code
+        with nogil:
+            if tuned is None:
+                code = self.api.ncclReduceScatter(<const void*> send, <void*> recv, recvcount, <ncclDataType_t> dtype,
+                                                  <ncclRedOp_t> op, comm, <cudaStream_t> stream)
+            else:
+                code = self.api.ncclReduceScatterConfig(<const void*> send, <void*> recv, recvcount,
+                                                        <ncclDataType_t> dtype, <ncclRedOp_t> op, comm,
+                                                        <cudaStream_t> stream, &tuned.c)
+        self.leave(code, "ncclReduceScatter")
+
+    def all_gather(self, size_t send, size_t recv, size_t sendcount, int dtype, size_t stream=0, config=None):
+        """Gather ``sendcount`` elements of every rank into ``recv``, in rank order.
+
+        C: ``ncclAllGather``, ``ncclAllGatherConfig``.
+        """
+        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAllGatherConfig, "ncclAllGatherConfig")
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAllGather, "ncclAllGather")
+        cdef ncclResult_t code
+        with nogil:
+            if tuned is None:
+                code = self.api.ncclAllGather(<const void*> send, <void*> recv, sendcount, <ncclDataType_t> dtype, comm,
+                                              <cudaStream_t> stream)
+            else:
+                code = self.api.ncclAllGatherConfig(<const void*> send, <void*> recv, sendcount, <ncclDataType_t> dtype,
+                                                    comm, <cudaStream_t> stream, &tuned.c)
+        self.leave(code, "ncclAllGather")
+
+    def broadcast(self, size_t send, size_t recv, size_t count, int dtype, int root, size_t stream=0, config=None):
+        """Copy ``count`` elements from ``send`` of ``root`` to ``recv`` of every rank.
+
+        C: ``ncclBroadcast``, ``ncclBroadcastConfig``.
+        """
+        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclBroadcastConfig, "ncclBroadcastConfig")
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclBroadcast, "ncclBroadcast")
+        cdef ncclResult_t code
+        with nogil:
+            if tuned is None:
+                code = self.api.ncclBroadcast(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root,
+                                              comm, <cudaStream_t> stream)
+            else:
+                code = self.api.ncclBroadcastConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
+                                                    root, comm, <cudaStream_t> stream, &tuned.c)
+        self.leave(code, "ncclBroadcast")
+
+    def reduce(self, size_t send, size_t recv, size_t count, int dtype, int op, int root, size_t stream=0, config=None):
+        """Reduce ``count`` elements over all ranks into ``recv`` of ``root``.
+
+        C: ``ncclReduce``, ``ncclReduceConfig``.
+        """
+        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclReduceConfig, "ncclReduceConfig")
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclReduce, "ncclReduce")
+        cdef ncclResult_t code
+        with nogil:
+            if tuned is None:
+                code = self.api.ncclReduce(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
+                                           <ncclRedOp_t> op, root, comm, <cudaStream_t> stream)
+            else:
+                code = self.api.ncclReduceConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
+                                                 <ncclRedOp_t> op, root, comm, <cudaStream_t> stream, &tuned.c)
+        self.leave(code, "ncclReduce")
+
+    def all_to_all(self, size_t send, size_t recv, size_t count, int dtype, size_t stream=0, config=None):
+        """Send the j-th ``count`` elements to rank j, and receive rank i's into the i-th.
+
+        C: ``ncclAlltoAll``, ``ncclAlltoAllConfig``.
+        """
+        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAlltoAllConfig, "ncclAlltoAllConfig")
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAlltoAll, "ncclAlltoAll")
+        cdef ncclResult_t code
+        with nogil:
+            if tuned is None:
+                code = self.api.ncclAlltoAll(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, comm,
+                                             <cudaStream_t> stream)
+            else:
+                code = self.api.ncclAlltoAllConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
+                                                   comm, <cudaStream_t> stream, &tuned.c)
+        self.leave(code, "ncclAlltoAll")
+
+    def gather(self, size_t send, size_t recv, size_t count, int dtype, int root, size_t stream=0, config=None):
+        """Gather ``count`` elements of every rank into ``recv`` of ``root``, in rank order.
+
+        C: ``ncclGather``, ``ncclGatherConfig``.
+        """
+        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclGatherConfig, "ncclGatherConfig")
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclGather, "ncclGather")
+        cdef ncclResult_t code
+        with nogil:
+            if tuned is None:
+                code = self.api.ncclGather(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root, comm,
+                                           <cudaStream_t> stream)
+            else:
+                code = self.api.ncclGatherConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root,
+                                                 comm, <cudaStream_t> stream, &tuned.c)
+        self.leave(code, "ncclGather")
+
+    def scatter(self, size_t send, size_t recv, size_t count, int dtype, int root, size_t stream=0, config=None):
+        """Send the i-th ``count`` elements of ``send`` of ``root`` to ``recv`` of rank i.
+
+        C: ``ncclScatter``, ``ncclScatterConfig``.
+        """
+        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclScatterConfig, "ncclScatterConfig")
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclScatter, "ncclScatter")
+        cdef ncclResult_t code
+        with nogil:
+            if tuned is None:
+                code = self.api.ncclScatter(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root, comm,
+                                            <cudaStream_t> stream)
+            else:
+                code = self.api.ncclScatterConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root,
+                                                  comm, <cudaStream_t> stream, &tuned.c)
+        self.leave(code, "ncclScatter")
+
+    def bcast(self, size_t buf, size_t count, int dtype, int root, size_t stream=0):
+        """Broadcast in place. C: ``ncclBcast``."""
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclBcast, "ncclBcast")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclBcast(<void*> buf, count, <ncclDataType_t> dtype, root, comm, <cudaStream_t> stream)
+        self.leave(code, "ncclBcast")
+
+    # ---- from rank to rank
+
+    def send(self, size_t buf, size_t count, int dtype, int peer, size_t stream=0):
+        """Send ``count`` elements to rank ``peer``, which calls ``recv`` with the same count. C: ``ncclSend``."""
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclSend, "ncclSend")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclSend(<const void*> buf, count, <ncclDataType_t> dtype, peer, comm,
+                                     <cudaStream_t> stream)
+        self.leave(code, "ncclSend")
+
+    def recv(self, size_t buf, size_t count, int dtype, int peer, size_t stream=0):
+        """Receive ``count`` elements from rank ``peer``. C: ``ncclRecv``."""
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclRecv, "ncclRecv")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclRecv(<void*> buf, count, <ncclDataType_t> dtype, peer, comm, <cudaStream_t> stream)
+        self.leave(code, "ncclRecv")
+
+    def put_signal(self, size_t local, size_t count, int dtype, int peer, size_t window, size_t offset, int sig_idx=0,
+                   int ctx=0, unsigned int flags=0, size_t stream=0):
+        """Write ``count`` elements to ``peer``'s window at byte ``offset``, then signal it. C: ``ncclPutSignal``."""
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclPutSignal, "ncclPutSignal")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclPutSignal(<const void*> local, count, <ncclDataType_t> dtype, peer,
+                                          <ncclWindow_t> window, offset, sig_idx, ctx, flags, comm,
+                                          <cudaStream_t> stream)
+        self.leave(code, "ncclPutSignal")
+
+    def signal(self, int peer, int sig_idx=0, int ctx=0, unsigned int flags=0, size_t stream=0):
+        """Signal ``peer`` with no data. C: ``ncclSignal``."""
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclSignal, "ncclSignal")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclSignal(peer, sig_idx, ctx, flags, comm, <cudaStream_t> stream)
+        self.leave(code, "ncclSignal")
+
+    def wait_signal(self, list signals not None, size_t stream=0):
+        """Wait for signals: a list of ``(how many, peer, sig_idx, ctx)``. C: ``ncclWaitSignal``."""
+        cdef _Ints flat = _Ints([value for op_count, peer, sig_idx, ctx in signals
+                                 for value in (op_count, peer, sig_idx, ctx)])
+        cdef ncclWaitSignalDesc_t* descs = <ncclWaitSignalDesc_t*> flat.data     # four ints each
+        cdef int count = len(signals)
+        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclWaitSignal, "ncclWaitSignal")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.ncclWaitSignal(count, descs, comm, <cudaStream_t> stream)
+        self.leave(code, "ncclWaitSignal")
+
+    # ---- the host engine's own
+
+    def set_timeout(self, seconds):
+        """Limit each operation to so many seconds (None: no limit); past it the communicator is out of use.
+
+        C: ``collHostCommSetTimeout``.
+        """
+        cdef int64_t limit = 0 if seconds is None else milliseconds(seconds)
+        cdef ncclComm_t comm = self.enter(<void*> self.api.collHostCommSetTimeout, "collHostCommSetTimeout")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.collHostCommSetTimeout(comm, limit)
+        self.leave(code, "collHostCommSetTimeout")
+
+    def sequence(self):
+        """Return how many collectives were called on this communicator. C: ``collHostCommSequence``."""
+        cdef uint64_t sequence = 0
+        cdef ncclComm_t comm = self.enter(<void*> self.api.collHostCommSequence, "collHostCommSequence")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.collHostCommSequence(comm, &sequence)
+        self.leave(code, "collHostCommSequence")
+        return sequence
+
+    def chunk_bytes(self):
+        """Return the size of one staging chunk in bytes. C: ``collHostCommChunkBytes``."""
+        cdef size_t nbytes = 0
+        cdef ncclComm_t comm = self.enter(<void*> self.api.collHostCommChunkBytes, "collHostCommChunkBytes")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.collHostCommChunkBytes(comm, &nbytes)
+        self.leave(code, "collHostCommChunkBytes")
+        return nbytes
+
+    def pending(self):
+        """Return an ErrorInfo of the operation in progress, ``peers`` those it waits for; None if there is none.
+
+        From any thread. C: ``collHostCommPending``.
+        """
+        cdef collHostErrorInfo_t info
+        cdef ncclComm_t comm = self.enter(<void*> self.api.collHostCommPending, "collHostCommPending")
+        cdef ncclResult_t code
+        memset(&info, 0, sizeof(info))
+        info.size = sizeof(info)
+        with nogil:
+            code = self.api.collHostCommPending(comm, &info)
+        self.leave(code, "collHostCommPending")
+        return info_of(&info) if info.op[0] != 0 else None
+
+    def error(self):
+        """Return an ErrorInfo of the error that the communicator is stuck in, or None. C: ``collHostGetError``."""
+        cdef collHostErrorInfo_t info
+        cdef ncclComm_t comm = self.enter(<void*> self.api.collHostGetError, "collHostGetError")
+        cdef ncclResult_t code
+        memset(&info, 0, sizeof(info))
+        info.size = sizeof(info)
+        with nogil:
+            code = self.api.collHostGetError(comm, &info)
+        self.leave(code, "collHostGetError")
+        return info_of(&info) if info.kind != 0 else None

@@ -1,0 +1,138 @@
+# What went wrong, as an exception: the one place where a result code becomes one.
+
+ErrorInfo = namedtuple("ErrorInfo", "code kind rank peers seq nbytes op text")
+ErrorInfo.__doc__ = """What the host engine reports of a failed or a pending operation.
+
+``code`` (ncclResult_t), ``kind`` ("timeout", "remote", ...), ``rank`` (who reports, or None), ``peers`` (ranks that it
+is about), ``seq`` (number of the collective on its communicator), ``nbytes``, ``op`` ("all_reduce", or None), ``text``.
+"""
+
+# By collHostErrorKind_t, then by ncclResult_t.
+cdef tuple KINDS = ("none", "argument", "usage", "mismatch", "timeout", "remote", "aborted", "interrupted", "memory",
+                    "system", "internal", "unsupported")
+cdef dict CLASS_OF_KIND = {
+    "argument": errors.InvalidArgument,
+    "usage": errors.InvalidUsage,
+    "mismatch": errors.Mismatch,
+    "timeout": errors.CollectiveTimeout,
+    "remote": errors.RemoteError,
+    "aborted": errors.Aborted,
+    # Raised as the handler's own exception by the call that was interrupted; this is what later calls get.
+    "interrupted": errors.Aborted,
+    "memory": errors.TransportError,
+    "system": errors.TransportError,
+    "internal": errors.InternalError,
+    "unsupported": errors.InvalidUsage,
+}
+cdef dict CLASS_OF_CODE = {
+    ncclUnhandledCudaError: errors.CudaError,
+    ncclSystemError: errors.TransportError,
+    ncclInternalError: errors.InternalError,
+    ncclInvalidArgument: errors.InvalidArgument,
+    ncclInvalidUsage: errors.InvalidUsage,
+    ncclRemoteError: errors.RemoteError,
+    ncclTimeout: errors.CollectiveTimeout,
+}
+
+
+cdef str text_of(const char* text):
+    return "" if text is NULL else text.decode("utf-8", "replace")
+
+
+cdef str op_name(str function):
+    """"ncclReduceScatterConfig" -> "reduce_scatter", "collHostQueueWait" -> "queue_wait"."""
+    name = function.removeprefix("nccl").removeprefix("collHost").removesuffix("Config").replace("Allto", "AllTo")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+cdef object info_of(const collHostErrorInfo_t* info):
+    op = text_of(info.op)
+    return ErrorInfo(
+        code=info.code,
+        kind=KINDS[info.kind] if 0 <= info.kind < len(KINDS) else "internal",
+        rank=info.rank if info.rank >= 0 else None,
+        peers=tuple([info.peers[i] for i in range(info.npeers)]),
+        seq=info.seq,
+        nbytes=info.bytes,
+        op=op_name(op) if op else None,
+        text=text_of(info.text),
+    )
+
+
+cdef object exception_of(object info, str op, object rank):
+    """The exception for a report of the host engine; ``op`` and ``rank`` are said where the report names none."""
+    return CLASS_OF_KIND.get(info.kind, errors.InternalError)(
+        info.text, code=info.code, op=info.op or op, rank=rank if info.rank is None else info.rank, peers=info.peers,
+        seq=info.seq, nbytes=info.nbytes)
+
+
+cdef object error_of(Library library, Comm comm, ncclResult_t code, const char* function):
+    """The exception for a call of this thread that returned ``code``. Call it before anything else can fail here."""
+    cdef collHostErrorInfo_t info
+    cdef ncclComm_t handle = NULL if comm is None else comm.comm
+    cdef str op = None if function is NULL else op_name(function.decode())
+    cdef object rank = None if comm is None or comm.known_rank < 0 else comm.known_rank
+    if collInterrupted:
+        return take_interrupt(op, rank)
+    if library.api.collHostGetError is not NULL:
+        for about in (False, True):             # the thread's newest error, else what the communicator is stuck in
+            memset(&info, 0, sizeof(info))
+            info.size = sizeof(info)
+            if about and handle is NULL:
+                break
+            with nogil:
+                library.api.collHostGetError(handle if about else NULL, &info)
+            if info.code == <int> code and info.kind != 0:
+                return exception_of(info_of(&info), op, rank)
+    detail = text_of(library.api.ncclGetLastError(NULL)) if library.api.ncclGetLastError is not NULL else ""
+    sentence = text_of(library.api.ncclGetErrorString(code)) if library.api.ncclGetErrorString is not NULL else ""
+    sentence = sentence or f"result code {<int> code}"
+    return CLASS_OF_CODE.get(code, errors.InternalError)(
+        f"{sentence}; the library's last error: {detail}" if detail else sentence, code=<int> code, op=op,
+        rank=rank, detail=detail or sentence)
+
+
+def check(int code, Library library not None, Comm comm=None):
+    """Raise the exception for a result code that a call of this thread returned; success and "in progress" pass.
+
+    ``comm``: whose error to report where this thread has none, for instance with a code from ``async_error``.
+    """
+    if code != ncclSuccess and code != ncclInProgress or collInterrupted:
+        raise error_of(library, comm, <ncclResult_t> code, NULL)
+
+
+# ---- signal handlers that run while a call waits
+
+# Handlers run in the main thread alone, so one of each will do.
+cdef object raised_by_handler = None        # until the interrupted call raises it
+cdef list aborted_by_handlers = []          # (Comm, handle), until the interrupted call has left the library
+
+
+cdef int interrupt_check() noexcept nogil:
+    if not collIsMainThread():
+        return 0
+    with gil:
+        return run_signal_handlers()
+
+
+cdef int run_signal_handlers() noexcept:
+    global collInsideInterrupt, collInterrupted, raised_by_handler
+    collInsideInterrupt += 1
+    try:
+        PyErr_CheckSignals()
+    except BaseException as error:
+        raised_by_handler = error
+        collInterrupted = 1
+    collInsideInterrupt -= 1
+    return collInterrupted
+
+
+cdef object take_interrupt(str op, object rank):
+    """The exception for a call that a signal handler has ended; aborts here what the handler could not."""
+    global collInterrupted, raised_by_handler
+    collInterrupted = 0
+    error, raised_by_handler = raised_by_handler, None
+    while aborted_by_handlers:
+        comm, handle = aborted_by_handlers.pop()
+        (<Comm> comm).abort_now(<ncclComm_t> <size_t> handle)
+    return error or errors.Aborted("a signal handler called abort() during the call", op=op, rank=rank)

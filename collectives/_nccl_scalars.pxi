@@ -1,0 +1,135 @@
+# Small values on their way to C: unique ids, lists of ints, time limits, scalars of every dtype.
+
+cdef bytes checked_unique_id(object unique_id):
+    if not isinstance(unique_id, bytes) or len(unique_id) != NCCL_UNIQUE_ID_BYTES:
+        raise errors.InvalidArgument(
+            f"a unique id is {NCCL_UNIQUE_ID_BYTES} bytes, not "
+            + (f"{len(unique_id)}" if isinstance(unique_id, bytes) else type(unique_id).__name__))
+    return unique_id
+
+
+cdef ncclUniqueId c_unique_id(object unique_id) except *:
+    cdef ncclUniqueId c_id
+    cdef bytes data = checked_unique_id(unique_id)
+    memcpy(&c_id, <const char*> data, sizeof(c_id))
+    return c_id
+
+
+@cython.internal
+cdef class _Ints:
+    """A C array of ints made from a list; never NULL."""
+    cdef int* data
+
+    def __cinit__(self, list values not None):
+        cdef Py_ssize_t i
+        self.data = <int*> malloc((len(values) + 1) * sizeof(int))
+        if self.data is NULL:
+            raise MemoryError(f"{len(values)} ints")
+        for i in range(len(values)):
+            self.data[i] = values[i]
+
+    def __dealloc__(self):
+        free(self.data)
+
+
+cdef int64_t milliseconds(double seconds) except? -1:
+    """Whole milliseconds, at least 1 for any positive time."""
+    if not 0 < seconds < 1e12:
+        raise errors.InvalidArgument(f"a time limit must be positive and finite, not {seconds!r} seconds")
+    return <int64_t> (seconds * 1000 + 0.999)
+
+
+# dtype code -> (bits of the exponent, bits of the mantissa, the largest finite pattern)
+cdef dict SMALL_FLOATS = {
+    ncclFloat16: (5, 10, 0x7BFF),
+    ncclBfloat16: (8, 7, 0x7F7F),
+    ncclFloat8e4m3: (4, 3, 0x7E),       # the "fn" kind: no infinity, 0x7F is NaN
+    ncclFloat8e5m2: (5, 2, 0x7B),
+}
+# dtype code -> the struct module's letter
+cdef dict WIDE_TYPES = {
+    ncclInt8: "b", ncclUint8: "B", ncclInt32: "i", ncclUint32: "I", ncclInt64: "q", ncclUint64: "Q",
+    ncclFloat32: "f", ncclFloat64: "d",
+}
+
+
+cdef int small_float_bits(double value, int exponent_bits, int mantissa_bits, int largest) except -1:
+    """Round to nearest, ties to even, straight from float64 (two roundings could differ). Subnormals included.
+
+    Raises OverflowError for a finite value past the largest, and for an infinity where the format has none.
+    """
+    from math import copysign, frexp, isinf, isnan, ldexp
+    cdef int bias = (1 << (exponent_bits - 1)) - 1
+    cdef int sign = (1 << (exponent_bits + mantissa_bits)) if copysign(1.0, value) < 0 else 0
+    cdef bint has_infinity = largest & ((1 << mantissa_bits) - 1) == (1 << mantissa_bits) - 1
+    if isnan(value):
+        return sign | ((1 << (exponent_bits + mantissa_bits)) - 1)
+    if isinf(value):
+        if not has_infinity:
+            raise OverflowError("no infinity")
+        return sign | (largest + 1)
+    exponent = max(frexp(value)[1] - 1, 1 - bias)
+    # For normal numbers the rounded integer holds the hidden bit, which counts the exponent up by one.
+    bits = ((exponent + bias - 1) << mantissa_bits) + round(ldexp(abs(value), mantissa_bits - exponent))
+    if bits > largest:
+        raise OverflowError("too large")
+    return sign | bits
+
+
+cdef bytes scalar_bytes(object value, int dtype):
+    """The bytes of a number in the given dtype, as NCCL reads a host-immediate scalar."""
+    try:
+        if dtype in SMALL_FLOATS:
+            exponent_bits, mantissa_bits, largest = SMALL_FLOATS[dtype]
+            bits = small_float_bits(float(value), exponent_bits, mantissa_bits, largest)
+            return bits.to_bytes(2 if exponent_bits + mantissa_bits > 7 else 1, sys.byteorder)
+        if dtype in (ncclFloat32, ncclFloat64):
+            return struct.pack(WIDE_TYPES[dtype], float(value))
+        if dtype in WIDE_TYPES:
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            return struct.pack(WIDE_TYPES[dtype], index(value))
+    except (OverflowError, struct.error, TypeError, ValueError) as error:
+        name = next(name for name, code in DTYPES.items() if code == dtype)
+        raise errors.InvalidArgument(f"{value!r} can't be stored as {name}: {error}") from error
+    raise errors.InvalidArgument(f"{dtype} is no dtype code; they are 0 to {ncclNumTypes - 1}")
+
+
+# ---- parameters
+
+ctypedef ncclResult_t (*param_getter_t)(ncclParamHandle_t, void*) noexcept nogil
+
+cdef object read_param(Library library, ncclParamHandle_t handle, str kind):
+    cdef char raw[4096]
+    cdef int length = 0
+    cdef const char* text = NULL
+    cdef ncclResult_t code
+    cdef param_getter_t getter
+    if kind == "str":
+        library.need(<void*> library.api.ncclParamGetStr, "ncclParamGetStr")
+        with nogil:
+            code = library.api.ncclParamGetStr(handle, &text)
+        library.done(code, "ncclParamGetStr")
+        return text_of(text)
+    if kind == "raw":
+        library.need(<void*> library.api.ncclParamGet, "ncclParamGet")
+        with nogil:
+            code = library.api.ncclParamGet(handle, raw, sizeof(raw), &length)
+        library.done(code, "ncclParamGet")
+        return raw[:length]
+    # The typed getters differ only in what their second argument points to.
+    getters = {
+        "i8": <size_t> library.api.ncclParamGetI8, "i16": <size_t> library.api.ncclParamGetI16,
+        "i32": <size_t> library.api.ncclParamGetI32, "i64": <size_t> library.api.ncclParamGetI64,
+        "u8": <size_t> library.api.ncclParamGetU8, "u16": <size_t> library.api.ncclParamGetU16,
+        "u32": <size_t> library.api.ncclParamGetU32, "u64": <size_t> library.api.ncclParamGetU64,
+    }
+    if kind not in getters:
+        raise errors.InvalidArgument(f"{kind!r} is no kind of parameter; they are {', '.join(getters)}, str, raw")
+    name = f"ncclParamGet{kind.upper()}".encode()
+    getter = <param_getter_t> <size_t> getters[kind]
+    library.need(<void*> getter, name)
+    with nogil:
+        code = getter(handle, raw)
+    library.done(code, name)
+    return int.from_bytes(raw[:int(kind[1:]) // 8], sys.byteorder, signed=kind[0] == "i")

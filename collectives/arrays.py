@@ -1,0 +1,306 @@
+"""What an array is to the engines: an address, a count, a dtype; and every check that comes before something is sent.
+
+torch tensors, NumPy arrays and CuPy arrays are read by pointer and never copied. What can't be used as it lies is an
+``InvalidArgument`` that says how to mend it.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import sys
+from typing import NamedTuple
+
+import torch
+
+from ._nccl import DTYPES, OPS
+from .errors import InvalidArgument
+
+__all__ = ["DTYPE_NAMES", "ITEMSIZE", "Place", "Reader", "parse_op", "parse_rank", "premul_scalar"]
+
+# Names by which torch, NumPy and ml_dtypes call the 12 types that NCCL can reduce.
+_CODES = {name: code for name, code in DTYPES.items() if not name.startswith("float8")}
+_CODES["float8_e4m3fn"] = DTYPES["float8e4m3"]
+_CODES["float8_e5m2"] = DTYPES["float8e5m2"]
+DTYPE_NAMES = {code: name for name, code in _CODES.items()}
+
+_TORCH_CODES = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
+_TORCH_NAMES = {
+    dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if type(dtype) is torch.dtype
+}
+ITEMSIZE = {code: dtype.itemsize for dtype, code in _TORCH_CODES.items()}
+_UINT8 = DTYPES["uint8"]
+_LIMITS = {
+    code: (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype) for dtype, code in _TORCH_CODES.items()
+}
+_STRIDED = torch.strided
+_TENSOR = torch.Tensor
+_PARAMETER = torch.nn.Parameter
+
+_MEND_DTYPE = {
+    "bool": 'reduce array.to(torch.uint8) with op "max" (any) or "min" (all)',
+    "complex64": "reduce torch.view_as_real(array)",
+    "complex128": "reduce torch.view_as_real(array)",
+}
+
+
+class Place(NamedTuple):
+    """Where an array lies, and the units it travels in: NCCL's own dtype where there is one, else bytes."""
+
+    ptr: int
+    count: int  # elements
+    nbytes: int
+    dtype: str  # "float32"
+    units: int  # elements of `code`
+    code: int
+
+    def part(self, index: int, parts: int) -> int:
+        """Give the address of one of `parts` equal parts."""
+        return self.ptr + self.nbytes // parts * index
+
+
+class Reader:
+    """Reads arrays for one communicator: knows its device, and its rank for the messages."""
+
+    __slots__ = ("_index", "_on_host", "device", "rank")
+
+    def __init__(self, device: torch.device, rank: int):
+        self.device = device
+        self.rank = rank
+        self._on_host = device.type == "cpu"
+        self._index = device.index
+
+    def numbers(self, array, op: str) -> tuple[int, int, int]:
+        """Give (address, count, dtype code) of an array that is to be reduced in place."""
+        kind = type(array)
+        if kind is _TENSOR or kind is _PARAMETER:
+            code = _TORCH_CODES.get(array.dtype)
+            if (
+                code is not None
+                and (array.is_cpu if self._on_host else array.is_cuda and array.get_device() == self._index)
+                and array.layout is _STRIDED
+                and array.is_contiguous()
+                and not array.is_neg()
+                and not array.is_nested
+            ):
+                count = array.numel()
+                try:
+                    ptr = array.data_ptr()
+                except RuntimeError:  # under vmap or grad; the long way says so
+                    ptr = 0
+                if ptr or not count:
+                    return ptr, count, code
+        place = self.place(array, op, writes=True)
+        self.reducible(place, op)
+        return place.ptr, place.count, place.code
+
+    def reducible(self, place: Place, op: str) -> None:
+        """Refuse a dtype with which the engines can't calculate."""
+        if place.dtype not in _CODES:
+            mend = _MEND_DTYPE.get(place.dtype, "convert it first")
+            raise self._wrong(
+                op, f"can't reduce {place.dtype}: {mend}. Reductions take {', '.join(sorted(_CODES, key=_CODES.get))}"
+            )
+
+    def place(self, array, op: str, *, writes: bool, what: str = "the array") -> Place:
+        """Give the `Place` of a torch, NumPy or CuPy array, or raise `InvalidArgument`."""
+        if isinstance(array, _TENSOR):
+            return self._torch(array, op, what)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(array, numpy.ndarray):
+            return self._numpy(numpy, array, op, what, writes)
+        cupy = sys.modules.get("cupy")
+        if cupy is not None and isinstance(array, cupy.ndarray):
+            return self._cupy(array, op, what)
+        raise self._wrong(op, f"{what} must be a torch tensor, a NumPy array or a CuPy array, not {_kind(array)}")
+
+    def _torch(self, array, op, what):
+        if array.is_meta:
+            raise self._wrong(op, f"{what} is a meta tensor, which has no data: materialise it on {self.device}")
+        if array.is_quantized:
+            raise self._wrong(op, f"{what} is quantized ({array.dtype}): send its .int_repr()")
+        if array.layout is not _STRIDED or array.is_nested:
+            layout = "nested" if array.is_nested else str(array.layout).removeprefix("torch.")
+            raise self._wrong(
+                op, f"{what} is a {layout} tensor: only dense ones can be sent; use .to_dense() or its parts"
+            )
+        device = array.device
+        if device != self.device and (device.type != "cpu" or not self._on_host):
+            raise self._wrong(
+                op, f"{what} is on {device}, the communicator on {self.device}: use .to({str(self.device)!r})"
+            )
+        if not array.is_contiguous():
+            raise self._wrong(
+                op,
+                f"{what} of shape {tuple(array.shape)} and strides {array.stride()} isn't contiguous: use "
+                ".contiguous(), and copy the result back if it is an output",
+            )
+        if array.is_conj() or array.is_neg():
+            how = "resolve_conj" if array.is_conj() else "resolve_neg"
+            raise self._wrong(op, f"{what} is a lazy view whose memory holds other values: use .{how}()")
+        count = array.numel()
+        try:
+            ptr = array.data_ptr()
+        except RuntimeError as error:
+            raise self._wrong(op, f"{what} ({_kind(array)}) has no memory of its own: {error}") from error
+        if count and not ptr:
+            raise self._wrong(op, f"{what} ({_kind(array)}) has no memory of its own: pass the plain local tensor")
+        code = _TORCH_CODES.get(array.dtype)
+        nbytes = count * array.element_size()
+        name = _TORCH_NAMES.get(array.dtype) or str(array.dtype)
+        return _placed(ptr, count, nbytes, name, code)
+
+    def _numpy(self, numpy, array, op, what, writes):
+        if not self._on_host:
+            raise self._wrong(
+                op,
+                f"{what} is a NumPy array in host memory, the communicator is on {self.device}: use "
+                f"torch.from_numpy(array).to({str(self.device)!r})",
+            )
+        if isinstance(array, numpy.ma.MaskedArray):
+            raise self._wrong(op, f"{what} is a masked array, whose mask would be lost: use .filled() or .data")
+        dtype = array.dtype
+        if dtype.hasobject:
+            raise self._wrong(op, f"{what} of dtype {dtype} holds Python objects, which can't be sent by pointer")
+        if not array.flags.c_contiguous:
+            raise self._wrong(
+                op,
+                f"{what} of shape {array.shape} and strides {array.strides} isn't contiguous: use "
+                "numpy.ascontiguousarray(array), and copy the result back if it is an output",
+            )
+        interface = array.__array_interface__
+        ptr, read_only = interface["data"]
+        if writes and read_only:
+            raise self._wrong(op, f"{what} is a read-only NumPy array and can't take a result: use .copy()")
+        name = dtype.name if dtype.isnative else dtype.str
+        return _placed(ptr, array.size, array.nbytes, name, _CODES.get(name))
+
+    def _cupy(self, array, op, what):
+        index = array.device.id
+        if self._on_host or index != self._index:
+            raise self._wrong(
+                op,
+                f"{what} is a CuPy array on cuda:{index}, the communicator is on {self.device}: "
+                + ("use .get()" if self._on_host else f"copy it there, inside cupy.cuda.Device({self._index})"),
+            )
+        if not array.flags.c_contiguous:
+            raise self._wrong(
+                op,
+                f"{what} of shape {array.shape} and strides {array.strides} isn't contiguous: use "
+                "cupy.ascontiguousarray(array), and copy the result back if it is an output",
+            )
+        name = array.dtype.name
+        return _placed(array.data.ptr, array.size, array.nbytes, name, _CODES.get(name))
+
+    def same_dtype(self, out: Place, inp: Place, op: str) -> None:
+        """Refuse an output of another dtype than the input."""
+        if out.dtype != inp.dtype:
+            raise self._wrong(op, f"out is {out.dtype} and inp is {inp.dtype}: both must have one dtype")
+
+    def sized(self, large: Place, small: Place, size: int, op: str, large_is: str, small_is: str) -> None:
+        """Refuse two arrays of which the first isn't `size` times as long as the second."""
+        if large.count != small.count * size:
+            raise self._wrong(
+                op,
+                f"{large_is} has {large.count} elements and {small_is} has {small.count}: {large_is} must have "
+                f"{size} (ranks) x {small.count} = {small.count * size}",
+            )
+
+    def apart(self, large: Place, small: Place, op: str, index: int | None, form: str) -> None:
+        """Refuse arrays that share memory, unless `small` is just part `index` of `large` (None: never in place)."""
+        if not large.nbytes or not small.nbytes:
+            return
+        if large.ptr + large.nbytes <= small.ptr or small.ptr + small.nbytes <= large.ptr:
+            return
+        if index is None or small.ptr != large.ptr + index * small.nbytes:
+            raise self._wrong(op, f"out and inp overlap; {form}")
+
+    def _wrong(self, op: str, message: str) -> InvalidArgument:
+        return InvalidArgument(message, op=op, rank=self.rank)
+
+
+def _placed(ptr, count, nbytes, name, code):
+    if code is None:
+        return Place(ptr, count, nbytes, name, nbytes, _UINT8)
+    return Place(ptr, count, nbytes, name, count, code)
+
+
+def _kind(thing) -> str:
+    module = type(thing).__module__
+    name = type(thing).__qualname__
+    return name if module == "builtins" else f"{module}.{name}"
+
+
+def parse_op(op, *, rank: int, name: str) -> tuple[int, float | None]:
+    """Give (op code, scalar) of a name, a number (each rank's input times it, then summed) or a torch ReduceOp.
+
+    With a scalar the code is that of sum, and the caller makes the library's own op of it.
+    """
+    if type(op) is str:
+        code = OPS.get(op)
+        if code is not None:
+            return code, None
+    elif isinstance(op, numbers.Real) and not isinstance(op, bool) and type(op).__name__ not in ("bool_", "bool"):
+        return OPS["sum"], op if isinstance(op, numbers.Integral) else float(op)
+    else:
+        found = _torch_op(op)
+        if found is not None:
+            return found
+    raise InvalidArgument(
+        f"op must be one of {', '.join(repr(known) for known in OPS)}, a number (premultiplied sum) or the "
+        f"torch.distributed.ReduceOp of one of these, not {op!r}",
+        op=name,
+        rank=rank,
+    )
+
+
+def _torch_op(op):
+    if not torch.distributed.is_available():
+        return None
+    known = torch.distributed.ReduceOp
+    if isinstance(op, known.RedOpType):
+        code = {"PRODUCT": OPS["prod"]}.get(op.name, OPS.get(op.name.lower()))
+        return None if code is None else (code, None)
+    if not isinstance(op, known):
+        return None
+    for name, code in OPS.items():
+        if op == getattr(known, "PRODUCT" if name == "prod" else name.upper()):
+            return code, None
+    if op == known.PREMUL_SUM:
+        factor = op.__getstate__()[1]
+        if isinstance(factor, numbers.Real):
+            return OPS["sum"], float(factor)
+    return None
+
+
+def premul_scalar(scalar, code: int, *, rank: int, name: str) -> int | float:
+    """Refuse a scalar that the dtype can't hold: an integer type would cut 0.5 to 0 without a word."""
+    limits = _LIMITS[code]
+    if isinstance(limits, torch.finfo):
+        if not math.isfinite(scalar) or limits.min <= scalar <= limits.max:
+            return float(scalar)
+        what = "a number"
+    else:
+        if math.isfinite(scalar) and scalar == int(scalar) and limits.min <= scalar <= limits.max:
+            return int(scalar)
+        what = "a whole number"
+    raise InvalidArgument(
+        f"op {scalar!r} isn't a value of {DTYPE_NAMES[code]}, the array's dtype: use {what} from {limits.min} to "
+        f"{limits.max}, or an array of another dtype",
+        op=name,
+        rank=rank,
+    )
+
+
+def parse_rank(value, size: int, what: str, *, rank: int, name: str) -> int:
+    """Give a root or peer as an int in [0, size), or raise `InvalidArgument`."""
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise InvalidArgument(f"{what} must be an int, not {_kind(value)} {value!r}", op=name, rank=rank)
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise InvalidArgument(f"{what} must be an int, not {value!r}", op=name, rank=rank) from error
+    if not 0 <= number < size:
+        raise InvalidArgument(f"{what} {number} isn't a rank: they are 0 to {size - 1}", op=name, rank=rank)
+    return number

@@ -1,0 +1,607 @@
+"""Communicator: arrays in, Work out. Everything is checked here, before anything is sent."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import operator
+import os
+import sys
+import threading
+from threading import get_ident
+
+import torch
+
+from ._nccl import DTYPES, OPS, SHRINK_ABORT
+from .agree import PREMUL, agree, row
+from .arrays import ITEMSIZE, Place, Reader, parse_op, parse_rank, premul_scalar
+from .engine import Engine
+from .errors import CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage
+from .group import Call, Group, issue, open_groups
+from .memory import Registration, allocate
+from .work import CudaLane, HostLane, Work
+
+__all__ = ["Communicator", "device_of"]
+
+_UINT8 = DTYPES["uint8"]
+_EXIT_SECONDS = 5.0  # how long the interpreter's exit may wait for operations in flight
+
+
+class _Gone:
+    """Stand in the place of a binding object that can't be used any more."""
+
+    def __init__(self, why: str, rank: int, forked: bool = False):
+        self.why = why
+        self.rank = rank
+        self.forked = forked
+
+    def __getattr__(self, name):
+        raise InvalidUsage(self.why, op=name, rank=self.rank)
+
+
+# All that are open, in the order of opening. They stay alive until close(), abort() or the interpreter's end, since an
+# engine's threads may still be using the arrays of one that nobody holds any more.
+_open: dict[int, Communicator] = {}
+_lock = threading.Lock()
+
+
+class Communicator:
+    """A set of ranks that call the same operations in the same order.
+
+    `engine`: from `collectives.engine.get_engine`; `unique_id`: 128 bytes, the same on all ranks; `rank` of `size`;
+    `device`: whose memory is sent; `timeout`: limit of one operation in seconds, None for no limit. Blocks until all
+    ranks have come. `collectives.init()` makes one from the launcher's variables.
+
+    Arrays are torch tensors, NumPy arrays (host engine) and CuPy arrays (NCCL), contiguous and on the communicator's
+    device; they are used in place and never copied. Tensors are taken as data: autograd doesn't see the operation.
+    On the host a call blocks until the operation is done; on CUDA it is ordered on torch's current stream, or on
+    `stream`. With ``async_op=True`` it gives a `Work`. All operations raise `InvalidArgument` for what can't be sent,
+    `Mismatch` where the ranks don't make the same call (NCCL: with COLLECTIVES_CHECK=1), `RemoteError` where a rank
+    died, `CollectiveTimeout` past the time limit, `InvalidUsage` after `close()`. It stays open until `close()`,
+    `abort()` or the interpreter's end, also where nobody holds it.
+    """
+
+    def __init__(
+        self, engine: Engine, unique_id: bytes, rank: int, size: int, *,
+        device, local_rank: int = 0, local_size: int | None = None, timeout: float | None = 1800.0, peers=None,
+    ):  # fmt: skip
+        if not isinstance(engine, Engine):
+            raise InvalidArgument(f"engine must come from collectives.engine.get_engine(), not {engine!r}")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InvalidArgument(f"size must be an int of at least 1, not {size!r}")
+        rank = parse_rank(rank, size, "rank", rank=None, name="Communicator")
+        device = device_of(engine, device)
+        if engine.device_type == "cpu":
+            native = engine.library.comm_init_rank(size, unique_id, rank)
+        else:
+            config = {"blocking": 1} if engine.library.has("ncclCommInitRankConfig") else None
+            with torch.cuda.device(device):
+                torch.cuda.current_stream().synchronize()  # makes torch's CUDA context, which NCCL takes over
+                native = engine.library.comm_init_rank(size, unique_id, rank, config=config)
+        self._adopt(native, engine, device, local_rank, local_size, timeout)
+        self.peers = peers
+
+    def _adopt(self, native, engine, device, local_rank, local_size, timeout):
+        self.engine = engine
+        self.device = device
+        self.rank = native.rank
+        self.size = native.size
+        self.local_rank = local_rank
+        self.local_size = (self.size if engine.device_type == "cpu" else 1) if local_size is None else local_size
+        self.peers = None
+        self._native = native
+        self._on_host = engine.device_type == "cpu"
+        self._read = Reader(device, self.rank)
+        self._lane = HostLane(self) if self._on_host else CudaLane(self)
+        self._checks = not self._on_host and os.environ.get("COLLECTIVES_CHECK", "0") not in ("", "0")
+        self._registered: set[Registration] = set()
+        self._token = None
+        self._timeout = None
+        self.timeout = timeout
+        with _lock:
+            _open[id(self)] = self
+
+    # ---- What it is.
+
+    @property
+    def timeout(self) -> float | None:
+        """Limit of one operation in seconds; None: no limit.
+
+        On the host an operation past it fails with `CollectiveTimeout` and the communicator is out of use. NCCL knows
+        no such limit: there it holds for `barrier()`.
+        """
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None):
+        if seconds is not None and not seconds > 0:
+            raise InvalidArgument(f"timeout must be above 0 s, or None for no limit, not {seconds!r}", rank=self.rank)
+        if self._on_host:
+            self._native.set_timeout(seconds)
+        self._timeout = seconds
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether `close()` or `abort()` was called, or this is a forked child."""
+        return type(self._native) is _Gone
+
+    @property
+    def forked(self) -> bool:
+        """Tell whether this is a forked child's copy, which can't be used."""
+        return type(self._native) is _Gone and self._native.forked
+
+    def __repr__(self):
+        state = f", {self._native.why}" if self.closed else ""
+        return f"<Communicator rank {self.rank} of {self.size}, engine {self.engine.name} on {self.device}{state}>"
+
+    def __reduce__(self):
+        raise InvalidUsage("a communicator can't be pickled or copied: open one in each process", rank=self.rank)
+
+    # ---- Collectives.
+
+    def all_reduce(self, array, op="sum", *, async_op: bool = False, stream=None) -> Work | None:
+        """Reduce `array` over all ranks, in place; every rank gets the result.
+
+        `op`: "sum", "prod", "max", "min", "avg", a number (each rank's array is multiplied by its number, then summed)
+        or the ``torch.distributed.ReduceOp``. Takes NCCL's 12 dtypes. C: ncclAllReduce.
+        """
+        ptr, count, dtype = self._read.numbers(array, "all_reduce")
+        if type(op) is str and not async_op and not open_groups and not self._checks:
+            code = OPS.get(op)
+            if code is not None:  # the short way: nothing is allocated
+                current = 0 if self._on_host and stream is None else self._current(stream)
+                self._native.all_reduce(ptr, ptr, count, dtype, code, current)
+                return None
+        code, scalar = self._op(op, dtype, "all_reduce")
+        steps = (("all_reduce", (ptr, ptr, count, dtype, code)),)
+        described = row("all_reduce", dtype=dtype, count=count, op=PREMUL if scalar else code)
+        nbytes = count * ITEMSIZE[dtype]
+        return self._launch("all_reduce", steps, (array,), array, nbytes, described, async_op, stream, scalar)
+
+    def reduce(self, array, root: int = 0, op="sum", *, async_op: bool = False, stream=None) -> Work | None:
+        """Reduce `array` over all ranks; only `root` gets the result, in place, and the others' arrays stay.
+
+        `op` and dtypes as in `all_reduce`. C: ncclReduce.
+        """
+        root = self._rank(root, "root", "reduce")
+        place = self._read.place(array, "reduce", writes=self.rank == root)
+        self._read.reducible(place, "reduce")
+        code, scalar = self._op(op, place.code, "reduce")
+        out = place.ptr if self.rank == root else 0
+        steps = (("reduce", (place.ptr, out, place.count, place.code, code, root)),)
+        described = row("reduce", dtype=place.code, count=place.count, op=PREMUL if scalar else code, root=root)
+        return self._launch("reduce", steps, (array,), array, place.nbytes, described, async_op, stream, scalar)
+
+    def reduce_scatter(self, out, inp, op="sum", *, async_op: bool = False, stream=None) -> Work | None:
+        """Reduce `inp` over all ranks and give each rank its part: rank r gets part r of `size` equal ones in `out`.
+
+        `inp` has `size` times as many elements as `out`, of the same dtype. In place where `out` is part `rank` of
+        `inp`. C: ncclReduceScatter.
+        """
+        name = "reduce_scatter"
+        to, of = self._pair(out, inp, name)
+        self._read.reducible(of, name)
+        self._read.sized(of, to, self.size, name, "inp", "out")
+        self._read.apart(of, to, name, self.rank, "the only form in place is out == part `rank` of inp")
+        code, scalar = self._op(op, of.code, name)
+        steps = ((name, (of.ptr, to.ptr, to.count, to.code, code)),)
+        described = row(name, dtype=to.code, count=to.count, op=PREMUL if scalar else code)
+        return self._launch(name, steps, (out, inp), out, of.nbytes, described, async_op, stream, scalar)
+
+    def all_gather(self, out, inp, *, async_op: bool = False, stream=None) -> Work | None:
+        """Gather every rank's `inp` into `out` on every rank, in rank order. Takes any dtype.
+
+        `out` has `size` times as many elements as `inp`. In place where `inp` is part `rank` of `out`.
+        C: ncclAllGather.
+        """
+        name = "all_gather"
+        to, of = self._pair(out, inp, name)
+        self._read.sized(to, of, self.size, name, "out", "inp")
+        self._read.apart(to, of, name, self.rank, "the only form in place is inp == part `rank` of out")
+        steps = ((name, (of.ptr, to.ptr, of.units, of.code)),)
+        described = row(name, dtype=of.code, count=of.units)
+        return self._launch(name, steps, (out, inp), out, to.nbytes, described, async_op, stream)
+
+    def broadcast(self, array, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
+        """Send `root`'s array to all ranks, in place. Takes any dtype. C: ncclBroadcast."""
+        root = self._rank(root, "root", "broadcast")
+        place = self._read.place(array, "broadcast", writes=self.rank != root)
+        steps = (("broadcast", (place.ptr, place.ptr, place.units, place.code, root)),)
+        described = row("broadcast", dtype=place.code, count=place.units, root=root)
+        return self._launch("broadcast", steps, (array,), array, place.nbytes, described, async_op, stream)
+
+    def all_to_all(
+        self, out, inp, output_split_sizes=None, input_split_sizes=None, *, async_op: bool = False, stream=None
+    ) -> Work | None:
+        """Send part r of `inp` to rank r, and receive rank r's into part r of `out`. Takes any dtype; never in place.
+
+        Without split sizes the parts are equal, in elements. The split sizes are rows along dimension 0, one for each
+        rank, as in ``torch.distributed.all_to_all_single``; where one list is given the other side is split evenly.
+        C: ncclAlltoAll; ncclSend and ncclRecv in a group for unequal parts and for NCCL before 2.28.3.
+        """
+        name = "all_to_all"
+        to, of = self._pair(out, inp, name)
+        self._read.apart(to, of, name, None, "all_to_all has no form in place")
+        if output_split_sizes is None and input_split_sizes is None:
+            if of.count % self.size:
+                raise self._wrong(
+                    name, f"inp has {of.count} elements, which {self.size} ranks can't share evenly: pass split sizes"
+                )
+            self._read.sized(to, of, 1, name, "out", "inp")
+            units = of.units // self.size
+            described = row(name, dtype=of.code, count=units)
+            if self.engine.library.has("ncclAlltoAll"):
+                steps = ((name, (of.ptr, to.ptr, units, of.code)),)
+                return self._launch(name, steps, (out, inp), out, of.nbytes, described, async_op, stream)
+            sends = receives = [units] * self.size
+        else:
+            sends, sent_row = self._splits(inp, of, input_split_sizes, "input_split_sizes", "inp")
+            receives, received_row = self._splits(out, to, output_split_sizes, "output_split_sizes", "out")
+            if None not in (sent_row, received_row) and sent_row != received_row:
+                raise self._wrong(
+                    name, f"a row of inp has {sent_row} elements and a row of out {received_row}: they must be equal"
+                )
+            described = row("all_to_all with split sizes", dtype=of.code)
+        steps = []
+        unit = ITEMSIZE[of.code]
+        sent = received = 0
+        for peer in range(self.size):
+            steps.append(("send", (of.ptr + sent * unit, sends[peer], of.code, peer)))
+            steps.append(("recv", (to.ptr + received * unit, receives[peer], to.code, peer)))
+            sent += sends[peer]
+            received += receives[peer]
+        return self._launch(name, steps, (out, inp), out, of.nbytes, described, async_op, stream)
+
+    def gather(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
+        """Gather every rank's `inp` into `root`'s `out`, in rank order. Takes any dtype; `out` is None elsewhere.
+
+        In place where `inp` is part `root` of `out`. C: ncclGather; ncclSend and ncclRecv before NCCL 2.28.3.
+        """
+        name = "gather"
+        root = self._rank(root, "root", name)
+        of = self._read.place(inp, name, writes=False, what="inp")
+        to = self._root_only(out, root, name, "out", writes=True)
+        if to is not None:
+            self._read.same_dtype(to, of, name)
+            self._read.sized(to, of, self.size, name, "out", "inp")
+            self._read.apart(to, of, name, root, "the only form in place is inp == part `root` of out")
+        if self.engine.library.has("ncclGather"):
+            steps = ((name, (of.ptr, to.ptr if to else 0, of.units, of.code, root)),)
+        else:
+            steps = [("send", (of.ptr, of.units, of.code, root))]
+            if to is not None:
+                steps += [("recv", (to.part(r, self.size), of.units, of.code, r)) for r in range(self.size)]
+        described = row(name, dtype=of.code, count=of.units, root=root)
+        held = (inp,) if out is None else (out, inp)
+        return self._launch(name, steps, held, out, of.nbytes, described, async_op, stream)
+
+    def scatter(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
+        """Send part r of `root`'s `inp` to rank r's `out`. Takes any dtype; `inp` is None elsewhere.
+
+        In place where `out` is part `root` of `inp`. C: ncclScatter; ncclSend and ncclRecv before NCCL 2.28.3.
+        """
+        name = "scatter"
+        root = self._rank(root, "root", name)
+        to = self._read.place(out, name, writes=True, what="out")
+        of = self._root_only(inp, root, name, "inp", writes=False)
+        if of is not None:
+            self._read.same_dtype(to, of, name)
+            self._read.sized(of, to, self.size, name, "inp", "out")
+            self._read.apart(of, to, name, root, "the only form in place is out == part `root` of inp")
+        if self.engine.library.has("ncclScatter"):
+            steps = ((name, (of.ptr if of else 0, to.ptr, to.units, to.code, root)),)
+        else:
+            steps = [("recv", (to.ptr, to.units, to.code, root))]
+            if of is not None:
+                steps += [("send", (of.part(r, self.size), to.units, to.code, r)) for r in range(self.size)]
+        described = row(name, dtype=to.code, count=to.units, root=root)
+        held = (out,) if inp is None else (out, inp)
+        return self._launch(name, steps, held, out, to.nbytes, described, async_op, stream)
+
+    def send(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
+        """Send `array` to rank `peer`, which must call `recv`. Takes any dtype. C: ncclSend."""
+        return self._one_sided("send", array, peer, async_op, stream)
+
+    def recv(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
+        """Receive rank `peer`'s `send` into `array`. Takes any dtype. C: ncclRecv."""
+        return self._one_sided("recv", array, peer, async_op, stream)
+
+    def barrier(self) -> None:
+        """Block until all ranks have called it and all operations before it are done. Not inside a group."""
+        if open_groups and get_ident() in open_groups:
+            raise InvalidUsage("barrier() can't stand in a group: call it after the `with` block", rank=self.rank)
+        if self._on_host:
+            self._native.all_reduce(0, 0, 0, _UINT8, OPS["sum"], 0)
+            return
+        if self._checks:
+            self._agree([row("barrier")])
+        if self._token is None:
+            self._token = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        work = self.all_reduce(self._token, "max", async_op=True)
+        if not self._lane.block(work._flight, self._timeout):
+            raise CollectiveTimeout(f"not all ranks came within {self._timeout} s", op="barrier", rank=self.rank)
+        work.wait()
+
+    def group(self) -> Group:
+        """Make the calls inside a ``with`` block one operation, as several sends and receives must be.
+
+        They are checked at once and issued when the block ends; where it raises, none is.
+        C: ncclGroupStart, ncclGroupEnd.
+        """
+        self._native.handle  # noqa: B018 - raises on a closed communicator
+        return Group(self)
+
+    # ---- Other communicators, memory.
+
+    def split(self, color: int | None, key: int | None = None) -> Communicator | None:
+        """Make one communicator for each color, its ranks in the order of `key` (None: as in this one).
+
+        All ranks call it; a color of None or -1 takes no part and gets None. C: ncclCommSplit (NCCL 2.18).
+        """
+        color = -1 if color is None else self._int(color, "color", -1, "split")
+        key = self.rank if key is None else self._int(key, "key", -(2**31), "split")
+        with self._guard():
+            native = self._native.split(color, key)
+        return None if native is None else self._child(native)
+
+    def shrink(self, exclude, *, abort: bool = False) -> Communicator:
+        """Make a communicator without the ranks in `exclude`, which don't call it; the others all do.
+
+        `abort`: end what is in flight first, as it must be where an excluded rank died. C: ncclCommShrink (NCCL 2.27).
+        """
+        excluded = sorted({parse_rank(r, self.size, "exclude", rank=self.rank, name="shrink") for r in exclude})
+        if self.rank in excluded:
+            raise self._wrong("shrink", f"rank {self.rank} is to be left out, so it must not call shrink")
+        with self._guard():
+            native = self._native.shrink(excluded, flags=SHRINK_ABORT if abort else 0)
+        return self._child(native)
+
+    def empty(self, n: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Allocate a tensor of `n` elements in memory that the engine can use with no staging copy; a local call.
+
+        `dtype` None: torch's default. The memory is freed when the last tensor that views it is gone, also after
+        `close()`. Its contents are undefined. C: ncclMemAlloc (NCCL 2.19).
+        """
+        self._native.handle  # noqa: B018 - raises on a closed communicator
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype):
+            raise self._wrong("empty", f"dtype must be a torch.dtype, not {dtype!r}")
+        return allocate(self.engine.library, self.device, self._int(n, "n", 0, "empty"), dtype)
+
+    def register(self, array) -> Registration:
+        """Register an array's memory, so that the engine may use it with no staging copy; it is held alive until
+        `deregister` or `close()`. A local call. C: ncclCommRegister (NCCL 2.19)."""
+        place = self._read.place(array, "register", writes=True)
+        registration = Registration(array, self._native.register(place.ptr, place.nbytes), place.nbytes)
+        self._registered.add(registration)
+        return registration
+
+    def deregister(self, registration: Registration) -> None:
+        """End a registration; nothing that uses the array may be in flight. C: ncclCommDeregister."""
+        if registration not in self._registered:
+            raise self._wrong("deregister", f"{registration!r} isn't one of this communicator's, or ended before")
+        self._native.deregister(registration.handle)
+        self._registered.discard(registration)
+
+    # ---- The end.
+
+    def abort(self) -> None:
+        """End everything in flight on this rank, from any thread, and close: waits raise `Aborted`.
+
+        The other ranks' operations with this one raise `RemoteError`. C: ncclCommAbort.
+        """
+        native, self._native = self._native, _Gone("the communicator was aborted", self.rank)
+        if type(native) is _Gone:
+            self._native = native
+            return
+        _open.pop(id(self), None)
+        native.abort()
+        # Bounded, since abort() may run in a signal handler on top of a call that only then can end.
+        if self._lane.drain(_EXIT_SECONDS):
+            self._lane.close()
+            self._registered.clear()
+        else:
+            _kept.append((self._lane, self._registered))
+
+    def close(self) -> None:
+        """Wait for what is in flight, then free the communicator. Harmless when called again. C: ncclCommDestroy."""
+        if self.closed:
+            return
+        group = open_groups.get(get_ident())
+        if group is not None and group.uses(self):
+            raise InvalidUsage("close() inside a group that holds calls of this communicator", rank=self.rank)
+        self._lane.drain(None)
+        native, self._native = self._native, _Gone("the communicator is closed", self.rank)
+        if type(native) is _Gone:
+            self._native = native
+            return
+        _open.pop(id(self), None)
+        self._lane.close()
+        for registration in self._registered:
+            native.deregister(registration.handle)
+        self._registered.clear()
+        with self._guard():
+            native.destroy()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if kind is not None and (self._lane.busy() or (self._on_host and self._pending() is not None)):
+            self.abort()  # what is in flight may never end
+        else:
+            self.close()
+
+    # ---- Inside.
+
+    def _pending(self):
+        return None if self.closed else self._native.pending()
+
+    def _child(self, native) -> Communicator:
+        child = Communicator.__new__(Communicator)
+        # The host engine's ranks share one machine; NCCL's keep the number that the launcher gave.
+        local = (native.rank, native.size) if self._on_host else (self.local_rank, self.local_size)
+        child._adopt(native, self.engine, self.device, *local, self._timeout)
+        return child
+
+    def _current(self, stream) -> int:
+        if self._on_host:
+            if stream is not None:
+                text = "the host engine takes no stream: use async_op=True for the communicator's own queue"
+                raise InvalidArgument(text, rank=self.rank)
+            return 0
+        if stream is None:
+            return torch._C._cuda_getCurrentRawStream(self.device.index)
+        if isinstance(stream, int) and not isinstance(stream, bool):
+            return stream
+        handle = getattr(stream, "cuda_stream", None)  # torch's
+        if handle is None:
+            handle = getattr(stream, "ptr", None)  # CuPy's
+        if handle is None:
+            text = f"stream must be a torch or CuPy stream or its address, not {stream!r}"
+            raise InvalidArgument(text, rank=self.rank)
+        return handle
+
+    def _op(self, op, dtype: int, name: str):
+        code, scalar = parse_op(op, rank=self.rank, name=name)
+        if scalar is None:
+            return code, None
+        return code, (premul_scalar(scalar, dtype, rank=self.rank, name=name), dtype)
+
+    def _rank(self, value, what: str, name: str) -> int:
+        return parse_rank(value, self.size, what, rank=self.rank, name=name)
+
+    def _int(self, value, what: str, low: int, name: str) -> int:
+        if isinstance(value, bool) or not hasattr(type(value), "__index__") or not low <= operator.index(value) < 2**63:
+            raise self._wrong(name, f"{what} must be an int from {low} on, not {value!r}")
+        return operator.index(value)
+
+    def _guard(self):
+        return contextlib.nullcontext() if self._on_host else torch.cuda.device(self.device)
+
+    def _wrong(self, name: str, message: str) -> InvalidArgument:
+        return InvalidArgument(message, op=name, rank=self.rank)
+
+    def _pair(self, out, inp, name: str) -> tuple[Place, Place]:
+        to = self._read.place(out, name, writes=True, what="out")
+        of = self._read.place(inp, name, writes=False, what="inp")
+        self._read.same_dtype(to, of, name)
+        return to, of
+
+    def _root_only(self, array, root: int, name: str, what: str, *, writes: bool) -> Place | None:
+        if self.rank != root:
+            if array is not None:
+                raise self._wrong(name, f"only root (rank {root}) has {what}: pass None on the other ranks")
+            return None
+        if array is None:
+            raise self._wrong(name, f"{what} is None, but this rank is the root and must give it")
+        return self._read.place(array, name, writes=writes, what=what)
+
+    def _splits(self, array, place: Place, sizes, what: str, which: str):
+        """Give the units for each rank, and the elements of one row (None where there are no rows to tell)."""
+        shape = tuple(array.shape)
+        if not shape:
+            raise self._wrong("all_to_all", f"{which} has no dimension to split: use a tensor of at least one")
+        if sizes is None:
+            if shape[0] % self.size:
+                raise self._wrong("all_to_all", f"the {shape[0]} rows of {which} can't be shared evenly: pass {what}")
+            sizes = [shape[0] // self.size] * self.size
+        sizes = list(sizes)
+        if len(sizes) != self.size:
+            raise self._wrong("all_to_all", f"{what} must have {self.size} entries, one a rank, not {len(sizes)}")
+        sizes = [self._int(size, f"each of {what}", 0, "all_to_all") for size in sizes]
+        if sum(sizes) != shape[0]:
+            raise self._wrong("all_to_all", f"{what} add up to {sum(sizes)}, but {which} has {shape[0]} rows")
+        units = place.units // shape[0] if shape[0] else 0
+        return [size * units for size in sizes], place.count // shape[0] if shape[0] else None
+
+    def _one_sided(self, name: str, array, peer, async_op, stream):
+        peer = self._rank(peer, "peer", name)
+        place = self._read.place(array, name, writes=name == "recv")
+        if peer == self.rank and get_ident() not in open_groups:
+            raise InvalidUsage(
+                f"a {name} with oneself needs its other half in the same `with comm.group():` block", op=name, rank=peer
+            )
+        steps = ((name, (place.ptr, place.units, place.code, peer)),)
+        return self._launch(name, steps, (array,), array, place.nbytes, None, async_op, stream)
+
+    def _agree(self, rows, grouped: bool = False) -> None:
+        if self._checks and rows:
+            agree(self._native, rows, device=self.device, stream=self._current(None), grouped=grouped)
+
+    def _launch(self, name, steps, held, result, nbytes, described, async_op, stream, scalar=None):
+        """Issue a call now, or put it into the open group or the lane."""
+        group = open_groups.get(get_ident()) if open_groups else None
+        current = self._current(stream)
+        if group is not None:
+            self._native.handle  # noqa: B018 - raises on a closed communicator
+            if async_op and stream is not None:
+                raise self._wrong(
+                    name, "in a group, async_op=True takes the communicator's own stream: leave out stream"
+                )
+            work = Work(name, nbytes, result) if async_op else None
+            return group.add(Call(self, name, steps, held, nbytes, described, scalar, current, work))
+        if described is not None:
+            self._agree([described])
+        if not async_op:
+            if len(steps) == 1 and scalar is None:
+                method, args = steps[0]
+                getattr(self._native, method)(*args, current)
+            else:
+                issue([Call(self, name, steps, held, nbytes, described, scalar)], [current])
+            return None
+        self._native.handle  # noqa: B018 - raises on a closed communicator, before a queue is made
+        work = Work(name, nbytes, result)
+        target = self._lane.begin(None if stream is None else current)
+        try:
+            issue([Call(self, name, steps, held, nbytes, described, scalar)], [target])
+        except BaseException:
+            self._lane.cancel()
+            raise
+        self._lane.end(name, held, (work,))
+        return work
+
+
+def device_of(engine: Engine, device) -> torch.device:
+    """Give the device in full, or raise `InvalidArgument` where the engine doesn't work on it."""
+    device = torch.device(device)
+    if device.type != engine.device_type:
+        raise InvalidArgument(f"engine {engine.name!r} works on {engine.device_type}, not on {device}")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+# ---- Forks and the end of the interpreter.
+
+# What must never be freed in this process: a parent's objects in a forked child, and what an aborted queue still uses.
+_kept: list = []
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    open_groups.clear()
+    for comm in list(_open.values()):
+        _kept.append((comm._native, comm._registered))
+        why = "the communicator was opened in the parent process and can't be used in a forked child"
+        comm._native = _Gone(why, comm.rank, forked=True)
+        comm._registered = set()
+        _kept.append(comm._lane.leave(comm._native))
+    _open.clear()
+
+
+def _at_exit() -> None:
+    """Close what is open. What is still in flight gets a few seconds, then it is aborted: peers may be gone."""
+    for comm in list(_open.values()):
+        try:
+            if not comm._lane.drain(_EXIT_SECONDS) or not comm._on_host or comm._native.pending() is not None:
+                comm.abort()
+            else:
+                comm.close()
+        except CollectivesError as error:
+            print(f"collectives: closing {comm!r} at exit: {error}", file=sys.stderr)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

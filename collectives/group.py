@@ -1,0 +1,157 @@
+"""Calls, and groups of them that are issued as one."""
+
+from __future__ import annotations
+
+import threading
+
+from .errors import CollectivesError, InvalidUsage
+from .work import Work
+
+__all__ = ["Call", "Group", "issue", "open_groups"]
+
+
+class Call:
+    """One validated operation, ready to be issued.
+
+    `steps`: pairs of a method of the binding and its arguments, the stream left out.
+    """
+
+    __slots__ = ("comm", "held", "nbytes", "op", "row", "scalar", "steps", "stream", "work")
+
+    def __init__(self, comm, op, steps, held, nbytes, row=None, scalar=None, stream=0, work=None):
+        self.comm = comm
+        self.op = op
+        self.steps = steps
+        self.held = held
+        self.nbytes = nbytes
+        self.row = row
+        self.scalar = scalar  # (value, dtype code) of a premultiplied sum
+        self.stream = stream
+        self.work = work
+
+
+_OP = 4  # place of the op among a reduction's arguments
+
+
+def issue(calls: list[Call], streams: list[int]) -> None:
+    """Hand calls to the library, as one group where they are more than one step."""
+    library = calls[0].comm.engine.library
+    grouped = len(calls) > 1 or len(calls[0].steps) > 1
+    made = []
+    try:
+        if grouped:
+            library.group_start()
+        try:
+            for call, stream in zip(calls, streams, strict=True):
+                native = call.comm._native
+                for name, args in call.steps:
+                    if call.scalar is not None:
+                        op = native.create_premul_sum(*call.scalar)
+                        made.append((native, op))
+                        args = (*args[:_OP], op, *args[_OP + 1 :])
+                    getattr(native, name)(*args, stream)
+        except BaseException:
+            if grouped:
+                _leave_group(library)
+            raise
+        if grouped:
+            library.group_end()
+    except BaseException:
+        for native, op in made:
+            try:
+                native.destroy_op(op)
+            except CollectivesError:
+                pass  # the communicator is out of use; what is being raised says why
+        raise
+    for native, op in made:  # legal as soon as the last function that was given the op has returned
+        native.destroy_op(op)
+
+
+def _leave_group(library) -> None:
+    if library.is_host:
+        library.group_cancel()
+        return
+    try:
+        library.group_end()  # NCCL has no cancel; it reports the failed call again
+    except CollectivesError:
+        pass  # what is being raised is the same error, with its cause
+
+
+open_groups: dict[int, Group] = {}  # by thread, as in the library
+
+
+class Group:
+    """Collect the calls of a ``with`` block and issue them as one. Made by `Communicator.group()`.
+
+    The group is the thread's: calls of other communicators of the same engine inside the block belong to it. All its
+    calls are blocking or all have ``async_op=True``. Where the block raises, none is issued.
+    """
+
+    def __init__(self, comm):
+        self._comm = comm
+        self._calls: list[Call] = []
+        self._outer: Group | None = None
+        self._before = 0
+
+    def __enter__(self):
+        thread = threading.get_ident()
+        self._outer = open_groups.get(thread)
+        if self._outer is None:
+            open_groups[thread] = self
+        else:
+            self._before = len(self._outer._calls)
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if self._outer is not None:
+            if kind is not None:
+                del self._outer._calls[self._before :]
+            return
+        del open_groups[threading.get_ident()]
+        calls, self._calls = self._calls, []
+        if kind is None and calls:
+            self._issue(calls)
+
+    def uses(self, comm) -> bool:
+        """Tell whether it holds calls of a communicator."""
+        return any(call.comm is comm for call in self._calls)
+
+    def add(self, call: Call) -> Work | None:
+        """Put a call in; called by the communicators."""
+        if call.comm.engine.library is not self._comm.engine.library:
+            raise InvalidUsage(
+                f"a group of the engine {self._comm.engine.name!r} can't take a call of {call.comm.engine.name!r}: "
+                "make two groups",
+                op=call.op, rank=call.comm.rank,
+            )  # fmt: skip
+        if self._calls and (self._calls[0].work is None) != (call.work is None):
+            raise InvalidUsage(
+                "the calls of one group are all blocking or all async_op=True", op=call.op, rank=call.comm.rank
+            )
+        self._calls.append(call)
+        return call.work
+
+    def _issue(self, calls: list[Call]) -> None:
+        comms = list({id(call.comm): call.comm for call in calls}.values())
+        for comm in comms:
+            comm._agree([call.row for call in calls if call.comm is comm and call.row is not None], grouped=True)
+        if calls[0].work is None:
+            issue(calls, [call.stream for call in calls])
+            return
+        # One queue takes the whole group on the host; on CUDA each communicator has its own device and stream.
+        if self._comm.engine.device_type == "cpu":
+            comms = [self._comm]
+        comms.sort(key=id)  # two threads take the lanes' locks in one order
+        begun = {}
+        try:
+            for comm in comms:
+                begun[comm] = comm._lane.begin()
+            issue(calls, [begun.get(call.comm, begun.get(self._comm)) for call in calls])
+        except BaseException:
+            for comm in begun:
+                comm._lane.cancel()
+            raise
+        for comm in comms:
+            mine = [call for call in calls if len(comms) == 1 or call.comm is comm]
+            held = tuple(array for call in mine for array in call.held)
+            comm._lane.end("group", held, [call.work for call in mine])

@@ -1,0 +1,403 @@
+"""Operations under way: Work, and the lanes (queues on the host, side streams on CUDA) that they run on.
+
+A `Flight` is one submission to a lane and holds its arrays until the engine has done with them, whether or not anybody
+keeps the `Work`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections import deque
+
+import torch
+
+from ._nccl import check
+from .errors import CollectivesError, CollectiveTimeout, InvalidUsage
+
+__all__ = ["CudaLane", "HostLane", "Work"]
+
+
+class Flight:
+    """One submission: its ticket or event, the arrays it uses, and how it ended."""
+
+    __slots__ = ("ended", "error", "held", "mark", "op", "owners", "seen")
+
+    def __init__(self, op: str, held: tuple):
+        self.op = op
+        self.held = held
+        self.mark = None  # host: the queue's ticket; CUDA: an event
+        self.ended = False
+        self.error: CollectivesError | None = None
+        self.owners = 0
+        self.seen = False  # somebody was told of the error
+
+    def end(self, error: CollectivesError | None = None) -> None:
+        self.error = error
+        self.ended = True
+        self.held = ()
+        if not self.owners:
+            self.complain()
+
+    def complain(self) -> None:
+        """Warn of an error that nobody can be told of any more."""
+        if self.error is not None and not self.seen:
+            self.seen = True
+            warnings.warn(f"{self.op} failed and nobody waited for it: {self.error}", RuntimeWarning, stacklevel=2)
+
+
+class Work:
+    """Stand for an operation that was started with ``async_op=True``.
+
+    The arrays stay alive until the engine has done with them, also where the Work is dropped.
+    """
+
+    __slots__ = ("__weakref__", "_flight", "_future", "_lane", "_result", "nbytes", "op")
+
+    def __init__(self, op: str, nbytes: int, result):
+        self.op = op
+        self.nbytes = nbytes
+        self._result = result
+        self._lane = None
+        self._flight: Flight | None = None
+        self._future = None
+
+    def _start(self, lane, flight: Flight) -> None:
+        self._lane = lane
+        flight.owners += 1
+        self._flight = flight
+
+    def _flying(self) -> Flight:
+        if self._flight is None:
+            raise InvalidUsage(
+                "the group that this operation belongs to hasn't been issued: leave its `with` block first "
+                "(an exception inside it drops all its operations)",
+                op=self.op,
+            )
+        return self._flight
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, at most `timeout` seconds; return True or raise the operation's error.
+
+        On the host the call blocks. On CUDA, without a timeout, it orders torch's current stream after the operation
+        and returns at once, as torch's own Work does; with a timeout it blocks. Raises `CollectiveTimeout` when the
+        time runs out: the operation stays in flight and can be waited for again.
+        """
+        flight = self._flying()
+        if not flight.ended and not self._lane.wait(flight, timeout):
+            raise self._lane.overdue(self, timeout)
+        if flight.error is not None:
+            flight.seen = True
+            raise flight.error
+        return True
+
+    def done(self) -> bool:
+        """Tell whether the operation has ended, well or badly; never blocks."""
+        flight = self._flying()
+        if not flight.ended:
+            self._lane.look(flight)
+        return flight.ended
+
+    is_completed = done
+
+    def exception(self) -> CollectivesError | None:
+        """Give the error with which the operation ended, or None; never blocks."""
+        if not self.done():
+            return None
+        self._flight.seen = True
+        return self._flight.error
+
+    def result(self):
+        """Wait as `wait()` does and give the output array or arrays."""
+        self.wait()
+        return self._result
+
+    def future(self) -> torch.futures.Future:
+        """Give a future of the output array or arrays (of torch tensors on CUDA).
+
+        On the host its callbacks run in the communicator's queue: they must not wait for operations of this
+        communicator. On CUDA it is complete at once and carries the stream's event.
+        """
+        flight = self._flying()
+        if self._future is None:
+            self._future = self._lane.future(flight, self._result)
+        return self._future
+
+    def __repr__(self):
+        flight = self._flight
+        state = (
+            "not issued" if flight is None
+            else "in flight" if not flight.ended
+            else "done" if flight.error is None
+            else f"failed: {flight.error}"
+        )  # fmt: skip
+        return f"<Work {self.op} of {self.nbytes} bytes, {state}>"
+
+    def __del__(self):
+        flight = self._flight
+        if flight is not None:
+            flight.owners -= 1
+            if flight.ended and not flight.owners:
+                flight.complain()
+
+
+class Lane:
+    """Where a communicator's asynchronous operations run, in order: what both engines' lanes share.
+
+    A submission is ``begin()``, the calls, ``end()``; the lane is locked between the two, so that what is recorded at
+    the end is the submission's own and not that of another thread.
+    """
+
+    def __init__(self, comm):
+        self._comm = comm
+        self._pending: deque[Flight] = deque()
+        self._lock = threading.RLock()
+
+    def begin(self, stream: int | None = None) -> int:
+        """Open a submission and give the stream to issue it on; `end` or `cancel` must follow."""
+        self._lock.acquire()
+        try:
+            return self._open(stream)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def end(self, op: str, held: tuple, works=()) -> Flight:
+        """Close a submission: hold its arrays until it has ended, and start its Works."""
+        try:
+            flight = Flight(op, held)
+            for work in works:  # before another thread can see it end
+                work._start(self, flight)
+            flight.mark = self._record()
+            self._sweep()
+            self._pending.append(flight)
+            return flight
+        finally:
+            self._lock.release()
+
+    def cancel(self) -> None:
+        """Close a submission in which nothing was issued."""
+        self._lock.release()
+
+    def busy(self) -> bool:
+        """Tell whether something is in flight; never blocks."""
+        with self._lock:
+            self._sweep()
+            return bool(self._pending)
+
+    def drain(self, timeout: float | None) -> bool:
+        """Block until all that is in flight has ended; False when the time ran out. Errors stay with their flights."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                self._sweep()
+                if not self._pending:
+                    return True
+                flight = self._pending[-1]
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self.block(flight, left):
+                return False
+
+    def leave(self, gone) -> tuple:
+        """Forget, in a forked child, the parent's operations; give what must not be freed here."""
+        kept = (self._pending, self.__dict__.get("_queue"))
+        self._lock = threading.RLock()
+        self._pending = deque()
+        self._queue = gone
+        return kept
+
+    def _sweep(self) -> None:
+        pending = self._pending
+        while pending:
+            flight = pending[0]
+            if not flight.ended:
+                self.look(flight)
+                if not flight.ended:
+                    return
+            pending.popleft()
+
+
+class HostLane(Lane):
+    """A communicator's queue on the host engine, made at first use."""
+
+    def __init__(self, comm):
+        super().__init__(comm)
+        self._queue = None
+        self._waiters = 0
+
+    def _open(self, stream):
+        if self._queue is None:
+            self._queue = self._comm.engine.library.queue_create()
+        return self._queue.handle
+
+    def _record(self):
+        return self._queue.record()
+
+    def block(self, flight: Flight, timeout: float | None) -> bool:
+        """Block until a flight has ended, at most `timeout` seconds."""
+        with self._lock:
+            if flight.ended:
+                return True
+            queue = self._queue
+            self._waiters += 1
+        try:
+            if not queue.wait(flight.mark, timeout):
+                return False
+        except CollectivesError as error:
+            flight.end(error)
+        else:
+            flight.end()
+        finally:
+            with self._lock:
+                self._waiters -= 1
+                self._sweep()
+        return True
+
+    wait = block
+
+    def look(self, flight: Flight) -> None:
+        """Update a flight's state without waiting."""
+        try:
+            if self._queue.done(flight.mark):
+                flight.end()
+        except CollectivesError as error:
+            flight.end(error)
+
+    def overdue(self, work: Work, timeout: float) -> CollectiveTimeout:
+        """Build the error of a wait that ran out, from what the engine is waiting for."""
+        comm = self._comm
+        info = comm._native.pending()
+        text = f"not done after {timeout} s ({work.nbytes} bytes); it stays in flight and can be waited for again"
+        if info is None:
+            return CollectiveTimeout(
+                f"{text}. Nothing is in progress on the communicator: a callback or another communicator's operation "
+                "holds up the queue",
+                op=work.op, rank=comm.rank, nbytes=work.nbytes,
+            )  # fmt: skip
+        missing = ", ".join(map(str, info.peers)) or "none"
+        return CollectiveTimeout(
+            f"{text}. In progress: {info.op} number {info.seq} of {info.nbytes} bytes; ranks that have not arrived: "
+            f"{missing}",
+            op=work.op, rank=comm.rank, peers=info.peers, seq=info.seq, nbytes=work.nbytes,
+        )  # fmt: skip
+
+    def future(self, flight: Flight, result) -> torch.futures.Future:
+        """Give a future that the queue's thread fulfils."""
+        future = torch.futures.Future()
+
+        def settle():
+            if not flight.ended:
+                self.look(flight)
+            _fulfil(future, flight, result)
+
+        with self._lock:
+            if not flight.ended:
+                self.look(flight)
+            if not flight.ended:
+                self._queue.call(settle)
+                return future
+        settle()
+        return future
+
+    def close(self) -> None:
+        """End the queue's thread, after what is queued has run; `drain` comes first."""
+        while True:
+            with self._lock:
+                if not self._waiters:
+                    queue, self._queue = self._queue, None
+                    break
+            time.sleep(1e-4)  # all has ended: other threads are just coming out of their waits
+        if queue is not None:
+            queue.close()
+
+
+class CudaLane(Lane):
+    """A communicator's side stream on CUDA, made at first use."""
+
+    def __init__(self, comm):
+        super().__init__(comm)
+        self._side = None
+        self._stream = None
+
+    def _open(self, stream):
+        device = self._comm.device
+        if stream is not None:
+            self._stream = torch.cuda.ExternalStream(stream, device)
+            return stream
+        if self._side is None:
+            self._side = torch.cuda.Stream(device)
+        self._stream = self._side
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        return self._stream.cuda_stream
+
+    def _record(self):
+        return self._stream.record_event(), self._stream
+
+    def wait(self, flight: Flight, timeout: float | None) -> bool:
+        """Order torch's current stream after a flight; with a timeout, block."""
+        if timeout is not None:
+            return self.block(flight, timeout)
+        event, _ = flight.mark
+        torch.cuda.current_stream(self._comm.device).wait_event(event)
+        return True
+
+    def block(self, flight: Flight, timeout: float | None) -> bool:
+        """Block until a flight has ended, at most `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = 10e-6
+        while True:
+            self.look(flight)
+            if flight.ended:
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+
+    def look(self, flight: Flight) -> None:
+        """Update a flight's state without waiting."""
+        event, _ = flight.mark
+        if event.query():
+            flight.end()
+            return
+        comm = self._comm
+        try:
+            code = comm._native.async_error()
+            if code not in (0, 7):  # 7: ncclInProgress
+                check(code, comm.engine.library, comm._native)
+        except CollectivesError as error:
+            flight.end(error)
+
+    def overdue(self, work: Work, timeout: float) -> CollectiveTimeout:
+        """Build the error of a wait that ran out; NCCL doesn't tell which ranks are missing."""
+        return CollectiveTimeout(
+            f"not done after {timeout} s ({work.nbytes} bytes); it stays in flight and can be waited for again. NCCL "
+            "does not tell which ranks have not arrived: NCCL_DEBUG=INFO shows what each one did",
+            op=work.op, rank=self._comm.rank, nbytes=work.nbytes,
+        )  # fmt: skip
+
+    def future(self, flight: Flight, result) -> torch.futures.Future:
+        """Give a future that is complete and carries the stream's event."""
+        _, stream = flight.mark
+        future = torch.futures.Future(devices=[self._comm.device])
+        with torch.cuda.stream(stream):  # the future records its own event on the current stream
+            _fulfil(future, flight, result)
+        return future
+
+    def join(self) -> None:
+        """Order torch's current stream after all that this lane was given."""
+        if self._side is not None:
+            torch.cuda.current_stream(self._comm.device).wait_stream(self._side)
+
+    def close(self) -> None:
+        """Let the side stream go."""
+        self._side = self._stream = None
+
+
+def _fulfil(future: torch.futures.Future, flight: Flight, result) -> None:
+    if flight.error is None:
+        future.set_result(result)
+    else:
+        flight.seen = True
+        future.set_exception(flight.error)

@@ -1,0 +1,86 @@
+"""The communicator of the whole job: `init()`."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+from . import rendezvous
+from .communicator import Communicator, device_of
+from .engine import Engine, get_engine
+from .errors import InvalidArgument, InvalidUsage
+
+__all__ = ["init"]
+
+_world: Communicator | None = None
+_generation = 0
+_lock = threading.RLock()
+
+
+def init(engine: str | None = None, *, device=None, timeout: float = 60.0) -> Communicator:
+    """Open the communicator of all ranks of this job, or give the one that is open.
+
+    The ranks are found from torchrun's, mpirun's or srun's variables, or RANK and WORLD_SIZE; with none of them it is a
+    world of one. `engine`: "nccl", "host", or None for COLLECTIVES_ENGINE or what the machine has. `device`: None for
+    ``cuda:local_rank``, or the CPU. Blocks until all ranks have come, at most `timeout` seconds. Raises
+    `CollectiveTimeout` naming the ranks that did not come, `InvalidUsage` where two ranks have one number,
+    `EngineUnavailable`, `TransportError`. After `close()` it opens a new one.
+    """
+    global _world, _generation
+    with _lock:
+        if _world is not None and (not _world.closed or _world.forked):
+            _same_world(_world, engine, device)
+            return _world
+        chosen = get_engine(engine, None if device is None else torch.device(device).type)
+        identity = rendezvous.identify()
+        place = None
+        if device is not None:
+            place = device_of(chosen, device)
+        elif identity.local_rank is not None or chosen.device_type == "cpu":
+            place = _local_device(chosen, identity.local_rank)
+        # A meeting that fails uses its number up as well: some ranks may have seen it succeed.
+        generation, _generation = _generation, _generation + 1
+        meeting = rendezvous.meet(identity, engine=chosen, timeout=timeout, generation=generation, device=place)
+        if place is None:
+            place = _local_device(chosen, meeting.local_rank)
+        _world = Communicator(
+            chosen, meeting.unique_id, identity.rank, identity.size,
+            device=place, local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
+        )  # fmt: skip
+        return _world
+
+
+def _same_world(world: Communicator, engine, device) -> None:
+    if world.forked:
+        raise InvalidUsage(f"init(): {world._native.why}", rank=world.rank)
+    if engine is not None and engine != world.engine.name:
+        raise InvalidUsage(
+            f"init({engine!r}) after a communicator was opened on engine {world.engine.name!r}: close() it first",
+            rank=world.rank,
+        )
+    if device is not None and device_of(world.engine, device) != world.device:
+        raise InvalidUsage(
+            f"init(device={str(device)!r}) after a communicator was opened on {world.device}: close() it first",
+            rank=world.rank,
+        )
+
+
+def _local_device(engine: Engine, local_rank: int) -> torch.device:
+    if engine.device_type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 1:  # one device a rank (CUDA_VISIBLE_DEVICES), or several ranks on one GPU
+        return torch.device("cuda", 0)
+    if local_rank >= count:
+        raise InvalidArgument(f"local rank {local_rank} has no GPU of its own, there are {count}: pass device=")
+    return torch.device("cuda", local_rank)
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

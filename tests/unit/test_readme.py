@@ -1,0 +1,85 @@
+"""What the README says is so: its programs run, its path of a call is taken, its variables and files are there."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PATH = "ddp.fused_allreduce -> Communicator.all_reduce -> _nccl -> ncclAllReduce -> libnccl | host engine"
+
+
+def run_alone(text):
+    """Run a program as the only rank of a job, and return what it printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {**os.environ, **job, "COLLECTIVES_ENGINE": "host", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_both_programs_are_found():
+    assert len(PROGRAMS) == 2
+    assert "fused_allreduce" in PROGRAMS[0] and "collectives.init()" in PROGRAMS[1]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["ddp", "without_ddp"])
+def test_programs_run(program):
+    run_alone(program)
+
+
+TRACER = """
+import sys
+import torch
+import torch.distributed as dist
+import collectives
+from collectives import _nccl, communicator, ddp
+
+hops = []
+def watch(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and code in (ddp.fused_allreduce.__code__, communicator.Communicator.all_reduce.__code__):
+        hops.append(code.co_name)
+
+dist.init_process_group("gloo")
+comm = collectives.init()
+assert type(comm._native) is _nccl.Comm and comm.engine.library.has("ncclAllReduce")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 2))
+model.register_comm_hook(collectives.HookState(comm), collectives.fused_allreduce)
+loss = model(torch.ones(4, 8)).sum()
+before = comm._native.sequence()  # the engine's own count of the collectives that reached it
+sys.setprofile(watch)
+loss.backward()
+sys.setprofile(None)
+print(*hops, comm._native.sequence() - before, comm.engine.library.path.rpartition("/")[2])
+"""
+
+
+def test_the_path_of_one_call_is_taken():
+    assert f"`{PATH}`" in README
+    assert run_alone(TRACER).split() == ["fused_allreduce", "all_reduce", "1", "libcollectives_host.so"]
+
+
+def test_all_variables_are_listed():
+    table = README.partition("## Environment variables")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"COLLECTIVES_[A-Z_]+", table))
+    sources = [*ROOT.glob("collectives/**/*.py*"), *ROOT.glob("host/*.cpp"), ROOT / "tests" / "conftest.py"]
+    names = re.compile(r"\bCOLLECTIVES_[A-Z]+(?:_[A-Z]+)*\b")
+    used = {name for path in sources if path.suffix != ".pyc" for name in names.findall(path.read_text())}
+    assert listed == used
+
+
+def test_files_that_it_names_exist():
+    named = set(re.findall(r"`((?:collectives|host|kernels|docs|examples)/[\w./]+)`", README))
+    named |= set(re.findall(r"\]\(([\w./]+)\)", README))
+    assert len(named) >= 6
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
