@@ -1,0 +1,130 @@
+"""Every collective with every type, operation and size, in place and out of place, on 1 to 7 ranks of both engines."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests import oracle
+from tests.conformance.cases import COLLECTIVES, REDUCTIONS, ROOTED, Case, run_cases, sizes
+from tests.conformance.worlds import WORLDS, check
+from tests.oracle import DTYPES
+
+ALL_OPS = (*oracle.OPS, "premul")
+
+
+def chunk_elements(ctx, dtype) -> int:
+    nbytes = ctx.comm().chunk_bytes() if ctx.engine == "host" else 4096
+    return nbytes // DTYPES[dtype].itemsize
+
+
+def offset_of(index: int, dtype: str) -> int:
+    """0, or some whole elements past a boundary of 64 bytes: every vector width gets to see unaligned data."""
+    return (0, 1, 3)[index % 3] * DTYPES[dtype].itemsize
+
+
+def all_cases(ctx, collective: str):
+    """Types x operations x sizes x in place or not. Roots, offsets and NULLs go round as the cases go on."""
+    ops = ALL_OPS if collective in REDUCTIONS else ("sum",)
+    n = ctx.size
+    inplace_forms = (
+        (False,) if collective == "bcast" or (collective == "all_to_all" and ctx.engine == "nccl") else (False, True)
+    )
+    for index, (dtype, op, inplace) in enumerate(itertools.product(DTYPES, ops, inplace_forms)):
+        for step, count in enumerate(sizes(n, chunk_elements(ctx, dtype))):
+            k = index * 5 + step
+            yield Case(
+                collective,
+                dtype,
+                count,
+                op=op,
+                root=k % n if collective in ROOTED else 0,
+                inplace=inplace,
+                offset=offset_of(k, dtype),
+                null=k % 2 == 0,
+            )
+
+
+def matrix(ctx, collective):
+    return run_cases(ctx, all_cases(ctx, collective))
+
+
+@pytest.mark.parametrize(("engine", "n"), WORLDS)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_matrix(collective, engine, n):
+    check(matrix, engine, n, collective)
+
+
+def every_root(ctx):
+    cases = [
+        Case(collective, "int32", count, op="sum", root=root, inplace=inplace, null=null)
+        for collective in ROOTED
+        for root in range(ctx.size)
+        for count in (1, 1500)
+        for inplace in (False, True)
+        for null in (False, True)
+        if not (inplace and collective == "bcast")
+    ]
+    return run_cases(ctx, cases)
+
+
+@pytest.mark.parametrize(("engine", "n"), WORLDS)
+def test_every_root(engine, n):
+    check(every_root, engine, n)
+
+
+def default_chunk(ctx):
+    chunk = ctx.comm().chunk_bytes() // 4 if ctx.engine == "host" else 1 << 18
+    counts = [n_elements for n_elements in (1, 1000, chunk - 1, chunk, chunk + 1, 2 * chunk + 77)]
+    cases = [
+        Case(
+            collective,
+            "float32",
+            count if collective in ("all_reduce", "reduce", "broadcast") else count // ctx.size + 1,
+            op="avg",
+            root=ctx.size - 1,
+            inplace=inplace,
+        )
+        for collective in COLLECTIVES
+        for count in counts
+        for inplace in (False, True)
+        if not (inplace and collective in ("bcast", "all_to_all"))
+    ]
+    return run_cases(ctx, cases)
+
+
+@pytest.mark.parametrize(("engine", "n"), WORLDS)
+def test_default_chunk(engine, n):
+    check(default_chunk, engine, n, chunk=None)
+
+
+def many_small_calls(ctx):
+    """The order of a thousand calls with nothing between them."""
+    cases = [Case("all_reduce", "float32", 1 + i % 5, seed=i % 50, inplace=True) for i in range(1000)]
+    return run_cases(ctx, cases)
+
+
+@pytest.mark.parametrize(("engine", "n"), WORLDS)
+def test_many_small_calls(engine, n):
+    check(many_small_calls, engine, n)
+
+
+def odd_addresses(ctx):
+    """Addresses that are no multiple of the element: NumPy's frombuffer makes such arrays."""
+    cases = [
+        Case(collective, dtype, count, op=op, offset=offset, root=ctx.size - 1, inplace=inplace)
+        for collective in COLLECTIVES
+        for dtype in ("float16", "float32", "int64", "float64")
+        for op in (("sum", "avg", "premul") if collective in REDUCTIONS else ("sum",))
+        for offset in (1, 3)
+        for count in (33, 1201)
+        for inplace in (False, True)
+        if not (inplace and collective == "bcast")
+    ]
+    return run_cases(ctx, cases)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_addresses_that_are_no_multiple_of_the_element(n):
+    check(odd_addresses, "host", n)

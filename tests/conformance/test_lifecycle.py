@@ -1,0 +1,500 @@
+"""How communicators begin and end: init forms, split, shrink, finalize, destroy, abort, revoke, threads, many ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.conformance.cases import Case, run_cases
+from tests.conformance.worlds import WORLDS, check, environment
+from tests.rank_process import library_path
+from tests.ranks import run_ranks
+
+RANKS = [1, 2, 3, 4, 7]
+A_FEW = [Case("all_reduce", "float32", 1000, op="avg"), Case("all_gather", "int8", 5), Case("broadcast", "int64", 3)]
+
+
+def work_on(ctx, comm, text) -> list[str]:
+    return [f"{text}: {problem}" for problem in run_cases(ctx, A_FEW, comm)]
+
+
+def init_forms(ctx):
+    library, n, rank = ctx.library, ctx.size, ctx.rank
+    found = []
+    forms = {
+        "rank": lambda: library.comm_init_rank(n, ctx.unique_id(), rank),
+        "config": lambda: library.comm_init_rank(n, ctx.unique_id(), rank, config={"blocking": 1, "minCTAs": 1}),
+        "scalable with one id": lambda: library.comm_init_rank_scalable(n, rank, [ctx.unique_id()]),
+        "scalable with ids": lambda: library.comm_init_rank_scalable(
+            n, rank, [ctx.unique_id() for _ in range(min(n, 3))]
+        ),
+    }
+    for name, init in forms.items():
+        comm = init()
+        if (comm.rank, comm.size) != (rank, n) or not comm.handle or comm.library is not library:
+            found.append(f"{name}: says rank {comm.rank} of {comm.size}")
+        found += work_on(ctx, comm, name)
+        if comm.async_error() != 0:
+            found.append(f"{name}: async error {comm.async_error()}")
+        comm.finalize()
+        comm.destroy()
+        if comm.handle:
+            found.append(f"{name}: has a handle after destroy")
+    return found
+
+
+@pytest.mark.parametrize(("engine", "n"), WORLDS)
+def test_init_forms(engine, n):
+    check(init_forms, engine, n)
+
+
+def non_blocking(ctx):
+    """blocking=0: init may return before the communicator is there; async_error says ncclInProgress (7) until it is."""
+    comm = ctx.library.comm_init_rank(ctx.size, ctx.unique_id(), ctx.rank, config={"blocking": 0})
+    end = time.monotonic() + 30
+    while comm.async_error() == 7:
+        if time.monotonic() > end:
+            return ["still in progress after 30 s"]
+        time.sleep(0.001)
+    found = work_on(ctx, comm, "non-blocking")
+    comm.finalize()
+    while comm.async_error() == 7 and time.monotonic() < end:
+        time.sleep(0.001)
+    comm.destroy()
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_non_blocking_init(n):
+    check(non_blocking, "host", n)
+
+
+class ShortConfig(ctypes.Structure):
+    """ncclConfig_t as NCCL 2.14 had it: what an older client passes."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+    )
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
+def raw_library(ctx):
+    raw = ctypes.CDLL(library_path(ctx.engine))
+    raw.ncclCommInitRankConfig.argtypes = (
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.c_int,
+        UniqueId,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    )
+    raw.ncclCommDestroy.argtypes = (ctypes.c_void_p,)
+    raw.ncclGetLastError.argtypes = (ctypes.c_void_p,)
+    raw.ncclGetLastError.restype = ctypes.c_char_p
+    raw.ncclAllReduce.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    )
+    return raw
+
+
+def older_config(ctx):
+    """Only as much of a config is read as its size field says: what lies behind it is poison."""
+    raw = raw_library(ctx)
+    unique_id = UniqueId.from_buffer_copy(ctx.unique_id())
+    block = (ctypes.c_ubyte * 512)(*([0xFF] * 512))
+    config = ShortConfig.from_buffer(block)
+    config.size, config.magic, config.version, config.blocking = ctypes.sizeof(ShortConfig), 0xCAFEBEEF, 21400, 1
+    comm = ctypes.c_void_p()
+    code = raw.ncclCommInitRankConfig(ctypes.byref(comm), ctx.size, unique_id, ctx.rank, ctypes.addressof(block))
+    if code:
+        return [f"rank {ctx.rank}: a config of 2.14 gives {code}: {raw.ncclGetLastError(None)}"]
+    x = np.full(10, ctx.rank + 1.0, np.float32)
+    code = raw.ncclAllReduce(x.ctypes.data, x.ctypes.data, 10, 7, 0, comm, None)
+    good = code == 0 and np.all(x == ctx.size * (ctx.size + 1) / 2)
+    code = code or raw.ncclCommDestroy(comm)
+    return [] if good and code == 0 else [f"rank {ctx.rank}: {code} {x}"]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_config_of_an_older_client(n):
+    check(older_config, "host", n)
+
+
+def bad_config(ctx):
+    raw = raw_library(ctx)
+    unique_id = UniqueId.from_buffer_copy(ctx.library.get_unique_id())
+    config = ShortConfig(ctypes.sizeof(ShortConfig), 0x12345678, 21400, 1)
+    comm = ctypes.c_void_p()
+    code = raw.ncclCommInitRankConfig(ctypes.byref(comm), 1, unique_id, 0, ctypes.addressof(config))
+    text = (raw.ncclGetLastError(None) or b"").decode()
+    return [] if code in (4, 5) and "config" in text.lower() else [f"a config without the magic gives {code}: {text}"]
+
+
+def test_config_without_the_magic_is_refused():
+    check(bad_config, "host", 1)
+
+
+def threads_as_ranks(ctx, n):
+    """n ranks as threads of each process: the world is all threads of all processes."""
+    library = ctx.library
+    unique_id = ctx.unique_id()
+    total = n * ctx.size
+    results: dict[int, list[str]] = {}
+
+    def work(rank):
+        try:
+            comm = library.comm_init_rank(total, unique_id, rank)
+            results[rank] = work_on(ctx, comm, f"thread rank {rank}")
+            comm.destroy()
+        except Exception as error:
+            results[rank] = [f"thread rank {rank}: {error!r}"]
+
+    threads = [threading.Thread(target=work, args=(ctx.rank * n + k,)) for k in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return (
+        [text for texts in results.values() for text in texts] if len(results) == n else ["a thread gave no result"]
+    )
+
+
+@pytest.mark.parametrize(("processes", "threads"), [(1, 2), (1, 5), (2, 3)])
+def test_ranks_as_threads(processes, threads):
+    check(threads_as_ranks, "host", processes, threads)
+
+
+def init_all_of_one(ctx):
+    (comm,) = ctx.library.comm_init_all([0])
+    found = work_on(ctx, comm, "init all")
+    comm.destroy()
+    return found
+
+
+@pytest.mark.parametrize("engine", ["host", pytest.param("nccl", marks=pytest.mark.gpu)])
+def test_init_all_with_one_device(engine):
+    check(init_all_of_one, engine, 1)
+
+
+def splits(ctx):
+    n, rank = ctx.size, ctx.rank
+    found = []
+
+    def expect(comm, members, text):
+        if comm.size != len(members) or members[comm.rank] != rank:
+            found.append(f"{text}: rank {rank} is {comm.rank} of {comm.size}, want {members}")
+            return
+        # The members' numbers in the parent, gathered in the part's own order.
+        mine, got = np.array([rank], np.int32), np.full(comm.size, -1, np.int32)
+        comm.all_gather(mine.ctypes.data, got.ctypes.data, 1, 2)
+        if got.tolist() != members:
+            found.append(f"{text}: members {got.tolist()}, want {members}")
+        found.extend(work_on(ctx, comm, text))
+
+    parent = ctx.new_comm()
+    plain = parent.split(0, rank)
+    expect(plain, list(range(n)), "one color")
+    turned = parent.split(5, -rank)
+    expect(turned, list(range(n))[::-1], "keys downward")
+    equal_keys = parent.split(0, 0)
+    expect(equal_keys, list(range(n)), "equal keys: order of the parent")
+    odd_even = parent.split(rank % 2, n - rank)
+    expect(odd_even, [r for r in range(n) if r % 2 == rank % 2][::-1], "odd and even")
+    alone = parent.split(rank, 0)
+    expect(alone, [rank], "each alone")
+    without = parent.split(-1 if rank == 0 else 3, rank)  # NCCL_SPLIT_NOCOLOR
+    if rank == 0:
+        if without is not None:
+            found.append(f"a rank with no color got {without!r}")
+    else:
+        expect(without, list(range(1, n)), "without rank 0")
+    deeper = odd_even.split(0, 0)
+    expect(deeper, [r for r in range(n) if r % 2 == rank % 2][::-1], "a part of a part")
+    found.extend(work_on(ctx, parent, "the parent"))
+    parent.destroy()  # parts live on
+    expect(turned, list(range(n))[::-1], "after the parent's end")
+    for comm in (plain, turned, equal_keys, odd_even, alone, without, deeper):
+        if comm is not None:
+            comm.destroy()
+    return found
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_split(n):
+    check(splits, "host", n)
+
+
+def splits_in_a_group(ctx):
+    """Splits of two parents between group_start and group_end."""
+    first, second = ctx.new_comm(), ctx.new_comm()
+    ctx.library.group_start()
+    a = first.split(0, ctx.rank)
+    b = second.split(ctx.rank % 2, -ctx.rank)
+    ctx.library.group_end()
+    found = work_on(ctx, a, "first part") + work_on(ctx, b, "second part")
+    for comm in (a, b, first, second):
+        comm.destroy()
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_split_inside_a_group(n):
+    check(splits_in_a_group, "host", n)
+
+
+def shrinks(ctx, exclude):
+    comm = ctx.new_comm()
+    if ctx.rank in exclude:
+        ctx.barrier()
+        comm.destroy()
+        return []
+    smaller = comm.shrink(exclude)
+    members = [r for r in range(ctx.size) if r not in exclude]
+    found = []
+    if (smaller.rank, smaller.size) != (members.index(ctx.rank), len(members)):
+        found.append(f"rank {ctx.rank} is {smaller.rank} of {smaller.size}")
+    found += work_on(ctx, smaller, "after the shrink")
+    ctx.barrier()
+    smaller.destroy()
+    comm.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("n", "exclude"), [(2, [0]), (3, [1]), (4, [3, 0]), (7, [2, 4, 6])])
+def test_shrink(n, exclude):
+    check(shrinks, "host", n, exclude)
+
+
+def bad_arguments_of_init(ctx):
+    from collectives.errors import CollectivesError, InvalidArgument
+
+    library = ctx.library
+    good = library.get_unique_id()
+    tries = {
+        "rank past the end": (lambda: library.comm_init_rank(2, good, 2), InvalidArgument),
+        "negative rank": (lambda: library.comm_init_rank(2, good, -1), InvalidArgument),
+        "no ranks": (lambda: library.comm_init_rank(0, good, 0), InvalidArgument),
+        "garbage id": (lambda: library.comm_init_rank(1, b"\x5a" * 128, 0), CollectivesError),
+        "id of zeros": (lambda: library.comm_init_rank(1, bytes(128), 0), CollectivesError),
+        "more ranks than there can be": (lambda: library.comm_init_rank(1 << 20, good, 0), CollectivesError),
+    }
+    found = []
+    for name, (call, expected) in tries.items():
+        try:
+            call()
+        except expected as error:
+            if not error.message:
+                found.append(f"{name}: no text")
+        except Exception as error:
+            found.append(f"{name}: {error!r}")
+        else:
+            found.append(f"{name}: was accepted")
+    for wrong in (b"", b"x" * 127, b"x" * 129):
+        try:
+            library.comm_init_rank(1, wrong, 0)
+        except (InvalidArgument, ValueError):
+            continue
+        found.append(f"an id of {len(wrong)} bytes was accepted")
+    return found
+
+
+def test_bad_arguments_of_init():
+    check(bad_arguments_of_init, "host", 1)
+
+
+def after_the_end(ctx):
+    from collectives.errors import InvalidUsage
+
+    found = []
+    x = np.ones(4, np.float32)
+    for name in ("destroy", "abort"):
+        comm = ctx.new_comm()
+        getattr(comm, name)()
+        calls = {
+            "all_reduce": lambda c=comm: c.all_reduce(x.ctypes.data, x.ctypes.data, 4, 7, 0),
+            "split": lambda c=comm: c.split(0, 0),
+            "finalize": lambda c=comm: c.finalize(),
+            "async_error": lambda c=comm: c.async_error(),
+            "register": lambda c=comm: c.register(x.ctypes.data, 16),
+        }
+        for call_name, call in calls.items():
+            try:
+                call()
+            except InvalidUsage as error:
+                if "closed" not in str(error):
+                    found.append(f"{call_name} after {name}: {error}")
+            except Exception as error:
+                found.append(f"{call_name} after {name}: {error!r}")
+            else:
+                found.append(f"{call_name} after {name} was accepted")
+        for again in ("destroy", "abort"):
+            try:
+                getattr(comm, again)()
+            except InvalidUsage:
+                pass
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_use_after_the_end_is_refused(n):
+    check(after_the_end, "host", n)
+
+
+def destroyed_one_after_the_other(ctx):
+    """A rank may end its communicator while the others are still working among themselves on another one."""
+    whole, pair = ctx.new_comm(), ctx.new_comm()
+    found = work_on(ctx, whole, "whole")
+    if ctx.rank == 0:
+        whole.destroy()
+    found += work_on(ctx, pair, "pair")
+    if ctx.rank != 0:
+        whole.destroy()
+    pair.destroy()
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_destroy_does_not_wait_for_the_others(n):
+    check(destroyed_one_after_the_other, "host", n)
+
+
+def destroyed_right_after_the_last_call(ctx):
+    """The last collective's result reaches slow ranks although the fast ones have already left."""
+    found = []
+    for i in range(20):
+        comm = ctx.new_comm()
+        found += run_cases(ctx, [Case("all_reduce", "float32", 9000, seed=i)], comm)
+        comm.destroy()
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_destroy_right_after_the_last_call(n):
+    check(destroyed_right_after_the_last_call, "host", n)
+
+
+def revoked(ctx):
+    """After revoke no operation runs on the communicator; shrinking it gives one that works."""
+    from collectives.errors import CollectivesError
+
+    comm = ctx.new_comm()
+    work_on(ctx, comm, "before")
+    ctx.barrier()
+    comm.revoke()
+    ctx.barrier()
+    x = np.ones(4, np.float32)
+    with pytest.raises(CollectivesError):
+        comm.all_reduce(x.ctypes.data, x.ctypes.data, 4, 7, 0)
+    ctx.barrier()
+    survivors = comm.shrink([ctx.size - 1]) if ctx.rank != ctx.size - 1 else None
+    found = work_on(ctx, survivors, "after revoke and shrink") if survivors else []
+    ctx.barrier()
+    if survivors:
+        survivors.destroy()
+    comm.abort()
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_revoke_then_shrink(n):
+    check(revoked, "host", n)
+
+
+def named_ids(ctx):
+    library = ctx.library
+    name = b"job 17 of " + str(ctx.pids).encode()
+    assert library.named_unique_id(name) == library.named_unique_id(name)
+    assert library.named_unique_id(name) != library.named_unique_id(name + b"x")
+    assert library.get_unique_id() != library.get_unique_id()
+    comm = library.comm_init_rank(ctx.size, library.named_unique_id(name), ctx.rank)
+    found = work_on(ctx, comm, "named id")
+    comm.destroy()
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_id_from_a_name_needs_no_exchange(n):
+    check(named_ids, "host", n)
+
+
+def open_many(ctx):
+    """Communicators come and go without leaving memory or descriptors behind."""
+    import os
+
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    comm = ctx.new_comm()
+    comm.destroy()
+    ctx.barrier()
+    before = descriptors(), ctx.library.memory_in_use()
+    for _ in range(40):
+        comm = ctx.new_comm()
+        part = comm.split(ctx.rank % 2, 0)
+        run_cases(ctx, A_FEW[:1], part)
+        part.destroy()
+        comm.destroy()
+    ctx.barrier()
+    after = descriptors(), ctx.library.memory_in_use()
+    return [] if after == before else [f"rank {ctx.rank}: (descriptors, bytes) {before} before, {after} after"]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_nothing_is_left_of_closed_communicators(n):
+    check(open_many, "host", n, chunk=None)
+
+
+def smoke(ctx):
+    comm = ctx.comm()
+    x = np.full(5000, ctx.rank + 1.0, np.float32)
+    for _ in range(3):
+        comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, 7, 4)
+    mine, got = np.array([ctx.rank], np.int32), np.zeros(ctx.size, np.int32)
+    comm.all_gather(mine.ctypes.data, got.ctypes.data, 1, 2)
+    good = np.allclose(x, (ctx.size + 1) / 2) and got.tolist() == list(range(ctx.size))
+    return good
+
+
+@pytest.mark.slow
+def test_64_ranks():
+    assert run_ranks(smoke, 64, timeout=150, fresh=True, env=environment("host", 64)) == [True] * 64
+
+
+def int8_average_of_many(ctx, n):
+    """More ranks than the type can count: the divisor of an average must not be squeezed into the type."""
+    library = ctx.library
+    comms = library.comm_init_all([0] * n)
+    found = []
+    for name, storage, code in (("int8", np.int8, 0), ("uint8", np.uint8, 1)):
+        xs = [np.array([1 if r < 100 else 0, 0], storage) for r in range(n)]
+        library.group_start()
+        for comm, x in zip(comms, xs, strict=True):
+            comm.all_reduce(x.ctypes.data, x.ctypes.data, 2, code, 4)
+        library.group_end()
+        want = 0  # 100 / n, toward zero
+        if any(x.tolist() != [want, 0] for x in xs):
+            found.append(f"{name} average over {n} ranks: {xs[0].tolist()}")
+    for comm in comms:
+        comm.destroy()
+    return found
+
+
+@pytest.mark.parametrize("n", [128, 256])
+def test_average_over_more_ranks_than_the_type_can_count(n):
+    (found,) = run_ranks(int8_average_of_many, 1, n, timeout=60, env=environment("host", n))
+    assert not found, found

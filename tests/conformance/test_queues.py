@@ -1,0 +1,225 @@
+"""The host engine's queues: order with the NULL stream and with each other, tickets, errors, callbacks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.buffers import memory_of
+from tests.conformance.cases import COLLECTIVES, Case, PreMulOps, Prepared, run_cases
+from tests.conformance.worlds import check
+
+RANKS = [1, 2, 3, 4, 7]
+F32 = 7
+SUM = 0
+
+
+def queued_matrix(ctx):
+    queue = ctx.library.queue_create()
+    cases = [
+        Case(collective, dtype, count, op="avg", root=ctx.size - 1, inplace=inplace, seed=3)
+        for collective in COLLECTIVES
+        for dtype in ("int8", "float32", "bfloat16")
+        for count in (0, 1, 1023, 5000)
+        for inplace in (False, True)
+        if not (inplace and collective == "bcast")
+    ]
+    found = run_cases(ctx, cases, queue=queue)
+    assert queue.get(0) == 0  # nothing pending
+    queue.close()
+    return found
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_all_collectives_queued(n):
+    check(queued_matrix, "host", n)
+
+
+def take_turns(ctx):
+    """One array goes through calls on two queues and the NULL stream: each must see what the one before left."""
+    comm, n = ctx.comm(), ctx.size
+    queues = [ctx.library.queue_create(), ctx.library.queue_create()]
+    x = np.full(3000, float(ctx.rank + 1), np.float32)
+    want = np.full(3000, n * (n + 1) / 2, np.float32)
+    rng = np.random.default_rng(4)
+    for step in range(30):
+        stream = [queues[0].handle, queues[1].handle, 0][rng.integers(3)]
+        if step % 3 == 2:
+            comm.broadcast(x.ctypes.data, x.ctypes.data, x.size, F32, step % n, stream)
+        else:
+            comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, 4 if step % 2 else SUM, stream)
+            if step > 0 and step % 2 == 0:
+                want *= n
+        if want[0] > 1e6:  # the NULL stream waits for the queued calls before it
+            comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, 2, 0)
+            x /= want[0]
+            want /= want[0]
+    comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, 2, 0)
+    for queue in queues:
+        assert queue.done(queue.record())
+        queue.close()
+    return [] if np.allclose(x, want, rtol=1e-5) else [f"rank {ctx.rank}: got {x[:3]}, want {want[:3]}"]
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_order_across_two_queues_and_the_null_stream(n):
+    check(take_turns, "host", n)
+
+
+def tickets(ctx):
+    comm, queue = ctx.comm(), ctx.library.queue_create()
+    assert queue.record() == 0
+    assert queue.done(0)
+    x = np.ones(4, np.float32)
+    seen = []
+    for _ in range(5):
+        comm.all_reduce(x.ctypes.data, x.ctypes.data, 4, F32, SUM, queue.handle)
+        seen.append(queue.record())
+    assert seen == [1, 2, 3, 4, 5]
+    assert queue.wait(3, 20)
+    assert queue.wait(5, 20)
+    assert all(queue.done(t) for t in seen)
+    assert queue.wait(5, 0)
+    assert np.all(x == float(ctx.size) ** 5)
+    assert queue.get(2) > 0  # the kernel's id of the thread
+    queue.close()
+    return []
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_tickets(n):
+    check(tickets, "host", n)
+
+
+def wait_runs_out(ctx):
+    """A wait that runs out says False and leaves the operation in flight; it ends well when the peer comes."""
+    comm, queue = ctx.comm(), ctx.library.queue_create()
+    x = np.full(10, ctx.rank + 1.0, np.float32)
+    if ctx.rank != 0:
+        ctx.barrier()
+    comm.all_reduce(x.ctypes.data, x.ctypes.data, 10, F32, SUM, queue.handle)
+    ticket = queue.record()
+    if ctx.rank == 0:
+        start = time.monotonic()
+        assert queue.wait(ticket, 0.3) is False
+        assert 0.25 < time.monotonic() - start < 3
+        assert not queue.done(ticket)
+        assert queue.get(0) == 1
+        pending = comm.pending()
+        assert pending is not None
+        assert pending.op in ("all_reduce", "ncclAllReduce")
+        assert list(pending.peers) == list(range(1, ctx.size)), pending
+        assert pending.nbytes == 40
+        ctx.barrier()
+    assert queue.wait(ticket, 30) is True
+    assert comm.pending() is None
+    assert np.all(x == sum(range(1, ctx.size + 1)))
+    queue.close()
+    return []
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_wait_that_runs_out_leaves_the_operation_in_flight(n):
+    check(wait_runs_out, "host", n)
+
+
+def callbacks(ctx):
+    comm, queue = ctx.comm(), ctx.library.queue_create()
+    x = np.ones(5000, np.float32)
+    seen = []
+    for _ in range(3):
+        comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, SUM, queue.handle)
+        queue.call(lambda: seen.append((float(x[-1]), threading.get_native_id())))
+    assert queue.wait(queue.record(), 30)
+    assert [value for value, _ in seen] == [float(ctx.size) ** k for k in (1, 2, 3)]
+    assert {thread for _, thread in seen} == {queue.get(2)}
+    queue.close()
+    return []
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_callbacks_run_in_order_in_the_queues_thread(n):
+    check(callbacks, "host", n)
+
+
+def binding_to_a_core(ctx):
+    queue = ctx.library.queue_create()
+    core = sorted(os.sched_getaffinity(0))[0]
+    assert queue.get(1) == -1
+    queue.set(1, core)
+    assert queue.get(1) == core
+    assert os.sched_getaffinity(queue.get(2)) == {core}
+    queue.close()
+    return []
+
+
+def test_queue_can_be_bound_to_a_core():
+    check(binding_to_a_core, "host", 1)
+
+
+def closed_with_work_in_it(ctx):
+    """Closing a queue runs what is in it to its end."""
+    comm, queue = ctx.comm(), ctx.library.queue_create()
+    x = np.ones(50_000, np.float32)
+    for _ in range(10):
+        comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, 4, queue.handle)
+    comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, SUM, queue.handle)
+    queue.close()
+    return [] if np.all(x == ctx.size) else [f"{x[:4]}"]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_close_runs_what_is_queued(n):
+    check(closed_with_work_in_it, "host", n)
+
+
+def not_a_queue(ctx):
+    from collectives.errors import CollectivesError
+
+    comm = ctx.comm()
+    p = Prepared(Case("all_reduce", "float32", 10), comm, memory_of("host"), PreMulOps([comm]), True)
+    decoy = np.zeros(4096, np.uint8)  # readable memory that is no queue
+    with pytest.raises(CollectivesError, match="(?i)queue|stream"):
+        p.issue(decoy.ctypes.data)
+    queue = ctx.library.queue_create()
+    handle = queue.handle
+    queue.close()
+    with pytest.raises(CollectivesError, match="(?i)queue|stream"):
+        p.issue(handle)
+    return run_cases(ctx, [Case("all_reduce", "float32", 10)])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_that_is_no_queue_is_refused(n):
+    check(not_a_queue, "host", n)
+
+
+def two_threads(ctx):
+    """Two threads, each with a communicator and a queue of its own, at the same time."""
+    comms = [ctx.new_comm(), ctx.new_comm()]
+    found = []
+
+    def work(k):
+        try:
+            queue = ctx.library.queue_create()
+            cases = [Case("all_reduce", "float32", 1 + i * 37, op="sum", seed=k + 1) for i in range(30)]
+            found.extend(run_cases(ctx, cases, comms[k], queue=queue if k else None))
+            queue.close()
+        except Exception as error:
+            found.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_two_threads_with_a_communicator_each(n):
+    check(two_threads, "host", n)

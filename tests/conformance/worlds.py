@@ -1,0 +1,40 @@
+"""On which engines and with how many ranks the conformance suite runs, and what each needs in its environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import run_ranks
+
+__all__ = ["SMALL_CHUNK", "WORLDS", "check", "environment"]
+
+SMALL_CHUNK = 4096  # bytes, so that a few thousand elements already take many rounds
+
+WORLDS = [
+    *[pytest.param("host", n, id=f"host-{n}") for n in (1, 2, 3, 4, 7)],
+    pytest.param("nccl", 1, id="nccl-1", marks=pytest.mark.gpu),
+    pytest.param("nccl", 2, id="nccl-2-on-one-gpu", marks=pytest.mark.gpu),
+]
+
+
+def environment(engine: str, n: int, chunk: int | None = SMALL_CHUNK) -> dict[str, str]:
+    if engine == "host":
+        return {} if chunk is None else {"COLLECTIVES_HOST_CHUNK": str(chunk)}
+    # Several ranks on one GPU: experimental since NCCL 2.30. Few channels and no NVLS, or they wait for room for ever.
+    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"} if n > 1 else {}
+
+
+def loaded_version(ctx):
+    return ctx.library.version
+
+
+def check(fn, engine: str, n: int, *args, timeout: float = 100.0, chunk: int | None = SMALL_CHUNK) -> None:
+    """Run ``fn`` on n ranks; each returns a list of sentences about what is wrong, and all lists must be empty."""
+    __tracebackhide__ = True
+    if engine == "nccl" and n > 1:
+        (version,) = run_ranks(loaded_version, 1, engine="nccl", timeout=60)
+        if version < 23000:
+            pytest.skip(f"NCCL {version} refuses several ranks on one GPU; 2.30 and newer allow it")
+    results = run_ranks(fn, n, *args, engine=engine, env=environment(engine, n, chunk), timeout=timeout)
+    found = [text for result in results for text in result]
+    assert not found, "\n".join(found)

@@ -1,0 +1,158 @@
+"""The example, run as people run it: under torchrun and mpirun into a pipe, and alone on a terminal."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_digits.py"
+KEYS = ["ranks", "engine", "test_accuracy", "identical_parameters", "step_ms_gloo", "step_ms_collectives"]
+SECONDS = 150  # limit of one run; it takes 10 to 20 on two idle cores
+
+
+def clean_environment():
+    """Return this process's environment with nothing in it that a launcher sets."""
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith((*launchers, "COLLECTIVES_"))}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def run_example(launcher, *options, cwd):
+    """Run the example in ``cwd`` with its output in pipes; nothing of it outlives the time limit."""
+    words = [*launcher, sys.executable, str(EXAMPLE), *options]
+    with subprocess.Popen(
+        words,
+        cwd=cwd,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # a launcher ends its ranks at this, which SIGKILL would leave behind
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail(f"{words} did not end within {SECONDS} s")
+    return process.returncode, out, err
+
+
+def torchrun(ranks):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
+    return [*run, "--no-python"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("digits")
+    code, out, err = run_example(torchrun(2), "--epochs", "6", "--plot", "plots/digits.png", cwd=folder)
+    assert code == 0, out + err
+    return folder, out, err
+
+
+def test_the_last_line_is_the_result(two_ranks):
+    _, out, _ = two_ranks
+    assert out.endswith("}\n")
+    result = json.loads(out.splitlines()[-1])
+    assert list(result)[: len(KEYS)] == KEYS
+    assert result["ranks"] == 2
+    assert result["engine"] in ("host", "nccl")
+    assert result["test_accuracy"] >= 0.95
+    assert result["identical_parameters"] is True
+    assert result["step_ms_gloo"] > 0
+    assert result["step_ms_collectives"] > 0
+
+
+def test_the_loss_goes_down_as_it_does_on_gloo(two_ranks):
+    _, out, _ = two_ranks
+    losses = {"collectives": [], "gloo": []}
+    for line in out.splitlines():
+        words = line.split()
+        if words[1:2] == ["epoch"]:
+            losses[words[0]].append(float(words[-1]))
+    assert len(losses["collectives"]) == 6
+    assert losses["collectives"][-1] < 0.1 * losses["collectives"][0]
+    assert losses["collectives"] == pytest.approx(losses["gloo"], abs=2e-4)  # four decimals are printed
+
+
+def test_no_progress_bar_in_a_pipe(two_ranks):
+    _, out, err = two_ranks
+    for text in (out, err):
+        assert "\r" not in text
+        assert "\x1b" not in text
+        assert "step/s" not in text
+
+
+def test_the_plot_is_saved_and_its_path_printed(two_ranks):
+    folder, out, _ = two_ranks
+    assert out.splitlines()[-2] == "plot: plots/digits.png"
+    assert (folder / "plots" / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"], ["mpiexec.hydra", "-n", "2"]],
+    ids=["openmpi", "mpich"],
+)
+def test_runs_under_mpirun_with_no_master_address(launcher, tmp_path):
+    if shutil.which(launcher[0]) is None:
+        pytest.skip(f"{launcher[0]} is not installed")
+    code, out, err = run_example(launcher, "--epochs", "4", cwd=tmp_path)
+    assert code == 0, out + err
+    result = json.loads(out.splitlines()[-1])
+    assert (result["ranks"], result["identical_parameters"]) == (2, True)
+    assert (tmp_path / "out" / "train_digits.png").exists()
+
+
+def test_alone_on_a_terminal_shows_a_bar_and_fails_below_the_threshold(tmp_path):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))  # rows, columns
+    chunks = []
+
+    def read():
+        with contextlib.suppress(OSError):  # EIO is how a terminal's other end learns that it was closed
+            while chunk := os.read(ours, 4096):
+                chunks.append(chunk)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        words = [sys.executable, str(EXAMPLE), "--steps", "2"]
+        environment = {**clean_environment(), "TERM": "xterm"}
+        process = subprocess.Popen(words, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+        try:
+            code = process.wait(SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+    finally:
+        os.close(theirs)
+        reader.join(20)
+        os.close(ours)
+    text = b"".join(chunks).decode()
+    assert code == 1, text
+    assert re.search(r"collectives: +\d+%.*/2 \[", text), text
+    result = json.loads(text.splitlines()[-1])
+    assert result["ranks"] == 1
+    assert result["test_accuracy"] < 0.95

@@ -1,0 +1,282 @@
+"""Ranks as real processes for tests: ``run_ranks(function, n, ...)`` calls it on n of them and collects the results.
+
+The processes are reused, since importing torch takes about a second in each one. Every call has a hard time limit: past
+it the Python stacks of all ranks become part of the failure, and the processes are killed and replaced. Usage::
+
+    from tests.ranks import run_ranks
+
+    def add(ctx, count):                 # a function of an importable module; runs once on each rank
+        comm = ctx.communicator()        # collectives.Communicator, cached; ctx.comm() is the binding's own Comm
+        tensor = torch.full((count,), float(ctx.rank))
+        comm.all_reduce(tensor)
+        return tensor[0].item()          # pickled back to the test
+
+    def test_add():
+        assert run_ranks(add, 3, 10) == [3.0, 3.0, 3.0]
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+
+__all__ = ["Died", "RankFailure", "run_ranks"]
+
+ROOT = Path(__file__).resolve().parent.parent
+ENTRY = Path(__file__).with_name("rank_process.py")
+# Once one rank has failed, the others get this long (seconds) to end by themselves before they are dumped and killed.
+GRACE = 3.0
+LOG_TAIL = 12_000
+
+
+class RankFailure(AssertionError):
+    """A rank raised, hung or died; the text holds every rank's traceback or stack. ``.errors``: rank -> exception."""
+
+    def __init__(self, text, errors=None):
+        super().__init__(text)
+        self.errors = errors or {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Died:
+    """The result of a rank that ended its process, where the test expected that. ``signal`` is 0 after a plain exit."""
+
+    signal: int
+    exitcode: int
+
+
+def load_exception(pickled: bytes | None) -> BaseException | None:
+    """The exception itself where it can be rebuilt in this process; its text has come beside it."""
+    try:
+        return pickle.loads(pickled) if pickled else None
+    except Exception:
+        return None
+
+
+class Worker:
+    """One rank process, its pipe and its log (an unlinked file that gets its stdout and stderr)."""
+
+    def __init__(self, env: dict[str, str]):
+        parent, child = Pipe()
+        self.log = tempfile.TemporaryFile()
+        settings = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **env}
+        self.process = subprocess.Popen(
+            [sys.executable, str(ENTRY), str(child.fileno())],
+            pass_fds=[child.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            env=settings,
+        )
+        child.close()
+        self.pipe: Connection = parent
+        self.log_start = 0
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        if self.alive():
+            self.process.kill()
+        self.process.wait()
+        self.pipe.close()
+        self.log.close()
+
+    def log_text(self) -> str:
+        """What the process wrote since its present call began."""
+        size = os.fstat(self.log.fileno()).st_size
+        start = max(self.log_start, size - LOG_TAIL)
+        return os.pread(self.log.fileno(), size - start, start).decode(errors="replace").strip()
+
+    def died(self) -> Died:
+        code = self.process.wait()
+        return Died(signal=max(0, -code), exitcode=max(0, code))
+
+
+class Pool:
+    """Long-lived workers; a run with n ranks takes the first n. Workers of a failed run are killed, never reused."""
+
+    def __init__(self):
+        self.workers: list[Worker] = []
+        self.owner = os.getpid()
+
+    def take(self, n: int) -> list[Worker]:
+        self.drop([w for w in self.workers if not w.alive()])
+        while len(self.workers) < n:
+            self.workers.append(Worker({}))
+        return self.workers[:n]
+
+    def drop(self, workers: list[Worker]) -> None:
+        self.workers = [w for w in self.workers if w not in workers]
+        for worker in workers:
+            worker.kill()
+
+    def close(self) -> None:
+        if os.getpid() == self.owner:
+            self.drop(list(self.workers))
+
+
+_pool = Pool()
+atexit.register(_pool.close)
+
+
+class Run:
+    """One call of a function on n ranks: feeds the pipes, answers exchanges, enforces the time limit."""
+
+    def __init__(self, workers: list[Worker], timeout: float, deaths: frozenset[int]):
+        self.workers = workers
+        self.deadline = time.monotonic() + timeout
+        self.timeout = timeout
+        self.deaths = deaths
+        self.results: dict[int, object] = {}
+        self.errors: dict[int, tuple[object, str]] = {}  # rank -> (exception or None, text)
+        self.exchanges: dict[tuple[int, ...], dict[int, object]] = {}
+        self.late: set[int] = set()
+
+    def start(self, call: dict) -> None:
+        for rank, worker in enumerate(self.workers):
+            worker.log_start = os.fstat(worker.log.fileno()).st_size
+            worker.pipe.send({**call, "rank": rank})
+
+    def open_ranks(self) -> list[int]:
+        return [r for r in range(len(self.workers)) if r not in self.results and r not in self.errors]
+
+    def finish(self) -> None:
+        """Serve the ranks until each has answered or died, or the time is over."""
+        failed_at = None
+        while open_ranks := self.open_ranks():
+            now = time.monotonic()
+            if self.errors and failed_at is None:
+                failed_at = now
+            limit = self.deadline if failed_at is None else min(self.deadline, failed_at + GRACE)
+            if now >= limit:
+                self.late = set(open_ranks)
+                return
+            ready = wait([self.workers[r].pipe for r in open_ranks], limit - now)
+            for rank in open_ranks:
+                if self.workers[rank].pipe in ready:
+                    self.receive(rank)
+
+    def receive(self, rank: int) -> None:
+        try:
+            kind, *body = self.workers[rank].pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.rank_died(rank)
+            return
+        if kind == "result":
+            self.results[rank] = body[0]
+        elif kind == "error":
+            self.errors[rank] = (load_exception(body[0]), body[1])
+        elif kind == "exchange":
+            self.exchanges.setdefault(tuple(body[0]), {})[rank] = body[1]
+        self.answer_exchanges()
+
+    def rank_died(self, rank: int) -> None:
+        died = self.workers[rank].died()
+        if rank in self.deaths:
+            self.results[rank] = died
+        else:
+            how = f"killed by {signal.Signals(died.signal).name}" if died.signal else f"exit code {died.exitcode}"
+            self.errors[rank] = (None, f"the process ended unexpectedly ({how})")
+        self.answer_exchanges()
+
+    def answer_exchanges(self) -> None:
+        open_ranks = self.open_ranks()
+        for ranks, values in list(self.exchanges.items()):
+            gone = [r for r in ranks if r not in values and r not in open_ranks]
+            if len(values) == len(ranks):
+                answer = ("values", [values[r] for r in ranks])
+            elif gone:
+                answer = ("broken", f"rank(s) {gone} ended without taking part in the exchange between {list(ranks)}")
+            else:
+                continue
+            del self.exchanges[ranks]
+            for r in values:
+                if r in open_ranks:
+                    self.workers[r].pipe.send(answer)
+
+    def dump_late(self) -> dict[int, str]:
+        """Stacks of the ranks that did not answer, written by faulthandler into their logs."""
+        for rank in self.late:
+            if self.workers[rank].alive():
+                self.workers[rank].process.send_signal(signal.SIGUSR1)
+        time.sleep(0.7)
+        return {rank: self.workers[rank].log_text() for rank in self.late}
+
+    def failure(self, title: str) -> RankFailure:
+        parts = [title]
+        stacks = self.dump_late()
+        for rank in range(len(self.workers)):
+            if rank in self.errors:
+                log = self.workers[rank].log_text()
+                parts.append(
+                    f"---- rank {rank}: {self.errors[rank][1].rstrip()}" + (f"\nits output: {log}" if log else "")
+                )
+            elif rank in self.late:
+                parts.append(f"---- rank {rank} had not ended:\n{stacks[rank]}")
+            elif isinstance(self.results[rank], Died):
+                parts.append(f"---- rank {rank} ended its process, as expected: {self.results[rank]}")
+            else:
+                parts.append(f"---- rank {rank} ended well")
+        errors = {rank: exception for rank, (exception, _) in self.errors.items()}
+        return RankFailure("\n".join(parts), errors)
+
+
+def run_ranks(fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, deaths=()):
+    """Call ``fn(ctx, *args)`` on n rank processes and return the n results, in rank order.
+
+    ``ctx`` is a :class:`tests.rank_process.RankContext`. ``fn`` is a module-level function. ``timeout``: seconds
+    for the whole call, start of the processes included. ``env``: set in the processes during the call; with
+    ``fresh=True`` before they start, in processes of their own that are ended afterwards. ``deaths``: ranks that are to
+    end their process, whose result is a :class:`Died`. Raises RankFailure when a rank raises, hangs, dies unexpectedly,
+    or was to die and lived.
+    """
+    __tracebackhide__ = True
+    env = {key: str(value) for key, value in (env or {}).items()}
+    deaths = frozenset(deaths)
+    workers = [Worker(env) for _ in range(n)] if fresh else _pool.take(n)
+    run = Run(workers, timeout, deaths)
+    code = fn.__code__
+    keep = False
+    try:
+        run.start(
+            {
+                "module": fn.__module__,
+                "file": code.co_filename,
+                "name": fn.__qualname__,
+                "args": args,
+                "size": n,
+                "engine": engine,
+                "env": env,
+                "timeout": timeout,
+                "path": list(sys.path),
+                "pids": [w.pid for w in workers],
+            }
+        )
+        run.finish()
+        what = f"{fn.__module__}.{fn.__qualname__} on {n} ranks"
+        if run.errors:
+            raise run.failure(f"{what}: failed on rank(s) {sorted(run.errors)}")
+        if run.late:
+            raise run.failure(f"{what}: rank(s) {sorted(run.late)} not done after {timeout:g} s")
+        survived = [r for r in deaths if not isinstance(run.results[r], Died)]
+        if survived:
+            raise run.failure(f"{what}: rank(s) {survived} were to die and lived")
+        keep = not fresh
+        return [run.results[r] for r in range(n)]
+    finally:
+        if not keep:
+            _pool.drop(workers)
