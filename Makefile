@@ -1,0 +1,65 @@
+# make demo: train a real model on two processes.  make test: lint and the whole suite.  Both set up all they need.
+PYTHON ?= python3
+TORCH ?= 2.13.0
+VENV ?= .venv
+RANKS ?= 2
+# Whole suite, seconds: past it pytest is interrupted, prints what it has, and the target fails.
+TEST_SECONDS ?= 1190
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# What the installed project is made of, Python files excepted: those an editable install reads in place.
+BUILT_FROM := pyproject.toml setup.py $(wildcard MANIFEST.in collectives/*.pyx collectives/*.pxd collectives/*.pxi collectives/*.h host/* kernels/host/* kernels/include/coll/*)
+
+.DELETE_ON_ERROR:
+.PHONY: demo test lint sanitize bench mpi setup clean FORCE
+
+demo: setup
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_digits.py
+
+# --foreground: Ctrl-C reaches pytest. It gets the same signal at the end of its time, and can then end its rank processes.
+test: lint mpi
+	timeout --foreground --signal=INT --kill-after=30 $(TEST_SECONDS) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/cython-lint collectives
+
+sanitize: setup
+	PYTHON=$(abspath $(BIN)/python) bash tests/sanitize/run.sh
+
+bench: setup
+	$(BIN)/python benchmarks/allreduce_vs_gloo.py
+
+setup: $(VENV)/.installed
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.10 or newer, or give PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; $(PYTHON) is $$($(PYTHON) -V)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) can't make virtual environments: install its venv package (Debian: apt-get install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Holds the torch version; rewritten, and so newer than the install below, only when TORCH changes.
+$(VENV)/.torch: FORCE | $(BIN)/python
+	@if [ "$$(cat $@ 2>/dev/null)" != "$(TORCH)" ]; then $(PIP) install "torch==$(TORCH)" && echo "$(TORCH)" >$@; fi
+
+$(VENV)/.installed: $(VENV)/.torch $(BUILT_FROM)
+	@command -v g++ >/dev/null || { echo "g++ not found: a C++17 compiler builds the host engine (Debian: apt-get install g++)" >&2; exit 1; }
+	$(PIP) install -e '.[test]'
+	@touch $@
+
+# Open MPI and MPICH for the tests that start ranks with the real mpirun; without them those tests are skipped, so this never
+# fails: it says what it could not do.
+mpi:
+	@if command -v mpirun.openmpi >/dev/null && command -v mpiexec.hydra >/dev/null; then :; \
+	elif ! command -v apt-get >/dev/null; then echo "mpi: no apt-get here; tests that need Open MPI or MPICH will be skipped"; \
+	elif [ "$$(id -u)" != 0 ]; then echo "mpi: not root, so Open MPI and MPICH are not installed; their tests will be skipped"; \
+	else echo "mpi: installing openmpi-bin and mpich"; \
+	  { timeout 120 apt-get -qq update; DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -qq --no-install-recommends openmpi-bin mpich; } </dev/null >$(VENV)/mpi.log 2>&1 \
+	  || echo "mpi: apt-get could not install them (see $(VENV)/mpi.log); tests that need them will be skipped"; \
+	fi
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis collectives/*.so collectives/_lib collectives/*.cpp collectives/*.c
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
