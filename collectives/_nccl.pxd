@@ -108,6 +108,13 @@ cdef extern from "coll/host_abi.h" nogil:
 
 
 cdef extern from "_nccl_table.h" nogil:
+    ctypedef struct ncclEncryptionConfig_t:
+        size_t size
+        unsigned int magic
+        unsigned int version
+        int mode
+        const char* psk
+
     ctypedef struct collEntry_t:
         const char* name
         int since
@@ -250,6 +257,7 @@ cdef extern from "_nccl_table.h" nogil:
         ncclResult_t (*collHostCommChunkBytes)(ncclComm_t comm, size_t* nbytes) noexcept nogil
         ncclResult_t (*collHostMemoryInUse)(uint64_t* nbytes) noexcept nogil
         ncclResult_t (*collHostGroupCancel)() noexcept nogil
+        ncclResult_t (*ncclSetEncryption)(const ncclEncryptionConfig_t* config) noexcept nogil
 
 
 cdef class Library:

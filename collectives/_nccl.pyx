@@ -9,6 +9,7 @@ import re
 import struct
 import sys
 from collections import namedtuple
+from math import copysign, frexp, isinf, isnan, ldexp
 from operator import index
 from os import fsdecode, fsencode
 from time import monotonic
@@ -423,6 +424,24 @@ cdef class Library:
         self.need(<void*> self.api.ncclParamDumpAll, "ncclParamDumpAll")
         with nogil:
             self.api.ncclParamDumpAll()
+
+    def set_encryption(self, key):
+        """Encrypt NCCL's TCP sockets with a pre-shared key (str or bytes), or with None no longer.
+
+        The same on all ranks, before a communicator is opened. C: ``ncclSetEncryption``.
+        """
+        cdef ncclEncryptionConfig_t config
+        cdef ncclResult_t code
+        cdef bytes encoded = key.encode() if isinstance(key, str) else key
+        self.need(<void*> self.api.ncclSetEncryption, "ncclSetEncryption")
+        config.size, config.magic, config.version = sizeof(config), NCCL_API_MAGIC, min(self.version, NCCL_VERSION_CODE)
+        config.mode = encoded is not None
+        config.psk = NULL
+        if encoded is not None:
+            config.psk = encoded
+        with nogil:
+            code = self.api.ncclSetEncryption(&config)
+        self.done(code, "ncclSetEncryption")
 
     # ---- the host engine's own
 

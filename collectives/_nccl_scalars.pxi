@@ -46,10 +46,10 @@ cdef dict SMALL_FLOATS = {
     ncclFloat8e4m3: (4, 3, 0x7E),       # the "fn" kind: no infinity, 0x7F is NaN
     ncclFloat8e5m2: (5, 2, 0x7B),
 }
-# dtype code -> the struct module's letter
+# dtype code -> the struct module's letter, in the standard form: the native one lets a float overflow to infinity
 cdef dict WIDE_TYPES = {
-    ncclInt8: "b", ncclUint8: "B", ncclInt32: "i", ncclUint32: "I", ncclInt64: "q", ncclUint64: "Q",
-    ncclFloat32: "f", ncclFloat64: "d",
+    ncclInt8: "=b", ncclUint8: "=B", ncclInt32: "=i", ncclUint32: "=I", ncclInt64: "=q", ncclUint64: "=Q",
+    ncclFloat32: "=f", ncclFloat64: "=d",
 }
 
 
@@ -58,7 +58,6 @@ cdef int small_float_bits(double value, int exponent_bits, int mantissa_bits, in
 
     Raises OverflowError for a finite value past the largest, and for an infinity where the format has none.
     """
-    from math import copysign, frexp, isinf, isnan, ldexp
     cdef int bias = (1 << (exponent_bits - 1)) - 1
     cdef int sign = (1 << (exponent_bits + mantissa_bits)) if copysign(1.0, value) < 0 else 0
     cdef bint has_infinity = largest & ((1 << mantissa_bits) - 1) == (1 << mantissa_bits) - 1
@@ -68,7 +67,7 @@ cdef int small_float_bits(double value, int exponent_bits, int mantissa_bits, in
         if not has_infinity:
             raise OverflowError("no infinity")
         return sign | (largest + 1)
-    exponent = max(frexp(value)[1] - 1, 1 - bias)
+    exponent = max(frexp(value)[1] - 1, 1 - bias) if value else 1 - bias
     # For normal numbers the rounded integer holds the hidden bit, which counts the exponent up by one.
     bits = ((exponent + bias - 1) << mantissa_bits) + round(ldexp(abs(value), mantissa_bits - exponent))
     if bits > largest:
@@ -79,6 +78,8 @@ cdef int small_float_bits(double value, int exponent_bits, int mantissa_bits, in
 cdef bytes scalar_bytes(object value, int dtype):
     """The bytes of a number in the given dtype, as NCCL reads a host-immediate scalar."""
     try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError("it is no number")
         if dtype in SMALL_FLOATS:
             exponent_bits, mantissa_bits, largest = SMALL_FLOATS[dtype]
             bits = small_float_bits(float(value), exponent_bits, mantissa_bits, largest)

@@ -1,5 +1,5 @@
 // The table of functions that the binding loads, and the fields of the structs that it fills, each with the first NCCL
-// version that has it. Types come from coll/nccl_abi.h by __typeof__, so table and declarations can't drift apart.
+// version that has it. Types come from the declarations by __typeof__, so the two can't drift apart.
 #ifndef COLLECTIVES_NCCL_TABLE_H_
 #define COLLECTIVES_NCCL_TABLE_H_
 
@@ -10,6 +10,16 @@
 
 #include "coll/host_abi.h"
 #include "coll/nccl_abi.h"
+
+// Not part of coll/nccl_abi.h, since the host engine has no sockets to encrypt.
+typedef struct ncclEncryptionConfig_v23200 {
+  size_t size;
+  unsigned int magic;
+  unsigned int version;
+  int mode;  // 0: plain text, 1: pre-shared key
+  const char* psk;
+} ncclEncryptionConfig_t;
+ncclResult_t ncclSetEncryption(const ncclEncryptionConfig_t* config);
 
 // F(function, first version code)
 #define COLL_NCCL_FUNCTIONS(F) \
@@ -83,7 +93,8 @@
   F(ncclReduceScatterConfig, 23100) \
   F(ncclAlltoAllConfig, 23100) \
   F(ncclGatherConfig, 23100) \
-  F(ncclScatterConfig, 23100)
+  F(ncclScatterConfig, 23100) \
+  F(ncclSetEncryption, 23200)
 
 // The host engine's own functions: F(function, 0), since no NCCL has them.
 #define COLL_HOST_FUNCTIONS(F) \

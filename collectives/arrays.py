@@ -76,24 +76,28 @@ class Reader:
         kind = type(array)
         if kind is _TENSOR or kind is _PARAMETER:
             code = _TORCH_CODES.get(array.dtype)
-            if (
-                code is not None
-                and (array.is_cpu if self._on_host else array.is_cuda and array.get_device() == self._index)
-                and array.layout is _STRIDED
-                and array.is_contiguous()
-                and not array.is_neg()
-                and not array.is_nested
-            ):
-                count = array.numel()
-                try:
-                    ptr = array.data_ptr()
-                except RuntimeError:  # under vmap or grad; the long way says so
-                    ptr = 0
-                if ptr or not count:
-                    return ptr, count, code
+            if code is not None:
+                ptr = self._plain(array)
+                if ptr is not None:
+                    return ptr, array.numel(), code
         place = self.place(array, op, writes=True)
         self.reducible(place, op)
         return place.ptr, place.count, place.code
+
+    def _plain(self, array) -> int | None:
+        """Give the address of a tensor that can be sent as it lies; None where the long way must tell why not."""
+        if (
+            (array.is_cpu if self._on_host else array.is_cuda and array.get_device() == self._index)
+            and array.layout is _STRIDED
+            and array.is_contiguous()
+            and not array.is_neg()
+            and not array.is_nested
+        ):
+            try:
+                return array.data_ptr() or (None if array.numel() else 0)
+            except RuntimeError:  # under vmap or grad
+                return None
+        return None
 
     def reducible(self, place: Place, op: str) -> None:
         """Refuse a dtype with which the engines can't calculate."""
@@ -106,7 +110,12 @@ class Reader:
     def place(self, array, op: str, *, writes: bool, what: str = "the array") -> Place:
         """Give the `Place` of a torch, NumPy or CuPy array, or raise `InvalidArgument`."""
         if isinstance(array, _TENSOR):
-            return self._torch(array, op, what)
+            code = _TORCH_CODES.get(array.dtype)  # none of these is complex, so there is no lazy conjugate
+            ptr = None if code is None else self._plain(array)
+            if ptr is None:
+                return self._torch(array, op, what)
+            count = array.numel()
+            return Place(ptr, count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code)
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(array, numpy.ndarray):
             return self._numpy(numpy, array, op, what, writes)

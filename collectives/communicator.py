@@ -24,6 +24,7 @@ from .work import CudaLane, HostLane, Work
 __all__ = ["Communicator", "device_of"]
 
 _UINT8 = DTYPES["uint8"]
+_NO_GUARD = contextlib.nullcontext()
 _EXIT_SECONDS = 5.0  # how long the interpreter's exit may wait for operations in flight
 
 
@@ -146,11 +147,10 @@ class Communicator:
         or the ``torch.distributed.ReduceOp``. Takes NCCL's 12 dtypes. C: ncclAllReduce.
         """
         ptr, count, dtype = self._read.numbers(array, "all_reduce")
-        if type(op) is str and not async_op and not open_groups and not self._checks:
+        if self._on_host and type(op) is str and not async_op and stream is None and not open_groups:
             code = OPS.get(op)
             if code is not None:  # the short way: nothing is allocated
-                current = 0 if self._on_host and stream is None else self._current(stream)
-                self._native.all_reduce(ptr, ptr, count, dtype, code, current)
+                self._native.all_reduce(ptr, ptr, count, dtype, code, 0)
                 return None
         code, scalar = self._op(op, dtype, "all_reduce")
         steps = (("all_reduce", (ptr, ptr, count, dtype, code)),)
@@ -421,6 +421,8 @@ class Communicator:
             native.deregister(registration.handle)
         self._registered.clear()
         with self._guard():
+            if not self._on_host:
+                torch.cuda.synchronize(self.device)  # blocking calls are on torch's streams
             native.destroy()
 
     def __enter__(self):
@@ -477,7 +479,10 @@ class Communicator:
         return operator.index(value)
 
     def _guard(self):
-        return contextlib.nullcontext() if self._on_host else torch.cuda.device(self.device)
+        """Make the communicator's device the current one, to which stream 0 belongs."""
+        if self._on_host or torch.cuda.current_device() == self.device.index:
+            return _NO_GUARD
+        return torch.cuda.device(self.device)
 
     def _wrong(self, name: str, message: str) -> InvalidArgument:
         return InvalidArgument(message, op=name, rank=self.rank)
@@ -544,17 +549,19 @@ class Communicator:
         if described is not None:
             self._agree([described])
         if not async_op:
-            if len(steps) == 1 and scalar is None:
+            if len(steps) == 1 and scalar is None and self._on_host:
                 method, args = steps[0]
                 getattr(self._native, method)(*args, current)
             else:
-                issue([Call(self, name, steps, held, nbytes, described, scalar)], [current])
+                with self._guard():
+                    issue([Call(self, name, steps, held, nbytes, described, scalar)], [current])
             return None
         self._native.handle  # noqa: B018 - raises on a closed communicator, before a queue is made
         work = Work(name, nbytes, result)
         target = self._lane.begin(None if stream is None else current)
         try:
-            issue([Call(self, name, steps, held, nbytes, described, scalar)], [target])
+            with self._guard():
+                issue([Call(self, name, steps, held, nbytes, described, scalar)], [target])
         except BaseException:
             self._lane.cancel()
             raise
@@ -595,10 +602,11 @@ def _at_exit() -> None:
     """Close what is open. What is still in flight gets a few seconds, then it is aborted: peers may be gone."""
     for comm in list(_open.values()):
         try:
-            if not comm._lane.drain(_EXIT_SECONDS) or not comm._on_host or comm._native.pending() is not None:
-                comm.abort()
-            else:
+            # NCCL's destroy may wait for peers, its abort doesn't.
+            if comm._lane.quiet(_EXIT_SECONDS) and comm._on_host and comm._native.pending() is None:
                 comm.close()
+            else:
+                comm.abort()
         except CollectivesError as error:
             print(f"collectives: closing {comm!r} at exit: {error}", file=sys.stderr)
 

@@ -28,10 +28,10 @@ class HookState:
 
     `comm`: a `Communicator` to use; or `process_group`: a torch process group over whose ranks one is opened at first
     use; with neither, the default group. A gradient bucket doesn't tell its group: where torch's DDP was built over a
-    subgroup, it must be named here (`collectives.DistributedDataParallel` names its own); otherwise the gradients of all
-    ranks would be averaged. `average`: divide by the number of ranks, in fp32 and inside the reduction; False leaves the
-    sum. Picklable: communicator and group are left out and opened again at first use. One state may serve several DDP
-    modules of the same group.
+    subgroup, it must be named here (`collectives.DistributedDataParallel` names its own); otherwise the gradients of
+    all ranks would be averaged. `average`: divide by the number of ranks, in fp32 and inside the reduction; False
+    leaves the sum. Picklable: communicator and group are left out and opened again at first use. One state may serve
+    several DDP modules of the same group.
     """
 
     def __init__(self, comm: Communicator | None = None, *, process_group=None, average: bool = True):
@@ -105,12 +105,13 @@ class HookState:
     def _start(self, comm, data, buffer, bucket):
         op = "avg" if self.average else "sum"
         if data.is_cuda:
-            future = comm.all_reduce(data, op, async_op=True).future()
+            work = comm.all_reduce(data, op, async_op=True)
+            future = work.future(buffer)
             if bucket.is_last():
                 # DDP may now all-reduce its map of unused parameters on the process group's own communicator: two with
                 # no order between them can deadlock.
                 comm._lane.join()
-            return future if data is buffer else future.then(lambda done: _complex(done, buffer))
+            return future
         future = torch.futures.Future()
         if not bucket.is_last():
             self._flying.append((comm.all_reduce(data, op, async_op=True), future, bucket))
@@ -168,9 +169,9 @@ def fused_allreduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torc
     """Average a DDP gradient bucket over all ranks, in place: a hook for ``register_comm_hook``.
 
     `state`: a `HookState`, or None for the default group. Sums of fp16 and bf16 are taken in fp32 (host engine) and
-    rounded once. Returns a future of the bucket's own buffer. On the host the last bucket of a backward blocks until all
-    are done. The communicator is opened at the first bucket, which blocks until all ranks have come. Errors are raised
-    here with their cause; torch's DDP object can't be used after one and must be built again.
+    rounded once. Returns a future of the bucket's own buffer. On the host the last bucket of a backward blocks until
+    all are done. The communicator is opened at the first bucket, which blocks until all ranks have come. Errors are
+    raised here with their cause; torch's DDP object can't be used after one and must be built again.
     """
     if state is None:
         state = _default_state
@@ -287,11 +288,6 @@ def _dense(buffer: torch.Tensor) -> torch.Tensor:
             "dense ones; build the embedding with sparse=False"
         )
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer
-
-
-def _complex(future, buffer):
-    future.value()
-    return buffer
 
 
 def _explained(error: CollectivesError, bucket) -> CollectivesError:

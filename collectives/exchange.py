@@ -22,11 +22,23 @@ import torch.distributed as dist
 from .engine import Engine
 from .errors import CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError, TransportError
 
-__all__ = ["GRACE_S", "RECORD_BYTES", "Meeting", "Own", "PeerInfo", "StoreExchange", "limited", "over_mpi", "settle"]
+__all__ = [
+    "RECORD_BYTES",
+    "Meeting",
+    "Own",
+    "PeerInfo",
+    "StoreExchange",
+    "first_line",
+    "limited",
+    "name_ranks",
+    "over_mpi",
+    "parse",
+    "settle",
+]
 
 RECORD_BYTES = 2048
 # After a failure: how many seconds the rank that serves the others stays, so that all of them learn why.
-GRACE_S = 2.0
+_GRACE_S = 2.0
 _ID_BYTES = 128
 _FAILURE_BYTES = 1 << 17  # names up to some 10,000 ranks
 _MPI_TAG = 0x4343
@@ -193,7 +205,7 @@ def limited(function: Callable[[threading.Event], T], until: float, late: Callab
         thread.join(max(0.0, until - time.monotonic()))
     except BaseException:  # Ctrl-C: the interpreter may end next, and a thread inside torch would abort that
         stop.set()
-        thread.join(GRACE_S)
+        thread.join(_GRACE_S)
         raise
     finally:
         stop.set()
@@ -238,7 +250,7 @@ class StoreExchange:
             )
 
         try:
-            records = limited(self._run, self.deadline + (2 if self.server == self.own.rank else 1) * GRACE_S, late)
+            records = limited(self._run, self.deadline + (2 if self.server == self.own.rank else 1) * _GRACE_S, late)
         finally:
             self.store = None
         return settle(records, self.own)
@@ -257,7 +269,7 @@ class StoreExchange:
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # if the store is what has failed, that is raised already
                     self.store.add("left", 1)
-                    self._linger(stop, time.monotonic() + GRACE_S, lambda: self.store.add("arrived", 0))
+                    self._linger(stop, time.monotonic() + _GRACE_S, lambda: self.store.add("arrived", 0))
                 raise
             self.store.add("left", 1)
             self._linger(stop, self.deadline, lambda: self.own.size)
@@ -308,7 +320,7 @@ class StoreExchange:
     def _doubles(self, stop: threading.Event) -> str:
         """Tell who has this rank's number. The first one's record may still be on its way."""
         me, first = f"process {os.getpid()} on {socket.gethostname()}", "another one"
-        key, until = f"peer/{self.own.rank}", time.monotonic() + GRACE_S / 2
+        key, until = f"peer/{self.own.rank}", time.monotonic() + _GRACE_S / 2
         while not self.store.check([key]) and time.monotonic() < until and not stop.wait(0.01):
             pass
         if self.store.check([key]):
@@ -363,7 +375,7 @@ def over_mpi(mpi: Any, own: Own, generation: int, deadline: float, timeout: floa
         answer = bytearray(2 * RECORD_BYTES * (own.size + 1))  # records inside JSON: twice their bytes at most
         sent = comm.Isend([record, mpi.BYTE], 0, tag)
         got = comm.Irecv([answer, mpi.BYTE], 0, tag + 1)
-        if _unfinished({0: got}, deadline + GRACE_S):
+        if _unfinished({0: got}, deadline + _GRACE_S):
             raise CollectiveTimeout(f"rank 0 did not answer within {timeout:g} s", op="init", rank=own.rank, peers=(0,))
         sent.Wait()
     else:
@@ -379,7 +391,7 @@ def over_mpi(mpi: Any, own: Own, generation: int, deadline: float, timeout: floa
                 requests[peer].Cancel()
         answer = text.encode()
         sends = [comm.Isend([answer, mpi.BYTE], peer, tag + 1) for peer in slots if peer not in missing]
-        _unfinished(dict(enumerate(sends)), time.monotonic() + GRACE_S)
+        _unfinished(dict(enumerate(sends)), time.monotonic() + _GRACE_S)
     fields = json.loads(bytes(answer).rstrip(b"\0"))
     if "kind" in fields:
         raise_told(json.dumps(fields).encode(), own.rank)

@@ -14,7 +14,7 @@ from collections import deque
 import torch
 
 from ._nccl import check
-from .errors import CollectivesError, CollectiveTimeout, InvalidUsage
+from .errors import Aborted, CollectivesError, CollectiveTimeout, InvalidUsage
 
 __all__ = ["CudaLane", "HostLane", "Work"]
 
@@ -41,8 +41,8 @@ class Flight:
             self.complain()
 
     def complain(self) -> None:
-        """Warn of an error that nobody can be told of any more."""
-        if self.error is not None and not self.seen:
+        """Warn of an error that nobody can be told of any more. After an abort here it is no news."""
+        if self.error is not None and not self.seen and not isinstance(self.error, Aborted):
             self.seen = True
             warnings.warn(f"{self.op} failed and nobody waited for it: {self.error}", RuntimeWarning, stacklevel=2)
 
@@ -109,19 +109,19 @@ class Work:
         return self._flight.error
 
     def result(self):
-        """Wait as `wait()` does and give the output array or arrays."""
+        """Wait as `wait()` does and give the output array."""
         self.wait()
         return self._result
 
-    def future(self) -> torch.futures.Future:
-        """Give a future of the output array or arrays (of torch tensors on CUDA).
+    def future(self, result=None) -> torch.futures.Future:
+        """Give a future of the output array, or of `result` in its place; on CUDA it must be a torch tensor.
 
         On the host its callbacks run in the communicator's queue: they must not wait for operations of this
         communicator. On CUDA it is complete at once and carries the stream's event.
         """
         flight = self._flying()
         if self._future is None:
-            self._future = self._lane.future(flight, self._result)
+            self._future = self._lane.future(flight, self._result if result is None else result)
         return self._future
 
     def __repr__(self):
@@ -256,6 +256,10 @@ class HostLane(Lane):
 
     wait = block
 
+    def quiet(self, timeout: float) -> bool:
+        """Block until nothing is in flight; False when the time ran out."""
+        return self.drain(timeout)
+
     def look(self, flight: Flight) -> None:
         """Update a flight's state without waiting."""
         try:
@@ -384,6 +388,14 @@ class CudaLane(Lane):
         with torch.cuda.stream(stream):  # the future records its own event on the current stream
             _fulfil(future, flight, result)
         return future
+
+    def quiet(self, timeout: float) -> bool:
+        """Block until torch's current stream has nothing to do either; False when the time ran out."""
+        with self._lock:
+            flight = Flight("exit", ())
+            flight.mark = (torch.cuda.current_stream(self._comm.device).record_event(), None)
+            self._pending.append(flight)
+        return self.drain(timeout)
 
     def join(self) -> None:
         """Order torch's current stream after all that this lane was given."""

@@ -19,7 +19,10 @@ struct collHostQueue {
   std::condition_variable work_there, work_done;
   std::deque<std::function<Error()>> tasks;
   uint64_t pushed = 0, done = 0;
-  std::map<uint64_t, Error> failures;
+  std::map<uint64_t, Error> failures;  // by ticket, the newest kKeptFailures
+  // Runs of older failures of one kind, by their first ticket: the last one, and the report of the first, which stands
+  // for all. No failure may be forgotten: its ticket would then pass for a success.
+  std::map<uint64_t, std::pair<uint64_t, Error>> older;
   bool closing = false;
   int forks = fork_generation();
   int cpu = -1;
@@ -27,6 +30,8 @@ struct collHostQueue {
   std::thread thread;
 
   void loop();
+  void keep(uint64_t ticket, Error error);
+  const Error* failure(uint64_t ticket) const;
 };
 
 namespace coll {
@@ -95,12 +100,31 @@ void collHostQueue::loop() {
     task = nullptr;  // what it holds is given back before its ticket is done
     hold.lock();
     ++done;
-    if (error) {
-      failures[done] = std::move(error);
-      if (failures.size() > kKeptFailures) failures.erase(failures.begin());
-    }
+    if (error) keep(done, std::move(error));
     work_done.notify_all();
   }
+}
+
+// Both are called with the lock held.
+void collHostQueue::keep(uint64_t ticket, Error error) {
+  failures[ticket] = std::move(error);
+  if (failures.size() <= kKeptFailures) return;
+  auto oldest = failures.begin();
+  auto run = older.empty() ? older.end() : std::prev(older.end());
+  if (run != older.end() && run->second.first + 1 == oldest->first && run->second.second.kind == oldest->second.kind)
+    run->second.first = oldest->first;
+  else
+    older.emplace(oldest->first, std::make_pair(oldest->first, std::move(oldest->second)));
+  failures.erase(oldest);
+}
+
+const Error* collHostQueue::failure(uint64_t ticket) const {
+  auto kept = failures.find(ticket);
+  if (kept != failures.end()) return &kept->second;
+  auto run = older.upper_bound(ticket);
+  if (run == older.begin()) return nullptr;
+  --run;
+  return ticket <= run->second.first ? &run->second.second : nullptr;
 }
 
 extern "C" {
@@ -179,8 +203,8 @@ ncclResult_t collHostQueueWait(collHostQueue_t queue, uint64_t ticket, int64_t t
       else q->work_done.wait_for(hold, std::chrono::nanoseconds(timeout_ns), over);
     }
     if (!over()) return ncclInProgress;
-    auto failed = q->failures.find(ticket);
-    return failed == q->failures.end() ? ncclSuccess : raise(failed->second);
+    const Error* failed = q->failure(ticket);
+    return failed ? raise(*failed) : ncclSuccess;
   });
 }
 
@@ -203,8 +227,8 @@ ncclResult_t collHostQueueGetError(collHostQueue_t queue, uint64_t ticket, collH
     if (!q) return last_error().code;
     if (!info || !info->size) return raise(collHostErrorArgument, "collHostQueueGetError", "info is NULL or has no size");
     std::lock_guard<std::mutex> hold(q->lock);
-    auto failed = q->failures.find(ticket);
-    fill(failed == q->failures.end() ? Error() : failed->second, info);
+    const Error* failed = q->failure(ticket);
+    fill(failed ? *failed : Error(), info);
     return ncclSuccess;
   });
 }

@@ -2,9 +2,9 @@
 
 Two oracles. ``exact`` is the value in float64 (Python's whole numbers for integers) with ``tolerance``, the bound that
 any engine has to keep. ``rank_ordered`` is the bits that the host engine promises: floats of 32 bits and fewer are
-summed in float32 in rank order, float64 in float64, with one rounding to the type at the end; an average divides the sum.
-Integers wrap around and their average truncates toward zero; min and max let NaN through; a pre-multiplied sum adds
-scalar_i * x_i, each rank with its own scalar. fp8 (OCP E4M3FN and E5M2) saturates at the largest finite value.
+summed in float32 in rank order, float64 in float64, with one rounding to the type at the end; an average divides the
+sum. Integers wrap around and their average truncates toward zero; min and max let NaN through; a pre-multiplied sum
+adds scalar_i * x_i, each rank with its own scalar. fp8 (OCP E4M3FN and E5M2) saturates at the largest finite value.
 """
 
 from __future__ import annotations
@@ -201,9 +201,9 @@ def tolerance(
 ) -> np.ndarray:
     """How far a result may lie from ``exact``, element by element; 0 for integers, min and max.
 
-    Each of the n-1 steps may err by half an epsilon of what has been summed (or multiplied) so far, the last rounding by
-    half an epsilon of the type, or half its smallest subnormal. ``narrow_sums``: the steps themselves are rounded to the
-    type, which NCCL may do for 16- and 8-bit floats; without it they are float32's.
+    Each of the n-1 steps may err by half an epsilon of what has been summed (or multiplied) so far, the last rounding
+    by half an epsilon of the type, or half its smallest subnormal. ``narrow_sums``: the steps themselves are rounded to
+    the type, which NCCL may do for 16- and 8-bit floats; without it they are float32's.
     """
     n = len(inputs)
     if not dtype.is_float or op in ("max", "min"):

@@ -1,7 +1,8 @@
 """One operation of the conformance suite: its buffers, its call, and everything that must hold afterwards.
 
 A :class:`Case` is the same on every rank. :class:`Prepared` makes this rank's buffers (between guard zones), makes the
-call, and compares with the oracle. Inputs are made from a seed and the rank, so every rank can work out what it must receive.
+call, and compares with the oracle. Inputs are made from a seed and the rank, so every rank can work out what it must
+receive.
 """
 
 from __future__ import annotations

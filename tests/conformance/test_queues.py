@@ -60,7 +60,7 @@ def take_turns(ctx):
             want /= want[0]
     comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, 2, 0)
     for queue in queues:
-        assert queue.done(queue.record())
+        assert queue.wait(queue.record(), 20)  # its operations are done; its own bookkeeping may follow a moment later
         queue.close()
     return [] if np.allclose(x, want, rtol=1e-5) else [f"rank {ctx.rank}: got {x[:3]}, want {want[:3]}"]
 

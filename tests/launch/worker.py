@@ -7,8 +7,10 @@ rank 1. The first argument is the time limit of ``init()`` in seconds. What ``in
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 
@@ -68,6 +70,7 @@ def run(timeout: float, steps: list[str], result: dict) -> None:
 
 def main() -> int:
     """Do as the arguments say; 1 where an error was the result."""
+    faulthandler.register(signal.SIGUSR1)
     result: dict = {}
     began = time.monotonic()
     try:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from collectives.agree import agree, row
+from collectives.errors import CollectivesError, CollectiveTimeout, InvalidArgument, Mismatch
 from tests.ranks import run_ranks
 
 RANKS = pytest.mark.parametrize("ranks", [2, 3])
@@ -137,15 +140,13 @@ def test_premultiplied_sum(ranks):
 
 
 def partial_overlap(ctx):
-    from collectives.errors import InvalidArgument
-
     comm = ctx.communicator()
     memory = torch.zeros(4 * comm.size)
     parts = memory.view(comm.size, 4)
     other = (comm.rank + 1) % comm.size
     for use in (
         lambda: comm.all_gather(memory, parts[other]),
-        lambda: comm.all_gather(memory[: 3 * comm.size], parts[comm.rank][1:]),
+        lambda: comm.all_gather(memory[: 3 * comm.size], memory[1:4]),
         lambda: comm.reduce_scatter(parts[other], memory),
         lambda: comm.gather(memory, parts[other], comm.rank),
         lambda: comm.scatter(parts[other], memory, comm.rank),
@@ -161,8 +162,6 @@ def test_partial_overlap(ranks):
 
 
 def roots_only(ctx):
-    from collectives.errors import InvalidArgument
-
     comm = ctx.communicator()
     if comm.rank == 1:
         for use in (
@@ -185,8 +184,6 @@ def test_roots_only(ranks):
 
 
 def mismatch(ctx, kind):
-    from collectives.errors import Mismatch
-
     comm = ctx.new_communicator()
     odd = comm.rank == 1
     with pytest.raises(Mismatch) as caught:
@@ -212,9 +209,6 @@ def test_mismatch(kind):
 
 def checked_rows(ctx):
     """The check that NCCL's engine gets from COLLECTIVES_CHECK=1, over the host engine."""
-    from collectives.agree import agree, row
-    from collectives.errors import Mismatch
-
     comm = ctx.communicator()
 
     def check(rows, grouped=False):
@@ -246,8 +240,6 @@ def test_checked_rows():
 
 
 def late(ctx):
-    from collectives.errors import CollectiveTimeout
-
     comm = ctx.new_communicator()
     array = torch.ones(1000)
     told = None
@@ -277,8 +269,6 @@ def test_a_wait_that_runs_out_names_the_missing(ranks):
 
 
 def past_the_limit(ctx):
-    from collectives.errors import CollectivesError, CollectiveTimeout
-
     comm = ctx.new_communicator(timeout=0.5)
     assert comm.timeout == 0.5
     if comm.rank == 0:
@@ -318,6 +308,45 @@ def dropped(ctx):
 
 def test_dropped_works_keep_their_memory():
     assert run_ranks(dropped, 2)[1] == [[1.0]] * 20
+
+
+def many_failures(ctx):
+    comm = ctx.new_communicator()
+    comm.barrier()
+    ctx.barrier()
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    works = [comm.all_reduce(torch.ones(10), async_op=True) for _ in range(200)]
+    names = set()
+    for work in works:
+        with pytest.raises(CollectivesError) as caught:
+            work.wait(20)
+        names.add(type(caught.value).__name__)
+    comm.abort()
+    return names
+
+
+def test_every_queued_operation_fails_when_a_rank_dies():
+    assert run_ranks(many_failures, 2, deaths=(1,))[0] == {"RemoteError"}
+
+
+def unseen_failure(ctx):
+    comm = ctx.new_communicator()
+    comm.barrier()
+    if ctx.rank == 1:
+        comm.abort()
+        ctx.barrier()
+        return
+    ctx.barrier()
+    comm.all_reduce(torch.ones(1), async_op=True)  # nobody keeps the Work
+    with pytest.warns(RuntimeWarning, match="all_reduce failed and nobody waited for it"):
+        with pytest.raises(CollectivesError):
+            comm.all_reduce(torch.ones(1), async_op=True).wait()
+    comm.abort()
+
+
+def test_an_error_that_nobody_waits_for_is_warned_of():
+    run_ranks(unseen_failure, 2)
 
 
 def children(ctx):

@@ -67,7 +67,7 @@ typedef struct {
 
 // The newest error of the calling thread (comm NULL), or the error that a communicator is stuck in.
 ncclResult_t collHostGetError(ncclComm_t comm, collHostErrorInfo_t* info);
-// The error with which task `ticket` of a queue failed (the newest 64 failures are kept).
+// The error with which task `ticket` of a queue failed. Past the newest 64 failures a run of one kind shares one report.
 ncclResult_t collHostQueueGetError(collHostQueue_t queue, uint64_t ticket, collHostErrorInfo_t* info);
 // What a communicator is doing now: op, seq, bytes of the operation in progress, and in peers the ranks that it waits for.
 // op is empty when nothing is in progress.

@@ -1,0 +1,155 @@
+// A library with NCCL's interface that only notes down what it was called with, as text, for tests/abi/test_marshalling.py.
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "coll/nccl_abi.h"
+
+#ifndef VERSION
+#define VERSION NCCL_VERSION_CODE
+#endif
+
+static char noted[4096];
+static ncclConfig_t config_seen;
+static ncclCollConfig_t call_config_seen;
+static unsigned char scalar_seen[8];
+
+const char* recorder_noted(void) { return noted; }
+const void* recorder_config(void) { return &config_seen; }
+const void* recorder_call_config(void) { return &call_config_seen; }
+const void* recorder_scalar(void) { return scalar_seen; }
+
+__attribute__((format(printf, 1, 2))) static ncclResult_t note(const char* format, ...) {
+  va_list values;
+  va_start(values, format);
+  vsnprintf(noted, sizeof noted, format, values);
+  va_end(values);
+  return ncclSuccess;
+}
+#define X PRIxPTR
+#define P(x) ((uintptr_t)(x))
+// Only as many bytes as the caller's struct says it has, the rest zero; strings are noted while they live.
+#define SEEN(copy, config) \
+  do { \
+    memset(&copy, 0, sizeof copy); \
+    if (config) memcpy(&copy, config, (config)->size < sizeof copy ? (config)->size : sizeof copy); \
+  } while (0)
+
+static ncclResult_t open_as(ncclComm_t* comm, uintptr_t handle) {
+  *comm = (ncclComm_t)handle;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGetVersion(int* version) { *version = VERSION; return ncclSuccess; }
+ncclResult_t ncclGroupStart(void) { return note("group_start"); }
+ncclResult_t ncclGroupEnd(void) { return note("group_end"); }
+ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* info) {
+  note("simulate size=%zu magic=%x version=%u time=%g", info->size, info->magic, info->version, info->estimatedTime);
+  info->estimatedTime = 1500;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommInitRank(ncclComm_t* comm, int n, ncclUniqueId id, int rank) {
+  note("init n=%d rank=%d id=%u,%u", n, rank, (unsigned char)id.internal[0], (unsigned char)id.internal[127]);
+  return open_as(comm, 0x100);
+}
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int n, ncclUniqueId id, int rank, ncclConfig_t* config) {
+  (void)id;
+  SEEN(config_seen, config);
+  note("init_config n=%d rank=%d net=%s", n, rank, config_seen.netName ? config_seen.netName : "-");
+  return open_as(comm, 0x100);
+}
+ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int n, int rank, int nid, ncclUniqueId* ids, ncclConfig_t* config) {
+  SEEN(config_seen, config);
+  note("scalable n=%d rank=%d nid=%d last=%u", n, rank, nid, (unsigned char)ids[nid - 1].internal[0]);
+  return open_as(comm, 0x100);
+}
+ncclResult_t ncclCommAbort(ncclComm_t c) { return note("abort %" X, P(c)); }
+ncclResult_t ncclCommDestroy(ncclComm_t c) { return note("destroy %" X, P(c)); }
+ncclResult_t ncclCommFinalize(ncclComm_t c) { return note("finalize %" X, P(c)); }
+ncclResult_t ncclCommRevoke(ncclComm_t c, int flags) { return note("revoke %" X " %d", P(c), flags); }
+ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t* child, ncclConfig_t* config) {
+  SEEN(config_seen, config);
+  note("split %" X " %d %d %s", P(c), color, key, config ? "config" : "inherit");
+  return open_as(child, color == NCCL_SPLIT_NOCOLOR ? 0 : 0x200);
+}
+ncclResult_t ncclCommShrink(ncclComm_t c, int* ranks, int n, ncclComm_t* child, ncclConfig_t* config, int flags) {
+  note("shrink %" X " n=%d last=%d %s flags=%d", P(c), n, n ? ranks[n - 1] : -1, config ? "config" : "inherit", flags);
+  return open_as(child, 0x200);
+}
+ncclResult_t ncclCommGetUniqueId(ncclComm_t c, ncclUniqueId* id) {
+  memset(id, 7, sizeof *id);
+  return note("comm_id %" X, P(c));
+}
+ncclResult_t ncclCommGrow(ncclComm_t c, int n, const ncclUniqueId* id, int rank, ncclComm_t* child, ncclConfig_t* config) {
+  note("grow %" X " n=%d id=%d rank=%d %s", P(c), n, id ? id->internal[0] : -1, rank, config ? "config" : "inherit");
+  return open_as(child, 0x200);
+}
+ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* state) { (void)c; *state = ncclInProgress; return ncclSuccess; }
+ncclResult_t ncclCommCount(const ncclComm_t c, int* count) { (void)c; *count = 5; return ncclSuccess; }
+ncclResult_t ncclCommUserRank(const ncclComm_t c, int* rank) { (void)c; *rank = 3; return ncclSuccess; }
+ncclResult_t ncclCommCuDevice(const ncclComm_t c, int* device) { (void)c; *device = 6; return ncclSuccess; }
+ncclResult_t ncclCommRegister(const ncclComm_t c, void* p, size_t n, void** handle) {
+  *handle = (void*)0x300;
+  return note("register %" X " %" X " %zu", P(c), P(p), n);
+}
+ncclResult_t ncclCommDeregister(const ncclComm_t c, void* handle) { return note("deregister %" X " %" X, P(c), P(handle)); }
+ncclResult_t ncclCommWindowRegister(ncclComm_t c, void* p, size_t n, ncclWindow_t* win, int flags) {
+  *win = (ncclWindow_t)0x400;
+  return note("window %" X " %" X " %zu %d", P(c), P(p), n, flags);
+}
+ncclResult_t ncclCommWindowDeregister(ncclComm_t c, ncclWindow_t win) { return note("unwindow %" X " %" X, P(c), P(win)); }
+ncclResult_t ncclWinGetUserPtr(ncclComm_t c, ncclWindow_t win, void** p) {
+  *p = (void*)(P(win) + 1);
+  return note("window_ptr %" X " %" X, P(c), P(win));
+}
+ncclResult_t ncclCommSuspend(ncclComm_t c, int flags) { return note("suspend %" X " %d", P(c), flags); }
+ncclResult_t ncclCommResume(ncclComm_t c) { return note("resume %" X, P(c)); }
+ncclResult_t ncclCommMemStats(ncclComm_t c, ncclCommMemStat_t stat, uint64_t* value) {
+  *value = UINT64_C(1) << 40;
+  return note("mem_stats %" X " %d", P(c), (int)stat);
+}
+ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t t, ncclScalarResidence_t where, ncclComm_t c) {
+  static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+  memset(scalar_seen, 0, sizeof scalar_seen);
+  memcpy(scalar_seen, scalar, sizes[t]);
+  *op = (ncclRedOp_t)11;
+  return note("premul %d where=%d %" X, (int)t, (int)where, P(c));
+}
+ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t c) { return note("destroy_op %d %" X, (int)op, P(c)); }
+
+// Collectives: the plain form and the Config form note the same, the latter with what the struct says of its algorithm.
+#define TAIL " c=%" X " s=%" X
+#define OPEN const void *a, void *b, size_t n, ncclDataType_t t
+#define SHOW "%" X " %" X " %zu %d"
+#define GIVE P(a), P(b), n, (int)t
+#define END ncclComm_t c, cudaStream_t s
+#define BOTH(name, middle, format, ...) \
+  ncclResult_t nccl##name(OPEN, middle END) { return note(#name " " SHOW format TAIL, GIVE, __VA_ARGS__ P(c), P(s)); } \
+  ncclResult_t nccl##name##Config(OPEN, middle END, const ncclCollConfig_t* config) { \
+    SEEN(call_config_seen, config); \
+    return note(#name "Config " SHOW format TAIL " alg=%s", GIVE, __VA_ARGS__ P(c), P(s), \
+                call_config_seen.algSelection ? call_config_seen.algSelection : "-"); \
+  }
+#define COMMA ,
+BOTH(AllReduce, ncclRedOp_t op COMMA, " op=%d", (int)op COMMA)
+BOTH(ReduceScatter, ncclRedOp_t op COMMA, " op=%d", (int)op COMMA)
+BOTH(AllGather, , "", )
+BOTH(AlltoAll, , "", )
+BOTH(Broadcast, int root COMMA, " root=%d", root COMMA)
+BOTH(Gather, int root COMMA, " root=%d", root COMMA)
+BOTH(Scatter, int root COMMA, " root=%d", root COMMA)
+BOTH(Reduce, ncclRedOp_t op COMMA int root COMMA, " op=%d root=%d", (int)op COMMA root COMMA)
+
+ncclResult_t ncclBcast(void* b, size_t n, ncclDataType_t t, int root, END) { return note("Bcast %" X " %zu %d root=%d" TAIL, P(b), n, (int)t, root, P(c), P(s)); }
+ncclResult_t ncclSend(const void* a, size_t n, ncclDataType_t t, int peer, END) { return note("Send %" X " %zu %d peer=%d" TAIL, P(a), n, (int)t, peer, P(c), P(s)); }
+ncclResult_t ncclRecv(void* b, size_t n, ncclDataType_t t, int peer, END) { return note("Recv %" X " %zu %d peer=%d" TAIL, P(b), n, (int)t, peer, P(c), P(s)); }
+ncclResult_t ncclPutSignal(const void* a, size_t n, ncclDataType_t t, int peer, ncclWindow_t win, size_t offset, int sig, int ctx, unsigned int flags, END) {
+  return note("PutSignal %" X " %zu %d peer=%d win=%" X " %zu sig=%d ctx=%d flags=%u" TAIL, P(a), n, (int)t, peer, P(win), offset, sig, ctx, flags, P(c), P(s));
+}
+ncclResult_t ncclSignal(int peer, int sig, int ctx, unsigned int flags, END) { return note("Signal peer=%d sig=%d ctx=%d flags=%u" TAIL, peer, sig, ctx, flags, P(c), P(s)); }
+ncclResult_t ncclWaitSignal(int n, ncclWaitSignalDesc_t* d, END) {
+  return note("WaitSignal n=%d last=%d,%d,%d,%d" TAIL, n, d[n - 1].opCnt, d[n - 1].peer, d[n - 1].sigIdx, d[n - 1].ctx, P(c), P(s));
+}
+ncclResult_t ncclMemAlloc(void** p, size_t n) { *p = (void*)0x500; return note("alloc %zu", n); }
+ncclResult_t ncclMemFree(void* p) { return note("free %" X, P(p)); }

@@ -1,0 +1,72 @@
+"""What the built host engine shows to a linker, and what it needs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from tests.abi.headers import LEFT_OUT, public_functions, real_header
+from tests.rank_process import HOST_LIBRARY, ROOT, load_binding
+
+nccl = load_binding()
+
+# Newer than any client that asks for it at load time; an engine without sockets has nothing to encrypt.
+NOT_EXPORTED = LEFT_OUT | {"ncclSetEncryption"}
+
+
+def lines_of(*command) -> list[str]:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def exported() -> set[str]:
+    return {line.split()[-1] for line in lines_of("nm", "-D", "--defined-only", str(HOST_LIBRARY))}
+
+
+@pytest.fixture(scope="module")
+def dynamic() -> str:
+    return "\n".join(lines_of("readelf", "-d", "-W", str(HOST_LIBRARY)))
+
+
+def test_only_our_names_are_exported(exported):
+    assert not {name for name in exported if not re.fullmatch(r"(nccl|collHost)[A-Z]\w*", name)}
+
+
+def test_every_public_name_of_nccl_is_exported(exported):
+    """Other people's clients look for them when they are loaded, used or not."""
+    assert public_functions(real_header().read_text()) - exported <= NOT_EXPORTED
+    assert set(nccl.FUNCTIONS) - exported <= NOT_EXPORTED
+    assert set(nccl.HOST_FUNCTIONS) <= exported
+
+
+def test_nothing_is_exported_that_no_header_declares(exported):
+    headers = "".join(path.read_text() for path in (ROOT / "kernels/include/coll").glob("*_abi.h"))
+    assert {name for name in exported if not re.search(rf"\b{name}\(", headers)} == set()
+
+
+def test_it_needs_the_c_and_cxx_libraries_only(dynamic):
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic))
+    allowed = r"(lib(c|m|stdc\+\+|gcc_s|pthread|dl|rt)\.so\.\d+|ld-linux.*)"
+    assert not {name for name in needed if not re.fullmatch(allowed, name)}
+    undefined = {line.split()[-1] for line in lines_of("nm", "-D", "--undefined-only", str(HOST_LIBRARY))}
+    versions = r"@(GLIBC|GLIBCXX|CXXABI|GCC)_[\w.]+$"
+    loose = {name for name in undefined if not re.search(versions, name)}
+    # Weak ones that the compiler puts into every shared object, and that may stay unresolved.
+    assert loose <= {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__cxa_finalize"}
+    assert not {name for name in undefined if name.startswith(("nccl", "collHost", "cuda", "cu"))}
+
+
+def test_it_does_not_pass_for_nccl(dynamic):
+    soname = re.search(r"\(SONAME\).*\[(.*)\]", dynamic)[1]
+    assert soname == "libcollectives_host.so"
+    assert "SYMBOLIC" in dynamic, "its own calls could go to another NCCL in the process"
+
+
+def test_it_leaves_the_heap_and_the_stack_alone():
+    """No executable stack, and no text relocations."""
+    headers = "\n".join(lines_of("readelf", "-l", "-W", str(HOST_LIBRARY)))
+    stack = re.search(r"GNU_STACK.*", headers)[0]
+    assert "RWE" not in stack
+    assert "TEXTREL" not in "\n".join(lines_of("readelf", "-d", "-W", str(HOST_LIBRARY)))

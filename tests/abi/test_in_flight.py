@@ -1,0 +1,347 @@
+"""Calls that wait while something else happens: signals, abort and destroy from other threads, a fork, the queue's end.
+
+Both ranks are threads of one process here, each scenario in a process of its own under a time limit.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.abi.alone import run_alone
+
+# `call` waits for a rank that never comes.
+SIGNAL = """
+library = nccl.Library(HOST)
+library.set_interrupt_check({enable})
+ours, theirs = pair(library)
+{handler}
+later(0.3, os.kill, os.getpid(), signal.{signal})
+start, answer = time.monotonic(), dict()
+buffer = library.mem_alloc(4096)
+try:
+    ours.recv(buffer, 16, FLOAT32, 1)
+    answer["raised"] = None
+except BaseException as error:
+    answer.update(raised=type(error).__name__, text=str(error), code=getattr(error, "code", None))
+answer["seconds"] = time.monotonic() - start
+answer["closed"] = ours.handle == 0
+try:
+    ours.recv(buffer, 16, FLOAT32, 1)
+except errors.CollectivesError as error:
+    answer.update(then=type(error).__name__, then_text=str(error))
+if ours.handle:
+    ours.abort()
+theirs.abort()
+print(json.dumps(answer))
+"""
+
+
+def test_ctrl_c_ends_a_waiting_call():
+    answer = run_alone(SIGNAL.format(enable=True, handler="", signal="SIGINT"))
+    assert answer["raised"] == "KeyboardInterrupt"
+    assert 0.25 < answer["seconds"] < 2
+    assert answer["then"] in ("Aborted", "InvalidUsage") and "interrupted" in answer["then_text"]
+
+
+def test_what_a_handler_raises_comes_out_of_the_call():
+    handler = """
+class Enough(Exception): pass
+def enough(*_): raise Enough("that will do")
+signal.signal(signal.SIGUSR1, enough)
+"""
+    answer = run_alone(SIGNAL.format(enable=True, handler=handler, signal="SIGUSR1"))
+    assert (answer["raised"], answer["text"]) == ("Enough", "that will do")
+
+
+def test_a_handler_that_raises_nothing_leaves_the_call_alone():
+    handler = """
+seen = []
+signal.signal(signal.SIGUSR1, lambda *_: seen.append(ours.pending().op))
+def serve():
+    theirs.send(library.mem_alloc(4096), 16, FLOAT32, 0)
+later(0.8, serve)
+"""
+    code = SIGNAL.format(enable=True, handler=handler, signal="SIGUSR1")
+    answer = run_alone(
+        code.replace("\ntry:\n    ours.recv", "\ntry:\n    ours.recv", 1).split('answer["closed"]')[0]
+        + """
+answer["seen"] = seen
+ours.abort(); theirs.abort()
+print(json.dumps(answer))
+"""
+    )
+    assert answer["raised"] is None and answer["seen"] == ["recv"]
+    assert answer["seconds"] > 0.7
+
+
+def test_abort_in_a_handler_ends_the_call_that_it_interrupts():
+    handler = "signal.signal(signal.SIGTERM, lambda *_: ours.abort())"
+    answer = run_alone(SIGNAL.format(enable=True, handler=handler, signal="SIGTERM"))
+    assert answer["raised"] == "Aborted" and "abort()" in answer["text"]
+    assert answer["closed"] and answer["seconds"] < 2
+    assert answer["then"] == "InvalidUsage" and "communicator is closed" in answer["then_text"]
+
+
+@pytest.mark.parametrize("call", ["destroy()", "revoke()", "split(0, 0)", "finalize()"])
+def test_a_handler_can_do_nothing_else_with_that_communicator(call):
+    """It would wait for the very call that it interrupts."""
+    handler = f"signal.signal(signal.SIGTERM, lambda *_: ours.{call})"
+    answer = run_alone(SIGNAL.format(enable=True, handler=handler, signal="SIGTERM"))
+    assert answer["raised"] == "InvalidUsage" and "can only abort" in answer["text"]
+
+
+def test_signals_wait_where_the_check_is_off():
+    """Without the check a handler runs when the call has come back, as around any C function."""
+    handler = """
+signal.signal(signal.SIGUSR1, lambda *_: None)
+later(0.9, lambda: theirs.send(library.mem_alloc(4096), 16, FLOAT32, 0))
+"""
+    code = SIGNAL.format(enable=False, handler=handler, signal="SIGUSR1").split('answer["closed"]')[0]
+    answer = run_alone(code + "ours.abort(); theirs.abort(); print(json.dumps(answer))")
+    assert answer["raised"] is None and answer["seconds"] > 0.8
+
+
+def test_ctrl_c_ends_the_wait_for_a_group():
+    code = """
+library = nccl.Library(HOST)
+library.set_interrupt_check(True)
+ours, theirs = pair(library)
+buffer, answer = library.mem_alloc(4096), {}
+signal.signal(signal.SIGTERM, lambda *_: ours.abort())
+later(0.3, os.kill, os.getpid(), signal.SIGTERM)
+library.group_start()
+ours.recv(buffer, 16, FLOAT32, 1)
+try:
+    library.group_end()
+except errors.Aborted as error:
+    answer.update(op=error.op, closed=ours.handle == 0)
+theirs.abort()
+print(json.dumps(answer))
+"""
+    answer = run_alone(code)
+    assert answer["op"] == "group_end" and answer["closed"]
+
+
+def test_ctrl_c_ends_the_wait_for_other_ranks_at_init():
+    code = """
+library = nccl.Library(HOST)
+library.set_interrupt_check(True)
+later(0.3, os.kill, os.getpid(), signal.SIGINT)
+answer = {}
+try:
+    library.comm_init_rank(2, library.get_unique_id(), 0)
+except KeyboardInterrupt:
+    answer["interrupted"] = True
+print(json.dumps(answer))
+"""
+    assert run_alone(code)["interrupted"]
+
+
+def test_abort_from_another_thread():
+    code = """
+library = nccl.Library(HOST)
+answer = {"raised": []}
+for _ in range(20):
+    ours, theirs = pair(library)
+    buffer = library.mem_alloc(4096)
+    later(0.01, ours.abort)
+    try:
+        while True:
+            ours.recv(buffer, 16, FLOAT32, 1)
+    except errors.CollectivesError as error:
+        answer["raised"].append([type(error).__name__, str(error), error.rank])
+    theirs.abort()
+    library.mem_free(buffer)
+answer["left"] = library.memory_in_use()
+print(json.dumps(answer))
+"""
+    answer = run_alone(code)
+    assert len(answer["raised"]) == 20
+    for kind, text, rank in answer["raised"]:
+        assert (kind == "Aborted" and "abort() closed" in text) or (kind == "InvalidUsage" and "closed" in text)
+        assert rank == 0
+    assert answer["left"] == 0
+
+
+def test_many_threads_call_while_one_aborts():
+    """The handle is taken under the GIL and used outside it: no call may reach a communicator that is gone."""
+    code = """
+library = nccl.Library(HOST)
+ended = []
+def caller(comm):
+    try:
+        while True:
+            comm.sequence(); comm.async_error(); comm.pending(); comm.all_reduce(0, 0, 0, FLOAT32, SUM)
+    except errors.CollectivesError as error:
+        ended.append(type(error).__name__)
+for _ in range(30):
+    comm = library.comm_init_all([0])[0]
+    threads = [threading.Thread(target=caller, args=(comm,)) for _ in range(4)]
+    [each.start() for each in threads]
+    time.sleep(0.01)
+    comm.abort()
+    [each.join() for each in threads]
+print(json.dumps(dict(ended=sorted(set(ended)), count=len(ended), left=library.memory_in_use())))
+"""
+    answer = run_alone(code)
+    assert answer["count"] == 120 and set(answer["ended"]) <= {"InvalidUsage", "Aborted"}
+    assert answer["left"] == 0
+
+
+def test_destroy_waits_for_the_calls_of_other_threads():
+    code = """
+library = nccl.Library(HOST)
+ours, theirs = pair(library)
+buffer, answer = library.mem_alloc(4096), {}
+def receive():
+    ours.recv(buffer, 16, FLOAT32, 1)
+    answer["received"] = True
+receiver = threading.Thread(target=receive)
+receiver.start()
+time.sleep(0.2)
+later(0.3, theirs.send, library.mem_alloc(4096), 16, FLOAT32, 0)
+start = time.monotonic()
+ours.destroy()
+answer["seconds"] = time.monotonic() - start
+receiver.join()
+theirs.destroy()
+print(json.dumps(answer))
+"""
+    answer = run_alone(code)
+    assert answer["received"] and 0.2 < answer["seconds"] < 5
+
+
+def test_ctrl_c_while_destroy_waits_keeps_the_communicator():
+    code = """
+library = nccl.Library(HOST)
+ours, theirs = pair(library)
+buffer, answer = library.mem_alloc(4096), {}
+receiver = threading.Thread(target=lambda: ours.recv(buffer, 16, FLOAT32, 1))
+receiver.start()
+time.sleep(0.2)
+later(0.2, os.kill, os.getpid(), signal.SIGINT)
+try:
+    ours.destroy()
+except KeyboardInterrupt:
+    answer["open"] = ours.handle != 0
+theirs.send(library.mem_alloc(4096), 16, FLOAT32, 0)
+receiver.join()
+ours.destroy()
+theirs.destroy()
+print(json.dumps(answer))
+"""
+    assert run_alone(code)["open"]
+
+
+def test_a_forked_child_is_refused():
+    code = """
+library = nccl.Library(HOST)
+comm, queue = library.comm_init_all([0])[0], library.queue_create()
+reading, writing = os.pipe()
+if os.fork() == 0:
+    words = []
+    for call in (lambda: comm.all_reduce(0, 0, 0, FLOAT32, SUM), comm.abort, comm.destroy, queue.record, queue.close):
+        try:
+            call()
+            words.append("no error")
+        except errors.InvalidUsage as error:
+            words.append(str(error))
+    del comm, queue
+    own = library.comm_init_all([0])[0]     # a communicator of its own works
+    own.all_reduce(0, 0, 0, FLOAT32, SUM)
+    own.destroy()
+    os.write(writing, json.dumps(words).encode())
+    os._exit(0)
+os.close(writing)
+with os.fdopen(reading) as child:
+    answer = dict(child=json.load(child))
+os.wait()
+comm.all_reduce(0, 0, 0, FLOAT32, SUM)
+comm.destroy()
+queue.close()
+print(json.dumps(answer))
+"""
+    answer = run_alone(code)
+    assert len(answer["child"]) == 5
+    assert all("parent process" in words for words in answer["child"])
+    assert "ResourceWarning" not in answer["stderr"]
+
+
+def test_queues():
+    code = """
+library = nccl.Library(HOST)
+queue, answer = library.queue_create(), {}
+gate, ran = threading.Event(), []
+answer["empty"] = [queue.record(), queue.wait(0), queue.done(0)]
+queue.call(gate.wait)
+queue.call(lambda: ran.append(threading.get_native_id()))
+ticket = queue.record()
+start = time.monotonic()
+answer["early"] = [ticket, queue.done(ticket), queue.wait(ticket, 0), queue.wait(ticket, 0.25), queue.get(nccl.QUEUE_PENDING)]
+answer["waited"] = time.monotonic() - start
+gate.set()
+answer["late"] = [queue.wait(ticket), queue.done(ticket), queue.wait(ticket, 1e12), queue.get(nccl.QUEUE_PENDING)]
+answer["thread"] = ran == [queue.get(nccl.QUEUE_THREAD_ID)] and ran != [threading.get_native_id()]
+unraisable = []
+sys.unraisablehook = lambda info: unraisable.append([info.exc_type.__name__, callable(info.object)])
+queue.call(lambda: 1 / 0)
+queue.wait(queue.record())
+answer["unraisable"] = unraisable
+later(0.3, os.kill, os.getpid(), signal.SIGINT)
+gate.clear()
+queue.call(lambda: gate.wait(1.2))
+answer["interrupted"] = []
+for call in (lambda: queue.wait(queue.record()), queue.close):
+    try:
+        call()
+    except KeyboardInterrupt:
+        answer["interrupted"].append(queue.handle != 0)
+        later(0.3, os.kill, os.getpid(), signal.SIGINT)
+time.sleep(0.5 if len(answer["interrupted"]) < 2 else 0)
+queue.close() if queue.handle else None
+queue.close()
+try:
+    queue.record()
+except errors.InvalidUsage as error:
+    answer["closed"] = str(error)
+print(json.dumps(answer))
+"""
+    answer = run_alone(code.replace("later(0.3, os.kill, os.getpid(), signal.SIGINT)\ntime", "time"))
+    assert answer["empty"] == [0, True, True]
+    assert answer["early"][1:4] == [False, False, False] and answer["early"][0] == 2 and answer["early"][4] == 2
+    assert 0.2 < answer["waited"] < 2
+    assert answer["late"] == [True, True, True, 0] and answer["thread"]
+    assert answer["unraisable"] == [["ZeroDivisionError", True]]
+    assert answer["interrupted"][0] is True
+    assert answer["closed"] == "queue is closed"
+
+
+def test_what_is_left_open_is_said_once_and_never_waited_for():
+    code = """
+import gc, warnings
+library = nccl.Library(HOST)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    ours, theirs = pair(library)
+    queue = library.queue_create()
+    del ours, theirs, queue
+    gc.collect()
+print(json.dumps(dict(caught=[[each.category.__name__, str(each.message)] for each in caught])))
+"""
+    caught = run_alone(code)["caught"]
+    assert [kind for kind, _ in caught] == ["ResourceWarning"] * 3
+    assert sum("never destroyed" in text for _, text in caught) == 2
+
+
+def test_objects_are_not_made_by_hand():
+    code = """
+answer = {}
+for cls in (nccl.Comm, nccl.Queue):
+    try:
+        cls()
+    except TypeError as error:
+        answer[cls.__name__] = str(error)
+print(json.dumps(answer))
+"""
+    answer = run_alone(code)
+    assert "Library.comm_init_rank" in answer["Comm"] and "Library.queue_create" in answer["Queue"]

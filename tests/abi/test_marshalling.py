@@ -1,0 +1,335 @@
+"""What reaches the library when the binding is called: every argument in its place, structs fit for each version."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.rank_process import ROOT, load_binding
+
+nccl = load_binding()
+from collectives import errors  # noqa: E402
+
+UNIQUE_ID = bytes(range(128))
+
+
+class Recorder:
+    """The recording library, loaded by the binding and beside it by ctypes to be asked what it has noted."""
+
+    def __init__(self, path):
+        self.library = nccl.Library(path)
+        self._asked = ctypes.CDLL(str(path))
+        self._asked.recorder_noted.restype = ctypes.c_char_p
+        for name in ("recorder_config", "recorder_call_config", "recorder_scalar"):
+            getattr(self._asked, name).restype = ctypes.c_void_p
+
+    @property
+    def noted(self) -> str:
+        return self._asked.recorder_noted().decode()
+
+    def bytes_of(self, what: str, count: int) -> bytes:
+        return ctypes.string_at(getattr(self._asked, f"recorder_{what}")(), count)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recorder")
+
+    def built(version: int) -> Recorder:
+        path = folder / f"librecorder-{version}.so"
+        if not path.exists():
+            source = str(ROOT / "tests" / "abi" / "recorder.c")
+            flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-DVERSION={version}"]
+            command = ["gcc", *flags, f"-I{ROOT / 'kernels/include'}", source, "-o", str(path)]
+            subprocess.run(command, check=True, timeout=60)
+        return Recorder(path)
+
+    return built
+
+
+@pytest.fixture
+def recorder(build):
+    return build(nccl.VERSION)
+
+
+@pytest.fixture
+def comm(recorder):
+    opened = recorder.library.comm_init_rank(4, UNIQUE_ID, 2)
+    yield opened
+    if opened.handle:
+        opened.abort()
+
+
+CALLS = [
+    ("all_reduce", (1, 2, 3, 7, 4), "AllReduce 1 2 3 7 op=4"),
+    ("reduce_scatter", (1, 2, 3, 7, 4), "ReduceScatter 1 2 3 7 op=4"),
+    ("all_gather", (1, 2, 3, 7), "AllGather 1 2 3 7"),
+    ("all_to_all", (1, 2, 3, 7), "AlltoAll 1 2 3 7"),
+    ("broadcast", (1, 2, 3, 7, 9), "Broadcast 1 2 3 7 root=9"),
+    ("gather", (1, 2, 3, 7, 9), "Gather 1 2 3 7 root=9"),
+    ("scatter", (1, 2, 3, 7, 9), "Scatter 1 2 3 7 root=9"),
+    ("reduce", (1, 2, 3, 7, 4, 9), "Reduce 1 2 3 7 op=4 root=9"),
+    ("bcast", (2, 3, 7, 9), "Bcast 2 3 7 root=9"),
+    ("send", (1, 3, 7, 9), "Send 1 3 7 peer=9"),
+    ("recv", (2, 3, 7, 9), "Recv 2 3 7 peer=9"),
+    ("signal", (9, 4, 5, 6), "Signal peer=9 sig=4 ctx=5 flags=6"),
+    ("wait_signal", ([(1, 1, 1, 1), (2, 3, 4, 5)],), "WaitSignal n=2 last=2,3,4,5"),
+    ("put_signal", (1, 3, 7, 9, 0x400, 64, 4, 5, 6), "PutSignal 1 3 7 peer=9 win=400 64 sig=4 ctx=5 flags=6"),
+]
+
+
+@pytest.mark.parametrize(("method", "arguments", "noted"), CALLS, ids=[row[0] for row in CALLS])
+def test_operations(method, arguments, noted, comm, recorder):
+    getattr(comm, method)(*arguments, stream=0xABC)
+    assert recorder.noted == f"{noted} c=100 s=abc"
+    getattr(comm, method)(*arguments)
+    assert recorder.noted == f"{noted} c=100 s=0"
+
+
+@pytest.mark.parametrize(("method", "arguments", "noted"), CALLS[:8], ids=[row[0] for row in CALLS[:8]])
+def test_operations_with_a_config(method, arguments, noted, comm, recorder):
+    getattr(comm, method)(*arguments, 0xABC, {"algSelection": "RING", "maxCTAs": 4, "userProfilerTag": 2**40})
+    name, _, rest = noted.partition(" ")
+    assert recorder.noted == f"{name}Config {rest} c=100 s=abc alg=RING"
+    size, magic, version, _ext, low, high = struct.unpack("<QIIQii", recorder.bytes_of("call_config", 32))
+    assert (size, magic, version) == (72, 0xCAFEBEEF, nccl.VERSION)
+    assert (low, high) == (nccl.UNDEF_INT, 4)
+    assert struct.unpack("<ii", recorder.bytes_of("call_config", 56)[48:]) == (1, nccl.UNDEF_INT)
+    assert struct.unpack("<QQ", recorder.bytes_of("call_config", 72)[56:]) == (2**40, 0)
+
+
+def test_communicators(comm, recorder):
+    library = recorder.library
+    assert recorder.noted == "init n=4 rank=2 id=0,127"
+    assert (comm.rank, comm.size, comm.device, comm.handle) == (2, 4, 6, 0x100)
+    assert comm.library is library
+    comm.finalize()
+    assert recorder.noted == "finalize 100"
+    comm.revoke()
+    assert recorder.noted == "revoke 100 0"
+    assert comm.async_error() == 7
+    child = comm.split(3, 5)
+    assert recorder.noted == "split 100 3 5 inherit"
+    assert (child.handle, child.rank, child.size) == (0x200, 3, 5)
+    child.destroy()
+    assert recorder.noted == "destroy 200"
+    assert comm.split(nccl.SPLIT_NOCOLOR, 5, config={"splitShare": 1}) is None
+    assert recorder.noted == "split 100 -1 5 config"
+    child = comm.shrink([1, 3], flags=nccl.SHRINK_ABORT)
+    assert recorder.noted == "shrink 100 n=2 last=3 inherit flags=1"
+    child.abort()
+    assert comm.get_unique_id() == bytes([7]) * 128
+    assert recorder.noted == "comm_id 100"
+    scalable = library.comm_init_rank_scalable(8, 5, [bytes(128), bytes([9]) * 128])
+    assert recorder.noted == "scalable n=8 rank=5 nid=2 last=9"
+    scalable.abort()
+
+
+@pytest.mark.parametrize(
+    ("unique_id", "noted"),
+    [(None, "grow 100 n=6 id=-1 rank=-1 inherit"), (bytes([7]) * 128, "grow 100 n=6 id=7 rank=-1 inherit")],
+)
+def test_grow_of_old_ranks(unique_id, noted, comm, recorder):
+    child = comm.grow(6, unique_id)
+    assert recorder.noted == noted
+    assert child.size == 6
+    child.abort()
+
+
+def test_grow_of_a_new_rank(recorder):
+    child = recorder.library.comm_grow(6, bytes([7]) * 128, 4, config={})
+    assert recorder.noted == "grow 0 n=6 id=7 rank=4 config"
+    assert (child.rank, child.size) == (4, 6)
+    child.abort()
+
+
+def test_memory(comm, recorder):
+    assert comm.register(0x10, 64) == 0x300 and recorder.noted == "register 100 10 64"
+    comm.deregister(0x300)
+    assert recorder.noted == "deregister 100 300"
+    assert comm.window_register(0x10, 64, 1) == 0x400 and recorder.noted == "window 100 10 64 1"
+    assert comm.window_user_ptr(0x400) == 0x401 and recorder.noted == "window_ptr 100 400"
+    comm.window_deregister(0x400)
+    assert recorder.noted == "unwindow 100 400"
+    comm.suspend()
+    assert recorder.noted == "suspend 100 1"
+    comm.resume()
+    assert recorder.noted == "resume 100"
+    assert comm.mem_stats(3) == 2**40 and recorder.noted == "mem_stats 100 3"
+    assert recorder.library.mem_alloc(2**33) == 0x500 and recorder.noted == f"alloc {2**33}"
+    recorder.library.mem_free(0x500)
+    assert recorder.noted == "free 500"
+
+
+def test_groups(comm, recorder):
+    library = recorder.library
+    library.group_start()
+    with pytest.raises(errors.InvalidUsage, match="inside a group"):
+        comm.window_register(0x10, 64)  # its answer would be written when this call is long over
+    library.group_end()
+    assert recorder.noted == "group_end"
+    library.group_start()
+    assert library.group_simulate_end() == pytest.approx(1.5e-3)  # the library counts in microseconds
+    assert recorder.noted == f"simulate size=24 magic=74685283 version={nccl.VERSION} time=-1"
+    comm.window_register(0x10, 64)
+
+
+def test_addresses_are_whole_numbers_of_64_bits(comm, recorder):
+    comm.send(2**64 - 1, 2**64 - 1, 7, 0)
+    assert recorder.noted.startswith(f"Send {'f' * 16} {2**64 - 1} ")
+    for wrong in (-1, 2**64, "1", None):
+        with pytest.raises((OverflowError, TypeError)):
+            comm.send(wrong, 1, 7, 0)
+
+
+# ---- structs of several versions
+
+# sizeof(ncclConfig_t) in the nccl.h of each version
+SIZES = {21605: 24, 21701: 40, 21801: 48, 22602: 48, 22703: 72, 22803: 80, 22902: 88, 23004: 96, 23102: 112}
+
+
+@pytest.mark.parametrize(("version", "size"), [*SIZES.items(), (nccl.VERSION, 120), (23300, 120)])
+def test_a_config_has_the_size_of_its_version(version, size, build):
+    recorder = build(version)
+    recorder.library.comm_init_rank(2, UNIQUE_ID, 1, config={"blocking": False}).abort()
+    seen = struct.unpack("<QIIi", recorder.bytes_of("config", 20))
+    assert seen == (size, 0xCAFEBEEF, min(version, nccl.VERSION), 0)
+
+
+def test_config_fields(build):
+    recorder = build(nccl.VERSION)
+    config = {"minCTAs": 2, "netName": "Socket", "commName": b"mine", "nvlsHostMode": 1}
+    comm = recorder.library.comm_init_rank(2, UNIQUE_ID, 1, config=config)
+    assert recorder.noted == "init_config n=2 rank=1 net=Socket"
+    ints = struct.unpack("<30i", recorder.bytes_of("config", 120))
+    assert ints[4:8] == (nccl.UNDEF_INT, nccl.UNDEF_INT, 2, nccl.UNDEF_INT)
+    assert ints[27:29] == (nccl.UNDEF_INT, 1)
+    assert config == {"minCTAs": 2, "netName": "Socket", "commName": b"mine", "nvlsHostMode": 1}
+    comm.abort()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"blockin": 0}, "ncclConfig_t has no field 'blockin'; its fields are blocking, cgaClusterSize"),
+        ({"blocking": "no"}, "ncclConfig_t.blocking can't be 'no'"),
+        ({"minCTAs": 2**40}, "ncclConfig_t.minCTAs can't be"),
+        ({"netName": 5}, "ncclConfig_t.netName can't be 5"),
+        ([("blocking", 0)], "config must be a dict of ncclConfig_t fields, not list"),
+    ],
+)
+def test_wrong_configs(config, words, recorder):
+    with pytest.raises(errors.InvalidArgument, match=words.replace("(", r"\(")):
+        recorder.library.comm_init_rank(2, UNIQUE_ID, 1, config=config)
+
+
+def test_a_field_newer_than_the_library_is_refused(build):
+    with pytest.raises(errors.InvalidArgument, match=r"ncclConfig_t.nvlsCTAs came with NCCL 2\.27\.3; .* is 2\.18\.3"):
+        build(21803).library.comm_init_rank(2, UNIQUE_ID, 1, config={"nvlsCTAs": 1})
+
+
+@pytest.mark.parametrize("unique_id", [b"", bytes(127), bytes(129), bytearray(128), "x" * 128])
+def test_a_unique_id_is_128_bytes(unique_id, recorder):
+    with pytest.raises((errors.InvalidArgument, TypeError)):
+        recorder.library.comm_init_rank(2, unique_id, 1)
+
+
+# ---- scalars of every dtype
+
+NUMPY = {"int8": "i1", "uint8": "u1", "int32": "i4", "uint32": "u4", "int64": "i8", "uint64": "u8"}
+NUMPY |= {"float16": "f2", "float32": "f4", "float64": "f8"}
+
+
+def stored(comm, recorder, value, name: str) -> bytes:
+    op = comm.create_premul_sum(value, nccl.DTYPES[name])
+    assert op == 11 and recorder.noted == f"premul {nccl.DTYPES[name]} where=1 100"
+    comm.destroy_op(op)
+    assert recorder.noted == "destroy_op 11 100"
+    return recorder.bytes_of("scalar", 8)
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_scalars_of_numpys_types(name, comm, recorder):
+    kind = np.dtype(NUMPY[name])
+    if kind.kind == "f":
+        values = [0.0, -0.0, 1.0, 1 / 3, -2.5, 1e-7, 6e-8, 65504.0, math.inf, -math.inf]
+    else:
+        values = [0, 1, 2.0, np.int32(5), np.iinfo(kind).min, np.iinfo(kind).max]
+    for value in values:
+        assert stored(comm, recorder, value, name)[: kind.itemsize] == kind.type(value).tobytes(), value
+
+
+def decoded(bits: int, exponent_bits: int, mantissa_bits: int, has_infinity: bool) -> float:
+    """The value of a small float, straight from the definition of the format."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    sign = -1.0 if bits >> (exponent_bits + mantissa_bits) else 1.0
+    exponent = bits >> mantissa_bits & (2**exponent_bits - 1)
+    mantissa = bits & (2**mantissa_bits - 1)
+    if exponent == 2**exponent_bits - 1 and (has_infinity or mantissa == 2**mantissa_bits - 1):
+        return sign * math.inf if mantissa == 0 else math.nan
+    if exponent == 0:
+        return sign * math.ldexp(mantissa, 1 - bias - mantissa_bits)
+    return sign * math.ldexp(2**mantissa_bits + mantissa, exponent - bias - mantissa_bits)
+
+
+SMALL = {"float16": (5, 10, True), "bfloat16": (8, 7, True), "float8e4m3": (4, 3, False), "float8e5m2": (5, 2, True)}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_scalars_of_small_floats(name, comm, recorder):
+    """Every value of the format, and between neighbours: nearest, ties to even."""
+    exponent_bits, mantissa_bits, has_infinity = SMALL[name]
+    width = (1 + exponent_bits + mantissa_bits) // 8
+    step = 1 if width == 1 else 37
+    patterns = [bits for bits in range(0, 2 ** (8 * width - 1) - 1, step)]
+    finite = [(bits, decoded(bits, *SMALL[name])) for bits in patterns]
+    finite = [(bits, value) for bits, value in finite if math.isfinite(value)]
+
+    def bits_of(value: float) -> int:
+        return int.from_bytes(stored(comm, recorder, value, name)[:width], sys.byteorder)
+
+    for bits, value in finite:
+        assert bits_of(value) == bits
+        assert bits_of(-value) == bits | 1 << (8 * width - 1)
+        above = decoded(bits + 1, *SMALL[name])
+        if math.isfinite(above):
+            middle = (value + above) / 2
+            assert bits_of(middle) == bits + (bits & 1)
+            assert bits_of(math.nextafter(middle, -math.inf)) == bits
+            assert bits_of(math.nextafter(middle, math.inf)) == bits + 1
+    assert math.isnan(decoded(bits_of(math.nan), *SMALL[name]))
+    if has_infinity:
+        assert decoded(bits_of(-math.inf), *SMALL[name]) == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (300, "int8"),
+        (-1, "uint64"),
+        (0.5, "int32"),
+        (math.nan, "int64"),
+        (65520.0, "float16"),
+        (1e39, "float32"),
+        (3.4e38 * 1.01, "bfloat16"),
+        (465.0, "float8e4m3"),
+        (math.inf, "float8e4m3"),
+        (61440.0, "float8e5m2"),
+        ("1", "float32"),
+        (None, "float16"),
+    ],
+)
+def test_scalars_that_do_not_fit_are_refused(value, name, comm):
+    with pytest.raises(errors.InvalidArgument, match=f"can't be stored as {name}"):
+        comm.create_premul_sum(value, nccl.DTYPES[name])
+
+
+def test_a_scalar_of_no_dtype(comm):
+    with pytest.raises(errors.InvalidArgument, match="99 is no dtype code"):
+        comm.create_premul_sum(1.0, 99)

@@ -1,0 +1,454 @@
+// The ranks as threads of one process, so that the thread sanitizer, which sees nothing between processes, sees the engine.
+//
+// Every scenario runs on some number of ranks, checks what it computes, and ends the program with a message and status 1
+// when something is wrong. Linked with all of host/ and kernels/host/ (baseline), built with the sanitizer as a whole.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "coll/host_abi.h"
+
+namespace {
+
+const char* g_scenario = "";
+
+[[noreturn]] void fail(const char* file, int line, const std::string& text) {
+  fprintf(stderr, "%s:%d: %s: %s (last error: %s)\n", file, line, g_scenario, text.c_str(), ncclGetLastError(nullptr));
+  fflush(stderr);
+  _exit(1);
+}
+#define CHECK(condition) \
+  do { if (!(condition)) fail(__FILE__, __LINE__, "not true: " #condition); } while (0)
+#define OK(call) \
+  do { ncclResult_t r_ = (call); if (r_ != ncclSuccess) fail(__FILE__, __LINE__, #call " gave " + std::to_string(r_)); } while (0)
+#define FAILS(call, code) \
+  do { ncclResult_t r_ = (call); if (r_ != (code)) fail(__FILE__, __LINE__, #call " gave " + std::to_string(r_)); } while (0)
+
+// All ranks meet here. Used only where a scenario is about order; it would hide races everywhere else.
+class Barrier {
+ public:
+  explicit Barrier(int n) : n_(n) {}
+  void wait() {
+    std::unique_lock<std::mutex> hold(lock_);
+    long round = round_;
+    if (++came_ == n_) {
+      came_ = 0;
+      ++round_;
+      changed_.notify_all();
+    } else {
+      changed_.wait(hold, [&] { return round_ != round; });
+    }
+  }
+
+ private:
+  int n_, came_ = 0;
+  long round_ = 0;
+  std::mutex lock_;
+  std::condition_variable changed_;
+};
+
+struct Rank {
+  int rank, size;
+  ncclComm_t comm;
+  Barrier* barrier;
+};
+
+// Run `body` on `n` threads, each a rank of a fresh communicator. `body` ends the communicator itself if `owns` is true.
+void on_ranks(int n, const std::function<void(Rank&)>& body, bool owns = false) {
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  Barrier barrier(n);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < n; ++r) {
+    threads.emplace_back([&, r] {
+      Rank me = {r, n, nullptr, &barrier};
+      OK(ncclCommInitRank(&me.comm, n, id, r));
+      body(me);
+      if (!owns) OK(ncclCommDestroy(me.comm));
+    });
+  }
+  for (std::thread& t : threads) t.join();
+}
+
+template <class T>
+std::vector<T> filled(size_t count, T value) {
+  return std::vector<T>(count, value);
+}
+
+float triangle(int n) { return static_cast<float>(n * (n + 1)) / 2; }
+
+bool all_equal(const std::vector<float>& x, float value) {
+  return std::all_of(x.begin(), x.end(), [&](float v) { return v == value; });
+}
+
+const size_t kCounts[] = {0, 1, 63, 1024, 5000};
+
+// ---- Every collective, blocking, twice in place and out of place.
+void collectives(Rank& me) {
+  size_t n = static_cast<size_t>(me.size), rank = static_cast<size_t>(me.rank);
+  for (size_t count : kCounts) {
+    float mine = static_cast<float>(rank + 1);
+    std::vector<float> x = filled(count, mine), y(count), wide(count * n), wide_out(count * n);
+    OK(ncclAllReduce(x.data(), y.data(), count, ncclFloat32, ncclSum, me.comm, nullptr));
+    CHECK(all_equal(y, triangle(me.size)) && all_equal(x, mine));
+    OK(ncclAllReduce(x.data(), x.data(), count, ncclFloat32, ncclMax, me.comm, nullptr));
+    CHECK(all_equal(x, static_cast<float>(n)));
+    std::fill(x.begin(), x.end(), mine);
+
+    OK(ncclAllGather(x.data(), wide.data(), count, ncclFloat32, me.comm, nullptr));
+    for (size_t i = 0; i < wide.size(); ++i) CHECK(wide[i] == static_cast<float>(i / count + 1));
+    OK(ncclReduceScatter(wide.data(), y.data(), count, ncclFloat32, ncclAvg, me.comm, nullptr));
+    CHECK(all_equal(y, mine));
+    OK(ncclAlltoAll(wide.data(), wide_out.data(), count, ncclFloat32, me.comm, nullptr));
+    CHECK(all_equal(wide_out, mine));
+
+    for (int root = 0; root < me.size; ++root) {
+      OK(ncclBroadcast(x.data(), y.data(), count, ncclFloat32, root, me.comm, nullptr));
+      CHECK(all_equal(y, static_cast<float>(root + 1)));
+      y = x;
+      OK(ncclBcast(y.data(), count, ncclFloat32, root, me.comm, nullptr));
+      CHECK(all_equal(y, static_cast<float>(root + 1)));
+      std::fill(y.begin(), y.end(), -1.f);
+      OK(ncclReduce(x.data(), y.data(), count, ncclFloat32, ncclMin, root, me.comm, nullptr));
+      CHECK(all_equal(y, me.rank == root ? 1.f : -1.f));
+      std::fill(wide_out.begin(), wide_out.end(), -1.f);
+      OK(ncclGather(x.data(), me.rank == root ? wide_out.data() : nullptr, count, ncclFloat32, root, me.comm, nullptr));
+      CHECK(me.rank == root ? wide_out == wide : all_equal(wide_out, -1.f));
+      OK(ncclScatter(me.rank == root ? wide.data() : nullptr, y.data(), count, ncclFloat32, root, me.comm, nullptr));
+      CHECK(all_equal(y, mine));
+    }
+  }
+}
+
+// ---- All types and operations; the values are small, so the result is exact in each of them.
+void types(Rank& me) {
+  for (int type = 0; type < ncclNumTypes; ++type) {
+    for (int op = 0; op < ncclNumOps; ++op) {
+      std::vector<unsigned char> x(3000 * 8, 0);
+      OK(ncclAllReduce(x.data(), x.data(), 3000, static_cast<ncclDataType_t>(type), static_cast<ncclRedOp_t>(op), me.comm,
+                       nullptr));
+      CHECK(std::all_of(x.begin(), x.end(), [](unsigned char b) { return b == 0; }));
+    }
+  }
+  ncclRedOp_t op;
+  float scalar = static_cast<float>(me.rank + 1);
+  OK(ncclRedOpCreatePreMulSum(&op, &scalar, ncclFloat32, ncclScalarHostImmediate, me.comm));
+  std::vector<float> x = filled(2000, 2.f);
+  OK(ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, op, me.comm, nullptr));
+  CHECK(all_equal(x, 2 * triangle(me.size)));
+  OK(ncclRedOpDestroy(op, me.comm));
+}
+
+// ---- Send and receive: a ring in a group, pairs one after the other, to oneself, many in one group.
+void transfers(Rank& me) {
+  int next = (me.rank + 1) % me.size, previous = (me.rank + me.size - 1) % me.size;
+  for (size_t count : {size_t{0}, size_t{1}, size_t{3000}, size_t{70000}}) {
+    std::vector<float> out = filled(count, static_cast<float>(me.rank)), in = filled(count, -1.f);
+    OK(ncclGroupStart());
+    OK(ncclSend(out.data(), count, ncclFloat32, next, me.comm, nullptr));
+    OK(ncclRecv(in.data(), count, ncclFloat32, previous, me.comm, nullptr));
+    OK(ncclGroupEnd());
+    CHECK(all_equal(in, static_cast<float>(previous)));
+  }
+  std::vector<std::vector<int>> out, in;
+  for (int r = 0; r < me.size; ++r) {
+    out.push_back(std::vector<int>(2000, me.rank * 100 + r));
+    in.push_back(std::vector<int>(2000, -1));
+  }
+  OK(ncclGroupStart());
+  for (int r = 0; r < me.size; ++r) OK(ncclSend(out[r].data(), 2000, ncclInt32, r, me.comm, nullptr));
+  for (int r = 0; r < me.size; ++r) OK(ncclRecv(in[r].data(), 2000, ncclInt32, r, me.comm, nullptr));
+  OK(ncclGroupEnd());
+  for (int r = 0; r < me.size; ++r) CHECK(in[r] == std::vector<int>(2000, r * 100 + me.rank));
+  if (me.size > 1 && me.rank < 2) {
+    for (int i = 0; i < 20; ++i) {
+      int value = me.rank == 0 ? i : -1;
+      if (me.rank == 0) OK(ncclSend(&value, 1, ncclInt32, 1, me.comm, nullptr));
+      else OK(ncclRecv(&value, 1, ncclInt32, 0, me.comm, nullptr));
+      CHECK(value == i);
+    }
+  }
+}
+
+// ---- Groups of collectives on two communicators, posted in another order on odd ranks.
+void groups(Rank& me) {
+  ncclComm_t second;
+  OK(ncclCommSplit(me.comm, 0, -me.rank, &second, nullptr));
+  for (int step = 0; step < 10; ++step) {
+    std::vector<float> a = filled(4000, 1.f), b = filled(3000, 2.f), c = filled(10, static_cast<float>(me.rank));
+    auto first_calls = [&] {
+      OK(ncclAllReduce(a.data(), a.data(), a.size(), ncclFloat32, ncclSum, me.comm, nullptr));
+      OK(ncclBcast(c.data(), c.size(), ncclFloat32, step % me.size, me.comm, nullptr));
+    };
+    auto second_calls = [&] { OK(ncclAllReduce(b.data(), b.data(), b.size(), ncclFloat32, ncclAvg, second, nullptr)); };
+    OK(ncclGroupStart());
+    OK(ncclGroupStart());
+    me.rank % 2 ? second_calls() : first_calls();
+    OK(ncclGroupEnd());
+    me.rank % 2 ? first_calls() : second_calls();
+    OK(ncclGroupEnd());
+    CHECK(all_equal(a, static_cast<float>(me.size)) && all_equal(b, 2.f));
+    CHECK(all_equal(c, static_cast<float>(step % me.size)));
+  }
+  OK(ncclCommDestroy(second));
+}
+
+// ---- Queues: two on one communicator with the NULL stream between, callbacks, waits from several threads.
+void queues(Rank& me) {
+  collHostQueue_t queue[2];
+  OK(collHostQueueCreate(&queue[0]));
+  OK(collHostQueueCreate(&queue[1]));
+  std::vector<float> x = filled(4000, 1.f);
+  std::atomic<int> called{0};
+  float want = 1;
+  for (int step = 0; step < 12; ++step) {
+    cudaStream_t stream = step % 3 == 2 ? nullptr : reinterpret_cast<cudaStream_t>(queue[step % 3]);
+    OK(ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, step % 2 ? ncclAvg : ncclSum, me.comm, stream));
+    if (step % 2 == 0) want *= static_cast<float>(me.size);
+    if (stream) {
+      auto count_up = [](void* p) { static_cast<std::atomic<int>*>(p)->fetch_add(1); };
+      OK(collHostQueueCall(queue[step % 3], count_up, &called));
+    } else {
+      CHECK(all_equal(x, want));  // done when the call returned, and so is what was queued before it
+    }
+  }
+  uint64_t tickets[2];
+  for (int i = 0; i < 2; ++i) {
+    OK(collHostQueueRecord(queue[i], &tickets[i]));
+    CHECK(tickets[i] == 8);
+  }
+  std::vector<std::thread> waiters;
+  for (int i = 0; i < 4; ++i) waiters.emplace_back([&, i] { OK(collHostQueueWait(queue[i % 2], tickets[i % 2], -1)); });
+  for (std::thread& t : waiters) t.join();
+  CHECK(called == 8 && all_equal(x, want));
+  int64_t value;
+  OK(collHostQueueGet(queue[0], collHostQueuePending, &value));
+  CHECK(value == 0);
+  for (collHostQueue_t q : queue) OK(collHostQueueDestroy(q));
+}
+
+// ---- Several threads of each rank on one communicator: the same call from all, so any order is right.
+void many_threads(Rank& me) {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 15; ++i) {
+        std::vector<float> x = filled(2000, 1.f);
+        OK(ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclSum, me.comm, nullptr));
+        CHECK(all_equal(x, static_cast<float>(me.size)));
+        ncclResult_t state;
+        OK(ncclCommGetAsyncError(me.comm, &state));
+        uint64_t sequence;
+        OK(collHostCommSequence(me.comm, &sequence));
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+}
+
+// ---- Splits by color, from a part of a part, with ranks that take no part; shrink.
+void splits(Rank& me) {
+  ncclComm_t parts, alone, none = nullptr;
+  OK(ncclCommSplit(me.comm, me.rank % 2, me.rank, &parts, nullptr));
+  OK(ncclCommSplit(parts, me.rank, 0, &alone, nullptr));
+  OK(ncclCommSplit(me.comm, me.rank == 0 ? NCCL_SPLIT_NOCOLOR : 1, 0, &none, nullptr));
+  CHECK((none == nullptr) == (me.rank == 0));
+  for (ncclComm_t comm : {parts, alone, none, me.comm}) {
+    if (!comm) continue;
+    int size;
+    OK(ncclCommCount(comm, &size));
+    std::vector<float> x = filled(3000, 1.f);
+    OK(ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclSum, comm, nullptr));
+    CHECK(all_equal(x, static_cast<float>(size)));
+  }
+  if (me.size > 2) {
+    int last = me.size - 1;
+    if (me.rank != last) {
+      ncclComm_t smaller;
+      OK(ncclCommShrink(me.comm, &last, 1, &smaller, nullptr, NCCL_SHRINK_DEFAULT));
+      float one = 1;
+      OK(ncclAllReduce(&one, &one, 1, ncclFloat32, ncclSum, smaller, nullptr));
+      CHECK(one == static_cast<float>(last));
+      OK(ncclCommDestroy(smaller));
+    }
+  }
+  for (ncclComm_t comm : {parts, alone, none})
+    if (comm) OK(ncclCommDestroy(comm));
+}
+
+// ---- The ranks call different things: an error on all of them, and everything works afterwards.
+void mismatch(Rank& me) {
+  std::vector<float> x = filled(5000, 1.f);
+  for (int i = 0; i < 5; ++i) {
+    size_t count = me.rank == i % me.size ? 5000 : 4999;
+    FAILS(ncclAllReduce(x.data(), x.data(), count, ncclFloat32, ncclSum, me.comm, nullptr), ncclInvalidUsage);
+    collHostErrorInfo_t info;
+    info.size = sizeof info;
+    OK(collHostGetError(nullptr, &info));
+    CHECK(info.kind == collHostErrorMismatch && info.npeers > 0);
+    OK(ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclMax, me.comm, nullptr));
+    CHECK(all_equal(x, 1.f));
+  }
+}
+
+// ---- Abort from another thread while this one waits, and revoke; the peers are told.
+void abort_while_waiting(Rank& me) {
+  std::vector<float> x = filled(100, 1.f);
+  OK(ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclSum, me.comm, nullptr));
+  if (me.rank == 0) {
+    std::thread other([&] {
+      usleep(100 * 1000);
+      ncclCommRevoke(me.comm, NCCL_REVOKE_DEFAULT);
+    });
+    CHECK(ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclSum, me.comm, nullptr) != ncclSuccess);
+    other.join();
+    me.barrier->wait();
+  } else {
+    me.barrier->wait();
+    ncclResult_t first = ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclSum, me.comm, nullptr);
+    // Rank 0 had given its share to the first call; not to this one.
+    CHECK(first != ncclSuccess ||
+          ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclSum, me.comm, nullptr) != ncclSuccess);
+  }
+  OK(ncclCommAbort(me.comm));
+}
+
+// ---- Time limits, and what is pending as seen from another thread.
+void time_limit(Rank& me) {
+  OK(collHostCommSetTimeout(me.comm, 300));
+  float x = 1;
+  if (me.rank == 0) {
+    std::thread watcher([&] {
+      for (int i = 0; i < 50; ++i) {
+        collHostErrorInfo_t info;
+        info.size = sizeof info;
+        OK(collHostCommPending(me.comm, &info));
+        usleep(1000);
+      }
+    });
+    FAILS(ncclAllReduce(&x, &x, 1, ncclFloat32, ncclSum, me.comm, nullptr), ncclTimeout);
+    watcher.join();
+    collHostErrorInfo_t info;
+    info.size = sizeof info;
+    OK(collHostGetError(nullptr, &info));
+    CHECK(info.kind == collHostErrorTimeout && info.npeers == me.size - 1);
+  }
+  me.barrier->wait();
+  OK(ncclCommAbort(me.comm));
+}
+
+// ---- Communicators and memory come and go while others work.
+void come_and_go(Rank& me) {
+  for (int i = 0; i < 15; ++i) {
+    ncclComm_t part;
+    OK(ncclCommSplit(me.comm, 0, 0, &part, nullptr));
+    void* memory;
+    size_t nbytes = 20000 + 4096 * static_cast<size_t>(i);
+    OK(ncclMemAlloc(&memory, nbytes));
+    void* handle;
+    OK(ncclCommRegister(part, memory, nbytes, &handle));
+    float* x = static_cast<float*>(memory);
+    for (int k = 0; k < 5000; ++k) x[k] = 1;
+    OK(ncclAllReduce(x, x, 5000, ncclFloat32, ncclSum, part, nullptr));
+    CHECK(x[0] == static_cast<float>(me.size) && x[4999] == x[0]);
+    OK(ncclCommDeregister(part, handle));
+    OK(ncclMemFree(memory));
+    OK(ncclCommFinalize(part));
+    OK(ncclCommDestroy(part));
+  }
+}
+
+// ---- One thread drives all ranks (ncclCommInitAll), in groups.
+void one_thread(int n) {
+  std::vector<ncclComm_t> comms(static_cast<size_t>(n));
+  OK(ncclCommInitAll(comms.data(), n, nullptr));
+  for (int step = 0; step < 5; ++step) {
+    std::vector<std::vector<float>> x, sum, moved;
+    for (int r = 0; r < n; ++r) {
+      x.push_back(filled(4000, static_cast<float>(r + 1)));
+      sum.push_back(filled(4000, 0.f));
+      moved.push_back(filled(4000, 0.f));
+    }
+    OK(ncclGroupStart());
+    for (int r = n - 1; r >= 0; --r) {
+      size_t i = static_cast<size_t>(r);
+      OK(ncclAllReduce(x[i].data(), sum[i].data(), 4000, ncclFloat32, ncclSum, comms[i], nullptr));
+      OK(ncclSend(x[i].data(), 4000, ncclFloat32, (r + 1) % n, comms[i], nullptr));
+      OK(ncclRecv(moved[i].data(), 4000, ncclFloat32, (r + n - 1) % n, comms[i], nullptr));
+    }
+    OK(ncclGroupEnd());
+    for (int r = 0; r < n; ++r) {
+      CHECK(all_equal(sum[static_cast<size_t>(r)], triangle(n)));
+      CHECK(all_equal(moved[static_cast<size_t>(r)], static_cast<float>((r + n - 1) % n + 1)));
+    }
+  }
+  for (ncclComm_t comm : comms) OK(ncclCommDestroy(comm));
+}
+
+// ---- Several communicators of one job of threads at the same time, each driven by a thread of its own.
+void side_by_side(Rank& me) {
+  ncclComm_t second;
+  OK(ncclCommSplit(me.comm, 0, 0, &second, nullptr));
+  auto work = [&](ncclComm_t comm) {
+    for (int i = 0; i < 20; ++i) {
+      std::vector<float> x = filled(static_cast<size_t>(100 * i), 1.f);
+      OK(ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat32, ncclSum, comm, nullptr));
+      CHECK(all_equal(x, static_cast<float>(me.size)));
+    }
+  };
+  std::thread other([&] { work(second); });
+  work(me.comm);
+  other.join();
+  OK(ncclCommDestroy(second));
+}
+
+void run(const char* name, const std::function<void()>& scenario) {
+  struct timespec from, to;
+  clock_gettime(CLOCK_MONOTONIC, &from);
+  g_scenario = name;
+  scenario();
+  clock_gettime(CLOCK_MONOTONIC, &to);
+  double seconds = static_cast<double>(to.tv_sec - from.tv_sec) + 1e-9 * static_cast<double>(to.tv_nsec - from.tv_nsec);
+  printf("%-24s %.2f s\n", name, seconds);
+  fflush(stdout);
+}
+
+}  // namespace
+
+int main() {
+  setenv("COLLECTIVES_HOST_CHUNK", "4096", 0);  // many rounds with little data
+  for (int n : {1, 2, 3, 5}) {
+    printf("---- %d ranks\n", n);
+    run("collectives", [&] { on_ranks(n, collectives); });
+    run("types", [&] { on_ranks(n, types); });
+    run("transfers", [&] { on_ranks(n, transfers); });
+    run("groups", [&] { on_ranks(n, groups); });
+    run("queues", [&] { on_ranks(n, queues); });
+    run("many threads", [&] { on_ranks(n, many_threads); });
+    run("splits", [&] { on_ranks(n, splits); });
+    run("come and go", [&] { on_ranks(n, come_and_go); });
+    run("side by side", [&] { on_ranks(n, side_by_side); });
+    run("one thread", [&] { one_thread(n); });
+    if (n == 1) continue;
+    run("mismatch", [&] { on_ranks(n, mismatch); });
+    run("abort while waiting", [&] { on_ranks(n, abort_while_waiting, true); });
+    run("time limit", [&] { on_ranks(n, time_limit, true); });
+  }
+  uint64_t in_use;
+  OK(collHostMemoryInUse(&in_use));
+  CHECK(in_use == 0);
+  printf("all scenarios passed\n");
+  return 0;
+}
