@@ -235,6 +235,7 @@ cdef extern from "_nccl_table.h" nogil:
         ncclResult_t (*ncclParamGetParameter)(const char* key, const char** value, int* valueLen) noexcept nogil
         ncclResult_t (*ncclParamGetAllParameterKeys)(const char*** table, int* tableLen) noexcept nogil
         void (*ncclParamDumpAll)() noexcept nogil
+        ncclResult_t (*ncclSetEncryption)(const ncclEncryptionConfig_t* config) noexcept nogil
         ncclResult_t (*collHostQueueCreate)(collHostQueue_t* queue) noexcept nogil
         ncclResult_t (*collHostQueueDestroy)(collHostQueue_t queue) noexcept nogil
         ncclResult_t (*collHostQueueRecord)(collHostQueue_t queue, uint64_t* ticket) noexcept nogil
@@ -257,7 +258,6 @@ cdef extern from "_nccl_table.h" nogil:
         ncclResult_t (*collHostCommChunkBytes)(ncclComm_t comm, size_t* nbytes) noexcept nogil
         ncclResult_t (*collHostMemoryInUse)(uint64_t* nbytes) noexcept nogil
         ncclResult_t (*collHostGroupCancel)() noexcept nogil
-        ncclResult_t (*ncclSetEncryption)(const ncclEncryptionConfig_t* config) noexcept nogil
 
 
 cdef class Library:

@@ -70,20 +70,22 @@ cdef object error_of(Library library, Comm comm, ncclResult_t code, const char* 
     """The exception for a call of this thread that returned ``code``. Call it before anything else can fail here."""
     cdef collHostErrorInfo_t info
     cdef ncclComm_t handle = NULL if comm is None else comm.comm
+    cdef ncclComm_t asked = NULL
     cdef str op = None if function is NULL else op_name(function.decode())
     cdef object rank = None if comm is None or comm.known_rank < 0 else comm.known_rank
     if collInterrupted:
         return take_interrupt(op, rank)
     if library.api.collHostGetError is not NULL:
-        for about in (False, True):             # the thread's newest error, else what the communicator is stuck in
+        for attempt in range(2):        # the thread's newest error, else what the communicator is stuck in
             memset(&info, 0, sizeof(info))
             info.size = sizeof(info)
-            if about and handle is NULL:
-                break
             with nogil:
-                library.api.collHostGetError(handle if about else NULL, &info)
+                library.api.collHostGetError(asked, &info)
             if info.code == <int> code and info.kind != 0:
                 return exception_of(info_of(&info), op, rank)
+            if handle is NULL:
+                break
+            asked = handle
     detail = text_of(library.api.ncclGetLastError(NULL)) if library.api.ncclGetLastError is not NULL else ""
     sentence = text_of(library.api.ncclGetErrorString(code)) if library.api.ncclGetErrorString is not NULL else ""
     sentence = sentence or f"result code {<int> code}"

@@ -140,12 +140,15 @@ class Communicator:
 
     # ---- Collectives.
 
-    def all_reduce(self, array, op="sum", *, async_op: bool = False, stream=None) -> Work | None:
+    def all_reduce(self, array, op="sum", *, async_op: bool = False, algorithm="native", stream=None) -> Work | None:
         """Reduce `array` over all ranks, in place; every rank gets the result.
 
         `op`: "sum", "prod", "max", "min", "avg", a number (each rank's array is multiplied by its number, then summed)
-        or the ``torch.distributed.ReduceOp``. Takes NCCL's 12 dtypes. C: ncclAllReduce.
+        or the ``torch.distributed.ReduceOp``. Takes NCCL's 12 dtypes. `algorithm`: "native", what the library does.
+        C: ncclAllReduce.
         """
+        if algorithm != "native":
+            self._algorithm(algorithm, "all_reduce")
         ptr, count, dtype = self._read.numbers(array, "all_reduce")
         if self._on_host and type(op) is str and not async_op and stream is None and not open_groups:
             code = OPS.get(op)
@@ -172,13 +175,16 @@ class Communicator:
         described = row("reduce", dtype=place.code, count=place.count, op=PREMUL if scalar else code, root=root)
         return self._launch("reduce", steps, (array,), array, place.nbytes, described, async_op, stream, scalar)
 
-    def reduce_scatter(self, out, inp, op="sum", *, async_op: bool = False, stream=None) -> Work | None:
+    def reduce_scatter(
+        self, out, inp, op="sum", *, async_op: bool = False, algorithm="native", stream=None
+    ) -> Work | None:
         """Reduce `inp` over all ranks and give each rank its part: rank r gets part r of `size` equal ones in `out`.
 
         `inp` has `size` times as many elements as `out`, of the same dtype. In place where `out` is part `rank` of
         `inp`. C: ncclReduceScatter.
         """
         name = "reduce_scatter"
+        self._algorithm(algorithm, name)
         to, of = self._pair(out, inp, name)
         self._read.reducible(of, name)
         self._read.sized(of, to, self.size, name, "inp", "out")
@@ -188,13 +194,14 @@ class Communicator:
         described = row(name, dtype=to.code, count=to.count, op=PREMUL if scalar else code)
         return self._launch(name, steps, (out, inp), out, of.nbytes, described, async_op, stream, scalar)
 
-    def all_gather(self, out, inp, *, async_op: bool = False, stream=None) -> Work | None:
+    def all_gather(self, out, inp, *, async_op: bool = False, algorithm="native", stream=None) -> Work | None:
         """Gather every rank's `inp` into `out` on every rank, in rank order. Takes any dtype.
 
         `out` has `size` times as many elements as `inp`. In place where `inp` is part `rank` of `out`.
         C: ncclAllGather.
         """
         name = "all_gather"
+        self._algorithm(algorithm, name)
         to, of = self._pair(out, inp, name)
         self._read.sized(to, of, self.size, name, "out", "inp")
         self._read.apart(to, of, name, self.rank, "the only form in place is inp == part `rank` of out")
@@ -469,6 +476,10 @@ class Communicator:
         if scalar is None:
             return code, None
         return code, (premul_scalar(scalar, dtype, rank=self.rank, name=name), dtype)
+
+    def _algorithm(self, algorithm, name: str) -> None:
+        if algorithm != "native":
+            raise self._wrong(name, f"algorithm must be 'native', what the library does, not {algorithm!r}")
 
     def _rank(self, value, what: str, name: str) -> int:
         return parse_rank(value, self.size, what, rank=self.rank, name=name)

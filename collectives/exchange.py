@@ -37,8 +37,9 @@ __all__ = [
 ]
 
 RECORD_BYTES = 2048
-# After a failure: how many seconds the rank that serves the others stays, so that all of them learn why.
-_GRACE_S = 2.0
+# After a failure: how many seconds the rank that serves the others stays, so that those who have come learn why; and
+# how many where it was no lack of time, for those who are still starting.
+_GRACE_S, _LATECOMERS_S = 2.0, 5.0
 _ID_BYTES = 128
 _FAILURE_BYTES = 1 << 17  # names up to some 10,000 ranks
 _MPI_TAG = 0x4343
@@ -190,7 +191,7 @@ def limited(function: Callable[[threading.Event], T], until: float, late: Callab
     ``until``: on ``time.monotonic``'s clock, in seconds; past it, what ``late`` gives is raised. The function runs in a
     thread and gets an event that says "give up"; a thread that doesn't come back is left behind, as a daemon.
     """
-    stop = threading.Event()
+    stop, ended = threading.Event(), threading.Event()
     outcome: list[tuple[T | None, BaseException | None]] = []
 
     def target():
@@ -198,14 +199,14 @@ def limited(function: Callable[[threading.Event], T], until: float, late: Callab
             outcome.append((function(stop), None))
         except BaseException as error:  # raised below, in the caller's thread
             outcome.append((None, error))
+        ended.set()  # an event: a join that a signal interrupts takes the thread for ended from then on (Python 3.11)
 
-    thread = threading.Thread(target=target, name="collectives-meet", daemon=True)
-    thread.start()
+    threading.Thread(target=target, name="collectives-meet", daemon=True).start()
     try:
-        thread.join(max(0.0, until - time.monotonic()))
+        ended.wait(max(0.0, until - time.monotonic()))
     except BaseException:  # Ctrl-C: the interpreter may end next, and a thread inside torch would abort that
         stop.set()
-        thread.join(_GRACE_S)
+        ended.wait(_GRACE_S)
         raise
     finally:
         stop.set()
@@ -225,7 +226,8 @@ class StoreExchange:
     """One meeting over a store: claim my number, put down my record, wait for the others'.
 
     ``deadline``: on ``time.monotonic``'s clock; ``timeout``: the seconds that it was, for messages; ``where``: what to
-    call the store; ``server``: the rank in whose process it is, if it is one's.
+    call the store; ``server``: the rank in whose process it is, if it is one's. ``stale`` is set when the store went
+    away before the serving rank had come to this meeting: then it was an older one of that process.
 
     Keys: ``arrived`` and ``left`` count processes, ``claim/R`` counts those that say they are rank R, ``peer/R`` holds
     R's record, ``error`` the reason for which the meeting has failed: whoever finds it first puts it there for all.
@@ -237,6 +239,8 @@ class StoreExchange:
     timeout: float
     where: str = "the store"
     server: int | None = None
+    stale: bool = False
+    _server_came: bool = False
 
     def meet(self) -> Meeting:
         """Exchange the records and check them. Blocks until all ranks have come or the time is over."""
@@ -266,20 +270,21 @@ class StoreExchange:
             self.store.add("arrived", 1)
             try:
                 records = self._records(stop)
-            except BaseException:
+            except BaseException as error:
+                timed_out = isinstance(error, CollectiveTimeout)
+                until = min(time.monotonic() + _LATECOMERS_S, self.deadline) if not timed_out else self.deadline
                 with contextlib.suppress(RuntimeError):  # if the store is what has failed, that is raised already
                     self.store.add("left", 1)
-                    self._linger(stop, time.monotonic() + _GRACE_S, lambda: self.store.add("arrived", 0))
+                    self._linger(stop, until + _GRACE_S, 0 if timed_out else self.own.size)
                 raise
             self.store.add("left", 1)
-            self._linger(stop, self.deadline, lambda: self.own.size)
+            self._linger(stop, self.deadline, self.own.size)
             return records
         except CollectivesError:
             raise
         except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, in some stores a plain one
-            kind, peers = (
-                (TransportError, ()) if self.server in (None, self.own.rank) else (RemoteError, (self.server,))
-            )
+            kind, peers = (RemoteError, (self.server,)) if self._is_guest() else (TransportError, ())
+            self.stale = self._is_guest() and not self._server_came
             text = f"{self.where} has gone away or failed: {first_line(error)}"
             raise kind(text, op="init", rank=self.own.rank, peers=peers) from error
 
@@ -307,15 +312,22 @@ class StoreExchange:
                     text = f"{name_ranks(missing)} of {size} did not come within {self.timeout:g} s"
                     self._fail(CollectiveTimeout, text, missing)
                 continue  # the last one came just now
+            if self._is_guest() and not self._server_came:
+                self._server_came = store.check([keys[self.server]])
             if stop.wait(pause):
-                raise InvalidUsage("the meeting was given up", op="init", rank=rank)
+                self._fail(RemoteError, f"rank {rank} stopped while the ranks were meeting", (rank,))
             pause = min(pause * 1.5, 0.05)
 
-    def _linger(self, stop: threading.Event, until: float, expected: Callable[[], int]) -> None:
-        """In the rank that serves the store: wait until the others have left it."""
+    def _is_guest(self) -> bool:
+        """Tell whether the store is in another rank's process."""
+        return self.server not in (None, self.own.rank)
+
+    def _linger(self, stop: threading.Event, until: float, expected: int) -> None:
+        """In the rank that serves the store: wait until all who have come, and at least ``expected``, have left it."""
         if self.server == self.own.rank:
-            while self.store.add("left", 0) < expected() and time.monotonic() < until and not stop.wait(0.002):
-                pass
+            while self.store.add("left", 0) < max(expected, self.store.add("arrived", 0)):
+                if time.monotonic() >= until or stop.wait(0.002):
+                    break
 
     def _doubles(self, stop: threading.Event) -> str:
         """Tell who has this rank's number. The first one's record may still be on its way."""

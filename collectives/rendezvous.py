@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from . import _nccl
 from .engine import Engine, get_engine
-from .errors import CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, TransportError
+from .errors import CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError, TransportError
 from .exchange import RECORD_BYTES, Meeting, Own, PeerInfo, StoreExchange, first_line, limited, over_mpi, parse, settle
 from .launch import Identity, who_am_i
 
@@ -153,9 +153,16 @@ def _over_tcp(identity: Identity, prefix: str, own: Own, deadline: float, timeou
                 detail=first_line(error),
             ) from error
         server, where = None, f"another rank 0's store at {address}"
-    exchange = StoreExchange(dist.PrefixStore(prefix, store), own, deadline, timeout, where, server)
-    del store  # the exchange holds the only reference, and drops it at its end: that closes the port
-    return exchange.meet()
+    while True:
+        exchange = StoreExchange(dist.PrefixStore(prefix, store), own, deadline, timeout, where, server)
+        del store  # the exchange holds the only reference, and drops it at its end: that closes the port
+        try:
+            return exchange.meet()
+        except RemoteError:
+            if not exchange.stale:
+                raise
+        # That was the store of a process group that was just ending in rank 0's process; the one to meet in comes next.
+        store = _reach(identity, server, where, deadline, timeout)
 
 
 def _serve(identity: Identity, deadline: float) -> dist.TCPStore:

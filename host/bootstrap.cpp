@@ -234,7 +234,8 @@ void Meeting::turn_away(int listener, int expected, const Error& error) const {
     std::vector<Guest> guests(1);
     guests[0].fd = Fd(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
     uid_t user;
-    if (guests[0].fd.get() < 0 || !same_user(guests[0].fd.get(), &user)) continue;
+    if (guests[0].fd.get() < 0) return;
+    if (!same_user(guests[0].fd.get(), &user)) continue;
     tell_failure(guests, error);
     --expected;
   }
@@ -358,6 +359,8 @@ bool Meeting::serve(Error* error) {
       Fd fd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
       uid_t user;
       pid_t process;
+      if (fd.get() < 0 && errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
+        return give_up(make_error(collHostErrorSystem, std::string("accept: ") + strerror(errno)));
       if (fd.get() >= 0 && same_user(fd.get(), &user, &process)) {
         guests.emplace_back();
         guests.back().process = process;

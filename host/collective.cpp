@@ -9,6 +9,7 @@
 //
 // All-reduce of many ranks reduces in two phases: each rank its own piece of the slots, in place, then all gather the pieces.
 // Sums are always taken in the order of the ranks, so the result does not depend on any of this.
+#include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
@@ -20,21 +21,48 @@
 namespace coll {
 namespace {
 
-coll_reduce_n_fn pick_reduce() {
+struct InstructionSet {
+  const char* name;
+  coll_reduce_n_fn reduce_n;
+  bool there;
+};
+
+// The best one of this processor, or the one that COLLECTIVES_ISA names.
+struct Kernels {
+  coll_reduce_n_fn reduce_n = coll_reduce_n_baseline;
+  std::string problem;
+
+  Kernels() {
+    std::vector<InstructionSet> sets = {{"baseline", coll_reduce_n_baseline, true}};
 #if defined(COLL_HAVE_X86_ISA)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    return coll_reduce_n_avx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    return coll_reduce_n_avx2;
+    __builtin_cpu_init();
+    sets.push_back({"avx2", coll_reduce_n_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                                                    __builtin_cpu_supports("f16c")});
+    sets.push_back({"avx512", coll_reduce_n_avx512,
+                    __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")});
 #endif
-  return coll_reduce_n_baseline;
+    const char* named = getenv("COLLECTIVES_ISA");
+    bool found = false;
+    std::string choice;
+    for (const InstructionSet& set : sets) {
+      if (!set.there) continue;
+      choice += choice.empty() ? set.name : std::string(", ") + set.name;
+      if (named && *named && strcmp(named, set.name) != 0) continue;
+      reduce_n = set.reduce_n;
+      found = true;
+    }
+    if (!found) problem = format("COLLECTIVES_ISA=%s: this machine has %s", named, choice.c_str());
+  }
+};
+
+const Kernels& kernels() {
+  static const Kernels chosen;
+  return chosen;
 }
 
 void reduce_n(void* out, const void* const* sources, int n, size_t count, ncclDataType_t type, const coll_reduction& how) {
-  static const coll_reduce_n_fn function = pick_reduce();
-  function(out, sources, n, count, type, &how);
+  kernels().reduce_n(out, sources, n, count, type, &how);
 }
 
 void copy(void* to, const void* from, size_t nbytes) {
@@ -63,6 +91,8 @@ uint64_t call_hash(const CallRecord& call) {
 }
 
 }  // namespace
+
+const std::string& kernels_problem() { return kernels().problem; }
 
 void Collective::begin() {
   ncclComm& c = comm();

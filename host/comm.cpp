@@ -61,14 +61,18 @@ ncclComm* fresh(int rank, int size, int device) {
   return comm;
 }
 
-void free_comm(ncclComm* comm) {
+}  // namespace
+
+void release(ncclComm* comm) {
+  if (comm->users.fetch_sub(1) > 1) return;
   if (comm->init_thread.joinable()) comm->init_thread.join();
   for (size_t r = 0; r < comm->pidfds.size(); ++r)
     if (comm->pidfds[r] >= 0) process_release(comm->pids[r]);
   if (comm->segment) comm->segment->release();
-  comm->magic = 0;
   delete comm;
 }
+
+namespace {
 
 // Run `meet` (bootstrap, maybe with an exchange before it) for a fresh communicator that *out already points to.
 ncclResult_t start(ncclComm_t* out, ncclComm* comm, ncclComm* parent, const Settings& settings, const char* op,
@@ -82,7 +86,7 @@ ncclResult_t start(ncclComm_t* out, ncclComm* comm, ncclComm* parent, const Sett
       return error;
     }
     *out = nullptr;  // an error, cancelled, or (split) no part in any new communicator
-    free_comm(comm);
+    release(comm);
     return error;
   };
   if (settings.blocking || in_group()) return submit_job(parent, op, job);
@@ -119,6 +123,7 @@ ncclResult_t init_rank(ncclComm_t* out, int nranks, const Id& id, int rank, cons
   Settings settings;
   ncclResult_t code = check_ranks(op, nranks, rank);
   if (!code) code = read_config(config, op, &settings);
+  if (!code && !kernels_problem().empty()) code = raise(collHostErrorArgument, op, kernels_problem());
   if (!code && memcmp(id.magic, "COLLHOST", 8) != 0)
     code = raise(collHostErrorArgument, op, "the unique id is not one of the host engine's ncclGetUniqueId");
   if (code) return refuse(code);
@@ -165,11 +170,19 @@ Error exchange_colors(ncclComm* parent, int color, int key, uint64_t number, std
   return Error();
 }
 
-uint64_t take_ticket(ncclComm* comm, uint64_t* child) {
-  std::lock_guard<std::mutex> hold(order_lock());
-  *child = ++comm->children;
-  return comm->next_ticket++;
-}
+// A place in the parent's order for a split, and the split's number.
+struct SplitPlace {
+  bool taken = false;
+  uint64_t ticket = 0, number = 0;
+
+  void take(ncclComm* parent) {
+    if (taken) return;
+    std::lock_guard<std::mutex> hold(order_lock());
+    taken = true;
+    number = ++parent->splits;
+    ticket = take_ticket(parent);
+  }
+};
 
 // For destroy and abort: an init that is under way is waited for, one that failed is no error any more.
 ncclComm* to_be_ended(ncclComm_t comm, const char* op, bool abort) {
@@ -274,22 +287,29 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* ne
     ncclResult_t code = read_config(config, op, &settings);
     if (code) return refuse(code);
     if (color == NCCL_SPLIT_NOCOLOR) settings.blocking = true;  // the NULL that it gets must be there on return
-    uint64_t number, ticket = take_ticket(p, &number);
     ncclComm* comm = fresh(-1, 0, p->device);
+    // In a group the place is taken when the group ends: a group that is dropped must leave nothing behind.
+    SplitPlace early;
+    if (!settings.blocking && !in_group()) early.take(p);
     return start(newcomm, comm, p, settings, op, [=](ncclComm* child) {
+      SplitPlace place = early;
+      place.take(p);
+      uint64_t number = place.number;
       std::vector<int> members;
-      Error error = in_turn(p, ticket, [&] {
+      int rank = p->rank;
+      Id id = child_id(p, "split", number, color);
+      Error error = in_turn(p, place.ticket, [&] {  // p may be gone when this returns
         Error broken = p->why_broken();
         if (broken && broken.kind != collHostErrorAborted) return broken;
         return exchange_colors(p, color, key, number, &members);
       });
       if (error || members.empty()) {
-        error.rank = p->rank;
+        error.rank = rank;
         return error;
       }
       child->size = static_cast<int>(members.size());
-      child->rank = static_cast<int>(std::find(members.begin(), members.end(), p->rank) - members.begin());
-      bootstrap(child, child_id(p, "split", number, color), 0, op, &error);
+      child->rank = static_cast<int>(std::find(members.begin(), members.end(), rank) - members.begin());
+      bootstrap(child, id, 0, op, &error);
       return error;
     });
   });
@@ -321,17 +341,19 @@ ncclResult_t ncclCommShrink(ncclComm_t parent, int* excludeRanksList, int exclud
     }
     if (shrinkFlags == NCCL_SHRINK_ABORT) {
       p->abort_flag.store(true);
-      p->wake_self();
       Error ended = make_error(collHostErrorAborted, "shrunk with NCCL_SHRINK_ABORT");
       ended.op = op;
       ended.rank = p->rank;
       p->break_with(ended, kAborted);
+      stop_waiting(p);
+      rest(p);
+    } else {
+      drain(p);
     }
-    drain(p);
     uint64_t number;
     {
       std::lock_guard<std::mutex> hold(order_lock());
-      number = ++p->children;
+      number = ++p->shrinks;
     }
     int rank = 0, size = 0;
     for (int r = 0; r < p->size; ++r) {
@@ -368,7 +390,8 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     if (!c) return last_error().code;
     drain(c);
     if (c->segment) c->publish_state(kLeft);
-    free_comm(c);
+    c->magic = 0;
+    release(c);
     return ncclSuccess;
   });
 }
@@ -377,12 +400,11 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   return guarded("ncclCommAbort", [&] {
     ncclComm* c = to_be_ended(comm, "ncclCommAbort", true);
     if (!c) return last_error().code;
-    if (c->segment) {
-      c->publish_state(kAborted);
-      c->wake_self();
-    }
-    drain(c);
-    free_comm(c);
+    if (c->segment) c->publish_state(kAborted);
+    stop_waiting(c);
+    rest(c);  // what waits in queues behind others fails when its turn comes, and touches nothing of the caller's
+    c->magic = 0;
+    release(c);
     return ncclSuccess;
   });
 }
@@ -398,8 +420,8 @@ ncclResult_t ncclCommRevoke(ncclComm_t comm, int revokeFlags) {
     ended.op = op;
     ended.rank = c->rank;
     c->break_with(ended, kRevoked);
-    c->wake_self();
-    drain(c);
+    stop_waiting(c);
+    rest(c);
     return ncclSuccess;
   });
 }

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -72,7 +73,9 @@ struct ncclComm {
   int rank = -1, size = 0, device = 0;
   coll::Segment* segment = nullptr;
   uint64_t secret[4] = {};        // ids of children are derived from it
-  uint64_t children = 0;          // splits and shrinks so far, equal on all ranks
+  // So far. Each is equal on all ranks that take part: apart, because a rank that failed in one kind of call may not
+  // have made the other.
+  uint64_t splits = 0, shrinks = 0;
   int forks = 0;                  // fork_generation() of the process that made it
   bool spin = true;               // no more ranks than cores
   std::vector<int> pids, pidfds;
@@ -80,9 +83,14 @@ struct ncclComm {
   // Order. Every batch takes the next ticket of each communicator that it uses, under order_lock(), and runs when all
   // before it have ended. So operations take effect in call order, across queues, threads and the NULL stream.
   uint64_t next_ticket = 0;               // under order_lock()
-  std::atomic<uint64_t> turn{0};
-  std::mutex turn_lock;
+  std::mutex turn_lock;                   // guards turn and active
   std::condition_variable turn_changed;
+  uint64_t turn = 0;
+  std::set<uint64_t> given_up;            // tickets whose owners stopped waiting; their turn is passed on at once
+  bool active = false;                    // an operation is running, and may touch the caller's memory
+  // The handle and every ticket that is not yet served. Whoever gives up the last one frees the communicator, so that an
+  // aborted one can have operations in queues that are held up by others.
+  std::atomic<int> users{1};
 
   // Used by the batch whose turn it is, and by nobody else.
   uint64_t rounds = 0;      // rounds done by all collectives so far, equal on all ranks
@@ -124,6 +132,7 @@ constexpr uint64_t kCommMagic = 0x434f4d4d20686f73ull;
 constexpr int kMaxRanks = COLL_HOST_MAX_RANKS;
 
 // ---- collective.cpp
+const std::string& kernels_problem();  // why the kernels that were asked for can't be had, or nothing
 struct Collective {
   Op op;
   uint64_t base = 0;      // rounds of the communicator before this call
@@ -191,7 +200,9 @@ struct Batch {
 std::vector<int> lost_peers(ncclComm& comm, bool look_at_processes);
 // What that means for this rank; `missing` are the ranks that it waits for itself.
 Error remote_error(ncclComm& comm, const std::vector<int>& peers, const std::vector<int>& missing);
-// Run `body` when it is the ticket's turn, then pass the turn on.
+// Take a place in the communicator's order, under order_lock().
+uint64_t take_ticket(ncclComm* comm);
+// Run `body` when it is the ticket's turn, then pass the turn on. The communicator may be gone after that.
 Error in_turn(ncclComm* comm, uint64_t ticket, const std::function<Error()>& body);
 // Wait until blocked_on() gives -1 instead of a rank. revoked_too: peers that revoked the communicator still answer.
 Error wait_until(ncclComm& comm, bool revoked_too, const std::function<int()>& blocked_on);
@@ -231,6 +242,9 @@ uint64_t queue_push(collHostQueue_t queue, std::function<Error()> task);
 // ---- comm.cpp
 // The communicator, or NULL after raising: not one of ours, of a parent process, or not ready.
 ncclComm* checked(ncclComm_t comm, const char* op);
-void drain(ncclComm* comm);                          // until all tickets are served
+void drain(ncclComm* comm);     // until all tickets are served
+void rest(ncclComm* comm);      // until nothing is running; for one whose flags let nothing more begin
+void release(ncclComm* comm);   // give up one use
+void stop_waiting(ncclComm* comm);  // after setting a flag: wake whoever waits for something on this rank
 
 }  // namespace coll

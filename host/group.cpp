@@ -96,7 +96,7 @@ ncclResult_t launch(const std::vector<Submitted>& ops) {
     // an earlier one can't go round in a circle.
     std::lock_guard<std::mutex> hold(order_lock());
     for (Work& work : batch->works) {
-      work.ticket = work.comm->next_ticket++;
+      work.ticket = take_ticket(work.comm);
       work.comm->sequence.fetch_add(work.collectives.size(), std::memory_order_relaxed);
     }
     for (size_t i = 0; i < queues.size(); ++i) {

@@ -231,7 +231,8 @@ class Pause {
 
 struct Run {
   Work& work;
-  bool finished = false, failed = false;
+  bool finished = false, failed = false, left = false;
+  bool never_begun = false;  // its turn was not waited for
   Error error;
   std::vector<char> busy;
   int64_t deadline = 0;
@@ -391,36 +392,62 @@ struct Run {
   }
 };
 
-void wait_turn(ncclComm* comm, uint64_t ticket) {
-  if (comm->turn.load(std::memory_order_acquire) == ticket) return;
+// Wait for the turn and be active from then on; or give the reason why the turn is not waited for, or may not be used.
+Error wait_turn(ncclComm* comm, uint64_t ticket) {
   std::unique_lock<std::mutex> hold(comm->turn_lock);
-  comm->turn_changed.wait(hold, [&] { return comm->turn.load(std::memory_order_relaxed) == ticket; });
+  comm->turn_changed.wait(hold, [&] { return comm->turn == ticket || comm->abort_flag || comm->revoke_flag; });
+  if (comm->turn != ticket) comm->given_up.insert(ticket);
+  if (comm->abort_flag) return make_error(collHostErrorAborted, "the communicator was aborted by this rank");
+  if (comm->turn != ticket) return make_error(collHostErrorAborted, "the communicator was revoked by this rank");
+  comm->active = true;
+  return Error();
 }
 
-void pass_turn(ncclComm* comm) {
-  // All under the lock: who waits in drain() may free the communicator as soon as it is given up.
+void become_inactive(ncclComm* comm) {
   std::lock_guard<std::mutex> hold(comm->turn_lock);
+  comm->active = false;
   comm->current_op.store(nullptr, std::memory_order_relaxed);
-  comm->turn.fetch_add(1, std::memory_order_release);
   comm->turn_changed.notify_all();
+}
+
+void pass_turn(ncclComm* comm, uint64_t ticket) {
+  {
+    std::lock_guard<std::mutex> hold(comm->turn_lock);
+    if (comm->turn == ticket) {  // else it was given up
+      comm->active = false;
+      comm->current_op.store(nullptr, std::memory_order_relaxed);
+      ++comm->turn;
+      while (comm->given_up.erase(comm->turn)) ++comm->turn;
+      comm->turn_changed.notify_all();
+    }
+  }
+  release(comm);
 }
 
 }  // namespace
 
+uint64_t take_ticket(ncclComm* comm) {
+  comm->users.fetch_add(1);
+  return comm->next_ticket++;
+}
+
 Error in_turn(ncclComm* comm, uint64_t ticket, const std::function<Error()>& body) {
-  wait_turn(comm, ticket);
-  Error error = body();
-  pass_turn(comm);
+  Error error = wait_turn(comm, ticket);
+  if (!error) error = body();
+  pass_turn(comm, ticket);
   return error;
 }
 
 Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& blocked_on) {
   Pause pause(&c, c.spin);
   int64_t limit = c.timeout_ns.load(), start = now_ns(), looked = start;
+  bool revoked_before = c.revoke_flag.load();
   for (int peer; (peer = blocked_on()) >= 0;) {
     pause.pause(peer, [&] { return blocked_on() != peer; });
     if (!pause.long_enough()) continue;
     if (c.abort_flag.load()) return make_error(collHostErrorAborted, "the communicator was aborted by this rank");
+    if (c.revoke_flag.load() && !revoked_before)
+      return make_error(collHostErrorAborted, "the communicator was revoked by this rank");
     int64_t now = now_ns();
     bool thoroughly = now - looked > kLookAround;
     if (thoroughly) looked = now;
@@ -441,25 +468,26 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& bloc
 }
 
 void Batch::run() {
+  std::vector<Error> refused(works.size());
   struct Turns {
     std::vector<Work>& works;
-    explicit Turns(std::vector<Work>& w) : works(w) {
-      for (Work& work : works) wait_turn(work.comm, work.ticket);
+    Turns(std::vector<Work>& w, std::vector<Error>& refused) : works(w) {
+      for (size_t i = 0; i < works.size(); ++i) refused[i] = wait_turn(works[i].comm, works[i].ticket);
     }
     ~Turns() {
-      for (Work& work : works) pass_turn(work.comm);
+      for (Work& work : works) pass_turn(work.comm, work.ticket);
     }
-  } turns(works);
+  } turns(works, refused);
   std::vector<Run> runs;
   runs.reserve(works.size());
   bool spin = true;
-  for (Work& w : works) {
+  for (size_t i = 0; i < works.size(); ++i) {
+    Work& w = works[i];
     runs.emplace_back(w);
     Run& run = runs.back();
     spin = spin && w.comm->spin;
-    Error broken = w.comm->why_broken();
-    if (!broken && w.comm->abort_flag.load())
-      broken = make_error(collHostErrorAborted, "the communicator was aborted by this rank");
+    run.never_begun = static_cast<bool>(refused[i]);
+    Error broken = refused[i] ? refused[i] : w.comm->why_broken();
     if (!broken && w.comm->revoke_flag.load())
       broken = make_error(collHostErrorAborted, "the communicator was revoked by this rank");
     if (broken) {
@@ -479,7 +507,14 @@ void Batch::run() {
     return moved;
   };
   auto all_finished = [&] {
-    return std::all_of(runs.begin(), runs.end(), [](const Run& run) { return run.finished; });
+    bool all = true;
+    for (Run& run : runs) {
+      all = all && run.finished;
+      if (runs.size() == 1 || !run.finished || run.left) continue;
+      run.left = true;  // an abort need not wait for the other communicators of the group
+      if (!run.never_begun) become_inactive(run.work.comm);
+    }
+    return all;
   };
   int64_t looked = 0;
   for (;;) {
@@ -505,7 +540,18 @@ void drain(ncclComm* comm) {
     last = comm->next_ticket;
   }
   std::unique_lock<std::mutex> hold(comm->turn_lock);
-  comm->turn_changed.wait(hold, [&] { return comm->turn.load() >= last; });
+  comm->turn_changed.wait(hold, [&] { return comm->turn >= last; });
+}
+
+void stop_waiting(ncclComm* comm) {
+  if (comm->segment) comm->wake_self();
+  std::lock_guard<std::mutex> hold(comm->turn_lock);
+  comm->turn_changed.notify_all();
+}
+
+void rest(ncclComm* comm) {
+  std::unique_lock<std::mutex> hold(comm->turn_lock);
+  comm->turn_changed.wait(hold, [&] { return !comm->active; });
 }
 
 }  // namespace coll

@@ -72,12 +72,18 @@ Error no_memory(const char* label, size_t nbytes, const std::string& why) {
   return error;
 }
 
-size_t env_bytes(const char* name, size_t fallback, size_t least, size_t most) {
+bool bytes_from_environment(const char* name, size_t least, size_t most, size_t* value, Error* error) {
   const char* text = getenv(name);
-  if (!text || !*text) return fallback;
+  if (!text || !*text) return true;
   char* end;
-  unsigned long long value = strtoull(text, &end, 10);
-  return *end ? fallback : std::clamp<size_t>(value, least, most);
+  errno = 0;
+  unsigned long long number = strtoull(text, &end, 10);
+  if (*end || errno || *text == '-' || number < least || number > most) {
+    *error = make_error(collHostErrorArgument, format("%s=%s: must be a number of bytes from %zu to %zu", name, text, least, most));
+    return false;
+  }
+  *value = number;
+  return true;
 }
 
 }  // namespace
@@ -187,8 +193,9 @@ Segment* Segment::create(int nranks, int* fd, Error* error) {
   plan.magic = kMagic;
   plan.segment_id = random_u64();
   plan.nranks = nranks;
-  // At least one line for each rank's piece of a slot.
-  plan.chunk_bytes = round_up(env_bytes("COLLECTIVES_HOST_CHUNK", 256 << 10, 64, 1 << 30), kLine * n);
+  size_t chunk = 256 << 10;
+  if (!bytes_from_environment("COLLECTIVES_HOST_CHUNK", 64, 1 << 30, &chunk, error)) return nullptr;
+  plan.chunk_bytes = round_up(chunk, kLine * n);  // at least one line for each rank's piece of a slot
   plan.channel_chunk_bytes = std::min<size_t>(n <= 4 ? 256 << 10 : n <= 16 ? 32 << 10 : 8 << 10,
                                               std::max<size_t>(round_up(plan.chunk_bytes, kLine), kLine));
   plan.channel_stride = round_up(kChannelHeader + kChannelSlots * plan.channel_chunk_bytes, 4096);

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 
-from tests.abi.headers import real_library
 from tests.rank_process import HOST_LIBRARY, ROOT
 
 SETUP = f"""
@@ -37,9 +36,8 @@ def later(seconds, function, *arguments):
 
 def run_alone(code: str, seconds: float = 60) -> dict:
     """Run code that prints one JSON object as its last line. No GPU is in sight; it is killed after ``seconds``."""
-    setup = SETUP + f"REAL = {str(real_library())!r}\n"
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-    command = [sys.executable, "-X", "faulthandler", "-c", setup + code]
+    command = [sys.executable, "-X", "faulthandler", "-c", SETUP + code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environ)
     assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr}

@@ -1,4 +1,4 @@
-// A library with NCCL's interface that only notes down what it was called with, as text, for tests/abi/test_marshalling.py.
+// A library with NCCL's interface that only notes down, as text, what it was called with: for test_marshalling.py.
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -59,7 +59,8 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int n, ncclUniqueId id, in
   note("init_config n=%d rank=%d net=%s", n, rank, config_seen.netName ? config_seen.netName : "-");
   return open_as(comm, 0x100);
 }
-ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int n, int rank, int nid, ncclUniqueId* ids, ncclConfig_t* config) {
+ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int n, int rank, int nid, ncclUniqueId* ids,
+                                      ncclConfig_t* config) {
   SEEN(config_seen, config);
   note("scalable n=%d rank=%d nid=%d last=%u", n, rank, nid, (unsigned char)ids[nid - 1].internal[0]);
   return open_as(comm, 0x100);
@@ -81,11 +82,14 @@ ncclResult_t ncclCommGetUniqueId(ncclComm_t c, ncclUniqueId* id) {
   memset(id, 7, sizeof *id);
   return note("comm_id %" X, P(c));
 }
-ncclResult_t ncclCommGrow(ncclComm_t c, int n, const ncclUniqueId* id, int rank, ncclComm_t* child, ncclConfig_t* config) {
+ncclResult_t ncclCommGrow(ncclComm_t c, int n, const ncclUniqueId* id, int rank, ncclComm_t* child,
+                          ncclConfig_t* config) {
   note("grow %" X " n=%d id=%d rank=%d %s", P(c), n, id ? id->internal[0] : -1, rank, config ? "config" : "inherit");
   return open_as(child, 0x200);
 }
-ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* state) { (void)c; *state = ncclInProgress; return ncclSuccess; }
+ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* state) {
+  (void)c; *state = ncclInProgress; return ncclSuccess;
+}
 ncclResult_t ncclCommCount(const ncclComm_t c, int* count) { (void)c; *count = 5; return ncclSuccess; }
 ncclResult_t ncclCommUserRank(const ncclComm_t c, int* rank) { (void)c; *rank = 3; return ncclSuccess; }
 ncclResult_t ncclCommCuDevice(const ncclComm_t c, int* device) { (void)c; *device = 6; return ncclSuccess; }
@@ -93,12 +97,16 @@ ncclResult_t ncclCommRegister(const ncclComm_t c, void* p, size_t n, void** hand
   *handle = (void*)0x300;
   return note("register %" X " %" X " %zu", P(c), P(p), n);
 }
-ncclResult_t ncclCommDeregister(const ncclComm_t c, void* handle) { return note("deregister %" X " %" X, P(c), P(handle)); }
+ncclResult_t ncclCommDeregister(const ncclComm_t c, void* handle) {
+  return note("deregister %" X " %" X, P(c), P(handle));
+}
 ncclResult_t ncclCommWindowRegister(ncclComm_t c, void* p, size_t n, ncclWindow_t* win, int flags) {
   *win = (ncclWindow_t)0x400;
   return note("window %" X " %" X " %zu %d", P(c), P(p), n, flags);
 }
-ncclResult_t ncclCommWindowDeregister(ncclComm_t c, ncclWindow_t win) { return note("unwindow %" X " %" X, P(c), P(win)); }
+ncclResult_t ncclCommWindowDeregister(ncclComm_t c, ncclWindow_t win) {
+  return note("unwindow %" X " %" X, P(c), P(win));
+}
 ncclResult_t ncclWinGetUserPtr(ncclComm_t c, ncclWindow_t win, void** p) {
   *p = (void*)(P(win) + 1);
   return note("window_ptr %" X " %" X, P(c), P(win));
@@ -109,7 +117,8 @@ ncclResult_t ncclCommMemStats(ncclComm_t c, ncclCommMemStat_t stat, uint64_t* va
   *value = UINT64_C(1) << 40;
   return note("mem_stats %" X " %d", P(c), (int)stat);
 }
-ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t t, ncclScalarResidence_t where, ncclComm_t c) {
+ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t t, ncclScalarResidence_t where,
+                                      ncclComm_t c) {
   static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
   memset(scalar_seen, 0, sizeof scalar_seen);
   memcpy(scalar_seen, scalar, sizes[t]);
@@ -141,15 +150,26 @@ BOTH(Gather, int root COMMA, " root=%d", root COMMA)
 BOTH(Scatter, int root COMMA, " root=%d", root COMMA)
 BOTH(Reduce, ncclRedOp_t op COMMA int root COMMA, " op=%d root=%d", (int)op COMMA root COMMA)
 
-ncclResult_t ncclBcast(void* b, size_t n, ncclDataType_t t, int root, END) { return note("Bcast %" X " %zu %d root=%d" TAIL, P(b), n, (int)t, root, P(c), P(s)); }
-ncclResult_t ncclSend(const void* a, size_t n, ncclDataType_t t, int peer, END) { return note("Send %" X " %zu %d peer=%d" TAIL, P(a), n, (int)t, peer, P(c), P(s)); }
-ncclResult_t ncclRecv(void* b, size_t n, ncclDataType_t t, int peer, END) { return note("Recv %" X " %zu %d peer=%d" TAIL, P(b), n, (int)t, peer, P(c), P(s)); }
-ncclResult_t ncclPutSignal(const void* a, size_t n, ncclDataType_t t, int peer, ncclWindow_t win, size_t offset, int sig, int ctx, unsigned int flags, END) {
-  return note("PutSignal %" X " %zu %d peer=%d win=%" X " %zu sig=%d ctx=%d flags=%u" TAIL, P(a), n, (int)t, peer, P(win), offset, sig, ctx, flags, P(c), P(s));
+ncclResult_t ncclBcast(void* b, size_t n, ncclDataType_t t, int root, END) {
+  return note("Bcast %" X " %zu %d root=%d" TAIL, P(b), n, (int)t, root, P(c), P(s));
 }
-ncclResult_t ncclSignal(int peer, int sig, int ctx, unsigned int flags, END) { return note("Signal peer=%d sig=%d ctx=%d flags=%u" TAIL, peer, sig, ctx, flags, P(c), P(s)); }
+ncclResult_t ncclSend(const void* a, size_t n, ncclDataType_t t, int peer, END) {
+  return note("Send %" X " %zu %d peer=%d" TAIL, P(a), n, (int)t, peer, P(c), P(s));
+}
+ncclResult_t ncclRecv(void* b, size_t n, ncclDataType_t t, int peer, END) {
+  return note("Recv %" X " %zu %d peer=%d" TAIL, P(b), n, (int)t, peer, P(c), P(s));
+}
+ncclResult_t ncclPutSignal(const void* a, size_t n, ncclDataType_t t, int peer, ncclWindow_t win, size_t offset,
+                           int sig, int ctx, unsigned int flags, END) {
+  return note("PutSignal %" X " %zu %d peer=%d win=%" X " %zu sig=%d ctx=%d flags=%u" TAIL, P(a), n, (int)t, peer,
+              P(win), offset, sig, ctx, flags, P(c), P(s));
+}
+ncclResult_t ncclSignal(int peer, int sig, int ctx, unsigned int flags, END) {
+  return note("Signal peer=%d sig=%d ctx=%d flags=%u" TAIL, peer, sig, ctx, flags, P(c), P(s));
+}
 ncclResult_t ncclWaitSignal(int n, ncclWaitSignalDesc_t* d, END) {
-  return note("WaitSignal n=%d last=%d,%d,%d,%d" TAIL, n, d[n - 1].opCnt, d[n - 1].peer, d[n - 1].sigIdx, d[n - 1].ctx, P(c), P(s));
+  return note("WaitSignal n=%d last=%d,%d,%d,%d" TAIL, n, d[n - 1].opCnt, d[n - 1].peer, d[n - 1].sigIdx,
+              d[n - 1].ctx, P(c), P(s));
 }
 ncclResult_t ncclMemAlloc(void** p, size_t n) { *p = (void*)0x500; return note("alloc %zu", n); }
 ncclResult_t ncclMemFree(void* p) { return note("free %" X, P(p)); }

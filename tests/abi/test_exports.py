@@ -70,3 +70,13 @@ def test_it_leaves_the_heap_and_the_stack_alone():
     stack = re.search(r"GNU_STACK.*", headers)[0]
     assert "RWE" not in stack
     assert "TEXTREL" not in "\n".join(lines_of("readelf", "-d", "-W", str(HOST_LIBRARY)))
+
+
+def test_variants_of_one_source_share_no_symbols():
+    """An object built for AVX-512 must not supply a weak function that all others then use on a CPU without it."""
+    objects = [path for name in ("baseline", "avx2", "avx512") for path in (ROOT / "build/host").glob(f"*.{name}.o")]
+    if not objects:
+        pytest.skip("no objects in build/host: the library was not built in place")
+    for path in objects:
+        weak = [line for line in lines_of("nm", "-C", str(path)) if re.search(r" [VvWwu] ", line)]
+        assert not weak, f"{path.name}: {weak}"

@@ -9,8 +9,8 @@ import pytest
 
 from tests.abi.alone import run_alone
 
-# `call` waits for a rank that never comes.
-SIGNAL = """
+# Rank 0 waits for what rank 1 does not send, and a signal arrives.
+WAIT = """
 library = nccl.Library(HOST)
 library.set_interrupt_check({enable})
 ours, theirs = pair(library)
@@ -24,6 +24,8 @@ try:
 except BaseException as error:
     answer.update(raised=type(error).__name__, text=str(error), code=getattr(error, "code", None))
 answer["seconds"] = time.monotonic() - start
+"""
+AFTER = """
 answer["closed"] = ours.handle == 0
 try:
     ours.recv(buffer, 16, FLOAT32, 1)
@@ -35,11 +37,18 @@ theirs.abort()
 print(json.dumps(answer))
 """
 
+SIGNAL = WAIT + AFTER
+END = """
+ours.abort()
+theirs.abort()
+print(json.dumps(answer))
+"""
+
 
 def test_ctrl_c_ends_a_waiting_call():
     answer = run_alone(SIGNAL.format(enable=True, handler="", signal="SIGINT"))
     assert answer["raised"] == "KeyboardInterrupt"
-    assert 0.25 < answer["seconds"] < 2
+    assert 0.25 < answer["seconds"] < 10
     assert answer["then"] in ("Aborted", "InvalidUsage") and "interrupted" in answer["then_text"]
 
 
@@ -61,15 +70,8 @@ def serve():
     theirs.send(library.mem_alloc(4096), 16, FLOAT32, 0)
 later(0.8, serve)
 """
-    code = SIGNAL.format(enable=True, handler=handler, signal="SIGUSR1")
-    answer = run_alone(
-        code.replace("\ntry:\n    ours.recv", "\ntry:\n    ours.recv", 1).split('answer["closed"]')[0]
-        + """
-answer["seen"] = seen
-ours.abort(); theirs.abort()
-print(json.dumps(answer))
-"""
-    )
+    code = WAIT.format(enable=True, handler=handler, signal="SIGUSR1")
+    answer = run_alone(code + 'answer["seen"] = seen' + END)
     assert answer["raised"] is None and answer["seen"] == ["recv"]
     assert answer["seconds"] > 0.7
 
@@ -78,7 +80,7 @@ def test_abort_in_a_handler_ends_the_call_that_it_interrupts():
     handler = "signal.signal(signal.SIGTERM, lambda *_: ours.abort())"
     answer = run_alone(SIGNAL.format(enable=True, handler=handler, signal="SIGTERM"))
     assert answer["raised"] == "Aborted" and "abort()" in answer["text"]
-    assert answer["closed"] and answer["seconds"] < 2
+    assert answer["closed"] and answer["seconds"] < 10
     assert answer["then"] == "InvalidUsage" and "communicator is closed" in answer["then_text"]
 
 
@@ -96,8 +98,7 @@ def test_signals_wait_where_the_check_is_off():
 signal.signal(signal.SIGUSR1, lambda *_: None)
 later(0.9, lambda: theirs.send(library.mem_alloc(4096), 16, FLOAT32, 0))
 """
-    code = SIGNAL.format(enable=False, handler=handler, signal="SIGUSR1").split('answer["closed"]')[0]
-    answer = run_alone(code + "ours.abort(); theirs.abort(); print(json.dumps(answer))")
+    answer = run_alone(WAIT.format(enable=False, handler=handler, signal="SIGUSR1") + END)
     assert answer["raised"] is None and answer["seconds"] > 0.8
 
 
@@ -144,12 +145,14 @@ answer = {"raised": []}
 for _ in range(20):
     ours, theirs = pair(library)
     buffer = library.mem_alloc(4096)
-    later(0.01, ours.abort)
+    other = threading.Timer(0.01, ours.abort)
+    other.start()
     try:
         while True:
             ours.recv(buffer, 16, FLOAT32, 1)
     except errors.CollectivesError as error:
         answer["raised"].append([type(error).__name__, str(error), error.rank])
+    other.join()
     theirs.abort()
     library.mem_free(buffer)
 answer["left"] = library.memory_in_use()
@@ -208,7 +211,7 @@ theirs.destroy()
 print(json.dumps(answer))
 """
     answer = run_alone(code)
-    assert answer["received"] and 0.2 < answer["seconds"] < 5
+    assert answer["received"] and 0.2 < answer["seconds"] < 10
 
 
 def test_ctrl_c_while_destroy_waits_keeps_the_communicator():
@@ -277,8 +280,9 @@ queue.call(gate.wait)
 queue.call(lambda: ran.append(threading.get_native_id()))
 ticket = queue.record()
 start = time.monotonic()
-answer["early"] = [ticket, queue.done(ticket), queue.wait(ticket, 0), queue.wait(ticket, 0.25), queue.get(nccl.QUEUE_PENDING)]
+answer["early"] = [ticket, queue.done(ticket), queue.wait(ticket, 0), queue.wait(ticket, 0.25)]
 answer["waited"] = time.monotonic() - start
+answer["pending"] = queue.get(nccl.QUEUE_PENDING)
 gate.set()
 answer["late"] = [queue.wait(ticket), queue.done(ticket), queue.wait(ticket, 1e12), queue.get(nccl.QUEUE_PENDING)]
 answer["thread"] = ran == [queue.get(nccl.QUEUE_THREAD_ID)] and ran != [threading.get_native_id()]
@@ -287,18 +291,17 @@ sys.unraisablehook = lambda info: unraisable.append([info.exc_type.__name__, cal
 queue.call(lambda: 1 / 0)
 queue.wait(queue.record())
 answer["unraisable"] = unraisable
-later(0.3, os.kill, os.getpid(), signal.SIGINT)
 gate.clear()
-queue.call(lambda: gate.wait(1.2))
+queue.call(lambda: gate.wait(30))
 answer["interrupted"] = []
 for call in (lambda: queue.wait(queue.record()), queue.close):
+    later(0.3, os.kill, os.getpid(), signal.SIGINT)
     try:
         call()
     except KeyboardInterrupt:
         answer["interrupted"].append(queue.handle != 0)
-        later(0.3, os.kill, os.getpid(), signal.SIGINT)
-time.sleep(0.5 if len(answer["interrupted"]) < 2 else 0)
-queue.close() if queue.handle else None
+gate.set()
+queue.close()
 queue.close()
 try:
     queue.record()
@@ -306,13 +309,13 @@ except errors.InvalidUsage as error:
     answer["closed"] = str(error)
 print(json.dumps(answer))
 """
-    answer = run_alone(code.replace("later(0.3, os.kill, os.getpid(), signal.SIGINT)\ntime", "time"))
+    answer = run_alone(code)
     assert answer["empty"] == [0, True, True]
-    assert answer["early"][1:4] == [False, False, False] and answer["early"][0] == 2 and answer["early"][4] == 2
-    assert 0.2 < answer["waited"] < 2
+    assert answer["early"] == [2, False, False, False] and answer["pending"] == 2
+    assert 0.2 < answer["waited"] < 10
     assert answer["late"] == [True, True, True, 0] and answer["thread"]
     assert answer["unraisable"] == [["ZeroDivisionError", True]]
-    assert answer["interrupted"][0] is True
+    assert answer["interrupted"] == [True, True]  # and the queue stays open
     assert answer["closed"] == "queue is closed"
 
 

@@ -53,7 +53,9 @@ def test_error_strings(library):
     assert library.error_string(0) == "no error"
 
 
-INIT = """
+INIT = (
+    f"REAL = {str(real_library())!r}"
+    + """
 library = nccl.Library(REAL)
 unique_id = library.get_unique_id()
 try:
@@ -62,6 +64,7 @@ except Exception as error:
     print(json.dumps(dict(kind=type(error).__name__, text=str(error), code=error.code, op=error.op, rank=error.rank,
                           detail=error.detail, last=library.last_error())))
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,9 @@ def test_groups_of_nothing(library):
     library.group_end()
 
 
-CROSSTALK = """
+CROSSTALK = (
+    f"REAL = {str(real_library())!r}"
+    + """
 import ctypes
 order = [REAL, HOST] if {real_first} else [HOST, REAL]
 for path in order:
@@ -166,6 +171,7 @@ answer["ours_after"] = host.last_error()
 comm.destroy()
 print(json.dumps(answer))
 """
+)
 
 
 @pytest.mark.parametrize("real_first", [True, False])

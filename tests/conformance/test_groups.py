@@ -67,7 +67,7 @@ def mixed(ctx):
 
 @pytest.mark.parametrize(("engine", "n"), WORLDS)
 def test_collectives_and_transfers_mixed(engine, n):
-    check(mixed, engine, n)
+    check(mixed, engine, n, needs="ncclGather")
 
 
 def several_communicators(ctx):
@@ -138,7 +138,7 @@ def nested(ctx):
 
 @pytest.mark.parametrize(("engine", "n"), WORLDS)
 def test_nested(engine, n):
-    check(nested, engine, n)
+    check(nested, engine, n, needs="ncclGather")
 
 
 def bad_call_inside(ctx):

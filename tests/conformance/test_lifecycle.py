@@ -472,7 +472,7 @@ def smoke(ctx):
 
 @pytest.mark.slow
 def test_64_ranks():
-    assert run_ranks(smoke, 64, timeout=150, fresh=True, env=environment("host", 64)) == [True] * 64
+    assert run_ranks(smoke, 64, timeout=150, fresh=True, env=environment("host")) == [True] * 64
 
 
 def int8_average_of_many(ctx, n):
@@ -496,5 +496,5 @@ def int8_average_of_many(ctx, n):
 
 @pytest.mark.parametrize("n", [128, 256])
 def test_average_over_more_ranks_than_the_type_can_count(n):
-    (found,) = run_ranks(int8_average_of_many, 1, n, timeout=60, env=environment("host", n))
+    (found,) = run_ranks(int8_average_of_many, 1, n, timeout=60, env=environment("host"))
     assert not found, found

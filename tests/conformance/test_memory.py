@@ -126,3 +126,18 @@ def bad_deregistration(ctx):
 
 def test_deregistering_twice_is_refused():
     check(bad_deregistration, "host", 1)
+
+
+def windows(ctx):
+    comm = ctx.comm()
+    x = np.full(5000, ctx.rank + 1.0, np.float32)
+    window = comm.window_register(x.ctypes.data, x.nbytes)
+    comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, SUM)
+    comm.window_deregister(window)
+    want = ctx.size * (ctx.size + 1) / 2
+    return [] if np.all(x == want) else [f"{x[:3]} instead of {want}"]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_windows(n):
+    check(windows, "host", n)

@@ -82,6 +82,10 @@ def unsupported(ctx):
         "ncclSignal": lambda: comm.signal(0, 0, 0, 0),
         "ncclWaitSignal": lambda: comm.wait_signal([(1, 0, 0, 0)]),
         "ncclCommSuspend": lambda: comm.suspend(1),
+        "ncclCommResume": lambda: comm.resume(),
+        "ncclCommMemStats": lambda: comm.mem_stats(3),
+        "ncclCommGetUniqueId": lambda: comm.get_unique_id(),
+        "ncclParamGetParameter": lambda: library.param_get("NCCL_DEBUG"),
     }
     found = []
     for name, call in calls.items():
@@ -94,6 +98,25 @@ def unsupported(ctx):
 
 def test_unsupported_functions_say_what_is_missing():
     check(unsupported, "host", 1)
+
+
+def simulated_group(ctx):
+    """A simulated group is not run, whether or not the engine has an estimate to give."""
+    from collectives.errors import InvalidUsage
+
+    comm, library = ctx.comm(), ctx.library
+    x = np.full(10, ctx.rank + 1.0, np.float32)
+    library.group_start()
+    comm.all_reduce(x.ctypes.data, x.ctypes.data, 10, F32, SUM)
+    with pytest.raises(InvalidUsage, match="host engine"):
+        library.group_simulate_end()
+    found = [] if np.all(x == ctx.rank + 1.0) else ["a simulated group was carried out"]
+    return found + run_cases(ctx, [Case("all_reduce", "float32", 10)])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_simulated_group(n):
+    check(simulated_group, "host", n)
 
 
 def library_facts(ctx):

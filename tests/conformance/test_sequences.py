@@ -115,9 +115,9 @@ _kept: dict = {}
 
 @pytest.mark.parametrize("n", [2, 3, MAX_RANKS])
 def test_sequences(n):
-    @hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.settings(max_examples=150, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(programs)
     def same_as_the_oracle(program):
-        check(run_program, "host", n, program, timeout=30)
+        check(run_program, "host", n, program, timeout=15)
 
     same_as_the_oracle()

@@ -17,24 +17,30 @@ WORLDS = [
 ]
 
 
-def environment(engine: str, n: int, chunk: int | None = SMALL_CHUNK) -> dict[str, str]:
+def environment(engine: str, chunk: int | None = SMALL_CHUNK) -> dict[str, str]:
     if engine == "host":
         return {} if chunk is None else {"COLLECTIVES_HOST_CHUNK": str(chunk)}
     # Several ranks on one GPU: experimental since NCCL 2.30. Few channels and no NVLS, or they wait for room for ever.
-    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"} if n > 1 else {}
+    # NCCL reads these once in the life of a process, so a world of one sets them as well.
+    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"}
 
 
-def loaded_version(ctx):
-    return ctx.library.version
+def version_and_function(ctx, name):
+    return ctx.library.version, name is None or ctx.library.has(name)
 
 
-def check(fn, engine: str, n: int, *args, timeout: float = 100.0, chunk: int | None = SMALL_CHUNK) -> None:
-    """Run ``fn`` on n ranks; each returns a list of sentences about what is wrong, and all lists must be empty."""
+def check(fn, engine: str, n: int, *args, timeout=100.0, chunk: int | None = SMALL_CHUNK, needs: str | None = None):
+    """Run ``fn`` on n ranks; each returns a list of sentences about what is wrong, and all lists must be empty.
+
+    ``needs``: a C function that an older NCCL may lack; the test is skipped there.
+    """
     __tracebackhide__ = True
-    if engine == "nccl" and n > 1:
-        (version,) = run_ranks(loaded_version, 1, engine="nccl", timeout=60)
-        if version < 23000:
+    if engine == "nccl":
+        ((version, has),) = run_ranks(version_and_function, 1, needs, engine=engine, env=environment(engine))
+        if n > 1 and version < 23000:
             pytest.skip(f"NCCL {version} refuses several ranks on one GPU; 2.30 and newer allow it")
-    results = run_ranks(fn, n, *args, engine=engine, env=environment(engine, n, chunk), timeout=timeout)
+        if not has:
+            pytest.skip(f"NCCL {version} has no {needs}")
+    results = run_ranks(fn, n, *args, engine=engine, env=environment(engine, chunk), timeout=timeout)
     found = [text for result in results for text in result]
     assert not found, "\n".join(found)

@@ -191,6 +191,54 @@ def test_the_other_part_of_a_split_goes_on():
     assert error.peers == (1,)  # in the numbers of the part
 
 
+def killed_in_a_group(ctx, victim):
+    """A group over two communicators, with transfers: the death is seen whatever the group is waiting for."""
+    whole = ctx.new_comm()
+    turned = whole.split(0, -ctx.rank)
+    if ctx.rank == victim:
+        time.sleep(0.3)
+        kill_myself()
+    x, y = np.ones(9000, np.float32), np.ones(9000, np.float32)
+    me = turned.rank
+
+    def group():
+        ctx.library.group_start()
+        turned.send(x.ctypes.data, 9000, F32, (me + 1) % turned.size)
+        turned.recv(y.ctypes.data, 9000, F32, (me - 1) % turned.size)
+        whole.all_reduce(x.ctypes.data, x.ctypes.data, 9000, F32, SUM)
+        ctx.library.group_end()
+
+    elapsed, error = remote_error(group)
+    return elapsed, error.peers
+
+
+def test_killed_while_others_wait_in_a_group():
+    results = run_ranks(killed_in_a_group, 3, 1, deaths={1})
+    for rank in (0, 2):  # the victim is rank 1 of both communicators
+        elapsed, peers = results[rank]
+        assert elapsed < SOON
+        assert peers == (1,)
+
+
+def stopped_is_not_dead(ctx):
+    """A process that was stopped (Ctrl-Z, a debugger) is waited for, however long it takes."""
+    comm = ctx.new_comm()
+    x = np.ones(10, np.float32)
+    pids = ctx.exchange(os.getpid())
+    if ctx.rank == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+        threading.Timer(1.5, os.kill, (pids[1], signal.SIGCONT)).start()
+    else:
+        time.sleep(0.3)  # stopped in here
+    comm.all_reduce(x.ctypes.data, x.ctypes.data, 10, F32, SUM)
+    comm.destroy()
+    return x[0].item()
+
+
+def test_a_stopped_process_is_not_a_dead_one():
+    assert run_ranks(stopped_is_not_dead, 2) == [2.0, 2.0]
+
+
 def two_deaths(ctx):
     comm = ctx.new_comm()
     if ctx.rank in (1, 3):

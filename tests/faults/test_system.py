@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -144,6 +145,44 @@ def forked(ctx):
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_forked_child_is_refused_and_the_parent_goes_on(n):
     assert run_ranks(forked, n, fresh=True) == [[]] * n
+
+
+def forked_while_busy(ctx):
+    """A fork may happen while other threads are inside of the engine: its locks must be free in the child."""
+    comm, queue = ctx.new_comm(), ctx.library.queue_create()
+    stop, found = threading.Event(), []
+
+    def work():
+        x = np.ones(20_000, np.float32)
+        while not stop.is_set():
+            comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, 2)
+            comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, 2, queue.handle)
+            address = ctx.library.mem_alloc(4096)
+            ctx.library.mem_free(address)
+
+    def in_the_child():
+        mine, own_queue = ctx.library.comm_init_rank(1, ctx.library.get_unique_id(), 0), ctx.library.queue_create()
+        y = np.ones(4, np.float32)
+        mine.all_reduce(y.ctypes.data, y.ctypes.data, 4, F32, SUM, own_queue.handle)
+        own_queue.wait(own_queue.record(), 10)
+        own_queue.close()
+        mine.destroy()
+        return "fine"
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for _ in range(15):
+        answer = in_child(in_the_child)
+        if answer != "fine":
+            found.append(f"in the child: {answer}")
+    stop.set()
+    thread.join(20)
+    queue.close()
+    return found
+
+
+def test_fork_while_threads_are_inside_of_the_engine():
+    assert run_ranks(forked_while_busy, 1, fresh=True) == [[]]
 
 
 def fork_dies(ctx):

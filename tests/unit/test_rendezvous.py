@@ -354,6 +354,34 @@ def test_the_agents_store_is_used_and_not_a_new_one(host):
     check_met(threads(*calls), 3)
 
 
+def test_a_store_that_ends_before_rank_0_has_come_to_the_meeting(host):
+    port = free_port()
+    stores = [dist.TCPStore("localhost", port, None, True, wait_for_workers=False, multi_tenant=True)]
+
+    def rank_0():
+        time.sleep(0.3)
+        stores.clear()  # as when a process group ends: rank 1 is in there already
+        time.sleep(0.3)
+        return at(port, 0, 2, host)()
+
+    check_met(threads(rank_0, at(port, 1, 2, host)), 2)
+
+
+def test_rank_0_that_dies_in_the_meeting(host):
+    port, began = free_port(), time.monotonic()
+    store = dist.TCPStore("localhost", port, None, True, wait_for_workers=False)
+    dist.PrefixStore("collectives/init/0/0", store).set("peer/0", Own(0, 3, host).record())
+
+    def die():
+        nonlocal store
+        time.sleep(0.3)
+        store = None
+
+    _, error = threads(die, at(port, 1, 3, host, timeout=20))
+    assert type(error) is RemoteError and error.peers == (0,) and time.monotonic() - began < 10
+    assert "gone away" in str(error)
+
+
 def test_rank_0_that_does_not_serve(host):
     port, began = free_port(), time.monotonic()
     (error,) = threads(at(port, 1, 2, host, timeout=0.5))
@@ -404,14 +432,30 @@ def test_time_limits_that_are_none(host, timeout):
         meet(Identity(0, 1, 0, 1, "alone"), engine=host, timeout=timeout)
 
 
-def test_ctrl_c_ends_the_wait(host):
+def test_ctrl_c_ends_the_wait_on_all_ranks(host, store):
     main = threading.main_thread().ident
-    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
-    began = time.monotonic()
+    threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    results, began = [], time.monotonic()
+    other = threading.Thread(target=lambda: results.extend(threads(*over(store, host, (1,), 3, timeout=30))))
+    other.start()
     with pytest.raises(KeyboardInterrupt):
-        at(free_port(), 0, 2, host, timeout=30)()
+        over(store, host, (0,), 3, timeout=30)[0]()
+    other.join(10)
     assert time.monotonic() - began < 5
+    assert [type(error) for error in results] == [RemoteError] and results[0].peers == (0,)
+
+
+def test_a_rank_that_comes_late_to_a_failure_is_told(host):
+    port = free_port()
+
+    def late():
+        time.sleep(2.5)
+        return at(port, 2, 3, host, timeout=20)()
+
+    began = time.monotonic()
+    results = threads(at(port, 0, 3, host), at(port, 1, 3, host), at(port, 1, 3, host), late)
+    assert all(type(error) is InvalidUsage and error.peers == (1,) for error in results), results
+    assert time.monotonic() - began < 9
 
 
 # ---- By name.
