@@ -11,16 +11,6 @@
 #include "coll/host_abi.h"
 #include "coll/nccl_abi.h"
 
-// Not part of coll/nccl_abi.h, since the host engine has no sockets to encrypt.
-typedef struct ncclEncryptionConfig_v23200 {
-  size_t size;
-  unsigned int magic;
-  unsigned int version;
-  int mode;  // 0: plain text, 1: pre-shared key
-  const char* psk;
-} ncclEncryptionConfig_t;
-ncclResult_t ncclSetEncryption(const ncclEncryptionConfig_t* config);
-
 // F(function, first version code)
 #define COLL_NCCL_FUNCTIONS(F) \
   F(ncclGetVersion, 2000) \

@@ -123,8 +123,8 @@ int receive_message(int fd, Message* message, Fd* descriptor) {
 
 class Meeting {
  public:
-  Meeting(ncclComm* comm, const Id& id, uint64_t options, const char* what)
-      : comm_(comm), id_(id), options_(options), what_(what), limit_ms_(g_init_timeout_ms.load()),
+  Meeting(ncclComm* comm, const Id& id, uint64_t options, const char* what, const Origin& origin)
+      : comm_(comm), id_(id), options_(options), what_(what), origin_(origin), limit_ms_(g_init_timeout_ms.load()),
         deadline_(now_ns() + limit_ms_ * 1000000) {}
 
   bool serve(Error* error);
@@ -142,12 +142,27 @@ class Meeting {
   const Id& id_;
   uint64_t options_;
   const char* what_;
+  const Origin& origin_;
   int64_t limit_ms_, deadline_;
 
   bool stopped(Error* error) const {
     if (comm_->abort_flag.load()) *error = make_error(collHostErrorAborted, "aborted while the ranks were meeting");
     else if (interrupted()) *error = make_error(collHostErrorInterrupted, "interrupted by a signal");
-    else return false;
+    else return a_member_died(error);
+    return true;
+  }
+
+  bool a_member_died(Error* error) const {
+    if (!origin_.parent) return false;
+    std::vector<int> dead;
+    for (int r : lost_peers(*origin_.parent, true)) {
+      bool member = std::find(origin_.members.begin(), origin_.members.end(), r) != origin_.members.end();
+      if (member && origin_.parent->segment->rank(r)->state.load() == kDead) dead.push_back(r);
+    }
+    if (dead.empty()) return false;
+    *error = make_error(collHostErrorRemote, format("%s: %s of the communicator that it is made from died", what_,
+                                                    rank_list(dead).c_str()));
+    error->peers = dead;
     return true;
   }
 
@@ -490,9 +505,9 @@ Id derive_id(const uint64_t secret[4], const void* label, size_t nbytes) {
   return id;
 }
 
-bool bootstrap(ncclComm* comm, const Id& id, uint64_t options, const char* what, Error* error) {
+bool bootstrap(ncclComm* comm, const Id& id, uint64_t options, const char* what, const Origin& origin, Error* error) {
   memcpy(comm->secret, id.secret, sizeof comm->secret);
-  Meeting meeting(comm, id, options, what);
+  Meeting meeting(comm, id, options, what, origin);
   bool met = comm->rank == 0 ? meeting.serve(error) : meeting.join(error);
   if (!met) {
     error->rank = comm->rank;

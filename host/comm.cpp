@@ -129,7 +129,7 @@ ncclResult_t init_rank(ncclComm_t* out, int nranks, const Id& id, int rank, cons
   if (code) return refuse(code);
   return start(out, fresh(rank, nranks, device), nullptr, settings, op, [id, op](ncclComm* comm) {
     Error error;
-    bootstrap(comm, id, 0, op, &error);
+    bootstrap(comm, id, 0, op, Origin(), &error);
     return error;
   });
 }
@@ -169,6 +169,14 @@ Error exchange_colors(ncclComm* parent, int color, int key, uint64_t number, std
   });
   return Error();
 }
+
+// Keeps a communicator from being freed. (A program must not end it before the call that needs it has begun.)
+struct Use {
+  ncclComm* comm;
+  explicit Use(ncclComm* c) : comm(c) { comm->users.fetch_add(1); }
+  ~Use() { release(comm); }
+  Use(const Use&) = delete;
+};
 
 // A place in the parent's order for a split, and the split's number.
 struct SplitPlace {
@@ -295,10 +303,12 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* ne
       SplitPlace place = early;
       place.take(p);
       uint64_t number = place.number;
-      std::vector<int> members;
+      Use parent(p);
+      Origin origin{p, {}};
+      std::vector<int>& members = origin.members;
       int rank = p->rank;
       Id id = child_id(p, "split", number, color);
-      Error error = in_turn(p, place.ticket, [&] {  // p may be gone when this returns
+      Error error = in_turn(p, place.ticket, [&] {
         Error broken = p->why_broken();
         if (broken && broken.kind != collHostErrorAborted) return broken;
         return exchange_colors(p, color, key, number, &members);
@@ -309,7 +319,7 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* ne
       }
       child->size = static_cast<int>(members.size());
       child->rank = static_cast<int>(std::find(members.begin(), members.end(), rank) - members.begin());
-      bootstrap(child, id, 0, op, &error);
+      bootstrap(child, id, 0, op, origin, &error);
       return error;
     });
   });
@@ -356,17 +366,20 @@ ncclResult_t ncclCommShrink(ncclComm_t parent, int* excludeRanksList, int exclud
       number = ++p->shrinks;
     }
     int rank = 0, size = 0;
+    Origin origin{p, {}};
     for (int r = 0; r < p->size; ++r) {
       if (excluded[static_cast<size_t>(r)]) continue;
+      origin.members.push_back(r);
       if (r < p->rank) ++rank;
       ++size;
     }
     static const uint64_t kKey[2] = {0x736872696e6bull, 0};
     uint64_t options = siphash(kKey, excluded.data(), excluded.size());  // all must leave out the same ranks
     Id id = child_id(p, "shrink", number, 0);
-    return start(newcomm, fresh(rank, size, p->device), p, settings, op, [id, options, op](ncclComm* child) {
+    return start(newcomm, fresh(rank, size, p->device), p, settings, op, [id, options, op, origin](ncclComm* child) {
+      Use parent(origin.parent);
       Error error;
-      bootstrap(child, id, options, op, &error);
+      bootstrap(child, id, options, op, origin, &error);
       return error;
     });
   });

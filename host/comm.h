@@ -217,8 +217,14 @@ struct Id {
 static_assert(sizeof(Id) == NCCL_UNIQUE_ID_BYTES, "an id of the host engine is an ncclUniqueId");
 void make_id(Id* id);
 Id derive_id(const uint64_t secret[4], const void* label, size_t nbytes);
-// Meet the other ranks and fill in comm's segment, pids and pidfds. Blocks; ends early when abort_flag is set.
-bool bootstrap(ncclComm* comm, const Id& id, uint64_t options, const char* what, Error* error);
+// The communicator that a new one is made from, and which of its ranks take part. Kept alive by its owner meanwhile.
+struct Origin {
+  ncclComm* parent = nullptr;
+  std::vector<int> members;
+};
+// Meet the other ranks and fill in comm's segment, pids and pidfds. Blocks; ends early when abort_flag is set, or when a
+// rank of the origin that should come has died.
+bool bootstrap(ncclComm* comm, const Id& id, uint64_t options, const char* what, const Origin& origin, Error* error);
 void set_init_timeout(int64_t ms);
 
 // ---- group.cpp

@@ -160,7 +160,16 @@ Error run_jobs(std::vector<Deferred> jobs) {
     }
   };
   std::vector<std::thread> threads;
-  for (size_t i = 1; i < lines.size(); ++i) threads.emplace_back(run_line, i);
+  threads.reserve(lines.size());
+  try {
+    for (size_t i = 1; i < lines.size(); ++i) threads.emplace_back(run_line, i);
+  } catch (const std::exception& e) {
+    size_t failed = threads.size() + 1;
+    errors[failed] = make_error(collHostErrorSystem, std::string("no thread for a communicator of the group: ") + e.what());
+    errors[failed].op = lines[failed].front()->op;
+    for (size_t i = failed; i < lines.size(); ++i)
+      for (Deferred* job : lines[i]) job->job(true);
+  }
   run_line(0);
   for (std::thread& thread : threads) thread.join();
   for (Error& error : errors)

@@ -245,6 +245,9 @@ ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t*) {
   group_cancel();  // as in NCCL, what was put into the group is not run
   return not_offered("ncclGroupSimulateEnd", "it has no model of its own speed yet");
 }
+ncclResult_t ncclSetEncryption(const ncclEncryptionConfig_t*) {
+  return not_offered("ncclSetEncryption", "its ranks share memory, there is nothing on a network");
+}
 ncclResult_t ncclParamBind(ncclParamHandle_t*, const char*) { return no_parameters("ncclParamBind"); }
 ncclResult_t ncclParamGetI8(ncclParamHandle_t, int8_t*) { return no_parameters("ncclParamGetI8"); }
 ncclResult_t ncclParamGetI16(ncclParamHandle_t, int16_t*) { return no_parameters("ncclParamGetI16"); }
@@ -265,7 +268,6 @@ ncclResult_t ncclParamGetAllParameterKeys(const char*** table, int* tableLen) {
   return ncclSuccess;
 }
 void ncclParamDumpAll(void) {}
-void ncclResetDebugInit(void);
-void ncclResetDebugInit(void) {}  // deprecated in NCCL, and still looked for at load time by some clients
+void ncclResetDebugInit(void) {}
 
 }  // extern "C"

@@ -133,16 +133,20 @@ ncclResult_t collHostQueueCreate(collHostQueue_t* queue) {
   return guarded("collHostQueueCreate", [&] {
     if (!queue) return raise(collHostErrorArgument, "collHostQueueCreate", "queue is NULL");
     collHostQueue* q = new collHostQueue;
+    std::string problem;
+    // Signals belong to the program's own threads.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-      // Signals belong to the program's own threads.
-      sigset_t all, before;
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);
       q->thread = std::thread([q] { q->loop(); });
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
     } catch (const std::exception& e) {
+      problem = std::string("no thread: ") + e.what();
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (!problem.empty()) {
       delete q;
-      return raise(collHostErrorSystem, "collHostQueueCreate", std::string("no thread: ") + e.what());
+      return raise(collHostErrorSystem, "collHostQueueCreate", problem);
     }
     {
       std::unique_lock<std::mutex> hold(q->lock);

@@ -36,6 +36,19 @@ auto& segments() {
 
 size_t round_up(size_t value, size_t to) { return (value + to - 1) / to * to; }
 
+// Bytes that count as used by the control group and that the kernel gives back when it needs them: file caches.
+uint64_t reclaimable_of_group() {
+  FILE* f = fopen("/sys/fs/cgroup/memory.stat", "re");
+  if (!f) return 0;
+  char name[64];
+  unsigned long long value, sum = 0;
+  while (fscanf(f, "%63s %llu", name, &value) == 2) {
+    if (!strcmp(name, "active_file") || !strcmp(name, "inactive_file") || !strcmp(name, "slab_reclaimable")) sum += value;
+  }
+  fclose(f);
+  return sum;
+}
+
 // Bytes that can still be had: the kernel would kill a process rather than refuse pages of shared memory.
 uint64_t available_memory() {
   uint64_t available = UINT64_MAX;
@@ -60,8 +73,10 @@ uint64_t available_memory() {
     return ok;
   };
   uint64_t limit, used;
-  if (number_in("/sys/fs/cgroup/memory.max", &limit) && number_in("/sys/fs/cgroup/memory.current", &used))
-    available = std::min(available, limit > used ? limit - used : 0);
+  if (number_in("/sys/fs/cgroup/memory.max", &limit) && number_in("/sys/fs/cgroup/memory.current", &used)) {
+    uint64_t in_use = used - std::min(used, reclaimable_of_group());
+    available = std::min(available, limit > in_use ? limit - in_use : 0);
+  }
   return available;
 }
 

@@ -2,7 +2,7 @@
 //
 // Every scenario runs on some number of ranks, checks what it computes, and ends the program with a message and status 1
 // when something is wrong. Linked with all of host/ and kernels/host/ (baseline), built with the sanitizer as a whole.
-#include <math.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -325,6 +325,48 @@ void abort_while_waiting(Rank& me) {
   OK(ncclCommAbort(me.comm));
 }
 
+// ---- Abort while another thread of this rank waits in a split for ranks that never come.
+void abort_while_splitting(Rank& me) {
+  if (me.rank == 0) {
+    std::thread other([&] {
+      ncclComm_t part = nullptr;
+      CHECK(ncclCommSplit(me.comm, 0, 0, &part, nullptr) != ncclSuccess);
+    });
+    usleep(100 * 1000);
+    OK(ncclCommAbort(me.comm));
+    other.join();
+    me.barrier->wait();
+  } else {
+    me.barrier->wait();
+    OK(ncclCommAbort(me.comm));
+  }
+}
+
+// ---- A split that goes on in the background while its parent is destroyed.
+void split_in_the_background(Rank& me) {
+  ncclConfig_t config;
+  memset(&config, 0, sizeof config);
+  for (int* field = &config.blocking; field <= &config.maxCTAs; ++field) *field = NCCL_CONFIG_UNDEF_INT;
+  config.size = offsetof(ncclConfig_t, netName);  // as much of it as older clients have
+  config.magic = NCCL_API_MAGIC;
+  config.version = 21400;
+  config.blocking = 0;
+  ncclComm_t part = nullptr;
+  ncclResult_t code = ncclCommSplit(me.comm, 0, 0, &part, &config);
+  CHECK(code == ncclSuccess || code == ncclInProgress);
+  OK(ncclCommDestroy(me.comm));
+  ncclResult_t state = ncclInProgress;
+  while (state == ncclInProgress) {
+    usleep(1000);
+    OK(ncclCommGetAsyncError(part, &state));
+  }
+  OK(state);
+  float one = 1;
+  OK(ncclAllReduce(&one, &one, 1, ncclFloat32, ncclSum, part, nullptr));
+  CHECK(one == static_cast<float>(me.size));
+  OK(ncclCommDestroy(part));
+}
+
 // ---- Time limits, and what is pending as seen from another thread.
 void time_limit(Rank& me) {
   OK(collHostCommSetTimeout(me.comm, 300));
@@ -441,9 +483,11 @@ int main() {
     run("come and go", [&] { on_ranks(n, come_and_go); });
     run("side by side", [&] { on_ranks(n, side_by_side); });
     run("one thread", [&] { one_thread(n); });
+    run("split in the background", [&] { on_ranks(n, split_in_the_background, true); });
     if (n == 1) continue;
     run("mismatch", [&] { on_ranks(n, mismatch); });
     run("abort while waiting", [&] { on_ranks(n, abort_while_waiting, true); });
+    run("abort while splitting", [&] { on_ranks(n, abort_while_splitting, true); });
     run("time limit", [&] { on_ranks(n, time_limit, true); });
   }
   uint64_t in_use;

@@ -114,6 +114,14 @@ typedef struct ncclSimInfo_v22200 {
   float estimatedTime;
 } ncclSimInfo_t;
 
+typedef struct ncclEncryptionConfig_v23200 {
+  size_t size;
+  unsigned int magic;
+  unsigned int version;
+  int mode;  // 0: plain text, 1: pre-shared key
+  const char* psk;
+} ncclEncryptionConfig_t;
+
 typedef struct { int opCnt; int peer; int sigIdx; int ctx; } ncclWaitSignalDesc_t;
 
 ncclResult_t ncclMemAlloc(void** ptr, size_t size);
@@ -202,6 +210,8 @@ ncclResult_t ncclGroupStart(void);
 ncclResult_t ncclGroupEnd(void);
 ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* simInfo);
 
+ncclResult_t ncclSetEncryption(const ncclEncryptionConfig_t* config);
+
 ncclResult_t ncclParamBind(ncclParamHandle_t* out, const char* key);
 ncclResult_t ncclParamGetI8(ncclParamHandle_t h, int8_t* out);
 ncclResult_t ncclParamGetI16(ncclParamHandle_t h, int16_t* out);
@@ -216,6 +226,7 @@ ncclResult_t ncclParamGet(ncclParamHandle_t h, void* out, int maxLen, int* len);
 ncclResult_t ncclParamGetParameter(const char* key, const char** value, int* valueLen);
 ncclResult_t ncclParamGetAllParameterKeys(const char*** table, int* tableLen);
 void ncclParamDumpAll(void);
+void ncclResetDebugInit(void);  // deprecated in NCCL, and still looked for at load time by some clients
 
 #pragma GCC visibility pop
 #ifdef __cplusplus
