@@ -368,7 +368,7 @@ struct Run {
   }
 
   // Whether something says that waiting is no use. Called when nothing moves.
-  void look_around(bool thoroughly, int64_t now) {
+  void look_around(bool thoroughly, bool stop, int64_t now) {
     ncclComm& c = *work.comm;
     if (c.abort_flag.load(std::memory_order_acquire)) {
       fail(make_error(collHostErrorAborted, "the communicator was aborted by this rank"));
@@ -386,17 +386,25 @@ struct Run {
                            format("no end after %.1f s; waiting for %s", c.timeout_ns.load() / 1e9, rank_list(ranks).c_str()));
       e.peers = ranks;
       fail(std::move(e));
-    } else if (interrupted()) {
+    } else if (stop) {
       fail(make_error(collHostErrorInterrupted, "interrupted by a signal"));
     }
   }
 };
 
 // Wait for the turn and be active from then on; or give the reason why the turn is not waited for, or may not be used.
-Error wait_turn(ncclComm* comm, uint64_t ticket) {
+// `stop`: a signal has said so, here or in the wait for another communicator's turn.
+Error wait_turn(ncclComm* comm, uint64_t ticket, bool* stop) {
   std::unique_lock<std::mutex> hold(comm->turn_lock);
-  comm->turn_changed.wait(hold, [&] { return comm->turn == ticket || comm->abort_flag || comm->revoke_flag; });
+  auto over = [&] { return comm->turn == ticket || comm->abort_flag || comm->revoke_flag; };
+  while (!over() && !*stop) {
+    if (comm->turn_changed.wait_for(hold, std::chrono::nanoseconds(kLookAround), over)) break;
+    hold.unlock();  // the check may run a program's own code
+    *stop = interrupted();
+    hold.lock();
+  }
   if (comm->turn != ticket) comm->given_up.insert(ticket);
+  if (*stop) return make_error(collHostErrorInterrupted, "interrupted by a signal");
   if (comm->abort_flag) return make_error(collHostErrorAborted, "the communicator was aborted by this rank");
   if (comm->turn != ticket) return make_error(collHostErrorAborted, "the communicator was revoked by this rank");
   comm->active = true;
@@ -432,7 +440,8 @@ uint64_t take_ticket(ncclComm* comm) {
 }
 
 Error in_turn(ncclComm* comm, uint64_t ticket, const std::function<Error()>& body) {
-  Error error = wait_turn(comm, ticket);
+  bool stop = false;
+  Error error = wait_turn(comm, ticket, &stop);
   if (!error) error = body();
   pass_turn(comm, ticket);
   return error;
@@ -472,7 +481,8 @@ void Batch::run() {
   struct Turns {
     std::vector<Work>& works;
     Turns(std::vector<Work>& w, std::vector<Error>& refused) : works(w) {
-      for (size_t i = 0; i < works.size(); ++i) refused[i] = wait_turn(works[i].comm, works[i].ticket);
+      bool stop = false;
+      for (size_t i = 0; i < works.size(); ++i) refused[i] = wait_turn(works[i].comm, works[i].ticket, &stop);
     }
     ~Turns() {
       for (Work& work : works) pass_turn(work.comm, work.ticket);
@@ -493,6 +503,8 @@ void Batch::run() {
     if (broken) {
       run.keep(broken, run.work.collectives.empty() && run.work.transfers.empty() ? w.local.front().first : run.current());
       run.failed = run.finished = true;
+      // The peers count on an operation that this rank has left out.
+      if (broken.kind == collHostErrorInterrupted) w.comm->break_with(run.error, kFailed);
       continue;
     }
     for (auto& pair : w.local) {
@@ -526,8 +538,9 @@ void Batch::run() {
     if (!looked) looked = now;
     bool thoroughly = now - looked > kLookAround;
     if (thoroughly) looked = now;
+    bool stop = thoroughly && interrupted();
     for (Run& run : runs)
-      if (!run.finished) run.look_around(thoroughly, now);
+      if (!run.finished) run.look_around(thoroughly, stop, now);
   }
   for (Run& run : runs)
     if (run.error && !error) error = run.error;
