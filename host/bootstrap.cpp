@@ -155,9 +155,10 @@ class Meeting {
   bool a_member_died(Error* error) const {
     if (!origin_.parent) return false;
     std::vector<int> dead;
-    for (int r : lost_peers(*origin_.parent, true)) {
-      bool member = std::find(origin_.members.begin(), origin_.members.end(), r) != origin_.members.end();
-      if (member && origin_.parent->segment->rank(r)->state.load() == kDead) dead.push_back(r);
+    ncclComm& p = *origin_.parent;
+    for (int r : origin_.members) {
+      // Not lost_peers(): that stops looking at ranks that have failed, as all survivors have when they shrink.
+      if (r != p.rank && (p.segment->rank(r)->state.load() == kDead || process_ended(p.pids[r], p.pidfds[r]))) dead.push_back(r);
     }
     if (dead.empty()) return false;
     *error = make_error(collHostErrorRemote, format("%s: %s of the communicator that it is made from died", what_,
@@ -290,6 +291,7 @@ bool Meeting::serve(Error* error) {
   auto give_up = [&](const Error& e) {
     *error = e;
     tell_failure(guests, e);
+    guests.clear();  // their descriptors may be what is needed to tell the others
     turn_away(listener.get(), comm_->size - came, e);
     if (comm_->segment) comm_->segment->release();
     comm_->segment = nullptr;
@@ -434,7 +436,10 @@ bool Meeting::join(Error* error) {
     snprintf(m.text, sizeof m.text, "rank %d stopped while the ranks were meeting: %s", comm_->rank, e.text.c_str());
     send_message(fd.get(), m);
     *error = e;
-    if (comm_->segment) comm_->segment->release();
+    if (comm_->segment) {
+      comm_->publish_state(kFailed, &e);  // rank 0 may have sent the others on in this very moment
+      comm_->segment->release();
+    }
     comm_->segment = nullptr;
     return false;
   };

@@ -11,6 +11,9 @@
 // Sums are always taken in the order of the ranks, so the result does not depend on any of this.
 #include <stdlib.h>
 #include <string.h>
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
 
 #include <algorithm>
 
@@ -61,7 +64,25 @@ const Kernels& kernels() {
   return chosen;
 }
 
+// The program may have told this thread's processor to take subnormals for zero; then its ranks would not get the same sums.
+class WithSubnormals {
+#if defined(__SSE2__)
+ public:
+  WithSubnormals() : before_(_mm_getcsr()) {
+    if (before_ & kFlush) _mm_setcsr(before_ & ~kFlush);
+  }
+  ~WithSubnormals() {
+    if (before_ & kFlush) _mm_setcsr(before_);
+  }
+
+ private:
+  static constexpr unsigned kFlush = 0x8040;  // flush to zero, denormals are zero
+  unsigned before_;
+#endif
+};
+
 void reduce_n(void* out, const void* const* sources, int n, size_t count, ncclDataType_t type, const coll_reduction& how) {
+  [[maybe_unused]] WithSubnormals exact;
   kernels().reduce_n(out, sources, n, count, type, &how);
 }
 

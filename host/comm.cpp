@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <system_error>
 
 #include "comm.h"
 #include "system.h"
@@ -90,7 +91,7 @@ ncclResult_t start(ncclComm_t* out, ncclComm* comm, ncclComm* parent, const Sett
     return error;
   };
   if (settings.blocking || in_group()) return submit_job(parent, op, job);
-  comm->init_thread = std::thread([comm, meet, op] {
+  auto in_background = [comm, meet, op] {
     Error error;
     try {
       error = meet(comm);
@@ -104,7 +105,12 @@ ncclResult_t start(ncclComm_t* out, ncclComm* comm, ncclComm* parent, const Sett
       if (error) comm->broken = error;
     }
     comm->ready.store(true, std::memory_order_release);
-  });
+  };
+  try {
+    comm->init_thread = std::thread(in_background);
+  } catch (const std::system_error&) {
+    return submit_job(parent, op, job);  // no thread to be had: as a blocking one, which is slower and as good
+  }
   return ncclInProgress;
 }
 
@@ -170,14 +176,6 @@ Error exchange_colors(ncclComm* parent, int color, int key, uint64_t number, std
   return Error();
 }
 
-// Keeps a communicator from being freed. (A program must not end it before the call that needs it has begun.)
-struct Use {
-  ncclComm* comm;
-  explicit Use(ncclComm* c) : comm(c) { comm->users.fetch_add(1); }
-  ~Use() { release(comm); }
-  Use(const Use&) = delete;
-};
-
 // A place in the parent's order for a split, and the split's number.
 struct SplitPlace {
   bool taken = false;
@@ -197,6 +195,8 @@ ncclComm* to_be_ended(ncclComm_t comm, const char* op, bool abort) {
   if (!comm || comm->magic != kCommMagic || comm->forks != fork_generation()) return checked(comm, op);
   if (abort) comm->abort_flag.store(true, std::memory_order_release);
   if (comm->init_thread.joinable()) comm->init_thread.join();
+  // A blocking init of another thread ends by itself now, and frees the handle.
+  else if (!comm->ready.load(std::memory_order_acquire)) return checked(comm, op);
   return comm;
 }
 
@@ -349,6 +349,7 @@ ncclResult_t ncclCommShrink(ncclComm_t parent, int* excludeRanksList, int exclud
                             format("excluded rank %d: must be a rank of the communicator (0 to %d), and not this one", r, p->size - 1)));
       excluded[static_cast<size_t>(r)] = 1;
     }
+    Use use(p);
     if (shrinkFlags == NCCL_SHRINK_ABORT) {
       p->abort_flag.store(true);
       Error ended = make_error(collHostErrorAborted, "shrunk with NCCL_SHRINK_ABORT");

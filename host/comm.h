@@ -252,5 +252,12 @@ void drain(ncclComm* comm);     // until all tickets are served
 void rest(ncclComm* comm);      // until nothing is running; for one whose flags let nothing more begin
 void release(ncclComm* comm);   // give up one use
 void stop_waiting(ncclComm* comm);  // after setting a flag: wake whoever waits for something on this rank
+// Keeps a communicator from being freed. (A program must not end it before the call that needs it has begun.)
+struct Use {
+  ncclComm* comm;
+  explicit Use(ncclComm* c) : comm(c) { comm->users.fetch_add(1); }
+  ~Use() { release(comm); }
+  Use(const Use&) = delete;
+};
 
 }  // namespace coll

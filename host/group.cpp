@@ -78,63 +78,105 @@ Error fill_batch(Batch& batch, const std::vector<Submitted>& ops) {
   return Error();
 }
 
-ncclResult_t launch(const std::vector<Submitted>& ops) {
-  auto batch = std::make_shared<Batch>();
-  Error error = fill_batch(*batch, ops);
-  if (error) return raise(error);
-
-  std::vector<collHostQueue_t> queues;
-  bool inline_too = false;
+// Operations that share a communicator, a queue or the calling thread (NULL) go together; others need not wait for them.
+std::vector<std::vector<Submitted>> connected(const std::vector<Submitted>& ops) {
+  std::vector<std::vector<Submitted>> parts;
   for (const Submitted& s : ops) {
-    if (!s.queue) inline_too = true;
-    else if (std::find(queues.begin(), queues.end(), s.queue) == queues.end()) queues.push_back(s.queue);
+    std::vector<Submitted> part;
+    for (size_t i = parts.size(); i-- > 0;) {
+      bool touches = std::any_of(parts[i].begin(), parts[i].end(), [&](const Submitted& other) {
+        return other.op.comm == s.op.comm || other.queue == s.queue;
+      });
+      if (!touches) continue;
+      part.insert(part.begin(), parts[i].begin(), parts[i].end());
+      parts.erase(parts.begin() + static_cast<long>(i));
+    }
+    part.push_back(s);
+    parts.push_back(std::move(part));
   }
+  return parts;
+}
+
+struct Launch {
+  std::shared_ptr<Batch> batch = std::make_shared<Batch>();
+  std::vector<collHostQueue_t> queues;
+  bool calling_thread = false;
   std::shared_ptr<Join> join;
-  if (queues.size() > 1 || (inline_too && !queues.empty())) join = std::make_shared<Join>();
-  {
-    // Tickets and places in queues are given together: whoever is earlier here is earlier everywhere, so that waiting for
-    // an earlier one can't go round in a circle.
-    std::lock_guard<std::mutex> hold(order_lock());
+
+  // Under order_lock().
+  void enqueue() {
     for (Work& work : batch->works) {
       work.ticket = take_ticket(work.comm);
       work.comm->sequence.fetch_add(work.collectives.size(), std::memory_order_relaxed);
     }
+    size_t others = queues.empty() ? 0 : queues.size() - 1;
     for (size_t i = 0; i < queues.size(); ++i) {
-      size_t others = queues.size() - 1;
-      if (i == 0) {
-        queue_push(queues[i], [batch, join, others] {
-          if (join) {
-            std::unique_lock<std::mutex> hold(join->lock);
-            join->changed.wait(hold, [&] { return join->arrived == others; });
-          }
-          batch->run();
-          if (join) {
-            std::lock_guard<std::mutex> hold(join->lock);
-            join->error = batch->error;
-            join->done = true;
-            join->changed.notify_all();
-          }
-          return batch->error;
-        });
-      } else {
-        queue_push(queues[i], [join] {
-          std::unique_lock<std::mutex> hold(join->lock);
-          ++join->arrived;
-          join->changed.notify_all();
-          join->changed.wait(hold, [&] { return join->done; });
-          return join->error;
-        });
-      }
+      if (i == 0) queue_push(queues[i], [batch = batch, join = join, others] { return lead(*batch, join.get(), others); });
+      else queue_push(queues[i], [join = join] { return follow(*join); });
     }
   }
-  if (queues.empty()) {
-    batch->run();
-    return batch->error ? raise(batch->error) : ncclSuccess;
+
+  static Error lead(Batch& batch, Join* join, size_t others) {
+    if (join) {
+      std::unique_lock<std::mutex> hold(join->lock);
+      join->changed.wait(hold, [&] { return join->arrived == others; });
+    }
+    batch.run();
+    if (join) {
+      std::lock_guard<std::mutex> hold(join->lock);
+      join->error = batch.error;
+      join->done = true;
+      join->changed.notify_all();
+    }
+    return batch.error;
   }
-  if (!inline_too) return ncclSuccess;
-  std::unique_lock<std::mutex> hold(join->lock);
-  join->changed.wait(hold, [&] { return join->done; });
-  return join->error ? raise(join->error) : ncclSuccess;
+
+  static Error follow(Join& join) {
+    std::unique_lock<std::mutex> hold(join.lock);
+    ++join.arrived;
+    join.changed.notify_all();
+    join.changed.wait(hold, [&] { return join.done; });
+    return join.error;
+  }
+
+  // What the calling thread has to do or to wait for.
+  Error finish() {
+    if (!calling_thread) return Error();
+    if (queues.empty()) {
+      batch->run();
+      return batch->error;
+    }
+    std::unique_lock<std::mutex> hold(join->lock);
+    join->changed.wait(hold, [&] { return join->done; });
+    return join->error;
+  }
+};
+
+ncclResult_t launch(const std::vector<Submitted>& ops) {
+  std::vector<Launch> launches;
+  for (const std::vector<Submitted>& part : ops.size() == 1 ? std::vector<std::vector<Submitted>>{ops} : connected(ops)) {
+    launches.emplace_back();
+    Launch& launch = launches.back();
+    Error error = fill_batch(*launch.batch, part);
+    if (error) return raise(error);
+    for (const Submitted& s : part) {
+      if (!s.queue) launch.calling_thread = true;
+      else if (std::find(launch.queues.begin(), launch.queues.end(), s.queue) == launch.queues.end()) launch.queues.push_back(s.queue);
+    }
+    if (launch.queues.size() + launch.calling_thread > 1 && !launch.queues.empty()) launch.join = std::make_shared<Join>();
+  }
+  {
+    // Tickets and places in queues are given together: whoever is earlier here is earlier everywhere, so that waiting for
+    // an earlier one can't go round in a circle.
+    std::lock_guard<std::mutex> hold(order_lock());
+    for (Launch& launch : launches) launch.enqueue();
+  }
+  Error first;
+  for (Launch& launch : launches) {
+    Error error = launch.finish();
+    if (error && !first) first = error;
+  }
+  return first ? raise(first) : ncclSuccess;
 }
 
 // Jobs without a parent meet each other, so each has a thread of its own; those of one parent keep their order.
@@ -167,8 +209,11 @@ Error run_jobs(std::vector<Deferred> jobs) {
     size_t failed = threads.size() + 1;
     errors[failed] = make_error(collHostErrorSystem, std::string("no thread for a communicator of the group: ") + e.what());
     errors[failed].op = lines[failed].front()->op;
-    for (size_t i = failed; i < lines.size(); ++i)
+    for (size_t i = 0; i < lines.size(); ++i) {
+      if (i > 0 && i < failed) continue;
       for (Deferred* job : lines[i]) job->job(true);
+      lines[i].clear();
+    }
   }
   run_line(0);
   for (std::thread& thread : threads) thread.join();

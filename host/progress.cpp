@@ -33,9 +33,12 @@ void ncclComm::wake_self() {
 
 void ncclComm::publish_state(RankState state, const Error* cause) {
   uint32_t alive = kAlive;
-  if (cause && me()->state.load() == kAlive) {
-    me()->cause = cause->kind;
-    for (int r : cause->peers) me()->cause_peers[r / 8] = static_cast<uint8_t>(me()->cause_peers[r / 8] | 1 << (r % 8));
+  if (cause) {
+    std::lock_guard<std::mutex> hold(state_lock);
+    if (me()->state.load() == kAlive && me()->cause == collHostErrorNone) {
+      me()->cause = cause->kind;
+      for (int r : cause->peers) me()->cause_peers[r / 8] = static_cast<uint8_t>(me()->cause_peers[r / 8] | 1 << (r % 8));
+    }
   }
   if (!me()->state.compare_exchange_strong(alive, state)) return;
   segment->header()->troubles.fetch_add(1);
@@ -188,8 +191,9 @@ class Pause {
   void reset() { turns_ = 0; }
 
   // One pause of the kind that fits the time waited so far. `moved` is asked once more before going to sleep.
-  template <class F>
-  bool pause(int peer, F&& moved) {
+  // `peer` gives the rank whose flag is waited for, or -1: anybody's.
+  template <class P, class F>
+  bool pause(P&& peer, F&& moved) {
     ++turns_;
     if (turns_ <= spins_) {
       cpu_relax();
@@ -207,12 +211,14 @@ class Pause {
     RankBlock* me = comm_->me();
     Header* header = comm_->segment->header();
     uint32_t bell = me->doorbell.load();
-    me->waiting_for.store(peer, std::memory_order_relaxed);
+    int waiting_for = peer();
+    me->waiting_for.store(waiting_for, std::memory_order_relaxed);
     me->sleeping.store(1, std::memory_order_relaxed);
     header->sleepers.fetch_add(1);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     bool did = moved();
-    if (!did) futex_wait(&me->doorbell, bell, kLongestSleep);
+    // Where the last look has found another one to wait for, that one doesn't know yet whom to wake.
+    if (!did && peer() == waiting_for) futex_wait(&me->doorbell, bell, kLongestSleep);
     header->sleepers.fetch_sub(1);
     me->sleeping.store(0, std::memory_order_relaxed);
     return did;
@@ -263,7 +269,8 @@ struct Run {
   void fail(Error e) {
     keep(std::move(e), current());
     failed = finished = true;
-    work.comm->break_with(error, kFailed);
+    bool aborted = error.kind == collHostErrorAborted;
+    work.comm->break_with(error, !aborted ? kFailed : work.comm->abort_flag ? kAborted : kRevoked);
   }
 
   void describe(const Op& op, uint64_t goal) {
@@ -392,7 +399,7 @@ struct Run {
   }
 };
 
-// Wait for the turn and be active from then on; or give the reason why the turn is not waited for, or may not be used.
+// Wait for the turn; or give the reason why it is not waited for, or may not be used.
 // `stop`: a signal has said so, here or in the wait for another communicator's turn.
 Error wait_turn(ncclComm* comm, uint64_t ticket, bool* stop) {
   std::unique_lock<std::mutex> hold(comm->turn_lock);
@@ -404,9 +411,17 @@ Error wait_turn(ncclComm* comm, uint64_t ticket, bool* stop) {
     hold.lock();
   }
   if (comm->turn != ticket) comm->given_up.insert(ticket);
-  if (*stop) return make_error(collHostErrorInterrupted, "interrupted by a signal");
   if (comm->abort_flag) return make_error(collHostErrorAborted, "the communicator was aborted by this rank");
+  if (*stop) return make_error(collHostErrorInterrupted, "interrupted by a signal");
   if (comm->turn != ticket) return make_error(collHostErrorAborted, "the communicator was revoked by this rank");
+  return Error();
+}
+
+// Called when all turns are there: from now on an abort has to wait for what runs.
+Error become_active(ncclComm* comm, bool stop) {
+  std::lock_guard<std::mutex> hold(comm->turn_lock);
+  if (comm->abort_flag) return make_error(collHostErrorAborted, "the communicator was aborted by this rank");
+  if (stop) return make_error(collHostErrorInterrupted, "interrupted by a signal");
   comm->active = true;
   return Error();
 }
@@ -442,6 +457,8 @@ uint64_t take_ticket(ncclComm* comm) {
 Error in_turn(ncclComm* comm, uint64_t ticket, const std::function<Error()>& body) {
   bool stop = false;
   Error error = wait_turn(comm, ticket, &stop);
+  if (!error) error = become_active(comm, stop);
+  if (error.kind == collHostErrorInterrupted) comm->break_with(error, kFailed);
   if (!error) error = body();
   pass_turn(comm, ticket);
   return error;
@@ -452,7 +469,7 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& bloc
   int64_t limit = c.timeout_ns.load(), start = now_ns(), looked = start;
   bool revoked_before = c.revoke_flag.load();
   for (int peer; (peer = blocked_on()) >= 0;) {
-    pause.pause(peer, [&] { return blocked_on() != peer; });
+    pause.pause([&] { return peer; }, [&] { return blocked_on() != peer; });
     if (!pause.long_enough()) continue;
     if (c.abort_flag.load()) return make_error(collHostErrorAborted, "the communicator was aborted by this rank");
     if (c.revoke_flag.load() && !revoked_before)
@@ -462,7 +479,8 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& bloc
     if (thoroughly) looked = now;
     if (thoroughly || c.segment->header()->troubles.load()) {
       std::vector<int> lost = lost_peers(c, thoroughly);
-      bool revoked = c.segment->rank(peer)->state.load() == kRevoked && revoked_too;
+      bool revoked = c.segment->rank(peer)->state.load() == kRevoked && revoked_too &&
+                     !(thoroughly && process_ended(c.pids[peer], c.pidfds[peer]));
       if (std::find(lost.begin(), lost.end(), peer) != lost.end() && !revoked && blocked_on() == peer)
         return remote_error(c, lost, {peer});
     }
@@ -483,6 +501,8 @@ void Batch::run() {
     Turns(std::vector<Work>& w, std::vector<Error>& refused) : works(w) {
       bool stop = false;
       for (size_t i = 0; i < works.size(); ++i) refused[i] = wait_turn(works[i].comm, works[i].ticket, &stop);
+      for (size_t i = 0; i < works.size(); ++i)
+        if (!refused[i]) refused[i] = become_active(works[i].comm, stop);
     }
     ~Turns() {
       for (Work& work : works) pass_turn(work.comm, work.ticket);
@@ -532,7 +552,7 @@ void Batch::run() {
   for (;;) {
     if (advance_all()) pause.reset();
     if (all_finished()) break;
-    if (pause.pause(runs.size() == 1 ? runs.front().blocked_on() : -1, advance_all)) pause.reset();
+    if (pause.pause([&] { return runs.size() == 1 ? runs.front().blocked_on() : -1; }, advance_all)) pause.reset();
     if (!pause.long_enough()) continue;
     int64_t now = now_ns();
     if (!looked) looked = now;
@@ -547,6 +567,7 @@ void Batch::run() {
 }
 
 void drain(ncclComm* comm) {
+  Use use(comm);
   uint64_t last;
   {
     std::lock_guard<std::mutex> hold(order_lock());
@@ -563,6 +584,7 @@ void stop_waiting(ncclComm* comm) {
 }
 
 void rest(ncclComm* comm) {
+  Use use(comm);
   std::unique_lock<std::mutex> hold(comm->turn_lock);
   comm->turn_changed.wait(hold, [&] { return !comm->active; });
 }

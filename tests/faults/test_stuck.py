@@ -80,6 +80,8 @@ def aborts_in_any_order(ctx, how):
         all_reduce(a[0], y, queue.handle)
         waiter = threading.Thread(target=lambda: ended.extend(error_of(lambda t=t: queue.wait(t)) for t in (1, 2)))
     else:
+        if how == "group behind a queue":
+            all_reduce(b[0], x, queue.handle)
 
         def group():
             library.group_start()
@@ -99,7 +101,7 @@ def aborts_in_any_order(ctx, how):
     return max(spent), alive, repr(ended)
 
 
-@pytest.mark.parametrize("how", ["one queue", "one group"])
+@pytest.mark.parametrize("how", ["one queue", "one group", "group behind a queue"])
 def test_abort_of_what_waits_behind_something_else(how):
     ((spent, alive, ended),) = run_ranks(aborts_in_any_order, 1, how, timeout=30, fresh=True)
     assert spent < 3
@@ -179,6 +181,34 @@ def shrink_after_different_failures(ctx):
 def test_shrink_after_ranks_failed_in_different_calls():
     results = run_ranks(shrink_after_different_failures, 3, timeout=30, deaths={2})
     assert results[:2] == [("RemoteError", [])] * 2
+
+
+def second_death(ctx):
+    """Rank 3 is dead, rank 2 dies instead of shrinking: the others' shrink fails soon, and the next one works."""
+    comm = ctx.new_comm()
+    x = np.ones(10, np.float32)
+    if ctx.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    first = error_of(lambda: all_reduce(comm, x))
+    ctx.barrier(ranks=[0, 1, 2])
+    if ctx.rank == 2:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    second = error_of(lambda: comm.shrink([3]))
+    spent = time.monotonic() - start
+    smaller = comm.shrink([2, 3])
+    found = run_cases(ctx, [Case("all_reduce", "float32", 100)], smaller)
+    smaller.destroy()
+    comm.abort()
+    return type(first).__name__, type(second).__name__, spent, found
+
+
+def test_second_death_during_a_shrink():
+    results = run_ranks(second_death, 4, timeout=30, deaths={2, 3})
+    for first, second, spent, found in results[:2]:
+        assert (first, second, found) == ("RemoteError", "RemoteError", [])
+        assert spent < SOON
 
 
 def split_after_shrink(ctx):

@@ -342,6 +342,26 @@ void abort_while_splitting(Rank& me) {
   }
 }
 
+// ---- Abort while another thread of this rank finalizes, which waits for a queued operation that never ends.
+void abort_while_finalizing(Rank& me) {
+  if (me.rank == 0) {
+    collHostQueue_t queue;
+    OK(collHostQueueCreate(&queue));
+    float x = 1;
+    OK(ncclAllReduce(&x, &x, 1, ncclFloat32, ncclSum, me.comm, reinterpret_cast<cudaStream_t>(queue)));
+    std::thread other([&] { ncclCommFinalize(me.comm); });
+    usleep(100 * 1000);
+    OK(ncclCommAbort(me.comm));
+    other.join();
+    CHECK(collHostQueueWait(queue, 1, -1) != ncclSuccess);
+    OK(collHostQueueDestroy(queue));
+    me.barrier->wait();
+  } else {
+    me.barrier->wait();
+    OK(ncclCommAbort(me.comm));
+  }
+}
+
 // ---- A split that goes on in the background while its parent is destroyed.
 void split_in_the_background(Rank& me) {
   ncclConfig_t config;
@@ -488,6 +508,7 @@ int main() {
     run("mismatch", [&] { on_ranks(n, mismatch); });
     run("abort while waiting", [&] { on_ranks(n, abort_while_waiting, true); });
     run("abort while splitting", [&] { on_ranks(n, abort_while_splitting, true); });
+    run("abort while finalizing", [&] { on_ranks(n, abort_while_finalizing, true); });
     run("time limit", [&] { on_ranks(n, time_limit, true); });
   }
   uint64_t in_use;
