@@ -257,6 +257,7 @@ cdef extern from "_nccl_table.h" nogil:
         ncclResult_t (*collHostCommSequence)(ncclComm_t comm, uint64_t* sequence) noexcept nogil
         ncclResult_t (*collHostCommChunkBytes)(ncclComm_t comm, size_t* nbytes) noexcept nogil
         ncclResult_t (*collHostMemoryInUse)(uint64_t* nbytes) noexcept nogil
+        ncclResult_t (*collHostLabel)(const char* op, const char* datatype) noexcept nogil
         ncclResult_t (*collHostGroupCancel)() noexcept nogil
 
 

@@ -457,6 +457,19 @@ cdef class Library:
         self.done(code, "collHostQueueCreate")
         return queue
 
+    def label(self, str op=None, str dtype=None):
+        """Say what the calling thread's next operation is called in reports, and what its elements are.
+
+        For types that are sent as bytes; ranks whose labels differ get ``Mismatch``. Host engine only.
+        C: ``collHostLabel``.
+        """
+        cdef bytes op_text = b"" if op is None else op.encode()
+        cdef bytes dtype_text = b"" if dtype is None else dtype.encode()
+        cdef ncclResult_t code
+        self.need(<void*> self.api.collHostLabel, "collHostLabel")
+        code = self.api.collHostLabel(op_text, dtype_text)
+        self.done(code, "collHostLabel")
+
     def set_init_timeout(self, double seconds):
         """Limit how long the functions that open a communicator wait for other ranks. C: ``collHostSetInitTimeout``."""
         cdef int64_t limit = milliseconds(seconds)

@@ -105,6 +105,7 @@
   F(collHostCommSequence, 0) \
   F(collHostCommChunkBytes, 0) \
   F(collHostMemoryInUse, 0) \
+  F(collHostLabel, 0) \
   F(collHostGroupCancel, 0)
 
 #define COLL_MEMBER(function, since) __typeof__(&function) function;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ._nccl import DTYPES, OPS
-from .arrays import DTYPE_NAMES
+from .arrays import dtype_name
 from .errors import Mismatch
 
 __all__ = ["PREMUL", "agree", "row"]
@@ -72,7 +72,7 @@ def _say(numbers) -> str:
         return f"a group of {count} collectives"
     words = [KINDS[kind]]
     if dtype != _NONE:
-        words.append(f"{DTYPE_NAMES[dtype]}")
+        words.append(dtype_name(dtype))
     if count != _NONE:
         words.append(f"count={count}")
     if op != _NONE:

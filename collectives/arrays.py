@@ -11,13 +11,14 @@ import numbers
 import operator
 import sys
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 
 from ._nccl import DTYPES, OPS
 from .errors import InvalidArgument
 
-__all__ = ["DTYPE_NAMES", "ITEMSIZE", "Place", "Reader", "parse_op", "parse_rank", "premul_scalar"]
+__all__ = ["DTYPE_NAMES", "ITEMSIZE", "Place", "Reader", "dtype_name", "parse_op", "parse_rank", "premul_scalar"]
 
 # Names by which torch, NumPy and ml_dtypes call the 12 types that NCCL can reduce.
 _CODES = {name: code for name, code in DTYPES.items() if not name.startswith("float8")}
@@ -31,6 +32,7 @@ _TORCH_NAMES = {
 }
 ITEMSIZE = {code: dtype.itemsize for dtype, code in _TORCH_CODES.items()}
 _UINT8 = DTYPES["uint8"]
+_FIRST_TAG = 1 << 16
 _LIMITS = {
     code: (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype) for dtype, code in _TORCH_CODES.items()
 }
@@ -54,6 +56,16 @@ class Place(NamedTuple):
     dtype: str  # "float32"
     units: int  # elements of `code`
     code: int
+
+    @property
+    def label(self) -> str | None:
+        """The dtype's name where the array travels as bytes, so that the ranks can still compare it."""
+        return None if self.dtype in _CODES else self.dtype
+
+    @property
+    def tag(self) -> int:
+        """A number for the dtype that is the same on all ranks: NCCL's code, or one above those."""
+        return self.code if self.dtype in _CODES else _FIRST_TAG + crc32(self.dtype.encode())
 
     def part(self, index: int, parts: int) -> int:
         """Give the address of one of `parts` equal parts."""
@@ -229,6 +241,14 @@ class Reader:
         return InvalidArgument(message, op=op, rank=self.rank)
 
 
+def dtype_name(tag: int) -> str:
+    """Give the name that belongs to a `Place.tag`, as far as this process can tell."""
+    if tag in DTYPE_NAMES:
+        return DTYPE_NAMES[tag]
+    names = {_FIRST_TAG + crc32(name.encode()): name for name in _TORCH_NAMES.values()}
+    return names.get(tag, "a dtype that torch doesn't have")
+
+
 def _placed(ptr, count, nbytes, name, code):
     if code is None:
         return Place(ptr, count, nbytes, name, nbytes, _UINT8)
@@ -286,17 +306,18 @@ def _torch_op(op):
 def premul_scalar(scalar, code: int, *, rank: int, name: str) -> int | float:
     """Refuse a scalar that the dtype can't hold: an integer type would cut 0.5 to 0 without a word."""
     limits = _LIMITS[code]
+    finite = isinstance(scalar, int) or math.isfinite(scalar)
     if isinstance(limits, torch.finfo):
-        if not math.isfinite(scalar) or limits.min <= scalar <= limits.max:
+        if not finite or limits.min <= scalar <= limits.max:
             return float(scalar)
         what = "a number"
     else:
-        if math.isfinite(scalar) and scalar == int(scalar) and limits.min <= scalar <= limits.max:
+        if finite and scalar == int(scalar) and limits.min <= scalar <= limits.max:
             return int(scalar)
         what = "a whole number"
     raise InvalidArgument(
-        f"op {scalar!r} isn't a value of {DTYPE_NAMES[code]}, the array's dtype: use {what} from {limits.min} to "
-        f"{limits.max}, or an array of another dtype",
+        f"op {str(scalar)[:40]} isn't a value of {DTYPE_NAMES[code]}, the array's dtype: use {what} from "
+        f"{limits.min} to {limits.max}, or an array of another dtype",
         op=name,
         rank=rank,
     )

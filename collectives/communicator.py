@@ -21,7 +21,7 @@ from .group import Call, Group, issue, open_groups
 from .memory import Registration, allocate
 from .work import CudaLane, HostLane, Work
 
-__all__ = ["Communicator", "device_of"]
+__all__ = ["Communicator", "device_of", "parse_device"]
 
 _UINT8 = DTYPES["uint8"]
 _NO_GUARD = contextlib.nullcontext()
@@ -115,7 +115,8 @@ class Communicator:
 
     @timeout.setter
     def timeout(self, seconds: float | None):
-        if seconds is not None and not seconds > 0:
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is not None and not (number and seconds > 0):
             raise InvalidArgument(f"timeout must be above 0 s, or None for no limit, not {seconds!r}", rank=self.rank)
         if self._on_host:
             self._native.set_timeout(seconds)
@@ -206,16 +207,18 @@ class Communicator:
         self._read.sized(to, of, self.size, name, "out", "inp")
         self._read.apart(to, of, name, self.rank, "the only form in place is inp == part `rank` of out")
         steps = ((name, (of.ptr, to.ptr, of.units, of.code)),)
-        described = row(name, dtype=of.code, count=of.units)
-        return self._launch(name, steps, (out, inp), out, to.nbytes, described, async_op, stream)
+        described = row(name, dtype=of.tag, count=of.units)
+        return self._launch(name, steps, (out, inp), out, to.nbytes, described, async_op, stream, label=of.label)
 
     def broadcast(self, array, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Send `root`'s array to all ranks, in place. Takes any dtype. C: ncclBroadcast."""
         root = self._rank(root, "root", "broadcast")
         place = self._read.place(array, "broadcast", writes=self.rank != root)
         steps = (("broadcast", (place.ptr, place.ptr, place.units, place.code, root)),)
-        described = row("broadcast", dtype=place.code, count=place.units, root=root)
-        return self._launch("broadcast", steps, (array,), array, place.nbytes, described, async_op, stream)
+        described = row("broadcast", dtype=place.tag, count=place.units, root=root)
+        return self._launch(
+            "broadcast", steps, (array,), array, place.nbytes, described, async_op, stream, label=place.label
+        )
 
     def all_to_all(
         self, out, inp, output_split_sizes=None, input_split_sizes=None, *, async_op: bool = False, stream=None
@@ -236,10 +239,12 @@ class Communicator:
                 )
             self._read.sized(to, of, 1, name, "out", "inp")
             units = of.units // self.size
-            described = row(name, dtype=of.code, count=units)
+            described = row(name, dtype=of.tag, count=units)
             if self.engine.library.has("ncclAlltoAll"):
                 steps = ((name, (of.ptr, to.ptr, units, of.code)),)
-                return self._launch(name, steps, (out, inp), out, of.nbytes, described, async_op, stream)
+                return self._launch(
+                    name, steps, (out, inp), out, of.nbytes, described, async_op, stream, label=of.label
+                )
             sends = receives = [units] * self.size
         else:
             sends, sent_row = self._splits(inp, of, input_split_sizes, "input_split_sizes", "inp")
@@ -248,7 +253,7 @@ class Communicator:
                 raise self._wrong(
                     name, f"a row of inp has {sent_row} elements and a row of out {received_row}: they must be equal"
                 )
-            described = row("all_to_all with split sizes", dtype=of.code)
+            described = row("all_to_all with split sizes", dtype=of.tag)
         steps = []
         unit = ITEMSIZE[of.code]
         sent = received = 0
@@ -257,7 +262,7 @@ class Communicator:
             steps.append(("recv", (to.ptr + received * unit, receives[peer], to.code, peer)))
             sent += sends[peer]
             received += receives[peer]
-        return self._launch(name, steps, (out, inp), out, of.nbytes, described, async_op, stream)
+        return self._launch(name, steps, (out, inp), out, of.nbytes, described, async_op, stream, label=of.label)
 
     def gather(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Gather every rank's `inp` into `root`'s `out`, in rank order. Takes any dtype; `out` is None elsewhere.
@@ -278,9 +283,9 @@ class Communicator:
             steps = [("send", (of.ptr, of.units, of.code, root))]
             if to is not None:
                 steps += [("recv", (to.part(r, self.size), of.units, of.code, r)) for r in range(self.size)]
-        described = row(name, dtype=of.code, count=of.units, root=root)
+        described = row(name, dtype=of.tag, count=of.units, root=root)
         held = (inp,) if out is None else (out, inp)
-        return self._launch(name, steps, held, out, of.nbytes, described, async_op, stream)
+        return self._launch(name, steps, held, out, of.nbytes, described, async_op, stream, label=of.label)
 
     def scatter(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Send part r of `root`'s `inp` to rank r's `out`. Takes any dtype; `inp` is None elsewhere.
@@ -301,9 +306,9 @@ class Communicator:
             steps = [("recv", (to.ptr, to.units, to.code, root))]
             if of is not None:
                 steps += [("send", (of.part(r, self.size), to.units, to.code, r)) for r in range(self.size)]
-        described = row(name, dtype=to.code, count=to.units, root=root)
+        described = row(name, dtype=to.tag, count=to.units, root=root)
         held = (out,) if inp is None else (out, inp)
-        return self._launch(name, steps, held, out, to.nbytes, described, async_op, stream)
+        return self._launch(name, steps, held, out, to.nbytes, described, async_op, stream, label=to.label)
 
     def send(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
         """Send `array` to rank `peer`, which must call `recv`. Takes any dtype. C: ncclSend."""
@@ -318,7 +323,13 @@ class Communicator:
         if open_groups and get_ident() in open_groups:
             raise InvalidUsage("barrier() can't stand in a group: call it after the `with` block", rank=self.rank)
         if self._on_host:
-            self._native.all_reduce(0, 0, 0, _UINT8, OPS["sum"], 0)
+            self._alive("barrier")
+            label = self.engine.library.label
+            label("barrier")
+            try:
+                self._native.all_reduce(0, 0, 0, _UINT8, OPS["sum"], 0)
+            finally:
+                label()
             return
         if self._checks:
             self._agree([row("barrier")])
@@ -335,7 +346,7 @@ class Communicator:
         They are checked at once and issued when the block ends; where it raises, none is.
         C: ncclGroupStart, ncclGroupEnd.
         """
-        self._native.handle  # noqa: B018 - raises on a closed communicator
+        self._alive("group")
         return Group(self)
 
     # ---- Other communicators, memory.
@@ -345,8 +356,8 @@ class Communicator:
 
         All ranks call it; a color of None or -1 takes no part and gets None. C: ncclCommSplit (NCCL 2.18).
         """
-        color = -1 if color is None else self._int(color, "color", -1, "split")
-        key = self.rank if key is None else self._int(key, "key", -(2**31), "split")
+        color = -1 if color is None else self._int(color, "color", -1, "split", 2**31)
+        key = self.rank if key is None else self._int(key, "key", -(2**31), "split", 2**31)
         with self._guard():
             native = self._native.split(color, key)
         return None if native is None else self._child(native)
@@ -369,11 +380,16 @@ class Communicator:
         `dtype` None: torch's default. The memory is freed when the last tensor that views it is gone, also after
         `close()`. Its contents are undefined. C: ncclMemAlloc (NCCL 2.19).
         """
-        self._native.handle  # noqa: B018 - raises on a closed communicator
+        self._alive("empty")
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):
             raise self._wrong("empty", f"dtype must be a torch.dtype, not {dtype!r}")
-        return allocate(self.engine.library, self.device, self._int(n, "n", 0, "empty"), dtype)
+        if str(dtype).startswith(("torch.q", "torch.bits")):
+            raise self._wrong("empty", f"{dtype} needs more than memory: allocate its integers (torch.uint8, ...)")
+        n = self._int(n, "n", 0, "empty")
+        if n * dtype.itemsize >= 2**63:
+            raise self._wrong("empty", f"{n} elements of {dtype} are more than an address space holds")
+        return allocate(self.engine.library, self.device, n, dtype)
 
     def register(self, array) -> Registration:
         """Register an array's memory, so that the engine may use it with no staging copy; it is held alive until
@@ -477,6 +493,10 @@ class Communicator:
             return code, None
         return code, (premul_scalar(scalar, dtype, rank=self.rank, name=name), dtype)
 
+    def _alive(self, name: str) -> None:
+        if type(self._native) is _Gone:
+            raise InvalidUsage(self._native.why, op=name, rank=self.rank)
+
     def _algorithm(self, algorithm, name: str) -> None:
         if algorithm != "native":
             raise self._wrong(name, f"algorithm must be 'native', what the library does, not {algorithm!r}")
@@ -484,9 +504,9 @@ class Communicator:
     def _rank(self, value, what: str, name: str) -> int:
         return parse_rank(value, self.size, what, rank=self.rank, name=name)
 
-    def _int(self, value, what: str, low: int, name: str) -> int:
-        if isinstance(value, bool) or not hasattr(type(value), "__index__") or not low <= operator.index(value) < 2**63:
-            raise self._wrong(name, f"{what} must be an int from {low} on, not {value!r}")
+    def _int(self, value, what: str, low: int, name: str, end: int = 2**63) -> int:
+        if isinstance(value, bool) or not hasattr(type(value), "__index__") or not low <= operator.index(value) < end:
+            raise self._wrong(name, f"{what} must be an int from {low} to {end - 1}, not {value!r}")
         return operator.index(value)
 
     def _guard(self):
@@ -522,6 +542,8 @@ class Communicator:
             if shape[0] % self.size:
                 raise self._wrong("all_to_all", f"the {shape[0]} rows of {which} can't be shared evenly: pass {what}")
             sizes = [shape[0] // self.size] * self.size
+        if isinstance(sizes, (str, bytes)) or not hasattr(type(sizes), "__iter__"):
+            raise self._wrong("all_to_all", f"{what} must be a list of {self.size} ints, one a rank, not {sizes!r}")
         sizes = list(sizes)
         if len(sizes) != self.size:
             raise self._wrong("all_to_all", f"{what} must have {self.size} entries, one a rank, not {len(sizes)}")
@@ -539,40 +561,40 @@ class Communicator:
                 f"a {name} with oneself needs its other half in the same `with comm.group():` block", op=name, rank=peer
             )
         steps = ((name, (place.ptr, place.units, place.code, peer)),)
-        return self._launch(name, steps, (array,), array, place.nbytes, None, async_op, stream)
+        return self._launch(name, steps, (array,), array, place.nbytes, None, async_op, stream, label=place.label)
 
     def _agree(self, rows, grouped: bool = False) -> None:
         if self._checks and rows:
             agree(self._native, rows, device=self.device, stream=self._current(None), grouped=grouped)
 
-    def _launch(self, name, steps, held, result, nbytes, described, async_op, stream, scalar=None):
+    def _launch(self, name, steps, held, result, nbytes, described, async_op, stream, scalar=None, label=None):
         """Issue a call now, or put it into the open group or the lane."""
         group = open_groups.get(get_ident()) if open_groups else None
         current = self._current(stream)
         if group is not None:
-            self._native.handle  # noqa: B018 - raises on a closed communicator
+            self._alive(name)
             if async_op and stream is not None:
                 raise self._wrong(
                     name, "in a group, async_op=True takes the communicator's own stream: leave out stream"
                 )
             work = Work(name, nbytes, result) if async_op else None
-            return group.add(Call(self, name, steps, held, nbytes, described, scalar, current, work))
+            return group.add(Call(self, name, steps, held, nbytes, described, scalar, current, work, label))
         if described is not None:
             self._agree([described])
         if not async_op:
-            if len(steps) == 1 and scalar is None and self._on_host:
+            if len(steps) == 1 and scalar is None and label is None and self._on_host:
                 method, args = steps[0]
                 getattr(self._native, method)(*args, current)
             else:
                 with self._guard():
-                    issue([Call(self, name, steps, held, nbytes, described, scalar)], [current])
+                    issue([Call(self, name, steps, held, nbytes, described, scalar, label=label)], [current])
             return None
-        self._native.handle  # noqa: B018 - raises on a closed communicator, before a queue is made
+        self._alive(name)  # before a queue is made
         work = Work(name, nbytes, result)
         target = self._lane.begin(None if stream is None else current)
         try:
             with self._guard():
-                issue([Call(self, name, steps, held, nbytes, described, scalar)], [target])
+                issue([Call(self, name, steps, held, nbytes, described, scalar, label=label)], [target])
         except BaseException:
             self._lane.cancel()
             raise
@@ -580,9 +602,17 @@ class Communicator:
         return work
 
 
+def parse_device(device) -> torch.device:
+    """Give a torch device, or raise `InvalidArgument`."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"device {device!r} is none that torch knows: {str(error).splitlines()[0]}") from error
+
+
 def device_of(engine: Engine, device) -> torch.device:
     """Give the device in full, or raise `InvalidArgument` where the engine doesn't work on it."""
-    device = torch.device(device)
+    device = parse_device(device)
     if device.type != engine.device_type:
         raise InvalidArgument(f"engine {engine.name!r} works on {engine.device_type}, not on {device}")
     if device.type == "cpu":

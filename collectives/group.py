@@ -16,9 +16,9 @@ class Call:
     `steps`: pairs of a method of the binding and its arguments, the stream left out.
     """
 
-    __slots__ = ("comm", "held", "nbytes", "op", "row", "scalar", "steps", "stream", "work")
+    __slots__ = ("comm", "held", "label", "nbytes", "op", "row", "scalar", "steps", "stream", "work")
 
-    def __init__(self, comm, op, steps, held, nbytes, row=None, scalar=None, stream=0, work=None):
+    def __init__(self, comm, op, steps, held, nbytes, row=None, scalar=None, stream=0, work=None, label=None):
         self.comm = comm
         self.op = op
         self.steps = steps
@@ -28,6 +28,7 @@ class Call:
         self.scalar = scalar  # (value, dtype code) of a premultiplied sum
         self.stream = stream
         self.work = work
+        self.label = label  # the dtype's name, where the arrays travel as bytes
 
 
 _OP = 4  # place of the op among a reduction's arguments
@@ -49,8 +50,12 @@ def issue(calls: list[Call], streams: list[int]) -> None:
                         op = native.create_premul_sum(*call.scalar)
                         made.append((native, op))
                         args = (*args[:_OP], op, *args[_OP + 1 :])
+                    if call.label is not None and library.is_host:
+                        library.label(None, call.label)
                     getattr(native, name)(*args, stream)
         except BaseException:
+            if library.is_host:
+                library.label()  # it may not have been used up
             if grouped:
                 _leave_group(library)
             raise
@@ -92,8 +97,12 @@ class Group:
         self._calls: list[Call] = []
         self._outer: Group | None = None
         self._before = 0
+        self._entered = False
 
     def __enter__(self):
+        if self._entered:
+            raise InvalidUsage("this group is open already: make another one with comm.group()", rank=self._comm.rank)
+        self._entered = True
         thread = threading.get_ident()
         self._outer = open_groups.get(thread)
         if self._outer is None:
@@ -103,9 +112,11 @@ class Group:
         return self
 
     def __exit__(self, kind, error, trace):
-        if self._outer is not None:
+        self._entered = False
+        outer, self._outer = self._outer, None
+        if outer is not None:
             if kind is not None:
-                del self._outer._calls[self._before :]
+                del outer._calls[self._before :]
             return
         del open_groups[threading.get_ident()]
         calls, self._calls = self._calls, []

@@ -10,11 +10,12 @@ import threading
 import time
 import warnings
 from collections import deque
+from datetime import timedelta
 
 import torch
 
 from ._nccl import check
-from .errors import Aborted, CollectivesError, CollectiveTimeout, InvalidUsage
+from .errors import Aborted, CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage
 
 __all__ = ["CudaLane", "HostLane", "Work"]
 
@@ -85,6 +86,10 @@ class Work:
         time runs out: the operation stays in flight and can be waited for again.
         """
         flight = self._flying()
+        if isinstance(timeout, timedelta):
+            timeout = timeout.total_seconds()
+        elif timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)):
+            raise InvalidArgument(f"timeout must be in seconds, or None for no limit, not {timeout!r}", op=self.op)
         if not flight.ended and not self._lane.wait(flight, timeout):
             raise self._lane.overdue(self, timeout)
         if flight.error is not None:

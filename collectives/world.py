@@ -8,7 +8,7 @@ import threading
 import torch
 
 from . import rendezvous
-from .communicator import Communicator, device_of
+from .communicator import Communicator, device_of, parse_device
 from .engine import Engine, get_engine
 from .errors import InvalidArgument, InvalidUsage
 
@@ -33,7 +33,7 @@ def init(engine: str | None = None, *, device=None, timeout: float = 60.0) -> Co
         if _world is not None and (not _world.closed or _world.forked):
             _same_world(_world, engine, device)
             return _world
-        chosen = get_engine(engine, None if device is None else torch.device(device).type)
+        chosen = get_engine(engine, None if device is None else parse_device(device).type)
         identity = rendezvous.identify()
         place = None
         if device is not None:

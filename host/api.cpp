@@ -1,6 +1,8 @@
 // The exported functions that put operations in: arguments are checked here, so that a wrong one is an error and never a crash.
 #include <string.h>
 
+#include <set>
+
 #include "comm.h"
 #include "coll/ops.h"
 #include "system.h"
@@ -30,6 +32,10 @@ const char* op_name(int op) {
   return op >= 0 && op <= ncclNumOps ? kNames[op] : "?";
 }
 
+std::string type_text(int type, const char* label) {
+  return label && *label ? std::string(label) + " (sent as " + type_name(type) + ")" : type_name(type);
+}
+
 uint64_t scalar_bits(const void* scalar, ncclDataType_t type) {
   uint64_t bits = 0;
   auto as_float = [&](float value) { memcpy(&bits, &value, sizeof value); };
@@ -49,9 +55,23 @@ uint64_t scalar_bits(const void* scalar, ncclDataType_t type) {
 
 namespace {
 
+thread_local const char* t_op_label = nullptr;
+thread_local const char* t_type_label = nullptr;
+
+const char* interned(const char* text) {
+  if (!text || !*text) return nullptr;
+  std::lock_guard<std::mutex> hold(tables_lock());
+  static auto* texts = new std::set<std::string>;  // labels are few, and pointers to them live long
+  return texts->insert(text).first->c_str();
+}
+
 ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
                   ncclComm_t comm, cudaStream_t stream) noexcept {
   const char* name = kind_name(kind);
+  const char* op_label = t_op_label;
+  const char* type_label = t_type_label;
+  t_op_label = t_type_label = nullptr;
+  if (op_label) name = op_label;
   return guarded(name, [&] {
     ncclComm* c = checked(comm, name);
     if (!c) return refuse(last_error().code);
@@ -76,6 +96,8 @@ ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncc
     o.type = type;
     o.root = root;
     o.comm = c;
+    o.op_label = op_label;
+    o.type_label = type_label;
     if (root < 0 || root >= c->size)
       return wrong(format("%s is %d, must be 0 to %d", kind == CollKind::Send || kind == CollKind::Recv ? "peer" : "root", root,
                           c->size - 1));
@@ -214,6 +236,13 @@ ncclResult_t ncclScatterConfig(const void* send, void* recv, size_t count, ncclD
 ncclResult_t ncclGroupStart(void) { return group_start(); }
 ncclResult_t ncclGroupEnd(void) {
   return guarded("ncclGroupEnd", [&] { return group_end("ncclGroupEnd"); });
+}
+ncclResult_t collHostLabel(const char* op, const char* datatype) {
+  return guarded("collHostLabel", [&] {
+    t_op_label = interned(op);
+    t_type_label = interned(datatype);
+    return ncclSuccess;
+  });
 }
 ncclResult_t collHostGroupCancel(void) {
   return guarded("collHostGroupCancel", [&] {

@@ -9,6 +9,7 @@
 //
 // All-reduce of many ranks reduces in two phases: each rank its own piece of the slots, in place, then all gather the pieces.
 // Sums are always taken in the order of the ranks, so the result does not depend on any of this.
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #if defined(__SSE2__)
@@ -30,39 +31,7 @@ struct InstructionSet {
   bool there;
 };
 
-// The best one of this processor, or the one that COLLECTIVES_ISA names.
-struct Kernels {
-  coll_reduce_n_fn reduce_n = coll_reduce_n_baseline;
-  std::string problem;
-
-  Kernels() {
-    std::vector<InstructionSet> sets = {{"baseline", coll_reduce_n_baseline, true}};
-#if defined(COLL_HAVE_X86_ISA)
-    __builtin_cpu_init();
-    sets.push_back({"avx2", coll_reduce_n_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                                                    __builtin_cpu_supports("f16c")});
-    sets.push_back({"avx512", coll_reduce_n_avx512,
-                    __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")});
-#endif
-    const char* named = getenv("COLLECTIVES_ISA");
-    bool found = false;
-    std::string choice;
-    for (const InstructionSet& set : sets) {
-      if (!set.there) continue;
-      choice += choice.empty() ? set.name : std::string(", ") + set.name;
-      if (named && *named && strcmp(named, set.name) != 0) continue;
-      reduce_n = set.reduce_n;
-      found = true;
-    }
-    if (!found) problem = format("COLLECTIVES_ISA=%s: this machine has %s", named, choice.c_str());
-  }
-};
-
-const Kernels& kernels() {
-  static const Kernels chosen;
-  return chosen;
-}
+std::atomic<coll_reduce_n_fn> g_reduce_n{coll_reduce_n_baseline};
 
 // The program may have told this thread's processor to take subnormals for zero; then its ranks would not get the same sums.
 class WithSubnormals {
@@ -83,7 +52,7 @@ class WithSubnormals {
 
 void reduce_n(void* out, const void* const* sources, int n, size_t count, ncclDataType_t type, const coll_reduction& how) {
   [[maybe_unused]] WithSubnormals exact;
-  kernels().reduce_n(out, sources, n, count, type, &how);
+  g_reduce_n.load(std::memory_order_relaxed)(out, sources, n, count, type, &how);
 }
 
 void copy(void* to, const void* from, size_t nbytes) {
@@ -113,7 +82,28 @@ uint64_t call_hash(const CallRecord& call) {
 
 }  // namespace
 
-const std::string& kernels_problem() { return kernels().problem; }
+std::string choose_kernels() {
+  std::vector<InstructionSet> sets = {{"baseline", coll_reduce_n_baseline, true}};
+#if defined(COLL_HAVE_X86_ISA)
+  __builtin_cpu_init();
+  sets.push_back({"avx2", coll_reduce_n_avx2,
+                  __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")});
+  sets.push_back({"avx512", coll_reduce_n_avx512,
+                  __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")});
+#endif
+  const char* named = getenv("COLLECTIVES_ISA");
+  bool any = !named || !*named, found = false;
+  std::string there;
+  for (const InstructionSet& set : sets) {
+    if (!set.there) continue;
+    there += there.empty() ? set.name : std::string(", ") + set.name;
+    if (!any && strcmp(named, set.name) != 0) continue;
+    g_reduce_n.store(set.reduce_n, std::memory_order_relaxed);  // the last one that fits is the widest
+    found = true;
+  }
+  return found ? "" : format("COLLECTIVES_ISA=%s: this machine has %s", named, there.c_str());
+}
 
 void Collective::begin() {
   ncclComm& c = comm();
@@ -137,6 +127,8 @@ void Collective::begin() {
   call.datatype = op.type;
   call.op = reduces(op.kind) ? (op.reduction.premul ? ncclNumOps : op.reduction.op) : -1;
   call.root = rooted(op.kind) ? op.root : -1;
+  if (op.op_label) snprintf(call.op_label, sizeof call.op_label, "%s", op.op_label);
+  if (op.type_label) snprintf(call.type_label, sizeof call.type_label, "%s", op.type_label);
   RankBlock* me = c.me();
   me->call[parity] = call;
   me->call_hash[parity] = call_hash(call);
@@ -206,8 +198,9 @@ void Collective::check_calls() {
     bool differs = memcmp(&call, &own, sizeof call) != 0;
     if (differs) others.push_back(r);
     if (c.size > 32 && !differs && r != c.rank) continue;
-    table += format("\n  rank %d: %s count=%llu dtype=%s", r, kind_name(static_cast<CollKind>(call.kind)),
-                    static_cast<unsigned long long>(call.count), type_name(call.datatype));
+    const char* name = *call.op_label ? call.op_label : kind_name(static_cast<CollKind>(call.kind));
+    table += format("\n  rank %d: %s count=%llu dtype=%s", r, name, static_cast<unsigned long long>(call.count),
+                    type_text(call.datatype, call.type_label).c_str());
     if (call.op >= 0) table += format(" op=%s", op_name(call.op));
     if (call.root >= 0) table += format(" root=%d", call.root);
     if (r == c.rank) table += "  (this rank)";

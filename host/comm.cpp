@@ -129,7 +129,8 @@ ncclResult_t init_rank(ncclComm_t* out, int nranks, const Id& id, int rank, cons
   Settings settings;
   ncclResult_t code = check_ranks(op, nranks, rank);
   if (!code) code = read_config(config, op, &settings);
-  if (!code && !kernels_problem().empty()) code = raise(collHostErrorArgument, op, kernels_problem());
+  std::string problem = code ? "" : choose_kernels();
+  if (!problem.empty()) code = raise(collHostErrorArgument, op, problem);
   if (!code && memcmp(id.magic, "COLLHOST", 8) != 0)
     code = raise(collHostErrorArgument, op, "the unique id is not one of the host engine's ncclGetUniqueId");
   if (code) return refuse(code);
@@ -158,6 +159,7 @@ Id child_id(ncclComm* parent, const char* kind, uint64_t number, int64_t color) 
 // Tell all ranks this one's color and key and learn theirs; gives the ranks of the same color in their new order.
 Error exchange_colors(ncclComm* parent, int color, int key, uint64_t number, std::vector<int>* members) {
   RankBlock* me = parent->me();
+  parent->splits_begun = number;
   me->split[number & 1].color = color;
   me->split[number & 1].key = key;
   me->split_posted.store(number, std::memory_order_release);
@@ -167,6 +169,11 @@ Error exchange_colors(ncclComm* parent, int color, int key, uint64_t number, std
       if (parent->segment->rank(r)->split_posted.load(std::memory_order_acquire) < number) return r;
     return -1;
   });
+  if (error.kind == collHostErrorMismatch) {
+    error.op = "ncclCommSplit";
+    error.rank = parent->rank;
+    parent->break_with(error, kFailed);  // the ranks no longer agree on what comes next
+  }
   if (error) return error;
   for (int r = 0; r < parent->size && color != NCCL_SPLIT_NOCOLOR; ++r)
     if (parent->segment->rank(r)->split[number & 1].color == color) members->push_back(r);

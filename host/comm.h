@@ -47,7 +47,9 @@ struct Op {
   int root = 0;      // or the peer of send/recv
   ncclComm* comm = nullptr;
   uint64_t seq = 0;  // number of the collective on its communicator
-  const char* name() const { return kind_name(kind); }
+  const char* op_label = nullptr;    // interned, as
+  const char* type_label = nullptr;  // given to collHostLabel
+  const char* name() const { return op_label ? op_label : kind_name(kind); }
   size_t bytes() const { return count * type_size(type); }
 };
 
@@ -76,6 +78,7 @@ struct ncclComm {
   // So far. Each is equal on all ranks that take part: apart, because a rank that failed in one kind of call may not
   // have made the other.
   uint64_t splits = 0, shrinks = 0;
+  uint64_t splits_begun = 0;      // by the batch whose turn it is
   int forks = 0;                  // fork_generation() of the process that made it
   bool spin = true;               // no more ranks than cores
   std::vector<int> pids, pidfds;
@@ -132,7 +135,9 @@ constexpr uint64_t kCommMagic = 0x434f4d4d20686f73ull;
 constexpr int kMaxRanks = COLL_HOST_MAX_RANKS;
 
 // ---- collective.cpp
-const std::string& kernels_problem();  // why the kernels that were asked for can't be had, or nothing
+// Take the kernels of the best instruction set of this processor, or of the one that COLLECTIVES_ISA names, for this process;
+// gives why they can't be had, or nothing.
+std::string choose_kernels();
 struct Collective {
   Op op;
   uint64_t base = 0;      // rounds of the communicator before this call
@@ -244,6 +249,10 @@ void group_cancel();
 bool queue_alive(collHostQueue_t queue);
 // Put a task behind the others. Its error is what collHostQueueWait gives for its ticket.
 uint64_t queue_push(collHostQueue_t queue, std::function<Error()> task);
+
+// ---- api.cpp
+// "float32", or "int16 as bytes" for a labelled type.
+std::string type_text(int type, const char* label);
 
 // ---- comm.cpp
 // The communicator, or NULL after raising: not one of ours, of a parent process, or not ready.

@@ -374,6 +374,18 @@ struct Run {
     return needed;
   }
 
+  // A rank that has not come to this collective, but to a split that this rank has not called: it left this one out.
+  int in_a_split() {
+    if (work.next >= work.collectives.size() || work.collectives[work.next].checked) return -1;
+    ncclComm& c = *work.comm;
+    uint64_t goal = work.collectives[work.next].base + 1;
+    for (int r = 0; r < c.size; ++r) {
+      RankBlock* other = c.segment->rank(r);
+      if (other->split_posted.load() > c.splits_begun && other->posted.load() < goal) return r;
+    }
+    return -1;
+  }
+
   // Whether something says that waiting is no use. Called when nothing moves.
   void look_around(bool thoroughly, bool stop, int64_t now) {
     ncclComm& c = *work.comm;
@@ -387,6 +399,14 @@ struct Run {
       if (!lost.empty() && !advance()) fail(remote_error(c, lost, missing()));
     }
     if (finished || !thoroughly) return;
+    int apart = in_a_split();
+    if (apart >= 0 && !advance()) {
+      Error e = make_error(collHostErrorMismatch, format("rank %d called ncclCommSplit where this rank called %s", apart, current().name()));
+      e.peers = {apart};
+      fail(std::move(e));
+    } else if (finished) {
+      return;
+    }
     if (deadline && now > deadline) {
       std::vector<int> ranks = missing();
       Error e = make_error(collHostErrorTimeout,
@@ -483,6 +503,11 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& bloc
                      !(thoroughly && process_ended(c.pids[peer], c.pidfds[peer]));
       if (std::find(lost.begin(), lost.end(), peer) != lost.end() && !revoked && blocked_on() == peer)
         return remote_error(c, lost, {peer});
+    }
+    if (thoroughly && c.segment->rank(peer)->posted.load() > c.rounds && blocked_on() == peer) {
+      Error error = make_error(collHostErrorMismatch, format("rank %d called another operation where this rank called this", peer));
+      error.peers = {peer};
+      return error;
     }
     if (thoroughly && interrupted()) return make_error(collHostErrorInterrupted, "interrupted by a signal");
     if (limit > 0 && now - start > limit) {

@@ -30,6 +30,7 @@ struct CallRecord {
   uint64_t seq;
   uint64_t count;
   int32_t kind, datatype, op, root;
+  char op_label[24], type_label[24];  // of collHostLabel
 };
 
 // Everything in a RankBlock is written by its own rank, except `state` (kDead) and `doorbell`.
@@ -72,7 +73,7 @@ constexpr int kChannelSlots = 4;
 struct Channel {
   struct Side {
     std::atomic<uint64_t> transfer;  // the newest transfer that this side has announced
-    struct { uint64_t count; int32_t datatype; int32_t unused; } record[2];
+    struct Record { uint64_t count; int32_t datatype; char type_label[24]; } record[2];
     std::atomic<uint64_t> chunks;    // written by the sender, or taken by the receiver, since the beginning
   };
   alignas(kLine) Side sender;

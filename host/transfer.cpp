@@ -2,6 +2,7 @@
 //
 // Both sides announce a transfer with its count and datatype, and compare before any data moves. So a send waits for its
 // receive (as MPI's synchronous send), and a mismatch is seen on both sides.
+#include <stdio.h>
 #include <string.h>
 
 #include <algorithm>
@@ -30,8 +31,11 @@ void Transfer::begin() {
   first_chunk = own.chunks.load(std::memory_order_relaxed);
   size_t size = c.segment->header()->channel_chunk_bytes;
   chunks = (op.bytes() + size - 1) / size;
-  own.record[number & 1].count = op.count;
-  own.record[number & 1].datatype = op.type;
+  Channel::Side::Record& record = own.record[number & 1];
+  record = {};
+  record.count = op.count;
+  record.datatype = op.type;
+  if (op.type_label) snprintf(record.type_label, sizeof record.type_label, "%s", op.type_label);
   own.transfer.store(number, std::memory_order_release);
   c.wake_sleepers();
 }
@@ -40,15 +44,17 @@ void Transfer::check_peer() {
   const auto& own = own_side(*this).record[number & 1];
   const auto& other = other_side(*this).record[number & 1];
   checked = true;
-  if (own.count == other.count && own.datatype == other.datatype) return;
+  if (own.count == other.count && own.datatype == other.datatype && !strcmp(own.type_label, other.type_label)) return;
   mismatched = true;
   bool sends = op.kind == CollKind::Send;
   error = make_error(collHostErrorMismatch,
                      format("send and receive do not match (transfer %llu of this pair):\n  rank %d: %s count=%llu dtype=%s"
                             "\n  rank %d: %s count=%llu dtype=%s  (this rank)",
                             static_cast<unsigned long long>(number), op.root, sends ? "ncclRecv" : "ncclSend",
-                            static_cast<unsigned long long>(other.count), type_name(other.datatype), op.comm->rank,
-                            op.name(), static_cast<unsigned long long>(own.count), type_name(own.datatype)));
+                            static_cast<unsigned long long>(other.count), type_text(other.datatype, other.type_label).c_str(),
+                            op.comm->rank,
+                            op.name(), static_cast<unsigned long long>(own.count),
+                            type_text(own.datatype, own.type_label).c_str()));
   error.peers = {op.root};
 }
 

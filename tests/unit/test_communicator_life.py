@@ -171,6 +171,19 @@ def test_groups_nest(comm):
     assert (a.item(), b.item()) == (2, 3)
 
 
+def test_a_group_is_entered_once(comm):
+    group = comm.group()
+    tensor = torch.ones(2)
+    with group:
+        with pytest.raises(errors.InvalidUsage, match="open already"), group:
+            pass
+        comm.all_reduce(tensor, 3.0)
+    assert tensor.tolist() == [3.0, 3.0]
+    with group:  # again, when it has ended
+        comm.all_reduce(tensor, 2.0)
+    assert tensor.tolist() == [6.0, 6.0]
+
+
 def test_async_group(comm):
     a, b = torch.ones(1), torch.zeros(1)
     with comm.group():

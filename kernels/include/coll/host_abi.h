@@ -73,6 +73,11 @@ ncclResult_t collHostQueueGetError(collHostQueue_t queue, uint64_t ticket, collH
 // op is empty when nothing is in progress.
 ncclResult_t collHostCommPending(ncclComm_t comm, collHostErrorInfo_t* info);
 
+// What the calling thread's next operation is called in reports, and what its elements are: for a layer above that sends
+// types of its own as bytes, or makes an operation of its own out of another. Either may be NULL. Ranks whose labels differ did
+// not make the same call.
+ncclResult_t collHostLabel(const char* op, const char* datatype);
+
 // ---- Settings.
 // Limit of one operation on this communicator, in ms; <= 0: none (the default). Past it the operation fails with
 // ncclTimeout and the communicator is out of use, since this rank can't take back what it has already contributed.
