@@ -24,7 +24,7 @@ test: lint mpi
 
 lint: setup
 	$(BIN)/ruff check .
-	$(BIN)/cython-lint collectives
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/cython-lint collectives  # it calls pycodestyle by name
 
 sanitize: setup
 	PYTHON=$(abspath $(BIN)/python) bash tests/sanitize/run.sh
