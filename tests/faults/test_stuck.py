@@ -180,7 +180,8 @@ def shrink_after_different_failures(ctx):
 
 def test_shrink_after_ranks_failed_in_different_calls():
     results = run_ranks(shrink_after_different_failures, 3, timeout=30, deaths={2})
-    assert results[:2] == [("RemoteError", [])] * 2
+    # Unlike calls and a death at once: a rank reports what it sees first.
+    assert all(name in ("RemoteError", "Mismatch") and found == [] for name, found in results[:2]), results
 
 
 def second_death(ctx):
