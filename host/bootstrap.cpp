@@ -42,6 +42,13 @@ struct Message {
 void set_bit(uint8_t* bits, int i) { bits[i / 8] = static_cast<uint8_t>(bits[i / 8] | 1 << (i % 8)); }
 bool get_bit(const uint8_t* bits, int i) { return bits[i / 8] >> (i % 8) & 1; }
 
+std::vector<int> ranks_in(const uint8_t* bits) {
+  std::vector<int> ranks;
+  for (int r = 0; r < kMaxRanks; ++r)
+    if (get_bit(bits, r)) ranks.push_back(r);
+  return ranks;
+}
+
 class Fd {
  public:
   explicit Fd(int fd = -1) : fd_(fd) {}
@@ -367,7 +374,7 @@ bool Meeting::serve(Error* error) {
       } else if (m.kind == Kind::GaveUp) {
         if (m.error_kind == collHostErrorTimeout) return give_up(too_late(absent(arrived.ranks)));
         Error e = make_error(collHostErrorRemote, m.text);
-        e.peers = {g.rank};
+        e.peers = ranks_in(m.ranks);
         return give_up(e);
       }
     }
@@ -433,7 +440,13 @@ bool Meeting::join(Error* error) {
     Message m;
     m.kind = Kind::GaveUp;
     m.error_kind = e.kind;
-    snprintf(m.text, sizeof m.text, "rank %d stopped while the ranks were meeting: %s", comm_->rank, e.text.c_str());
+    if (e.kind == collHostErrorRemote) {  // what this rank has seen is what the others must hear, not that it gave up
+      snprintf(m.text, sizeof m.text, "%s", e.text.c_str());
+      for (int r : e.peers) set_bit(m.ranks, r);
+    } else {
+      snprintf(m.text, sizeof m.text, "rank %d stopped while the ranks were meeting: %s", comm_->rank, e.text.c_str());
+      set_bit(m.ranks, comm_->rank);
+    }
     send_message(fd.get(), m);
     *error = e;
     if (comm_->segment) {
@@ -474,8 +487,7 @@ bool Meeting::join(Error* error) {
       memcpy(arrived.ranks, m.ranks, sizeof arrived.ranks);
     } else if (m.kind == Kind::Failed) {
       Error e = make_error(static_cast<collHostErrorKind_t>(m.error_kind), m.text);
-      for (int r = 0; r < kMaxRanks; ++r)
-        if (get_bit(m.ranks, r)) e.peers.push_back(r);
+      e.peers = ranks_in(m.ranks);
       return give_up(e);
     } else if (m.kind == Kind::Segment) {
       Error e;

@@ -287,6 +287,15 @@ struct Run {
     while (work.next < work.collectives.size()) {
       Collective& now = work.collectives[work.next];
       if (!now.begun) {
+        // No collective ends without this rank, so a peer that is out already has failed in this one, or never called it.
+        // What it has posted must not pass for its part of a call that it gave up.
+        if (work.comm->segment->header()->troubles.load(std::memory_order_acquire)) {
+          std::vector<int> lost = lost_peers(*work.comm, false);
+          if (!lost.empty()) {
+            fail(remote_error(*work.comm, lost, {}));
+            return true;
+          }
+        }
         now.begin();
         describe(now.op, now.base + 1);
       }

@@ -368,3 +368,41 @@ def same_call_from_two_threads(ctx):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_same_call_from_three_threads(n):
     assert run_ranks(same_call_from_two_threads, n) == [[]] * n
+
+
+def error_of(call):
+    from collectives.errors import CollectivesError
+
+    try:
+        call()
+    except CollectivesError as error:
+        return error
+    return None
+
+
+def late(ctx, count, how):
+    """Rank 0 gives up waiting for rank 1, which comes a second later and must not get rank 0's stale part."""
+    comm = ctx.new_comm()
+    x = np.ones(count, np.float32)
+    if ctx.rank == 0:
+        if how == "abort":
+            threading.Timer(0.3, comm.abort).start()
+        else:
+            comm.set_timeout(0.3)
+        error = error_of(lambda: all_reduce(comm, x))
+        ctx.barrier()
+    else:
+        ctx.barrier()
+        error = error_of(lambda: all_reduce(comm, x))
+        assert (x == 1).all()
+    if comm.handle:
+        comm.abort()
+    return type(error).__name__, getattr(error, "peers", None)
+
+
+@pytest.mark.parametrize("count", [3, 300_000])
+@pytest.mark.parametrize(("how", "raised"), [("time limit", "CollectiveTimeout"), ("abort", "Aborted")])
+def test_who_comes_late_is_told(how, raised, count):
+    first, second = run_ranks(late, 2, count, how, timeout=30)
+    assert first[0] == raised
+    assert second == ("RemoteError", (0,))
