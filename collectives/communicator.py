@@ -18,7 +18,7 @@ from .arrays import ITEMSIZE, Place, Reader, parse_op, parse_rank, premul_scalar
 from .engine import Engine
 from .errors import CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage
 from .group import Call, Group, issue, open_groups
-from .memory import Registration, allocate
+from .memory import Registration, allocate, memory_of
 from .work import CudaLane, HostLane, Work
 
 __all__ = ["Communicator", "device_of", "parse_device"]
@@ -378,7 +378,8 @@ class Communicator:
         """Allocate a tensor of `n` elements in memory that the engine can use with no staging copy; a local call.
 
         `dtype` None: torch's default. The memory is freed when the last tensor that views it is gone, also after
-        `close()`. Its contents are undefined. C: ncclMemAlloc (NCCL 2.19).
+        `close()`. Its contents are undefined. On the host it is shared memory: what a forked child writes to it (a
+        DataLoader's worker), its parent sees. C: ncclMemAlloc (NCCL 2.19).
         """
         self._alive("empty")
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -571,6 +572,8 @@ class Communicator:
         """Issue a call now, or put it into the open group or the lane."""
         group = open_groups.get(get_ident()) if open_groups else None
         current = self._current(stream)
+        if group is not None or async_op:
+            held = (*held, *map(memory_of, held))
         if group is not None:
             self._alive(name)
             if async_op and stream is not None:

@@ -11,16 +11,24 @@ import torch
 
 from .errors import CollectivesError
 
-__all__ = ["Registration", "allocate"]
+__all__ = ["Registration", "allocate", "memory_of"]
+
+
+def memory_of(array):
+    """Give what keeps an array's memory alive, also where the array is given another one (``tensor.data = other``)."""
+    if isinstance(array, torch.Tensor):
+        return array.untyped_storage()
+    return getattr(array, "data", None) if type(array).__module__.startswith("cupy") else array
 
 
 class Registration:
     """A registered array, held alive until it is deregistered. Made by `Communicator.register()`."""
 
-    __slots__ = ("array", "handle", "nbytes")
+    __slots__ = ("_memory", "array", "handle", "nbytes")
 
     def __init__(self, array, handle: int, nbytes: int):
         self.array = array
+        self._memory = memory_of(array)
         self.handle = handle
         self.nbytes = nbytes
 

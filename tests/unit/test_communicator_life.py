@@ -89,6 +89,20 @@ def test_a_dropped_work_holds_its_arrays(comm, gate):
     assert gone() is None
 
 
+def test_memory_is_held_where_a_tensor_is_given_another(comm, gate):
+    library = comm.engine.library
+    before = library.memory_in_use()
+    array = comm.empty(1 << 16, torch.float32)
+    work = comm.all_reduce(array.fill_(1), 3.0, async_op=True)
+    array.data = torch.zeros(3)  # as module.half() does
+    gc.collect()
+    assert library.memory_in_use() > before, "the engine would write to memory that was given back"
+    gate.set()
+    work.wait(10)
+    gc.collect()
+    assert library.memory_in_use() == before and array.tolist() == [0, 0, 0]
+
+
 def test_blocking_calls_come_after_queued_ones(comm, gate):
     array = torch.ones(1)
     comm.all_reduce(array, 3.0, async_op=True)
