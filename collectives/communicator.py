@@ -25,6 +25,7 @@ __all__ = ["Communicator", "device_of", "parse_device"]
 
 _UINT8 = DTYPES["uint8"]
 _NO_GUARD = contextlib.nullcontext()
+_ABORT_SECONDS = 1.0  # how long abort() waits for its queue, which fails what is in it at once
 _EXIT_SECONDS = 5.0  # how long the interpreter's exit may wait for operations in flight
 
 
@@ -421,7 +422,7 @@ class Communicator:
         _open.pop(id(self), None)
         native.abort()
         # Bounded, since abort() may run in a signal handler on top of a call that only then can end.
-        if self._lane.drain(_EXIT_SECONDS):
+        if self._lane.drain(_ABORT_SECONDS):
             self._lane.close()
             self._registered.clear()
         else:

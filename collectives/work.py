@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from datetime import timedelta
 
 import torch
@@ -140,7 +140,7 @@ class Work:
         return f"<Work {self.op} of {self.nbytes} bytes, {state}>"
 
     def __del__(self):
-        flight = self._flight
+        flight = getattr(self, "_flight", None)  # torch.compile makes objects without __init__
         if flight is not None:
             flight.owners -= 1
             if flight.ended and not flight.owners:
@@ -229,7 +229,8 @@ class HostLane(Lane):
     def __init__(self, comm):
         super().__init__(comm)
         self._queue = None
-        self._waiters = 0
+        self._waiters: Counter[int] = Counter()  # waits under way, by thread
+        self._closing = False
 
     def _open(self, stream):
         if self._queue is None:
@@ -245,7 +246,8 @@ class HostLane(Lane):
             if flight.ended:
                 return True
             queue = self._queue
-            self._waiters += 1
+            thread = threading.get_ident()
+            self._waiters[thread] += 1
         try:
             if not queue.wait(flight.mark, timeout):
                 return False
@@ -255,8 +257,11 @@ class HostLane(Lane):
             flight.end()
         finally:
             with self._lock:
-                self._waiters -= 1
+                self._waiters -= Counter((thread,))  # drops what comes to 0
                 self._sweep()
+                late = self._closing and not self._waiters
+            if late:
+                self.close()
         return True
 
     wait = block
@@ -313,6 +318,9 @@ class HostLane(Lane):
         """End the queue's thread, after what is queued has run; `drain` comes first."""
         while True:
             with self._lock:
+                self._closing = True
+                if threading.get_ident() in self._waiters:
+                    return  # in a signal handler on top of a wait: that one closes when it comes out
                 if not self._waiters:
                     queue, self._queue = self._queue, None
                     break

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -422,3 +423,32 @@ def test_exit_with_work_that_the_others_never_join():
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], texts
     assert time.monotonic() - started < 40
+
+
+def aborted_by_a_handler(ctx, how):
+    """A handler that aborts, as one for pre-emption does, while the main thread is in a wait."""
+    comm = ctx.new_communicator()
+    tensor = torch.ones(4)
+    if ctx.rank == 0:
+        ctx.barrier()
+        comm.abort()
+        return None
+    signal.signal(signal.SIGUSR1, lambda *_: comm.abort())
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    start = time.monotonic()
+    with pytest.raises(CollectivesError) as caught:
+        if how == "wait":
+            comm.all_reduce(tensor, async_op=True).wait()
+        elif how == "turn":
+            comm.all_reduce(tensor, async_op=True)
+            comm.all_reduce(tensor)
+        else:
+            comm.all_reduce(tensor)
+    spent = time.monotonic() - start
+    ctx.barrier()
+    return type(caught.value).__name__, spent < 5, comm.closed
+
+
+@pytest.mark.parametrize("how", ["wait", "turn", "call"])
+def test_abort_in_a_signal_handler(how):
+    assert run_ranks(aborted_by_a_handler, 2, how, timeout=30, fresh=True)[1] == ("Aborted", True, True)
