@@ -5,7 +5,8 @@ VENV ?= .venv
 RANKS ?= 2
 # Whole suite, seconds: past it pytest is interrupted, prints what it has, and the target fails.
 TEST_SECONDS ?= 1190
-PYTEST_ARGS ?=
+# Why a test was skipped stands in the summary.
+PYTEST_ARGS ?= -rfEs
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input

@@ -254,6 +254,11 @@ class Communicator:
                 raise self._wrong(
                     name, f"a row of inp has {sent_row} elements and a row of out {received_row}: they must be equal"
                 )
+            if sends[self.rank] != receives[self.rank]:
+                raise self._wrong(
+                    name,
+                    f"what rank {self.rank} sends to itself and receives from itself must be equal in both split sizes",
+                )
             described = row("all_to_all with split sizes", dtype=of.tag)
         steps = []
         unit = ITEMSIZE[of.code]

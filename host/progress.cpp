@@ -159,8 +159,11 @@ Error remote_error(ncclComm& comm, const std::vector<int>& peers, const std::vec
   std::vector<int> causes = peers;
   for (uint32_t state : {uint32_t(kDead), uint32_t(kAborted), uint32_t(kRevoked), uint32_t(kLeft)}) {
     std::vector<int> some;
-    for (int r : peers)
-      if (comm.segment->rank(r)->state.load() == state) some.push_back(r);
+    for (int r : peers) {
+      // Who has left in good order is only to blame where something of it is missing.
+      bool blameless = state == kLeft && !missing.empty() && std::find(missing.begin(), missing.end(), r) == missing.end();
+      if (!blameless && comm.segment->rank(r)->state.load() == state) some.push_back(r);
+    }
     if (some.empty()) continue;
     causes = some;
     break;
@@ -369,18 +372,11 @@ struct Run {
     return ranks;
   }
 
-  // Peers that are gone and without whom this can't end.
-  std::vector<int> needed_and_lost(bool look_at_processes) {
-    ncclComm& c = *work.comm;
-    std::vector<int> needed;
-    bool collective = work.next < work.collectives.size();
+  // Whether this waits for one of these peers. Others that are gone may well have done all their part before they went.
+  bool waits_for(const std::vector<int>& peers) {
     std::vector<int> waited = missing();
-    for (int r : lost_peers(c, look_at_processes)) {
-      bool waits = std::find(waited.begin(), waited.end(), r) != waited.end();
-      bool left = c.segment->rank(r)->state.load() == kLeft;
-      if (waits || (collective && !left)) needed.push_back(r);
-    }
-    return needed;
+    return std::any_of(peers.begin(), peers.end(),
+                       [&](int r) { return std::find(waited.begin(), waited.end(), r) != waited.end(); });
   }
 
   // A rank that has not come to this collective, but to a split that this rank has not called: it left this one out.
@@ -403,9 +399,9 @@ struct Run {
     } else if (c.revoke_flag.load(std::memory_order_acquire)) {
       fail(make_error(collHostErrorAborted, "the communicator was revoked by this rank"));
     } else if (thoroughly || c.segment->header()->troubles.load(std::memory_order_acquire)) {
-      std::vector<int> lost = needed_and_lost(thoroughly);
-      // What they wrote before they went may have come in between.
-      if (!lost.empty() && !advance()) fail(remote_error(c, lost, missing()));
+      // In this order: what a peer wrote before it went is seen by whoever has seen that it went.
+      std::vector<int> lost = lost_peers(c, thoroughly);
+      if (!lost.empty() && !advance() && waits_for(lost)) fail(remote_error(c, lost, missing()));
     }
     if (finished || !thoroughly) return;
     int apart = in_a_split();

@@ -278,3 +278,19 @@ def high_level(ctx, victim):
 def test_communicator_names_the_dead_rank():
     results = run_ranks(high_level, 3, 1, deaths={1})
     expect(results, 1, "all_reduce")
+
+
+def leave_early(ctx):
+    """Ranks that have done their part of a gather go at once, while its root still waits for others."""
+    comm = ctx.comm()
+    count = 100_000
+    x, out = np.full(count, ctx.rank, np.float32), np.empty(count * ctx.size, np.float32)
+    for _ in range(30):
+        child = comm.split(0, ctx.rank)
+        child.gather(x.ctypes.data, out.ctypes.data, count, 7, 2)
+        child.destroy()
+        assert ctx.rank != 2 or (out.reshape(ctx.size, count)[:, 0] == np.arange(ctx.size)).all()
+
+
+def test_who_has_done_its_part_may_leave():
+    run_ranks(leave_early, 4, timeout=60)
