@@ -257,7 +257,7 @@ class Communicator:
             if sends[self.rank] != receives[self.rank]:
                 raise self._wrong(
                     name,
-                    f"what rank {self.rank} sends to itself and receives from itself must be equal in both split sizes",
+                    f"rank {self.rank} sends {sends[self.rank]} elements to itself and receives {receives[self.rank]}",
                 )
             described = row("all_to_all with split sizes", dtype=of.tag)
         steps = []
