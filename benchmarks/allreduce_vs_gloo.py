@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from provenance import commit, machine
 
 import collectives
 
@@ -27,26 +28,6 @@ HERE = Path(__file__).resolve().parent
 SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20]  # bytes
 ROUNDS = 5  # ours and Gloo's turns
 TURN_SECONDS = 0.15  # one turn, about
-
-
-def machine():
-    """Return the processor's name and the number of cores that this process may use."""
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass  # no such file or line on this architecture: the plain name stands
-    return name, len(os.sched_getaffinity(0))
-
-
-def commit():
-    """Return the short hash of the checkout's commit, with a + if files differ; "unknown" outside a checkout."""
-    try:
-        words = ["git", "-C", str(HERE), "describe", "--always", "--dirty=+", "--exclude=*"]
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def contribution(rank, count):
@@ -100,7 +81,6 @@ def main():
     dist.init_process_group("gloo")
     rows = []
     with collectives.init(engine="host") as comm:
-        processor, cores = machine()
         for nbytes in SIZES:
             median = {name: round(statistics.median(times), 2) for name, times in measure(nbytes, comm).items()}
             rows.append(
@@ -111,8 +91,8 @@ def main():
                     "dtype": "float32",
                     **{f"{name}_us": value for name, value in median.items()},
                     "ratio": round(median["gloo"] / median["collectives"], 2),
-                    "machine": processor,
-                    "cores": cores,
+                    "machine": machine(),
+                    "cores": len(os.sched_getaffinity(0)),
                     "commit": commit(),
                     "torch": torch.__version__,
                     "collectives": collectives.__version__,

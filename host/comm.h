@@ -122,6 +122,7 @@ struct ncclComm {
   // Write a flag, then call this: wakes the peers that sleep until this rank does something.
   void wake_sleepers();
   void wake_self();
+  void wake_peers();  // all of them, whatever they wait for
   // Tell the peers that this rank can't go on.
   void publish_state(coll::RankState state, const coll::Error* cause = nullptr);
   // Put the error in place as the reason why nothing can run any more (the first one stays).

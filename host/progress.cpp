@@ -12,6 +12,12 @@ using namespace coll;
 
 // ---- Waking
 
+// Wake a rank, or have it not fall asleep.
+static void ring(RankBlock* rank) {
+  rank->doorbell.fetch_add(1);
+  futex_wake(&rank->doorbell);
+}
+
 void ncclComm::wake_sleepers() {
   // Pairs with the fence in doze(): either this rank sees the sleeper, or the sleeper sees what was written before.
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -21,14 +27,15 @@ void ncclComm::wake_sleepers() {
     if (r == rank || !other->sleeping.load(std::memory_order_relaxed)) continue;
     int waiting_for = other->waiting_for.load(std::memory_order_relaxed);
     if (waiting_for != -1 && waiting_for != rank) continue;
-    other->doorbell.fetch_add(1);
-    futex_wake(&other->doorbell);
+    ring(other);
   }
 }
 
-void ncclComm::wake_self() {
-  me()->doorbell.fetch_add(1);
-  futex_wake(&me()->doorbell);
+void ncclComm::wake_self() { ring(me()); }
+
+void ncclComm::wake_peers() {
+  for (int r = 0; r < size; ++r)
+    if (r != rank) ring(segment->rank(r));
 }
 
 void ncclComm::publish_state(RankState state, const Error* cause) {
@@ -42,11 +49,7 @@ void ncclComm::publish_state(RankState state, const Error* cause) {
   }
   if (!me()->state.compare_exchange_strong(alive, state)) return;
   segment->header()->troubles.fetch_add(1);
-  for (int r = 0; r < size; ++r) {
-    if (r == rank) continue;
-    segment->rank(r)->doorbell.fetch_add(1);
-    if (segment->rank(r)->sleeping.load()) futex_wake(&segment->rank(r)->doorbell);
-  }
+  wake_peers();
 }
 
 void ncclComm::break_with(const Error& error, RankState state) {
@@ -104,13 +107,7 @@ std::vector<int> lost_peers(ncclComm& comm, bool look_at_processes) {
     }
     if (state != kAlive) lost.push_back(r);
   }
-  if (found_dead) {
-    for (int r = 0; r < comm.size; ++r) {
-      if (r == comm.rank) continue;
-      comm.segment->rank(r)->doorbell.fetch_add(1);
-      futex_wake(&comm.segment->rank(r)->doorbell);
-    }
-  }
+  if (found_dead) comm.wake_peers();
   return lost;
 }
 
@@ -240,7 +237,7 @@ class Pause {
 
 struct Run {
   Work& work;
-  bool finished = false, failed = false, left = false;
+  bool finished = false, left = false;
   bool never_begun = false;  // its turn was not waited for
   Error error;
   std::vector<char> busy;
@@ -271,7 +268,7 @@ struct Run {
 
   void fail(Error e) {
     keep(std::move(e), current());
-    failed = finished = true;
+    finished = true;
     bool aborted = error.kind == collHostErrorAborted;
     work.comm->break_with(error, !aborted ? kFailed : work.comm->abort_flag ? kAborted : kRevoked);
   }
@@ -552,7 +549,7 @@ void Batch::run() {
       broken = make_error(collHostErrorAborted, "the communicator was revoked by this rank");
     if (broken) {
       run.keep(broken, run.work.collectives.empty() && run.work.transfers.empty() ? w.local.front().first : run.current());
-      run.failed = run.finished = true;
+      run.finished = true;
       // The peers count on an operation that this rank has left out.
       if (broken.kind == collHostErrorInterrupted) w.comm->break_with(run.error, kFailed);
       continue;

@@ -44,17 +44,12 @@ auto& queues() {
   return *table;
 }
 
-Error refuse_queue(collHostQueue_t queue) {
-  return make_error(collHostErrorArgument,
-                    format("%p is no queue of the host engine (NULL: run in the calling thread; others come from "
-                           "collHostQueueCreate)", static_cast<void*>(queue)));
-}
-
 // A queue given by a caller, or NULL after raising.
 collHostQueue* checked_queue(collHostQueue_t queue, const char* op) {
   if (!queue_alive(queue)) {
-    Error error = refuse_queue(queue);
-    raise(error.kind, op, error.text);
+    raise(collHostErrorArgument, op,
+          format("%p is no queue of the host engine (NULL: run in the calling thread; others come from "
+                 "collHostQueueCreate)", static_cast<void*>(queue)));
     return nullptr;
   }
   if (queue->forks != fork_generation()) {

@@ -23,10 +23,9 @@ namespace {
 constexpr uint64_t kMagic = 0x31305453484c4f43ull;  // "COLHST01": changes with the layout
 std::atomic<uint64_t> g_bytes{0};
 
-struct Allocation { size_t nbytes; };
 // Leaked on purpose: destructors of static objects would run while other threads still use them.
 auto& allocations() {
-  static auto* table = new std::map<void*, Allocation>;
+  static auto* table = new std::map<void*, size_t>;
   return *table;
 }
 auto& segments() {
@@ -154,7 +153,7 @@ ncclResult_t memory_allocate(void** ptr, size_t nbytes) {
   close(fd);
   if (!address) return raise(error);
   std::lock_guard<std::mutex> hold(tables_lock());
-  allocations()[address] = {rounded};
+  allocations()[address] = rounded;
   g_bytes += rounded;
   *ptr = address;
   return ncclSuccess;
@@ -168,7 +167,7 @@ ncclResult_t memory_free(void* ptr) {
     auto found = allocations().find(ptr);
     if (found == allocations().end())
       return raise(collHostErrorArgument, "ncclMemFree", format("%p was not given by ncclMemAlloc", ptr));
-    nbytes = found->second.nbytes;
+    nbytes = found->second;
     allocations().erase(found);
   }
   g_bytes -= nbytes;

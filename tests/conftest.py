@@ -1,4 +1,4 @@
-"""Markers, what needs hardware, and stack dumps when the test process itself crashes."""
+"""What needs hardware, and stack dumps when the test process itself crashes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ import pytest
 faulthandler.enable()
 faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
 
-MARKERS = {
-    "gpu": "needs an NVIDIA GPU and NCCL; skipped without, or failed where COLLECTIVES_REQUIRE_GPU=1",
-    "multigpu": "needs two or more NVIDIA GPUs; skipped or failed as gpu",
-    "slow": "takes more than about 20 seconds",
-}
-
 
 @functools.cache
 def gpu_count() -> int:
@@ -27,8 +21,6 @@ def gpu_count() -> int:
 
 
 def pytest_configure(config):
-    for name, text in MARKERS.items():
-        config.addinivalue_line("markers", f"{name}: {text}")
     try:
         from hypothesis import settings
     except ImportError:  # the tests that need it say so themselves
