@@ -18,7 +18,17 @@ import torch
 from ._nccl import DTYPES, OPS
 from .errors import InvalidArgument
 
-__all__ = ["DTYPE_NAMES", "ITEMSIZE", "Place", "Reader", "dtype_name", "parse_op", "parse_rank", "premul_scalar"]
+__all__ = [
+    "DTYPE_NAMES",
+    "ITEMSIZE",
+    "TORCH_CODES",
+    "Place",
+    "Reader",
+    "dtype_name",
+    "parse_op",
+    "parse_rank",
+    "premul_scalar",
+]
 
 # Names by which torch, NumPy and ml_dtypes call the 12 types that NCCL can reduce.
 _CODES = {name: code for name, code in DTYPES.items() if not name.startswith("float8")}
@@ -26,15 +36,15 @@ _CODES["float8_e4m3fn"] = DTYPES["float8e4m3"]
 _CODES["float8_e5m2"] = DTYPES["float8e5m2"]
 DTYPE_NAMES = {code: name for name, code in _CODES.items()}
 
-_TORCH_CODES = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
+TORCH_CODES = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
 _TORCH_NAMES = {
     dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if type(dtype) is torch.dtype
 }
-ITEMSIZE = {code: dtype.itemsize for dtype, code in _TORCH_CODES.items()}
+ITEMSIZE = {code: dtype.itemsize for dtype, code in TORCH_CODES.items()}
 _UINT8 = DTYPES["uint8"]
 _FIRST_TAG = 1 << 16
 _LIMITS = {
-    code: (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype) for dtype, code in _TORCH_CODES.items()
+    code: (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype) for dtype, code in TORCH_CODES.items()
 }
 _STRIDED = torch.strided
 _TENSOR = torch.Tensor
@@ -73,13 +83,14 @@ class Place(NamedTuple):
 
 
 class Reader:
-    """Reads arrays for one communicator: knows its device, and its rank for the messages."""
+    """Reads arrays for one communicator or kernel: knows its device, and for the messages its rank and name."""
 
-    __slots__ = ("_index", "_on_host", "device", "rank")
+    __slots__ = ("_index", "_on_host", "device", "owner", "rank")
 
-    def __init__(self, device: torch.device, rank: int):
+    def __init__(self, device: torch.device, rank: int | None = None, owner: str = "the communicator"):
         self.device = device
         self.rank = rank
+        self.owner = owner
         self._on_host = device.type == "cpu"
         self._index = device.index
 
@@ -87,17 +98,17 @@ class Reader:
         """Give (address, count, dtype code) of an array that is to be reduced in place."""
         kind = type(array)
         if kind is _TENSOR or kind is _PARAMETER:
-            code = _TORCH_CODES.get(array.dtype)
+            code = TORCH_CODES.get(array.dtype)
             if code is not None:
-                ptr = self._plain(array)
+                ptr = self.plain(array)
                 if ptr is not None:
                     return ptr, array.numel(), code
         place = self.place(array, op, writes=True)
         self.reducible(place, op)
         return place.ptr, place.count, place.code
 
-    def _plain(self, array) -> int | None:
-        """Give the address of a tensor that can be sent as it lies; None where the long way must tell why not."""
+    def plain(self, array) -> int | None:
+        """Give the address of a tensor that can be used as it lies; None where `place`, the long way, must say why."""
         if (
             (array.is_cpu if self._on_host else array.is_cuda and array.get_device() == self._index)
             and array.layout is _STRIDED
@@ -122,8 +133,8 @@ class Reader:
     def place(self, array, op: str, *, writes: bool, what: str = "the array") -> Place:
         """Give the `Place` of a torch, NumPy or CuPy array, or raise `InvalidArgument`."""
         if isinstance(array, _TENSOR):
-            code = _TORCH_CODES.get(array.dtype)  # none of these is complex, so there is no lazy conjugate
-            ptr = None if code is None else self._plain(array)
+            code = TORCH_CODES.get(array.dtype)  # none of these is complex, so there is no lazy conjugate
+            ptr = None if code is None else self.plain(array)
             if ptr is None:
                 return self._torch(array, op, what)
             count = array.numel()
@@ -149,7 +160,7 @@ class Reader:
         device = array.device
         if device != self.device and (device.type != "cpu" or not self._on_host):
             raise self._wrong(
-                op, f"{what} is on {device}, the communicator on {self.device}: use .to({str(self.device)!r})"
+                op, f"{what} is on {device}, {self.owner} on {self.device}: use .to({str(self.device)!r})"
             )
         if not array.is_contiguous():
             raise self._wrong(
@@ -167,7 +178,7 @@ class Reader:
             raise self._wrong(op, f"{what} ({_kind(array)}) has no memory of its own: {error}") from error
         if count and not ptr:
             raise self._wrong(op, f"{what} ({_kind(array)}) has no memory of its own: pass the plain local tensor")
-        code = _TORCH_CODES.get(array.dtype)
+        code = TORCH_CODES.get(array.dtype)
         nbytes = count * array.element_size()
         name = _TORCH_NAMES.get(array.dtype) or str(array.dtype)
         return _placed(ptr, count, nbytes, name, code)
@@ -176,7 +187,7 @@ class Reader:
         if not self._on_host:
             raise self._wrong(
                 op,
-                f"{what} is a NumPy array in host memory, the communicator is on {self.device}: use "
+                f"{what} is a NumPy array in host memory, {self.owner} is on {self.device}: use "
                 f"torch.from_numpy(array).to({str(self.device)!r})",
             )
         if isinstance(array, numpy.ma.MaskedArray):
@@ -202,7 +213,7 @@ class Reader:
         if self._on_host or index != self._index:
             raise self._wrong(
                 op,
-                f"{what} is a CuPy array on cuda:{index}, the communicator is on {self.device}: "
+                f"{what} is a CuPy array on cuda:{index}, {self.owner} is on {self.device}: "
                 + ("use .get()" if self._on_host else f"copy it there, inside cupy.cuda.Device({self._index})"),
             )
         if not array.flags.c_contiguous:

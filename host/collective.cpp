@@ -12,47 +12,19 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#endif
 
 #include <algorithm>
 
 #include "comm.h"
-#include "coll/reduce.h"
+#include "kernels.h"
 #include "system.h"
 
 namespace coll {
 namespace {
 
-struct InstructionSet {
-  const char* name;
-  coll_reduce_n_fn reduce_n;
-  bool there;
-};
-
-std::atomic<coll_reduce_n_fn> g_reduce_n{coll_reduce_n_baseline};
-
-// The program may have told this thread's processor to take subnormals for zero; then its ranks would not get the same sums.
-class WithSubnormals {
-#if defined(__SSE2__)
- public:
-  WithSubnormals() : before_(_mm_getcsr()) {
-    if (before_ & kFlush) _mm_setcsr(before_ & ~kFlush);
-  }
-  ~WithSubnormals() {
-    if (before_ & kFlush) _mm_setcsr(before_);
-  }
-
- private:
-  static constexpr unsigned kFlush = 0x8040;  // flush to zero, denormals are zero
-  unsigned before_;
-#endif
-};
-
 void reduce_n(void* out, const void* const* sources, int n, size_t count, ncclDataType_t type, const coll_reduction& how) {
   [[maybe_unused]] WithSubnormals exact;
-  g_reduce_n.load(std::memory_order_relaxed)(out, sources, n, count, type, &how);
+  reduce_kernel()(out, sources, n, count, type, &how);
 }
 
 void copy(void* to, const void* from, size_t nbytes) {
@@ -81,29 +53,6 @@ uint64_t call_hash(const CallRecord& call) {
 }
 
 }  // namespace
-
-std::string choose_kernels() {
-  std::vector<InstructionSet> sets = {{"baseline", coll_reduce_n_baseline, true}};
-#if defined(COLL_HAVE_X86_ISA)
-  __builtin_cpu_init();
-  sets.push_back({"avx2", coll_reduce_n_avx2,
-                  __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")});
-  sets.push_back({"avx512", coll_reduce_n_avx512,
-                  __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")});
-#endif
-  const char* named = getenv("COLLECTIVES_ISA");
-  bool any = !named || !*named, found = false;
-  std::string there;
-  for (const InstructionSet& set : sets) {
-    if (!set.there) continue;
-    there += there.empty() ? set.name : std::string(", ") + set.name;
-    if (!any && strcmp(named, set.name) != 0) continue;
-    g_reduce_n.store(set.reduce_n, std::memory_order_relaxed);  // the last one that fits is the widest
-    found = true;
-  }
-  return found ? "" : format("COLLECTIVES_ISA=%s: this machine has %s", named, there.c_str());
-}
 
 void Collective::begin() {
   ncclComm& c = comm();

@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include "comm.h"
+#include "kernels.h"
 #include "system.h"
 
 namespace coll {

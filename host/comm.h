@@ -138,7 +138,7 @@ constexpr int kMaxRanks = COLL_HOST_MAX_RANKS;
 // ---- collective.cpp
 // Take the kernels of the best instruction set of this processor, or of the one that COLLECTIVES_ISA names, for this process;
 // gives why they can't be had, or nothing.
-std::string choose_kernels();
+
 struct Collective {
   Op op;
   uint64_t base = 0;      // rounds of the communicator before this call

@@ -98,10 +98,12 @@ uint64_t siphash(const uint64_t key[2], const void* data, size_t nbytes) {
 
 void futex_wait(std::atomic<uint32_t>* word, uint32_t expected, int64_t timeout_ns) {
   struct timespec t = {timeout_ns / 1000000000, timeout_ns % 1000000000};
-  syscall(SYS_futex, word, FUTEX_WAIT, expected, &t, nullptr, 0);
+  syscall(SYS_futex, word, FUTEX_WAIT, expected, timeout_ns < 0 ? nullptr : &t, nullptr, 0);
 }
 
-void futex_wake(std::atomic<uint32_t>* word) { syscall(SYS_futex, word, FUTEX_WAKE, 1, nullptr, nullptr, 0); }
+void futex_wake(std::atomic<uint32_t>* word, int sleepers) {
+  syscall(SYS_futex, word, FUTEX_WAKE, sleepers, nullptr, nullptr, 0);
+}
 
 int available_cores() {
   cpu_set_t set;

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <stdint.h>
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
 
 #include <atomic>
 #include <mutex>
@@ -15,9 +18,9 @@ int64_t now_ns();  // monotonic
 // Keyed 64-bit hash (SipHash-2-4, Aumasson and Bernstein 2012): names that can't be guessed without the key.
 uint64_t siphash(const uint64_t key[2], const void* data, size_t nbytes);
 
-// Sleep while *word == expected, until woken or timeout_ns has passed. Works between processes.
+// Sleep while *word == expected, until woken or timeout_ns has passed (< 0: no limit). Works between processes.
 void futex_wait(std::atomic<uint32_t>* word, uint32_t expected, int64_t timeout_ns);
-void futex_wake(std::atomic<uint32_t>* word);
+void futex_wake(std::atomic<uint32_t>* word, int sleepers = 1);
 
 int available_cores();  // of this thread's affinity mask
 
@@ -46,5 +49,22 @@ inline void cpu_relax() {
   asm volatile("yield");
 #endif
 }
+
+// The program may have told this thread's processor to take subnormals for zero; then its ranks would not get the same sums.
+class WithSubnormals {
+#if defined(__SSE2__)
+ public:
+  WithSubnormals() : before_(_mm_getcsr()) {
+    if (before_ & kFlush) _mm_setcsr(before_ & ~kFlush);
+  }
+  ~WithSubnormals() {
+    if (before_ & kFlush) _mm_setcsr(before_);
+  }
+
+ private:
+  static constexpr unsigned kFlush = 0x8040;  // flush to zero, denormals are zero
+  unsigned before_;
+#endif
+};
 
 }  // namespace coll

@@ -17,10 +17,10 @@ errors
 schedule
 layout
 _nccl
+arrays
 _kernels
 kernels
 engine
-arrays
 work
 memory
 group agree

@@ -5,8 +5,10 @@
 #ifndef COLL_NUMERIC_H_
 #define COLL_NUMERIC_H_
 
-#include <stdint.h>
+#include "kernel_abi.h"
+#if !defined(__CUDACC_RTC__)
 #include <string.h>
+#endif
 
 #if defined(__CUDACC__)
 #define COLL_FN static __device__ __forceinline__
@@ -106,6 +108,16 @@ COLL_FN uint8_t coll_float_to_e5m2(float x) {
   r = a >= 0x47600000u ? 0x7bu : r;  // 57344 and more, infinity too: the largest finite value
   r = a > 0x7f800000u ? 0x7fu : r;
   return (uint8_t)(sign | r);
+}
+
+// To a float so that rounding it once more, to a type of at most 22 bits, gives what one rounding of the double would: toward
+// zero, with the last bit set where anything was cut off (round to odd; Boldo and Melquiond 2008).
+COLL_FN float coll_round_to_odd(double x) {
+  float f = (float)x;
+  uint32_t bits = coll_float_bits(f);
+  double back = (double)f;
+  bits -= (back < 0 ? -back : back) > (x < 0 ? -x : x) ? 1u : 0u;
+  return coll_bits_float(back == x ? bits : bits | 1u);
 }
 
 #endif

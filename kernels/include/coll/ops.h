@@ -11,7 +11,8 @@
 template <class T>
 struct coll_element;
 
-#define COLL_FLOAT_ELEMENT(T, LOAD, STORE)          \
+// A double on its way to another type than its own is rounded once, too: DIRECT is what makes a float of it before.
+#define COLL_FLOAT_ELEMENT(T, LOAD, STORE, DIRECT)  \
   template <>                                       \
   struct coll_element<T> {                          \
     typedef float acc;                              \
@@ -21,13 +22,14 @@ struct coll_element;
       STORE;                                        \
       return r;                                     \
     }                                               \
+    COLL_FN T store(double a) { return store(DIRECT); } \
     COLL_FN float average(float a, int n) { return a / (float)n; } \
   };
-COLL_FLOAT_ELEMENT(float, x, r = a)
-COLL_FLOAT_ELEMENT(coll_bf16, coll_bf16_to_float(x.bits), r.bits = coll_float_to_bf16(a))
-COLL_FLOAT_ELEMENT(coll_fp16, coll_fp16_to_float(x.bits), r.bits = coll_float_to_fp16(a))
-COLL_FLOAT_ELEMENT(coll_e4m3, coll_e4m3_to_float(x.bits), r.bits = coll_float_to_e4m3(a))
-COLL_FLOAT_ELEMENT(coll_e5m2, coll_e5m2_to_float(x.bits), r.bits = coll_float_to_e5m2(a))
+COLL_FLOAT_ELEMENT(float, x, r = a, (float)a)
+COLL_FLOAT_ELEMENT(coll_bf16, coll_bf16_to_float(x.bits), r.bits = coll_float_to_bf16(a), coll_round_to_odd(a))
+COLL_FLOAT_ELEMENT(coll_fp16, coll_fp16_to_float(x.bits), r.bits = coll_float_to_fp16(a), coll_round_to_odd(a))
+COLL_FLOAT_ELEMENT(coll_e4m3, coll_e4m3_to_float(x.bits), r.bits = coll_float_to_e4m3(a), coll_round_to_odd(a))
+COLL_FLOAT_ELEMENT(coll_e5m2, coll_e5m2_to_float(x.bits), r.bits = coll_float_to_e5m2(a), coll_round_to_odd(a))
 #undef COLL_FLOAT_ELEMENT
 
 template <>

@@ -1,0 +1,6 @@
+"""The fused kernels: what is done to gradients and parameters around the wire, in one pass, on the host and on GPUs."""
+
+from .bucketing import Table, pack, unpack
+from .execution import Statistics, get_num_threads, set_num_threads, use_isa
+
+__all__ = ["Statistics", "Table", "get_num_threads", "pack", "set_num_threads", "unpack", "use_isa"]

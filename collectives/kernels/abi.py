@@ -1,0 +1,87 @@
+"""The arguments of every kernel as ctypes structs: kernels/include/coll/kernel_abi.h once more.
+
+The same struct goes to the host kernels (by pointer) and to the CUDA kernels (by value).
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_double, c_int32, c_int64, c_uint64
+from typing import NamedTuple
+
+import numpy
+
+__all__ = [
+    "ADD",
+    "CAST",
+    "FINISH",
+    "FROM_FLAT",
+    "OPAQUE",
+    "TENSOR",
+    "CastArgs",
+    "FinishArgs",
+    "Kernel",
+    "Work",
+]
+
+OPAQUE = 32  # + bytes of an element that is only copied
+FROM_FLAT, ADD = 1, 2
+
+# coll_tensor: one row of a table.
+TENSOR = numpy.dtype(
+    [
+        ("data", "u8"),
+        ("count", "i8"),
+        ("offset", "i8"),
+        ("first_tile", "i8"),
+        ("type", "i4"),
+        ("unused", "i4"),
+    ]
+)
+
+_pointer = c_uint64
+
+
+class Work(Structure):
+    """coll_work"""
+
+    _fields_ = [("tiles", c_int64), ("sums", _pointer), ("bad", _pointer)]
+
+
+class CastArgs(Structure):
+    """coll_cast_args"""
+
+    _fields_ = [
+        ("work", Work),
+        ("tensors", _pointer),
+        ("count", c_int64),
+        ("flat", _pointer),
+        ("scale_at", _pointer),
+        ("scale", c_double),
+        ("flat_type", c_int32),
+        ("flags", c_int32),
+    ]
+
+
+class FinishArgs(Structure):
+    """coll_finish_args"""
+
+    _fields_ = [("work", Work), ("shares", c_int64), ("sum_of_squares", _pointer), ("nonfinite", _pointer)]
+
+
+class Kernel(NamedTuple):
+    """A kernel: its number for collKernelRun, its name in ``source`` of kernels/cuda, its arguments."""
+
+    number: int
+    name: str
+    source: str
+    args: type[Structure]
+
+
+CAST = Kernel(0, "coll_cast", "cast.cu", CastArgs)
+FINISH = Kernel(1, "coll_finish", "cast.cu", FinishArgs)
+
+# ---- Reduce.
+
+# ---- Quantize, dequantize, requantize.
+
+# ---- Optimizers.

@@ -1,0 +1,127 @@
+"""Running a kernel: on host memory by the library, on a GPU through CuPy; threads, instruction sets, statistics."""
+
+from __future__ import annotations
+
+import os
+import threading
+from ctypes import sizeof
+
+import torch
+
+from .._kernels import Library
+from ..errors import EngineUnavailable, InvalidArgument
+from . import abi, cuda
+
+__all__ = ["Statistics", "get_num_threads", "library", "library_path", "run", "set_num_threads", "use_isa"]
+
+_library: Library | None = None
+_lock = threading.Lock()
+_threads: int | None = None
+
+
+def library_path() -> str:
+    """Give the path of the host library: COLLECTIVES_HOST_LIBRARY, or the one built with this package."""
+    named = os.environ.get("COLLECTIVES_HOST_LIBRARY", "").strip()
+    if named:
+        return os.path.abspath(named)
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return os.path.join(package, "_lib", "libcollectives_host.so")
+
+
+def library() -> Library:
+    """Load the host kernels, once; raise ``EngineUnavailable`` where the library is missing or of another version."""
+    global _library
+    if _library is None:
+        with _lock:
+            if _library is None:
+                found = Library(library_path())
+                for kernel in (each for each in vars(abi).values() if isinstance(each, abi.Kernel)):
+                    if found.args_size(kernel.number) != sizeof(kernel.args):
+                        raise EngineUnavailable(
+                            f"{found.path} was built from another version: {kernel.name} takes "
+                            f"{found.args_size(kernel.number)} bytes there and {sizeof(kernel.args)} here. Cure: "
+                            "install this package again"
+                        )
+                found.use_isa()
+                _library = found
+    return _library
+
+
+def use_isa(name: str | None = None) -> str:
+    """Use an instruction set's host kernels from now on, and give its name.
+
+    ``name``: "baseline", "avx2", "avx512", or None for COLLECTIVES_ISA's, and without that the widest of this machine.
+    All give the same bits. Raises ``InvalidArgument`` for one that isn't there.
+    """
+    return library().use_isa(name)
+
+
+def set_num_threads(count: int | None) -> None:
+    """Let host kernels of big buffers use up to ``count`` threads; None: COLLECTIVES_KERNEL_THREADS' or free cores."""
+    global _threads
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise InvalidArgument(f"the number of threads must be a whole number from 1, not {count!r}")
+    _threads = count
+
+
+def get_num_threads() -> int:
+    """Give the number of threads that host kernels may use."""
+    return 1 if _threads is None else _threads
+
+
+def run(kernel: abi.Kernel, args, device: torch.device) -> None:
+    """Run a kernel. On the host it is done when this returns; on a GPU it is queued on torch's current stream."""
+    if device.type == "cpu":
+        run_on_host(kernel, args)
+    else:
+        cuda.launch(kernel, args, device)
+
+
+def run_on_host(kernel: abi.Kernel, args) -> None:
+    """Run a kernel on host memory."""
+    library().run(kernel.number, args, get_num_threads())
+
+
+class Statistics:
+    """The sum of squares and the number of non-finite values that a kernel found on its way.
+
+    ``sum_of_squares``: float64, ``nonfinite``: int64, both of one element on ``device``; each call that is given this
+    object overwrites them. Squares are of the values after scaling and before rounding, taken and added in fp32 (fp64
+    for fp64) inside of tiles of 4,096 elements, then in fp64, in an order that depends on neither device nor threads. A
+    value counts as non-finite also where rounding it to the destination's type makes it infinite.
+
+    On a GPU the results are there for whatever follows on the same stream; use one object a stream.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self.sum_of_squares = torch.zeros(1, dtype=torch.float64, device=device)
+        self.device = self.sum_of_squares.device
+        self.nonfinite = torch.zeros(1, dtype=torch.int64, device=device)
+        self._sums = torch.empty(0, dtype=torch.float64, device=device)
+        self._bad = torch.empty(0, dtype=torch.int32, device=device)
+
+    @property
+    def norm(self) -> torch.Tensor:
+        """The square root of the sum of squares, float64, one element; no wait for the GPU."""
+        return self.sum_of_squares.sqrt()
+
+    def begin(self, work: abi.Work, device: torch.device, op: str) -> None:
+        """Give a kernel places for its tiles' shares."""
+        if device != self.device:
+            raise InvalidArgument(f"the statistics are on {self.device}, the arrays on {device}", op=op)
+        if self._sums.numel() < work.tiles:
+            self._sums = torch.empty(work.tiles, dtype=torch.float64, device=device)
+            self._bad = torch.empty(work.tiles, dtype=torch.int32, device=device)
+        work.sums, work.bad = self._sums.data_ptr(), self._bad.data_ptr()
+        if not work.tiles:
+            work.sums = self.sum_of_squares.data_ptr()  # not NULL: statistics are wanted
+
+    def finish(self, tiles: int) -> None:
+        """Add up the tiles' shares."""
+        args = abi.FinishArgs(
+            abi.Work(1, self._sums.data_ptr(), self._bad.data_ptr()),
+            tiles,
+            self.sum_of_squares.data_ptr(),
+            self.nonfinite.data_ptr(),
+        )
+        run(abi.FINISH, args, self.device)

@@ -1,0 +1,132 @@
+// Which instruction set's kernels run, and how their tiles are shared out over threads.
+#include "kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "coll/host_kernels.h"
+#include "error.h"
+#include "pool.h"
+#include "system.h"
+
+namespace coll {
+namespace {
+
+struct KernelEntry {
+  size_t args_size = 0;  // 0: there is no such kernel
+  coll_tiles_fn run = nullptr;
+};
+
+struct InstructionSet {
+  const char* name;
+  coll_reduce_n_fn reduce_n;
+  KernelEntry kernels[collKernelCount] = {};
+};
+
+#define COLL_ENTRY(Kernel, kernel, Args, ISA) set.kernels[collKernel##Kernel] = {sizeof(Args), coll_host_##kernel##_##ISA};
+#define COLL_INSTRUCTION_SET(ISA)                       \
+  []() {                                                \
+    InstructionSet set{#ISA, coll_reduce_n_##ISA};      \
+    COLL_HOST_KERNELS(COLL_ENTRY, ISA)                  \
+    return set;                                         \
+  }()
+const InstructionSet kBaseline = COLL_INSTRUCTION_SET(baseline);
+#if defined(COLL_HAVE_X86_ISA)
+const InstructionSet kAvx2 = COLL_INSTRUCTION_SET(avx2);
+const InstructionSet kAvx512 = COLL_INSTRUCTION_SET(avx512);
+#endif
+
+// Those that this machine has; each one wider than those before it.
+std::vector<const InstructionSet*> sets_here() {
+  std::vector<const InstructionSet*> sets = {&kBaseline};
+#if defined(COLL_HAVE_X86_ISA)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    sets.push_back(&kAvx2);
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq")) {
+      sets.push_back(&kAvx512);
+    }
+  }
+#endif
+  return sets;
+}
+
+std::atomic<const InstructionSet*> g_set{nullptr};
+
+const InstructionSet* named_set(const char* name) {
+  const InstructionSet* found = nullptr;
+  for (const InstructionSet* set : sets_here()) {
+    if (!name || !*name || strcmp(name, set->name) == 0) found = set;
+  }
+  return found;
+}
+
+// Before anything has chosen: the widest. A wrong COLLECTIVES_ISA is told by what chooses, not here.
+const InstructionSet& current_set() {
+  const InstructionSet* set = g_set.load(std::memory_order_relaxed);
+  if (!set) g_set.store(set = named_set(nullptr), std::memory_order_relaxed);
+  return *set;
+}
+
+// Tiles of one part: enough to be worth the counter, few enough that a thread whose core is taken away holds little back.
+constexpr int64_t kPartTiles = 32;
+
+struct Run {
+  coll_tiles_fn kernel;
+  const void* args;
+  int64_t tiles;
+};
+
+void do_part(void* context, int64_t part) {
+  const Run& run = *static_cast<const Run*>(context);
+  [[maybe_unused]] WithSubnormals exact;
+  run.kernel(run.args, part * kPartTiles, std::min((part + 1) * kPartTiles, run.tiles));
+}
+
+}  // namespace
+
+std::string choose_kernels() {
+  const char* name = getenv("COLLECTIVES_ISA");
+  if (const InstructionSet* set = named_set(name)) {
+    g_set.store(set, std::memory_order_relaxed);
+    return "";
+  }
+  std::string there;
+  for (const InstructionSet* set : sets_here()) there += there.empty() ? set->name : std::string(", ") + set->name;
+  return format("COLLECTIVES_ISA=%s: this machine has %s", name, there.c_str());
+}
+
+coll_reduce_n_fn reduce_kernel() { return current_set().reduce_n; }
+
+}  // namespace coll
+
+using namespace coll;
+
+int collKernelRun(int kernel, const void* args, size_t nbytes, int threads) {
+  if (nbytes == 0 || nbytes != collKernelArgsSize(kernel)) return 1;
+  Run run = {current_set().kernels[kernel].run, args, static_cast<const coll_work*>(args)->tiles};
+  if (threads > 1 && run.tiles > kPartTiles) {
+    pool_run(threads, (run.tiles + kPartTiles - 1) / kPartTiles, do_part, &run);
+  } else {
+    [[maybe_unused]] WithSubnormals exact;
+    run.kernel(args, 0, run.tiles);
+  }
+  return 0;
+}
+
+size_t collKernelArgsSize(int kernel) { return kernel < 0 || kernel >= collKernelCount ? 0 : kBaseline.kernels[kernel].args_size; }
+
+const char* collKernelIsa(const char* name) {
+  const InstructionSet* set = name ? named_set(name) : nullptr;
+  if (!name) {
+    if (!choose_kernels().empty()) return nullptr;
+    set = &current_set();
+  }
+  if (set) g_set.store(set, std::memory_order_relaxed);
+  return set ? set->name : nullptr;
+}

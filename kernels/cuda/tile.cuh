@@ -1,0 +1,43 @@
+// What every CUDA launcher shares: the block's part in the sums of a tile. Any block of up to 256 threads will do.
+//
+// The text of the kernels is compiled by NVRTC, and in CI also by the host compiler round a small shim: keep to plain C++
+// and to threadIdx.x, blockIdx.x, blockDim.x, gridDim.x, __shared__ and __syncthreads.
+#ifndef COLL_TILE_CUH_
+#define COLL_TILE_CUH_
+
+#include "coll/tile.h"
+
+#define COLL_BLOCK 256
+#define COLL_KERNEL extern "C" __global__ void __launch_bounds__(COLL_BLOCK)
+
+// Elements that a thread takes at a time, side by side: a pack. COLL_LANES / COLL_PACK packs make a row of lanes.
+#define COLL_PACK 4
+#define COLL_PACKS (COLL_LANES / COLL_PACK)
+#define COLL_ROWS (COLL_TILE / COLL_LANES)
+
+// Fold COLL_LANES lanes in shared memory in halves, all threads of the block together; the result is lanes[0].
+template <class A>
+static __device__ __forceinline__ void coll_fold_lanes(A* lanes) {
+  for (int half = COLL_LANES / 2; half >= 1; half /= 2) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < half; i += blockDim.x) lanes[i] += lanes[i + half];
+  }
+  __syncthreads();
+}
+
+// Leave one tile's share of the statistics: sum of the lanes, and of the threads' own counts.
+template <class A>
+static __device__ __forceinline__ void coll_leave_share(const coll_work& work, int64_t tile, A* lanes, uint32_t* bad,
+                                                        uint32_t own_bad) {
+  if (threadIdx.x == 0) *bad = 0;
+  __syncthreads();
+  if (own_bad) atomicAdd(bad, own_bad);
+  coll_fold_lanes(lanes);
+  if (threadIdx.x == 0) {
+    work.sums[tile] = (double)lanes[0];
+    work.bad[tile] = *bad;
+  }
+  __syncthreads();
+}
+
+#endif

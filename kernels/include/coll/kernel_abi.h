@@ -1,0 +1,109 @@
+// The arguments of every kernel: one struct each, read by the launchers of the host and of CUDA alike.
+//
+// A kernel's work is cut into tiles, and any thread or block may do any tile: what a tile writes depends on nothing else.
+// Plain types in a fixed layout; collectives/kernels.py declares the same structs, and a test compares the two.
+#ifndef COLL_KERNEL_ABI_H_
+#define COLL_KERNEL_ABI_H_
+
+#if defined(__CUDACC_RTC__)
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+typedef unsigned long size_t;
+#else
+#include <stddef.h>
+#include <stdint.h>
+#endif
+
+#define COLL_TILE 4096   // elements of a tile; a tile never spans two tensors
+#define COLL_LANES 1024  // partial sums in a tile, see tile.h
+
+// Element types, with NCCL's numbers; COLL_OPAQUE + w: elements of w bytes that are only ever copied.
+enum {
+  COLL_I8 = 0, COLL_U8 = 1, COLL_I32 = 2, COLL_U32 = 3, COLL_I64 = 4, COLL_U64 = 5, COLL_F16 = 6, COLL_F32 = 7, COLL_F64 = 8,
+  COLL_BF16 = 9, COLL_E4M3 = 10, COLL_E5M2 = 11, COLL_OPAQUE = 32
+};
+
+// What every kernel has: how many tiles, and where each tile leaves its share of the statistics (NULL: none wanted).
+typedef struct {
+  int64_t tiles;
+  double* sums;       // [tiles] sums of squares of the values before they are rounded
+  uint32_t* bad;      // [tiles] counts of values that are not finite, or that overflow when they are rounded
+} coll_work;
+
+// The kernels, as collKernelRun numbers them.
+typedef enum {
+  collKernelCast = 0,        // coll_cast_args: pack and unpack
+  collKernelFinish = 1,      // coll_finish_args: the tiles' shares into one sum and one count
+  collKernelReduce = 2,      // coll_reduce_args
+  collKernelQuantize = 3,    // coll_quantize_args
+  collKernelDequantize = 4,  // coll_dequantize_args
+  collKernelRequantize = 5,  // coll_requantize_args
+  collKernelSgd = 6,         // coll_sgd_args
+  collKernelAdam = 7,        // coll_adam_args
+  collKernelCount = 8
+} coll_kernel;
+
+// ---- Cast: the tensors of a table to or from one flat buffer.
+typedef struct {
+  void* data;
+  int64_t count;       // elements; 0 is allowed, and has no tile
+  int64_t offset;      // of the first element in the flat buffer, in its elements
+  int64_t first_tile;  // tiles of all tensors before this one
+  int32_t type;
+  int32_t unused;
+} coll_tensor;
+
+enum {
+  COLL_FROM_FLAT = 1,  // unpack
+  COLL_ADD = 2         // add to what is in the destination
+};
+
+typedef struct {
+  coll_work work;
+  const coll_tensor* tensors;
+  int64_t count;          // tensors
+  void* flat;
+  const float* scale_at;  // NULL, or one more factor, read when the kernel runs
+  double scale;
+  int32_t flat_type;
+  int32_t flags;
+} coll_cast_args;
+
+typedef struct {
+  coll_work work;          // tiles == 1: the work is done by one block
+  int64_t shares;          // how many tiles left theirs in sums and bad
+  double* sum_of_squares;  // one element
+  int64_t* nonfinite;      // one element
+} coll_finish_args;
+
+// ---- Reduce.
+
+// ---- Quantize, dequantize, requantize.
+
+// ---- Optimizers.
+
+#if !defined(__CUDACC_RTC__)
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+// Run a kernel on host memory, on at most `threads` threads, the caller among them. Blocks until it is done. Returns 0, or 1 for
+// a kernel that isn't there or arguments of another size than this library was built with.
+int collKernelRun(int kernel, const void* args, size_t nbytes, int threads);
+// sizeof the arguments of a kernel, 0 for one that isn't there.
+size_t collKernelArgsSize(int kernel);
+// Use the kernels of an instruction set from now on: "baseline", "avx2", "avx512", or NULL for COLLECTIVES_ISA and else the widest
+// there is. Returns its name, or NULL where this machine doesn't have it.
+const char* collKernelIsa(const char* name);
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif
+#endif
+#endif
