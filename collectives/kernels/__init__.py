@@ -2,5 +2,19 @@
 
 from .bucketing import Table, pack, unpack
 from .execution import Statistics, get_num_threads, set_num_threads, use_isa
+from .quantization import WireTable, dequantize, quantize, reduce_wires, requantize
 
-__all__ = ["Statistics", "Table", "get_num_threads", "pack", "set_num_threads", "unpack", "use_isa"]
+__all__ = [
+    "Statistics",
+    "Table",
+    "WireTable",
+    "dequantize",
+    "get_num_threads",
+    "pack",
+    "quantize",
+    "reduce_wires",
+    "requantize",
+    "set_num_threads",
+    "unpack",
+    "use_isa",
+]
