@@ -97,25 +97,50 @@ void decode_block(float* __restrict x, const typename F::element* __restrict fro
   }
 }
 
-// x = the sum of the wires' elements [at, at + n); `at` begins a block.
+// Two wires at once: x = (x + one) + other, without the x where they are the first.
 template <class F>
-void decode(float* x, const coll_decoder& from, int64_t at, int n) {
-  for (int64_t k = 0; k < from.wire_count; ++k) {
-    const char* wire = static_cast<const char*>(from.wires ? from.wires[k] : from.wire);
-    const typename F::element* payload = reinterpret_cast<const typename F::element*>(wire) + at;
-    if (F::kScaled) {
-      const float* scales = reinterpret_cast<const float*>(wire + coll_wire_scales_at(from.count, from.format)) + at / from.block;
-      for (int start = 0; start < n; start += from.block) {
-        int length = n - start < from.block ? n - start : from.block;
-        decode_block<F>(x + start, payload + start, length, *scales++, k == 0);
-      }
+void decode_blocks(float* __restrict x, const typename F::element* __restrict one, const typename F::element* __restrict other,
+                   int n, float one_scale, float other_scale, bool first) {
+  if constexpr (F::kScaled) {
+    if (first) {
+      for (int i = 0; i < n; ++i) x[i] = F::value(one[i]) * one_scale + F::value(other[i]) * other_scale;
     } else {
-      decode_block<F>(x, payload, n, 1.0f, k == 0);
+      for (int i = 0; i < n; ++i) x[i] = (x[i] + F::value(one[i]) * one_scale) + F::value(other[i]) * other_scale;
     }
+  } else {
+    decode_block<F>(x, one, n, 1.0f, first);
+    decode_block<F>(x, other, n, 1.0f, false);
+  }
+}
+
+// x = the sum of the wires' elements [at, at + n), of one block.
+template <class F>
+void decode_sum(float* x, const coll_decoder& from, int64_t at, int n) {
+  typedef typename F::element E;
+  int64_t scale_at = F::kScaled ? coll_wire_scales_at(from.count, from.format) + at / from.block * (int64_t)sizeof(float) : 0;
+  for (int64_t k = 0; k < from.wire_count; k += 2) {
+    const char* one = static_cast<const char*>(from.wires ? from.wires[k] : from.wire);
+    float one_scale = F::kScaled ? *reinterpret_cast<const float*>(one + scale_at) : 1.0f;
+    if (k + 1 == from.wire_count) {
+      decode_block<F>(x, reinterpret_cast<const E*>(one) + at, n, one_scale, k == 0);
+      break;
+    }
+    const char* other = static_cast<const char*>(from.wires[k + 1]);
+    float other_scale = F::kScaled ? *reinterpret_cast<const float*>(other + scale_at) : 1.0f;
+    decode_blocks<F>(x, reinterpret_cast<const E*>(one) + at, reinterpret_cast<const E*>(other) + at, n, one_scale, other_scale,
+                     k == 0);
   }
   if (from.average_over > 0) {
     float over = (float)from.average_over;
     for (int i = 0; i < n; ++i) x[i] /= over;
+  }
+}
+
+// `at` begins a block.
+template <class F>
+void decode(float* x, const coll_decoder& from, int64_t at, int n) {
+  for (int start = 0; start < n; start += from.block) {
+    decode_sum<F>(x + start, from, at + start, n - start < from.block ? n - start : from.block);
   }
 }
 
@@ -137,17 +162,37 @@ struct FromWires {
 
 // ---- A wire out.
 
-// The residual of n elements; the wire's hold what `x` was rounded to. Where that isn't finite it stays as it was.
-void leave_residual(const coll_encoder& to, const float* left, const float* carried, int64_t at, int n, bool all_finite) {
-  if (all_finite) {
-    if (to.residual_type == COLL_F32) memcpy(static_cast<float*>(to.residual) + at, left, (size_t)n * sizeof(float));
-    else coll_store_block(static_cast<coll_bf16*>(to.residual) + at, left, n);
+void store_residual(const coll_encoder& to, const float* left, int64_t at, int n) {
+  if (to.residual_type == COLL_F32) memcpy(static_cast<float*>(to.residual) + at, left, (size_t)n * sizeof(float));
+  else coll_store_block(static_cast<coll_bf16*>(to.residual) + at, left, n);
+}
+
+// The residual is what the receiver won't see.
+template <class F>
+void leave_residual(const coll_encoder& to, const float* __restrict x, const typename F::element* __restrict payload, float scale,
+                    int64_t at, int n) {
+  if (to.residual_type == COLL_F32) {
+    float* __restrict residual = static_cast<float*>(to.residual) + at;
+    for (int i = 0; i < n; ++i) residual[i] = x[i] - F::value(payload[i]) * scale;
+  } else {
+    float left[COLL_LARGEST_BLOCK];
+    for (int i = 0; i < n; ++i) left[i] = x[i] - F::value(payload[i]) * scale;
+    store_residual(to, left, at, n);
+  }
+}
+
+// The same without scales: an element that is sent as infinity or NaN leaves its residual as it was.
+template <class F>
+void leave_plain_residual(const coll_encoder& to, const float* x, const typename F::element* payload, int64_t at, int n) {
+  float carried[COLL_LARGEST_BLOCK], left[COLL_LARGEST_BLOCK];
+  decode_block<F>(carried, payload, n, 1.0f, true);
+  for (int i = 0; i < n; ++i) left[i] = x[i] - carried[i];
+  if (coll_finite_bits(largest(carried, n))) {
+    store_residual(to, left, at, n);
     return;
   }
   for (int i = 0; i < n; ++i) {
-    if (!coll_finite_bits(coll_magnitude_bits(carried[i]))) continue;
-    if (to.residual_type == COLL_F32) static_cast<float*>(to.residual)[at + i] = left[i];
-    else static_cast<coll_bf16*>(to.residual)[at + i] = coll_element<coll_bf16>::store(left[i]);
+    if (coll_finite_bits(coll_magnitude_bits(carried[i]))) store_residual(to, left + i, at + i, 1);
   }
 }
 
@@ -163,7 +208,7 @@ void encode_block(const coll_encoder& to, const float* x, int32_t amax, int64_t 
     inverse = s.inverse;
     if (inverse == 0.0f) {
       memset(payload, 0, (size_t)n);
-      if (to.residual && coll_finite_bits(amax)) leave_residual(to, x, x, at, n, true);
+      if (to.residual && coll_finite_bits(amax)) store_residual(to, x, at, n);
       return;
     }
   }
@@ -177,10 +222,8 @@ void encode_block(const coll_encoder& to, const float* x, int32_t amax, int64_t 
     coll_store_block(reinterpret_cast<typename F::plain*>(payload), x, n);
   }
   if (!to.residual) return;
-  float carried[COLL_LARGEST_BLOCK], left[COLL_LARGEST_BLOCK];
-  decode_block<F>(carried, payload, n, scale, true);
-  for (int i = 0; i < n; ++i) left[i] = x[i] - carried[i];
-  leave_residual(to, left, carried, at, n, F::kScaled || coll_finite_bits(largest(carried, n)));
+  if constexpr (F::kScaled) leave_residual<F>(to, x, payload, scale, at, n);
+  else leave_plain_residual<F>(to, x, payload, at, n);
 }
 
 template <class F, class Source>
