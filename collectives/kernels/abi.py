@@ -34,7 +34,7 @@ TENSOR = numpy.dtype(
         ("offset", "i8"),
         ("first_tile", "i8"),
         ("type", "i4"),
-        ("unused", "i4"),
+        ("padding", "i4"),
     ]
 )
 

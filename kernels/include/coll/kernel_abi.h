@@ -56,7 +56,7 @@ typedef struct {
   int64_t offset;      // of the first element in the flat buffer, in its elements
   int64_t first_tile;  // tiles of all tensors before this one
   int32_t type;
-  int32_t unused;
+  int32_t padding;     // elements of the flat buffer behind the last one that pack sets to 0
 } coll_tensor;
 
 enum {
