@@ -6,53 +6,73 @@
 namespace {
 
 constexpr int kAhead = 2048;  // bytes; measured: as fast as any from 1 KiB to 4 KiB
-constexpr int kStrip = 256;   // elements between two rounds of prefetches
+constexpr int kStrip = 128;   // elements between two rounds of prefetches; a whole number of lines in any type
 
-inline void prefetch_strip(const char* from, int nbytes) {
+inline void prefetch_strip(const void* from, int nbytes) {
   uintptr_t ahead = reinterpret_cast<uintptr_t>(from) + kAhead;
   for (int line = 0; line < nbytes; line += 64) coll_prefetch(reinterpret_cast<const void*>(ahead + line));
 }
 
-// ---- The common pairs of types, in one loop. A row is at most COLL_LANES elements. `to` and `old` are the same or apart.
+// ---- The common pairs of types, in one loop. A row is at most COLL_LANES elements.
 template <class S, class D, bool kStats, bool kAdd>
-void cast_row(const S* from, D* to, const D* old, int n, float scale, coll_tile_sums<float>& sums) {
-  float* lanes = kStats ? sums.row(n) : nullptr;
-  float limit = sums.limit();
-  uint32_t bad = 0;
-  for (int start = 0; start < n; start += kStrip) {
-    int end = n - start < kStrip ? n : start + kStrip;
-    prefetch_strip(reinterpret_cast<const char*>(from + start), kStrip * (int)sizeof(S));
+inline __attribute__((always_inline)) void cast_strip(const S* from, D* to, int n, float scale, float* lanes) {
 #pragma GCC ivdep
-    for (int i = start; i < end; ++i) {
-      float value = coll_element<S>::load(from[i]) * scale;
-      if (kStats) {
-        lanes[i] += value * value;
-        bad += coll_is_bad(value, limit);
-      }
-      to[i] = coll_element<D>::store(kAdd ? coll_element<D>::load(old[i]) + value : value);
-    }
+  for (int i = 0; i < n; ++i) {
+    float value = coll_element<S>::load(from[i]) * scale;
+    if (kStats) lanes[i] += value * value;
+    to[i] = coll_element<D>::store(kAdd ? coll_element<D>::load(to[i]) + value : value);
   }
-  if (kStats) sums.count(bad);
 }
 
 template <class S, class D, bool kStats, bool kAdd>
-void cast_span(const coll_cast_args& a, const coll_cast_span& s, int64_t tile, double scale, bool streams) {
+void cast_row(const S* from, D* to, int n, float scale, float* lanes) {
+  int i = 0;
+  for (; i + kStrip <= n; i += kStrip) {
+    prefetch_strip(from + i, kStrip * (int)sizeof(S));
+    cast_strip<S, D, kStats, kAdd>(from + i, to + i, kStrip, scale, lanes + i);
+  }
+  cast_strip<S, D, kStats, kAdd>(from + i, to + i, n - i, scale, lanes + i);
+}
+
+// The same past the caches, a strip of whole lines at a time; what lies before and behind them is stored as usual.
+template <class S, class D, bool kStats>
+void stream_row(const S* from, D* to, int n, float scale, float* lanes) {
+  alignas(64) D strip[kStrip];
+  int i = (int)(-reinterpret_cast<uintptr_t>(to) % 64 / sizeof(D));
+  if (i > n) i = n;
+  cast_strip<S, D, kStats, false>(from, to, i, scale, lanes);
+  for (; i + kStrip <= n; i += kStrip) {
+    prefetch_strip(from + i, kStrip * (int)sizeof(S));
+    cast_strip<S, D, kStats, false>(from + i, strip, kStrip, scale, lanes + i);
+    coll_stream_lines(to + i, strip, kStrip * sizeof(D));
+  }
+  cast_strip<S, D, kStats, false>(from + i, to + i, n - i, scale, lanes + i);
+}
+
+template <class S>
+uint32_t count_bad(const S* from, int n, float scale, float limit) {
+  uint32_t bad = 0;
+  for (int i = 0; i < n; ++i) bad += coll_is_bad(coll_element<S>::load(from[i]) * scale, limit);
+  return bad;
+}
+
+template <class S, class D, bool kStats, bool kAdd>
+void cast_span(const coll_cast_args& a, const coll_cast_span& s, int64_t tile, double wide_scale, bool streams) {
   const S* from = reinterpret_cast<const S*>(s.from);
   D* to = reinterpret_cast<D*>(s.to);
-  D staged[COLL_LANES];
+  float scale = (float)wide_scale;
   for (int64_t start = 0; start < s.count; start += COLL_TILE, ++tile) {
-    int64_t end = s.count - start < COLL_TILE ? s.count : start + COLL_TILE;
+    int count = s.count - start < COLL_TILE ? (int)(s.count - start) : COLL_TILE;
     coll_tile_sums<float> sums(coll_limit(s.to_type));
-    for (int64_t i = start; i < end; i += COLL_LANES) {
-      int n = end - i < COLL_LANES ? (int)(end - i) : COLL_LANES;
-      if (streams && !kAdd) {
-        cast_row<S, D, kStats, false>(from + i, staged, nullptr, n, (float)scale, sums);
-        coll_stream_bytes<0>(reinterpret_cast<char*>(to + i), reinterpret_cast<const char*>(staged), n * sizeof(D));
-      } else {
-        cast_row<S, D, kStats, kAdd>(from + i, to + i, to + i, n, (float)scale, sums);
-      }
+    for (int row = 0; row < count; row += COLL_LANES) {
+      int n = count - row < COLL_LANES ? count - row : COLL_LANES;
+      const S* in = from + start + row;
+      D* out = to + start + row;
+      float* lanes = kStats ? sums.row(n) : nullptr;
+      if (streams && !kAdd) stream_row<S, D, kStats>(in, out, n, scale, lanes);
+      else cast_row<S, D, kStats, kAdd>(in, out, n, scale, lanes);
     }
-    if (kStats) sums.finish(a.work, tile);
+    if (kStats) sums.finish(a.work, tile, [&](float limit) { return count_bad(from + start, count, scale, limit); });
   }
 }
 
@@ -111,7 +131,7 @@ void cast_any_span(const coll_cast_args& a, const coll_cast_span& s, int64_t til
 
 void copy_span(const coll_cast_args&, const coll_cast_span& s, int64_t, double, bool streams) {
   size_t nbytes = (size_t)s.count * coll_width(s.from_type);
-  if (streams) coll_stream_bytes<kAhead>(s.to, s.from, nbytes);
+  if (streams) coll_stream_copy(s.to, s.from, nbytes);
   else memcpy(s.to, s.from, nbytes);
 }
 

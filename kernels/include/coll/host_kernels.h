@@ -53,7 +53,7 @@ inline void coll_prefetch(const void* at) {
 #endif
 }
 
-// After the last coll_stream_bytes of a call, so that other threads see the data in order.
+// After the last streaming store of a call, so that other threads see the data in order.
 inline void coll_stream_end() {
 #if defined(__SSE2__)
   _mm_sfence();
@@ -74,29 +74,38 @@ inline coll_stream_word coll_stream_load(const char* from) { return _mm_loadu_si
 inline void coll_stream_store(char* to, coll_stream_word word) { _mm_stream_si128(reinterpret_cast<__m128i*>(to), word); }
 #endif
 
-// memcpy with stores past the caches. Lines of the destination that the call covers in part are stored as usual: let calls be
-// of some KiB. kAhead: bytes by which reading is asked for ahead; 0 where the source is in the first-level cache.
-template <int kAhead>
-void coll_stream_bytes(char* to, const char* from, size_t nbytes) {
+// Copy whole lines past the caches: `to` and nbytes are multiples of 64. Without such stores: memcpy.
+inline void coll_stream_lines(void* to, const void* from, size_t nbytes) {
 #if defined(__SSE2__)
-  constexpr size_t kLine = 64, kWords = 256 / sizeof(coll_stream_word);
-  size_t head = -reinterpret_cast<uintptr_t>(to) % kLine;
-  if (nbytes >= head + 256) {
-    memcpy(to, from, head);
-    to += head, from += head, nbytes -= head;
-    for (; nbytes >= 256; to += 256, from += 256, nbytes -= 256) {
-      coll_stream_word words[kWords];
-      if (kAhead) {
-        // As a number: the address may lie behind the end of the array, which a prefetch doesn't mind.
-        uintptr_t ahead = reinterpret_cast<uintptr_t>(from) + kAhead;
-        for (int line = 0; line < 4; ++line) coll_prefetch(reinterpret_cast<const void*>(ahead + line * kLine));
-      }
-      for (size_t i = 0; i < kWords; ++i) words[i] = coll_stream_load(from + i * sizeof(coll_stream_word));
-      for (size_t i = 0; i < kWords; ++i) coll_stream_store(to + i * sizeof(coll_stream_word), words[i]);
-    }
+  constexpr size_t kWord = sizeof(coll_stream_word), kWords = 64 / kWord;
+  char* out = static_cast<char*>(to);
+  const char* in = static_cast<const char*>(from);
+  for (size_t at = 0; at < nbytes; at += 64) {
+    coll_stream_word words[kWords];
+    for (size_t i = 0; i < kWords; ++i) words[i] = coll_stream_load(in + at + i * kWord);
+    for (size_t i = 0; i < kWords; ++i) coll_stream_store(out + at + i * kWord, words[i]);
   }
-#endif
+#else
   memcpy(to, from, nbytes);
+#endif
+}
+
+// memcpy with stores past the caches, except for the lines that it covers in part.
+inline void coll_stream_copy(void* to, const void* from, size_t nbytes) {
+  constexpr size_t kAhead = 2048, kBlock = 256;
+  char* out = static_cast<char*>(to);
+  const char* in = static_cast<const char*>(from);
+  size_t head = -reinterpret_cast<uintptr_t>(out) % 64;
+  if (head > nbytes) head = nbytes;
+  memcpy(out, in, head);
+  out += head, in += head, nbytes -= head;
+  for (; nbytes >= kBlock; out += kBlock, in += kBlock, nbytes -= kBlock) {
+    // As a number: the address may lie behind the end of the array, which a prefetch doesn't mind.
+    uintptr_t ahead = reinterpret_cast<uintptr_t>(in) + kAhead;
+    for (size_t line = 0; line < kBlock; line += 64) coll_prefetch(reinterpret_cast<const void*>(ahead + line));
+    coll_stream_lines(out, in, kBlock);
+  }
+  memcpy(out, in, nbytes);
 }
 
 // Fold lanes [0, n) in halves; n is a power of two. Lanes past n are taken to be 0.
@@ -108,8 +117,8 @@ A coll_fold_lanes(A* lanes, int n) {
   return lanes[0];
 }
 
-// The statistics of one tile. For each COLL_LANES elements in turn call add with their values, or, from a loop that has the
-// values at hand, row and count; then finish.
+// The statistics of one tile: call add with the values of each COLL_LANES elements in turn, then finish. A loop that has the
+// values at hand rather adds their squares to the lanes that row gives, and finishes with a way to count the bad ones.
 template <class A>
 class coll_tile_sums {
  public:
@@ -125,26 +134,35 @@ class coll_tile_sums {
     bad_ += bad;
   }
 
-  // The lanes of the next n values: add each one's square to its lane.
+  void finish(const coll_work& work, int64_t tile) {
+    work.sums[tile] = (double)fold();
+    work.bad[tile] = bad_;
+  }
+
+  // The lanes of the next n values, to which the caller adds their squares.
   A* row(int n) {
     for (int i = used_; i < n; ++i) lanes_[i] = 0;
     if (n > used_) used_ = n;
     return lanes_;
   }
 
-  // How many of those values coll_is_bad with the limit.
-  void count(uint32_t bad) { bad_ += bad; }
-  A limit() const { return limit_; }
-
-  void finish(const coll_work& work, int64_t tile) {
-    int n = 1;
-    while (n < used_) n *= 2;
-    for (int i = used_; i < n; ++i) lanes_[i] = 0;
-    work.sums[tile] = (double)coll_fold_lanes(lanes_, n);
-    work.bad[tile] = bad_;
+  // count_bad(limit) gives the number of the tile's values that are bad. It is called only where there may be one: a sum of
+  // squares is not less than any of them, whatever was rounded.
+  template <class F>
+  void finish(const coll_work& work, int64_t tile, F count_bad) {
+    A sum = fold();
+    work.sums[tile] = (double)sum;
+    work.bad[tile] = sum < limit_ * limit_ ? 0 : count_bad(limit_);
   }
 
  private:
+  A fold() {
+    int n = 1;
+    while (n < used_) n *= 2;
+    for (int i = used_; i < n; ++i) lanes_[i] = 0;
+    return coll_fold_lanes(lanes_, n);
+  }
+
   A lanes_[COLL_LANES];
   A limit_;
   uint32_t bad_ = 0;
