@@ -125,10 +125,11 @@ def test_a_library_without_nccls_functions(monkeypatch):
 
 
 def test_nccl_is_not_the_host_engine(monkeypatch, nccl, gpu):
+    ours = module.library_path()
     monkeypatch.setenv("COLLECTIVES_HOST_LIBRARY", nccl)
     with pytest.raises(EngineUnavailable, match="is not the host engine"):
         get_engine("host")
-    monkeypatch.setenv("COLLECTIVES_NCCL_LIBRARY", module.library_path())
+    monkeypatch.setenv("COLLECTIVES_NCCL_LIBRARY", ours)
     with pytest.raises(EngineUnavailable, match="is the host engine, not NCCL"):
         get_engine("nccl")
 
