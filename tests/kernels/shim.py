@@ -2,7 +2,7 @@
 
 A kernel's text is what NVRTC gets (``source_text``). ``shim/prelude.h`` gives it threadIdx, barriers and the like;
 ``shim/scheduler.cpp`` runs its blocks one after the other and a block's threads in turn from barrier to barrier.
-Shared memory holds garbage at first, and uninitialised variables do. ``Fault`` is raised for what a GPU would not
+Shared memory holds garbage at first, and so do arrays of a thread (g++ 12). ``Fault`` is raised for what a GPU would not
 forgive: a barrier that some threads miss, a misaligned address, an index out of bounds, a hang.
 
     with shim.cuda_text(grid=3, block=64, order="reverse"):
@@ -60,7 +60,7 @@ def compiler() -> tuple[str, ...]:
 
 @functools.cache
 def poison() -> tuple[str, ...]:
-    """The flag that fills uninitialised variables with garbage, where the compiler has it (g++ 12)."""
+    """The flag that fills variables with garbage at first, where the compiler has it (g++ 12)."""
     flag = "-ftrivial-auto-var-init=pattern"
     command = [*compiler(), flag, "-x", "c++", "-fsyntax-only", "/dev/null"]
     return (flag,) if subprocess.run(command, capture_output=True).returncode == 0 else ()
@@ -86,7 +86,8 @@ class Text:
         text = change(text) if change else text
         self.names = KERNEL.findall(text)
         table = "".join(f"SHIM_KERNEL({name})\n" for name in self.names)
-        whole = f'#include "prelude.h"\n#line 1 "{source}"\n{text}\nconst shim_kernel shim_kernels[] = {{\n{table}{{}}}};\n'
+        after = f"\nconst shim_kernel shim_kernels[] = {{\n{table}{{}}}};\n"
+        whole = f'#include "prelude.h"\n#line 1 "{source}"\n{text}{after}'
         scheduler = compiled("scheduler", (HERE / "scheduler.cpp").read_text(), ("-U_FORTIFY_SOURCE",))
         kernels = compiled(source, whole, (*CHECKS, *poison()))
         library = kernels.with_suffix(".so")
