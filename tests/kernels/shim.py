@@ -2,8 +2,8 @@
 
 A kernel's text is what NVRTC gets (``source_text``). ``shim/prelude.h`` gives it threadIdx, barriers and the like;
 ``shim/scheduler.cpp`` runs its blocks one after the other and a block's threads in turn from barrier to barrier.
-Shared memory holds garbage at first, and so do arrays of a thread (g++ 12). ``Fault`` is raised for what a GPU would not
-forgive: a barrier that some threads miss, a misaligned address, an index out of bounds, a hang.
+Shared memory holds garbage at first, and so do arrays of a thread (g++ 12). ``Fault`` is raised for what a GPU would
+not forgive: a barrier that some threads miss, a misaligned address, an index out of bounds, a hang.
 
     with shim.cuda_text(grid=3, block=64, order="reverse"):
         kernels.pack(tensors, flat)  # CPU tensors, the CUDA kernels' text
@@ -22,6 +22,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -38,6 +39,9 @@ LIMIT_S = 60.0  # of processor time for one launch
 FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing -w".split()
 CHECKS = ["-fsanitize=alignment,null,bounds,shift,float-cast-overflow,integer-divide-by-zero"]
 KERNEL = re.compile(r"^COLL_KERNEL\s+(\w+)\s*\(", re.MULTILINE)
+
+
+_running = threading.Lock()  # a library runs one kernel at a time
 
 
 class Fault(Exception):
@@ -108,7 +112,8 @@ class Text:
             raise Fault(f"{name} takes {wanted} bytes of arguments, not {len(args)}")
         number = {"forward": 0, "reverse": 1}.get(order, 2)
         seed = order if number == 2 else 0
-        error = self.library.shim_run(name.encode(), args, grid, block, number, seed, int(limit_s * 1000))
+        with _running:
+            error = self.library.shim_run(name.encode(), args, grid, block, number, seed, int(limit_s * 1000))
         if error:
             raise Fault(f"{name}, order {order}: {error.decode()}")
 
