@@ -16,10 +16,12 @@ __all__ = [
     "FINISH",
     "FROM_FLAT",
     "OPAQUE",
+    "REDUCE",
     "TENSOR",
     "CastArgs",
     "FinishArgs",
     "Kernel",
+    "ReduceArgs",
     "Work",
 ]
 
@@ -81,6 +83,25 @@ CAST = Kernel(0, "coll_cast", "cast.cu", CastArgs)
 FINISH = Kernel(1, "coll_finish", "cast.cu", FinishArgs)
 
 # ---- Reduce.
+class ReduceArgs(Structure):
+    """coll_reduce_args"""
+
+    _fields_ = [
+        ("work", Work),
+        ("sources", _pointer),
+        ("n", c_int64),
+        ("out", _pointer),
+        ("count", c_int64),
+        ("scale_at", _pointer),
+        ("scale", c_double),
+        ("op", c_int32),
+        ("source_type", c_int32),
+        ("out_type", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+REDUCE = Kernel(2, "coll_reduce", "reduce.cu", ReduceArgs)
 
 # ---- Quantize, dequantize, requantize.
 

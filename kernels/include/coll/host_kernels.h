@@ -21,7 +21,7 @@ typedef void (*coll_tiles_fn)(const void* args, int64_t first, int64_t last);
 // Every kernel: DO(its name in coll_kernel, its name here, its arguments, ISA).
 #define COLL_HOST_CAST_KERNELS(DO, ISA) DO(Cast, cast, coll_cast_args, ISA) DO(Finish, finish, coll_finish_args, ISA)
 
-#define COLL_HOST_REDUCE_KERNELS(DO, ISA)
+#define COLL_HOST_REDUCE_KERNELS(DO, ISA) DO(Reduce, reduce, coll_reduce_args, ISA)
 
 #define COLL_HOST_QUANTIZE_KERNELS(DO, ISA)
 
