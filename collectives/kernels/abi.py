@@ -18,6 +18,7 @@ __all__ = [
     "FROM_FLAT",
     "OPAQUE",
     "QUANTIZE",
+    "REDUCE",
     "REQUANTIZE",
     "TENSOR",
     "CastArgs",
@@ -27,6 +28,7 @@ __all__ = [
     "FinishArgs",
     "Kernel",
     "QuantizeArgs",
+    "ReduceArgs",
     "RequantizeArgs",
     "Work",
 ]
@@ -42,7 +44,7 @@ TENSOR = numpy.dtype(
         ("offset", "i8"),
         ("first_tile", "i8"),
         ("type", "i4"),
-        ("unused", "i4"),
+        ("padding", "i4"),
     ]
 )
 
@@ -89,6 +91,25 @@ CAST = Kernel(0, "coll_cast", "cast.cu", CastArgs)
 FINISH = Kernel(1, "coll_finish", "cast.cu", FinishArgs)
 
 # ---- Reduce.
+class ReduceArgs(Structure):
+    """coll_reduce_args"""
+
+    _fields_ = [
+        ("work", Work),
+        ("sources", _pointer),
+        ("n", c_int64),
+        ("out", _pointer),
+        ("count", c_int64),
+        ("scale_at", _pointer),
+        ("scale", c_double),
+        ("op", c_int32),
+        ("source_type", c_int32),
+        ("out_type", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+REDUCE = Kernel(2, "coll_reduce", "reduce.cu", ReduceArgs)
 
 # ---- Quantize, dequantize, requantize.
 
@@ -143,13 +164,13 @@ class QuantizeArgs(Structure):
 class DequantizeArgs(Structure):
     """coll_dequantize_args"""
 
-    _fields_ = [("work", Work), ("from_", Decoder), ("out", _pointer), ("out_type", c_int32), ("flags", c_int32)]
+    _fields_ = [("work", Work), ("from", Decoder), ("out", _pointer), ("out_type", c_int32), ("flags", c_int32)]
 
 
 class RequantizeArgs(Structure):
     """coll_requantize_args"""
 
-    _fields_ = [("work", Work), ("from_", Decoder), ("to", Encoder)]
+    _fields_ = [("work", Work), ("from", Decoder), ("to", Encoder)]
 
 
 QUANTIZE = Kernel(3, "coll_quantize", "quantize.cu", QuantizeArgs)

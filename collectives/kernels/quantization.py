@@ -1,4 +1,4 @@
-"""Wire formats: values to a wire buffer of 1 or 2 bytes a value and back, with error feedback and rounding at random."""
+"""Wire formats: values to buffers of 1 or 2 bytes a value and back, with error feedback and rounding at random."""
 
 from __future__ import annotations
 
@@ -104,26 +104,27 @@ def quantize(
 ) -> None:
     """Round values to a wire format, with error feedback.
 
-    ``source``: any floating dtype, n elements. ``wire``: uint8, ``layout.wire_layout(n, format, block).nbytes`` bytes, at
-    an address that is a multiple of 4; all of it is written, the padding with 0. ``scale``: a float, or a float32 array
-    of one element on the same device, read when the kernel runs. ``residual``: float32 or bfloat16, n elements, or None.
+    ``source``: any floating dtype, n elements. ``wire``: uint8, ``layout.wire_layout(n, format, block).nbytes`` bytes,
+    at an address that is a multiple of 4; all of it is written, the padding with 0. ``scale``: a float, or a float32
+    array of one element on the same device, read when the kernel runs. ``residual``: float32 or bfloat16, n elements,
+    or None.
 
     What is sent is x = source * scale + residual, in fp32. Of fp8 and int8 each ``block`` values share the scale
     s = max |x| / 448 (e4m3), 57,344 (e5m2) or 127 (int8), and an element is x / s, rounded. fp16 and bf16 are a plain
     cast. The residual becomes x less what the receiver will see (Seide 2014, Karimireddy 2019): what was lost in this
-    step is added in the next one, so that all that has ever been sent differs from the sum of the inputs by the residual
-    alone, up to fp32's rounding of x and of the residual (bf16: 2^-9 of it).
+    step is added in the next one, so that all that has ever been sent differs from the sum of the inputs by the
+    residual alone, up to 2^-24 of each x and of each residual (2^-9 where it is kept in bf16).
 
     Rounding is to nearest, ties to even; with a ``seed`` (0 to 2^64 - 1) at random, up with a probability that is the
     distance from the lower neighbour, so that the mean is x. Element i draws bits of Philox4x32-10 (Salmon 2011) by
     ``position`` + i: the parts of one tensor that are quantized apart draw what the whole would. The same bits on all
     devices. Take another seed in each step.
 
-    Bounds: |x - carried| <= s / 2 (int8), |x| / 16 + s / 1,024 (e4m3), |x| / 8 + s / 131,072 (e5m2), |x| / 2,048 + 2^-25
-    (fp16), |x| / 256 + 2^-134 (bf16), each times 1 + 2^-14, plus 2^-149; at random twice that. Zero stays zero. A block
-    whose s would be below 2^-126 is sent as zeros and stays in the residual. A block with a value that isn't finite has
-    the scale NaN, and all of it arrives as NaN; the residual of the block stays as it was. fp16 and bf16: what overflows
-    arrives as infinity, and the residual of that element stays as it was.
+    Bounds: |x - carried| <= s / 2 (int8), |x| / 16 + s / 1,024 (e4m3), |x| / 8 + s / 131,072 (e5m2),
+    |x| / 2,048 + 2^-25 (fp16), |x| / 256 + 2^-134 (bf16), each times 1 + 2^-14, plus 2^-149; at random twice that.
+    Zero stays zero. A block whose s would be below 2^-126 is sent as zeros and stays in the residual. A block with a
+    value that isn't finite has the scale NaN, and all of it arrives as NaN; the residual of the block stays as it was.
+    fp16 and bf16: what overflows arrives as infinity, and the residual of that element stays as it was.
 
     On the host it is done on return; on a GPU it is queued on torch's current stream. Raises ``InvalidArgument``.
     """
@@ -148,8 +149,8 @@ def dequantize(
     """Give the values of a wire buffer.
 
     out = element * s * scale, in fp32, rounded once to ``out``'s dtype (any floating one); with ``add`` it is added to
-    what is there. ``wire``: as `quantize` wrote it for as many values as ``out`` has. ``statistics``: see `Statistics`; a
-    block that was sent with a value that isn't finite counts as a whole. It is `reduce_wires` of one wire.
+    what is there. ``wire``: as `quantize` wrote it for as many values as ``out`` has. ``statistics``: see `Statistics`;
+    a block that was sent with a value that isn't finite counts as a whole. It is `reduce_wires` of one wire.
 
     On the host it is done on return; on a GPU it is queued on torch's current stream. Raises ``InvalidArgument``.
     """
@@ -237,9 +238,9 @@ def _decoder(wires, count, layout: WireLayout, format, block, scale, average_ove
     over = 0 if average_over is None else _whole(average_over, "average_over", 1, (1 << 31) - 1, op)
     rows = 0 if table._rows is None else table._rows.data_ptr()
     first = table._places[0].ptr
-    return table, reader, abi.Decoder(
-        rows, first, len(table), count, factor.ptr, factor.value, _CODES[format], block, over, 0
-    )
+    code = _CODES[format]
+    args = abi.Decoder(rows, first, len(table), count, factor.ptr, factor.value, code, block, over, 0)
+    return table, reader, args
 
 
 def _encoder(wire, residual, count, layout, format, block, seed, position, reader, op, wire_is="wire"):
@@ -345,13 +346,11 @@ def _whole(value, what, least, most, op) -> int:
 
 def _apart(written: dict[str, Place], read: dict[str, Place], op, in_place: str | None = None) -> None:
     """Refuse overlaps of what is written with anything else, but for `in_place`, which may be just what is read."""
-    names = list(written)
-    for index, name in enumerate(names):
-        others = [(other, written[other]) for other in names[:index]]
-        others += [(other, place) for other, place in read.items() if name != in_place or place.ptr != written[name].ptr]
-        place = written[name]
-        for other, its in others:
+    seen: dict[str, Place] = {}
+    for name, place in written.items():
+        apart = {other: its for other, its in read.items() if name != in_place or its.ptr != place.ptr}
+        others = apart | seen
+        for other, its in others.items():
             if place.nbytes and its.nbytes and place.ptr < its.ptr + its.nbytes and its.ptr < place.ptr + place.nbytes:
-                raise InvalidArgument(f"{name} and {other} overlap: {name} is written and needs memory of its own", op=op)
-
-
+                raise InvalidArgument(f"{name} overlaps {other}: what is written must have memory of its own", op=op)
+        seen[name] = place

@@ -25,7 +25,7 @@ template <class T>
 static __device__ __forceinline__ coll_four<T> load_four(const T* from, int live) {
   if (live == COLL_PACK && (uint64_t)from % sizeof(coll_four<T>) == 0) return *(const coll_four<T>*)from;
   coll_four<T> four = {};
-#pragma unroll
+  COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) {
     if (j < live) four.at[j] = from[j];
   }
@@ -38,7 +38,7 @@ static __device__ __forceinline__ void store_four(T* to, const coll_four<T>& fou
     *(coll_four<T>*)to = four;
     return;
   }
-#pragma unroll
+  COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) {
     if (j < live) to[j] = four.at[j];
   }
@@ -52,7 +52,7 @@ struct coll_from_tensor {
   template <class S>
   __device__ __forceinline__ void load_typed(float* x, int64_t at, int live) const {
     coll_four<S> four = load_four((const S*)a.source + at, live);
-#pragma unroll
+    COLL_UNROLL
     for (int j = 0; j < COLL_PACK; ++j) x[j] = coll_scaled(four.at[j], scale);
   }
 
@@ -78,13 +78,13 @@ static __device__ __forceinline__ void decode(const coll_decoder& from, float sc
     const char* wire = (const char*)(from.wires ? from.wires[k] : from.wire);
     coll_four<typename F::element> four = load_four((const typename F::element*)wire + at, live);
     float factor = F::kScaled ? *(const float*)(wire + scales_at) : 1.0f;
-#pragma unroll
+    COLL_UNROLL
     for (int j = 0; j < COLL_PACK; ++j) {
       float value = F::kScaled ? F::value(four.at[j]) * factor : F::value(four.at[j]);
       x[j] = k == 0 ? value : x[j] + value;
     }
   }
-#pragma unroll
+  COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) x[j] = coll_decoded(x[j], from.average_over, scale);
 }
 
@@ -102,11 +102,11 @@ static __device__ __forceinline__ void add_residual(const coll_encoder& to, floa
   if (!to.residual) return;
   if (to.residual_type == COLL_F32) {
     coll_four<float> four = load_four((const float*)to.residual + at, live);
-#pragma unroll
+    COLL_UNROLL
     for (int j = 0; j < COLL_PACK; ++j) x[j] += four.at[j];
   } else {
     coll_four<coll_bf16> four = load_four((const coll_bf16*)to.residual + at, live);
-#pragma unroll
+    COLL_UNROLL
     for (int j = 0; j < COLL_PACK; ++j) x[j] += coll_element<coll_bf16>::load(four.at[j]);
   }
 }
@@ -117,16 +117,16 @@ static __device__ __forceinline__ void add_residual(const coll_encoder& to, floa
 template <class T>
 static __device__ __forceinline__ void leave_residual(T* residual, const float* x, const float* carried, int live) {
   bool finite = true;
-#pragma unroll
+  COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) finite = finite && coll_finite_bits(coll_magnitude_bits(carried[j]));
   coll_four<T> four;
-#pragma unroll
+  COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) four.at[j] = coll_element<T>::store(x[j] - carried[j]);
   if (finite) {
     store_four(residual, four, live);
     return;
   }
-#pragma unroll
+  COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) {
     if (j < live && coll_finite_bits(coll_magnitude_bits(carried[j]))) residual[j] = four.at[j];
   }
@@ -137,7 +137,7 @@ static __device__ __forceinline__ void encode_pack(const coll_encoder& to, const
                                                    int live) {
   typedef typename F::element E;
   float t[COLL_PACK];
-#pragma unroll
+  COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) t[j] = !F::kScaled ? x[j] : s.inverse != 0.0f ? x[j] * s.inverse : 0.0f;
   coll_four<E> four;
   if (to.stochastic) {
@@ -147,13 +147,13 @@ static __device__ __forceinline__ void encode_pack(const coll_encoder& to, const
     four.at[2] = (E)F::at_random(t[2], random.w2);
     four.at[3] = (E)F::at_random(t[3], random.w3);
   } else {
-#pragma unroll
+    COLL_UNROLL
     for (int j = 0; j < COLL_PACK; ++j) four.at[j] = (E)F::nearest(t[j]);
   }
   store_four((E*)to.wire + at, four, live);
   if (!to.residual) return;
   float carried[COLL_PACK];
-#pragma unroll
+  COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) carried[j] = F::kScaled ? F::value(four.at[j]) * s.scale : F::value(four.at[j]);
   if (to.residual_type == COLL_F32) leave_residual((float*)to.residual + at, x, carried, live);
   else leave_residual((coll_bf16*)to.residual + at, x, carried, live);
@@ -171,7 +171,7 @@ static __device__ __forceinline__ void encode_tile(const Source& source, const c
     add_residual(to, x.at, first + pack * COLL_PACK, live);
     if (F::kScaled) {
       int32_t amax = 0;
-#pragma unroll
+      COLL_UNROLL
       for (int j = 0; j < COLL_PACK; ++j) {
         int32_t magnitude = j < live ? coll_magnitude_bits(x.at[j]) : 0;
         amax = magnitude > amax ? magnitude : amax;
@@ -259,12 +259,12 @@ static __device__ __forceinline__ void store_typed(void* out, const float* x, in
   coll_four<D> four;
   if (add) {
     four = load_four(to, live);
-#pragma unroll
+    COLL_UNROLL
     for (int j = 0; j < COLL_PACK; ++j) {
       four.at[j] = E::store((typename E::acc)(E::load(four.at[j]) + (typename E::acc)x[j]));
     }
   } else {
-#pragma unroll
+    COLL_UNROLL
     for (int j = 0; j < COLL_PACK; ++j) four.at[j] = E::store((typename E::acc)x[j]);
   }
   store_four(to, four, live);
@@ -293,7 +293,7 @@ static __device__ __forceinline__ void decode_tile(const coll_dequantize_args& a
       float x[COLL_PACK];
       decode<F>(a.from, scale, x, first + at, live);
       if (a.work.sums) {
-#pragma unroll
+        COLL_UNROLL
         for (int j = 0; j < COLL_PACK; ++j) {
           if (j >= live) continue;
           sums.at[j] += x[j] * x[j];

@@ -56,7 +56,7 @@ typedef struct {
   int64_t offset;      // of the first element in the flat buffer, in its elements
   int64_t first_tile;  // tiles of all tensors before this one
   int32_t type;
-  int32_t unused;
+  int32_t padding;     // elements of the flat buffer behind the last one that pack sets to 0
 } coll_tensor;
 
 enum {
@@ -82,7 +82,22 @@ typedef struct {
   int64_t* nonfinite;      // one element
 } coll_finish_args;
 
-// ---- Reduce.
+// ---- Reduce: n arrays into one, in the order of the table.
+enum { COLL_SUM = 0, COLL_PROD = 1, COLL_MAX = 2, COLL_MIN = 3, COLL_AVG = 4 };  // with NCCL's numbers
+
+typedef struct {
+  coll_work work;
+  const void* const* sources;  // [n] addresses, in the memory of the device
+  int64_t n;                   // from 1
+  void* out;                   // may be one of the sources
+  int64_t count;               // elements of out and of each source
+  const float* scale_at;       // NULL, or one more factor, read when the kernel runs
+  double scale;                // 1 for integers
+  int32_t op;
+  int32_t source_type;
+  int32_t out_type;            // another one than source_type for floating types only
+  int32_t unused;
+} coll_reduce_args;
 
 // ---- Quantize, dequantize, requantize. The layout of a wire buffer: quantize.h.
 
@@ -144,13 +159,15 @@ typedef struct {
 extern "C" {
 #endif
 #pragma GCC visibility push(default)
-// Run a kernel on host memory, on at most `threads` threads, the caller among them. Blocks until it is done. Returns 0, or 1 for
-// a kernel that isn't there or arguments of another size than this library was built with.
+// Run a kernel on host memory. threads > 0: a big one is shared out over that many threads, the caller among them; < 0: over at
+// most -threads, and no more than there are cores idle at this moment. Blocks until it is done. Returns 0; 1 for a kernel that
+// isn't there or arguments of another size than this library was built with; 2 where the system refused memory.
 int collKernelRun(int kernel, const void* args, size_t nbytes, int threads);
 // sizeof the arguments of a kernel, 0 for one that isn't there.
 size_t collKernelArgsSize(int kernel);
 // Use the kernels of an instruction set from now on: "baseline", "avx2", "avx512", or NULL for COLLECTIVES_ISA and else the widest
-// there is. Returns its name, or NULL where this machine doesn't have it.
+// there is. Returns its name, or NULL where this machine doesn't have it. The host engine chooses by the variable, too, each time
+// that a communicator is made; the choice is the process's.
 const char* collKernelIsa(const char* name);
 #pragma GCC visibility pop
 #ifdef __cplusplus
