@@ -284,7 +284,7 @@ static __device__ __forceinline__ void store(const coll_dequantize_args& a, cons
 
 template <class F>
 static __device__ __forceinline__ void decode_tile(const coll_dequantize_args& a, float scale, float limit, int64_t first,
-                                                   int count, float* lanes, uint32_t* bad) {
+                                                   int count, coll_four<float>* lanes, uint32_t* bad) {
   for (int column = threadIdx.x; column < COLL_PACKS; column += blockDim.x) {
     coll_four<float> sums = {};
 #pragma unroll 1
@@ -302,12 +302,12 @@ static __device__ __forceinline__ void decode_tile(const coll_dequantize_args& a
       }
       store(a, x, first + at, live);
     }
-    if (a.work.sums) *(coll_four<float>*)&lanes[column * COLL_PACK] = sums;
+    if (a.work.sums) lanes[column] = sums;
   }
 }
 
 COLL_KERNEL coll_dequantize(const coll_dequantize_args a) {
-  __shared__ alignas(16) float lanes[COLL_LANES];
+  __shared__ coll_four<float> lanes[COLL_PACKS];
   __shared__ uint32_t bad;
   float scale = (float)coll_factor(a.from.scale, a.from.scale_at), limit = (float)coll_limit(a.out_type);
   int64_t first_tile = a.work.tiles * (int64_t)blockIdx.x / gridDim.x;
@@ -319,6 +319,6 @@ COLL_KERNEL coll_dequantize(const coll_dequantize_args a) {
 #define COLL_DO(F) decode_tile<F>(a, scale, limit, first, count, lanes, &own_bad)
     COLL_FOR_WIRE(a.from.format, COLL_DO)
 #undef COLL_DO
-    if (a.work.sums) coll_leave_share(a.work, tile, lanes, &bad, own_bad);
+    if (a.work.sums) coll_leave_share(a.work, tile, (float*)lanes, &bad, own_bad);
   }
 }

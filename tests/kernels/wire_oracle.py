@@ -48,7 +48,7 @@ class Encoded:
 
 
 def _neighbours(dtype, values):
-    """The type's numbers from 0 up, |values| clipped to the largest, and for each which number is the next one below."""
+    """The numbers of a type from 0 up, |values| clipped to the largest, and the index of the number below each."""
     bits = np.arange(1 << (8 * dtype.itemsize - 1))
     table = decode(dtype, bits.astype(dtype.storage))
     table = table[np.isfinite(table)]
