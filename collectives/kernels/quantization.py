@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Iterable
@@ -10,11 +11,12 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from ..arrays import TORCH_CODES, Place, Reader
+from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader
 from ..errors import InvalidArgument
 from ..layout import WIRE_FORMATS, WireLayout, tiles_of, wire_layout
 from . import abi
 from .execution import Statistics, run
+from .table import FLOATING, check_storage, device_of
 
 __all__ = ["WireTable", "dequantize", "quantize", "reduce_wires", "requantize"]
 
@@ -25,18 +27,16 @@ _CODES = {
     "fp8_e4m3": TORCH_CODES[torch.float8_e4m3fn],
     "fp8_e5m2": TORCH_CODES[torch.float8_e5m2],
 }
-_FLOATING = {code for dtype, code in TORCH_CODES.items() if dtype.is_floating_point}
-_RESIDUALS = {TORCH_CODES[torch.float32], TORCH_CODES[torch.bfloat16]}
 _SEEDS = 1 << 64
 _POSITIONS = 1 << 63
-_ITEMSIZE = {code: dtype.itemsize for dtype, code in TORCH_CODES.items()}
 
 
 class WireTable:
     """Wire buffers that are read together, kept for many calls: their addresses lie where the kernel reads them.
 
     ``wires``: uint8 arrays on one device, in the order in which they are summed. The table holds on to them. One whose
-    memory has moved since (``resize_``, ``.data = ...``) is an ``InvalidArgument`` when the table is used.
+    memory has moved since (``resize_``, ``.data = ...``) is an ``InvalidArgument`` when the table is used. On a GPU the
+    addresses are copied there, which waits for the current stream.
     """
 
     def __init__(self, wires: Iterable):
@@ -60,7 +60,7 @@ class WireTable:
         self._arrays = list(wires)
         if not self._arrays:
             raise InvalidArgument("wires is empty: at least one wire buffer is needed", op=op)
-        self.device = _device_of(self._arrays[0], "wire 0", op)
+        self.device = _device_of(self._arrays[0], op)
         reader = Reader(self.device, owner="wire 0")
         self._places = [
             _wire_place(reader, array, op, f"wire {index}", writes=False) for index, array in enumerate(self._arrays)
@@ -80,15 +80,33 @@ class WireTable:
 
     def _check_addresses(self, op):
         for index, (array, place) in enumerate(zip(self._arrays, self._places, strict=True)):
-            if isinstance(array, torch.Tensor) and array.data_ptr() != place.ptr:
+            if isinstance(array, torch.Tensor) and (array.data_ptr(), array.numel()) != (place.ptr, place.count):
                 raise InvalidArgument(
                     f"wire {index} has been freed or has moved since the table was made: make a new WireTable", op=op
                 )
 
+    def _place_rows(self) -> int:
+        """Give the address of the addresses, for a kernel on the current stream; 0: there is but one wire."""
+        if self._rows is None:
+            return 0
+        if self._rows.is_cuda:
+            self._rows.record_stream(torch.cuda.current_stream(self.device))
+        return self._rows.data_ptr()
+
 
 class _Scale(NamedTuple):
+    """A factor, and where one more is read when the kernel runs."""
+
     value: float
-    ptr: int
+    place: Place | None
+
+    @property
+    def ptr(self) -> int:
+        return self.place.ptr if self.place else 0
+
+    @property
+    def read(self) -> dict[str, Place]:
+        return {"scale": self.place} if self.place else {}
 
 
 def quantize(
@@ -129,13 +147,13 @@ def quantize(
     On the host it is done on return; on a GPU it is queued on torch's current stream. Raises ``InvalidArgument``.
     """
     op = "quantize"
-    device = _device_of(source, "source", op)
+    device = _device_of(source, op)
     reader = Reader(device, owner="source")
     values = _floating_place(reader, source, op, "source", writes=False)
     layout = _layout(values.count, format, block, op)
     factor = _scale(scale, reader, op)
     to, places = _encoder(wire, residual, values.count, layout, format, block, seed, position, reader, op)
-    _apart(places, {"source": values}, op)
+    _apart(places, {"source": values} | factor.read, op)
     args = abi.QuantizeArgs(
         abi.Work(tiles_of(values.count), 0, 0), to, values.ptr, factor.ptr, factor.value, values.code, 0
     )
@@ -199,24 +217,24 @@ def requantize(
     op = "requantize"
     count = _whole(count, "count", 0, _POSITIONS - 1, op)
     layout = _layout(count, format, block, op)
-    table, reader, from_ = _decoder(wires, count, layout, format, block, scale, average_over, op)
+    table, reader, read, from_ = _decoder(wires, count, layout, format, block, scale, average_over, op)
     to, places = _encoder(out, residual, count, layout, format, block, seed, position, reader, op, wire_is="out")
-    sources = {f"wire {index}": place for index, place in enumerate(table._places)}
-    _apart(places, sources, op, in_place="out")
+    _apart(places, read, op, in_place="out")
     args = abi.RequantizeArgs(abi.Work(tiles_of(count), 0, 0), from_, to)
     if count:
         run(abi.REQUANTIZE, args, table.device)
 
 
 def _decode(wires, out, format, block, scale, average_over, add, statistics, op):
-    device = _device_of(out, "out", op)
+    device = _device_of(out, op)
     values = _floating_place(Reader(device, owner="out"), out, op, "out", writes=True)
     layout = _layout(values.count, format, block, op)
-    table, _, from_ = _decoder(wires, values.count, layout, format, block, scale, average_over, op)
+    table, _, read, from_ = _decoder(wires, values.count, layout, format, block, scale, average_over, op)
     if table.device != device:
         raise InvalidArgument(f"out is on {device}, the wires on {table.device}: they must be on one device", op=op)
-    name = "wire {}" if op != "dequantize" else "wire"
-    _apart({"out": values}, {name.format(index): place for index, place in enumerate(table._places)}, op)
+    _apart({"out": values}, read, op)
+    if statistics is not None and not isinstance(statistics, Statistics):
+        raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)
     tiles = tiles_of(values.count)
     args = abi.DequantizeArgs(abi.Work(tiles, 0, 0), from_, values.ptr, values.code, abi.ADD if add else 0)
     if statistics is not None:
@@ -228,7 +246,7 @@ def _decode(wires, out, format, block, scale, average_over, add, statistics, op)
 
 
 def _decoder(wires, count, layout: WireLayout, format, block, scale, average_over, op):
-    """Give the table of the wires, a reader for their device, and the kernel's arguments about them."""
+    """Give the table of the wires, a reader for their device, what is read, and the kernel's arguments about that."""
     table = WireTable._of(wires, op)
     if table.nbytes != layout.nbytes:
         which = "wire" if op == "dequantize" else "wire 0"
@@ -236,11 +254,14 @@ def _decoder(wires, count, layout: WireLayout, format, block, scale, average_ove
     reader = Reader(table.device, owner="wire 0")
     factor = _scale(scale, reader, op)
     over = 0 if average_over is None else _whole(average_over, "average_over", 1, (1 << 31) - 1, op)
-    rows = 0 if table._rows is None else table._rows.data_ptr()
+    name = "wire" if op == "dequantize" else "wire {}"
+    read = {name.format(index): place for index, place in enumerate(table._places)} | factor.read
     first = table._places[0].ptr
     code = _CODES[format]
-    args = abi.Decoder(rows, first, len(table), count, factor.ptr, factor.value, code, block, over, 0)
-    return table, reader, args
+    args = abi.Decoder(
+        table._place_rows(), first, len(table), count, factor.ptr, factor.value, code, block, over, 0
+    )
+    return table, reader, read, args
 
 
 def _encoder(wire, residual, count, layout, format, block, seed, position, reader, op, wire_is="wire"):
@@ -251,8 +272,8 @@ def _encoder(wire, residual, count, layout, format, block, seed, position, reade
     places = {wire_is: place}
     left = None
     if residual is not None:
-        left = places["residual"] = reader.place(residual, op, writes=True, what="residual")
-        if left.code not in _RESIDUALS or left.dtype not in ("float32", "bfloat16"):
+        left = places["residual"] = _read(reader, residual, op, "residual", writes=True)
+        if left.dtype not in ("float32", "bfloat16"):
             raise InvalidArgument(f"residual is {left.dtype}: it must be float32 or bfloat16", op=op)
         if left.count != count:
             whose = "source" if op == "quantize" else "each wire"
@@ -289,18 +310,24 @@ def _wrong_size(what, nbytes, count, layout: WireLayout, format, block):
     return f"{what} has {nbytes} bytes, {count} values as {format}{blocks} need {layout.nbytes} (layout.wire_layout)"
 
 
-def _wire_place(reader: Reader, array, op, what, *, writes) -> Place:
+def _read(reader: Reader, array, op, what, *, writes) -> Place:
     place = reader.place(array, op, writes=writes, what=what)
+    check_storage(array, place.ptr, what, op)
+    return place
+
+
+def _wire_place(reader: Reader, array, op, what, *, writes) -> Place:
+    place = _read(reader, array, op, what, writes=writes)
     if place.dtype != "uint8":
         raise InvalidArgument(f"{what} is {place.dtype}: a wire buffer is uint8 (use .view(torch.uint8))", op=op)
     return _aligned(place, 4, what, op)
 
 
 def _floating_place(reader: Reader, array, op, what, *, writes) -> Place:
-    place = reader.place(array, op, writes=writes, what=what)
-    if place.code not in _FLOATING:
+    place = _read(reader, array, op, what, writes=writes)
+    if place.code not in FLOATING or place.dtype not in DTYPE_NAMES.values():
         raise InvalidArgument(f"{what} is {place.dtype}: only floating dtypes have wire formats", op=op)
-    return _aligned(place, _ITEMSIZE[place.code], what, op)
+    return _aligned(place, ITEMSIZE[place.code], what, op)
 
 
 def _aligned(place: Place, alignment, what, op) -> Place:
@@ -309,29 +336,28 @@ def _aligned(place: Place, alignment, what, op) -> Place:
     return place
 
 
-def _device_of(array, what, op) -> torch.device:
-    if isinstance(array, torch.Tensor):
-        if array.device.type not in ("cpu", "cuda") and not array.is_meta:
-            raise InvalidArgument(f"{what} is on {array.device}: kernels run on cpu and cuda", op=op)
-        return torch.device("cpu") if array.is_meta else array.device
-    device = getattr(array, "device", None)  # a CuPy array's; NumPy's is "cpu"
-    return torch.device("cuda", device.id) if hasattr(device, "id") else torch.device("cpu")
+def _device_of(array, op) -> torch.device:
+    device = device_of(array)
+    return torch.device("cpu") if device.type == "meta" else device  # what is wrong with it is told later
 
 
 def _scale(scale, reader: Reader, op) -> _Scale:
     if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
         try:
-            return _Scale(float(scale), 0)
+            value = float(scale)
         except OverflowError:
-            raise InvalidArgument(f"scale {str(scale)[:40]}... isn't a value of float64", op=op) from None
-    if isinstance(scale, bool | str | bytes | None.__class__):
-        raise InvalidArgument(f"scale must be a number or a float32 array of one element, not {scale!r}", op=op)
-    place = reader.place(scale, op, writes=False, what="scale")
+            value = math.inf
+        if not math.isfinite(value):
+            raise InvalidArgument(f"scale must be finite, not {scale!r:.40}", op=op)
+        return _Scale(value, None)
+    if scale is None or isinstance(scale, bool | str | bytes):
+        raise InvalidArgument(f"scale must be a number or a float32 array of one element, not {scale!r:.40}", op=op)
+    place = _read(reader, scale, op, "scale", writes=False)
     if place.dtype != "float32" or place.count != 1:
         raise InvalidArgument(
             f"scale is {place.dtype} of {place.count} elements: an array must be one float32, else use a float", op=op
         )
-    return _Scale(1.0, _aligned(place, 4, "scale", op).ptr)
+    return _Scale(1.0, _aligned(place, 4, "scale", op))
 
 
 def _whole(value, what, least, most, op) -> int:
