@@ -6,6 +6,15 @@
 
 namespace {
 
+// What will be read a few blocks from now: worth a third of the time where nearly all the traffic is one array that is read in
+// bursts, and a loss where there are more. As a number: the address may lie behind the end of the array, which a prefetch doesn't
+// mind.
+inline void prefetch_ahead(const void* at, int nbytes) {
+  constexpr int kAhead = 4096;
+  uintptr_t ahead = reinterpret_cast<uintptr_t>(at) + kAhead;
+  for (int line = 0; line < nbytes; line += 64) coll_prefetch(reinterpret_cast<const void*>(ahead + line));
+}
+
 // ---- Values in: each of these leaves n values in x, at most a block, and gives the largest of their magnitudes' bits.
 
 inline int32_t largest(const float* x, int n) {
@@ -53,6 +62,7 @@ int32_t with_residual(float* x, const float* values, float scale, const coll_enc
 struct FromTensor {
   const coll_quantize_args& a;
   double scale;
+  int width;  // bytes of an element
 
   template <class S>
   int32_t load_typed(float* x, int64_t at, int n) const {
@@ -61,6 +71,7 @@ struct FromTensor {
   }
 
   int32_t load(float* x, int64_t at, int n) const {
+    if (!a.to.residual) prefetch_ahead(static_cast<const char*>(a.source) + at * width, n * width);
     switch (a.source_type) {
       case COLL_F32: return with_residual(x, static_cast<const float*>(a.source) + at, (float)scale, a.to, at, n);
       case COLL_F16: return load_typed<coll_fp16>(x, at, n);
@@ -300,7 +311,8 @@ void decode_tile(const coll_dequantize_args& a, float scale, int64_t tile) {
 
 void COLL_HOST_NAME(quantize)(const void* args, int64_t first, int64_t last) {
   const coll_quantize_args& a = *static_cast<const coll_quantize_args*>(args);
-  encode(FromTensor{a, coll_factor(a.scale, a.scale_at)}, a.to, a.work.tiles, first, last);
+  int width = a.source_type == COLL_F64 ? 8 : a.source_type == COLL_F32 ? 4 : coll_wire_width(a.source_type);
+  encode(FromTensor{a, coll_factor(a.scale, a.scale_at), width}, a.to, a.work.tiles, first, last);
 }
 
 void COLL_HOST_NAME(requantize)(const void* args, int64_t first, int64_t last) {
