@@ -13,6 +13,14 @@ import numpy
 __all__ = [
     "ADD",
     "CAST",
+    "CAST_BF16_BF16",
+    "CAST_BF16_F32",
+    "CAST_COPY",
+    "CAST_F16_F32",
+    "CAST_F32_BF16",
+    "CAST_F32_F16",
+    "CAST_F32_F32",
+    "CAST_WIDE",
     "FINISH",
     "FROM_FLAT",
     "OPAQUE",
@@ -80,6 +88,15 @@ class Kernel(NamedTuple):
 
 
 CAST = Kernel(0, "coll_cast", "cast.cu", CastArgs)
+# The same kernel on the host; on GPUs each is compiled for its types.
+CAST_WIDE = Kernel(0, "coll_cast_wide", "cast.cu", CastArgs)
+CAST_COPY = Kernel(0, "coll_copy", "cast_pairs.cu", CastArgs)
+CAST_F32_F32 = Kernel(0, "coll_cast_f32_f32", "cast_pairs.cu", CastArgs)
+CAST_F32_BF16 = Kernel(0, "coll_cast_f32_bf16", "cast_pairs.cu", CastArgs)
+CAST_F32_F16 = Kernel(0, "coll_cast_f32_f16", "cast_pairs.cu", CastArgs)
+CAST_BF16_F32 = Kernel(0, "coll_cast_bf16_f32", "cast_pairs.cu", CastArgs)
+CAST_BF16_BF16 = Kernel(0, "coll_cast_bf16_bf16", "cast_pairs.cu", CastArgs)
+CAST_F16_F32 = Kernel(0, "coll_cast_f16_f32", "cast_pairs.cu", CastArgs)
 FINISH = Kernel(1, "coll_finish", "cast.cu", FinishArgs)
 
 # ---- Reduce.
