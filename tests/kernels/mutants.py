@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import os
 import re
@@ -247,6 +248,7 @@ def outcome(text: Text, cases: tuple[Case, ...]) -> Outcome:
         status = 1
         try:
             os.close(receive)
+            faulthandler.disable()  # a crash is an answer here
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(SECONDS)
             torch.set_num_threads(1)  # the parent's threads aren't here

@@ -28,7 +28,7 @@ CODES = {
 
 
 def enumerators() -> dict[int, str]:
-    """The kernels' numbers and names in C. A number may have several CUDA kernels; it is called by the shortest name."""
+    """The kernels' numbers and names in C. A number may have several CUDA kernels; the shortest name is its own."""
     shortest: dict[int, str] = {}
     for kernel in KERNELS:
         name = shortest.setdefault(kernel.number, kernel.name)
