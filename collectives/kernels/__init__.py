@@ -2,5 +2,16 @@
 
 from .bucketing import Table, pack, unpack
 from .execution import Statistics, get_num_threads, set_num_threads, use_isa
+from .reduction import Sources, reduce_n
 
-__all__ = ["Statistics", "Table", "get_num_threads", "pack", "set_num_threads", "unpack", "use_isa"]
+__all__ = [
+    "Sources",
+    "Statistics",
+    "Table",
+    "get_num_threads",
+    "pack",
+    "reduce_n",
+    "set_num_threads",
+    "unpack",
+    "use_isa",
+]

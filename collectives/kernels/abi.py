@@ -25,6 +25,15 @@ __all__ = [
     "FROM_FLAT",
     "OPAQUE",
     "REDUCE",
+    "REDUCE_BF16",
+    "REDUCE_E4M3",
+    "REDUCE_E5M2",
+    "REDUCE_F16",
+    "REDUCE_F64",
+    "REDUCE_INT8",
+    "REDUCE_INT32",
+    "REDUCE_INT64",
+    "REDUCE_WIDE",
     "TENSOR",
     "CastArgs",
     "FinishArgs",
@@ -118,7 +127,17 @@ class ReduceArgs(Structure):
     ]
 
 
-REDUCE = Kernel(2, "coll_reduce", "reduce.cu", ReduceArgs)
+REDUCE = Kernel(2, "coll_reduce", "reduce.cu", ReduceArgs)  # of fp32
+# The same kernel on the host; on GPUs one for each type of the sources.
+REDUCE_BF16 = Kernel(2, "coll_reduce_bf16", "reduce.cu", ReduceArgs)
+REDUCE_F16 = Kernel(2, "coll_reduce_f16", "reduce.cu", ReduceArgs)
+REDUCE_E4M3 = Kernel(2, "coll_reduce_e4m3", "reduce.cu", ReduceArgs)
+REDUCE_E5M2 = Kernel(2, "coll_reduce_e5m2", "reduce.cu", ReduceArgs)
+REDUCE_F64 = Kernel(2, "coll_reduce_f64", "reduce.cu", ReduceArgs)
+REDUCE_WIDE = Kernel(2, "coll_reduce_wide", "reduce.cu", ReduceArgs)  # the floating types above into fp64
+REDUCE_INT8 = Kernel(2, "coll_reduce_int8", "reduce.cu", ReduceArgs)  # and unsigned
+REDUCE_INT32 = Kernel(2, "coll_reduce_int32", "reduce.cu", ReduceArgs)
+REDUCE_INT64 = Kernel(2, "coll_reduce_int64", "reduce.cu", ReduceArgs)
 
 # ---- Quantize, dequantize, requantize.
 
