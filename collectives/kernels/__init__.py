@@ -2,15 +2,21 @@
 
 from .bucketing import Table, pack, unpack
 from .execution import Statistics, get_num_threads, set_num_threads, use_isa
+from .quantization import WireTable, dequantize, quantize, reduce_wires, requantize
 from .reduction import Sources, reduce_n
 
 __all__ = [
     "Sources",
     "Statistics",
     "Table",
+    "WireTable",
+    "dequantize",
     "get_num_threads",
     "pack",
+    "quantize",
     "reduce_n",
+    "reduce_wires",
+    "requantize",
     "set_num_threads",
     "unpack",
     "use_isa",

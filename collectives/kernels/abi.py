@@ -21,9 +21,11 @@ __all__ = [
     "CAST_F32_F16",
     "CAST_F32_F32",
     "CAST_WIDE",
+    "DEQUANTIZE",
     "FINISH",
     "FROM_FLAT",
     "OPAQUE",
+    "QUANTIZE",
     "REDUCE",
     "REDUCE_BF16",
     "REDUCE_E4M3",
@@ -34,11 +36,17 @@ __all__ = [
     "REDUCE_INT32",
     "REDUCE_INT64",
     "REDUCE_WIDE",
+    "REQUANTIZE",
     "TENSOR",
     "CastArgs",
+    "Decoder",
+    "DequantizeArgs",
+    "Encoder",
     "FinishArgs",
     "Kernel",
+    "QuantizeArgs",
     "ReduceArgs",
+    "RequantizeArgs",
     "Work",
 ]
 
@@ -140,5 +148,69 @@ REDUCE_INT32 = Kernel(2, "coll_reduce_int32", "reduce.cu", ReduceArgs)
 REDUCE_INT64 = Kernel(2, "coll_reduce_int64", "reduce.cu", ReduceArgs)
 
 # ---- Quantize, dequantize, requantize.
+
+
+class Encoder(Structure):
+    """coll_encoder: how a wire buffer is written"""
+
+    _fields_ = [
+        ("wire", _pointer),
+        ("residual", _pointer),
+        ("count", c_int64),
+        ("seed", c_uint64),
+        ("position", c_int64),
+        ("format", c_int32),
+        ("block", c_int32),
+        ("residual_type", c_int32),
+        ("stochastic", c_int32),
+    ]
+
+
+class Decoder(Structure):
+    """coll_decoder: which wire buffers are summed"""
+
+    _fields_ = [
+        ("wires", _pointer),
+        ("wire", _pointer),
+        ("wire_count", c_int64),
+        ("count", c_int64),
+        ("scale_at", _pointer),
+        ("scale", c_double),
+        ("format", c_int32),
+        ("block", c_int32),
+        ("average_over", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+class QuantizeArgs(Structure):
+    """coll_quantize_args"""
+
+    _fields_ = [
+        ("work", Work),
+        ("to", Encoder),
+        ("source", _pointer),
+        ("scale_at", _pointer),
+        ("scale", c_double),
+        ("source_type", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+class DequantizeArgs(Structure):
+    """coll_dequantize_args"""
+
+    _fields_ = [("work", Work), ("from", Decoder), ("out", _pointer), ("out_type", c_int32), ("flags", c_int32)]
+
+
+class RequantizeArgs(Structure):
+    """coll_requantize_args"""
+
+    _fields_ = [("work", Work), ("from", Decoder), ("to", Encoder)]
+
+
+QUANTIZE = Kernel(3, "coll_quantize", "quantize.cu", QuantizeArgs)
+DEQUANTIZE = Kernel(4, "coll_dequantize", "quantize.cu", DequantizeArgs)
+REQUANTIZE = Kernel(5, "coll_requantize", "quantize.cu", RequantizeArgs)
 
 # ---- Optimizers.
