@@ -1,0 +1,136 @@
+"""The text of the CUDA kernels run on host memory: compiled by the host compiler round a small prelude.
+
+A kernel's text is what NVRTC gets (``source_text``). ``shim/prelude.h`` gives it threadIdx, barriers and the like;
+``shim/scheduler.cpp`` runs its blocks one after the other and a block's threads in turn from barrier to barrier.
+Shared memory holds garbage at first, and uninitialised variables do. ``Fault`` is raised for what a GPU would not
+forgive: a barrier that some threads miss, a misaligned address, an index out of bounds, a hang.
+
+    with shim.cuda_text(grid=3, block=64, order="reverse"):
+        kernels.pack(tensors, flat)  # CPU tensors, the CUDA kernels' text
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+from collectives.kernels import abi, cuda, execution
+
+__all__ = ["ORDERS", "Fault", "Text", "cuda_text"]
+
+HERE = Path(__file__).resolve().parent / "shim"
+ORDERS = ("forward", "reverse", 1)  # a number: shuffled, by this seed
+LIMIT_S = 60.0  # of processor time for one launch
+
+# As on the device: no contraction, and no assumption about types behind pointers.
+FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing -w".split()
+CHECKS = ["-fsanitize=alignment,null,bounds,shift,float-cast-overflow,integer-divide-by-zero"]
+KERNEL = re.compile(r"^COLL_KERNEL\s+(\w+)\s*\(", re.MULTILINE)
+
+
+class Fault(Exception):
+    """A kernel did what a GPU would not forgive."""
+
+
+@functools.cache
+def folder() -> Path:
+    """A folder for what is compiled, for this process."""
+    path = Path(tempfile.mkdtemp(prefix="coll-shim-"))
+    owner = os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(path, ignore_errors=True))
+    return path
+
+
+@functools.cache
+def compiler() -> tuple[str, ...]:
+    return tuple(shlex.split(os.environ.get("CXX", "")) or ["g++"])
+
+
+@functools.cache
+def poison() -> tuple[str, ...]:
+    """The flag that fills uninitialised variables with garbage, where the compiler has it (g++ 12)."""
+    flag = "-ftrivial-auto-var-init=pattern"
+    command = [*compiler(), flag, "-x", "c++", "-fsyntax-only", "/dev/null"]
+    return (flag,) if subprocess.run(command, capture_output=True).returncode == 0 else ()
+
+
+def compiled(name: str, text: str, options: tuple[str, ...]) -> Path:
+    """Compile a text into an object of the session's folder, once."""
+    command = [*compiler(), *FLAGS, *options, f"-I{HERE}", "-c", "-x", "c++"]
+    key = hashlib.sha256("\0".join([*command, text]).encode()).hexdigest()[:16]
+    target = folder() / f"{name}.{key}.o"
+    if not target.exists():
+        source = target.with_suffix(".cpp")
+        source.write_text(text)
+        subprocess.run([*command, str(source), "-o", str(target)], check=True)
+    return target
+
+
+class Text:
+    """One source of kernels/cuda as a library of the host. ``change``: applied to its text before (for mutants)."""
+
+    def __init__(self, source: str, change: Callable[[str], str] | None = None):
+        text = cuda.source_text(source)
+        text = change(text) if change else text
+        self.names = KERNEL.findall(text)
+        table = "".join(f"SHIM_KERNEL({name})\n" for name in self.names)
+        whole = f'#include "prelude.h"\n#line 1 "{source}"\n{text}\nconst shim_kernel shim_kernels[] = {{\n{table}{{}}}};\n'
+        scheduler = compiled("scheduler", (HERE / "scheduler.cpp").read_text(), ("-U_FORTIFY_SOURCE",))
+        kernels = compiled(source, whole, (*CHECKS, *poison()))
+        library = kernels.with_suffix(".so")
+        if not library.exists():
+            subprocess.run([*compiler(), "-shared", str(kernels), str(scheduler), "-o", str(library)], check=True)
+        self.library = ctypes.CDLL(str(library))
+        self.library.shim_args.restype = ctypes.c_size_t
+        self.library.shim_args.argtypes = [ctypes.c_char_p]
+        self.library.shim_run.restype = ctypes.c_char_p
+        self.library.shim_run.argtypes = [
+            ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_int, ctypes.c_uint64, ctypes.c_int,
+        ]
+
+    def run(self, name: str, args: bytes, grid: int, block: int, order: str | int = "forward", limit_s=LIMIT_S) -> None:
+        """Run a kernel on a struct of arguments whose addresses are host memory; raise ``Fault``."""
+        wanted = self.library.shim_args(name.encode())
+        if wanted != len(args):
+            raise Fault(f"{name} takes {wanted} bytes of arguments, not {len(args)}")
+        number = {"forward": 0, "reverse": 1}.get(order, 2)
+        seed = order if number == 2 else 0
+        error = self.library.shim_run(name.encode(), args, grid, block, number, seed, int(limit_s * 1000))
+        if error:
+            raise Fault(f"{name}, order {order}: {error.decode()}")
+
+
+@functools.cache
+def text_of(source: str) -> Text:
+    return Text(source)
+
+
+@contextlib.contextmanager
+def cuda_text(
+    grid: int = 3, block: int = 64, order: str | int = "forward", texts: Callable[[str], Text] = text_of
+) -> Iterator[list[str]]:
+    """Run the text of the CUDA kernels wherever a kernel would run on the host; gives the names of those that ran.
+
+    ``grid``: blocks, at most one a tile, as on a GPU. ``block``: threads, up to 256.
+    """
+    ran: list[str] = []
+
+    def run_on_host(kernel: abi.Kernel, args) -> None:
+        ran.append(kernel.name)
+        blocks = max(1, min(grid, args.work.tiles))
+        texts(kernel.source).run(kernel.name, bytes(args), blocks, block, order)
+
+    with mock.patch.object(execution, "run_on_host", run_on_host):
+        yield ran
