@@ -11,15 +11,28 @@ from typing import NamedTuple
 import numpy
 
 __all__ = [
+    "ADAM",
     "ADD",
     "CAST",
+    "DECOUPLED",
+    "DIVIDE",
     "FINISH",
     "FROM_FLAT",
+    "MAXIMIZE",
+    "NESTEROV",
+    "NUMBER",
     "OPAQUE",
+    "PARAMETER",
+    "SGD",
+    "STOCHASTIC",
     "TENSOR",
+    "AdamArgs",
     "CastArgs",
     "FinishArgs",
     "Kernel",
+    "Number",
+    "SgdArgs",
+    "Update",
     "Work",
 ]
 
@@ -85,3 +98,61 @@ FINISH = Kernel(1, "coll_finish", "cast.cu", FinishArgs)
 # ---- Quantize, dequantize, requantize.
 
 # ---- Optimizers.
+MAXIMIZE, DIVIDE, STOCHASTIC, NESTEROV, DECOUPLED = 1, 2, 4, 8, 16
+
+# coll_number, coll_parameter: one row of an optimizer's table.
+NUMBER = numpy.dtype([("at", "u8"), ("value", "f8"), ("type", "i8")])
+PARAMETER = numpy.dtype(
+    [
+        ("param", "u8"),
+        ("grad", "u8"),
+        ("master", "u8"),
+        ("first", "u8"),
+        ("second", "u8"),
+        ("largest", "u8"),
+        ("step", NUMBER),
+        ("count", "i8"),
+        ("first_tile", "i8"),
+        ("position", "i8"),
+        ("param_type", "i4"),
+        ("grad_type", "i4"),
+    ]
+)
+
+
+class Number(Structure):
+    """coll_number"""
+
+    _fields_ = [("at", _pointer), ("value", c_double), ("type", c_int64)]
+
+
+class Update(Structure):
+    """coll_update"""
+
+    _fields_ = [
+        ("parameters", _pointer),
+        ("count", c_int64),
+        ("lr", Number),
+        ("grad_scale", Number),
+        ("clip", Number),
+        ("nonfinite", Number),
+        ("weight_decay", c_double),
+        ("seed", c_uint64),
+        ("flags", c_int64),
+    ]
+
+
+class SgdArgs(Structure):
+    """coll_sgd_args"""
+
+    _fields_ = [("work", Work), ("update", Update), ("momentum", c_double), ("dampening", c_double)]
+
+
+class AdamArgs(Structure):
+    """coll_adam_args"""
+
+    _fields_ = [("work", Work), ("update", Update), ("beta1", c_double), ("beta2", c_double), ("eps", c_double)]
+
+
+SGD = Kernel(6, "coll_sgd", "optim.cu", SgdArgs)
+ADAM = Kernel(7, "coll_adam", "optim.cu", AdamArgs)

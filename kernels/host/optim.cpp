@@ -1,0 +1,167 @@
+// The host launchers of the optimizers.
+//
+// A tile is done in blocks that stay in the first-level cache: what isn't in the type that the step is computed in is converted
+// to it before and from it after, in loops of their own.
+#include "coll/optim.h"
+
+#include <utility>
+
+#include "coll/host_kernels.h"
+
+namespace {
+
+constexpr int kBlock = 512;  // elements
+
+template <class A>
+constexpr int kTypeOf = sizeof(A) == 8 ? COLL_F64 : COLL_F32;
+
+template <class S, class A>
+void load(A* __restrict values, const void* from, int n) {
+  const S* src = static_cast<const S*>(from);
+  for (int i = 0; i < n; ++i) values[i] = (A)coll_element<S>::load(src[i]);
+}
+
+template <class A>
+void load_as(int type, A* values, const void* from, int n) {
+  switch (type) {
+    case COLL_F16: load<coll_fp16, A>(values, from, n); break;
+    case COLL_F32: load<float, A>(values, from, n); break;
+    case COLL_BF16: load<coll_bf16, A>(values, from, n); break;
+  }
+}
+
+template <class D, class A>
+void store(void* to, const A* __restrict values, int n) {
+  D* dst = static_cast<D*>(to);
+  for (int i = 0; i < n; ++i) dst[i] = coll_element<D>::store(values[i]);
+}
+
+// A block of one parameter, in the type that the step is computed in. Arrays that aren't there are NULL.
+template <class A>
+struct Block {
+  const A* grad;
+  A *param, *first, *second, *largest;
+  int count;
+};
+
+// A rule's yes-or-no questions as the bits of a number: one loop for each that has nothing to ask.
+template <class A>
+int shape_of(const coll_sgd_rule<A>& r) {
+  return r.has_momentum ? r.decays | 2 | r.begins << 2 | r.nesterov << 3 : r.decays;
+}
+
+template <class A, int kShape>
+void shaped_block(coll_sgd_rule<A> r, const Block<A>& b) {
+  r.decays = kShape & 1;
+  r.has_momentum = kShape & 2;
+  r.begins = kShape & 4;
+  r.nesterov = kShape & 8;
+#pragma GCC ivdep
+  for (int i = 0; i < b.count; ++i) {
+    A p = b.param[i], m = kShape & 2 ? b.first[i] : 0;
+    coll_step(r, b.grad[i], p, m);
+    b.param[i] = p;
+    if (kShape & 2) b.first[i] = m;
+  }
+}
+
+template <class A>
+int shape_of(const coll_adam_rule<A>& r) {
+  return r.decays | r.amsgrad << 1 | r.ends << 2;
+}
+
+template <class A, int kShape>
+void shaped_block(coll_adam_rule<A> r, const Block<A>& b) {
+  r.decays = kShape & 1;
+  r.amsgrad = kShape & 2;
+  r.ends = kShape & 4;
+#pragma GCC ivdep
+  for (int i = 0; i < b.count; ++i) {
+    A p = b.param[i], m = b.first[i], v = b.second[i], x = kShape & 2 ? b.largest[i] : 0;
+    coll_step(r, b.grad[i], p, m, v, x);
+    b.param[i] = p;
+    b.first[i] = m;
+    b.second[i] = v;
+    if (kShape & 2) b.largest[i] = x;
+  }
+}
+
+template <class A, class Rule, int... kShapes>
+void pick_and_step(const Rule& rule, const Block<A>& b, std::integer_sequence<int, kShapes...>) {
+  static constexpr void (*kLoops[])(Rule, const Block<A>&) = {shaped_block<A, kShapes>...};
+  kLoops[shape_of(rule)](rule, b);
+}
+
+template <class A>
+void step_block(const coll_sgd_rule<A>& rule, const Block<A>& b) {
+  pick_and_step(rule, b, std::make_integer_sequence<int, 16>());
+}
+
+template <class A>
+void step_block(const coll_adam_rule<A>& rule, const Block<A>& b) {
+  pick_and_step(rule, b, std::make_integer_sequence<int, 8>());
+}
+
+template <class A, class Rule>
+void step_tile(const Rule& rule, const coll_parameter& row, coll_parameter_tile tile) {
+  A grads[kBlock], params[kBlock];
+  for (int start = 0; start < tile.count; start += kBlock) {
+    int64_t at = tile.first + start;
+    Block<A> b;
+    b.count = tile.count - start < kBlock ? tile.count - start : kBlock;
+    const char* grad = static_cast<const char*>(row.grad) + at * coll_width(row.grad_type);
+    char* param = static_cast<char*>(row.param) + at * coll_width(row.param_type);
+    b.grad = reinterpret_cast<const A*>(grad);
+    if (row.grad_type != kTypeOf<A>) {
+      load_as(row.grad_type, grads, grad, b.count);
+      b.grad = grads;
+    }
+    b.param = reinterpret_cast<A*>(param);
+    if (row.master) {
+      b.param = static_cast<A*>(row.master) + at;
+    } else if (row.param_type != kTypeOf<A>) {
+      load_as(row.param_type, params, param, b.count);
+      b.param = params;
+    }
+    b.first = row.first ? static_cast<A*>(row.first) + at : nullptr;
+    b.second = row.second ? static_cast<A*>(row.second) + at : nullptr;
+    b.largest = row.largest ? static_cast<A*>(row.largest) + at : nullptr;
+    step_block(rule, b);
+    if (row.param_type == kTypeOf<A> && !row.master) continue;
+    switch (row.param_type) {
+      case COLL_F16: store<coll_fp16, A>(param, b.param, b.count); break;
+      case COLL_F32: store<float, A>(param, b.param, b.count); break;
+      case COLL_BF16: store<coll_bf16, A>(param, b.param, b.count); break;
+    }
+  }
+}
+
+template <class Args>
+void step_tiles(const Args& a, int64_t first, int64_t last) {
+  if (first >= last || coll_left_out(a.update)) return;
+  const coll_parameter* rows = a.update.parameters;
+  int64_t at = coll_tensor_of(rows, a.update.count, first);
+  for (int64_t tile = first; tile < last; ++at) {
+    const coll_parameter& row = rows[at];
+    int64_t end = row.first_tile + coll_tiles_of(row.count);
+    if (end > last) end = last;
+    if (tile >= end) continue;
+    auto wide = coll_rule_of(a, row);
+    auto narrow = coll_rounded<float>(wide);
+    auto exact = coll_rounded<double>(wide);
+    for (; tile < end; ++tile) {
+      if (row.param_type == COLL_F64) step_tile<double>(exact, row, coll_parameter_at(row, tile));
+      else step_tile<float>(narrow, row, coll_parameter_at(row, tile));
+    }
+  }
+}
+
+}  // namespace
+
+void COLL_HOST_NAME(sgd)(const void* args, int64_t first, int64_t last) {
+  step_tiles(*static_cast<const coll_sgd_args*>(args), first, last);
+}
+
+void COLL_HOST_NAME(adam)(const void* args, int64_t first, int64_t last) {
+  step_tiles(*static_cast<const coll_adam_args*>(args), first, last);
+}
