@@ -51,64 +51,56 @@ COLL_FN uint16_t coll_float_to_bf16(float x) {
   return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 
-COLL_FN float coll_fp16_to_float(uint16_t h) {
-  uint32_t magnitude = (uint32_t)(h & 0x7fffu) << 13;
-  // Multiplying by 2^112 moves the exponent's bias from 15 to 127 and normalises the subnormals.
-  uint32_t finite = coll_float_bits(coll_bits_float(magnitude) * 0x1p112f);
-  uint32_t special = magnitude | 0x7f800000u;  // infinity and NaN
-  uint32_t bits = (h & 0x7c00u) == 0x7c00u ? special : finite;
-  return coll_bits_float(bits | (uint32_t)(h & 0x8000u) << 16);
-}
+// What the formats below bf16 have in common: a sign, kExponent bits of exponent, kMantissa bits of mantissa, subnormals. The other
+// constants are bits of fp32 where not said otherwise:
+// kSpecial    the first of the format's patterns that is no number, read as if it were one
+// kMeans      what that pattern means: infinity or NaN
+// kMost       what larger values are taken for: the largest number where the format saturates, else what rounds to infinity
+// kNan        a NaN, in the format's bits, and kPayload, those of its bits that are kept from an fp32 NaN
+// Everything is calculated for every value and then selected by comparing integers: a compiler that must mind floating-point
+// traps moves a sum or product into the branch of a ?: where only that branch uses it, and then won't vectorise the loop.
+template <int kExponent, int kMantissa, int32_t kSpecial, int32_t kMeans, int32_t kMost, uint32_t kNan, uint32_t kPayload>
+struct coll_small_float {
+  static constexpr int kShift = 23 - kMantissa;
+  static constexpr int kSignShift = 31 - kExponent - kMantissa;
+  static constexpr uint32_t kSign = 0x80000000u >> kSignShift;
+  static constexpr int32_t kBias = (1 << (kExponent - 1)) - 1;
+  static constexpr int32_t kLeastNormal = (128 - kBias) << 23;
 
-COLL_FN uint16_t coll_float_to_fp16(float x) {
-  uint32_t u = coll_float_bits(x);
-  uint32_t sign = (u >> 16) & 0x8000u;
-  uint32_t a = u & 0x7fffffffu;
-  // Normal results: rebias, then round on bit 13. The carry may reach the exponent, and infinity: that is right.
-  uint32_t normal = (a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13;
-  // Subnormal results: adding 0.5 puts the units of the last place (2^-24) at the bottom of the mantissa.
-  uint32_t subnormal = coll_float_bits(coll_bits_float(a) + 0.5f) - 0x3f000000u;
-  uint32_t nan = 0x7e00u | ((a >> 13) & 0x3ffu);
-  uint32_t r = a < 0x38800000u ? subnormal : normal;
-  r = a >= 0x477ff000u ? 0x7c00u : r;  // 65520 and more
-  r = a > 0x7f800000u ? nan : r;
-  return (uint16_t)(sign | r);
-}
+  COLL_FN float to_float(uint32_t b) {
+    // The product moves the exponent's bias to fp32's 127, and makes normal numbers of the subnormal ones.
+    float rebias = coll_bits_float((uint32_t)(254 - kBias) << 23);
+    int32_t x = (int32_t)coll_float_bits(coll_bits_float((b & (kSign - 1)) << kShift) * rebias);
+    x += x >= kSpecial ? kMeans - kSpecial : 0;
+    return coll_bits_float((uint32_t)x | (b & kSign) << kSignShift);
+  }
 
-COLL_FN float coll_e4m3_to_float(uint8_t b) {
-  uint32_t magnitude = (uint32_t)(b & 0x7fu) << 20;
-  uint32_t finite = coll_float_bits(coll_bits_float(magnitude) * 0x1p120f);  // bias 7 to 127
-  uint32_t bits = (b & 0x7fu) == 0x7fu ? 0x7fc00000u : finite;
-  return coll_bits_float(bits | (uint32_t)(b & 0x80u) << 24);
-}
+  COLL_FN uint32_t from_float(float value) {
+    uint32_t u = coll_float_bits(value);
+    int32_t a = (int32_t)(u & 0x7fffffffu);
+    int32_t x = a < kMost ? a : kMost;
+    int32_t exponent = x & 0x7f800000;
+    exponent = exponent > kLeastNormal ? exponent : kLeastNormal;
+    // Added to a power of two whose last place is the format's last place at x, x is rounded to it. The carry may reach the
+    // exponent, and infinity: that is right.
+    int32_t power = exponent + (kShift << 23);
+    float rounded = coll_bits_float((uint32_t)x) + coll_bits_float((uint32_t)power);
+    int32_t digits = (int32_t)coll_float_bits(rounded) - power;
+    uint32_t r = (uint32_t)(digits + ((exponent - kLeastNormal) >> kShift));
+    r |= a > 0x7f800000 ? kNan | ((uint32_t)a >> kShift & kPayload) : 0u;
+    return (u >> kSignShift & kSign) | r;
+  }
+};
+typedef coll_small_float<5, 10, 0x47800000, 0x7f800000, 0x477ff000, 0x7e00, 0x3ff> coll_fp16_format;  // 65520: up to infinity
+typedef coll_small_float<4, 3, 0x43f00000, 0x7fc00000, 0x43e00000, 0x7f, 0> coll_e4m3_format;         // up to 448
+typedef coll_small_float<5, 2, 0x47800000, 0x7f800000, 0x47600000, 0x7f, 0> coll_e5m2_format;         // up to 57344
 
-COLL_FN uint8_t coll_float_to_e4m3(float x) {
-  uint32_t u = coll_float_bits(x);
-  uint32_t sign = (u >> 24) & 0x80u;
-  uint32_t a = u & 0x7fffffffu;
-  uint32_t normal = (a - 0x3c000000u + 0x7ffffu + ((a >> 20) & 1u)) >> 20;
-  // Below 2^-6 the unit is 2^-9: adding 2^14 puts it at the bottom of the mantissa.
-  uint32_t subnormal = coll_float_bits(coll_bits_float(a) + 16384.0f) - 0x46800000u;
-  uint32_t r = a < 0x3c800000u ? subnormal : normal;
-  r = a >= 0x43e00000u ? 0x7eu : r;  // 448 and more, infinity too: the largest finite value
-  r = a > 0x7f800000u ? 0x7fu : r;
-  return (uint8_t)(sign | r);
-}
-
-COLL_FN float coll_e5m2_to_float(uint8_t b) { return coll_fp16_to_float((uint16_t)((uint16_t)b << 8)); }
-
-COLL_FN uint8_t coll_float_to_e5m2(float x) {
-  uint32_t u = coll_float_bits(x);
-  uint32_t sign = (u >> 24) & 0x80u;
-  uint32_t a = u & 0x7fffffffu;
-  uint32_t normal = (a - 0x38000000u + 0xfffffu + ((a >> 21) & 1u)) >> 21;
-  // Below 2^-14 the unit is 2^-16: adding 2^7 puts it at the bottom of the mantissa.
-  uint32_t subnormal = coll_float_bits(coll_bits_float(a) + 128.0f) - 0x43000000u;
-  uint32_t r = a < 0x38800000u ? subnormal : normal;
-  r = a >= 0x47600000u ? 0x7bu : r;  // 57344 and more, infinity too: the largest finite value
-  r = a > 0x7f800000u ? 0x7fu : r;
-  return (uint8_t)(sign | r);
-}
+COLL_FN float coll_fp16_to_float(uint16_t h) { return coll_fp16_format::to_float(h); }
+COLL_FN uint16_t coll_float_to_fp16(float x) { return (uint16_t)coll_fp16_format::from_float(x); }
+COLL_FN float coll_e4m3_to_float(uint8_t b) { return coll_e4m3_format::to_float(b); }
+COLL_FN uint8_t coll_float_to_e4m3(float x) { return (uint8_t)coll_e4m3_format::from_float(x); }
+COLL_FN float coll_e5m2_to_float(uint8_t b) { return coll_e5m2_format::to_float(b); }
+COLL_FN uint8_t coll_float_to_e5m2(float x) { return (uint8_t)coll_e5m2_format::from_float(x); }
 
 // To a float so that rounding it once more, to a type of at most 22 bits, gives what one rounding of the double would: toward
 // zero, with the last bit set where anything was cut off (round to odd; Boldo and Melquiond 2008).

@@ -1,0 +1,66 @@
+// Blocks of elements to and from their accumulators, for the host launchers. An element has the same bits on every path.
+#ifndef COLL_HOST_BLOCKS_H_
+#define COLL_HOST_BLOCKS_H_
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "ops.h"
+
+namespace {
+
+// How many of the first n elements the processor's own conversion did.
+template <class A, class T>
+inline int coll_load_fast(A*, const T*, int) {
+  return 0;
+}
+template <class T, class A>
+inline int coll_store_fast(T*, const A*, int) {
+  return 0;
+}
+
+#if defined(__F16C__)
+inline int coll_load_fast(float* values, const coll_fp16* from, int n) {
+  int i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16) {
+    _mm512_storeu_ps(values + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
+  }
+#endif
+  for (; i + 8 <= n; i += 8) {
+    _mm256_storeu_ps(values + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  }
+  return i;
+}
+
+inline int coll_store_fast(coll_fp16* to, const float* values, int n) {
+  int i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16) {
+    __m256i halves = _mm512_cvtps_ph(_mm512_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), halves);
+  }
+#endif
+  for (; i + 8 <= n; i += 8) {
+    __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
+  }
+  return i;
+}
+#endif
+
+// values[i] = from[i], i < n. `values` and `from` don't overlap.
+template <class A, class T>
+inline void coll_load_block(A* __restrict values, const T* __restrict from, int n) {
+  for (int i = coll_load_fast(values, from, n); i < n; ++i) values[i] = (A)coll_element<T>::load(from[i]);
+}
+
+// to[i] = values[i] rounded, i < n. `values` and `to` don't overlap.
+template <class T, class A>
+inline void coll_store_block(T* __restrict to, const A* __restrict values, int n) {
+  for (int i = coll_store_fast(to, values, n); i < n; ++i) to[i] = coll_element<T>::store(values[i]);
+}
+
+}  // namespace
+#endif
