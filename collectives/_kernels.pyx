@@ -49,6 +49,8 @@ cdef class Library:
         try:
             with nogil:
                 status = self._run(kernel, view.buf, <size_t>view.len, threads)
+            if status == 2:
+                raise MemoryError("the system has no memory or no thread for the kernels' thread pool")
             if status != 0:
                 raise InternalError(
                     f"kernel {kernel}: {self.path} doesn't have it or takes other arguments than these {view.len} bytes"

@@ -19,6 +19,7 @@ import torch
 
 from . import _nccl
 from .errors import EngineUnavailable, InvalidArgument
+from .kernels.execution import library_path
 
 __all__ = ["Engine", "EngineInfo", "engines", "get_engine"]
 
@@ -154,7 +155,7 @@ def _open(name: str, override: str | None) -> _nccl.Library:
     if override is not None:
         candidates = [os.path.abspath(override)]
     else:
-        candidates = _nccl_candidates() if name == "nccl" else [_host_path()]
+        candidates = _nccl_candidates() if name == "nccl" else [library_path()]
     failures = []
     for path in candidates:
         if not os.path.exists(path):
@@ -182,10 +183,6 @@ def _open(name: str, override: str | None) -> _nccl.Library:
         cure = "build it by installing this package (pip install .), or set COLLECTIVES_HOST_LIBRARY"
     tried = "; ".join(failures)
     raise EngineUnavailable(f"engine {name!r}: no library could be loaded; tried {tried}. Cure: {cure}")
-
-
-def _host_path() -> str:
-    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "_lib", "libcollectives_host.so")
 
 
 def _nccl_candidates() -> list[str]:

@@ -69,12 +69,13 @@ const InstructionSet* named_set(const char* name) {
 // Before anything has chosen: the widest. A wrong COLLECTIVES_ISA is told by what chooses, not here.
 const InstructionSet& current_set() {
   const InstructionSet* set = g_set.load(std::memory_order_relaxed);
-  if (!set) g_set.store(set = named_set(nullptr), std::memory_order_relaxed);
-  return *set;
+  return set ? *set : *named_set(nullptr);
 }
 
 // Tiles of one part: enough to be worth the counter, few enough that a thread whose core is taken away holds little back.
 constexpr int64_t kPartTiles = 32;
+// From here on a kernel is shared out: 4 MiB of fp32, which one thread takes a quarter of a millisecond or more to move.
+constexpr int64_t kBigTiles = 256;
 
 struct Run {
   coll_tiles_fn kernel;
@@ -107,26 +108,31 @@ coll_reduce_n_fn reduce_kernel() { return current_set().reduce_n; }
 
 using namespace coll;
 
-int collKernelRun(int kernel, const void* args, size_t nbytes, int threads) {
+int collKernelRun(int kernel, const void* args, size_t nbytes, int threads) try {
   if (nbytes == 0 || nbytes != collKernelArgsSize(kernel)) return 1;
   Run run = {current_set().kernels[kernel].run, args, static_cast<const coll_work*>(args)->tiles};
-  if (threads > 1 && run.tiles > kPartTiles) {
+  if (run.tiles < kBigTiles) threads = 1;
+  if (threads < 0) threads = std::min(-threads, 1 + idle_cores());
+  if (threads > 1) {
     pool_run(threads, (run.tiles + kPartTiles - 1) / kPartTiles, do_part, &run);
   } else {
     [[maybe_unused]] WithSubnormals exact;
     run.kernel(args, 0, run.tiles);
   }
   return 0;
+} catch (...) {
+  return 2;
 }
 
-size_t collKernelArgsSize(int kernel) { return kernel < 0 || kernel >= collKernelCount ? 0 : kBaseline.kernels[kernel].args_size; }
+size_t collKernelArgsSize(int kernel) {
+  return kernel < 0 || kernel >= collKernelCount ? 0 : kBaseline.kernels[kernel].args_size;
+}
 
-const char* collKernelIsa(const char* name) {
-  const InstructionSet* set = name ? named_set(name) : nullptr;
-  if (!name) {
-    if (!choose_kernels().empty()) return nullptr;
-    set = &current_set();
-  }
+const char* collKernelIsa(const char* name) try {
+  if (!name) return choose_kernels().empty() ? current_set().name : nullptr;
+  const InstructionSet* set = *name ? named_set(name) : nullptr;
   if (set) g_set.store(set, std::memory_order_relaxed);
   return set ? set->name : nullptr;
+} catch (...) {
+  return nullptr;
 }

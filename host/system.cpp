@@ -1,6 +1,7 @@
 #include "system.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <poll.h>
 #include <pthread.h>
@@ -12,6 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <map>
 #include <stdexcept>
 
@@ -109,6 +111,18 @@ int available_cores() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) != 0) return static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
   return CPU_COUNT(&set);
+}
+
+int idle_cores() {
+  int fd = open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return 0;
+  char text[128];
+  ssize_t got = read(fd, text, sizeof text - 1);
+  close(fd);
+  text[got > 0 ? got : 0] = 0;
+  int running = 0;  // "0.47 0.21 0.68 4/114 18759": 4 threads want a core now, this one among them
+  if (sscanf(text, "%*s %*s %*s %d/", &running) != 1) return 0;
+  return std::max(static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)) - running, 0);
 }
 
 int process_watch(int pid) {

@@ -23,6 +23,7 @@ void futex_wait(std::atomic<uint32_t>* word, uint32_t expected, int64_t timeout_
 void futex_wake(std::atomic<uint32_t>* word, int sleepers = 1);
 
 int available_cores();  // of this thread's affinity mask
+int idle_cores();       // of the machine, at this moment; 0 where it can't be told
 
 // pid 0: not known, so never seen to end.
 // A descriptor that becomes readable when the process ends, shared by all communicators of this process; -1 when there

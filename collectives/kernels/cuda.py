@@ -1,29 +1,42 @@
 """CUDA kernels: the sources of kernels/cuda with their headers put in, compiled by NVRTC through CuPy at first use.
 
-CuPy keeps what it has compiled on disk (CUPY_CACHE_DIR, else ``~/.cupy/kernel_cache``), under a hash of the whole text.
+What was compiled is kept on disk (CUPY_CACHE_DIR, else ``~/.cupy/kernel_cache``; nothing with
+CUPY_CACHE_IN_MEMORY=1) under a hash of the whole text, the options, the architecture and NVRTC's version. CuPy's own
+way from source to module isn't used: it puts ``-ftz=true`` behind the options, and the last one counts, so that GPUs
+would flush subnormals.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import os
 import re
+import tempfile
+import threading
+from ctypes import sizeof
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy
 import torch
 
-from ..errors import CudaError, EngineUnavailable
+from ..errors import CudaError, EngineUnavailable, InvalidUsage
 from . import abi
 
-__all__ = ["OPTIONS", "launch", "source_text"]
+__all__ = ["BLOCK", "OPTIONS", "compile_source", "launch", "source_text"]
 
 # No contraction, IEEE division and square root, subnormals kept: the same bits as on the host.
 OPTIONS = ("-std=c++17", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-diag-suppress=177")
 BLOCK = 256  # COLL_BLOCK
-BLOCKS_A_PROCESSOR = 8
+BLOCKS_A_PROCESSOR = 8  # 2,048 threads: as many as a multiprocessor holds
 
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
+_INSTALL = "pip install 'collectives[cuda12]' (or [cuda13])"
 
 
+# ---- From source to binary.
 def kernels_folder() -> Path:
     """Give the folder of the kernels' sources: inside an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parent.parent
@@ -41,48 +54,193 @@ def source_text(name: str, folder: Path | None = None) -> str:
 
     def expand(path: Path) -> str:
         seen.add(path)
-        return _INCLUDE.sub(lambda found: include(path, found[1]), path.read_text())
+        return _INCLUDE.sub(lambda found: include(path, found[1]), path.read_text(encoding="utf-8"))
 
     def include(path: Path, name: str) -> str:
         found = next((base / name for base in (path.parent, folder / "include") if (base / name).is_file()), None)
         if found is None:
-            raise EngineUnavailable(f"{path} includes {name}, which isn't there")
+            raise EngineUnavailable(f"{path} includes {name}, which isn't there: install this package again")
+        found = found.resolve()
         return "" if found in seen else expand(found)
 
-    return expand(folder / "cuda" / name)
+    path = (folder / "cuda" / name).resolve()
+    if not path.is_file():
+        raise EngineUnavailable(f"the kernels' source {path} isn't there: install this package again")
+    return expand(path)
 
 
-@functools.cache
-def _function(source: str, name: str, index: int):
+def _cupy():
     try:
         import cupy
     except ImportError as error:
         raise EngineUnavailable(
-            "the CUDA kernels are compiled by CuPy, which isn't there: pip install 'collectives[cuda12]' (or "
-            f"[cuda13]): {error}"
+            f"the CUDA kernels are compiled and started by CuPy, which can't be imported: {_INSTALL}: {error}"
         ) from error
-    try:
-        with cupy.cuda.Device(index):
-            return cupy.RawModule(code=source_text(source), options=OPTIONS, backend="nvrtc").get_function(name)
-    except Exception as error:
-        raise EngineUnavailable(f"kernel {name} could not be compiled by NVRTC: {error}") from error
+    return cupy
 
 
 @functools.cache
-def _processors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def _nvrtc():
+    """NVRTC's functions and its version, by CuPy."""
+    _cupy()
+    try:
+        from cupy.cuda import nvrtc
+
+        return nvrtc, nvrtc.getVersion()
+    except Exception as error:  # CuPy has several kinds for a library that it can't load
+        raise EngineUnavailable(
+            f"the CUDA kernels are compiled by NVRTC, which CuPy can't load: {_INSTALL}, or nvidia-cuda-nvrtc-cu12 "
+            f"(nvidia-cuda-nvrtc for CUDA 13) alone: {error}"
+        ) from error
+
+
+def compile_source(source: str, arch: str, *more: str) -> tuple[bytes, str]:
+    """Compile a source of kernels/cuda; give the binary and the compiler's log. It needs no GPU.
+
+    ``arch``: "sm_90" gives a cubin, "compute_90" PTX. ``more``: options of NVRTC after ``OPTIONS``. Raises
+    ``EngineUnavailable`` without CuPy or NVRTC and where NVRTC refuses the text; ``detail`` is its log then.
+    """
+    nvrtc, version = _nvrtc()
+    program = nvrtc.createProgram(source_text(source), source, (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, (*OPTIONS, f"-arch={arch}", *more))
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise EngineUnavailable(
+                f"NVRTC {'.'.join(map(str, version))} could not compile {source} for {arch} ({error}):\n{log}", detail=log
+            ) from error
+        binary = nvrtc.getCUBIN(program) if arch.startswith("sm_") else nvrtc.getPTX(program)
+        return binary if isinstance(binary, bytes) else binary.encode(), nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _arch(index: int) -> str:
+    """What to compile for: the GPU's own code, or where NVRTC is older than it, PTX, which the driver translates."""
+    nvrtc, version = _nvrtc()
+    major, minor = torch.cuda.get_device_capability(index)
+    own = 10 * major + minor
+    known = nvrtc.getSupportedArchs()
+    if own in known:
+        return f"sm_{own}"
+    older = [each for each in known if each < own]
+    if not older:
+        raise EngineUnavailable(
+            f"GPU {index} has compute capability {major}.{minor}; NVRTC {'.'.join(map(str, version))} knows "
+            f"{', '.join(map(str, known))}: install an older CUDA"
+        )
+    return f"compute_{max(older)}"
+
+
+def _cached(source: str, arch: str) -> bytes:
+    """Give what `compile_source` gives, from the disk where it is there. A cache that can't be written does no harm."""
+    key = hashlib.sha256(repr((source_text(source), OPTIONS, arch, _nvrtc()[1])).encode()).hexdigest()
+    path = None
+    if os.environ.get("CUPY_CACHE_IN_MEMORY", "") in ("", "0"):
+        folder = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
+        path = folder / f"collectives-{source.partition('.')[0]}-{arch}-{key[:32]}"
+        with contextlib.suppress(OSError):
+            kept = path.read_bytes()
+            if hashlib.sha256(kept[32:]).digest() == kept[:32]:
+                return kept[32:]
+    binary, _ = compile_source(source, arch)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(hashlib.sha256(binary).digest() + binary)
+            os.replace(file.name, path)
+    return binary
+
+
+# ---- Launching.
+class _Stream:
+    """torch's stream as CuPy's functions take one: they read ``ptr``. (CuPy's ExternalStream is deprecated.)"""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int):
+        self.ptr = ptr
+
+
+class _Loaded(NamedTuple):
+    """A kernel on a GPU."""
+
+    function: object  # cupy.cuda.Function
+    value: numpy.dtype  # its arguments as one opaque value
+    most_blocks: int
+    current_device: object  # CuPy's
+    errors: tuple[type[Exception], ...]
+
+
+_loaded: dict[tuple[str, int], _Loaded] = {}
+_modules: dict[tuple[str, int], object] = {}
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _on(index: int):
+    """Make a GPU the current one of torch and of CuPy."""
+    with torch.cuda.device(index), _cupy().cuda.Device(index):
+        yield
+
+
+def _load(kernel: abi.Kernel, index: int) -> _Loaded:
+    """Compile a kernel's source and load it into a GPU, once."""
+    with _lock:
+        if (kernel.name, index) in _loaded:
+            return _loaded[kernel.name, index]
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidUsage(
+                "the kernel is not compiled yet, and can't be while a CUDA graph is captured: make the same call once "
+                "before the capture",
+                op=kernel.name,
+            )
+        cupy = _cupy()
+        errors = (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError)
+        binary = b"" if (kernel.source, index) in _modules else _cached(kernel.source, _arch(index))
+        try:
+            with _on(index):
+                if binary:
+                    module = cupy.cuda.Module()
+                    module.load(binary)
+                    _modules[kernel.source, index] = module
+                function = _modules[kernel.source, index].get_function(kernel.name)
+        except errors as error:
+            raise CudaError(f"could not be loaded into GPU {index}: {error}", op=kernel.name, detail=str(error)) from error
+        loaded = _Loaded(
+            function,
+            numpy.dtype((numpy.void, sizeof(kernel.args))),
+            torch.cuda.get_device_properties(index).multi_processor_count * BLOCKS_A_PROCESSOR,
+            cupy.cuda.runtime.getDevice,
+            errors,
+        )
+        _loaded[kernel.name, index] = loaded
+        return loaded
 
 
 def launch(kernel: abi.Kernel, args, device: torch.device) -> None:
-    """Queue a kernel on torch's current stream of a device."""
-    import cupy
-    import numpy
+    """Queue a kernel on torch's current stream of a GPU. Never waits for it; the first call compiles.
 
-    function = _function(kernel.source, kernel.name, device.index)
-    grid = max(1, min(args.work.tiles, _processors(device.index) * BLOCKS_A_PROCESSOR))
-    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream, device.index)
+    From the second call on it neither allocates nor waits, so that it can be captured in a CUDA graph. ``args`` is
+    copied by the driver. Raises ``CudaError``, maybe of an earlier kernel on that GPU, as CUDA does.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    loaded = _loaded.get((kernel.name, index)) or _load(kernel, index)
+    # An array of one opaque element goes by value.
+    values = (numpy.frombuffer(args, loaded.value),)
+    grid = (max(1, min(args.work.tiles, loaded.most_blocks)),)
+    stream = _Stream(torch.cuda.current_stream(index).cuda_stream)
     try:
-        with cupy.cuda.Device(device.index), stream:
-            function((grid,), (BLOCK,), (numpy.void(bytes(args)),))
-    except cupy.cuda.driver.CUDADriverError as error:
-        raise CudaError(f"{kernel.name}: {error}", op=kernel.name) from error
+        if torch.cuda.current_device() == index and loaded.current_device() == index:
+            loaded.function(grid, (BLOCK,), values, 0, stream)
+        else:
+            with _on(index):
+                loaded.function(grid, (BLOCK,), values, 0, stream)
+    except loaded.errors as error:
+        raise CudaError(
+            f"could not be started on GPU {index} ({error}); the cause may be an earlier kernel",
+            op=kernel.name,
+            detail=str(error),
+        ) from error

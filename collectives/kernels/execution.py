@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from ctypes import sizeof
@@ -10,6 +11,7 @@ import torch
 
 from .._kernels import Library
 from ..errors import EngineUnavailable, InvalidArgument
+from ..launch import who_am_i
 from . import abi, cuda
 
 __all__ = ["Statistics", "get_num_threads", "library", "library_path", "run", "set_num_threads", "use_isa"]
@@ -17,6 +19,7 @@ __all__ = ["Statistics", "get_num_threads", "library", "library_path", "run", "s
 _library: Library | None = None
 _lock = threading.Lock()
 _threads: int | None = None
+_MOST_THREADS = 8  # memory is fast enough for no more
 
 
 def library_path() -> str:
@@ -65,8 +68,34 @@ def set_num_threads(count: int | None) -> None:
 
 
 def get_num_threads() -> int:
-    """Give the number of threads that host kernels may use."""
-    return 1 if _threads is None else _threads
+    """Give the number of threads that the host kernels of a big buffer (1,048,576 elements and more) may use.
+
+    That is what `set_num_threads` or COLLECTIVES_KERNEL_THREADS says; else one for each core that this process may use,
+    divided by the number of ranks on this machine and at most 8, of which each call takes as many as cores are idle.
+    """
+    return abs(_thread_limit())
+
+
+def _thread_limit() -> int:
+    """Give collKernelRun's number of threads: a negative one also asks for idle cores."""
+    if _threads is not None:
+        return _threads
+    named = os.environ.get("COLLECTIVES_KERNEL_THREADS", "").strip()
+    if not named:
+        return -_free_threads()
+    if not (named.isascii() and named.isdigit() and int(named) > 0):
+        raise InvalidArgument(f"COLLECTIVES_KERNEL_THREADS={named}: must be a whole number from 1")
+    return int(named)
+
+
+@functools.cache
+def _free_threads() -> int:
+    try:
+        identity = who_am_i()
+    except InvalidArgument:
+        return 1  # a job whose variables contradict each other; init() tells its user
+    ranks = identity.local_size or identity.size
+    return max(1, min(len(os.sched_getaffinity(0)) // ranks, _MOST_THREADS))
 
 
 def run(kernel: abi.Kernel, args, device: torch.device) -> None:
@@ -79,7 +108,7 @@ def run(kernel: abi.Kernel, args, device: torch.device) -> None:
 
 def run_on_host(kernel: abi.Kernel, args) -> None:
     """Run a kernel on host memory."""
-    library().run(kernel.number, args, get_num_threads())
+    library().run(kernel.number, args, _thread_limit())
 
 
 class Statistics:

@@ -10,6 +10,14 @@
 #define COLL_BLOCK 256
 #define COLL_KERNEL extern "C" __global__ void __launch_bounds__(COLL_BLOCK)
 
+// Before each loop of a fixed number of turns over an array of a thread's own: where NVRTC doesn't unroll it, the array lies in
+// memory instead of registers. Works inside macros, too.
+#if defined(__CUDACC_RTC__)
+#define COLL_UNROLL _Pragma("unroll")
+#else
+#define COLL_UNROLL
+#endif
+
 // Elements that a thread takes at a time, side by side: a pack. COLL_LANES / COLL_PACK packs make a row of lanes.
 #define COLL_PACK 4
 #define COLL_PACKS (COLL_LANES / COLL_PACK)

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "coll/host_abi.h"
+#include "coll/kernel_abi.h"
 
 namespace {
 
@@ -489,10 +490,32 @@ void run(const char* name, const std::function<void()>& scenario) {
 
 }  // namespace
 
+// Big kernels on the thread pool, from several threads at once: one has the pool, the others do their work alone.
+void kernels(Rank& me) {
+  constexpr int64_t kCount = 300 * COLL_TILE + 5;
+  std::vector<float> from(kCount), to(kCount);
+  std::vector<double> sums(301);
+  std::vector<uint32_t> bad(301);
+  for (int64_t i = 0; i < kCount; ++i) from[i] = static_cast<float>(i % 1000 + me.rank);
+  coll_tensor tensor = {from.data(), kCount, 0, 0, COLL_F32, 0};
+  for (int round = 0; round < 20; ++round) {
+    coll_cast_args args = {{301, sums.data(), bad.data()}, &tensor, 1, to.data(), nullptr, 2.0, COLL_F32, 0};
+    CHECK(collKernelRun(collKernelCast, &args, sizeof args, round % 2 ? 3 : -3) == 0);
+    for (int64_t i = 0; i < kCount; ++i) CHECK(to[i] == 2 * from[i]);
+    double sum = 0;
+    int64_t count = -1;
+    coll_finish_args finish = {{1, sums.data(), bad.data()}, 301, &sum, &count};
+    CHECK(collKernelRun(collKernelFinish, &finish, sizeof finish, 3) == 0);
+    CHECK(sum > 0 && count == 0);
+    std::fill(to.begin(), to.end(), 0.0f);
+  }
+}
+
 int main() {
   setenv("COLLECTIVES_HOST_CHUNK", "4096", 0);  // many rounds with little data
   for (int n : {1, 2, 3, 5}) {
     printf("---- %d ranks\n", n);
+    run("kernels", [&] { on_ranks(n, kernels); });
     run("collectives", [&] { on_ranks(n, collectives); });
     run("types", [&] { on_ranks(n, types); });
     run("transfers", [&] { on_ranks(n, transfers); });

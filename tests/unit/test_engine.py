@@ -76,7 +76,7 @@ def test_the_library_is_loaded_once(monkeypatch):
 
 def test_host_library_override(monkeypatch, tmp_path):
     copy = tmp_path / "libother.so"
-    shutil.copy(module._host_path(), copy)
+    shutil.copy(module.library_path(), copy)
     plain = get_engine("host")
     monkeypatch.setenv("COLLECTIVES_HOST_LIBRARY", str(copy))
     assert get_engine("host").path == str(copy)
@@ -86,7 +86,7 @@ def test_host_library_override(monkeypatch, tmp_path):
 
 
 def test_an_override_may_be_relative(monkeypatch, tmp_path):
-    shutil.copy(module._host_path(), tmp_path / "libother.so")
+    shutil.copy(module.library_path(), tmp_path / "libother.so")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLLECTIVES_HOST_LIBRARY", "libother.so")
     assert get_engine("host").path == str(tmp_path / "libother.so")
@@ -94,7 +94,7 @@ def test_an_override_may_be_relative(monkeypatch, tmp_path):
 
 def test_no_host_library(monkeypatch, tmp_path):
     missing = str(tmp_path / "_lib" / "libcollectives_host.so")
-    monkeypatch.setattr(module, "_host_path", lambda: missing)
+    monkeypatch.setattr(module, "library_path", lambda: missing)
     with pytest.raises(EngineUnavailable, match="no such file") as caught:
         get_engine()
     assert missing in str(caught.value) and "COLLECTIVES_HOST_LIBRARY" in str(caught.value)
@@ -125,10 +125,11 @@ def test_a_library_without_nccls_functions(monkeypatch):
 
 
 def test_nccl_is_not_the_host_engine(monkeypatch, nccl, gpu):
+    ours = module.library_path()
     monkeypatch.setenv("COLLECTIVES_HOST_LIBRARY", nccl)
     with pytest.raises(EngineUnavailable, match="is not the host engine"):
         get_engine("host")
-    monkeypatch.setenv("COLLECTIVES_NCCL_LIBRARY", module._host_path())
+    monkeypatch.setenv("COLLECTIVES_NCCL_LIBRARY", ours)
     with pytest.raises(EngineUnavailable, match="is the host engine, not NCCL"):
         get_engine("nccl")
 

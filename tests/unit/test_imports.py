@@ -16,6 +16,7 @@ ORDER = """
 errors
 schedule
 layout
+launch
 _nccl
 arrays
 _kernels
@@ -24,7 +25,6 @@ engine
 work
 memory
 group agree
-launch
 exchange rendezvous
 ring
 tune

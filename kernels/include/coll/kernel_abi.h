@@ -152,13 +152,15 @@ typedef struct {
 extern "C" {
 #endif
 #pragma GCC visibility push(default)
-// Run a kernel on host memory, on at most `threads` threads, the caller among them. Blocks until it is done. Returns 0, or 1 for
-// a kernel that isn't there or arguments of another size than this library was built with.
+// Run a kernel on host memory. threads > 0: a big one is shared out over that many threads, the caller among them; < 0: over at
+// most -threads, and no more than there are cores idle at this moment. Blocks until it is done. Returns 0; 1 for a kernel that
+// isn't there or arguments of another size than this library was built with; 2 where the system refused memory.
 int collKernelRun(int kernel, const void* args, size_t nbytes, int threads);
 // sizeof the arguments of a kernel, 0 for one that isn't there.
 size_t collKernelArgsSize(int kernel);
 // Use the kernels of an instruction set from now on: "baseline", "avx2", "avx512", or NULL for COLLECTIVES_ISA and else the widest
-// there is. Returns its name, or NULL where this machine doesn't have it.
+// there is. Returns its name, or NULL where this machine doesn't have it. The host engine chooses by the variable, too, each time
+// that a communicator is made; the choice is the process's.
 const char* collKernelIsa(const char* name);
 #pragma GCC visibility pop
 #ifdef __cplusplus
