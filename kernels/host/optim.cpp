@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "coll/host_blocks.h"
 #include "coll/host_kernels.h"
 
 namespace {
@@ -15,26 +16,32 @@ constexpr int kBlock = 512;  // elements
 template <class A>
 constexpr int kTypeOf = sizeof(A) == 8 ? COLL_F64 : COLL_F32;
 
-template <class S, class A>
-void load(A* __restrict values, const void* from, int n) {
-  const S* src = static_cast<const S*>(from);
-  for (int i = 0; i < n; ++i) values[i] = (A)coll_element<S>::load(src[i]);
-}
-
 template <class A>
-void load_as(int type, A* values, const void* from, int n) {
+void load(int type, A* values, const void* from, int n) {
   switch (type) {
-    case COLL_F16: load<coll_fp16, A>(values, from, n); break;
-    case COLL_F32: load<float, A>(values, from, n); break;
-    case COLL_BF16: load<coll_bf16, A>(values, from, n); break;
+    case COLL_F16: coll_load_block(values, static_cast<const coll_fp16*>(from), n); break;
+    case COLL_F32: coll_load_block(values, static_cast<const float*>(from), n); break;
+    case COLL_BF16: coll_load_block(values, static_cast<const coll_bf16*>(from), n); break;
   }
 }
 
-template <class D, class A>
-void store(void* to, const A* __restrict values, int n) {
-  D* dst = static_cast<D*>(to);
-  for (int i = 0; i < n; ++i) dst[i] = coll_element<D>::store(values[i]);
+template <class A>
+void store(int type, void* to, const A* values, int n) {
+  switch (type) {
+    case COLL_F16: coll_store_block(static_cast<coll_fp16*>(to), values, n); break;
+    case COLL_BF16: coll_store_block(static_cast<coll_bf16*>(to), values, n); break;
+  }
 }
+
+// To bf16. `first`: the number of the first element, by which its random bits are found.
+void store_at_random(void* to, const float* __restrict values, int n, uint64_t seed, uint64_t first) {
+  uint32_t room[COLL_PHILOX_ROOM(kBlock)];
+  const uint32_t* __restrict words = coll_philox_fill(room, seed, first, n);
+  coll_bf16* __restrict dst = static_cast<coll_bf16*>(to);
+  for (int i = 0; i < n; ++i) dst[i].bits = coll_float_to_bf16_at_random(values[i], words[i]);
+}
+
+void store_at_random(void*, const double*, int, uint64_t, uint64_t) {}  // an fp64 parameter is never rounded
 
 // A block of one parameter, in the type that the step is computed in. Arrays that aren't there are NULL.
 template <class A>
@@ -103,7 +110,7 @@ void step_block(const coll_adam_rule<A>& rule, const Block<A>& b) {
 }
 
 template <class A, class Rule>
-void step_tile(const Rule& rule, const coll_parameter& row, coll_parameter_tile tile) {
+void step_tile(const Rule& rule, const coll_parameter& row, coll_parameter_tile tile, bool at_random) {
   A grads[kBlock], params[kBlock];
   for (int start = 0; start < tile.count; start += kBlock) {
     int64_t at = tile.first + start;
@@ -113,26 +120,23 @@ void step_tile(const Rule& rule, const coll_parameter& row, coll_parameter_tile 
     char* param = static_cast<char*>(row.param) + at * coll_width(row.param_type);
     b.grad = reinterpret_cast<const A*>(grad);
     if (row.grad_type != kTypeOf<A>) {
-      load_as(row.grad_type, grads, grad, b.count);
+      load(row.grad_type, grads, grad, b.count);
       b.grad = grads;
     }
     b.param = reinterpret_cast<A*>(param);
     if (row.master) {
       b.param = static_cast<A*>(row.master) + at;
     } else if (row.param_type != kTypeOf<A>) {
-      load_as(row.param_type, params, param, b.count);
+      load(row.param_type, params, param, b.count);
       b.param = params;
     }
     b.first = row.first ? static_cast<A*>(row.first) + at : nullptr;
     b.second = row.second ? static_cast<A*>(row.second) + at : nullptr;
     b.largest = row.largest ? static_cast<A*>(row.largest) + at : nullptr;
     step_block(rule, b);
-    if (row.param_type == kTypeOf<A> && !row.master) continue;
-    switch (row.param_type) {
-      case COLL_F16: store<coll_fp16, A>(param, b.param, b.count); break;
-      case COLL_F32: store<float, A>(param, b.param, b.count); break;
-      case COLL_BF16: store<coll_bf16, A>(param, b.param, b.count); break;
-    }
+    if (row.param_type == kTypeOf<A>) continue;
+    if (at_random) store_at_random(param, b.param, b.count, rule.seed, (uint64_t)(row.position + at));
+    else store(row.param_type, param, b.param, b.count);
   }
 }
 
@@ -149,9 +153,10 @@ void step_tiles(const Args& a, int64_t first, int64_t last) {
     auto wide = coll_rule_of(a, row);
     auto narrow = coll_rounded<float>(wide);
     auto exact = coll_rounded<double>(wide);
+    bool at_random = (a.update.flags & COLL_STOCHASTIC) && row.param_type == COLL_BF16;
     for (; tile < end; ++tile) {
-      if (row.param_type == COLL_F64) step_tile<double>(exact, row, coll_parameter_at(row, tile));
-      else step_tile<float>(narrow, row, coll_parameter_at(row, tile));
+      if (row.param_type == COLL_F64) step_tile<double>(exact, row, coll_parameter_at(row, tile), at_random);
+      else step_tile<float>(narrow, row, coll_parameter_at(row, tile), at_random);
     }
   }
 }

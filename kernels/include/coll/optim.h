@@ -6,6 +6,7 @@
 #define COLL_OPTIM_H_
 
 #include "cast.h"
+#include "philox.h"
 
 // a * b + c, rounded once.
 COLL_FN float coll_fma(float a, float b, float c) {
@@ -55,12 +56,21 @@ COLL_FN double coll_value(const coll_number& n) {
   return (double)*(const int64_t*)n.at;
 }
 
-// base^n by repeated squaring, n >= 0: the same on every device, and off by at most about n units in the last place.
+// base^n by repeated squaring, n >= 0, in pairs of fp64 (Dekker 1971): nearly always the fp64 number that is nearest, as a good
+// pow gives, and the same on every device.
 COLL_FN double coll_power(double base, int64_t n) {
-  double result = 1.0;
+  double result = 1.0, result_low = 0.0, low = 0.0;
   for (; n > 0; n >>= 1) {
-    if (n & 1) result *= base;
-    base *= base;
+    if (n & 1) {
+      double product = result * base;
+      double rest = coll_fma(result, base, -product) + (result * low + result_low * base);
+      result = product + rest;
+      result_low = rest - (result - product);
+    }
+    double square = base * base;
+    double rest = coll_fma(base, base, -square) + 2.0 * (base * low);
+    base = square + rest;
+    low = rest - (base - square);
   }
   return result;
 }
@@ -72,6 +82,14 @@ COLL_FN double coll_gradient_factor(const coll_update& u) {
   double scale = coll_value(u.grad_scale), clip = coll_value(u.clip);
   double factor = u.flags & COLL_DIVIDE ? clip / scale : clip * scale;
   return u.flags & COLL_MAXIMIZE ? -factor : factor;
+}
+
+// The key of the random bits of one step: splitmix64 (Steele, Lea and Flood 2014), so that each step draws others.
+COLL_FN uint64_t coll_step_seed(uint64_t seed, int64_t step) {
+  uint64_t z = seed + (uint64_t)step * 0x9e3779b97f4a7c15u;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+  return z ^ z >> 31;
 }
 
 // One tile of one parameter: where its elements begin, and how many there are.
@@ -96,6 +114,7 @@ struct coll_sgd_rule {
   A momentum;
   A intake;    // 1 - dampening
   A step;      // -lr
+  uint64_t seed;
   bool decays, has_momentum, begins, nesterov;
 };
 
@@ -106,6 +125,7 @@ COLL_FN coll_sgd_rule<double> coll_rule_of(const coll_sgd_args& a, const coll_pa
   r.momentum = a.momentum;
   r.intake = 1.0 - a.dampening;
   r.step = -coll_value(a.update.lr);
+  r.seed = coll_step_seed(a.update.seed, (int64_t)coll_value(row.step));
   r.decays = r.decay != 0;
   r.has_momentum = row.first != 0;
   r.begins = coll_value(row.step) == 1.0;
@@ -116,7 +136,7 @@ COLL_FN coll_sgd_rule<double> coll_rule_of(const coll_sgd_args& a, const coll_pa
 template <class A>
 COLL_FN coll_sgd_rule<A> coll_rounded(const coll_sgd_rule<double>& w) {
   coll_sgd_rule<A> r = {(A)w.factor, (A)w.decay, (A)w.momentum, (A)w.intake, (A)w.step,
-                        w.decays, w.has_momentum, w.begins, w.nesterov};
+                        w.seed, w.decays, w.has_momentum, w.begins, w.nesterov};
   return r;
 }
 
@@ -144,6 +164,7 @@ struct coll_adam_rule {
   A root;    // sqrt(1 - beta2^step)
   A eps;
   A step;    // -lr / (1 - beta1^step)
+  uint64_t seed;
   bool decays, ends, amsgrad;
 };
 
@@ -161,6 +182,7 @@ COLL_FN coll_adam_rule<double> coll_rule_of(const coll_adam_args& a, const coll_
   r.root = coll_sqrt(1.0 - coll_power(a.beta2, step));
   r.eps = a.eps;
   r.step = -(lr / (1.0 - coll_power(a.beta1, step)));
+  r.seed = coll_step_seed(a.update.seed, step);
   r.decays = r.decay != 0;
   r.ends = false;
   r.amsgrad = row.largest != 0;
@@ -173,7 +195,7 @@ COLL_FN coll_adam_rule<A> coll_rounded(const coll_adam_rule<double>& w) {
   A weight = (A)w.lerp;
   bool ends = !(weight < (A)0.5);
   coll_adam_rule<A> r = {(A)w.factor, (A)w.keep, (A)w.decay, ends ? weight - (A)1 : weight, (A)w.beta2, (A)w.intake,
-                         (A)w.root, (A)w.eps, (A)w.step, w.decays, ends, w.amsgrad};
+                         (A)w.root, (A)w.eps, (A)w.step, w.seed, w.decays, ends, w.amsgrad};
   return r;
 }
 
