@@ -1,6 +1,7 @@
 // Which instruction set's kernels run, and how their tiles are shared out over threads.
 #include "kernels.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,6 +13,29 @@
 #include "error.h"
 #include "pool.h"
 #include "system.h"
+
+namespace {
+
+// The last-level cache as the kernel tells it. sysconf is not asked: in virtual machines it gives ten times that.
+int64_t last_level_cache() {
+  int64_t largest = 0;
+  for (int index = 0; index < 8; ++index) {
+    char path[64], unit = 0;
+    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/size", index);
+    FILE* file = fopen(path, "re");
+    if (!file) break;
+    long long size = 0;
+    int fields = fscanf(file, "%lld%c", &size, &unit);
+    fclose(file);
+    if (fields == 2) size *= unit == 'K' ? 1 << 10 : unit == 'M' ? 1 << 20 : 1;
+    if (fields >= 1) largest = std::max<int64_t>(largest, size);
+  }
+  return largest > 0 ? largest : 32 << 20;
+}
+
+}  // namespace
+
+int64_t coll_stream_from = last_level_cache() / 4 * 3;
 
 namespace coll {
 namespace {

@@ -23,6 +23,7 @@ __all__ = [
     "NUMBER",
     "OPAQUE",
     "PARAMETER",
+    "REDUCE",
     "SGD",
     "STOCHASTIC",
     "TENSOR",
@@ -31,6 +32,7 @@ __all__ = [
     "FinishArgs",
     "Kernel",
     "Number",
+    "ReduceArgs",
     "SgdArgs",
     "Update",
     "Work",
@@ -47,7 +49,7 @@ TENSOR = numpy.dtype(
         ("offset", "i8"),
         ("first_tile", "i8"),
         ("type", "i4"),
-        ("unused", "i4"),
+        ("padding", "i4"),
     ]
 )
 
@@ -94,6 +96,25 @@ CAST = Kernel(0, "coll_cast", "cast.cu", CastArgs)
 FINISH = Kernel(1, "coll_finish", "cast.cu", FinishArgs)
 
 # ---- Reduce.
+class ReduceArgs(Structure):
+    """coll_reduce_args"""
+
+    _fields_ = [
+        ("work", Work),
+        ("sources", _pointer),
+        ("n", c_int64),
+        ("out", _pointer),
+        ("count", c_int64),
+        ("scale_at", _pointer),
+        ("scale", c_double),
+        ("op", c_int32),
+        ("source_type", c_int32),
+        ("out_type", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+REDUCE = Kernel(2, "coll_reduce", "reduce.cu", ReduceArgs)
 
 # ---- Quantize, dequantize, requantize.
 

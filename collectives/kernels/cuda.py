@@ -108,7 +108,8 @@ def compile_source(source: str, arch: str, *more: str) -> tuple[bytes, str]:
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
             raise EngineUnavailable(
-                f"NVRTC {'.'.join(map(str, version))} could not compile {source} for {arch} ({error}):\n{log}", detail=log
+                f"NVRTC {'.'.join(map(str, version))} could not compile {source} for {arch} ({error}):\n{log}",
+                detail=log,
             ) from error
         binary = nvrtc.getCUBIN(program) if arch.startswith("sm_") else nvrtc.getPTX(program)
         return binary if isinstance(binary, bytes) else binary.encode(), nvrtc.getProgramLog(program)
@@ -208,7 +209,8 @@ def _load(kernel: abi.Kernel, index: int) -> _Loaded:
                     _modules[kernel.source, index] = module
                 function = _modules[kernel.source, index].get_function(kernel.name)
         except errors as error:
-            raise CudaError(f"could not be loaded into GPU {index}: {error}", op=kernel.name, detail=str(error)) from error
+            message = f"could not be loaded into GPU {index}: {error}"
+            raise CudaError(message, op=kernel.name, detail=str(error)) from error
         loaded = _Loaded(
             function,
             numpy.dtype((numpy.void, sizeof(kernel.args))),

@@ -1,114 +1,211 @@
-// The host launcher of reduce_n, built once per instruction set (COLL_ISA names it). Everything but the one entry point has
-// internal linkage: an inline function shared with another object would be linked from whichever set came first.
+// The host launchers of reduce_n: the kernel, and what the engine calls for the chunks of a collective.
 #include "coll/reduce.h"
 
-#include "coll/nccl_abi.h"
-#include "coll/ops.h"
+#include <type_traits>
 
-#define COLL_PASTE2(a, b) a##b
-#define COLL_PASTE(a, b) COLL_PASTE2(a, b)
+#include "coll/host_blocks.h"
+#include "coll/host_kernels.h"
 
 namespace {
 
-// Elements accumulated at a time: 4 KiB of fp32 stay in the first-level cache beside the sources' lines.
-constexpr size_t kBlock = 1024;
+// What to do to elements [first, last) of all arrays.
+struct Job {
+  const void* const* sources;
+  int64_t n;
+  void* out;
+  int64_t first, last;
+  int op;
+  int64_t over;             // > 0: divide by this
+  const uint64_t* scalars;  // as in coll_reduction
+  double scale;
+  int source_type, out_type;
+  const coll_work* work;    // NULL: no statistics; else `first` is where a tile begins
+};
+
+// A row is at most COLL_LANES elements: 4 KiB of fp32, which stay in the first-level cache beside the sources' lines. Rows of 16 KiB
+// don't, and take 1.5 times as long.
+template <class A>
+using gather_fn = void (*)(A* values, const Job& job, int64_t at, int len);
+template <class A>
+using store_fn = void (*)(void* out, const A* values, int64_t at, int len);
+
+template <class S>
+const S* row_of(const Job& job, int64_t source, int64_t at) {
+  return static_cast<const S*>(job.sources[source]) + at;
+}
+
+// How many of n sources are reduced in one loop at first, in registers and from the left, before the values are stored.
+int first_together(int64_t n) { return n >= 4 ? 4 : n >= 2 ? 2 : 1; }
+
+// Types whose conversion takes more than a shift are converted first, a row at a time: that takes no longer, and there need not be
+// as many loops as there are pairs of types.
+template <class S, class A>
+constexpr bool kConvertsFirst = !std::is_same_v<S, A> && !(std::is_same_v<S, coll_bf16> && std::is_same_v<A, float>);
+
+template <class S, class A>
+using Row = std::conditional_t<kConvertsFirst<S, A>, A, S>;
+
+template <class S, class A>
+__attribute__((noinline)) const A* converted(A* values, const S* row, int len) {
+  coll_load_block(values, row, len);
+  return values;
+}
+
+// `values` may be one of the sources: every element is read before it is written, which ivdep states to the vectoriser.
+template <class R, class A, class Op, int kTogether, bool kBegin>
+__attribute__((noinline)) void gather_rows(A* values, const R* const* rows, int len) {
+  const R *a = rows[0], *b = rows[kTogether > 1 ? 1 : 0], *c = rows[kTogether > 2 ? 2 : 0], *d = rows[kTogether > 3 ? 3 : 0];
+#pragma GCC ivdep
+  for (int i = 0; i < len; ++i) {
+    A value = coll_element<R>::load(a[i]);
+    if (!kBegin) value = Op::apply(values[i], value);
+    if (kTogether > 1) value = Op::apply(value, coll_element<R>::load(b[i]));
+    if (kTogether > 2) value = Op::apply(value, coll_element<R>::load(c[i]));
+    if (kTogether > 3) value = Op::apply(value, coll_element<R>::load(d[i]));
+    values[i] = value;
+  }
+}
+
+template <class S, class A, class Op, int kTogether, bool kBegin>
+void gather_some(A* values, const Job& job, int64_t source, int64_t at, int len) {
+  A held[kConvertsFirst<S, A> ? kTogether : 1][COLL_LANES];
+  const Row<S, A>* rows[kTogether];
+  for (int k = 0; k < kTogether; ++k) {
+    const S* row = row_of<S>(job, source + k, at);
+    if constexpr (kConvertsFirst<S, A>) rows[k] = converted(held[k], row, len);
+    else rows[k] = row;
+  }
+  gather_rows<Row<S, A>, A, Op, kTogether, kBegin>(values, rows, len);
+}
+
+template <class S, class A, class Op>
+void gather(A* values, const Job& job, int64_t at, int len) {
+  int64_t n = job.n, k = first_together(n);
+  if (k == 4) gather_some<S, A, Op, 4, true>(values, job, 0, at, len);
+  else if (k == 2) gather_some<S, A, Op, 2, true>(values, job, 0, at, len);
+  else gather_some<S, A, Op, 1, true>(values, job, 0, at, len);
+  for (; k + 4 <= n; k += 4) gather_some<S, A, Op, 4, false>(values, job, k, at, len);
+  if (k + 2 <= n) gather_some<S, A, Op, 2, false>(values, job, k, at, len), k += 2;
+  if (k < n) gather_some<S, A, Op, 1, false>(values, job, k, at, len);
+}
+
+// A sum whose sources are multiplied first.
+template <class S, class A>
+void gather_scaled(A* values, const Job& job, int64_t at, int len) {
+  for (int64_t k = 0; k < job.n; ++k) {
+    const S* row = row_of<S>(job, k, at);
+    A scalar;
+    memcpy(&scalar, &job.scalars[k], sizeof scalar);
+    if (k == 0) {
+#pragma GCC ivdep
+      for (int i = 0; i < len; ++i) values[i] = coll_mul(scalar, (A)coll_element<S>::load(row[i]));
+    } else {
+#pragma GCC ivdep
+      for (int i = 0; i < len; ++i) values[i] = coll_add(values[i], coll_mul(scalar, (A)coll_element<S>::load(row[i])));
+    }
+  }
+}
+
+template <class S, class A>
+gather_fn<A> gather_of(const Job& job) {
+  if (job.scalars) return gather_scaled<S, A>;
+  switch (job.op) {
+    case COLL_PROD: return gather<S, A, coll_prod>;
+    case COLL_MAX: return gather<S, A, coll_max>;
+    case COLL_MIN: return gather<S, A, coll_min>;
+    default: return gather<S, A, coll_sum>;
+  }
+}
+
+template <class D, class A>
+void store(void* out, const A* values, int64_t at, int len) {
+  coll_store_block(static_cast<D*>(out) + at, values, len);
+}
 
 template <class A>
-A scalar_of(uint64_t bits) {
-  A value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
+store_fn<A> store_of(int type) {
+  if constexpr (std::is_floating_point_v<A>) {
+    switch (type) {
+      case COLL_F16: return store<coll_fp16, A>;
+      case COLL_F32: return store<float, A>;
+      case COLL_BF16: return store<coll_bf16, A>;
+      case COLL_E4M3: return store<coll_e4m3, A>;
+      case COLL_E5M2: return store<coll_e5m2, A>;
+    }
+  }
+  return store<A, A>;
 }
 
-template <class T, class Op, bool kScaled>
-void reduce_typed(T* dst, const T* const* srcs, int n, size_t count, const coll_reduction* how) {
-  typedef coll_element<T> E;
-  typedef typename E::acc A;
-  A acc[kBlock];
-  for (size_t start = 0; start < count; start += kBlock) {
-    size_t len = count - start < kBlock ? count - start : kBlock;
-    {
-      const T* src = srcs[0] + start;
-      if (kScaled) {
-        A s = scalar_of<A>(how->scalars[0]);
-        for (size_t i = 0; i < len; ++i) acc[i] = coll_mul(s, E::load(src[i]));
-      } else {
-        for (size_t i = 0; i < len; ++i) acc[i] = E::load(src[i]);
+// Whether the values can be gathered in `out` itself: no source but those that are read first may be `out`.
+bool gathers_in_place(const Job& job) {
+  for (int64_t k = job.scalars ? 1 : first_together(job.n); k < job.n; ++k) {
+    if (job.sources[k] == job.out) return false;
+  }
+  return true;
+}
+
+template <class S, class A>
+void reduce(const Job& job, bool values_are_output) {
+  gather_fn<A> gather = gather_of<S, A>(job);
+  store_fn<A> store = store_of<A>(job.out_type);
+  bool in_place = values_are_output && gathers_in_place(job);
+  A held[COLL_LANES];
+  for (int64_t at = job.first; at < job.last;) {
+    int64_t tile = at / COLL_TILE, end = job.last - at < COLL_TILE ? job.last : at + COLL_TILE;
+    coll_tile_sums<std::conditional_t<std::is_floating_point_v<A>, A, float>> sums(job.work ? coll_limit(job.out_type) : 0);
+    for (int len; at < end; at += len) {
+      len = end - at < COLL_LANES ? (int)(end - at) : COLL_LANES;
+      A* values = in_place ? static_cast<A*>(job.out) + at : held;
+      gather(values, job, at, len);
+      if (job.over > 0) {
+        for (int i = 0; i < len; ++i) values[i] = coll_element<A>::average(values[i], job.over);
       }
-    }
-    for (int k = 1; k < n; ++k) {
-      const T* src = srcs[k] + start;
-      if (kScaled) {
-        A s = scalar_of<A>(how->scalars[k]);
-        for (size_t i = 0; i < len; ++i) acc[i] = Op::apply(acc[i], coll_mul(s, E::load(src[i])));
-      } else {
-        for (size_t i = 0; i < len; ++i) acc[i] = Op::apply(acc[i], E::load(src[i]));
+      if constexpr (std::is_floating_point_v<A>) {
+        if (job.scale != 1) {
+          for (int i = 0; i < len; ++i) values[i] = coll_mul(values[i], (A)job.scale);
+        }
+        if (job.work) sums.add(values, len);
       }
+      if (!in_place) store(job.out, values, at, len);
     }
-    T* out = dst + start;
-    if (how->average_over > 0) {
-      int over = how->average_over;
-      for (size_t i = 0; i < len; ++i) out[i] = E::store(E::average(acc[i], over));
-    } else {
-      for (size_t i = 0; i < len; ++i) out[i] = E::store(acc[i]);
-    }
+    if (job.work) sums.finish(*job.work, tile);
   }
 }
 
-// Two sources and no scaling is what two ranks do all day: no accumulator array, one pass. dst may be one of the sources
-// as a whole, so every element is read before it is written, which `#pragma GCC ivdep` states to the vectoriser.
-template <class T, class Op>
-void reduce_pair(T* dst, const T* a, const T* b, size_t count, int over) {
-  typedef coll_element<T> E;
-  if (over > 0) {
-#pragma GCC ivdep
-    for (size_t i = 0; i < count; ++i) dst[i] = E::store(E::average(Op::apply(E::load(a[i]), E::load(b[i])), over));
-  } else {
-#pragma GCC ivdep
-    for (size_t i = 0; i < count; ++i) dst[i] = E::store(Op::apply(E::load(a[i]), E::load(b[i])));
-  }
+template <class S>
+void reduce_float(const Job& job) {
+  if (job.out_type == COLL_F64) reduce<S, double>(job, true);
+  else reduce<S, float>(job, job.out_type == COLL_F32);
 }
 
-template <class T, class Op>
-void reduce_op(void* dst, const void* const* srcs, int n, size_t count, const coll_reduction* how) {
-  T* out = static_cast<T*>(dst);
-  const T* const* in = reinterpret_cast<const T* const*>(srcs);
-  if (how->scalars) {
-    reduce_typed<T, Op, true>(out, in, n, count, how);
-  } else if (n == 2) {
-    reduce_pair<T, Op>(out, in[0], in[1], count, how->average_over);
-  } else {
-    reduce_typed<T, Op, false>(out, in, n, count, how);
-  }
-}
-
-template <class T>
-void reduce_type(void* dst, const void* const* srcs, int n, size_t count, const coll_reduction* how) {
-  switch (how->op) {
-    case ncclProd: reduce_op<T, coll_prod>(dst, srcs, n, count, how); break;
-    case ncclMax: reduce_op<T, coll_max>(dst, srcs, n, count, how); break;
-    case ncclMin: reduce_op<T, coll_min>(dst, srcs, n, count, how); break;
-    default: reduce_op<T, coll_sum>(dst, srcs, n, count, how); break;
+void reduce_any(const Job& job) {
+  switch (job.source_type) {
+    case COLL_I8: reduce<int8_t, int8_t>(job, true); break;
+    case COLL_U8: reduce<uint8_t, uint8_t>(job, true); break;
+    case COLL_I32: reduce<int32_t, int32_t>(job, true); break;
+    case COLL_U32: reduce<uint32_t, uint32_t>(job, true); break;
+    case COLL_I64: reduce<int64_t, int64_t>(job, true); break;
+    case COLL_U64: reduce<uint64_t, uint64_t>(job, true); break;
+    case COLL_F16: reduce_float<coll_fp16>(job); break;
+    case COLL_F32: reduce_float<float>(job); break;
+    case COLL_BF16: reduce_float<coll_bf16>(job); break;
+    case COLL_E4M3: reduce_float<coll_e4m3>(job); break;
+    case COLL_E5M2: reduce_float<coll_e5m2>(job); break;
+    case COLL_F64: reduce<double, double>(job, job.out_type == COLL_F64); break;
+    default: break;  // the caller has checked the types
   }
 }
 
 }  // namespace
 
-void COLL_PASTE(coll_reduce_n_, COLL_ISA)(void* dst, const void* const* srcs, int n, size_t count, int datatype,
-                                          const coll_reduction* how) {
-  switch (datatype) {
-    case ncclInt8: reduce_type<int8_t>(dst, srcs, n, count, how); break;
-    case ncclUint8: reduce_type<uint8_t>(dst, srcs, n, count, how); break;
-    case ncclInt32: reduce_type<int32_t>(dst, srcs, n, count, how); break;
-    case ncclUint32: reduce_type<uint32_t>(dst, srcs, n, count, how); break;
-    case ncclInt64: reduce_type<int64_t>(dst, srcs, n, count, how); break;
-    case ncclUint64: reduce_type<uint64_t>(dst, srcs, n, count, how); break;
-    case ncclFloat16: reduce_type<coll_fp16>(dst, srcs, n, count, how); break;
-    case ncclFloat32: reduce_type<float>(dst, srcs, n, count, how); break;
-    case ncclFloat64: reduce_type<double>(dst, srcs, n, count, how); break;
-    case ncclBfloat16: reduce_type<coll_bf16>(dst, srcs, n, count, how); break;
-    case ncclFloat8e4m3: reduce_type<coll_e4m3>(dst, srcs, n, count, how); break;
-    case ncclFloat8e5m2: reduce_type<coll_e5m2>(dst, srcs, n, count, how); break;
-    default: break;  // the caller has checked the datatype
-  }
+void COLL_HOST_NAME(reduce)(const void* args, int64_t first, int64_t last) {
+  const coll_reduce_args& a = *static_cast<const coll_reduce_args*>(args);
+  int64_t end = last * COLL_TILE < a.count ? last * COLL_TILE : a.count;
+  reduce_any({a.sources, a.n, a.out, first * COLL_TILE, end, a.op, coll_reduce_over(a), nullptr, coll_reduce_scale(a),
+              a.source_type, a.out_type, a.work.sums ? &a.work : nullptr});
+}
+
+void COLL_PASTE3(coll_reduce_, n, COLL_ISA)(void* dst, const void* const* srcs, int n, size_t count, int datatype,
+                                            const coll_reduction* how) {
+  reduce_any({srcs, n, dst, 0, (int64_t)count, how->op, how->average_over, how->scalars, 1.0, datatype, datatype, nullptr});
 }

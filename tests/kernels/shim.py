@@ -2,8 +2,8 @@
 
 A kernel's text is what NVRTC gets (``source_text``). ``shim/prelude.h`` gives it threadIdx, barriers and the like;
 ``shim/scheduler.cpp`` runs its blocks one after the other and a block's threads in turn from barrier to barrier.
-Shared memory holds garbage at first, and uninitialised variables do. ``Fault`` is raised for what a GPU would not
-forgive: a barrier that some threads miss, a misaligned address, an index out of bounds, a hang.
+Shared memory holds garbage at first, and so do arrays of a thread (g++ 12). ``Fault`` is raised for what a GPU would
+not forgive: a barrier that some threads miss, a misaligned address, an index out of bounds, a hang.
 
     with shim.cuda_text(grid=3, block=64, order="reverse"):
         kernels.pack(tensors, flat)  # CPU tensors, the CUDA kernels' text
@@ -22,6 +22,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -38,6 +39,9 @@ LIMIT_S = 60.0  # of processor time for one launch
 FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing -w".split()
 CHECKS = ["-fsanitize=alignment,null,bounds,shift,float-cast-overflow,integer-divide-by-zero"]
 KERNEL = re.compile(r"^COLL_KERNEL\s+(\w+)\s*\(", re.MULTILINE)
+
+
+_running = threading.Lock()  # a library runs one kernel at a time
 
 
 class Fault(Exception):
@@ -60,7 +64,7 @@ def compiler() -> tuple[str, ...]:
 
 @functools.cache
 def poison() -> tuple[str, ...]:
-    """The flag that fills uninitialised variables with garbage, where the compiler has it (g++ 12)."""
+    """The flag that fills variables with garbage at first, where the compiler has it (g++ 12)."""
     flag = "-ftrivial-auto-var-init=pattern"
     command = [*compiler(), flag, "-x", "c++", "-fsyntax-only", "/dev/null"]
     return (flag,) if subprocess.run(command, capture_output=True).returncode == 0 else ()
@@ -86,7 +90,8 @@ class Text:
         text = change(text) if change else text
         self.names = KERNEL.findall(text)
         table = "".join(f"SHIM_KERNEL({name})\n" for name in self.names)
-        whole = f'#include "prelude.h"\n#line 1 "{source}"\n{text}\nconst shim_kernel shim_kernels[] = {{\n{table}{{}}}};\n'
+        after = f"\nconst shim_kernel shim_kernels[] = {{\n{table}{{}}}};\n"
+        whole = f'#include "prelude.h"\n#line 1 "{source}"\n{text}{after}'
         scheduler = compiled("scheduler", (HERE / "scheduler.cpp").read_text(), ("-U_FORTIFY_SOURCE",))
         kernels = compiled(source, whole, (*CHECKS, *poison()))
         library = kernels.with_suffix(".so")
@@ -107,7 +112,8 @@ class Text:
             raise Fault(f"{name} takes {wanted} bytes of arguments, not {len(args)}")
         number = {"forward": 0, "reverse": 1}.get(order, 2)
         seed = order if number == 2 else 0
-        error = self.library.shim_run(name.encode(), args, grid, block, number, seed, int(limit_s * 1000))
+        with _running:
+            error = self.library.shim_run(name.encode(), args, grid, block, number, seed, int(limit_s * 1000))
         if error:
             raise Fault(f"{name}, order {order}: {error.decode()}")
 

@@ -10,7 +10,7 @@
 
 namespace {
 
-// How many of the first n elements the processor's own conversion did.
+// How many of the first n elements a conversion of the processor's own did.
 template <class A, class T>
 inline int coll_load_fast(A*, const T*, int) {
   return 0;
@@ -23,11 +23,6 @@ inline int coll_store_fast(T*, const A*, int) {
 #if defined(__F16C__)
 inline int coll_load_fast(float* values, const coll_fp16* from, int n) {
   int i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16) {
-    _mm512_storeu_ps(values + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
-  }
-#endif
   for (; i + 8 <= n; i += 8) {
     _mm256_storeu_ps(values + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
   }
@@ -36,12 +31,6 @@ inline int coll_load_fast(float* values, const coll_fp16* from, int n) {
 
 inline int coll_store_fast(coll_fp16* to, const float* values, int n) {
   int i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16) {
-    __m256i halves = _mm512_cvtps_ph(_mm512_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), halves);
-  }
-#endif
   for (; i + 8 <= n; i += 8) {
     __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);

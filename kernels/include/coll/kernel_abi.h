@@ -56,7 +56,7 @@ typedef struct {
   int64_t offset;      // of the first element in the flat buffer, in its elements
   int64_t first_tile;  // tiles of all tensors before this one
   int32_t type;
-  int32_t unused;
+  int32_t padding;     // elements of the flat buffer behind the last one that pack sets to 0
 } coll_tensor;
 
 enum {
@@ -82,7 +82,22 @@ typedef struct {
   int64_t* nonfinite;      // one element
 } coll_finish_args;
 
-// ---- Reduce.
+// ---- Reduce: n arrays into one, in the order of the table.
+enum { COLL_SUM = 0, COLL_PROD = 1, COLL_MAX = 2, COLL_MIN = 3, COLL_AVG = 4 };  // with NCCL's numbers
+
+typedef struct {
+  coll_work work;
+  const void* const* sources;  // [n] addresses, in the memory of the device
+  int64_t n;                   // from 1
+  void* out;                   // may be one of the sources
+  int64_t count;               // elements of out and of each source
+  const float* scale_at;       // NULL, or one more factor, read when the kernel runs
+  double scale;                // 1 for integers
+  int32_t op;
+  int32_t source_type;
+  int32_t out_type;            // another one than source_type for floating types only
+  int32_t unused;
+} coll_reduce_args;
 
 // ---- Quantize, dequantize, requantize.
 

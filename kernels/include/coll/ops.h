@@ -23,7 +23,7 @@ struct coll_element;
       return r;                                     \
     }                                               \
     COLL_FN T store(double a) { return store(DIRECT); } \
-    COLL_FN float average(float a, int n) { return a / (float)n; } \
+    COLL_FN float average(float a, int64_t n) { return a / (float)n; } \
   };
 COLL_FLOAT_ELEMENT(float, x, r = a, (float)a)
 COLL_FLOAT_ELEMENT(coll_bf16, coll_bf16_to_float(x.bits), r.bits = coll_float_to_bf16(a), coll_round_to_odd(a))
@@ -37,18 +37,19 @@ struct coll_element<double> {
   typedef double acc;
   COLL_FN double load(double x) { return x; }
   COLL_FN double store(double a) { return a; }
-  COLL_FN double average(double a, int n) { return a / (double)n; }
+  COLL_FN double average(double a, int64_t n) { return a / (double)n; }
 };
 
 // Integers accumulate in their own signedness for min, max and the average's division (which truncates), and wrap in sums
-// and products, which the functors below do on the unsigned type. WIDE holds both a value and the number of ranks.
+// and products, which the functors below do on the unsigned type. WIDE holds both a value and the number of arrays, which is
+// below 2^31.
 #define COLL_INT_ELEMENT(T, WIDE)                             \
   template <>                                                 \
   struct coll_element<T> {                                    \
     typedef T acc;                                            \
     COLL_FN T load(T x) { return x; }                         \
     COLL_FN T store(T a) { return a; }                        \
-    COLL_FN T average(T a, int n) { return (T)((WIDE)a / (WIDE)n); } \
+    COLL_FN T average(T a, int64_t n) { return (T)((WIDE)a / (WIDE)n); } \
   };
 COLL_INT_ELEMENT(int8_t, int32_t)
 COLL_INT_ELEMENT(uint8_t, int32_t)

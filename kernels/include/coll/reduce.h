@@ -2,12 +2,23 @@
 #ifndef COLL_REDUCE_H_
 #define COLL_REDUCE_H_
 
-#include <stddef.h>
-#include <stdint.h>
+#include "tile.h"
+
+// Values pass through fp32, or fp64 where either side is fp64. Integers stay what they are.
+COLL_FN bool coll_reduce_wide(const coll_reduce_args& a) { return a.source_type == COLL_F64 || a.out_type == COLL_F64; }
+
+// By how much a sum is divided; 0: not at all.
+COLL_FN int64_t coll_reduce_over(const coll_reduce_args& a) { return a.op == COLL_AVG ? a.n : 0; }
+
+// The scale as the kernel uses it, which may be known only on the device.
+COLL_FN double coll_reduce_scale(const coll_reduce_args& a) { return a.scale_at ? a.scale * (double)*a.scale_at : a.scale; }
+
+#if !defined(__CUDACC__)
+// ---- The host engine's way in: a chunk of a collective, as the same code reduces it.
 
 // How to reduce. `average_over` > 0 divides the sum by that number. `scalars`, where not NULL, holds n values of the
-// accumulator's type by which each source is multiplied first (NCCL's pre-mul-sum): as bits of a float, a double or a
-// 64-bit integer in each uint64_t.
+// accumulator's type by which the sources of a sum are multiplied first (NCCL's pre-mul-sum): as bits of a float, a double or
+// a 64-bit integer in each uint64_t.
 struct coll_reduction {
   int op;            // ncclSum, ncclProd, ncclMax, ncclMin
   int average_over;
@@ -19,9 +30,10 @@ struct coll_reduction {
 typedef void (*coll_reduce_n_fn)(void* dst, const void* const* srcs, int n, size_t count, int datatype,
                                  const coll_reduction* how);
 
-// One of each per instruction set; collReduceN picks by what the processor has. Rounding is the same in all.
+// One of each per instruction set. Rounding is the same in all.
 void coll_reduce_n_baseline(void*, const void* const*, int, size_t, int, const coll_reduction*);
 void coll_reduce_n_avx2(void*, const void* const*, int, size_t, int, const coll_reduction*);
 void coll_reduce_n_avx512(void*, const void* const*, int, size_t, int, const coll_reduction*);
+#endif
 
 #endif

@@ -147,15 +147,22 @@ bool release(unsigned threads) {
   }
   if (waits == threads) return false;
   const Fiber& one = g_fibers[waits];
+  const char* what = one.state == kAtShuffle ? "shuffle" : "barrier";
+  bool all = one.state == kAtBarrier;
   for (unsigned t = 0; t < threads; ++t) {
     const Fiber& other = g_fibers[t];
-    if (other.state == one.state && other.line == one.line && other.where == one.where && one.state == kAtBarrier) continue;
     threadIdx.x = waits;
-    const char* what = one.state == kAtShuffle ? "shuffle" : "barrier";
-    if (other.state == kDone) fail("a %s (%s, line %d) that thread %u never reaches: it has ended", what, one.where, one.line, t);
-    fail("a %s (%s, line %d) while thread %u is in another one (%s, line %d)", what, one.where, one.line, t, other.where,
-         other.line);
+    if (other.state == kDone) {
+      all = false;
+      if (one.state == kAtShuffle && t / kWarp != waits / kWarp) continue;
+      fail("a %s (%s, line %d) that thread %u never reaches: it has ended", what, one.where, one.line, t);
+    }
+    if (other.state != one.state || other.line != one.line || other.where != one.where) {
+      fail("a %s (%s, line %d) while thread %u is in another one (%s, line %d)", what, one.where, one.line, t, other.where,
+           other.line);
+    }
   }
+  if (!all) fail("a %s (%s, line %d) that nothing ends", what, one.where, one.line);
   for (unsigned t = 0; t < threads; ++t) g_fibers[t].state = kReady;
   return true;
 }

@@ -1,0 +1,264 @@
+"""Time pack and unpack against memcpy and torch, in turn in one run, on the parameter lists of shapes.json.
+
+    python benchmarks/kernels/pack.py                     # host memory, one thread
+    python benchmarks/kernels/pack.py --device cuda       # one GPU: a device-to-device copy, torch._foreach_copy_
+
+Every result is checked before it is timed. One row a case and list goes to benchmarks/results/kernels_pack.jsonl; `ratio` is
+the peer's time by ours: the median over rounds of the two times of one round.
+"""
+
+import argparse
+import ctypes
+import json
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from provenance import where_and_when  # noqa: E402
+
+import collectives  # noqa: E402
+from collectives import kernels  # noqa: E402
+
+SHAPES = json.loads((HERE / "shapes.json").read_text())
+RESULTS = HERE.parent / "results" / "kernels_pack.jsonl"
+SCALE = 1.0 / 3.0
+ROUND_SECONDS = 0.1  # one side's part of a round, about, on a GPU; on the host one call
+libc = ctypes.CDLL(None)
+
+
+def tensors_of(name, dtype, device):
+    """Return a list's tensors, each an allocation of its own."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for shape in SHAPES[name]["shapes"]:
+        made.append(torch.randn(shape, generator=generator).to(dtype).to(device))
+    assert len(made) == SHAPES[name]["tensors"] and sum(t.numel() for t in made) == SHAPES[name]["parameters"]
+    return made
+
+
+class Timer:
+    """Seconds of one call: on the host by the clock, on a GPU by events round enough calls."""
+
+    def __init__(self, device):
+        self.cuda = device.type == "cuda"
+
+    def __call__(self, call):
+        if not self.cuda:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        calls = 0
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        begin.record()
+        while calls < 5 or time.perf_counter() - start < ROUND_SECONDS:
+            call()
+            calls += 1
+            if calls % 20 == 0:
+                torch.cuda.synchronize()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1e-3 / calls
+
+
+def in_turn(calls, device, rounds):
+    """Time each call once a round; return the lists of seconds by name."""
+    timer = Timer(device)
+    for call in calls.values():
+        call()
+    times = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(timer(call))
+    return times
+
+
+def memcpy(to, source):
+    """Return a call that copies as many bytes from one flat tensor to another as fit in both."""
+    if to.device.type == "cuda":
+        return lambda: to.copy_(source)
+    nbytes = min(to.nbytes, source.nbytes)
+    return lambda: libc.memcpy(ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr()), ctypes.c_size_t(nbytes))
+
+
+def views_of(flat, table):
+    """Return the tensors' places in the flat buffer, in their shapes."""
+    return [
+        flat[offset : offset + tensor.numel()].view(tensor.shape)
+        for tensor, offset in zip(table.tensors, table.offsets, strict=True)
+    ]
+
+
+def case_pack_copy(name, device):
+    """pack fp32 -> fp32: against memcpy of the same bytes in one piece, torch.cat, and torch._foreach_copy_ into views."""
+    tensors = tensors_of(name, torch.float32, device)
+    table = kernels.Table(tensors, torch.float32)
+    flat = torch.zeros(table.total, device=device)
+    other = torch.zeros(table.total, device=device)
+    joined = torch.empty(sum(t.numel() for t in tensors), device=device)
+    views = views_of(other, table)
+    kernels.pack(table, flat)
+    torch._foreach_copy_(views, tensors)
+    assert torch.equal(flat, other)
+    rows = [tensor.view(-1) for tensor in tensors]
+    assert torch.equal(torch.cat(rows, out=joined), torch.cat([v.flatten() for v in views_of(flat, table)]))
+    calls = {
+        "ours": lambda: kernels.pack(table, flat),
+        "memcpy": memcpy(other, flat),
+        "cat_out": lambda: torch.cat(rows, out=joined),
+        "cat": lambda: torch.cat([t.flatten() for t in tensors]),
+        "foreach_copy": lambda: torch._foreach_copy_(views, tensors),
+    }
+    return calls, 2 * 4 * table.total
+
+
+def case_pack_bf16_norm(name, device):
+    """pack fp32 -> bf16 with scale and norm: against torch's cat, mul, to, norm."""
+    tensors = tensors_of(name, torch.float32, device)
+    table = kernels.Table(tensors, torch.bfloat16)
+    flat = torch.zeros(table.total, dtype=torch.bfloat16, device=device)
+    found = kernels.Statistics(device)
+
+    def chain():
+        scaled = torch.cat([t.flatten() for t in tensors]).mul(SCALE)
+        return scaled.to(torch.bfloat16), scaled.norm()
+
+    kernels.pack(table, flat, scale=SCALE, statistics=found)
+    want, norm = chain()
+    assert torch.equal(torch.cat([v.flatten() for v in views_of(flat, table)]), want)
+    exact = math.sqrt(sum((t.double() * SCALE).square().sum().item() for t in tensors))
+    assert abs(found.norm.item() - exact) < 1e-6 * exact and found.nonfinite.item() == 0
+    calls = {
+        "ours": lambda: kernels.pack(table, flat, scale=SCALE, statistics=found),
+        "memcpy": memcpy(torch.empty_like(flat).view(torch.uint8), flat.view(torch.uint8)),
+        "chain": chain,
+    }
+    return calls, (4 + 2) * table.total
+
+
+def case_unpack_copy(name, device):
+    """unpack fp32 -> fp32: against memcpy of the same bytes in one piece, and torch._foreach_copy_ from views."""
+    tensors = tensors_of(name, torch.float32, device)
+    table = kernels.Table(tensors, torch.float32)
+    flat = torch.randn(table.total, device=device)
+    other = torch.zeros(table.total, device=device)
+    views = views_of(flat, table)
+    kernels.unpack(flat, table)
+    assert all(torch.equal(t, v) for t, v in zip(tensors, views, strict=True))
+    calls = {
+        "ours": lambda: kernels.unpack(flat, table),
+        "memcpy": memcpy(other, flat),
+        "foreach_copy": lambda: torch._foreach_copy_(tensors, views),
+    }
+    return calls, 2 * 4 * table.total
+
+
+def case_unpack_bf16_add(name, device):
+    """unpack bf16 -> fp32 with scale, adding: against torch's mul of the cast flat buffer and _foreach_add_."""
+    tensors = [torch.zeros_like(t) for t in tensors_of(name, torch.float32, device)]
+    table = kernels.Table(tensors, torch.bfloat16)
+    flat = torch.randn(table.total, device=device).to(torch.bfloat16)
+    wide = flat.float()
+    views = views_of(wide, table)
+    kernels.unpack(flat, table, scale=SCALE, add=True)
+    assert all(torch.equal(t, v * SCALE) for t, v in zip(tensors, views, strict=True))
+
+    def chain():
+        torch.mul(flat, SCALE, out=wide)
+        torch._foreach_add_(tensors, views)
+
+    calls = {"ours": lambda: kernels.unpack(flat, table, scale=SCALE, add=True), "chain": chain}
+    return calls, (2 + 4 + 4) * table.total
+
+
+CASES = {
+    "pack_fp32_fp32": case_pack_copy,
+    "pack_fp32_bf16_scale_norm": case_pack_bf16_norm,
+    "unpack_fp32_fp32": case_unpack_copy,
+    "unpack_bf16_fp32_scale_add": case_unpack_bf16_add,
+}
+
+
+def seconds_of(call, repeats=2000, best_of=7):
+    """Return the least mean of `repeats` calls, in seconds."""
+    call()
+    means = []
+    for _ in range(best_of):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        means.append((time.perf_counter() - start) / repeats)
+    return min(means)
+
+
+def call_costs(device):
+    """Return microseconds of making and checking a table of ResNet-50's tensors, and of packing two tiny tensors."""
+    tensors = [torch.empty(math.prod(s), device=device) for s in SHAPES["resnet50"]["shapes"]]
+    table = kernels.Table(tensors, torch.float32)
+    tiny = kernels.Table([torch.ones(4, device=device), torch.ones(4, device=device)], torch.float32)
+    flat = torch.empty(8, device=device)
+    found = kernels.Statistics(device)
+    costs = {
+        "build_us": seconds_of(lambda: kernels.Table(tensors, torch.float32), 200),
+        "verify_us": 0 if not hasattr(table,"verify") else seconds_of(lambda: table.verify("pack"), 500),
+        "tiny_pack_us": seconds_of(lambda: kernels.pack(tiny, flat)),
+        "tiny_pack_norm_us": seconds_of(lambda: kernels.pack(tiny, flat, statistics=found)),
+    }
+    return {name: round(seconds * 1e6, 2) for name, seconds in costs.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--lists", nargs="*", default=list(SHAPES))
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--isa", default=None, help="baseline, avx2 or avx512 (default: the widest)")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--no-output", action="store_true")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    torch.set_num_threads(1)
+    kernels.set_num_threads(1)
+    common = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "isa": kernels.use_isa(arguments.isa),
+        "threads": 1,
+        **where_and_when(),
+        "torch": torch.__version__,
+        "collectives": collectives.__version__,
+    }
+    rows = [{"benchmark": "kernels_pack", "case": "call_costs", **call_costs(device), **common}]
+    print(json.dumps(rows[-1]), flush=True)
+    for case in arguments.cases:
+        for name in arguments.lists:
+            calls, nbytes = CASES[case](name, device)
+            times = in_turn(calls, device, arguments.rounds)
+            ours = times.pop("ours")
+            row = {"benchmark": "kernels_pack", "case": case, "list": name, "nbytes_moved": nbytes}
+            row["ours_ms"] = round(statistics.median(ours) * 1e3, 4)
+            row["ours_gb_per_s"] = round(nbytes / statistics.median(ours) / 1e9, 2)
+            for peer, seconds in times.items():
+                row[f"{peer}_ms"] = round(statistics.median(seconds) * 1e3, 4)
+                row[f"{peer}_ratio"] = round(statistics.median(s / o for s, o in zip(seconds, ours, strict=True)), 3)
+            rows.append({**row, "rounds": arguments.rounds, **common})
+            print(" ".join(f"{key}={value}" for key, value in row.items() if key != "benchmark"), flush=True)
+            del calls
+    if not arguments.no_output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        with arguments.output.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        print(f"rows: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Every CUDA kernel through NVRTC for three architectures: registers, no spill, no stack, and IEEE arithmetic.
+
+It needs NVRTC but no GPU; without NVRTC it fails. The table of registers: ``python -m tests.kernels.registers``.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from collectives.kernels import cuda
+
+from .registers import ARCHITECTURES, KERNELS, SOURCES, usage
+
+PARAMETERS = 4096  # bytes of arguments that every CUDA takes
+SHARED = 48 << 10  # bytes of static shared memory in a block
+REGISTERS = 65536  # of a multiprocessor
+
+
+def test_every_kernel_has_a_source():
+    assert {kernel.source for kernel in KERNELS} == set(SOURCES)
+    assert len({kernel.name for kernel in KERNELS}) == len(KERNELS)
+    assert len({kernel.number for kernel in KERNELS}) == len(KERNELS)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_registers(source, arch, record_property):
+    used = usage(source, arch)
+    assert {each.kernel for each in used} == {kernel.name for kernel in KERNELS if kernel.source == source}
+    for each in used:
+        record_property(f"{each.kernel} {arch}", each._asdict())
+        print(each.row())
+        assert (each.spill_stores, each.spill_loads, each.stack) == (0, 0, 0), each.row()
+        assert each.shared <= SHARED, each.row()
+        # Two blocks on a multiprocessor at least, or nothing hides the memory's latency.
+        assert each.registers * cuda.BLOCK * 2 <= REGISTERS, each.row()
+
+
+# What makes a device's bits differ from the host's: contraction, flushed subnormals, approximations.
+INEXACT = re.compile(r"^.*\b(?:fma|mad)\.(?:\w+\.)*f(?:32|64)\b.*$|^.*\.(?:ftz|approx|full)\b.*$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_arithmetic_is_ieee(source):
+    ptx = cuda.compile_source(source, "compute_80")[0].decode()
+    assert not INEXACT.findall(ptx)
+
+
+def test_the_look_at_arithmetic_sees(monkeypatch):
+    """What the test above looks for, NVRTC writes where our options are not in force."""
+    text = 'extern "C" __global__ void k(float* a) { a[0] = a[1] * a[2] + a[3] / a[4] + sqrtf(a[5]); }'
+    monkeypatch.setattr(cuda, "source_text", lambda name: text)
+    assert not INEXACT.findall(cuda.compile_source("k.cu", "compute_80")[0].decode())
+    for option in ("-fmad=true", "-ftz=true", "-prec-div=false", "-prec-sqrt=false"):
+        assert INEXACT.findall(cuda.compile_source("k.cu", "compute_80", option)[0].decode()), option
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_arguments_fit(kernel):
+    from ctypes import sizeof
+
+    assert sizeof(kernel.args) <= PARAMETERS
