@@ -2,5 +2,18 @@
 
 from .bucketing import Table, pack, unpack
 from .execution import Statistics, get_num_threads, set_num_threads, use_isa
+from .optimizers import adam_step, sgd_step
+from .parameters import ParameterTable
 
-__all__ = ["Statistics", "Table", "get_num_threads", "pack", "set_num_threads", "unpack", "use_isa"]
+__all__ = [
+    "ParameterTable",
+    "Statistics",
+    "Table",
+    "adam_step",
+    "get_num_threads",
+    "pack",
+    "set_num_threads",
+    "sgd_step",
+    "unpack",
+    "use_isa",
+]

@@ -5,7 +5,7 @@ The same struct goes to the host kernels (by pointer) and to the CUDA kernels (b
 
 from __future__ import annotations
 
-from ctypes import Structure, c_double, c_int32, c_int64, c_uint64
+from ctypes import Structure, c_byte, c_double, c_int32, c_int64, c_uint64
 from typing import NamedTuple
 
 import numpy
@@ -160,6 +160,7 @@ class Update(Structure):
         ("weight_decay", c_double),
         ("seed", c_uint64),
         ("flags", c_int64),
+        ("one", c_byte * PARAMETER.itemsize),
     ]
 
 

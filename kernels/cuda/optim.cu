@@ -154,10 +154,12 @@ static __device__ __forceinline__ void step_tiles(const Args& a, Plan<Rule>& pla
   int64_t tile = a.work.tiles * (int64_t)blockIdx.x / gridDim.x;
   int64_t last = a.work.tiles * ((int64_t)blockIdx.x + 1) / gridDim.x;
   if (tile >= last || coll_left_out(a.update)) return;
-  for (int64_t at = coll_tensor_of(a.update.parameters, a.update.count, tile); tile < last; ++at) {
+  const coll_parameter* rows = a.update.parameters;
+  for (int64_t at = rows ? coll_tensor_of(rows, a.update.count, tile) : 0; tile < last; ++at) {
     __syncthreads();
     if (threadIdx.x == 0) {
-      plan.row = a.update.parameters[at];
+      if (rows) plan.row = rows[at];
+      else plan.row = a.update.one;
       Rule<double> rule = coll_rule_of(a, plan.row);
       plan.narrow = coll_rounded<float>(rule);
       plan.wide = coll_rounded<double>(rule);

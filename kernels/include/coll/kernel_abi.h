@@ -136,8 +136,8 @@ enum {
 
 // What the optimizers share. The gradient's factor is clip * grad_scale. Where `nonfinite` isn't 0 nothing is written.
 typedef struct {
-  const coll_parameter* parameters;
-  int64_t count;  // parameters
+  const coll_parameter* parameters;  // NULL: the one below
+  int64_t count;                     // parameters
   coll_number lr;
   coll_number grad_scale;
   coll_number clip;
@@ -145,6 +145,7 @@ typedef struct {
   double weight_decay;
   uint64_t seed;
   int64_t flags;
+  coll_parameter one;
 } coll_update;
 
 typedef struct {
