@@ -45,12 +45,24 @@ class ParameterTable:
     Each argument is a list with an entry for each parameter; in ``masters`` and the states None stands for what isn't
     there. Tensors may be dense in another order than the contiguous one (channels_last) where all of a parameter's
     tensors have the same strides. The table keeps the tensors but not their memory: after ``tensor.data = other`` it
-    must be made anew. ``set_grads`` gives it other gradients. ``op``: "sgd_step" or "adam_step", for the messages, in
-    which ``name`` (a function of the index) may name the parameters.
+    must be made anew. ``set_grads`` gives it other gradients. ``steps_done``: in place of ``steps``, one less. ``op``:
+    "sgd_step" or "adam_step", for the messages, in which ``name`` (a function of the index) may name the parameters.
     """
 
     def __init__(
-        self, op: str, params, grads, first=None, masters=None, second=None, largest=None, *, steps=None, positions=(0,), name=None
+        self,
+        op: str,
+        params,
+        grads,
+        first=None,
+        masters=None,
+        second=None,
+        largest=None,
+        *,
+        steps=None,
+        steps_done=None,
+        positions=(0,),
+        name=None,
     ):
         self.op = op
         self._name = name
@@ -68,18 +80,23 @@ class ParameterTable:
         wide = rows["param_type"] == _F64
         for index, code in enumerate(self._codes):
             if code not in (_F16, _BF16, _F32, _F64):
-                raise self._wrong(f"{self._called('param', index)} is {_NAMES[code]}: it must be fp32, bf16, fp16 or fp64")
-        self._arrays = {}
+                what = self._called("param", index)
+                raise self._wrong(f"{what} is {_NAMES[code]}: it must be fp32, bf16, fp16 or fp64")
+        self.masters = None if masters is None else list(masters)
+        self._kept = []
         for column, arrays in (("master", masters), ("first", first), ("second", second), ("largest", largest)):
             if arrays is not None:
-                arrays = self._arrays[column] = list(arrays)
+                arrays = list(arrays)
+                self._kept.append(arrays)
                 if any(each is not None for each in arrays):
                     self._state(column, arrays, wide)
         tiles = -(-rows["count"] // TILE)
         rows["first_tile"] = numpy.cumsum(tiles) - tiles
         self.tiles = int(tiles.sum())
         if steps is not None:
-            self._set_steps(steps)
+            self._set_steps(steps, 0.0)
+        elif steps_done is not None:
+            self._set_steps(steps_done, 1.0)
         self._set_positions(positions)
         self._written = self._apart()
         self._on_device = None
@@ -90,12 +107,21 @@ class ParameterTable:
         """Give each parameter another gradient."""
         grads = list(grads)
         rows = self.rows
-        before = rows["grad"].tobytes(), rows["grad_type"].tobytes()
+        known = rows["grad"].tobytes(), rows["grad_type"].tobytes()
         _, codes = self._column("grad", grads)
         rows["grad_type"] = codes
         self.grads = grads
-        if (rows["grad"].tobytes(), rows["grad_type"].tobytes()) == before:
+        if (rows["grad"].tobytes(), rows["grad_type"].tobytes()) == known:
             return
+        try:
+            self._check_grads(codes)
+        except InvalidArgument:
+            rows["grad"] = 0  # the next call must look again
+            raise
+        self._on_device = None
+
+    def _check_grads(self, codes) -> None:
+        rows = self.rows
         for index, code in enumerate(codes):
             if code not in (_F16, _BF16, _F32) and not (code == _F64 == self._codes[index]):
                 allowed = "fp32, bf16 or fp16" + (" or fp64" if self._codes[index] == _F64 else "")
@@ -109,7 +135,6 @@ class ParameterTable:
                 index = int(numpy.argmax(hit))
                 other = int(numpy.argmax(ends[: before[index]] > begin[index]))
                 raise self._wrong(f"{self._called('grad', index)} and {self._label(origin[other])} overlap")
-        self._on_device = None
 
     # ---- The steps.
     def sgd(
@@ -247,9 +272,9 @@ class ParameterTable:
             param = self.params[index]
             alike = isinstance(param, torch.Tensor) and _strides(array) == _strides(param)
             if column != "param" and not alike and not self._contiguous[index]:
+                other = self._called("param", index)
                 raise self._wrong(
-                    f"{what} has strides {array.stride()} and {self._called('param', index)} {param.stride()}: they must "
-                    "be the same"
+                    f"{what} has strides {array.stride()} and {other} {param.stride()}: they must be the same"
                 )
             code = TORCH_CODES.get(array.dtype)
             if alike and not array.is_contiguous() and _dense(array) and not array.is_neg() and code is not None:
@@ -272,15 +297,15 @@ class ParameterTable:
             if code != want:
                 raise self._wrong(f"{self._called(column, index)} is {_NAMES[code]}: it must be {_NAMES[want]}")
 
-    def _set_steps(self, steps) -> None:
+    def _set_steps(self, steps, more) -> None:
         if len(steps) not in (1, len(self.params)):
             raise self._wrong(f"there are {len(steps)} of step and {len(self.params)} of param")
-        self._steps = [self._number(step, f"step {i}", least=1.0, whole=True) for i, step in enumerate(steps)]
+        self._steps = [self._number(step, f"step {i}", least=1.0 - more, whole=True) for i, step in enumerate(steps)]
         column = self.rows["step"]
         column["at"] = [step.at for step in self._steps]
-        column["value"] = [step.value for step in self._steps]
+        column["value"] = [step.value + more for step in self._steps]
         column["type"] = [step.type for step in self._steps]
-        self._kept = list(steps)  # as long as their addresses are in the table
+        self._kept.append(list(steps))  # as long as their addresses are in the table
 
     def _set_positions(self, positions) -> None:
         counts = self.rows["count"]

@@ -102,7 +102,7 @@ typedef struct {
 // ---- Quantize, dequantize, requantize.
 
 // ---- Optimizers.
-// A number that may be a device scalar: `value`, or what lies at `at` when the kernel runs (NULL: value).
+// A number that may be a device scalar: `value`, and added to it what lies at `at` when the kernel runs (NULL: nothing).
 typedef struct {
   const void* at;
   double value;

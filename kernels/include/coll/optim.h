@@ -51,9 +51,9 @@ COLL_FN double coll_sqrt(double x) { return __builtin_sqrt(x); }
 
 COLL_FN double coll_value(const coll_number& n) {
   if (!n.at) return n.value;
-  if (n.type == COLL_F32) return (double)*(const float*)n.at;
-  if (n.type == COLL_F64) return *(const double*)n.at;
-  return (double)*(const int64_t*)n.at;
+  if (n.type == COLL_F32) return n.value + (double)*(const float*)n.at;
+  if (n.type == COLL_F64) return n.value + *(const double*)n.at;
+  return n.value + (double)*(const int64_t*)n.at;
 }
 
 // base^n by repeated squaring, n >= 0, in pairs of fp64 (Dekker 1971): nearly always the fp64 number that is nearest, as a good
