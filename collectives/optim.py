@@ -153,6 +153,7 @@ class _Optimizer(torch.optim.Optimizer):
                     if state[key].dtype != wanted.dtype or _local(state[key]).stride() != _local(wanted).stride():
                         state[key] = wanted.copy_(value)
 
+    @torch._disable_dynamo  # torch.compile would trace the table
     @torch.no_grad()
     def step(self, closure=None, *, grad_scale=None, clip=None, found_nonfinite=None):
         """Step all parameters that have a gradient; give what ``closure`` gives.
@@ -453,9 +454,9 @@ def _scalar(param, value) -> torch.Tensor:
 
 
 def _on(value, device):
-    """A device scalar on this device; torch copies it without a wait."""
+    """A device scalar on this device; only the host waits for one."""
     if isinstance(value, torch.Tensor) and not value.is_cpu and value.device != device:
-        return value.to(device, non_blocking=True)
+        return value.to(device, non_blocking=device.type != "cpu")
     return value
 
 
