@@ -6,6 +6,7 @@ import ctypes
 import re
 import subprocess
 
+import numpy
 import pytest
 
 from collectives import arrays, layout
@@ -20,6 +21,8 @@ STRUCTS = {
     for name, each in vars(abi).items()
     if isinstance(each, type) and issubclass(each, ctypes.Structure) and each is not ctypes.Structure
 }
+# Rows of tables as NumPy types: TENSOR is coll_tensor.
+ROWS = {name.lower(): each for name, each in vars(abi).items() if isinstance(each, numpy.dtype)}
 CONSTANTS = {name: value for name, value in vars(abi).items() if name.isupper() and isinstance(value, int)}
 CODES = {
     "I8": "int8", "U8": "uint8", "I32": "int32", "U32": "uint32", "I64": "int64", "U64": "uint64", "F16": "float16",
@@ -42,7 +45,6 @@ def expected() -> dict[str, int]:
     values = {
         "COLL_TILE": layout.TILE,
         "COLL_BLOCK": cuda.BLOCK,
-        "sizeof(coll_tensor)": abi.TENSOR.itemsize,
         "(int)collKernelCount": None,  # more than the highest number
     }
     for name, struct in STRUCTS.items():
@@ -50,9 +52,11 @@ def expected() -> dict[str, int]:
         for field, kind in struct._fields_:
             values[f"offsetof(coll_{name}, {field})"] = getattr(struct, field).offset
             values[f"sizeof(coll_{name}::{field})"] = ctypes.sizeof(kind)
-    for field, (kind, offset) in abi.TENSOR.fields.items():
-        values[f"offsetof(coll_tensor, {field})"] = offset
-        values[f"sizeof(coll_tensor::{field})"] = kind.itemsize
+    for name, rows in ROWS.items():
+        values[f"sizeof(coll_{name})"] = rows.itemsize
+        for field, (kind, offset) in rows.fields.items():
+            values[f"offsetof(coll_{name}, {field})"] = offset
+            values[f"sizeof(coll_{name}::{field})"] = kind.itemsize
     values |= {f"(int){name}": number for number, name in enumerators().items()}
     values |= {f"COLL_{name}": value for name, value in CONSTANTS.items()}
     numbers = {dtype: code for code, dtype in arrays.DTYPE_NAMES.items()}
@@ -91,6 +95,7 @@ def test_what_is_compared():
     values = expected()
     assert values["offsetof(coll_cast_args, flat_type)"] == ctypes.sizeof(abi.CastArgs) - 8
     assert values["(int)collKernelFinish"] == 1 and values["COLL_ADD"] == 2 and values["COLL_F32"] == 7
+    assert values["sizeof(coll_tensor)"] == 40
     assert sum(name.startswith("COLL_") for name in values) >= 12 + 2
 
 
