@@ -153,6 +153,66 @@ typedef struct {
 } coll_requantize_args;
 
 // ---- Optimizers.
+// A number that may be a device scalar: `value`, and added to it what lies at `at` when the kernel runs (NULL: nothing).
+typedef struct {
+  const void* at;
+  double value;
+  int64_t type;  // of what lies at `at`: COLL_F32, COLL_F64 or COLL_I64
+} coll_number;
+
+// A parameter with its gradient and state. All arrays have `count` elements; states and masters are fp32, fp64 where the
+// parameter is fp64.
+typedef struct {
+  void* param;
+  const void* grad;
+  void* master;        // NULL, or the values of which the parameter is a rounded copy that is only written
+  void* first;         // the momentum buffer (NULL: no momentum), or exp_avg
+  void* second;        // exp_avg_sq
+  void* largest;       // max_exp_avg_sq; NULL: no amsgrad
+  coll_number step;    // this step's number, from 1
+  int64_t count;       // elements; 0 is allowed, and has no tile
+  int64_t first_tile;  // tiles of all parameters before this one
+  int64_t position;    // of the first element, for the random bits
+  int32_t param_type;
+  int32_t grad_type;
+} coll_parameter;
+
+enum {
+  COLL_MAXIMIZE = 1,
+  COLL_DIVIDE = 2,      // by grad_scale
+  COLL_STOCHASTIC = 4,  // rounding to bf16
+  COLL_NESTEROV = 8,
+  COLL_DECOUPLED = 16   // AdamW's weight decay
+};
+
+// What the optimizers share. The gradient's factor is clip * grad_scale. Where `nonfinite` isn't 0 nothing is written.
+typedef struct {
+  const coll_parameter* parameters;  // NULL: the one below
+  int64_t count;                     // parameters
+  coll_number lr;
+  coll_number grad_scale;
+  coll_number clip;
+  coll_number nonfinite;
+  double weight_decay;
+  uint64_t seed;
+  int64_t flags;
+  coll_parameter one;
+} coll_update;
+
+typedef struct {
+  coll_work work;
+  coll_update update;
+  double momentum;
+  double dampening;
+} coll_sgd_args;
+
+typedef struct {
+  coll_work work;
+  coll_update update;
+  double beta1;
+  double beta2;
+  double eps;
+} coll_adam_args;
 
 #if !defined(__CUDACC_RTC__)
 #ifdef __cplusplus
