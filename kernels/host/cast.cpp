@@ -131,6 +131,7 @@ void cast_any_span(const coll_cast_args& a, const coll_cast_span& s, int64_t til
 
 void copy_span(const coll_cast_args&, const coll_cast_span& s, int64_t, double, bool streams) {
   size_t nbytes = (size_t)s.count * coll_width(s.from_type);
+  if (s.to == s.from) return;  // the tensor lies at its own place in the flat buffer
   if (streams) coll_stream_copy(s.to, s.from, nbytes);
   else memcpy(s.to, s.from, nbytes);
 }
@@ -167,7 +168,7 @@ void COLL_HOST_NAME(cast)(const void* args, int64_t first, int64_t last) {
   int64_t flat_width = coll_width(a.flat_type);
   int64_t at = coll_tensor_of(a.tensors, a.count, first);
   // Small tensors make this too high an estimate; they are not streamed, as their spans are short.
-  bool big = a.work.tiles * COLL_TILE * 2 * flat_width >= coll_stream_from;
+  bool big = a.work.tiles * COLL_TILE * (flat_width + coll_width(a.tensors[at].type)) >= coll_stream_from;
   for (int64_t tile = first; tile < last;) {
     while (tile >= a.tensors[at].first_tile + coll_tiles_of(a.tensors[at].count)) ++at;
     const coll_tensor& tensor = a.tensors[at];
