@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collectives import kernels
-from collectives.kernels import abi
+from collectives.kernels import abi, cuda
 from collectives.layout import bucket_layout
 from tests.buffers import Guarded, memory_of
 from tests.kernels import shim
@@ -550,7 +550,7 @@ def test_mutants_are_caught(name):
     texts = {}
     with (
         pytest.raises((AssertionError, shim.Fault)),
-        shim.cuda_text(3, 64, texts=lambda source: texts.setdefault(source, shim.Text(source, change))),
+        shim.cuda_text(3, 64, texts=lambda source: texts.setdefault(source, shim.Text(source, change(cuda.source_text(source))))),
     ):
         for found in (None, kernels.Statistics()):
             for offsets in (None, (0, 20, 5000, 14000)):
