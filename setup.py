@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent
 LIBRARY = Path("collectives", "_lib", "libcollectives_host.so")
 
 COMPILE = (
-    "-O3 -std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -pthread -Ikernels/include -Ihost".split()
+    "-O3 -std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -pthread "
+    "-Ikernels/include -Ihost".split()
 )
 LINK = (
     "-shared -pthread -Wl,-Bsymbolic -Wl,-soname,libcollectives_host.so -Wl,-z,defs "

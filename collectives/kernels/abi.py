@@ -5,12 +5,13 @@ The same struct goes to the host kernels (by pointer) and to the CUDA kernels (b
 
 from __future__ import annotations
 
-from ctypes import Structure, c_double, c_int32, c_int64, c_uint64
+from ctypes import Structure, c_byte, c_double, c_int32, c_int64, c_uint64
 from typing import NamedTuple
 
 import numpy
 
 __all__ = [
+    "ADAM",
     "ADD",
     "CAST",
     "CAST_BF16_BF16",
@@ -21,24 +22,44 @@ __all__ = [
     "CAST_F32_F16",
     "CAST_F32_F32",
     "CAST_WIDE",
+    "DECOUPLED",
+    "DEQUANTIZE",
+    "DIVIDE",
     "FINISH",
     "FROM_FLAT",
+    "MAXIMIZE",
+    "NESTEROV",
+    "NUMBER",
     "OPAQUE",
+    "PARAMETER",
+    "QUANTIZE",
     "REDUCE",
     "REDUCE_BF16",
     "REDUCE_E4M3",
     "REDUCE_E5M2",
     "REDUCE_F16",
     "REDUCE_F64",
-    "REDUCE_INT8",
     "REDUCE_INT32",
     "REDUCE_INT64",
+    "REDUCE_INT8",
     "REDUCE_WIDE",
+    "REQUANTIZE",
+    "SGD",
+    "STOCHASTIC",
     "TENSOR",
+    "AdamArgs",
     "CastArgs",
+    "Decoder",
+    "DequantizeArgs",
+    "Encoder",
     "FinishArgs",
     "Kernel",
+    "Number",
+    "QuantizeArgs",
     "ReduceArgs",
+    "RequantizeArgs",
+    "SgdArgs",
+    "Update",
     "Work",
 ]
 
@@ -141,4 +162,127 @@ REDUCE_INT64 = Kernel(2, "coll_reduce_int64", "reduce.cu", ReduceArgs)
 
 # ---- Quantize, dequantize, requantize.
 
+
+class Encoder(Structure):
+    """coll_encoder: how a wire buffer is written"""
+
+    _fields_ = [
+        ("wire", _pointer),
+        ("residual", _pointer),
+        ("count", c_int64),
+        ("seed", c_uint64),
+        ("position", c_int64),
+        ("format", c_int32),
+        ("block", c_int32),
+        ("residual_type", c_int32),
+        ("stochastic", c_int32),
+    ]
+
+
+class Decoder(Structure):
+    """coll_decoder: which wire buffers are summed"""
+
+    _fields_ = [
+        ("wires", _pointer),
+        ("wire", _pointer),
+        ("wire_count", c_int64),
+        ("count", c_int64),
+        ("scale_at", _pointer),
+        ("scale", c_double),
+        ("format", c_int32),
+        ("block", c_int32),
+        ("average_over", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+class QuantizeArgs(Structure):
+    """coll_quantize_args"""
+
+    _fields_ = [
+        ("work", Work),
+        ("to", Encoder),
+        ("source", _pointer),
+        ("scale_at", _pointer),
+        ("scale", c_double),
+        ("source_type", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+class DequantizeArgs(Structure):
+    """coll_dequantize_args"""
+
+    _fields_ = [("work", Work), ("from", Decoder), ("out", _pointer), ("out_type", c_int32), ("flags", c_int32)]
+
+
+class RequantizeArgs(Structure):
+    """coll_requantize_args"""
+
+    _fields_ = [("work", Work), ("from", Decoder), ("to", Encoder)]
+
+
+QUANTIZE = Kernel(3, "coll_quantize", "quantize.cu", QuantizeArgs)
+DEQUANTIZE = Kernel(4, "coll_dequantize", "quantize.cu", DequantizeArgs)
+REQUANTIZE = Kernel(5, "coll_requantize", "quantize.cu", RequantizeArgs)
+
 # ---- Optimizers.
+MAXIMIZE, DIVIDE, STOCHASTIC, NESTEROV, DECOUPLED = 1, 2, 4, 8, 16
+
+# coll_number, coll_parameter: one row of an optimizer's table.
+NUMBER = numpy.dtype([("at", "u8"), ("value", "f8"), ("type", "i8")])
+PARAMETER = numpy.dtype(
+    [
+        ("param", "u8"),
+        ("grad", "u8"),
+        ("master", "u8"),
+        ("first", "u8"),
+        ("second", "u8"),
+        ("largest", "u8"),
+        ("step", NUMBER),
+        ("count", "i8"),
+        ("first_tile", "i8"),
+        ("position", "i8"),
+        ("param_type", "i4"),
+        ("grad_type", "i4"),
+    ]
+)
+
+
+class Number(Structure):
+    """coll_number"""
+
+    _fields_ = [("at", _pointer), ("value", c_double), ("type", c_int64)]
+
+
+class Update(Structure):
+    """coll_update"""
+
+    _fields_ = [
+        ("parameters", _pointer),
+        ("count", c_int64),
+        ("lr", Number),
+        ("grad_scale", Number),
+        ("clip", Number),
+        ("nonfinite", Number),
+        ("weight_decay", c_double),
+        ("seed", c_uint64),
+        ("flags", c_int64),
+        ("one", c_byte * PARAMETER.itemsize),
+    ]
+
+
+class SgdArgs(Structure):
+    """coll_sgd_args"""
+
+    _fields_ = [("work", Work), ("update", Update), ("momentum", c_double), ("dampening", c_double)]
+
+
+class AdamArgs(Structure):
+    """coll_adam_args"""
+
+    _fields_ = [("work", Work), ("update", Update), ("beta1", c_double), ("beta2", c_double), ("eps", c_double)]
+
+
+SGD = Kernel(6, "coll_sgd", "optim.cu", SgdArgs)
+ADAM = Kernel(7, "coll_adam", "optim.cu", AdamArgs)

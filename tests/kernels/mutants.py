@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import os
 import re
@@ -30,10 +31,10 @@ from . import shim
 
 __all__ = ["TYPES", "Arena", "Case", "Mutant", "Outcome", "compile_soon", "outcome", "text_of"]
 
-GUARD, POISON = 0xA5, 0x5C
+GUARD, POISON = 0x55, 0x5C  # large numbers in every floating type, but no infinity: reading them shows, too
 ZONE = 4096  # bytes of guard on each side of a buffer
 LAUNCHES = ((1, 32, "forward"), (3, 256, "reverse"), (7, 96, 5))  # grid, block, order
-SECONDS = 20  # for all cases of one mutant
+SECONDS = 12  # for all cases of one mutant
 
 
 class Mutant(NamedTuple):
@@ -143,29 +144,51 @@ class HostText:
         export = 'extern "C" void run_coll_{0}(const void* a, int64_t b, int64_t c) {{ COLL_HOST_NAME({0})(a, b, c); }}'
         exports = "\n".join(export.format(name) for name in entries)
         source, library = path.with_suffix(".mutant.cpp"), path.with_suffix(".so")
-        # What host/ defines for the launchers.
-        source.write_text(f'#include "{path}"\nint64_t coll_stream_from = 1 << 16;\n{exports}')
+        # What host/ defines for the launchers. The bigger cases stream.
+        source.write_text(f'#include "{path}"\nint64_t coll_stream_from = 1 << 17;\n{exports}')
         include = f"-I{kernels / 'include'}"
         flags = "-std=c++17 -O1 -fPIC -shared -ffp-contract=off -w -DCOLL_ISA=baseline".split()
         subprocess.run([*shim.compiler(), *flags, include, str(source), "-o", str(library)], check=True)
-        self.library = ctypes.CDLL(str(library))
+        loaded = ctypes.CDLL(str(library))
+        self.runs = {}
+        for kernel in (each for each in vars(abi).values() if isinstance(each, abi.Kernel)):
+            if kernel.name.removeprefix("coll_") in entries:
+                run = self.runs[kernel.number] = getattr(loaded, f"run_{kernel.name}")
+                run.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
+        assert len(self.runs) == len(entries), f"{launcher}: not all of {entries} are in abi.py"
 
-    def run(self, name: str, args: bytes, tiles: int) -> None:
+    def has(self, kernel: abi.Kernel) -> bool:
+        return kernel.number in self.runs
+
+    def run(self, kernel: abi.Kernel, args, launch: tuple) -> None:
         """All tiles, in parts as threads take them."""
-        run = getattr(self.library, f"run_{name}")
-        run.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
+        tiles = args.work.tiles
         cuts = sorted({0, min(1, tiles), tiles // 2, tiles})
         for first, last in zip(cuts, cuts[1:], strict=False):
-            run(args, first, last)
+            self.runs[kernel.number](bytes(args), first, last)
 
 
-def text_of(mutant: Mutant) -> shim.Text | HostText:
+class CudaText:
+    """A source of kernels/cuda round the shim."""
+
+    def __init__(self, kernels: Path, launcher: str):
+        source = Path(launcher).name
+        self.text = shim.Text(source, cuda.source_text(source, kernels), "-O0")  # compiling takes longer than running
+
+    def has(self, kernel: abi.Kernel) -> bool:
+        return kernel.name in self.text.names
+
+    def run(self, kernel: abi.Kernel, args, launch: tuple) -> None:
+        grid, block, order = launch
+        self.text.run(kernel.name, bytes(args), max(1, min(grid, args.work.tiles)), block, order, SECONDS / 4)
+
+
+Text = HostText | CudaText
+
+
+def text_of(mutant: Mutant) -> Text:
     """Compile a mutant."""
-    kernels = tree(mutant)
-    if mutant.launcher.startswith("host/"):
-        return HostText(kernels, mutant.launcher)
-    source = Path(mutant.launcher).name
-    return shim.Text(source, cuda.source_text(source, kernels), "-O0")  # compiling takes longer than running
+    return (HostText if mutant.launcher.startswith("host/") else CudaText)(tree(mutant), mutant.launcher)
 
 
 _compilers = ThreadPoolExecutor(2)
@@ -178,21 +201,20 @@ def compile_soon(mutant: Mutant) -> Future:
 
 # ---- Running.
 @contextlib.contextmanager
-def through(text: shim.Text | HostText, source: str, launch: tuple) -> Iterator[None]:
-    """Run kernels of ``source`` by a text; others as usual."""
+def through(text: Text, launch: tuple) -> Iterator[list[str]]:
+    """Run the kernels that a text has by it, others as usual; gives the names of the former."""
     usual = execution.run_on_host
-    grid, block, order = launch
+    ran: list[str] = []
 
     def run_on_host(kernel: abi.Kernel, args) -> None:
-        if Path(kernel.source).stem != Path(source).stem:
-            usual(kernel, args)
-        elif isinstance(text, HostText):
-            text.run(kernel.name, bytes(args), args.work.tiles)
+        if text.has(kernel):
+            ran.append(kernel.name)
+            text.run(kernel, args, launch)
         else:
-            text.run(kernel.name, bytes(args), max(1, min(grid, args.work.tiles)), block, order, SECONDS / 4)
+            usual(kernel, args)
 
     with mock.patch.object(execution, "run_on_host", run_on_host):
-        yield
+        yield ran
 
 
 class Outcome(NamedTuple):
@@ -202,22 +224,22 @@ class Outcome(NamedTuple):
     detail: str
 
 
-def difference(text: shim.Text | HostText, launcher: str, cases: tuple[Case, ...]) -> str:
+def difference(text: Text, cases: tuple[Case, ...]) -> str:
     """What is different from the kernels of the library; "" where nothing is."""
-    launches = ((0, 0, 0),) if isinstance(text, HostText) else LAUNCHES
-    for launch in launches:
+    for launch in LAUNCHES if isinstance(text, CudaText) else ("host",):
         for case, right in zip(cases, expected(cases), strict=True):
-            with through(text, launcher, launch):
+            with through(text, launch) as ran:
                 try:
                     (image,) = images((case,))
                 except shim.Fault as fault:
                     return f"{case.__name__} {launch}: {fault}"
+            assert ran, f"{case.__name__} uses no kernel of this text"
             if image != right:
                 return f"{case.__name__} {launch}: other bytes in memory"
     return ""
 
 
-def outcome(text: shim.Text | HostText, launcher: str, cases: tuple[Case, ...]) -> Outcome:
+def outcome(text: Text, cases: tuple[Case, ...]) -> Outcome:
     """Run the cases in a forked child, which may crash or hang, and compare."""
     expected(cases)
     receive, send = os.pipe()
@@ -226,10 +248,11 @@ def outcome(text: shim.Text | HostText, launcher: str, cases: tuple[Case, ...]) 
         status = 1
         try:
             os.close(receive)
+            faulthandler.disable()  # a crash is an answer here
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(SECONDS)
             torch.set_num_threads(1)  # the parent's threads aren't here
-            os.write(send, difference(text, launcher, cases).encode()[:4000])
+            os.write(send, difference(text, cases).encode()[:4000])
             status = 0
         except BaseException as error:
             os.write(send, f"{type(error).__name__}: {error}".encode()[:4000])

@@ -1,4 +1,4 @@
-"""Launching on a real GPU: streams, graphs, threads, several devices, subnormals, the cache. Families test their own bits."""
+"""Launching on a real GPU: streams, graphs, threads, devices, subnormals, the cache. Families test their own bits."""
 
 from __future__ import annotations
 

@@ -99,9 +99,120 @@ typedef struct {
   int32_t unused;
 } coll_reduce_args;
 
-// ---- Quantize, dequantize, requantize.
+// ---- Quantize, dequantize, requantize. The layout of a wire buffer: quantize.h.
+
+// How one wire buffer is written.
+typedef struct {
+  void* wire;
+  void* residual;   // NULL: none; else `count` elements, read, and overwritten with what the wire doesn't carry
+  int64_t count;    // elements
+  uint64_t seed;
+  int64_t position;  // of the first element in the tensor whose part this is: picks the random bits
+  int32_t format;    // element type of the payload: COLL_I8, COLL_E4M3, COLL_E5M2 with scales, COLL_F16, COLL_BF16 without
+  int32_t block;     // elements a scale: 128, 256 or 512
+  int32_t residual_type;  // COLL_F32 or COLL_BF16
+  int32_t stochastic;     // 0: round to nearest even, 1: at random
+} coll_encoder;
+
+// Which wire buffers are summed, in order, and what becomes of the sum.
+typedef struct {
+  const void* const* wires;  // NULL: only `wire`
+  const void* wire;
+  int64_t wire_count;
+  int64_t count;          // elements of each
+  const float* scale_at;  // NULL, or one more factor, read when the kernel runs
+  double scale;
+  int32_t format;
+  int32_t block;
+  int32_t average_over;  // > 0: the sum is divided by it, before it is scaled
+  int32_t unused;
+} coll_decoder;
+
+typedef struct {
+  coll_work work;
+  coll_encoder to;
+  const void* source;
+  const float* scale_at;
+  double scale;
+  int32_t source_type;
+  int32_t unused;
+} coll_quantize_args;
+
+typedef struct {
+  coll_work work;
+  coll_decoder from;
+  void* out;
+  int32_t out_type;
+  int32_t flags;  // COLL_ADD
+} coll_dequantize_args;
+
+typedef struct {
+  coll_work work;
+  coll_decoder from;
+  coll_encoder to;  // of as many elements; its wire may be one of those that are read
+} coll_requantize_args;
 
 // ---- Optimizers.
+// A number that may be a device scalar: `value`, and added to it what lies at `at` when the kernel runs (NULL: nothing).
+typedef struct {
+  const void* at;
+  double value;
+  int64_t type;  // of what lies at `at`: COLL_F32, COLL_F64 or COLL_I64
+} coll_number;
+
+// A parameter with its gradient and state. All arrays have `count` elements; states and masters are fp32, fp64 where the
+// parameter is fp64.
+typedef struct {
+  void* param;
+  const void* grad;
+  void* master;        // NULL, or the values of which the parameter is a rounded copy that is only written
+  void* first;         // the momentum buffer (NULL: no momentum), or exp_avg
+  void* second;        // exp_avg_sq
+  void* largest;       // max_exp_avg_sq; NULL: no amsgrad
+  coll_number step;    // this step's number, from 1
+  int64_t count;       // elements; 0 is allowed, and has no tile
+  int64_t first_tile;  // tiles of all parameters before this one
+  int64_t position;    // of the first element, for the random bits
+  int32_t param_type;
+  int32_t grad_type;
+} coll_parameter;
+
+enum {
+  COLL_MAXIMIZE = 1,
+  COLL_DIVIDE = 2,      // by grad_scale
+  COLL_STOCHASTIC = 4,  // rounding to bf16
+  COLL_NESTEROV = 8,
+  COLL_DECOUPLED = 16   // AdamW's weight decay
+};
+
+// What the optimizers share. The gradient's factor is clip * grad_scale. Where `nonfinite` isn't 0 nothing is written.
+typedef struct {
+  const coll_parameter* parameters;  // NULL: the one below
+  int64_t count;                     // parameters
+  coll_number lr;
+  coll_number grad_scale;
+  coll_number clip;
+  coll_number nonfinite;
+  double weight_decay;
+  uint64_t seed;
+  int64_t flags;
+  coll_parameter one;
+} coll_update;
+
+typedef struct {
+  coll_work work;
+  coll_update update;
+  double momentum;
+  double dampening;
+} coll_sgd_args;
+
+typedef struct {
+  coll_work work;
+  coll_update update;
+  double beta1;
+  double beta2;
+  double eps;
+} coll_adam_args;
 
 #if !defined(__CUDACC_RTC__)
 #ifdef __cplusplus

@@ -12,8 +12,9 @@
 
 COLL_FN int64_t coll_tiles_of(int64_t count) { return (count + COLL_TILE - 1) / COLL_TILE; }
 
-// The tensor that a tile belongs to: the last one whose first tile is not behind it. Empty tensors never are.
-COLL_FN int64_t coll_tensor_of(const coll_tensor* tensors, int64_t count, int64_t tile) {
+// The tensor (the row of a table) that a tile belongs to: the last one whose first tile is not behind it. Empty ones never are.
+template <class Row>
+COLL_FN int64_t coll_tensor_of(const Row* tensors, int64_t count, int64_t tile) {
   int64_t low = 0, high = count - 1;
   while (low < high) {
     int64_t middle = low + (high - low + 1) / 2;

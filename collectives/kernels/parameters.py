@@ -1,0 +1,404 @@
+"""The rows that an optimizer's launch reads: parameters with their gradients and state, checked."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from ctypes import c_byte
+
+import numpy
+import torch
+
+from ..arrays import ITEMSIZE, TORCH_CODES, Reader
+from ..errors import InvalidArgument
+from ..layout import TILE
+from . import abi
+from .execution import Statistics, run
+
+__all__ = ["ParameterTable"]
+
+_F16, _BF16, _F32, _F64 = (TORCH_CODES[t] for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in TORCH_CODES.items()}
+_SCALARS = {torch.float32: _F32, torch.float64: _F64, torch.int64: TORCH_CODES[torch.int64]}
+_STATES = ("first", "second", "largest")
+_WRITTEN = ("param", "master", *_STATES)
+_ITEMSIZES = numpy.array([ITEMSIZE.get(code, 0) for code in range(max(ITEMSIZE) + 1)], dtype=numpy.uint64)
+_ONE = c_byte * abi.PARAMETER.itemsize
+
+# What the messages call an array of each column.
+_WORDS = {
+    "sgd_step": {"param": "param", "grad": "grad", "master": "master", "first": "momentum"},
+    "adam_step": {
+        "param": "param",
+        "grad": "grad",
+        "master": "master",
+        "first": "exp_avg",
+        "second": "exp_avg_sq",
+        "largest": "max_exp_avg_sq",
+    },
+}
+
+
+class ParameterTable:
+    """Parameters with their gradients and state, checked, as the rows that a launch reads; made once for many steps.
+
+    Each argument is a list with an entry for each parameter; in ``masters`` and the states None stands for what isn't
+    there. Tensors may be dense in another order than the contiguous one (channels_last) where all of a parameter's
+    tensors have the same strides. The table keeps the tensors but not their memory: after ``tensor.data = other`` it
+    must be made anew. ``set_grads`` gives it other gradients. ``steps_done``: in place of ``steps``, one less. ``op``:
+    "sgd_step" or "adam_step", for the messages, in which ``name`` (a function of the index) may name the parameters.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        params,
+        grads,
+        first=None,
+        masters=None,
+        second=None,
+        largest=None,
+        *,
+        steps=None,
+        steps_done=None,
+        positions=(0,),
+        name=None,
+    ):
+        self.op = op
+        self._name = name
+        self._words = _WORDS[op]
+        self.params = list(params)
+        if not self.params:
+            raise InvalidArgument("there is no param", op=op)
+        self.device = _device_of(self.params[0], op)
+        self._reader = Reader(self.device, owner="param 0")
+        self._steps = []
+        count = len(self.params)
+        self.rows = rows = numpy.zeros(count, dtype=abi.PARAMETER)
+        counts, self._codes = self._column("param", self.params)
+        rows["count"], rows["param_type"] = counts, self._codes
+        wide = rows["param_type"] == _F64
+        for index, code in enumerate(self._codes):
+            if code not in (_F16, _BF16, _F32, _F64):
+                what = self._called("param", index)
+                raise self._wrong(f"{what} is {_NAMES[code]}: it must be fp32, bf16, fp16 or fp64")
+        self.masters = None if masters is None else list(masters)
+        self._kept = []
+        for column, arrays in (("master", masters), ("first", first), ("second", second), ("largest", largest)):
+            if arrays is not None:
+                arrays = list(arrays)
+                self._kept.append(arrays)
+                if any(each is not None for each in arrays):
+                    self._state(column, arrays, wide)
+        tiles = -(-rows["count"] // TILE)
+        rows["first_tile"] = numpy.cumsum(tiles) - tiles
+        self.tiles = int(tiles.sum())
+        if steps is not None:
+            self._set_steps(steps, 0.0)
+        elif steps_done is not None:
+            self._set_steps(steps_done, 1.0)
+        self._set_positions(positions)
+        self._written = self._apart()
+        self._on_device = None
+        self.grads = None
+        self.set_grads(grads)
+
+    def set_grads(self, grads) -> None:
+        """Give each parameter another gradient."""
+        grads = list(grads)
+        rows = self.rows
+        known = rows["grad"].tobytes(), rows["grad_type"].tobytes()
+        _, codes = self._column("grad", grads)
+        rows["grad_type"] = codes
+        self.grads = grads
+        if (rows["grad"].tobytes(), rows["grad_type"].tobytes()) == known:
+            return
+        try:
+            self._check_grads(codes)
+        except InvalidArgument:
+            rows["grad"] = 0  # the next call must look again
+            raise
+        self._on_device = None
+
+    def _check_grads(self, codes) -> None:
+        rows = self.rows
+        for index, code in enumerate(codes):
+            if code not in (_F16, _BF16, _F32) and not (code == _F64 == self._codes[index]):
+                allowed = "fp32, bf16 or fp16" + (" or fp64" if self._codes[index] == _F64 else "")
+                raise self._wrong(f"{self._called('grad', index)} is {_NAMES[code]}: it must be {allowed}")
+        starts, ends, origin = self._written
+        if len(starts):
+            begin, end = rows["grad"], rows["grad"] + rows["count"] * _sizes(rows["grad_type"])
+            before = numpy.searchsorted(starts, end)
+            hit = (end > begin) & (before > 0) & (ends[before - 1] > begin)
+            if hit.any():
+                index = int(numpy.argmax(hit))
+                other = int(numpy.argmax(ends[: before[index]] > begin[index]))
+                raise self._wrong(f"{self._called('grad', index)} and {self._label(origin[other])} overlap")
+
+    # ---- The steps.
+    def sgd(
+        self,
+        *,
+        lr,
+        momentum=0.0,
+        dampening=0.0,
+        weight_decay=0.0,
+        nesterov=False,
+        maximize=False,
+        grad_scale=1.0,
+        clip=1.0,
+        found_nonfinite=None,
+        seed=None,
+        divide=False,
+    ) -> None:
+        """Step by SGD; see `sgd_step`. ``divide``: by ``grad_scale``."""
+        momentum = self._real(momentum, "momentum_factor")
+        dampening = self._real(dampening, "dampening", least=None)
+        has = self.rows["first"] != 0
+        if momentum and not (has | (self.rows["count"] == 0)).all():
+            raise self._wrong(f"momentum_factor is {momentum}, and momentum {int(numpy.argmin(has))} is missing")
+        if not momentum and has.any():
+            raise self._wrong("momentum_factor is 0, so no momentum is kept: leave momentum out")
+        if nesterov and (not momentum or dampening):
+            raise self._wrong("nesterov needs a momentum_factor and no dampening")
+        flags = (abi.NESTEROV if nesterov else 0) | (abi.DIVIDE if divide else 0)
+        update = self._update(lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags)
+        if self.tiles:
+            run(abi.SGD, abi.SgdArgs(abi.Work(self.tiles, 0, 0), update, momentum, dampening), self.device)
+
+    def adam(
+        self,
+        *,
+        lr,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        decoupled=False,
+        maximize=False,
+        grad_scale=1.0,
+        clip=1.0,
+        found_nonfinite=None,
+        seed=None,
+        divide=False,
+    ) -> None:
+        """Step by Adam or AdamW; see `adam_step`. ``divide``: by ``grad_scale``."""
+        beta1, beta2 = (self._real(beta, f"betas[{i}]", below=1.0) for i, beta in enumerate(betas))
+        eps = self._real(eps, "eps")
+        for column in ("first", "second"):
+            has = (self.rows[column] != 0) | (self.rows["count"] == 0)
+            if not has.all():
+                raise self._wrong(f"{self._words[column]} {int(numpy.argmin(has))} is missing")
+        if not self._steps:
+            raise self._wrong("step, the number of this step from 1, is missing")
+        flags = (abi.DECOUPLED if decoupled else 0) | (abi.DIVIDE if divide else 0)
+        update = self._update(lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags)
+        if self.tiles:
+            run(abi.ADAM, abi.AdamArgs(abi.Work(self.tiles, 0, 0), update, beta1, beta2, eps), self.device)
+
+    def _update(self, lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags) -> abi.Update:
+        if isinstance(found_nonfinite, Statistics):
+            found_nonfinite = found_nonfinite.nonfinite
+        flags |= abi.MAXIMIZE if maximize else 0
+        if seed is not None:
+            if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+                raise self._wrong(f"seed must be a whole number, not {seed!r}")
+            if _BF16 not in self._codes:
+                raise self._wrong("seed asks for rounding at random, which is for bf16 parameters, and none is")
+            flags |= abi.STOCHASTIC
+        return abi.Update(
+            self._table(),
+            len(self.rows),
+            self._number(lr, "lr", least=0.0),
+            self._number(grad_scale, "grad_scale"),
+            self._number(clip, "clip"),
+            self._number(0 if found_nonfinite is None else found_nonfinite, "found_nonfinite", finite=False),
+            self._real(weight_decay, "weight_decay"),
+            int(seed or 0) % 2**64,
+            flags,
+            _ONE.from_buffer_copy(self.rows[0].tobytes()) if len(self.rows) == 1 else _ONE(),
+        )
+
+    def _table(self) -> int:
+        """The address of the rows where the kernel runs; one row travels with the arguments."""
+        if len(self.rows) == 1:
+            return 0
+        if self.device.type == "cpu":
+            return self.rows.ctypes.data
+        if self._on_device is None:
+            # From pinned memory, which torch doesn't use again before the copy is done, so that nobody waits for it.
+            rows = torch.from_numpy(self.rows.view(numpy.uint8)).pin_memory()
+            self._on_device = rows.to(self.device, non_blocking=True)
+        return self._on_device.data_ptr()
+
+    # ---- Reading the arguments.
+    def _column(self, column, arrays) -> tuple[list[int], list[int]]:
+        """Fill a column with addresses; give counts and dtype codes."""
+        if len(arrays) != len(self.params):
+            raise self._wrong(f"there are {len(arrays)} of {self._words[column]} and {len(self.params)} of param")
+        plain, codes = self._reader.plain, TORCH_CODES
+        addresses, counts, types = [], [], []
+        for index, array in enumerate(arrays):
+            if array is None:
+                address, count, code = 0, -1, None
+            else:
+                kind = type(array)
+                code = codes.get(array.dtype) if kind is torch.Tensor or kind is torch.nn.Parameter else None
+                address = None if code is None else plain(array)
+                if address is None:
+                    address, count, code = self._unusual(column, index, array)
+                else:
+                    count = array.numel()
+                    if column != "param" and not self._contiguous[index]:
+                        self._unusual(column, index, array)
+            if column == "grad" and array is None:
+                raise self._wrong(f"{self._called('grad', index)} is None")
+            addresses.append(address)
+            counts.append(count)
+            types.append(code)
+        if column == "param":
+            self._contiguous = [not isinstance(a, torch.Tensor) or a.is_contiguous() for a in arrays]
+        elif any(count not in (-1, own) for count, own in zip(counts, self.rows["count"].tolist(), strict=True)):
+            index, own = next((i, n) for i, n in enumerate(self.rows["count"].tolist()) if counts[i] not in (-1, n))
+            what, param = self._called(column, index), self._called("param", index)
+            raise self._wrong(f"{what} has {counts[index]} elements and {param} has {own}")
+        self.rows[column] = addresses
+        return counts, types
+
+    def _unusual(self, column, index, array) -> tuple[int, int, int]:
+        """A NumPy or CuPy array, a tensor of a subclass, or one that is dense in another order."""
+        what = self._called(column, index)
+        if isinstance(array, torch.Tensor) and array.layout is torch.strided and array.device == self.device:
+            param = self.params[index]
+            alike = isinstance(param, torch.Tensor) and _strides(array) == _strides(param)
+            if column != "param" and not alike and not self._contiguous[index]:
+                other = self._called("param", index)
+                raise self._wrong(
+                    f"{what} has strides {array.stride()} and {other} {param.stride()}: they must be the same"
+                )
+            code = TORCH_CODES.get(array.dtype)
+            if alike and not array.is_contiguous() and _dense(array) and not array.is_neg() and code is not None:
+                return array.data_ptr(), array.numel(), code
+        place = self._reader.place(array, self.op, writes=column != "grad", what=what)
+        if place.label:
+            raise self._wrong(f"{what} is {place.dtype}: it must be of a floating-point dtype")
+        return place.ptr, place.count, place.code
+
+    def _state(self, column, arrays, wide) -> None:
+        _, codes = self._column(column, arrays)
+        for index, code in enumerate(codes):
+            if code is None:
+                continue
+            if column == "master" and self._codes[index] not in (_F16, _BF16):
+                raise self._wrong(
+                    f"{self._called('param', index)} is {_NAMES[self._codes[index]]} and needs no master: give None"
+                )
+            want = _F64 if wide[index] else _F32
+            if code != want:
+                raise self._wrong(f"{self._called(column, index)} is {_NAMES[code]}: it must be {_NAMES[want]}")
+
+    def _set_steps(self, steps, more) -> None:
+        if len(steps) not in (1, len(self.params)):
+            raise self._wrong(f"there are {len(steps)} of step and {len(self.params)} of param")
+        self._steps = [self._number(step, f"step {i}", least=1.0 - more, whole=True) for i, step in enumerate(steps)]
+        column = self.rows["step"]
+        column["at"] = [step.at for step in self._steps]
+        column["value"] = [step.value + more for step in self._steps]
+        column["type"] = [step.type for step in self._steps]
+        self._kept.append(list(steps))  # as long as their addresses are in the table
+
+    def _set_positions(self, positions) -> None:
+        counts = self.rows["count"]
+        for index, position in enumerate(positions):
+            if isinstance(position, bool) or not isinstance(position, numbers.Integral) or not 0 <= position < 2**62:
+                raise self._wrong(f"position {index} must be a whole number from 0, not {position!r}")
+        if len(positions) == 1:
+            self.rows["position"] = int(positions[0]) + numpy.cumsum(counts) - counts
+        elif len(positions) == len(counts):
+            self.rows["position"] = positions
+        else:
+            raise self._wrong(f"there are {len(positions)} of position and {len(counts)} of param")
+
+    def _apart(self):
+        """Refuse arrays that share memory where one is written; give the written ones' starts, ends and origins."""
+        rows = self.rows
+        starts = numpy.concatenate([rows[column] for column in _WRITTEN])
+        state = numpy.where(rows["param_type"] == _F64, 8, 4)
+        sizes = numpy.concatenate([_sizes(rows["param_type"]), *[state] * (len(_WRITTEN) - 1)])
+        ends = starts + (numpy.tile(rows["count"], len(_WRITTEN)) * sizes).astype(numpy.uint64)
+        origin = numpy.flatnonzero((starts != 0) & (ends > starts))
+        origin = origin[numpy.argsort(starts[origin], kind="stable")]
+        starts, ends = starts[origin], numpy.maximum.accumulate(ends[origin])
+        hit = starts[1:] < ends[:-1]
+        if hit.any():
+            second = int(numpy.argmax(hit)) + 1
+            first = int(numpy.argmax(ends[:second] > starts[second]))
+            raise self._wrong(f"{self._label(origin[first])} and {self._label(origin[second])} overlap")
+        return starts, ends, origin
+
+    def _label(self, origin) -> str:
+        column, index = divmod(int(origin), len(self.rows))
+        return self._called(_WRITTEN[column], index)
+
+    def _called(self, column, index) -> str:
+        word = self._words[column]
+        return f"{word} {index}" if self._name is None else f"{word} of {self._name(index)}"
+
+    def _number(self, value, what, *, least=None, whole=False, finite=True) -> abi.Number:
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise self._wrong(f"{what} must have one element, not the shape {tuple(value.shape)}")
+            if value.device == self.device and value.dtype in _SCALARS:
+                return abi.Number(value.data_ptr(), 0.0, _SCALARS[value.dtype])
+            if not value.is_cpu:
+                dtype = str(value.dtype).removeprefix("torch.")
+                raise self._wrong(
+                    f"{what} is {dtype} on {value.device}: it must be fp32, fp64 or int64 on {self.device}, where the "
+                    "arrays are, or a number"
+                )
+            value = value.item()
+        return abi.Number(0, self._real(value, what, least=least, whole=whole, finite=finite), 0)
+
+    def _real(self, value, what, *, least=0.0, below=math.inf, whole=False, finite=True) -> float:
+        if not isinstance(value, numbers.Real):
+            kind = type(value).__name__
+            raise self._wrong(f"{what} must be a number, not {kind}: {str(value)[:60]}")
+        number = float(value)
+        fits = (math.isfinite(number) or not finite) and (least is None or least <= number < below)
+        if not fits or (whole and number != int(number)):
+            kind = "a whole number" if whole else "a finite number"
+            limits = "" if least is None else f" from {least:g}" + (f" and below {below:g}" if below < math.inf else "")
+            raise self._wrong(f"{what} must be {kind}{limits}, not {value!r}")
+        return number
+
+    def _wrong(self, message) -> InvalidArgument:
+        return InvalidArgument(message, op=self.op)
+
+
+def _device_of(array, op) -> torch.device:
+    if isinstance(array, torch.Tensor):
+        return array.device
+    index = getattr(getattr(array, "device", None), "id", None)  # CuPy's
+    return torch.device("cpu") if index is None else torch.device("cuda", index)
+
+
+def _sizes(codes) -> numpy.ndarray:
+    """Bytes of an element of each dtype code."""
+    return _ITEMSIZES[codes]
+
+
+def _strides(tensor) -> list[int]:
+    """The strides that mean something: those of dimensions with more than one entry."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def _dense(tensor) -> bool:
+    """Whether a tensor's elements fill its memory without gaps and overlaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,485 @@
+"""SGD, Adam and AdamW as torch Optimizers that do all of a step in one pass over the memory.
+
+They read as torch.optim's: the same arguments, param groups, state dicts (which travel both ways), schedulers, hooks
+and GradScaler. Over parameters of all kinds and sizes a step is one kernel launch a group and device; unscaling,
+clipping by a factor and leaving a step out on non-finite gradients are part of it. New are ``master_weights`` (fp32
+masters of bf16 and fp16 parameters, in the state as ``"master_param"``) and ``stochastic_rounding`` (of bf16
+parameters). The state of bf16 and fp16 parameters is fp32. For flat shards there are `collectives.kernels.sgd_step`
+and `adam_step`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import numbers
+import operator
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from .errors import InvalidArgument
+from .kernels import ParameterTable, Statistics
+
+__all__ = ["SGD", "Adam", "AdamW", "clip_factor"]
+
+_HALVES = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.float64, *_HALVES)
+_TORCHS_OWN = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+
+
+def clip_factor(statistics: Statistics, max_norm: float) -> torch.Tensor:
+    """Give the factor by which torch.nn.utils.clip_grad_norm_ multiplies: min(1, max_norm / (norm + 1e-6)).
+
+    ``statistics``: of the gradients, as `pack`, `unpack` or `reduce_n` found them on the way. The result, fp64 of one
+    element on their device, is for ``step(clip=...)``; no wait for the GPU. Where gradients aren't finite neither is
+    the norm: give ``found_nonfinite=statistics`` as well.
+    """
+    return (max_norm / (statistics.norm + 1e-6)).clamp(max=1.0)
+
+
+class _Batch:
+    """The parameters of one group and device that one launch steps, as they were when the table was made."""
+
+    def __init__(self, params, keys, held, steps, tensors, table):
+        self.params = params
+        self.keys = keys  # of the state
+        self.held = held  # what the state had there
+        self.steps = steps  # how many each parameter has done
+        self.tensors = tensors  # all whose addresses the table holds, gradients excepted
+        self.addresses = [tensor.data_ptr() for tensor in tensors]
+        self.table = table
+        self.versions: list[int] = []  # of the parameters' memory after the last step
+
+    def current(self, params, keys, states) -> bool:
+        return (
+            keys == self.keys
+            and _alike(params, self.params)
+            and _alike(_held([states[param] for param in params], keys), self.held)
+            and [tensor.data_ptr() for tensor in self.tensors] == self.addresses
+        )
+
+    def stepped(self, found) -> None:
+        """Count a step, unless ``found`` has left it out, and let autograd notice that the parameters have changed."""
+        if self.steps:
+            if found is not None:
+                torch._foreach_add_(self.steps, (found == 0).to(torch.float32).reshape(()))
+            elif self.steps[0].is_cpu:
+                torch._foreach_add_(self.steps, torch.tensor(1.0), alpha=1.0)  # 4 times as fast as with a number
+            else:
+                torch._foreach_add_(self.steps, 1)
+        increment_version(self.params)
+        memory = self.table.params
+        if not _alike(memory, self.params):  # the local parts of DTensors
+            increment_version(memory)
+        self.versions = [param._version for param in memory]
+
+
+def _alike(some, others) -> bool:
+    return len(some) == len(others) and not any(map(operator.is_not, some, others))
+
+
+def _held(states, keys) -> list:
+    return [state.get(key) for key in keys for state in states]
+
+
+class _Optimizer(torch.optim.Optimizer):
+    """What the three share. A subclass says what state a parameter has, and launches."""
+
+    _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf and leaves the rest to step
+    _op = ""
+
+    def __init__(self, params, defaults, *, seed):
+        self._batches: dict[tuple[int, int], _Batch] = {}
+        if defaults["differentiable"]:
+            raise InvalidArgument("differentiable steps aren't offered: use torch.optim's")
+        if defaults["stochastic_rounding"] and seed is None:
+            seed = int(torch.randint(2**62, ()))
+        super().__init__(params, {**defaults, "seed": seed})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._batches = {}
+        loaded = self.__dict__.pop("_loaded", None)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():  # of torch's own optimizers, or of older versions
+                group.setdefault(key, value)
+        if loaded is not None:
+            self._take(loaded)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as torch's. Raises ``InvalidArgument`` for parameters of dtypes that the kernels lack."""
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        for index, param in enumerate(self.param_groups[number]["params"]):
+            if param.dtype not in _FLOATS:
+                del self.param_groups[number]
+                name = str(param.dtype).removeprefix("torch.")
+                raise InvalidArgument(
+                    f"parameter {index} of group {number} is {name}: it must be fp32, bf16, fp16 or fp64"
+                )
+        self._batches.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class, or of torch's class of the same name.
+
+        State of bf16 and fp16 parameters stays, or becomes, fp32 (torch would cast it to the parameter's dtype).
+        """
+        # Torch casts before it calls __setstate__, which then mends that from what the last pre-hook saw.
+        hook = self.register_load_state_dict_pre_hook(lambda own, given: own.__dict__.update(_loaded=given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+            self.__dict__.pop("_loaded", None)
+
+    def _take(self, loaded) -> None:
+        """Give the state that has just been loaded the dtypes, devices and strides that the kernels need."""
+        ids = itertools.chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, param in zip(ids, params, strict=True):
+            given = loaded["state"].get(number)
+            if not given or param not in self.state:
+                continue
+            state = self.state[param]
+            for key, value in given.items():
+                if not isinstance(value, torch.Tensor) and key != "step":
+                    continue
+                if key == "step":
+                    state[key] = _scalar(param, value)
+                elif value.shape == param.shape and value.is_floating_point():
+                    wanted = _blank(param)
+                    if state[key].dtype != wanted.dtype or _local(state[key]).stride() != _local(wanted).stride():
+                        state[key] = wanted.copy_(value)
+
+    @torch._disable_dynamo  # torch.compile would trace the table
+    @torch.no_grad()
+    def step(self, closure=None, *, grad_scale=None, clip=None, found_nonfinite=None):
+        """Step all parameters that have a gradient; give what ``closure`` gives.
+
+        ``grad_scale`` and ``clip``: factors of the gradients, numbers or tensors of one element; see `clip_factor`.
+        ``found_nonfinite``: leave the step out where this isn't 0: a number, a tensor of one element or a `Statistics`.
+        Then neither parameters nor state change, the number of the step included. (GradScaler sets the attributes
+        ``grad_scale``, by which torch's optimizers divide, and ``found_inf`` instead.) On a GPU nobody waits.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found = self._found(found_nonfinite)
+        if found is True:
+            return loss
+        scales = self._scales(grad_scale)
+        clip = 1.0 if clip is None else clip
+        position = 0
+        for number, group in enumerate(self.param_groups):
+            for device, members in _by_device(group["params"]).items():
+                batch = self._batch(number, group, device, members, position)
+                here = torch.device("cpu") if device < 0 else torch.device("cuda", device)
+                found_here = None if found is None else _on(found, here)
+                how = {key: _on(value, here) for key, value in {**scales, "clip": clip}.items()}
+                if group["stochastic_rounding"] and any(param.dtype is torch.bfloat16 for param in batch.params):
+                    how["seed"] = group["seed"]
+                self._launch(
+                    batch.table,
+                    group,
+                    lr=_on(group["lr"], here),
+                    weight_decay=group["weight_decay"],
+                    maximize=group["maximize"],
+                    found_nonfinite=found_here,
+                    **how,
+                )
+                batch.stepped(found_here)
+            position += sum(param.numel() for param in group["params"]) if group["stochastic_rounding"] else 0
+        return loss
+
+    # ---- What a subclass has of its own.
+    def _columns(self, group) -> dict[str, str]:
+        """The state's keys, and the columns of the table that they go to."""
+        raise NotImplementedError
+
+    def _launch(self, table: ParameterTable, group, **how) -> None:
+        raise NotImplementedError
+
+    def _counts_steps(self, group) -> bool:
+        return True
+
+    # ---- What a step is made of.
+    def _found(self, given):
+        """True: leave this step out; None: don't; a tensor on a GPU: the kernels will see."""
+        found = None
+        for each in (given, getattr(self, "found_inf", None)):
+            each = each.nonfinite if isinstance(each, Statistics) else each
+            if each is None:
+                continue
+            if isinstance(each, torch.Tensor) and not each.is_cpu:
+                each = (each != 0).to(torch.float32)  # NaN isn't 0 either
+                found = each if found is None else found + each.to(found.device)
+            elif not each == 0:
+                return True
+        return found
+
+    def _scales(self, given) -> dict[str, Any]:
+        divisor = getattr(self, "grad_scale", None)
+        if divisor is None:
+            return {"grad_scale": 1.0 if given is None else given}
+        if given is not None:
+            divisor = divisor / given
+        return {"grad_scale": divisor, "divide": True}
+
+    def _batch(self, number, group, device, members, position) -> _Batch:
+        """The table of a group's parameters with gradients on one device; the last step's where it still holds."""
+        params = [group["params"][index] for index in members]
+        columns = self._columns(group)
+        counts = ["step"] if self._counts_steps(group) else []
+        masters = ["master_param"] if group["master_weights"] else []
+        keys = [*columns, *masters, *counts]
+        grads = [_gradient(param, index, number) for param, index in zip(params, members, strict=True)]
+        batch = self._batches.get((number, device))
+        if batch is not None and batch.current(params, keys, self.state):
+            batch.table.set_grads(grads)
+        else:
+            known = {} if batch is None else dict(zip(map(id, batch.params), batch.versions, strict=False))
+            states = [self._state(param, group, columns) for param in params]
+            local = {key: [_local(state.get(key)) for state in states] for key in [*columns, *masters]}
+            steps = [state["step"] for state in states] if counts else []
+            memory = [_local(param) for param in params]
+            table = ParameterTable(
+                self._op,
+                memory,
+                grads,
+                masters=local.get("master_param"),
+                **{column: local[key] for key, column in columns.items()},
+                steps_done=steps or None,
+                positions=_positions(group["params"], members, position),
+                name=lambda index: f"parameter {members[index]} of group {number}",
+            )
+            tensors = [tensor for each in (memory, *local.values(), steps) for tensor in each if tensor is not None]
+            batch = self._batches[number, device] = _Batch(params, keys, _held(states, keys), steps, tensors, table)
+            batch.versions = [known.get(id(param), -1) for param in params]
+        if group["master_weights"]:
+            for param, master, version in zip(batch.table.params, batch.table.masters, batch.versions, strict=True):
+                if master is not None and param._version != version:
+                    _follow(master, param, group["stochastic_rounding"])
+        return batch
+
+    def _state(self, param, group, columns) -> dict[str, torch.Tensor]:
+        state = self.state[param]
+        if self._counts_steps(group):
+            step = state.get("step")
+            if step is None:
+                # torch's SGD keeps no number: with a buffer there was a step.
+                state["step"] = _scalar(param, 0 if all(state.get(key) is None for key in columns) else 1)
+            elif not isinstance(step, torch.Tensor) or step.get_device() != param.get_device():
+                state["step"] = _scalar(param, step)
+        for key in columns:
+            if state.get(key) is None:
+                state[key] = _blank(param)
+        if group["master_weights"] and param.dtype in _HALVES and state.get("master_param") is None:
+            state["master_param"] = _blank(param).copy_(param)
+        return state
+
+
+class SGD(_Optimizer):
+    """torch.optim.SGD in one pass; see the module for what is new.
+
+    ``master_weights``: keep fp32 masters of bf16 and fp16 parameters. ``stochastic_rounding``: round bf16 parameters at
+    random, by ``seed`` (drawn from torch's generator where it isn't given; saved with the groups), each step and each
+    element with bits of its own. ``foreach``, ``fused`` and ``capturable`` are taken, and change nothing.
+    """
+
+    _op = "sgd_step"
+
+    def __init__(
+        self,
+        params,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int | None = None,
+    ):
+        _check_lr(lr)
+        _check("momentum value", momentum)
+        _check("dampening", dampening, least=-math.inf)
+        _check("weight_decay value", weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise InvalidArgument("Nesterov momentum requires a momentum and zero dampening")
+        defaults = dict(
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            **{**_TORCHS_OWN, "differentiable": differentiable},
+        )
+        super().__init__(params, defaults, seed=seed)
+
+    def _columns(self, group):
+        return {"momentum_buffer": "first"} if group["momentum"] else {}
+
+    def _counts_steps(self, group):
+        # Without momentum nothing depends on the number but the random bits.
+        return bool(group["momentum"]) or group["stochastic_rounding"]
+
+    def _launch(self, table, group, **how):
+        table.sgd(momentum=group["momentum"], dampening=group["dampening"], nesterov=group["nesterov"], **how)
+
+
+class Adam(_Optimizer):
+    """torch.optim.Adam in one pass; see the module for what is new, and `SGD` for its arguments."""
+
+    _op = "adam_step"
+
+    def __init__(
+        self,
+        params,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int | None = None,
+    ):
+        _check_lr(lr)
+        _check("epsilon value", eps)
+        if len(betas) != 2:
+            raise InvalidArgument(f"betas must be two numbers, not {betas!r}")
+        for index, beta in enumerate(betas):
+            _check(f"beta parameter at index {index}", beta, below=1.0)
+        _check("weight_decay value", weight_decay)
+        defaults = dict(
+            lr=lr,
+            betas=tuple(betas),
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            decoupled_weight_decay=decoupled_weight_decay,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            **{**_TORCHS_OWN, "differentiable": differentiable},
+        )
+        super().__init__(params, defaults, seed=seed)
+
+    def _columns(self, group):
+        columns = {"exp_avg": "first", "exp_avg_sq": "second"}
+        return {**columns, "max_exp_avg_sq": "largest"} if group["amsgrad"] else columns
+
+    def _launch(self, table, group, **how):
+        table.adam(betas=group["betas"], eps=group["eps"], decoupled=group["decoupled_weight_decay"], **how)
+
+
+class AdamW(Adam):
+    """torch.optim.AdamW in one pass; see the module for what is new, and `SGD` for its arguments."""
+
+    def __init__(
+        self,
+        params,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **others,
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **{**others, "decoupled_weight_decay": True})
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True
+
+
+def _check(what, value, *, least=0.0, below=math.inf) -> None:
+    if not isinstance(value, numbers.Real) or not least <= value < below:
+        raise InvalidArgument(f"Invalid {what}: {value}")
+
+
+def _check_lr(lr) -> None:
+    if isinstance(lr, torch.Tensor):
+        if lr.numel() != 1:
+            raise InvalidArgument("Tensor lr must be 1-element")
+    elif not isinstance(lr, numbers.Real) or not 0.0 <= lr:
+        raise InvalidArgument(f"Invalid learning rate: {lr}")
+
+
+def _local(tensor):
+    """A DTensor's own part; any other tensor, or None, itself."""
+    if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
+        return tensor
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def _gradient(param, index, group) -> torch.Tensor:
+    grad = param.grad
+    if getattr(grad, "placements", None) != getattr(param, "placements", None):
+        ours, theirs = getattr(param, "placements", None), getattr(grad, "placements", None)
+        raise InvalidArgument(
+            f"parameter {index} of group {group} lies on its mesh as {ours}, its gradient as {theirs}: redistribute it"
+        )
+    return _local(grad)
+
+
+def _blank(param) -> torch.Tensor:
+    """Zeros for a parameter's state, in its shape and order."""
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _scalar(param, value) -> torch.Tensor:
+    return torch.tensor(float(value), dtype=torch.float32, device=param.device)
+
+
+def _on(value, device):
+    """A device scalar on this device; only the host waits for one."""
+    if isinstance(value, torch.Tensor) and not value.is_cpu and value.device != device:
+        return value.to(device, non_blocking=device.type != "cpu")
+    return value
+
+
+def _by_device(params) -> dict[int, list[int]]:
+    """The numbers of the parameters that have gradients, by device (-1: the CPU)."""
+    members: dict[int, list[int]] = {}
+    for index, param in enumerate(params):
+        if param.grad is not None:
+            members.setdefault(param.get_device(), []).append(index)
+    return members
+
+
+def _positions(params, members, position) -> list[int]:
+    starts = list(itertools.accumulate((param.numel() for param in params), initial=position))
+    return [starts[index] for index in members]
+
+
+def _follow(master, param, at_random) -> None:
+    """Take over into a master what someone else has written to its parameter: where that isn't the master, rounded."""
+    rounded = master.to(param.dtype)
+    other = rounded != param
+    if at_random and param.dtype == torch.bfloat16:
+        # Either neighbour may be the rounded master: the bits of the one toward 0, or the next ones.
+        above = param.view(torch.int16) - (master.view(torch.int32) >> 16).to(torch.int16)
+        other &= (above != 0) & (above != 1)
+    master.copy_(torch.where(other, param.to(master.dtype), master))

@@ -1,0 +1,662 @@
+"""sgd_step and adam_step: against torch.optim's foreach form, against float64, and all paths against each other."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import kernels
+from collectives.errors import InvalidArgument
+from tests.buffers import Guarded, memory_of
+from tests.kernels import shim
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+LR = 1e-3
+SIZES = [0, 1, 3, 1023, 4095, 4096, 4097, 10007, 33 * 4096 + 5]
+ISAS = ["baseline", "avx2", "avx512"]
+STATES = {
+    "sgd": ("momentum",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+}
+
+# What torch.optim and the kernel functions are given.
+RULES = {
+    "sgd": dict(),
+    "sgd decay": dict(weight_decay=0.1),
+    "sgd maximize": dict(maximize=True, weight_decay=0.1),
+    "sgd momentum": dict(momentum=0.9),
+    "sgd dampening": dict(momentum=0.8, dampening=0.3, weight_decay=0.01),
+    "sgd nesterov": dict(momentum=0.9, nesterov=True, weight_decay=0.01, maximize=True),
+    "adam": dict(),
+    "adam decay": dict(weight_decay=0.1, maximize=True),
+    "adam betas": dict(betas=(0.3, 0.5), eps=1e-3),
+    "adam amsgrad": dict(weight_decay=0.01, amsgrad=True),
+    "adamw": dict(weight_decay=0.1),
+    "adamw amsgrad": dict(amsgrad=True, maximize=True, betas=(0.95, 0.98)),
+}
+
+
+@pytest.fixture(autouse=True)
+def usual_paths():
+    yield
+    kernels.use_isa()
+    kernels.set_num_threads(None)
+
+
+def isas():
+    found = []
+    for name in ISAS:
+        try:
+            found.append(kernels.use_isa(name))
+        except InvalidArgument:
+            pass
+    kernels.use_isa()
+    return found
+
+
+def values(count, dtype, seed, spread=3.0):
+    """Numbers of many magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.exp(torch.randn(count, generator=generator, dtype=F64) * spread)
+    return (torch.randn(count, generator=generator, dtype=F64) * scale * 0.01).to(dtype)
+
+
+def kind_of(rule):
+    name = rule.partition(" ")[0]
+    return "sgd" if name == "sgd" else "amsgrad" if RULES[rule].get("amsgrad") else "adam"
+
+
+def step_ours(rule, param, grad, states, *, step, lr=LR, **more):
+    """The step of ``rule`` by our kernel; ``states``: in the order of STATES."""
+    how = dict(RULES[rule])
+    if kind_of(rule) == "sgd":
+        momentum = how.pop("momentum", 0.0)
+        buffers = states if momentum else ()
+        kernels.sgd_step(param, grad, *buffers, momentum_factor=momentum, lr=lr, step=step, **how, **more)
+    else:
+        largest = states[2] if how.pop("amsgrad", False) else None
+        how.setdefault("weight_decay", 0.01 if rule.startswith("adamw") else 0.0)
+        kernels.adam_step(
+            param,
+            grad,
+            *states[:2],
+            max_exp_avg_sq=largest,
+            decoupled=rule.startswith("adamw"),
+            lr=lr,
+            step=step,
+            **how,
+            **more,
+        )
+
+
+def torch_optimizer(rule, param):
+    cls = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[rule.partition(" ")[0]]
+    return cls([param], lr=LR, foreach=True, **RULES[rule])
+
+
+def same_bits(one, other):
+    """Whether all bits are the same, or both are NaN."""
+    as_bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return bool(((one.view(as_bits) == other.view(as_bits)) | (one.isnan() & other.isnan())).all())
+
+
+def fused_multiply_add():
+    """Whether this torch rounds sums of products once, as ours do."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+# ---- torch.optim.
+def train(rule, dtype, steps, check):
+    """Let torch step; before each step give ours equal states, and compare."""
+    count = 5003
+    param = torch.nn.Parameter(values(count, dtype, 1))
+    optimizer = torch_optimizer(rule, param)
+    for step in range(1, steps + 1):
+        param.grad = values(count, dtype, 10 + step)
+        before = {key: value.clone() for key, value in optimizer.state[param].items() if value is not None}
+        ours = param.detach().clone()
+        names = {"momentum": "momentum_buffer"}
+        wanted = STATES[kind_of(rule)] if RULES[rule].get("momentum", 1) else ()
+        states = [before.get(names.get(key, key), torch.full_like(ours, 0 if "exp" in key else 7.0)) for key in wanted]
+        optimizer.step()
+        step_ours(rule, ours, param.grad, states, step=step)
+        after = [optimizer.state[param].get(names.get(key, key)) for key in wanted]
+        check(ours, param.detach(), [pair for pair in zip(states, after, strict=True) if pair[1] is not None])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_within_two_ulps_of_torch(rule):
+    def check(ours, torchs, states):
+        largest = torch.maximum(torchs.abs(), torch.tensor(LR))
+        ulp = torch.nextafter(largest, torch.tensor(math.inf)) - largest
+        assert ((ours - torchs).abs() / ulp).max() <= 2
+        for mine, others in states:
+            torch.testing.assert_close(mine, others, rtol=1e-6, atol=0)
+
+    train(rule, F32, 12, check)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_same_bits_as_torch_with_the_nearest_square_root(rule, dtype, monkeypatch):
+    """Torch's own (MKL's) is off by one unit here and there."""
+    if not fused_multiply_add():
+        pytest.skip("this torch rounds products before it adds them")
+    monkeypatch.setattr(torch, "_foreach_sqrt", lambda some: [torch.from_numpy(np.sqrt(each.numpy())) for each in some])
+
+    def check(ours, torchs, states):
+        assert same_bits(ours, torchs)
+        for mine, others in states:
+            assert same_bits(mine, others)
+
+    train(rule, dtype, 5, check)
+
+
+@pytest.mark.parametrize("step", [1, 2, 1000, 12345, 10**6])
+def test_bias_corrections_of_late_steps(step):
+    param = torch.nn.Parameter(values(1000, F64, 1))
+    optimizer = torch_optimizer("adamw", param)
+    states = [values(1000, F64, 2), values(1000, F64, 3).abs()]
+    optimizer.state[param] = dict(zip(STATES["adam"], (each.clone() for each in states), strict=True))
+    optimizer.state[param]["step"] = torch.tensor(step - 1.0)
+    param.grad = values(1000, F64, 4)
+    ours = param.detach().clone()
+    optimizer.step()
+    step_ours("adamw", ours, param.grad, states, step=step)
+    torch.testing.assert_close(ours, param.detach(), rtol=1e-14, atol=1e-17)
+
+
+# ---- float64.
+def wide(tensor):
+    return tensor.double().numpy().astype(np.longdouble)
+
+
+def in_float64(rule, param, grad, states, *, step, factor=1.0):
+    """The formulas of torch's documentation, in more than float64 where NumPy has it: the new parameter and states."""
+    how = RULES[rule]
+    p, g = param, wide(grad) * factor * (-1 if how.get("maximize") else 1)
+    if kind_of(rule) == "sgd":
+        g = g + how.get("weight_decay", 0) * p
+        momentum = how.get("momentum", 0)
+        if momentum:
+            buffer = g if step == 1 else momentum * states[0] + (1 - how.get("dampening", 0)) * g
+            g = g + momentum * buffer if how.get("nesterov") else buffer
+            states = [buffer]
+        return p - LR * g, states
+    beta1, beta2 = how.get("betas", (0.9, 0.999))
+    decay = how.get("weight_decay", 0.01 if rule.startswith("adamw") else 0)
+    if rule.startswith("adamw"):
+        p = p * (1 - LR * decay)
+    else:
+        g = g + decay * p
+    m = beta1 * states[0] + (1 - beta1) * g
+    v = beta2 * states[1] + (1 - beta2) * g * g
+    x = np.maximum(states[2], v) if how.get("amsgrad") else v
+    p = p - LR * (m / (1 - beta1**step)) / (np.sqrt(x / (1 - beta2**step)) + how.get("eps", 1e-8))
+    return p, [m, v, x][: len(states)]
+
+
+def make(rule, count, param_type=F32, grad_type=F32, master=False, seed=0):
+    """Arrays for one step: a parameter, its gradient, states, master."""
+    wide = F64 if param_type == F64 else F32
+    states = [values(count, wide, seed + 3 + i, 1.0) for i in range(len(STATES[kind_of(rule)]))]
+    states[1:] = [each.abs() for each in states[1:]]
+    if kind_of(rule) == "sgd" and not RULES[rule].get("momentum"):
+        states = []
+    more = {"master": values(count, F32, seed + 2)} if master else {}
+    return dict(param=values(count, param_type, seed), grad=values(count, grad_type, seed + 1), states=states, **more)
+
+
+TYPES = [
+    (F32, F32, False),
+    (F32, BF16, False),
+    (F32, F16, False),
+    (BF16, BF16, False),
+    (BF16, F32, True),
+    (BF16, BF16, True),
+    (F16, F16, True),
+    (F16, F32, False),
+    (F64, F64, False),
+    (F64, BF16, False),
+]
+
+
+@pytest.mark.parametrize("param_type, grad_type, master", TYPES, ids=str)
+@pytest.mark.parametrize("rule", ["sgd", "sgd nesterov", "adam decay", "adamw amsgrad"])
+def test_against_float64(rule, param_type, grad_type, master):
+    a = make(rule, 9001, param_type, grad_type, master)
+    start = wide(a.get("master", a["param"]))
+    olds = [wide(each) for each in a["states"]]
+    p, states = in_float64(rule, start, a["grad"], olds, step=3, factor=0.125 * 0.75)
+    more = {"master": a["master"]} if master else {}
+    step_ours(rule, a["param"], a["grad"], a["states"], step=3, grad_scale=0.125, clip=0.75, **more)
+    unit = 2.0**-52 if param_type == F64 else 2.0**-23
+    for mine, before, exact in zip(a["states"], olds, states, strict=True):
+        # The terms of a sum may cancel, so the bound is on the larger of what comes in and what goes out.
+        room = np.abs(exact) + np.abs(before) + np.abs(exact - before)
+        assert (np.abs(wide(mine) - exact) <= 4 * unit * room).all()
+    stepped = a["master"] if master else a["param"]
+    if master:
+        assert torch.equal(a["param"], a["master"].to(param_type))  # torch rounds to nearest, ties to even
+    elif param_type in (BF16, F16):
+        unit = 2.0**-8 if param_type == BF16 else 2.0**-11
+    moved = np.abs(p - start)
+    least = 2.0**-14 if stepped.dtype == F16 else 0  # the units of fp16 are no smaller below it
+    # In fp64 the bias corrections count as well: the rounding of beta2^3 is 300 times as much of 1 - beta2^3.
+    room = 2 * np.maximum(np.abs(p), least) + (512 if param_type == F64 else 16) * moved
+    assert (np.abs(wide(stepped) - p) <= unit * room).all()
+
+
+# ---- All paths agree.
+def snapshot(a):
+    tensors = [a["param"], a["grad"], *a["states"], *([a["master"]] if "master" in a else [])]
+    return [each.clone() for each in tensors]
+
+
+PATHS = ["threads", "shim 1 256", "shim 3 64 reverse", "shim 2 48 1"]
+
+
+def on_path(path, call):
+    """Run a call by an instruction set, by two threads, or as the text of the CUDA kernel."""
+    if path in ISAS:
+        kernels.use_isa(path)
+        call()
+    elif path == "threads":
+        kernels.set_num_threads(2)
+        call()
+    else:
+        _, grid, block, *order = path.split()
+        order = order[0] if order else "forward"
+        order = int(order) if order.isdigit() else order
+        with shim.cuda_text(grid=int(grid), block=int(block), order=order) as ran:
+            call()
+        assert ran == ["coll_sgd"] or ran == ["coll_adam"]
+    kernels.use_isa()
+    kernels.set_num_threads(None)
+
+
+def spoil(a):
+    """Values at which arithmetic may differ between paths."""
+    odd = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-39, 1e-38, 3e38, -3e38, 65504.0, 1e-20]
+    for shift, tensor in enumerate([a["param"], a["grad"], *a["states"]]):
+        for i in range(min(len(odd) ** 2, tensor.numel())):
+            tensor[i] = odd[(i // len(odd) if shift % 2 else i) % len(odd)]
+
+
+@pytest.mark.parametrize("param_type, grad_type, master", TYPES, ids=str)
+@pytest.mark.parametrize("rule", ["sgd", "sgd dampening", "adam decay", "adam betas", "adamw", "adamw amsgrad"])
+def test_all_paths_give_the_same_bits(rule, param_type, grad_type, master):
+    seed = 77 if param_type == BF16 else None
+
+    def run(path):
+        a = make(rule, 9001, param_type, grad_type, master)
+        spoil(a)
+        more = {"master": a["master"]} if master else {}
+        call = functools.partial(
+            step_ours, rule, a["param"], a["grad"], a["states"], step=3, clip=0.3, seed=seed, position=5, **more
+        )
+        on_path(path, call)
+        return snapshot(a)
+
+    expected = run("threads")
+    for path in [*isas(), *PATHS[1:]]:
+        for mine, other in zip(run(path), expected, strict=True):
+            assert same_bits(mine, other), path
+
+
+def guarded(tensor, offset):
+    """A copy of a tensor between guard zones, ``offset`` bytes past a 64-byte boundary."""
+    zone = Guarded(memory_of("host"), tensor.numel() * tensor.element_size(), offset)
+    zone.write(tensor.view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8))
+    bytes_ = zone.block[zone.start : zone.start + zone.nbytes]
+    return zone, torch.from_numpy(bytes_).view(tensor.dtype)
+
+
+@pytest.mark.parametrize("path", [*ISAS, *PATHS])
+@pytest.mark.parametrize("count", SIZES)
+def test_sizes_and_unaligned_views(count, path):
+    if path in ISAS and path not in isas():
+        pytest.skip("this machine doesn't have it")
+    if path.startswith("shim") and count > 5000 and not path.endswith("64 reverse"):
+        pytest.skip("slow, and no other tiles than at the other sizes")
+    rule, types = "adam amsgrad", (BF16, F16, True)
+    a = make(rule, count, *types)
+    expected = make(rule, count, *types)
+    step_ours(rule, expected["param"], expected["grad"], expected["states"], step=2, master=expected["master"])
+    zones = {}
+    for number, key in enumerate(["param", "grad", "master", 0, 1, 2]):
+        tensor = a["states"][key] if isinstance(key, int) else a[key]
+        zones[key] = guarded(tensor, (number + 1) * tensor.element_size() % 64)
+    views = {key: view for key, (_, view) in zones.items()}
+    states = [views[i] for i in range(3)]
+    call = functools.partial(
+        step_ours, rule, views["param"], views["grad"], states, step=2, master=views["master"]
+    )
+    if count or not path.startswith("shim"):
+        on_path(path, call)
+    else:
+        call()
+    after = [views["param"], views["grad"], *states, views["master"]]
+    for mine, other in zip(after, snapshot(expected), strict=True):
+        assert same_bits(mine, other)
+    assert all(zone.guards_intact() for zone, _ in zones.values())
+
+
+@pytest.mark.parametrize("rule", ["sgd nesterov", "adamw"])
+@pytest.mark.parametrize("path", ["threads", "shim 3 64 reverse"])
+def test_many_tensors_in_one_launch(rule, path):
+    counts = [7, 0, 4096, 1, 12289, 0, 5000, 3]
+    types = [TYPES[i % len(TYPES)] for i in range(len(counts))]
+    alone = [make(rule, n, *t, seed=10 * i) for i, (n, t) in enumerate(zip(counts, types, strict=True))]
+    together = [make(rule, n, *t, seed=10 * i) for i, (n, t) in enumerate(zip(counts, types, strict=True))]
+    for a, step in zip(alone, range(1, 9), strict=True):
+        step_ours(rule, a["param"], a["grad"], a["states"], step=step, master=a.get("master"))
+    states = [[a["states"][i] for a in together] for i in range(len(together[0]["states"]))]
+    call = functools.partial(
+        step_ours,
+        rule,
+        [a["param"] for a in together],
+        [a["grad"] for a in together],
+        states,
+        step=list(range(1, 9)),
+        master=[a.get("master") for a in together],
+    )
+    on_path(path, call)
+    for a, b in zip(alone, together, strict=True):
+        assert all(map(same_bits, snapshot(a), snapshot(b)))
+
+
+@pytest.mark.parametrize("rule", ["sgd dampening", "adam amsgrad"])
+def test_any_sharding_gives_the_bits_of_the_whole(rule):
+    types = (BF16, F32, True)
+    whole, parts = make(rule, 20011, *types), make(rule, 20011, *types)
+    how = dict(step=4, seed=9, clip=0.7)
+    step_ours(rule, whole["param"], whole["grad"], whole["states"], master=whole["master"], position=100, **how)
+    cuts = [0, 1, 2, 1027, 4096, 4099, 8192, 19999, 20011]
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        part = slice(start, end)
+        states = [each[part] for each in parts["states"]]
+        step_ours(
+            rule,
+            parts["param"][part],
+            parts["grad"][part],
+            states,
+            master=parts["master"][part],
+            position=100 + start,
+            **how,
+        )
+    assert all(map(same_bits, snapshot(whole), snapshot(parts)))
+
+
+# ---- Scalars.
+@pytest.mark.parametrize("path", ["threads", "shim 3 64 reverse"])
+@pytest.mark.parametrize("rule", ["sgd dampening", "adamw"])
+def test_device_scalars_are_read_when_the_kernel_runs(rule, path):
+    host, device = make(rule, 5000), make(rule, 5000)
+    numbers = dict(lr=0.25, grad_scale=0.5, clip=0.375)
+    step_ours(rule, host["param"], host["grad"], host["states"], step=6, **numbers)
+    for types in [(F32, F64, torch.int64), (F64, F32, F32), (F32, F32, F64)]:
+        device = make(rule, 5000)
+        tensors = {
+            "lr": torch.tensor([0.25], dtype=types[0]),
+            "grad_scale": torch.tensor(0.5, dtype=types[1]),
+            "clip": torch.tensor([[0.375]]),
+            "step": torch.tensor(6, dtype=types[2]),
+        }
+        call = functools.partial(step_ours, rule, device["param"], device["grad"], device["states"], **tensors)
+        on_path(path, call)
+        assert all(map(same_bits, snapshot(host), snapshot(device)))
+
+
+def test_the_factor_is_what_the_gradient_would_be_multiplied_by():
+    direct, scaled = make("adam", 5000), make("adam", 5000)
+    clip = np.float32(0.3)
+    step_ours("adam", direct["param"], direct["grad"], direct["states"], step=2, clip=float(clip))
+    scaled["grad"].mul_(float(clip))
+    step_ours("adam", scaled["param"], scaled["grad"], scaled["states"], step=2)
+    assert same_bits(direct["param"], scaled["param"])
+    assert all(map(same_bits, direct["states"], scaled["states"]))
+
+
+@pytest.mark.parametrize("path", ["threads", "baseline", "shim 3 64 reverse"])
+@pytest.mark.parametrize("rule", ["sgd momentum", "adamw"])
+def test_a_step_is_left_out_where_something_is_not_finite(rule, path):
+    statistics = kernels.Statistics()
+    statistics.nonfinite.fill_(3)
+    tensors = [torch.tensor([2]), torch.tensor(1.0), torch.tensor(math.nan, dtype=F64)]
+    for found in (1, True, math.nan, *tensors, statistics):
+        a = make(rule, 5000, BF16, BF16, True)
+        before = snapshot(a)
+        a["grad"][7] = math.inf
+        before[1][7] = math.inf
+        call = functools.partial(
+            step_ours, rule, a["param"], a["grad"], a["states"], master=a["master"], step=1, found_nonfinite=found
+        )
+        on_path(path, call)
+        assert all(map(same_bits, snapshot(a), before))
+    for found in (0, None, torch.tensor([0]), torch.tensor(0.0), kernels.Statistics()):
+        a = make(rule, 5000)
+        before = a["param"].clone()
+        step_ours(rule, a["param"], a["grad"], a["states"], step=1, found_nonfinite=found)
+        assert not torch.equal(a["param"], before)
+
+
+def test_the_first_step_begins_the_momentum_buffer():
+    param, grad, buffer = torch.zeros(3), torch.tensor([1.0, 2.0, -3.0]), torch.full((3,), math.nan)
+    kernels.sgd_step(param, grad, buffer, lr=1.0, momentum_factor=0.5, dampening=0.5, step=1)
+    assert buffer.tolist() == [1, 2, -3]
+    kernels.sgd_step(param, grad, buffer, lr=1.0, momentum_factor=0.5, dampening=0.5, step=2)
+    assert buffer.tolist() == [1, 2, -3]  # half of each
+    kernels.sgd_step(param, grad, buffer, lr=1.0, momentum_factor=0.5)
+    assert buffer.tolist() == [1.5, 3, -4.5]
+
+
+# ---- Rounding at random.
+def rounded(value, count, **how):
+    """What bf16 parameters become whose masters go to ``value``."""
+    param, master = torch.zeros(count, dtype=BF16), torch.full((count,), float(value))
+    kernels.sgd_step(param, torch.zeros(count), master=master, lr=1.0, **how)
+    return param
+
+
+@pytest.mark.parametrize("share", [0.0, 1 / 65536, 0.25, 0.5, 0.9])
+def test_rounding_at_random_has_the_right_mean(share):
+    count = 1 << 18
+    above = (rounded(1 + share / 128, count, seed=4).float() - 1) * 128
+    assert set(above.tolist()) <= {0.0, 1.0}
+    error = 5 * math.sqrt(max(share * (1 - share), 1 / count) / count)  # five standard deviations
+    assert abs(above.mean().item() - share) <= (error if share else 0)
+
+
+def test_random_bits_are_a_function_of_seed_step_and_position():
+    one = rounded(1.003, 5000, seed=1, step=2)
+    assert torch.equal(one, rounded(1.003, 5000, seed=1, step=2))
+    assert torch.equal(one[1234:], rounded(1.003, 5000 - 1234, seed=1, step=2, position=1234))
+    far = rounded(1.003, 16, seed=1, step=2, position=2**40)
+    others = [dict(seed=2, step=2), dict(seed=1, step=3), dict(seed=1 + 2**40, step=2), dict(seed=1)]
+    for how in others:
+        assert 0.3 < (rounded(1.003, 5000, **how) != one).float().mean() < 0.6
+    assert not torch.equal(far, one[:16])
+
+
+def test_several_tensors_follow_each_other_or_have_their_own_positions():
+    whole = rounded(1.003, 300, seed=1)
+    for position in (0, [0, 100, 200]):
+        params = [torch.zeros(100, dtype=BF16) for _ in range(3)]
+        masters = [torch.full((100,), 1.003) for _ in range(3)]
+        grads = [torch.zeros(100) for _ in range(3)]
+        kernels.sgd_step(params, grads, master=masters, lr=1.0, seed=1, position=position)
+        assert torch.equal(torch.cat(params), whole)
+
+
+# ---- Other arrays.
+def test_numpy_arrays_are_taken_by_pointer():
+    a, b = make("adamw", 1000), make("adamw", 1000)
+    step_ours("adamw", a["param"], a["grad"], a["states"], step=1)
+    step_ours("adamw", b["param"].numpy(), b["grad"].numpy(), [each.numpy() for each in b["states"]], step=1)
+    assert all(map(same_bits, snapshot(a), snapshot(b)))
+
+
+def test_tensors_that_are_dense_in_another_order():
+    shape = (4, 3, 5, 6)
+    plain = {key: values(360, F32, i).view(shape) for i, key in enumerate("pgmv")}
+    plain["v"].abs_()
+    other = {key: each.clone().contiguous(memory_format=torch.channels_last) for key, each in plain.items()}
+    turned = {key: each.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0) for key, each in plain.items()}
+    for a in (plain, other, turned):
+        kernels.adam_step(a["p"], a["g"], a["m"], a["v"], lr=LR, step=1)
+    assert torch.equal(plain["p"], other["p"]) and torch.equal(plain["p"], turned["p"])
+    assert torch.equal(plain["v"], other["v"]) and torch.equal(plain["v"], turned["v"])
+    with pytest.raises(InvalidArgument, match=r"grad 0 has strides .* and param 0 .*: they must be the same"):
+        kernels.sgd_step(other["p"], plain["g"], lr=LR)
+    with pytest.raises(InvalidArgument, match=r"grad 0 of shape .* isn't contiguous"):
+        kernels.sgd_step(plain["p"], other["g"], lr=LR)
+
+
+# ---- Bad input.
+def zeros(*counts, dtype=F32):
+    return [torch.zeros(count, dtype=dtype) for count in counts]
+
+
+def shared():
+    block = torch.zeros(20)
+    return [block[:10], block[9:19]]
+
+
+BAD = {
+    "grad 1 has 4 elements and param 1 has 5": lambda: kernels.sgd_step(zeros(3, 5), zeros(3, 4), lr=LR),
+    "momentum 0 has 2 elements and param 0 has 3": lambda: kernels.sgd_step(
+        zeros(3), zeros(3), zeros(2), lr=LR, momentum_factor=0.5
+    ),
+    "there are 1 of grad and 2 of param": lambda: kernels.sgd_step(zeros(3, 5), zeros(3), lr=LR),
+    "there is no param": lambda: kernels.sgd_step([], [], lr=LR),
+    "param 1 is int32: it must be fp32, bf16, fp16 or fp64": lambda: kernels.sgd_step(
+        [*zeros(3), *zeros(5, dtype=torch.int32)], zeros(3, 5), lr=LR
+    ),
+    "grad 1 is float64: it must be fp32, bf16 or fp16": lambda: kernels.sgd_step(
+        zeros(3, 5), [*zeros(3), *zeros(5, dtype=F64)], lr=LR
+    ),
+    "grad 0 is complex64: it must be": lambda: kernels.sgd_step(zeros(3), zeros(3, dtype=torch.complex64), lr=LR),
+    "grad 0 is int64: it must be": lambda: kernels.sgd_step(zeros(3), zeros(3, dtype=torch.int64), lr=LR),
+    "grad 1 is None": lambda: kernels.sgd_step(zeros(3, 4), [torch.zeros(3), None], lr=LR),
+    "grad 0 is a sparse_coo tensor": lambda: kernels.sgd_step(zeros(3), [torch.zeros(3).to_sparse()], lr=LR),
+    "grad 0 must be a torch tensor, a NumPy array": lambda: kernels.sgd_step(zeros(3), [[1.0, 2.0, 3.0]], lr=LR),
+    "param 0 is a meta tensor": lambda: kernels.sgd_step(torch.zeros(3, device="meta"), torch.zeros(3), lr=LR),
+    r"grad 0 of shape \(3,\) and strides \(2,\) isn't contiguous": lambda: kernels.sgd_step(
+        torch.zeros(3), torch.zeros(6)[::2], lr=LR
+    ),
+    "exp_avg 0 is bfloat16: it must be float32": lambda: kernels.adam_step(
+        zeros(3, dtype=BF16), zeros(3), zeros(3, dtype=BF16), zeros(3), lr=LR, step=1
+    ),
+    "exp_avg_sq 0 is float32: it must be float64": lambda: kernels.adam_step(
+        zeros(3, dtype=F64), zeros(3), zeros(3, dtype=F64), zeros(3), lr=LR, step=1
+    ),
+    "param 0 is float32 and needs no master": lambda: kernels.sgd_step(zeros(3), zeros(3), master=zeros(3), lr=LR),
+    "master 0 is bfloat16: it must be float32": lambda: kernels.sgd_step(
+        zeros(3, dtype=BF16), zeros(3), master=zeros(3, dtype=BF16), lr=LR
+    ),
+    "param 0 and param 1 overlap": lambda: kernels.sgd_step(shared(), zeros(10, 10), lr=LR),
+    "grad 0 and param 0 overlap": lambda: kernels.sgd_step(*([each] for each in shared()), lr=LR),
+    "exp_avg 0 and exp_avg_sq 0 overlap": lambda: kernels.adam_step(
+        zeros(10), zeros(10), *([each] for each in shared()), lr=LR, step=1
+    ),
+    "exp_avg 1 is missing": lambda: kernels.adam_step(
+        zeros(3, 4), zeros(3, 4), [torch.zeros(3), None], zeros(3, 4), lr=LR, step=1
+    ),
+    "momentum 0 is missing": lambda: kernels.sgd_step(zeros(3), zeros(3), lr=LR, momentum_factor=0.9),
+    "momentum_factor is 0, so no momentum is kept": lambda: kernels.sgd_step(zeros(3), zeros(3), zeros(3), lr=LR),
+    "nesterov needs a momentum_factor": lambda: kernels.sgd_step(zeros(3), zeros(3), lr=LR, nesterov=True),
+    "lr must be a finite number from 0, not -1": lambda: kernels.sgd_step(zeros(3), zeros(3), lr=-1),
+    "lr must be a number, not str": lambda: kernels.sgd_step(zeros(3), zeros(3), lr="0.1"),
+    r"lr must have one element, not the shape \(2,\)": lambda: kernels.sgd_step(zeros(3), zeros(3), lr=torch.ones(2)),
+    "clip must be a finite number": lambda: kernels.sgd_step(zeros(3), zeros(3), lr=LR, clip=math.nan),
+    "weight_decay must be a finite number": lambda: kernels.sgd_step(zeros(3), zeros(3), lr=LR, weight_decay=-0.1),
+    r"betas\[1\] must be a finite number from 0 and below 1, not 1.0": lambda: kernels.adam_step(
+        zeros(3), zeros(3), zeros(3), zeros(3), lr=LR, betas=(0.9, 1.0), step=1
+    ),
+    "step 0 must be a whole number from 1, not 0": lambda: kernels.sgd_step(zeros(3), zeros(3), lr=LR, step=0),
+    "step 0 must be a whole number from 1, not -3": lambda: kernels.sgd_step(zeros(3), zeros(3), lr=LR, step=-3),
+    "step 1 must be a whole number from 1, not 1.5": lambda: kernels.sgd_step(
+        zeros(3, 4), zeros(3, 4), lr=LR, step=[1, 1.5]
+    ),
+    "there are 3 of step and 2 of param": lambda: kernels.sgd_step(zeros(3, 4), zeros(3, 4), lr=LR, step=[1, 2, 3]),
+    "step, the number of this step from 1, is missing": lambda: kernels.adam_step(
+        zeros(3), zeros(3), zeros(3), zeros(3), lr=LR, step=None
+    ),
+    "position 0 must be a whole number from 0": lambda: kernels.sgd_step(zeros(3), zeros(3), lr=LR, position=-1),
+    "there are 3 of position and 2 of param": lambda: kernels.sgd_step(
+        zeros(3, 4), zeros(3, 4), lr=LR, position=[1, 2, 3]
+    ),
+    "seed must be a whole number": lambda: kernels.sgd_step(zeros(3, dtype=BF16), zeros(3), lr=LR, seed=0.5),
+    "seed asks for rounding at random, which is for bf16": lambda: kernels.sgd_step(zeros(3), zeros(3), lr=LR, seed=1),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message):
+    with pytest.raises(InvalidArgument, match=message) as raised:
+        BAD[message]()
+    assert raised.value.op in ("sgd_step", "adam_step")
+
+
+def test_nothing_is_written_where_an_argument_is_bad():
+    param = torch.ones(5)
+    with pytest.raises(InvalidArgument):
+        kernels.sgd_step([param, torch.ones(3)], [torch.ones(5), torch.ones(4)], lr=1.0)
+    assert torch.equal(param, torch.ones(5))
+
+
+def test_a_table_looks_again_after_a_bad_gradient():
+    table = kernels.ParameterTable("sgd_step", [torch.zeros(3)], [torch.ones(3)])
+    wrong = [torch.ones(3, dtype=F64)]
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="grad 0 is float64"):
+            table.set_grads(wrong)
+
+
+# ---- GPUs.
+@pytest.mark.gpu
+@pytest.mark.parametrize("param_type, grad_type, master", TYPES, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_gpu_has_the_bits_of_the_host(rule, param_type, grad_type, master):
+    seed = 77 if param_type == BF16 else None
+    counts = [100003, 1, 0, 4097]
+    host = [make(rule, n, param_type, grad_type, master, seed=10 * i) for i, n in enumerate(counts)]
+    spoil(host[0])
+
+    def run(device):
+        def there(tensor):
+            return torch.cat([tensor.new_zeros(1), tensor]).to(device)[1:]  # unaligned
+
+        together = [{key: [there(e) for e in v] if key == "states" else there(v) for key, v in a.items()} for a in host]
+        step_ours(
+            rule,
+            [a["param"] for a in together],
+            [a["grad"] for a in together],
+            [[a["states"][i] for a in together] for i in range(len(together[0]["states"]))],
+            master=[a.get("master") for a in together],
+            step=torch.tensor(3, device=device),
+            lr=torch.tensor(LR, dtype=F64, device=device),
+            clip=torch.tensor([0.3], device=device),
+            seed=seed,
+        )
+        return [each.cpu() for a in together for each in snapshot(a)]
+
+    for mine, other in zip(run("cuda"), run("cpu"), strict=True):
+        assert same_bits(mine, other)
+
+
+@pytest.mark.gpu
+def test_gpu_leaves_a_step_out():
+    a = {key: torch.ones(5000, device="cuda") for key in "pgmv"}
+    kernels.adam_step(*a.values(), lr=LR, step=1, found_nonfinite=torch.tensor([1], device="cuda"))
+    assert all((each == 1).all() for each in a.values())
+    with pytest.raises(InvalidArgument, match="grad 0 is on cpu"):
+        kernels.sgd_step(a["p"], torch.ones(5000), lr=LR)
+    kernels.sgd_step(a["p"], a["g"], lr=torch.tensor(0.5))  # a host scalar is read at once
+    assert (a["p"] == 0.5).all()
