@@ -82,7 +82,7 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
     if type(scale) is not float or scale - scale != 0:  # the latter: not finite
         scale, scale_at = _parse_scale(scale, table, place, unpacks, op)
     if not table.floating:
-        _check_copy(table, flags, scale, scale_at, statistics, op)
+        _check_copy(table, flags, scale, scale_at, statistics is not None, op)
     args = abi.CastArgs(
         abi.Work(table.tiles, 0, 0), 0, len(table.tensors), place, scale_at, scale, table.type, flags
     )
@@ -133,6 +133,6 @@ def _parse_scale(scale, table, flat, unpacks, op) -> tuple[float, int]:
 
 
 def _check_copy(table, flags, scale, scale_at, statistics, op) -> None:
-    wrong = "a scale" if scale != 1.0 or scale_at else "add" if flags & abi.ADD else "statistics"
-    if wrong != "statistics" or statistics is not None:
-        raise InvalidArgument(f"a flat buffer of {table.dtype} is only copied: it takes no {wrong}", op=op)
+    wrong = "a scale" if scale != 1.0 or scale_at else "adding" if flags & abi.ADD else statistics and "statistics"
+    if wrong:
+        raise InvalidArgument(f"a flat buffer of {table.dtype} is only copied, without {wrong}", op=op)
