@@ -7,13 +7,27 @@ Units: counts and offsets are elements of the flat buffer, sizes are bytes. Ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from .errors import InvalidArgument
 
-__all__ = ["ALIGNMENT", "TILE", "Layout", "bucket_layout", "padded", "tiles_of"]
+__all__ = [
+    "ALIGNMENT",
+    "TILE",
+    "WIRE_BLOCKS",
+    "WIRE_FORMATS",
+    "Layout",
+    "WireFormat",
+    "WireLayout",
+    "bucket_layout",
+    "check_offsets",
+    "padded",
+    "tiles_of",
+    "wire_layout",
+]
 
 ALIGNMENT = 16  # bytes
 TILE = 4096  # elements; COLL_TILE of kernels/include/coll/kernel_abi.h
@@ -28,18 +42,114 @@ class Layout(NamedTuple):
 
 def padded(count: int, itemsize: int, alignment: int = ALIGNMENT) -> int:
     """Round ``count`` elements of ``itemsize`` bytes up to a multiple of ``alignment`` bytes; give elements."""
+    unit = _unit(itemsize, alignment)
+    return -(-count // unit) * unit
+
+
+def _unit(itemsize: int, alignment: int) -> int:
     if itemsize < 1 or alignment % itemsize:
         raise InvalidArgument(f"elements of {itemsize} bytes can't be padded to multiples of {alignment} bytes")
-    unit = alignment // itemsize
-    return -(-count // unit) * unit
+    return alignment // itemsize
 
 
 def bucket_layout(counts: Iterable[int], itemsize: int, alignment: int = ALIGNMENT) -> Layout:
     """Place tensors of ``counts`` elements one after the other, each padded; give offsets and total length."""
-    ends = list(accumulate((padded(count, itemsize, alignment) for count in counts), initial=0))
-    return Layout(tuple(ends[:-1]), ends[-1])
+    unit = _unit(itemsize, alignment)
+    *offsets, total = accumulate([-(-count // unit) * unit for count in counts], initial=0)
+    return Layout(tuple(offsets), total)
+
+
+def check_offsets(offsets: Sequence[int], counts: Sequence[int], *, op: str = "layout") -> Layout:
+    """Check places of tensors of ``counts`` elements that somebody chose; give them and where the last one ends.
+
+    Any order and any gaps will do. Raises ``InvalidArgument``, which names the tensor by its index, for offsets that are
+    no whole numbers from 0, too few or too many, and for tensors that overlap. A tensor of 0 elements overlaps nothing.
+    """
+    found = []
+    for index, offset in enumerate(offsets):
+        if isinstance(offset, bool) or not hasattr(type(offset), "__index__"):
+            raise InvalidArgument(f"the offset of tensor {index} must be an int, not {offset!r:.40}", op=op)
+        try:
+            found.append(operator.index(offset))
+        except TypeError as error:  # an array of several elements
+            raise InvalidArgument(f"the offset of tensor {index} must be an int, not {offset!r:.40}", op=op) from error
+        if not 0 <= found[-1] < 1 << 62:
+            raise InvalidArgument(f"the offset of tensor {index} is {found[-1]}: it must be 0 or more", op=op)
+    if len(found) != len(counts):
+        raise InvalidArgument(f"there are {len(found)} offsets for {len(counts)} tensors", op=op)
+    total, last = 0, -1
+    for offset, index in sorted((offset, index) for index, offset in enumerate(found) if counts[index]):
+        if offset < total:
+            first, second = sorted((last, index))
+            raise InvalidArgument(
+                f"tensor {second} overlaps tensor {first} in the flat buffer: tensor {last} takes elements "
+                f"{found[last]} to {total - 1}, and tensor {index} begins at {offset}",
+                op=op,
+            )
+        total, last = offset + counts[index], index
+    return Layout(tuple(found), total)
 
 
 def tiles_of(count: int) -> int:
     """Give the number of tiles of a tensor of ``count`` elements."""
     return -(-count // TILE)
+
+
+# ---- Wire buffers: what goes to a peer in one message of bytes.
+
+
+class WireFormat(NamedTuple):
+    """A format of values on the wire, and how far a value x may lie from what the wire carries.
+
+    |x - carried| <= factor * (relative * |x| + absolute * s) + 2^-149, where s is the scale of the value's block (1 for
+    formats without scales) and factor is 1 + 2^-14 for rounding to nearest, 2 * (1 + 2^-14) for rounding at random.
+    That holds for finite values that don't overflow (fp16: below 65,520), and in blocks whose scale isn't 0.
+    """
+
+    itemsize: int  # bytes of an element of the payload
+    limit: float  # a block's scale is its largest magnitude / limit; 0: no scales
+    relative: float
+    absolute: float
+
+    @property
+    def scaled(self) -> bool:
+        """Whether each block of values has a scale."""
+        return self.limit > 0
+
+
+WIRE_FORMATS = {
+    "fp16": WireFormat(2, 0.0, 2.0**-11, 2.0**-25),
+    "bf16": WireFormat(2, 0.0, 2.0**-8, 2.0**-134),
+    "fp8_e4m3": WireFormat(1, 448.0, 2.0**-4, 2.0**-10),
+    "fp8_e5m2": WireFormat(1, 57344.0, 2.0**-3, 2.0**-17),
+    "int8": WireFormat(1, 127.0, 0.0, 0.5),
+}
+WIRE_BLOCKS = (128, 256, 512)  # elements that share a scale; each divides TILE
+
+
+class WireLayout(NamedTuple):
+    """A wire buffer: ``payload`` bytes of elements, padded; then from byte ``scales`` on ``blocks`` fp32, padded."""
+
+    payload: int
+    scales: int
+    blocks: int
+    nbytes: int
+
+
+def wire_layout(count: int, format: str, block: int = 256) -> WireLayout:
+    """Give the layout of a wire buffer for ``count`` values; sizes and offsets are bytes.
+
+    The payload comes first, an element a value, and behind it one fp32 scale for each ``block`` values (the last block
+    may be shorter); both are padded to multiples of 16 bytes. Formats without scales have none, whatever ``block`` is.
+    """
+    if format not in WIRE_FORMATS:
+        raise InvalidArgument(f"format must be one of {', '.join(map(repr, WIRE_FORMATS))}, not {format!r}")
+    if block not in WIRE_BLOCKS:
+        raise InvalidArgument(f"block must be one of {', '.join(map(str, WIRE_BLOCKS))}, not {block!r}")
+    if count < 0:
+        raise InvalidArgument(f"count must be 0 or more, not {count}")
+    itemsize = WIRE_FORMATS[format].itemsize
+    payload = count * itemsize
+    scales = padded(count, itemsize) * itemsize
+    blocks = -(-count // block) if WIRE_FORMATS[format].scaled else 0
+    return WireLayout(payload, scales, blocks, scales + padded(blocks, 4) * 4)

@@ -14,7 +14,16 @@ __all__ = [
     "ADAM",
     "ADD",
     "CAST",
+    "CAST_BF16_BF16",
+    "CAST_BF16_F32",
+    "CAST_COPY",
+    "CAST_F16_F32",
+    "CAST_F32_BF16",
+    "CAST_F32_F16",
+    "CAST_F32_F32",
+    "CAST_WIDE",
     "DECOUPLED",
+    "DEQUANTIZE",
     "DIVIDE",
     "FINISH",
     "FROM_FLAT",
@@ -23,16 +32,32 @@ __all__ = [
     "NUMBER",
     "OPAQUE",
     "PARAMETER",
+    "QUANTIZE",
     "REDUCE",
+    "REDUCE_BF16",
+    "REDUCE_E4M3",
+    "REDUCE_E5M2",
+    "REDUCE_F16",
+    "REDUCE_F64",
+    "REDUCE_INT32",
+    "REDUCE_INT64",
+    "REDUCE_INT8",
+    "REDUCE_WIDE",
+    "REQUANTIZE",
     "SGD",
     "STOCHASTIC",
     "TENSOR",
     "AdamArgs",
     "CastArgs",
+    "Decoder",
+    "DequantizeArgs",
+    "Encoder",
     "FinishArgs",
     "Kernel",
     "Number",
+    "QuantizeArgs",
     "ReduceArgs",
+    "RequantizeArgs",
     "SgdArgs",
     "Update",
     "Work",
@@ -93,6 +118,15 @@ class Kernel(NamedTuple):
 
 
 CAST = Kernel(0, "coll_cast", "cast.cu", CastArgs)
+# The same kernel on the host; on GPUs each is compiled for its types.
+CAST_WIDE = Kernel(0, "coll_cast_wide", "cast.cu", CastArgs)
+CAST_COPY = Kernel(0, "coll_copy", "cast_pairs.cu", CastArgs)
+CAST_F32_F32 = Kernel(0, "coll_cast_f32_f32", "cast_pairs.cu", CastArgs)
+CAST_F32_BF16 = Kernel(0, "coll_cast_f32_bf16", "cast_pairs.cu", CastArgs)
+CAST_F32_F16 = Kernel(0, "coll_cast_f32_f16", "cast_pairs.cu", CastArgs)
+CAST_BF16_F32 = Kernel(0, "coll_cast_bf16_f32", "cast_pairs.cu", CastArgs)
+CAST_BF16_BF16 = Kernel(0, "coll_cast_bf16_bf16", "cast_pairs.cu", CastArgs)
+CAST_F16_F32 = Kernel(0, "coll_cast_f16_f32", "cast_pairs.cu", CastArgs)
 FINISH = Kernel(1, "coll_finish", "cast.cu", FinishArgs)
 
 # ---- Reduce.
@@ -114,9 +148,83 @@ class ReduceArgs(Structure):
     ]
 
 
-REDUCE = Kernel(2, "coll_reduce", "reduce.cu", ReduceArgs)
+REDUCE = Kernel(2, "coll_reduce", "reduce.cu", ReduceArgs)  # of fp32
+# The same kernel on the host; on GPUs one for each type of the sources.
+REDUCE_BF16 = Kernel(2, "coll_reduce_bf16", "reduce.cu", ReduceArgs)
+REDUCE_F16 = Kernel(2, "coll_reduce_f16", "reduce.cu", ReduceArgs)
+REDUCE_E4M3 = Kernel(2, "coll_reduce_e4m3", "reduce.cu", ReduceArgs)
+REDUCE_E5M2 = Kernel(2, "coll_reduce_e5m2", "reduce.cu", ReduceArgs)
+REDUCE_F64 = Kernel(2, "coll_reduce_f64", "reduce.cu", ReduceArgs)
+REDUCE_WIDE = Kernel(2, "coll_reduce_wide", "reduce.cu", ReduceArgs)  # the floating types above into fp64
+REDUCE_INT8 = Kernel(2, "coll_reduce_int8", "reduce.cu", ReduceArgs)  # and unsigned
+REDUCE_INT32 = Kernel(2, "coll_reduce_int32", "reduce.cu", ReduceArgs)
+REDUCE_INT64 = Kernel(2, "coll_reduce_int64", "reduce.cu", ReduceArgs)
 
 # ---- Quantize, dequantize, requantize.
+
+
+class Encoder(Structure):
+    """coll_encoder: how a wire buffer is written"""
+
+    _fields_ = [
+        ("wire", _pointer),
+        ("residual", _pointer),
+        ("count", c_int64),
+        ("seed", c_uint64),
+        ("position", c_int64),
+        ("format", c_int32),
+        ("block", c_int32),
+        ("residual_type", c_int32),
+        ("stochastic", c_int32),
+    ]
+
+
+class Decoder(Structure):
+    """coll_decoder: which wire buffers are summed"""
+
+    _fields_ = [
+        ("wires", _pointer),
+        ("wire", _pointer),
+        ("wire_count", c_int64),
+        ("count", c_int64),
+        ("scale_at", _pointer),
+        ("scale", c_double),
+        ("format", c_int32),
+        ("block", c_int32),
+        ("average_over", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+class QuantizeArgs(Structure):
+    """coll_quantize_args"""
+
+    _fields_ = [
+        ("work", Work),
+        ("to", Encoder),
+        ("source", _pointer),
+        ("scale_at", _pointer),
+        ("scale", c_double),
+        ("source_type", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+class DequantizeArgs(Structure):
+    """coll_dequantize_args"""
+
+    _fields_ = [("work", Work), ("from", Decoder), ("out", _pointer), ("out_type", c_int32), ("flags", c_int32)]
+
+
+class RequantizeArgs(Structure):
+    """coll_requantize_args"""
+
+    _fields_ = [("work", Work), ("from", Decoder), ("to", Encoder)]
+
+
+QUANTIZE = Kernel(3, "coll_quantize", "quantize.cu", QuantizeArgs)
+DEQUANTIZE = Kernel(4, "coll_dequantize", "quantize.cu", DequantizeArgs)
+REQUANTIZE = Kernel(5, "coll_requantize", "quantize.cu", RequantizeArgs)
 
 # ---- Optimizers.
 MAXIMIZE, DIVIDE, STOCHASTIC, NESTEROV, DECOUPLED = 1, 2, 4, 8, 16

@@ -1,61 +1,138 @@
-"""pack and unpack: many tensors to and from one flat buffer in one launch."""
+"""pack and unpack: many tensors to and from one flat buffer in one launch, with scale, cast, norm and health check."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from numbers import Real
 
 import numpy
 import torch
 
-from ..arrays import TORCH_CODES
-from ..layout import TILE, bucket_layout
+from ..arrays import Reader
+from ..errors import InvalidArgument
 from . import abi
 from .execution import Statistics, run
+from .table import Table, check_storage, device_of
 
 __all__ = ["Table", "pack", "unpack"]
 
 
-class Table:
-    """Tensors that are packed into one flat buffer or unpacked from it: addresses, counts and offsets for a kernel."""
+def pack(
+    tensors: Table | Iterable,
+    flat,
+    *,
+    offsets: Sequence[int] | None = None,
+    scale: float | torch.Tensor = 1.0,
+    statistics: Statistics | None = None,
+) -> None:
+    """Copy tensors into a flat buffer, each at its offset, times ``scale`` and cast to the buffer's dtype.
 
-    def __init__(self, tensors: Iterable[torch.Tensor], dtype: torch.dtype, offsets: Sequence[int] | None = None):
-        self.tensors = list(tensors)
-        self.dtype = dtype
-        counts = [tensor.numel() for tensor in self.tensors]
-        layout = bucket_layout(counts, dtype.itemsize)
-        self.offsets = layout.offsets if offsets is None else tuple(offsets)
-        self.total = layout.total
-        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
-        rows = numpy.zeros(len(counts), dtype=abi.TENSOR)
-        rows["data"] = [tensor.data_ptr() for tensor in self.tensors]
-        rows["count"] = counts
-        rows["offset"] = self.offsets
-        tiles = -(-rows["count"] // TILE)
-        rows["first_tile"] = numpy.cumsum(tiles) - tiles
-        rows["type"] = [TORCH_CODES[tensor.dtype] for tensor in self.tensors]
-        self.tiles = int(tiles.sum())
-        self._rows = torch.from_numpy(rows.view(numpy.uint8)).to(self.device)
+    ``tensors``: a list as `Table` takes it, or a `Table`, which saves reading the list each time. ``flat``: a
+    contiguous array on the same device of at least the table's ``total`` elements; what lies behind is left alone.
+    ``offsets``: as `Table` takes them. ``scale``: a finite number, or an fp32 tensor of one element on the device, read
+    when the kernel runs. ``statistics``: gets the sum of squares and the count of non-finite elements, padding not
+    counted; for floating types.
 
+    The padding behind each tensor, up to the next 16 bytes, becomes 0; with offsets of the caller's own nothing outside
+    of the tensors' places is written. With the same dtype on both sides, scale 1 and no statistics, bytes move as they
+    are, NaN payloads too. Otherwise elements pass through fp32 (fp64 where either side is), in which they are multiplied
+    by the scale, and are rounded once, to nearest even; fp8 saturates. Source and destination may be the same memory
+    only where a tensor lies at its own place in the flat buffer.
 
-def pack(tensors, flat, *, scale=1.0, statistics: Statistics | None = None) -> None:
-    """Pack tensors into a flat buffer."""
-    _cast(tensors, flat, scale, 0, statistics, "pack")
-
-
-def unpack(flat, tensors, *, scale=1.0, add=False, statistics: Statistics | None = None) -> None:
-    """Unpack a flat buffer into tensors."""
-    _cast(tensors, flat, scale, abi.FROM_FLAT | (abi.ADD if add else 0), statistics, "unpack")
+    On the host it is done when this returns; on a GPU it is queued on torch's current stream. Raises
+    ``InvalidArgument`` before anything is written. Autograd doesn't see what is written.
+    """
+    _cast("pack", 0, tensors, flat, offsets, scale, statistics)
 
 
-def _cast(tensors, flat, scale, flags, statistics, op):
-    table = tensors if isinstance(tensors, Table) else Table(tensors, flat.dtype)
+def unpack(
+    flat,
+    tensors: Table | Iterable,
+    *,
+    offsets: Sequence[int] | None = None,
+    scale: float | torch.Tensor = 1.0,
+    add: bool = False,
+    statistics: Statistics | None = None,
+) -> None:
+    """Copy a flat buffer's pieces into tensors, times ``scale`` and cast to each tensor's dtype; the reverse of `pack`.
+
+    Arguments as for `pack`. ``add``: add to what is in the tensors; product and sum are each rounded in fp32 (fp64), and
+    the sum once more to the tensor's dtype. ``statistics`` are of what is read, after scaling, and with ``add`` before
+    adding; non-finite elements count as such by the destination's dtype. The tensors must not overlap each other.
+    """
+    _cast("unpack", abi.FROM_FLAT | (abi.ADD if add else 0), tensors, flat, offsets, scale, statistics)
+
+
+def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
+    if isinstance(tensors, Table):
+        table = tensors
+        if offsets is not None:
+            raise InvalidArgument("the table has offsets of its own: make another table", op=op)
+        table.verify(op)
+    else:
+        table = _table_of_call(tensors, flat, offsets, op)
+    unpacks = flags & abi.FROM_FLAT
+    if not table.tensors and table.device != device_of(flat):
+        table = Table.of_call((), table.dtype, (), op, device_of(flat))
+    place = table.place_flat(flat, op, writes=not unpacks)
+    if unpacks:
+        table.check_destinations(op)
+    scale_at = 0
+    if type(scale) is not float or scale - scale != 0:  # the latter: not finite
+        scale, scale_at = _parse_scale(scale, table, place, unpacks, op)
+    if not table.floating:
+        _check_copy(table, flags, scale, scale_at, statistics, op)
     args = abi.CastArgs(
-        abi.Work(table.tiles, 0, 0), table._rows.data_ptr(), len(table.tensors), flat.data_ptr(), 0, scale,
-        TORCH_CODES[flat.dtype], flags,
+        abi.Work(table.tiles, 0, 0), 0, len(table.tensors), place, scale_at, scale, table.type, flags
     )
     if statistics is not None:
-        statistics.begin(args.work, flat.device, op)
+        if not isinstance(statistics, Statistics):
+            raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)
+        statistics.begin(args.work, table.device, op)
     if table.tiles:
-        run(abi.CAST, args, flat.device)
+        args.tensors = table.place_rows()
+        copies = scale == 1.0 and not scale_at and statistics is None and not flags & abi.ADD
+        run(table.kernel(unpacks, copies), args, table.device)
     if statistics is not None:
         statistics.finish(table.tiles)
+
+
+def _table_of_call(tensors, flat, offsets, op) -> Table:
+    device = device_of(flat)
+    # What is no array at all is refused in the flat buffer's name, not in that of tensor 0.
+    Reader(device).place(flat, op, writes=False, what="the flat buffer")
+    return Table.of_call(tensors, flat.dtype, offsets, op, device)
+
+
+def _parse_scale(scale, table, flat, unpacks, op) -> tuple[float, int]:
+    """Give a scale as a number, and the address of one more factor or 0."""
+    if isinstance(scale, Real) and not isinstance(scale, bool):
+        try:
+            number = float(scale)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise InvalidArgument(f"the scale must be finite, not {scale!r:.40}", op=op)
+        return number, 0
+    if not isinstance(scale, (torch.Tensor, numpy.ndarray)) and not hasattr(scale, "__cuda_array_interface__"):
+        raise InvalidArgument(
+            f"the scale must be a number or an fp32 tensor of one element, not {type(scale).__name__}", op=op
+        )
+    place = Reader(table.device, owner="the flat buffer").place(scale, op, writes=False, what="the scale")
+    if place.dtype != "float32" or place.count != 1:
+        raise InvalidArgument(
+            f"the scale has {place.count} elements of {place.dtype}: as a tensor it must be one element of float32", op=op
+        )
+    check_storage(scale, place.ptr, "the scale", op)
+    if place.ptr % 4:
+        raise InvalidArgument(f"the scale lies at address {place.ptr:#x}, which is no multiple of 4", op=op)
+    if table.meets(place.ptr, 4) if unpacks else place.ptr < flat + table.nbytes and flat < place.ptr + 4:
+        raise InvalidArgument("the scale lies inside of what is written: use a copy of it", op=op)
+    return 1.0, place.ptr
+
+
+def _check_copy(table, flags, scale, scale_at, statistics, op) -> None:
+    wrong = "a scale" if scale != 1.0 or scale_at else "add" if flags & abi.ADD else "statistics"
+    if wrong != "statistics" or statistics is not None:
+        raise InvalidArgument(f"a flat buffer of {table.dtype} is only copied: it takes no {wrong}", op=op)

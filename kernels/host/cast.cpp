@@ -144,8 +144,8 @@ span_fn pair_of(const coll_cast_args& a) {
   return stats ? cast_span<S, D, true, false> : cast_span<S, D, false, false>;
 }
 
-span_fn span_of(const coll_cast_args& a, const coll_cast_span& s, bool copies) {
-  if (copies) return copy_span;
+span_fn span_of(const coll_cast_args& a, const coll_cast_span& s) {
+  if (s.copies) return copy_span;
   switch (s.from_type * 64 + s.to_type) {
     case COLL_F32 * 64 + COLL_F32: return pair_of<float, float>(a);
     case COLL_F32 * 64 + COLL_BF16: return pair_of<float, coll_bf16>(a);
@@ -154,7 +154,7 @@ span_fn span_of(const coll_cast_args& a, const coll_cast_span& s, bool copies) {
     case COLL_BF16 * 64 + COLL_BF16: return pair_of<coll_bf16, coll_bf16>(a);
     case COLL_F16 * 64 + COLL_F32: return pair_of<coll_fp16, float>(a);
     case COLL_F16 * 64 + COLL_F16: return pair_of<coll_fp16, coll_fp16>(a);
-    default: return coll_cast_wide(s) ? cast_any_span<double> : cast_any_span<float>;
+    default: return coll_cast_is_wide(s) ? cast_any_span<double> : cast_any_span<float>;
   }
 }
 
@@ -174,7 +174,7 @@ void COLL_HOST_NAME(cast)(const void* args, int64_t first, int64_t last) {
     int64_t end = tensor.first_tile + coll_tiles_of(tensor.count);
     int64_t tiles = (end < last ? end : last) - tile;
     coll_cast_span s = coll_cast_at(a, tensor, tile, tiles);
-    span_of(a, s, coll_cast_copies(a, tensor))(a, s, tile, scale, big && s.count >= COLL_LANES);
+    span_of(a, s)(a, s, tile, scale, big && s.count >= COLL_LANES);
     if (s.padding) memset(s.to + s.count * flat_width, 0, s.padding * flat_width);
     tile += tiles;
   }

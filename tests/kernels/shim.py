@@ -36,7 +36,7 @@ ORDERS = ("forward", "reverse", 1)  # a number: shuffled, by this seed
 LIMIT_S = 60.0  # of processor time for one launch
 
 # As on the device: no contraction, and no assumption about types behind pointers.
-FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing -w".split()
+FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing -w".split()
 CHECKS = ["-fsanitize=alignment,null,bounds,shift,float-cast-overflow,integer-divide-by-zero"]
 KERNEL = re.compile(r"^COLL_KERNEL\s+(\w+)\s*\(", re.MULTILINE)
 
@@ -83,17 +83,16 @@ def compiled(name: str, text: str, options: tuple[str, ...]) -> Path:
 
 
 class Text:
-    """One source of kernels/cuda as a library of the host. ``change``: applied to its text before (for mutants)."""
+    """One source of kernels/cuda as a library of the host; ``text``: another text in its place (for mutants)."""
 
-    def __init__(self, source: str, change: Callable[[str], str] | None = None):
-        text = cuda.source_text(source)
-        text = change(text) if change else text
+    def __init__(self, source: str, text: str | None = None, optimize: str = "-O1"):
+        text = cuda.source_text(source) if text is None else text
         self.names = KERNEL.findall(text)
         table = "".join(f"SHIM_KERNEL({name})\n" for name in self.names)
         after = f"\nconst shim_kernel shim_kernels[] = {{\n{table}{{}}}};\n"
         whole = f'#include "prelude.h"\n#line 1 "{source}"\n{text}{after}'
-        scheduler = compiled("scheduler", (HERE / "scheduler.cpp").read_text(), ("-U_FORTIFY_SOURCE",))
-        kernels = compiled(source, whole, (*CHECKS, *poison()))
+        scheduler = compiled("scheduler", (HERE / "scheduler.cpp").read_text(), ("-O1", "-U_FORTIFY_SOURCE"))
+        kernels = compiled(source, whole, (optimize, *CHECKS, *poison()))
         library = kernels.with_suffix(".so")
         if not library.exists():
             subprocess.run([*compiler(), "-shared", str(kernels), str(scheduler), "-o", str(library)], check=True)

@@ -14,18 +14,14 @@ COLL_FN int coll_width(int type) {
   }
 }
 
-// Nothing but bytes to move. Their bits stay as they are, those of a NaN too.
-COLL_FN bool coll_cast_copies(const coll_cast_args& a, const coll_tensor& tensor) {
-  return tensor.type == a.flat_type && a.scale == 1.0 && !a.scale_at && !a.work.sums && !(a.flags & COLL_ADD);
-}
-
 // Neighbouring tiles of one tensor: where they come from and go to.
 struct coll_cast_span {
   const char* from;
   char* to;
-  int64_t count;   // elements
-  int64_t padding; // elements of the flat buffer behind `to` + count that become 0
+  int64_t count;    // elements
+  int64_t padding;  // elements of the flat buffer behind `to` + count that become 0
   int from_type, to_type;
+  bool copies;      // nothing but bytes to move: their bits stay as they are, those of a NaN too
 };
 
 // Tiles [tile, tile + tiles) of `tensor`, which must hold them all.
@@ -42,11 +38,12 @@ COLL_FN coll_cast_span coll_cast_at(const coll_cast_args& a, const coll_tensor& 
   s.to_type = unpacks ? tensor.type : a.flat_type;
   s.count = left < tiles * COLL_TILE ? left : tiles * COLL_TILE;
   s.padding = !unpacks && s.count == left ? tensor.padding : 0;
+  s.copies = tensor.type == a.flat_type && a.scale == 1.0 && !a.scale_at && !a.work.sums && !(a.flags & COLL_ADD);
   return s;
 }
 
 // Values pass through fp32, or fp64 where either side is fp64.
-COLL_FN bool coll_cast_wide(const coll_cast_span& s) { return s.from_type == COLL_F64 || s.to_type == COLL_F64; }
+COLL_FN bool coll_cast_is_wide(const coll_cast_span& s) { return s.from_type == COLL_F64 || s.to_type == COLL_F64; }
 
 // The scale as the kernel uses it, which may be known only on the device.
 COLL_FN double coll_cast_scale(const coll_cast_args& a) { return a.scale_at ? a.scale * (double)*a.scale_at : a.scale; }

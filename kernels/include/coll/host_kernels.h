@@ -23,7 +23,10 @@ typedef void (*coll_tiles_fn)(const void* args, int64_t first, int64_t last);
 
 #define COLL_HOST_REDUCE_KERNELS(DO, ISA) DO(Reduce, reduce, coll_reduce_args, ISA)
 
-#define COLL_HOST_QUANTIZE_KERNELS(DO, ISA)
+#define COLL_HOST_QUANTIZE_KERNELS(DO, ISA)         \
+  DO(Quantize, quantize, coll_quantize_args, ISA)     \
+  DO(Dequantize, dequantize, coll_dequantize_args, ISA) \
+  DO(Requantize, requantize, coll_requantize_args, ISA)
 
 #define COLL_HOST_OPTIM_KERNELS(DO, ISA) DO(Sgd, sgd, coll_sgd_args, ISA) DO(Adam, adam, coll_adam_args, ISA)
 

@@ -99,7 +99,58 @@ typedef struct {
   int32_t unused;
 } coll_reduce_args;
 
-// ---- Quantize, dequantize, requantize.
+// ---- Quantize, dequantize, requantize. The layout of a wire buffer: quantize.h.
+
+// How one wire buffer is written.
+typedef struct {
+  void* wire;
+  void* residual;   // NULL: none; else `count` elements, read, and overwritten with what the wire doesn't carry
+  int64_t count;    // elements
+  uint64_t seed;
+  int64_t position;  // of the first element in the tensor whose part this is: picks the random bits
+  int32_t format;    // element type of the payload: COLL_I8, COLL_E4M3, COLL_E5M2 with scales, COLL_F16, COLL_BF16 without
+  int32_t block;     // elements a scale: 128, 256 or 512
+  int32_t residual_type;  // COLL_F32 or COLL_BF16
+  int32_t stochastic;     // 0: round to nearest even, 1: at random
+} coll_encoder;
+
+// Which wire buffers are summed, in order, and what becomes of the sum.
+typedef struct {
+  const void* const* wires;  // NULL: only `wire`
+  const void* wire;
+  int64_t wire_count;
+  int64_t count;          // elements of each
+  const float* scale_at;  // NULL, or one more factor, read when the kernel runs
+  double scale;
+  int32_t format;
+  int32_t block;
+  int32_t average_over;  // > 0: the sum is divided by it, before it is scaled
+  int32_t unused;
+} coll_decoder;
+
+typedef struct {
+  coll_work work;
+  coll_encoder to;
+  const void* source;
+  const float* scale_at;
+  double scale;
+  int32_t source_type;
+  int32_t unused;
+} coll_quantize_args;
+
+typedef struct {
+  coll_work work;
+  coll_decoder from;
+  void* out;
+  int32_t out_type;
+  int32_t flags;  // COLL_ADD
+} coll_dequantize_args;
+
+typedef struct {
+  coll_work work;
+  coll_decoder from;
+  coll_encoder to;  // of as many elements; its wire may be one of those that are read
+} coll_requantize_args;
 
 // ---- Optimizers.
 // A number that may be a device scalar: `value`, and added to it what lies at `at` when the kernel runs (NULL: nothing).

@@ -2,8 +2,8 @@
 // function of a seed and of an element's index, the same on every device, for any split of the elements.
 //
 // Element e of a tensor gets word e % 4 of the block whose counter is e / 4 and whose key is the seed. Rounding at random by
-// these bits is here as well: a value between two neighbours of a format goes to the upper one with a probability that is its
-// distance from the lower one in units of theirs, so that its mean is the value itself.
+// these bits is here as well: a value between two neighbours of a format goes to either with a probability that falls with the
+// distance, so that its mean is the value itself.
 #ifndef COLL_PHILOX_H_
 #define COLL_PHILOX_H_
 
@@ -24,7 +24,7 @@ struct coll_philox_words {
 // One block: the counter c, the key (k0, k1).
 COLL_FN coll_philox_words coll_philox(coll_philox_words c, uint32_t k0, uint32_t k1) {
 #if defined(__CUDACC_RTC__)
-#pragma unroll
+#pragma unroll 2  // with all ten, the keys of all rounds are kept in registers, and other things are spilled
 #endif
   for (int round = 0; round < 10; ++round) {
     uint64_t p0 = (uint64_t)c.w0 * COLL_PHILOX_M0;
@@ -53,48 +53,48 @@ COLL_FN coll_philox_words coll_philox_pack(uint64_t seed, uint64_t first) {
   return skip == 1 ? one : skip == 2 ? two : three;
 }
 
-// ---- Rounding at random, to a format whose unit below its normal range is 2^-UNIT, with MANTISSA bits and fp32's exponents
-// less BIAS. `random`: 32 bits, of which the upper ones are used. `a`: bits of a magnitude. Gives the format's bits, perhaps
-// past its largest.
-template <int MANTISSA, int BIAS, int UNIT>
-COLL_FN uint32_t coll_round_magnitude_at_random(uint32_t a, uint32_t random) {
-  // Normal results: exact, all bits that are cut off have their share of the probability.
-  uint32_t normal = (a - ((uint32_t)BIAS << 23) + (random >> (9 + MANTISSA))) >> (23 - MANTISSA);
-  // Subnormal ones: in units of 2^-(30 - MANTISSA) of the last place; what is below that is cut off.
-  const uint32_t least = (uint32_t)(BIAS + 1) << 23;  // the least normal number, as a float
-  float fixed = coll_bits_float(a < least ? a : 0u) * (float)(1ull << (UNIT + 30 - MANTISSA));
-  uint32_t subnormal = ((uint32_t)(int32_t)fixed + (random >> (2 + MANTISSA))) >> (30 - MANTISSA);
-  return a < least ? subnormal : normal;
+// ---- Rounding at random. `random`: 32 bits, of which the upper kShift are used, so that a value of the format stays as it is.
+// Below the format's normal range a value is cut off at 2^-kShift of a unit before: that is all that the mean may be off.
+// Format: a coll_small_float; kMost: its largest number, as bits of fp32. What is larger is taken for that; NaN too.
+template <class Format, int32_t kMost>
+COLL_FN uint32_t coll_round_at_random(float value, uint32_t random) {
+  const int kShift = Format::kShift;
+  uint32_t u = coll_float_bits(value);
+  int32_t x = (int32_t)(u & 0x7fffffffu);
+  x = x < kMost ? x : kMost;
+  int32_t exponent = x & 0x7f800000;
+  exponent = exponent > Format::kLeastNormal ? exponent : Format::kLeastNormal;
+  // The product has 23 bits behind the point of the mantissa: kShift of them go.
+  float fixed = coll_bits_float((uint32_t)x) * coll_bits_float((277u << 23) - (uint32_t)exponent);
+  uint32_t digits = ((uint32_t)(int32_t)fixed + (random >> (32 - kShift))) >> kShift;
+  uint32_t r = digits + (uint32_t)((exponent - Format::kLeastNormal) >> kShift);
+  return (u >> Format::kSignShift & Format::kSign) | r;
 }
 
-// fp8 saturates, as it does when it is rounded to nearest. NaN isn't taken.
 COLL_FN uint8_t coll_float_to_e4m3_at_random(float x, uint32_t random) {
-  uint32_t u = coll_float_bits(x);
-  uint32_t r = coll_round_magnitude_at_random<3, 120, 9>(u & 0x7fffffffu, random);
-  return (uint8_t)((u >> 24 & 0x80u) | (r < 0x7eu ? r : 0x7eu));
+  return (uint8_t)coll_round_at_random<coll_e4m3_format, 0x43e00000>(x, random);
 }
 
 COLL_FN uint8_t coll_float_to_e5m2_at_random(float x, uint32_t random) {
-  uint32_t u = coll_float_bits(x);
-  uint32_t r = coll_round_magnitude_at_random<2, 112, 16>(u & 0x7fffffffu, random);
-  return (uint8_t)((u >> 24 & 0x80u) | (r < 0x7bu ? r : 0x7bu));
+  return (uint8_t)coll_round_at_random<coll_e5m2_format, 0x47600000>(x, random);
 }
 
 // What is infinite when it is rounded to nearest is infinite here too, and nothing else; NaN stays NaN.
 COLL_FN uint16_t coll_float_to_fp16_at_random(float x, uint32_t random) {
-  uint32_t u = coll_float_bits(x);
-  uint32_t a = u & 0x7fffffffu;
-  uint32_t r = coll_round_magnitude_at_random<10, 112, 24>(a, random);
-  r = r < 0x7bffu ? r : 0x7bffu;
-  return a >= 0x477ff000u ? coll_float_to_fp16(x) : (uint16_t)((u >> 16 & 0x8000u) | r);
+  uint32_t r = coll_round_at_random<coll_fp16_format, 0x477fe000>(x, random);
+  int32_t a = (int32_t)(coll_float_bits(x) & 0x7fffffffu);
+  r = a >= 0x477ff000 ? (r & 0x8000u) | 0x7c00u : r;
+  r |= a > 0x7f800000 ? 0x7e00u | ((uint32_t)a >> 13 & 0x3ffu) : 0u;
+  return (uint16_t)r;
 }
 
 COLL_FN uint16_t coll_float_to_bf16_at_random(float x, uint32_t random) {
   uint32_t u = coll_float_bits(x);
-  uint32_t a = u & 0x7fffffffu;
-  uint32_t r = (a + (random >> 16)) >> 16;
-  r = r < 0x7f7fu ? r : 0x7f7fu;
-  return a >= 0x7f7f8000u ? coll_float_to_bf16(x) : (uint16_t)((u >> 16 & 0x8000u) | r);
+  int32_t a = (int32_t)(u & 0x7fffffffu);
+  int32_t most = a < 0x7f7f0000 ? a : 0x7f7f0000;
+  uint32_t r = ((uint32_t)most + (random >> 16)) >> 16 | (u >> 16 & 0x8000u);
+  uint32_t beyond = coll_float_to_bf16(x);
+  return (uint16_t)(a >= 0x7f7f8000 ? beyond : r);
 }
 
 #if !defined(__CUDACC__)

@@ -1,0 +1,382 @@
+"""Wire formats: values to buffers of 1 or 2 bytes a value and back, with error feedback and rounding at random."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy
+import torch
+
+from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader
+from ..errors import InvalidArgument
+from ..layout import WIRE_FORMATS, WireLayout, tiles_of, wire_layout
+from . import abi
+from .execution import Statistics, run
+from .table import FLOATING, check_storage, device_of
+
+__all__ = ["WireTable", "dequantize", "quantize", "reduce_wires", "requantize"]
+
+_CODES = {
+    "int8": TORCH_CODES[torch.int8],
+    "fp16": TORCH_CODES[torch.float16],
+    "bf16": TORCH_CODES[torch.bfloat16],
+    "fp8_e4m3": TORCH_CODES[torch.float8_e4m3fn],
+    "fp8_e5m2": TORCH_CODES[torch.float8_e5m2],
+}
+_SEEDS = 1 << 64
+_POSITIONS = 1 << 63
+
+
+class WireTable:
+    """Wire buffers that are read together, kept for many calls: their addresses lie where the kernel reads them.
+
+    ``wires``: uint8 arrays on one device, in the order in which they are summed. The table holds on to them. One whose
+    memory has moved since (``resize_``, ``.data = ...``) is an ``InvalidArgument`` when the table is used. On a GPU the
+    addresses are copied there, which waits for the current stream.
+    """
+
+    def __init__(self, wires: Iterable):
+        self._read(wires, "WireTable")
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    @classmethod
+    def _of(cls, wires, op: str) -> WireTable:
+        if isinstance(wires, WireTable):
+            wires._check_addresses(op)
+            return wires
+        table = cls.__new__(cls)
+        table._read(wires, op)
+        return table
+
+    def _read(self, wires, op):
+        if not isinstance(wires, Iterable) or isinstance(wires, torch.Tensor | numpy.ndarray):
+            raise InvalidArgument("wires must be a sequence of uint8 arrays, or a WireTable of them", op=op)
+        self._arrays = list(wires)
+        if not self._arrays:
+            raise InvalidArgument("wires is empty: at least one wire buffer is needed", op=op)
+        self.device = _device_of(self._arrays[0], op)
+        reader = Reader(self.device, owner="wire 0")
+        self._places = [
+            _wire_place(reader, array, op, f"wire {index}", writes=False) for index, array in enumerate(self._arrays)
+        ]
+        sizes = [place.nbytes for place in self._places]
+        for index, size in enumerate(sizes):
+            if size != sizes[0]:
+                raise InvalidArgument(
+                    f"wire {index} has {size} bytes, wire 0 has {sizes[0]}: all must be of one count, format and block",
+                    op=op,
+                )
+        self.nbytes = sizes[0]
+        self._rows = None
+        if len(sizes) > 1:
+            addresses = numpy.array([place.ptr for place in self._places], dtype=numpy.uint64)
+            self._rows = torch.from_numpy(addresses.view(numpy.int64)).to(self.device)
+
+    def _check_addresses(self, op):
+        for index, (array, place) in enumerate(zip(self._arrays, self._places, strict=True)):
+            if isinstance(array, torch.Tensor) and (array.data_ptr(), array.numel()) != (place.ptr, place.count):
+                raise InvalidArgument(
+                    f"wire {index} has been freed or has moved since the table was made: make a new WireTable", op=op
+                )
+
+    def _place_rows(self) -> int:
+        """Give the address of the addresses, for a kernel on the current stream; 0: there is but one wire."""
+        if self._rows is None:
+            return 0
+        if self._rows.is_cuda:
+            self._rows.record_stream(torch.cuda.current_stream(self.device))
+        return self._rows.data_ptr()
+
+
+class _Scale(NamedTuple):
+    """A factor, and where one more is read when the kernel runs."""
+
+    value: float
+    place: Place | None
+
+    @property
+    def ptr(self) -> int:
+        return self.place.ptr if self.place else 0
+
+    @property
+    def read(self) -> dict[str, Place]:
+        return {"scale": self.place} if self.place else {}
+
+
+def quantize(
+    source,
+    wire,
+    *,
+    format: str,
+    block: int = 256,
+    scale=1.0,
+    residual=None,
+    seed: int | None = None,
+    position: int = 0,
+) -> None:
+    """Round values to a wire format, with error feedback.
+
+    ``source``: any floating dtype, n elements. ``wire``: uint8, ``layout.wire_layout(n, format, block).nbytes`` bytes,
+    at an address that is a multiple of 4; all of it is written, the padding with 0. ``scale``: a float, or a float32
+    array of one element on the same device, read when the kernel runs. ``residual``: float32 or bfloat16, n elements,
+    or None.
+
+    What is sent is x = source * scale + residual, in fp32. Of fp8 and int8 each ``block`` values share the scale
+    s = max |x| / 448 (e4m3), 57,344 (e5m2) or 127 (int8), and an element is x / s, rounded. fp16 and bf16 are a plain
+    cast. The residual becomes x less what the receiver will see (Seide 2014, Karimireddy 2019): what was lost in this
+    step is added in the next one, so that all that has ever been sent differs from the sum of the inputs by the
+    residual alone, up to 2^-24 of each x and of each residual (2^-9 where it is kept in bf16).
+
+    Rounding is to nearest, ties to even; with a ``seed`` (0 to 2^64 - 1) at random, up with a probability that is the
+    distance from the lower neighbour, so that the mean is x. Element i draws bits of Philox4x32-10 (Salmon 2011) by
+    ``position`` + i: the parts of one tensor that are quantized apart draw what the whole would. The same bits on all
+    devices. Take another seed in each step.
+
+    Bounds: |x - carried| <= s / 2 (int8), |x| / 16 + s / 1,024 (e4m3), |x| / 8 + s / 131,072 (e5m2),
+    |x| / 2,048 + 2^-25 (fp16), |x| / 256 + 2^-134 (bf16), each times 1 + 2^-14, plus 2^-149; at random twice that.
+    Zero stays zero. A block whose s would be below 2^-126 is sent as zeros and stays in the residual. A block with a
+    value that isn't finite has the scale NaN, and all of it arrives as NaN; the residual of the block stays as it was.
+    fp16 and bf16: what overflows arrives as infinity, and the residual of that element stays as it was.
+
+    On the host it is done on return; on a GPU it is queued on torch's current stream. Raises ``InvalidArgument``.
+    """
+    op = "quantize"
+    device = _device_of(source, op)
+    reader = Reader(device, owner="source")
+    values = _floating_place(reader, source, op, "source", writes=False)
+    layout = _layout(values.count, format, block, op)
+    factor = _scale(scale, reader, op)
+    to, places = _encoder(wire, residual, values.count, layout, format, block, seed, position, reader, op)
+    _apart(places, {"source": values} | factor.read, op)
+    args = abi.QuantizeArgs(
+        abi.Work(tiles_of(values.count), 0, 0), to, values.ptr, factor.ptr, factor.value, values.code, 0
+    )
+    if values.count:
+        run(abi.QUANTIZE, args, device)
+
+
+def dequantize(
+    wire, out, *, format: str, block: int = 256, scale=1.0, add: bool = False, statistics: Statistics | None = None
+) -> None:
+    """Give the values of a wire buffer.
+
+    out = element * s * scale, in fp32, rounded once to ``out``'s dtype (any floating one); with ``add`` it is added to
+    what is there. ``wire``: as `quantize` wrote it for as many values as ``out`` has. ``statistics``: see `Statistics`;
+    a block that was sent with a value that isn't finite counts as a whole. It is `reduce_wires` of one wire.
+
+    On the host it is done on return; on a GPU it is queued on torch's current stream. Raises ``InvalidArgument``.
+    """
+    _decode([wire], out, format, block, scale, None, add, statistics, "dequantize")
+
+
+def reduce_wires(
+    wires,
+    out,
+    *,
+    format: str,
+    block: int = 256,
+    scale=1.0,
+    average_over: int | None = None,
+    add: bool = False,
+    statistics: Statistics | None = None,
+) -> None:
+    """Sum the values of wire buffers into an array, in one pass.
+
+    out = (wires[0] + wires[1] + ...) / average_over * scale, summed in fp32 in this order and rounded once to ``out``'s
+    dtype (any floating one). ``wires``: a sequence of uint8 arrays, or a `WireTable`. Otherwise as `dequantize`.
+    """
+    _decode(wires, out, format, block, scale, average_over, add, statistics, "reduce_wires")
+
+
+def requantize(
+    wires,
+    out,
+    *,
+    count: int,
+    format: str,
+    block: int = 256,
+    scale=1.0,
+    average_over: int | None = None,
+    residual=None,
+    seed: int | None = None,
+    position: int = 0,
+) -> None:
+    """Sum the values of wire buffers and round the sum to one wire buffer, in one pass.
+
+    The middle of a compressed all-reduce: the bits are those of `reduce_wires` into fp32 and `quantize` of that, with
+    nothing in between written to memory. ``wires``: a sequence of uint8 arrays, or a `WireTable`, each of ``count``
+    values; ``out``: one more such buffer, or one of them. All have one format and block. ``residual``, ``seed``,
+    ``position`` and the bounds: see `quantize`; there x = sum / average_over * scale + residual.
+    """
+    op = "requantize"
+    count = _whole(count, "count", 0, _POSITIONS - 1, op)
+    layout = _layout(count, format, block, op)
+    table, reader, read, from_ = _decoder(wires, count, layout, format, block, scale, average_over, op)
+    to, places = _encoder(out, residual, count, layout, format, block, seed, position, reader, op, wire_is="out")
+    _apart(places, read, op, in_place="out")
+    args = abi.RequantizeArgs(abi.Work(tiles_of(count), 0, 0), from_, to)
+    if count:
+        run(abi.REQUANTIZE, args, table.device)
+
+
+def _decode(wires, out, format, block, scale, average_over, add, statistics, op):
+    device = _device_of(out, op)
+    values = _floating_place(Reader(device, owner="out"), out, op, "out", writes=True)
+    layout = _layout(values.count, format, block, op)
+    table, _, read, from_ = _decoder(wires, values.count, layout, format, block, scale, average_over, op)
+    if table.device != device:
+        raise InvalidArgument(f"out is on {device}, the wires on {table.device}: they must be on one device", op=op)
+    _apart({"out": values}, read, op)
+    if statistics is not None and not isinstance(statistics, Statistics):
+        raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)
+    tiles = tiles_of(values.count)
+    args = abi.DequantizeArgs(abi.Work(tiles, 0, 0), from_, values.ptr, values.code, abi.ADD if add else 0)
+    if statistics is not None:
+        statistics.begin(args.work, device, op)
+    if tiles:
+        run(abi.DEQUANTIZE, args, device)
+    if statistics is not None:
+        statistics.finish(tiles)
+
+
+def _decoder(wires, count, layout: WireLayout, format, block, scale, average_over, op):
+    """Give the table of the wires, a reader for their device, what is read, and the kernel's arguments about that."""
+    table = WireTable._of(wires, op)
+    if table.nbytes != layout.nbytes:
+        which = "wire" if op == "dequantize" else "wire 0"
+        raise InvalidArgument(_wrong_size(which, table.nbytes, count, layout, format, block), op=op)
+    reader = Reader(table.device, owner="wire 0")
+    factor = _scale(scale, reader, op)
+    over = 0 if average_over is None else _whole(average_over, "average_over", 1, (1 << 31) - 1, op)
+    name = "wire" if op == "dequantize" else "wire {}"
+    read = {name.format(index): place for index, place in enumerate(table._places)} | factor.read
+    first = table._places[0].ptr
+    code = _CODES[format]
+    args = abi.Decoder(
+        table._place_rows(), first, len(table), count, factor.ptr, factor.value, code, block, over, 0
+    )
+    return table, reader, read, args
+
+
+def _encoder(wire, residual, count, layout, format, block, seed, position, reader, op, wire_is="wire"):
+    """Give the kernel's arguments about the wire that is written, and the places that they cover."""
+    place = _wire_place(reader, wire, op, wire_is, writes=True)
+    if place.nbytes != layout.nbytes:
+        raise InvalidArgument(_wrong_size(wire_is, place.nbytes, count, layout, format, block), op=op)
+    places = {wire_is: place}
+    left = None
+    if residual is not None:
+        left = places["residual"] = _read(reader, residual, op, "residual", writes=True)
+        if left.dtype not in ("float32", "bfloat16"):
+            raise InvalidArgument(f"residual is {left.dtype}: it must be float32 or bfloat16", op=op)
+        if left.count != count:
+            whose = "source" if op == "quantize" else "each wire"
+            raise InvalidArgument(f"residual has {left.count} elements, {whose} {count}", op=op)
+        _aligned(left, 4 if left.dtype == "float32" else 2, "residual", op)
+    if seed is not None:
+        seed = _whole(seed, "seed", 0, _SEEDS - 1, op)
+    position = _whole(position, "position", 0, _POSITIONS - 1 - count, op)
+    return (
+        abi.Encoder(
+            place.ptr,
+            left.ptr if left else 0,
+            count,
+            seed or 0,
+            position,
+            _CODES[format],
+            block,
+            left.code if left else 0,
+            0 if seed is None else 1,
+        ),
+        places,
+    )
+
+
+def _layout(count, format, block, op) -> WireLayout:
+    try:
+        return wire_layout(count, format, block)
+    except (InvalidArgument, TypeError) as error:  # TypeError: something that no dictionary can have as a key
+        raise InvalidArgument(getattr(error, "message", f"format {format!r}: {error}"), op=op) from None
+
+
+def _wrong_size(what, nbytes, count, layout: WireLayout, format, block):
+    blocks = f" in blocks of {block}" if WIRE_FORMATS[format].scaled else ""
+    return f"{what} has {nbytes} bytes, {count} values as {format}{blocks} need {layout.nbytes} (layout.wire_layout)"
+
+
+def _read(reader: Reader, array, op, what, *, writes) -> Place:
+    place = reader.place(array, op, writes=writes, what=what)
+    check_storage(array, place.ptr, what, op)
+    return place
+
+
+def _wire_place(reader: Reader, array, op, what, *, writes) -> Place:
+    place = _read(reader, array, op, what, writes=writes)
+    if place.dtype != "uint8":
+        raise InvalidArgument(f"{what} is {place.dtype}: a wire buffer is uint8 (use .view(torch.uint8))", op=op)
+    return _aligned(place, 4, what, op)
+
+
+def _floating_place(reader: Reader, array, op, what, *, writes) -> Place:
+    place = _read(reader, array, op, what, writes=writes)
+    if place.code not in FLOATING or place.dtype not in DTYPE_NAMES.values():
+        raise InvalidArgument(f"{what} is {place.dtype}: only floating dtypes have wire formats", op=op)
+    return _aligned(place, ITEMSIZE[place.code], what, op)
+
+
+def _aligned(place: Place, alignment, what, op) -> Place:
+    if place.nbytes and place.ptr % alignment:
+        raise InvalidArgument(f"{what} begins at an address that is no multiple of {alignment} bytes", op=op)
+    return place
+
+
+def _device_of(array, op) -> torch.device:
+    device = device_of(array)
+    return torch.device("cpu") if device.type == "meta" else device  # what is wrong with it is told later
+
+
+def _scale(scale, reader: Reader, op) -> _Scale:
+    if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
+        try:
+            value = float(scale)
+        except OverflowError:
+            value = math.inf
+        if not math.isfinite(value):
+            raise InvalidArgument(f"scale must be finite, not {scale!r:.40}", op=op)
+        return _Scale(value, None)
+    if scale is None or isinstance(scale, bool | str | bytes):
+        raise InvalidArgument(f"scale must be a number or a float32 array of one element, not {scale!r:.40}", op=op)
+    place = _read(reader, scale, op, "scale", writes=False)
+    if place.dtype != "float32" or place.count != 1:
+        raise InvalidArgument(
+            f"scale is {place.dtype} of {place.count} elements: an array must be one float32, else use a float", op=op
+        )
+    return _Scale(1.0, _aligned(place, 4, "scale", op))
+
+
+def _whole(value, what, least, most, op) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or not least <= number <= most:
+        raise InvalidArgument(f"{what} must be a whole number from {least} to {most}, not {str(value)[:40]}", op=op)
+    return number
+
+
+def _apart(written: dict[str, Place], read: dict[str, Place], op, in_place: str | None = None) -> None:
+    """Refuse overlaps of what is written with anything else, but for `in_place`, which may be just what is read."""
+    seen: dict[str, Place] = {}
+    for name, place in written.items():
+        apart = {other: its for other, its in read.items() if name != in_place or its.ptr != place.ptr}
+        others = apart | seen
+        for other, its in others.items():
+            if place.nbytes and its.nbytes and place.ptr < its.ptr + its.nbytes and its.ptr < place.ptr + place.nbytes:
+                raise InvalidArgument(f"{name} overlaps {other}: what is written must have memory of its own", op=op)
+        seen[name] = place

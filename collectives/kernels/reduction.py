@@ -1,0 +1,207 @@
+"""reduce_n: n arrays into one in one pass, with scale, cast, norm and health check."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from numbers import Real
+
+import numpy
+import torch
+
+from .._nccl import OPS
+from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader
+from ..errors import InvalidArgument
+from ..layout import TILE
+from . import abi
+from .execution import Statistics, run
+from .table import check_storage, device_of
+
+__all__ = ["Sources", "reduce_n"]
+
+_OP = "reduce_n"  # for the errors
+_FLOATING = {code for dtype, code in TORCH_CODES.items() if dtype.is_floating_point}
+_F64 = TORCH_CODES[torch.float64]
+_KERNELS = {
+    "float32": abi.REDUCE,
+    "bfloat16": abi.REDUCE_BF16,
+    "float16": abi.REDUCE_F16,
+    "float8_e4m3fn": abi.REDUCE_E4M3,
+    "float8_e5m2": abi.REDUCE_E5M2,
+    "float64": abi.REDUCE_F64,
+    "int8": abi.REDUCE_INT8,
+    "uint8": abi.REDUCE_INT8,
+    "int32": abi.REDUCE_INT32,
+    "uint32": abi.REDUCE_INT32,
+    "int64": abi.REDUCE_INT64,
+    "uint64": abi.REDUCE_INT64,
+}
+
+
+class Sources:
+    """The arrays of a reduction, checked once, and the table of their addresses where the kernel can read it.
+
+    ``sources``: from one up, with no limit, torch, NumPy or CuPy arrays of one dtype, size and device, which are kept
+    alive. On a GPU the table is made on torch's current stream: use it there, or after it. Raises ``InvalidArgument``,
+    which names the first array that won't do.
+    """
+
+    def __init__(self, sources: Iterable):
+        self.arrays = tuple(sources)
+        if not self.arrays:
+            raise _wrong("there is no source: give at least one array")
+        reader = Reader(device_of(self.arrays[0]), owner="source 0")
+        places = [_placed(reader, array, f"source {i}") for i, array in enumerate(self.arrays)]
+        first = places[0]
+        reader.reducible(first, _OP)
+        for i, place in enumerate(places):
+            if place.dtype != first.dtype:
+                raise _wrong(f"source {i} is {place.dtype} and source 0 is {first.dtype}: all must have one dtype")
+            if place.count != first.count:
+                raise _wrong(f"source {i} has {place.count} elements and source 0 has {first.count}: use equal sizes")
+        self.device = reader.device
+        self.code = first.code
+        self.count = first.count
+        self.nbytes = first.nbytes
+        addresses = numpy.array([place.ptr for place in places], dtype=numpy.uint64)
+        self._table = torch.from_numpy(addresses.view(numpy.int64)).to(self.device)
+        self._by_address = sorted((place.ptr, i) for i, place in enumerate(places))
+        self._tensors = [
+            (i, array, place.ptr)
+            for i, (array, place) in enumerate(zip(self.arrays, places, strict=True))
+            if isinstance(array, torch.Tensor)
+        ]
+
+    @property
+    def dtype(self) -> str:
+        """The name of the arrays' dtype."""
+        return DTYPE_NAMES[self.code]
+
+    def verify(self) -> None:
+        """Raise ``InvalidArgument`` where a tensor's memory was given back or exchanged since."""
+        for i, tensor, ptr in self._tensors:
+            if tensor.data_ptr() != ptr:
+                raise _wrong(f"source {i} was freed or got other memory since this table was made: make a new Sources")
+
+    def overlapped_by(self, out: Place) -> int | None:
+        """Give the index of a source that ``out`` overlaps without being just that source; None: there is none."""
+        if not out.nbytes:
+            return None
+        first = bisect_right(self._by_address, (out.ptr - self.nbytes, len(self.arrays)))
+        last = bisect_left(self._by_address, (out.ptr + out.nbytes, 0))
+        for ptr, i in self._by_address[first:last]:
+            if ptr != out.ptr or self.nbytes != out.nbytes:
+                return i
+        return None
+
+
+def reduce_n(
+    sources: Sources | Iterable,
+    out,
+    *,
+    op: str = "sum",
+    scale: float | torch.Tensor = 1.0,
+    statistics: Statistics | None = None,
+) -> None:
+    """Reduce n arrays into one, element by element, times ``scale`` and cast to ``out``'s dtype.
+
+    ``sources``: arrays of one dtype, size and device (torch, NumPy, CuPy), or a `Sources` made of them, which saves the
+    checks and on a GPU the copy of the addresses. ``out``: an array of that size and device; of any floating dtype
+    (fp64, fp32, fp16, bf16, fp8 e4m3 and e5m2) where the sources are floating, of their dtype where they are integers.
+    It may be one of the sources as a whole, and must not overlap one otherwise. ``op``: "sum", "prod", "min", "max", or
+    "avg", which divides the sum by n. ``scale``: for floating types; a finite number, or an fp32 tensor of one element
+    on the device, read when the kernel runs. ``statistics``: for floating types; gets the sum of squares and the count
+    of non-finite elements.
+
+    Elements are reduced in the order of the sources, in fp32 (fp64 where sources or ``out`` are); then averaged, then
+    multiplied by the scale; here the statistics are taken; and rounded to ``out``'s dtype once, to nearest even; fp8
+    saturates. Integers wrap, and their average truncates toward zero. min and max give NaN where any source has it. The
+    bits are the same on every device, but for the sign and payload of a NaN. Before that last rounding a sum is off by
+    at most (n - 1) * 2^-24 (fp64: 2^-53) of the sum of the magnitudes, to first order (N. Higham, Accuracy and
+    Stability of Numerical Algorithms, 2002, section 4.2), and an average or a scale adds 2^-24 of the result.
+
+    On the host it is done when this returns; on a GPU it is queued on torch's current stream. Raises
+    ``InvalidArgument`` before anything is written. Autograd doesn't see what is written.
+    """
+    if isinstance(sources, Sources):
+        table = sources
+        table.verify()
+    else:
+        table = Sources(sources)
+    if not isinstance(op, str) or op not in OPS:
+        raise _wrong(f"op must be one of {', '.join(repr(known) for known in OPS)}, not {op!r:.40}")
+    reader = Reader(table.device, owner="source 0")
+    place = _placed(reader, out, "out", writes=True)
+    _check_out(table, place)
+    floating = table.code in _FLOATING
+    scale_at = 0
+    if type(scale) is not float or scale - scale != 0 or not floating:  # the second: not finite
+        scale, scale_at = _parse_scale(scale, reader, place, floating)
+    args = abi.ReduceArgs(
+        abi.Work(-(-table.count // TILE), 0, 0), table._table.data_ptr(), len(table.arrays), place.ptr, table.count,
+        scale_at, scale, OPS[op], table.code, place.code, 0,
+    )  # fmt: skip
+    if statistics is not None:
+        if not isinstance(statistics, Statistics):
+            raise _wrong(f"statistics must be a Statistics, not {type(statistics).__name__}")
+        if not floating:
+            raise _wrong(f"statistics are for floating types, and the sources are {table.dtype}: leave them out")
+        statistics.begin(args.work, table.device, _OP)
+    if args.work.tiles:
+        wide = place.code == _F64 and table.code != _F64
+        run(abi.REDUCE_WIDE if wide else _KERNELS[table.dtype], args, table.device)
+    if statistics is not None:
+        statistics.finish(args.work.tiles)
+
+
+def _wrong(message: str) -> InvalidArgument:
+    return InvalidArgument(message, op=_OP)
+
+
+def _placed(reader: Reader, array, what: str, writes: bool = False) -> Place:
+    place = reader.place(array, _OP, writes=writes, what=what)
+    check_storage(array, place.ptr, what, _OP)
+    width = ITEMSIZE[place.code]
+    if place.ptr % width:
+        raise _wrong(f"{what} begins at address {place.ptr:#x}, which is no multiple of its elements' {width} bytes")
+    return place
+
+
+def _check_out(table: Sources, out: Place) -> None:
+    if out.dtype != table.dtype:
+        if table.code not in _FLOATING:
+            raise _wrong(f"out is {out.dtype} and the sources are {table.dtype}: integers must have one dtype")
+        if out.code not in _FLOATING:
+            raise _wrong(f"out is {out.dtype} and the sources are {table.dtype}: use a floating dtype")
+    if out.count != table.count:
+        raise _wrong(f"out has {out.count} elements and source 0 has {table.count}: use equal sizes")
+    wrong = table.overlapped_by(out)
+    if wrong is not None:
+        raise _wrong(f"out overlaps source {wrong}: it may be one of the sources as a whole; else use other memory")
+
+
+def _parse_scale(scale, reader: Reader, out: Place, floating: bool) -> tuple[float, int]:
+    """Give a scale as a number, and the address of one more factor or 0."""
+    if isinstance(scale, Real) and not isinstance(scale, bool):
+        try:
+            number = float(scale)
+        except OverflowError:
+            number = math.inf
+        if not floating and number != 1:
+            raise _wrong("a scale is for floating types, and the sources are integers: leave it out")
+        if not math.isfinite(number):
+            raise _wrong(f"the scale must be finite, not {scale!r:.40}")
+        return number, 0
+    if not isinstance(scale, (torch.Tensor, numpy.ndarray)) and not hasattr(scale, "__cuda_array_interface__"):
+        raise _wrong(f"the scale must be a number or an fp32 tensor of one element, not {type(scale).__name__}")
+    if not floating:
+        raise _wrong("a scale is for floating types, and the sources are integers: leave it out")
+    place = _placed(reader, scale, "the scale")
+    if place.dtype != "float32" or place.count != 1:
+        raise _wrong(
+            f"the scale has {place.count} elements of {place.dtype}: as a tensor it must be one element of float32"
+        )
+    if place.ptr < out.ptr + out.nbytes and out.ptr < place.ptr + 4:
+        raise _wrong("the scale lies inside of out: use a copy of it")
+    return 1.0, place.ptr

@@ -1,0 +1,352 @@
+"""Tables: what a kernel must know of many tensors and of their places in one flat buffer, checked once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+import numpy
+import torch
+
+from ..arrays import DTYPE_NAMES, TORCH_CODES, Reader
+from ..errors import InvalidArgument
+from ..layout import ALIGNMENT, TILE, bucket_layout, check_offsets
+from . import abi
+
+__all__ = ["FLOATING", "Table", "check_storage", "device_of"]
+
+CODES = {name: code for code, name in DTYPE_NAMES.items()}
+FLOATING = frozenset(code for name, code in CODES.items() if "float" in name)  # what the kernels cast
+_BYTE, _DOUBLE = CODES["uint8"], CODES["float64"]
+_WIDTHS = numpy.zeros(abi.OPAQUE + ALIGNMENT + 1, dtype=numpy.int64)  # bytes of an element, by its type
+_WIDTHS[list(TORCH_CODES.values())] = [dtype.itemsize for dtype in TORCH_CODES]
+_WIDTHS[abi.OPAQUE :] = range(ALIGNMENT + 1)
+_HOST = torch.device("cpu")
+# Nothing that the system places freely lies below this address. A view into a storage that was freed seems to.
+_LOW = 1 << 40
+
+# Attributes as functions, so that map goes through hundreds of tensors without a Python frame.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_TensorBase = torch._C.TensorBase
+_data_ptr, _numel, _get_device = _TensorBase.data_ptr, _TensorBase.numel, _TensorBase.get_device
+_is_contiguous, _is_neg, _is_conj = _TensorBase.is_contiguous, _TensorBase.is_neg, _TensorBase.is_conj
+_is_cpu, _is_cuda, _layout, _is_nested, _dtype, _is_quantized = (
+    getattr(_TensorBase, name).__get__
+    for name in ("is_cpu", "is_cuda", "layout", "is_nested", "dtype", "is_quantized")
+)
+
+# Kernels of the common pairs (from, to) of types.
+_PAIRS = {
+    tuple(CODES[name] for name in names): kernel
+    for names, kernel in {
+        ("float32", "float32"): abi.CAST_F32_F32,
+        ("float32", "bfloat16"): abi.CAST_F32_BF16,
+        ("float32", "float16"): abi.CAST_F32_F16,
+        ("bfloat16", "float32"): abi.CAST_BF16_F32,
+        ("bfloat16", "bfloat16"): abi.CAST_BF16_BF16,
+        ("float16", "float32"): abi.CAST_F16_F32,
+    }.items()
+}
+
+
+class Table:
+    """Tensors and their places in a flat buffer, made once for any number of ``pack`` and ``unpack`` calls.
+
+    ``tensors``: torch tensors, NumPy or CuPy arrays, contiguous, all on one device, of any sizes from 0 elements.
+    ``dtype``: of the flat buffer. With a floating one (float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2)
+    the tensors may have any of these types and are cast; with another one they must have the same and are copied.
+    ``torch.uint8`` takes tensors of all types, as bytes: the state of a module in one buffer, say.
+    ``offsets``: of each tensor's first element, in elements of the flat buffer, in any order and with any gaps; without
+    them each tensor begins at the next multiple of 16 bytes.
+
+    A table holds its tensors, and each call checks that they still lie where they did. On a GPU the table itself is
+    copied there once, which waits for the current stream. Raises ``InvalidArgument``, which names the tensor's index.
+
+    Attributes: ``tensors``, ``dtype``, ``device``, ``offsets``, ``total`` (elements that the flat buffer must have at
+    least, with the last tensor's padding), ``nbytes`` (the same in bytes), ``len()``.
+    """
+
+    def __init__(self, tensors: Iterable, dtype: torch.dtype, *, offsets: Sequence[int] | None = None):
+        self._make(tensors, dtype, offsets, "Table", None)
+
+    @classmethod
+    def of_call(cls, tensors, dtype, offsets, op: str, device: torch.device) -> Table:
+        """Make a table for one call of ``op`` with a flat buffer on a device."""
+        table = cls.__new__(cls)
+        table._make(tensors, dtype, offsets, op, device)
+        return table
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __repr__(self) -> str:
+        return f"<Table of {len(self)} tensors, {self.total} elements of {self._name} on {self.device}>"
+
+    # ---- Making one.
+    def _make(self, tensors, dtype, offsets, op, device) -> None:
+        if isinstance(tensors, (torch.Tensor, numpy.ndarray, str, bytes, dict)) or not isinstance(tensors, Iterable):
+            raise InvalidArgument(f"the tensors must come as a list of tensors, not as {type(tensors).__name__}", op=op)
+        self.tensors = tuple(tensors)
+        self.dtype = dtype
+        self._name, self.itemsize = _name_and_width(dtype, op)
+        self.type = CODES.get(self._name, abi.OPAQUE + self.itemsize)
+        self.floating = self.type in FLOATING
+        owner = "the flat buffer"
+        if device is None:
+            device, owner = device_of(self.tensors[0]) if self.tensors else _HOST, "tensor 0"
+        self.device = device
+        self._reader = Reader(device, owner="the tensors")
+        pointers, counts, types = self._read_plain(device) or self._read_each(Reader(device, owner=owner), op)
+        if offsets is None:
+            self.offsets, self.total = bucket_layout(counts, self.itemsize)
+        else:
+            self.offsets, self.total = check_offsets(offsets, counts, op=op)
+        self.nbytes = self.total * self.itemsize
+        self._fill(pointers, counts, types, offsets is None, op)
+        self._all_torch = all(isinstance(tensor, torch.Tensor) for tensor in self.tensors)
+        self._pointers = pointers
+        self._numels = list(map(_numel, self.tensors)) if self._all_torch else [_place(each)[1] for each in self.tensors]
+        self._are_destinations = False
+        self._apart_from = None
+
+    def _read_plain(self, device):
+        """Addresses, counts and types of torch tensors that are all as they should be; None where a look is needed."""
+        tensors = self.tensors
+        if not _PLAIN.issuperset(map(type, tensors)):
+            return None
+        if device.type == "cpu":
+            there = all(map(_is_cpu, tensors))
+        else:
+            there = all(map(_is_cuda, tensors)) and {device.index}.issuperset(map(_get_device, tensors))
+        try:
+            if not (
+                there
+                and {torch.strided}.issuperset(map(_layout, tensors))
+                and all(map(_is_contiguous, tensors))
+                and not any(map(_is_neg, tensors))
+                and not any(map(_is_nested, tensors))
+            ):
+                return None
+            pointers, counts = list(map(_data_ptr, tensors)), list(map(_numel, tensors))
+        except RuntimeError:  # under vmap or grad
+            return None
+        if min(pointers, default=_LOW) < _LOW and any(
+            pointer < _LOW and count for pointer, count in zip(pointers, counts, strict=True)
+        ):
+            return None
+        dtypes = list(map(_dtype, tensors))
+        if self.floating:
+            types = list(map(TORCH_CODES.get, dtypes))
+            return (pointers, counts, types) if FLOATING.issuperset(types) else None
+        if any(map(_is_conj, tensors)) or any(map(_is_quantized, tensors)):
+            return None
+        if self.type == _BYTE:
+            counts = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
+        elif not {self.dtype}.issuperset(dtypes):
+            return None
+        return pointers, counts, [self.type] * len(tensors)
+
+    def _read_each(self, reader, op):
+        """The same of any tensors and arrays, one by one, with a reason for each that won't do."""
+        pointers, counts, types = [], [], []
+        for index, tensor in enumerate(self.tensors):
+            what = f"tensor {index}"
+            place = reader.place(tensor, op, writes=False, what=what)
+            check_storage(tensor, place.ptr, what, op)
+            code = CODES.get(place.dtype)
+            if self.floating and code in FLOATING:
+                types.append(code)
+            elif self.type == _BYTE or place.dtype == self._name:
+                types.append(self.type)
+            else:
+                raise InvalidArgument(f"{what} is {place.dtype}, the flat buffer {self._unlike(place.dtype)}", op=op)
+            pointers.append(place.ptr)
+            counts.append(place.nbytes if self.type == _BYTE else place.count)
+        return pointers, counts, types
+
+    def _unlike(self, name: str) -> str:
+        if self.floating or CODES.get(name) in FLOATING:
+            floating = ", ".join(DTYPE_NAMES[code] for code in sorted(FLOATING))
+            return f"{self._name}: only {floating} are cast to one another; put {name} into a flat buffer of its own"
+        return f"{self._name}: such types are only copied; use a flat buffer of {name}, or of uint8, which takes all"
+
+    def _fill(self, pointers, counts, types, pads: bool, op) -> None:
+        """Make the rows that the kernels read."""
+        rows = numpy.empty(len(counts), dtype=abi.TENSOR)
+        rows["data"] = pointers
+        rows["count"] = count = numpy.array(counts, dtype=numpy.int64)
+        rows["offset"] = self.offsets
+        tiles = -(-count // TILE)
+        ends = numpy.cumsum(tiles)
+        rows["first_tile"] = ends - tiles
+        rows["type"] = kinds = numpy.array(types, dtype=numpy.int32)
+        rows["padding"] = -count % (ALIGNMENT // self.itemsize) if pads else 0
+        self.tiles = int(ends[-1]) if len(counts) else 0
+        self.wide = self.type == _DOUBLE or _DOUBLE in types
+        self.common_type = types[0] if types and (kinds == types[0]).all() else None
+        widths = _WIDTHS[kinds]
+        self._starts = rows["data"].astype(numpy.int64)
+        self._ends = self._starts + count * widths
+        crooked = (self._starts % widths).nonzero()[0] if self.floating else ()
+        if len(crooked):
+            index = int(crooked[0])
+            raise InvalidArgument(
+                f"tensor {index} begins at address {pointers[index]:#x}, which is no multiple of its elements' "
+                f"{widths[index]} bytes: copy it to memory of its own",
+                op=op,
+            )
+        self._low = int(self._starts.min(initial=1 << 62, where=count > 0))
+        self._high = int(self._ends.max(initial=0, where=count > 0))
+        self.rows = torch.from_numpy(rows.view(numpy.uint8))
+        if self.device.type != "cpu":
+            self.rows = self.rows.to(self.device)
+
+    # ---- What is checked at each use.
+    def verify(self, op: str = "Table") -> None:
+        """Raise ``InvalidArgument`` where a tensor no longer lies where it did when the table was made."""
+        tensors = self.tensors
+        if self._all_torch:
+            try:
+                if (
+                    list(map(_data_ptr, tensors)) == self._pointers
+                    and list(map(_numel, tensors)) == self._numels
+                    and all(map(_is_contiguous, tensors))
+                ):
+                    return
+            except RuntimeError:  # under vmap or grad
+                pass
+        for index, tensor in enumerate(tensors):
+            try:
+                same = _place(tensor) == (self._pointers[index], self._numels[index], True)
+            except RuntimeError:
+                same = False
+            if not same:
+                raise InvalidArgument(
+                    f"tensor {index} doesn't lie where it did when the table was made: its memory was freed, resized or "
+                    "exchanged, or its strides were changed; make the table again",
+                    op=op,
+                )
+
+    def place_flat(self, flat, op: str, *, writes: bool) -> int:
+        """Give the address of a flat buffer that fits."""
+        ptr = None
+        if type(flat) in _PLAIN and flat.dtype is self.dtype:
+            ptr, count = self._reader.plain(flat), flat.numel()
+        if ptr is None:
+            place = self._reader.place(flat, op, writes=writes, what="the flat buffer")
+            if place.dtype != self._name:
+                raise InvalidArgument(f"the flat buffer is {place.dtype}, the table was made for {self._name}", op=op)
+            ptr, count = place.ptr, place.count
+        if count < self.total:
+            raise InvalidArgument(
+                f"the flat buffer has {count} elements, the tensors need {self.total} of {self._name} (their padding "
+                "included)",
+                op=op,
+            )
+        if ptr < _LOW:
+            check_storage(flat, ptr, "the flat buffer", op)
+        if self.floating and ptr % self.itemsize:
+            raise InvalidArgument(
+                f"the flat buffer begins at address {ptr:#x}, which is no multiple of its elements' {self.itemsize} bytes",
+                op=op,
+            )
+        if self._low < ptr + self.nbytes and ptr < self._high and ptr != self._apart_from:
+            self._check_apart(ptr, op)
+        return ptr
+
+    def _check_apart(self, ptr: int, op) -> None:
+        """Refuse tensors that overlap the flat buffer, unless they lie just where the flat buffer has them."""
+        width = self.itemsize
+        meets = (self._starts < ptr + self.nbytes) & (self._ends > ptr) & (self._starts < self._ends)
+        for index in map(int, meets.nonzero()[0]):
+            if self._pointers[index] != ptr + self.offsets[index] * width or self.common_type != self.type:
+                raise InvalidArgument(
+                    f"tensor {index} overlaps the flat buffer: they must lie apart (or the tensor just at its own place in "
+                    "it, with its type)",
+                    op=op,
+                )
+        self._apart_from = ptr
+
+    def check_destinations(self, op: str) -> None:
+        """Refuse tensors that can't all be written."""
+        if not self._all_torch:
+            for index, tensor in enumerate(self.tensors):
+                if isinstance(tensor, numpy.ndarray) and not tensor.flags.writeable:
+                    raise InvalidArgument(f"tensor {index} is a read-only NumPy array and can't take a result", op=op)
+        if self._are_destinations:
+            return
+        index = (self._starts < self._ends).nonzero()[0]
+        index = index[numpy.argsort(self._starts[index], kind="stable")]
+        starts, ends = self._starts[index], self._ends[index]
+        over = (numpy.maximum.accumulate(ends)[:-1] > starts[1:]).nonzero()[0]
+        if len(over):
+            at = int(over[0])
+            first, second = sorted((int(index[int(ends[: at + 1].argmax())]), int(index[at + 1])))
+            raise InvalidArgument(f"tensor {second} overlaps tensor {first}: both would be written", op=op)
+        self._are_destinations = True
+
+    def meets(self, ptr: int, nbytes: int) -> bool:
+        """Whether a piece of memory overlaps a tensor."""
+        return bool(((self._starts < ptr + nbytes) & (self._ends > ptr) & (self._starts < self._ends)).any())
+
+    # ---- For the launch.
+    def kernel(self, unpacks: bool, copies: bool) -> abi.Kernel:
+        """Give the kernel that is made for these types. On the host all are one."""
+        if copies and self.common_type == self.type:
+            return abi.CAST_COPY
+        if self.wide:
+            return abi.CAST_WIDE
+        pair = (self.type, self.common_type) if unpacks else (self.common_type, self.type)
+        return _PAIRS.get(pair, abi.CAST)
+
+    def place_rows(self) -> int:
+        """Give the address of the rows, for a kernel on the current stream: they live until it is done."""
+        if self.device.type != "cpu":
+            self.rows.record_stream(torch.cuda.current_stream(self.device))
+        return self.rows.data_ptr()
+
+
+def device_of(array) -> torch.device:
+    """Give the device that an array seems to be on; the host for what is no array."""
+    if isinstance(array, torch.Tensor):
+        return array.device
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return torch.device("cuda", array.device.id)
+    return _HOST
+
+
+def check_storage(array, ptr: int, what: str, op: str) -> None:
+    """Refuse a tensor whose storage ends before it does: one that was freed by ``resize_(0)`` has no null address."""
+    if ptr >= _LOW or not isinstance(array, torch.Tensor) or not array.numel():
+        return
+    need = (array.storage_offset() + array.numel()) * array.element_size()
+    if array.untyped_storage().nbytes() < need:
+        raise InvalidArgument(
+            f"{what} has no memory: its storage holds {array.untyped_storage().nbytes()} bytes of the {need} that it "
+            "needs, as it was freed or resized",
+            op=op,
+        )
+
+
+def _place(array) -> tuple[int, int, bool]:
+    """Address, elements, contiguous or not."""
+    if isinstance(array, torch.Tensor):
+        return array.data_ptr(), array.numel(), array.is_contiguous()
+    ptr = array.__array_interface__["data"][0] if isinstance(array, numpy.ndarray) else array.data.ptr
+    return ptr, array.size, array.flags.c_contiguous
+
+
+def _name_and_width(dtype, op) -> tuple[str, int]:
+    """Give a dtype's name as `Reader.place` spells it, and the bytes of an element."""
+    if isinstance(dtype, torch.dtype):
+        name, width = str(dtype).removeprefix("torch."), dtype.itemsize
+    else:
+        try:
+            found = numpy.dtype(dtype)
+        except TypeError as error:
+            raise InvalidArgument(f"the flat buffer's dtype must be a torch.dtype, not {dtype!r}", op=op) from error
+        name, width = found.name if found.isnative else found.str, found.itemsize
+    if name.startswith(("qint", "quint", "bits")) or width < 1 or ALIGNMENT % width:
+        raise InvalidArgument(f"there are no flat buffers of {name}, {width} bytes an element", op=op)
+    return name, width

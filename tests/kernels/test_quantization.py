@@ -1,0 +1,821 @@
+"""Wire formats: all bits against the oracle, on every instruction set and by the text for CUDA; bounds; refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives import kernels
+from collectives.errors import InvalidArgument
+from collectives.layout import WIRE_BLOCKS, WIRE_FORMATS, wire_layout
+from tests.buffers import Guarded, memory_of
+from tests.oracle import DTYPES, encode
+
+from . import shim, wire_oracle
+
+FORMATS = tuple(WIRE_FORMATS)
+SCALED = tuple(name for name in FORMATS if WIRE_FORMATS[name].scaled)
+PLAIN = tuple(name for name in FORMATS if not WIRE_FORMATS[name].scaled)
+COUNTS = (0, 1, 3, 127, 128, 129, 1023, 4095, 4096, 4097, 9973)
+MANY = 33 * 4096 + 77  # more than one part of the thread pool
+SEED = 0x9E3779B97F4A7C15
+FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+# ---- Ways to run a kernel.
+def instruction_sets() -> list[str]:
+    found = []
+    for name in ("baseline", "avx2", "avx512"):
+        with contextlib.suppress(InvalidArgument):
+            found.append(kernels.use_isa(name))
+    kernels.use_isa()
+    return found
+
+
+@contextlib.contextmanager
+def host(isa: str, threads: int = 1):
+    kernels.use_isa(isa)
+    kernels.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        kernels.use_isa()
+        kernels.set_num_threads(None)
+
+
+ISAS = instruction_sets()
+HOSTS = [(f"{isa} {count}", lambda isa=isa, count=count: host(isa, count)) for isa in ISAS for count in (1, 2)]
+TEXTS = [
+    (f"text {grid}x{block} {order}", lambda g=grid, b=block, o=order: shim.cuda_text(grid=g, block=b, order=o))
+    for grid, block, order in ((1, 1, "forward"), (3, 64, "reverse"), (2, 256, 1), (5, 100, "forward"))
+]
+
+
+def array(buffer: Guarded, dtype: torch.dtype) -> torch.Tensor:
+    """The buffer as a tensor, at its very address."""
+    if isinstance(buffer.block, np.ndarray):
+        inner = torch.from_numpy(buffer.block[buffer.start : buffer.start + buffer.nbytes])
+    else:
+        inner = buffer.block[buffer.start : buffer.start + buffer.nbytes]
+    return inner.view(dtype)
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    if not tensor.numel():
+        return np.zeros(0, dtype=np.uint8)
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+
+
+class Place:
+    """Guarded memory for the arrays of one call; all guard zones are looked at in the end."""
+
+    def __init__(self, engine: str = "host", offset: int = 0):
+        self.memory = memory_of(engine)
+        self.offset = offset  # elements past a 64-byte boundary
+        self.buffers = []
+
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        itemsize = 4 if dtype == torch.uint8 else dtype.itemsize  # wires keep to 4 bytes
+        self.buffers.append(Guarded(self.memory, count * dtype.itemsize, self.offset * itemsize))
+        return array(self.buffers[-1], dtype)
+
+    def copy(self, values: torch.Tensor) -> torch.Tensor:
+        tensor = self.empty(values.numel(), values.dtype)
+        tensor.copy_(values)
+        return tensor
+
+    def check(self):
+        assert all(buffer.guards_intact() for buffer in self.buffers), "written outside of an array"
+
+
+# ---- Values.
+def made(count: int, seed: int = 0, *, specials: bool = True) -> torch.Tensor:
+    """fp32 values whose size differs from one 64 to the next; with specials also runs of 0, NaN, largest and least."""
+    rng = np.random.default_rng(seed + count)
+    sizes = np.repeat(np.exp2(rng.integers(-20, 20, count // 64 + 1)), 64)[:count]
+    values = (rng.standard_normal(count) * sizes).astype(np.float32)
+    if specials:
+        odd = np.array([0.0, -0.0, 1e-45, -1e-42, 2e-38, 3.4e38, -3.4028235e38, np.inf, -np.inf, np.nan], np.float32)
+        for start in range(0, count, 700):
+            values[start : start + rng.integers(1, 400)] = rng.choice(odd[: rng.integers(1, len(odd) + 1)])
+        values[rng.random(count) < 0.01] = 0.0
+    return torch.from_numpy(values)
+
+
+def residual_of(count: int, dtype: torch.dtype | None, seed: int = 1) -> torch.Tensor | None:
+    return None if dtype is None else made(count, seed, specials=False).to(dtype)
+
+
+def values_in(source: torch.Tensor, scale: float, residual: torch.Tensor | None) -> np.ndarray:
+    """x, as the docstring defines it."""
+    with np.errstate(all="ignore"):
+        if source.dtype == torch.float64:
+            x = (source.numpy() * scale).astype(np.float32)
+        else:
+            x = source.float().numpy() * np.float32(scale)
+        return x if residual is None else x + residual.float().numpy()
+
+
+def left_over(x: np.ndarray, sent: wire_oracle.Encoded, before: torch.Tensor | None) -> torch.Tensor | None:
+    if before is None:
+        return None
+    with np.errstate(all="ignore"):
+        left = torch.from_numpy(np.where(sent.kept, x - sent.carried, 0.0).astype(np.float32)).to(before.dtype)
+    return torch.where(torch.from_numpy(sent.kept), left, before)
+
+
+def same_or_nan(got: torch.Tensor, want: torch.Tensor) -> bool:
+    got, want = got.cpu(), want.cpu()
+    nan = got.float().isnan() & want.float().isnan()
+    same = (bits(got) == bits(want)).reshape(got.numel(), got.itemsize).all(axis=1)
+    return bool((torch.from_numpy(same) | nan).all())
+
+
+def same_wire(format, got: np.ndarray, want: np.ndarray) -> bool:
+    """The same bytes; but NaN as fp16 or bf16 has any bits."""
+    same = got == want
+    if format in PLAIN and not same.all():
+        dtype = torch.float16 if format == "fp16" else torch.bfloat16
+        nan = [torch.from_numpy(each.copy()).view(dtype).isnan().numpy() for each in (got, want)]
+        same |= np.repeat(nan[0] & nan[1], 2)
+    return bool(same.all()) and len(got) == len(want)
+
+
+def send(x, format, block, seed=None, position=0):
+    """The wire of some fp32 values, by the oracle."""
+    return torch.from_numpy(wire_oracle.encoded(np.asarray(x), format, block, seed, position).wire)
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """By the oracle: torch's fp8 doesn't saturate."""
+    name = {torch.float8_e4m3fn: "float8e4m3", torch.float8_e5m2: "float8e5m2"}.get(dtype, str(dtype)[6:])
+    with np.errstate(all="ignore"):
+        stored = encode(DTYPES[name], values.numpy())
+    return torch.from_numpy(stored.view(np.uint8)).view(dtype) if len(stored) else torch.empty(0, dtype=dtype)
+
+
+def rounding_of(seed):
+    return "nearest" if seed is None else "random"
+
+
+# ---- Quantize: all bits.
+def check_quantize(way, source, format, block, *, scale=1.0, residual=None, seed=None, position=0, offset=0, want=None):
+    """Run it and compare wire and residual with the oracle's; gives the oracle's."""
+    place = Place(offset=offset)
+    own, left = place.copy(source), None if residual is None else place.copy(residual)
+    wire = place.empty(wire_layout(source.numel(), format, block).nbytes, torch.uint8)
+    with way():
+        kernels.quantize(
+            own, wire, format=format, block=block, scale=scale, residual=left, seed=seed, position=position
+        )
+    if want is None:
+        x = values_in(source, scale, residual)
+        sent = wire_oracle.encoded(x, format, block, seed, position)
+        want = sent.wire, left_over(x, sent, residual)
+    assert same_wire(format, bits(wire), want[0])
+    if residual is not None:
+        assert np.array_equal(bits(left), bits(want[1]))
+    assert np.array_equal(bits(own), bits(source)), "the source was written to"
+    place.check()
+    return want
+
+
+@pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=["plain", "fp32", "bf16"])
+@pytest.mark.parametrize("seed", [None, SEED], ids=rounding_of)
+@pytest.mark.parametrize("block", WIRE_BLOCKS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantize(format, block, seed, residual):
+    for count in (*COUNTS, MANY) if block == 256 else COUNTS[-3:]:
+        want = None
+        for _, way in HOSTS if count in (4097, 9973, MANY) else HOSTS[::2]:
+            want = check_quantize(
+                way, made(count), format, block, scale=0.37, residual=residual_of(count, residual), seed=seed,
+                position=3, offset=count % 3, want=want,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=["plain", "fp32", "bf16"])
+@pytest.mark.parametrize("seed", [None, SEED], ids=rounding_of)
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantize_by_the_cuda_text(format, seed, residual):
+    for (_, way), block, count in zip(TEXTS, (*WIRE_BLOCKS, 128), (4097, 9973, 12289, 1), strict=True):
+        check_quantize(
+            way, made(count), format, block, scale=0.37, residual=residual_of(count, residual), seed=seed,
+            position=count % 4, offset=count % 3,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_sizes_by_the_cuda_text(count):
+    for format, seed in (("int8", None), ("fp8_e4m3", 5), ("bf16", None)):
+        check_quantize(TEXTS[1][1], made(count), format, 128, residual=residual_of(count, torch.float32), seed=seed)
+
+
+@pytest.mark.parametrize("way", [*HOSTS[::2], TEXTS[1]], ids=lambda way: way[0])
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_sources_of_every_dtype(dtype, way):
+    source = made(5003).double() if dtype == torch.float64 else made(5003, specials=False).to(dtype)
+    for format, offset in itertools.product(("int8", "fp16"), (0, 1, 3)):
+        check_quantize(way[1], source, format, 256, scale=1 / 3, offset=offset)
+
+
+def test_scale_is_taken_in_double_for_float64():
+    """One rounding to fp32, of the exact product."""
+    source = torch.tensor([1 + 2.0**-40] * 5, dtype=torch.float64)
+    wire = torch.empty(wire_layout(5, "bf16", 256).nbytes, dtype=torch.uint8)
+    residual = torch.zeros(5)
+    kernels.quantize(source, wire, format="bf16", scale=1 - 2.0**-25, residual=residual)
+    assert residual.tolist() == [0.0] * 5  # 1 - 2^-25 as a float is 1, and so is the product; in two roundings as well
+    kernels.quantize(source * 3e38, wire, format="bf16", scale=1e-38, residual=residual)
+    assert np.float32(3e38 * (1 + 2.0**-40) * 1e-38) == 3.0 and residual.tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize("way", [HOSTS[0], TEXTS[0]], ids=lambda way: way[0])
+def test_a_scale_on_the_device(way):
+    x = made(300, specials=False)
+    wires = [torch.empty(wire_layout(300, "int8").nbytes, dtype=torch.uint8) for _ in range(2)]
+    with way[1]():
+        kernels.quantize(x, wires[0], format="int8", scale=torch.tensor([0.3]))
+        kernels.quantize(x, wires[1], format="int8", scale=float(np.float32(0.3)))
+    assert torch.equal(*wires)
+
+
+# ---- The numbers behind the random bits.
+def test_philox_known_answers():
+    """The vectors of Random123's kat_vectors; the kernels' bits are compared with this Philox everywhere above."""
+    ones = 0xFFFFFFFF
+    vectors = [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ones,) * 4, (ones,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ]
+    for counter, key, answer in vectors:
+        assert tuple(int(word) for word in wire_oracle.philox(counter, key)) == answer
+    words = wire_oracle.philox_words(SEED, 5, 9)
+    assert np.array_equal(words, wire_oracle.philox_words(SEED, 0, 14)[5:])
+
+
+@pytest.mark.parametrize("way", [*HOSTS[::2], TEXTS[3]], ids=lambda way: way[0])
+@pytest.mark.parametrize("position", [0, 1, 2, 3, (1 << 34) - 5, (1 << 63) - 3000])
+def test_draws_at_any_position(position, way):
+    for seed in (0, 1, (1 << 64) - 1):
+        check_quantize(way[1], made(999, specials=False), "fp8_e5m2", 128, seed=seed, position=position)
+
+
+@pytest.mark.parametrize("way", [HOSTS[0], TEXTS[2]], ids=lambda way: way[0])
+def test_parts_draw_what_the_whole_does(way):
+    """Whatever the split, as long as it is one of blocks."""
+    x = made(5000, specials=False)
+    whole = torch.empty(wire_layout(5000, "int8", 128).nbytes, dtype=torch.uint8)
+    with way[1]():
+        kernels.quantize(x, whole, format="int8", block=128, seed=7, position=11)
+        for first, last in itertools.pairwise((0, 128, 1280, 4992, 5000)):
+            part = torch.empty(wire_layout(last - first, "int8", 128).nbytes, dtype=torch.uint8)
+            kernels.quantize(x[first:last], part, format="int8", block=128, seed=7, position=11 + first)
+            assert torch.equal(part[: last - first], whole[first:last])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_random_rounding_has_the_right_mean(format):
+    """The mean of n draws lies within 5 standard deviations (a draw's: at most half a unit) of x; nearest doesn't."""
+    rng = np.random.default_rng(3)
+    values = np.append(rng.uniform(-1, 1, 19), 1.0).astype(np.float32)
+    n = 20000
+    x = torch.from_numpy(np.tile(values, n))  # the scales of all blocks are alike
+    wire = torch.empty(wire_layout(len(x), format).nbytes, dtype=torch.uint8)
+    out = torch.empty(len(x))
+    means = {}
+    for seed in (None, 12345):
+        kernels.quantize(x, wire, format=format, seed=seed)
+        kernels.dequantize(wire, out, format=format)
+        means[seed] = out.double().reshape(n, -1).mean(dim=0).numpy()
+    spec = WIRE_FORMATS[format]
+    unit = 2 * (spec.relative * np.abs(values) + spec.absolute * (1 / spec.limit if spec.scaled else 1))
+    off = np.abs(means[12345] - values)
+    assert (off <= 5 * unit / 2 / math.sqrt(n) + 2.0**-20 * np.abs(values)).all(), off / unit
+    assert (np.abs(means[None] - values) > 5 * unit / 2 / math.sqrt(n)).mean() > 0.5
+
+
+def test_seeds_differ():
+    x = made(4096, specials=False)
+    wires = [torch.empty(wire_layout(4096, "int8").nbytes, dtype=torch.uint8) for _ in range(3)]
+    for wire, seed in zip(wires, (1, 2, 1 << 32), strict=True):
+        kernels.quantize(x, wire, format="int8", seed=seed)
+    assert not torch.equal(wires[0], wires[1]) and not torch.equal(wires[0], wires[2])
+
+
+# ---- Bounds.
+def carried_of(x: torch.Tensor, format, block, seed=None) -> torch.Tensor:
+    wire = torch.empty(wire_layout(x.numel(), format, block).nbytes, dtype=torch.uint8)
+    out = torch.empty(x.numel())
+    kernels.quantize(x, wire, format=format, block=block, seed=seed)
+    kernels.dequantize(wire, out, format=format, block=block)
+    return out
+
+
+def scales_of(x: np.ndarray, format, block) -> np.ndarray:
+    return wire_oracle.encoded(x, format, block).scales.astype(np.float64)
+
+
+def check_bound(x: np.ndarray, carried: np.ndarray, format, block, seed):
+    spec = WIRE_FORMATS[format]
+    scale = scales_of(x, format, block)
+    x, carried = x.astype(np.float64), carried.astype(np.float64)
+    factor = (1 if seed is None else 2) * (1 + 2.0**-14)
+    bound = factor * (spec.relative * np.abs(x) + spec.absolute * scale) + 2.0**-149
+    with np.errstate(invalid="ignore"):
+        fits = np.isfinite(scale) & (scale > 0)
+        fits &= np.abs(x) < (65520 if format == "fp16" else 3.39e38)
+        far = np.abs(x - carried)
+    assert (far[fits] <= bound[fits]).all(), (x[fits][far[fits] > bound[fits]], carried[fits][far[fits] > bound[fits]])
+    assert (carried[np.isfinite(scale) & (scale == 0)] == 0).all()
+    assert np.isnan(carried[np.isnan(scale)]).all()
+    return (far[fits & (bound > 0)] / bound[fits & (bound > 0)]).max(initial=0)
+
+
+ANY_FLOAT = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=150)
+@given(
+    values=st.lists(st.one_of(ANY_FLOAT, st.floats(-1, 1, width=32), st.just(0.0)), min_size=1, max_size=600),
+    shift=st.integers(-140, 120),
+    format=st.sampled_from(FORMATS),
+    block=st.sampled_from(WIRE_BLOCKS),
+    seed=st.one_of(st.none(), st.integers(0, 2**64 - 1)),
+)
+def test_bounds(values, shift, format, block, seed):
+    with np.errstate(over="ignore"):
+        x = np.array(values, dtype=np.float32) * np.float32(2.0**shift)
+    x = np.where(np.isfinite(x), x, np.float32(1))
+    check_bound(x, carried_of(torch.from_numpy(x), format, block, seed).numpy(), format, block, seed)
+
+
+@pytest.mark.parametrize("seed", [None, SEED], ids=rounding_of)
+@pytest.mark.parametrize("format", FORMATS)
+def test_bounds_are_met_and_not_much_too_wide(format, seed):
+    """Every float of some binades, and largest values all over fp32's range."""
+    rng = np.random.default_rng(5)
+    x = np.concatenate([
+        np.linspace(-1, 1, 200001).astype(np.float32),
+        (rng.standard_normal((4000, 128)) * np.exp2(rng.uniform(-125, 120, (4000, 1)))).astype(np.float32).ravel(),
+        np.arange(0x3F800000, 0x3F900000, 7, dtype=np.uint32).view(np.float32),
+        np.arange(0x7F7F0000, 0x7F800000, 3, dtype=np.uint32).view(np.float32),  # up to the largest
+        np.arange(0, 1 << 16, dtype=np.uint32).view(np.float32),  # subnormal
+    ])  # fmt: skip
+    for block in WIRE_BLOCKS:
+        reached = check_bound(x, carried_of(torch.from_numpy(x), format, block, seed).numpy(), format, block, seed)
+        assert 0.85 < reached <= 1, reached
+
+
+def test_fp8_is_torchs():
+    """Rounding to nearest of what is in range, without a scale: a block whose largest value is the format's."""
+    for format, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)):
+        limit = WIRE_FORMATS[format].limit
+        x = torch.arange(0, 0x47600000, 977, dtype=torch.int64).to(torch.int32).view(torch.float32)
+        x = torch.cat([x[x <= limit], -x[x <= limit]])
+        x = torch.nn.functional.pad(x, (0, -len(x) % 127)).reshape(-1, 127)
+        x = torch.cat([x, torch.full((len(x), 1), limit)], dim=1)
+        wire = torch.empty(wire_layout(x.numel(), format, 128).nbytes, dtype=torch.uint8)
+        kernels.quantize(x.ravel(), wire, format=format, block=128)
+        assert torch.equal(wire[: x.numel()], x.ravel().to(dtype).view(torch.uint8))
+
+
+# ---- Error feedback.
+@pytest.mark.parametrize("kept_in", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", [None, SEED], ids=rounding_of)
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_sent_adds_up(format, seed, kept_in):
+    """The sum of T messages is the sum of the inputs less the last residual, but for the documented roundings."""
+    count, steps = 3000, 30
+    residual = torch.zeros(count, dtype=kept_in)
+    wire = torch.empty(wire_layout(count, format).nbytes, dtype=torch.uint8)
+    out = torch.empty(count)
+    inputs, sent, slack = (np.zeros(count) for _ in range(3))
+    for step in range(steps):
+        source = made(count, 100 + step, specials=False) * 2.0**-20
+        before = residual.double().numpy().copy()
+        kernels.quantize(source, wire, format=format, scale=0.7, residual=residual, seed=seed and seed + step)
+        kernels.dequantize(wire, out, format=format)
+        given = source.double().numpy() * float(np.float32(0.7))
+        after = residual.double().numpy()
+        inputs, sent = inputs + given, sent + out.double().numpy()
+        kept = 2.0**-24 if kept_in == torch.float32 else 2.0**-8
+        slack += 2.0**-24 * (np.abs(given) + np.abs(given + before)) + kept * np.abs(after) + 2.0**-140
+    off = np.abs(sent + residual.double().numpy() - inputs)
+    assert (off <= slack * (1 + 2.0**-20)).all()
+    assert np.abs(sent - inputs).max() > 0
+    if kept_in == torch.float32:  # without a residual the error grows with the number of steps
+        assert np.abs(sent - inputs).max() <= 40 * np.abs(residual.numpy()).max()
+
+
+@pytest.mark.parametrize("way", [*HOSTS[::2], TEXTS[1]], ids=lambda way: way[0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3.4e38])
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_not_finite(format, bad, way):
+    """It takes its block with it, and no residual: the step will be skipped."""
+    x = made(1000, specials=False)
+    x[300] = bad
+    residual = made(1000, 9, specials=False)
+    before = residual.clone()
+    wire = torch.empty(wire_layout(1000, format).nbytes, dtype=torch.uint8)
+    out, statistics = torch.empty(1000), kernels.Statistics()
+    with way[1]():
+        kernels.quantize(x, wire, format=format, scale=2.0, residual=residual)  # 6.8e38 isn't finite either
+        kernels.dequantize(wire, out, format=format, statistics=statistics)
+    hit = torch.zeros(1000, dtype=torch.bool)
+    hit[256:512] = True
+    if format in PLAIN:
+        hit[:] = False
+        hit[300] = True
+        hit |= (x * 2 + before).abs() >= (65520 if format == "fp16" else math.inf)
+        assert out[300].isnan() if math.isnan(bad) else out[300] == math.copysign(math.inf, bad)
+        assert out[hit].isfinite().sum() == 0
+    else:
+        assert out[hit].isnan().all()
+    assert out[~hit].isfinite().all()
+    assert torch.equal(residual[hit], before[hit]) and not torch.equal(residual[~hit], before[~hit])
+    assert residual.isfinite().all()
+    assert statistics.nonfinite.item() == hit.sum() and not statistics.sum_of_squares.isfinite()
+
+
+@pytest.mark.parametrize("seed", [None, SEED], ids=rounding_of)
+@pytest.mark.parametrize("format", SCALED)
+def test_zeros_and_tiny_blocks(format, seed):
+    limit = WIRE_FORMATS[format].limit
+    least = limit * 2.0**-126
+    x = torch.zeros(4 * 128)
+    x[128:256] = -0.0
+    x[256:384] = np.nextafter(np.float32(least), np.float32(0)).item()
+    x[384:] = least
+    residual = torch.zeros(512)
+    wire = torch.full((wire_layout(512, format, 128).nbytes,), 255, dtype=torch.uint8)
+    kernels.quantize(x, wire, format=format, block=128, residual=residual, seed=seed)
+    assert wire[:384].eq(0).all() and wire[384:512].ne(0).all()
+    assert wire[512:].view(torch.float32).tolist() == [0.0, 0.0, 0.0, 2.0**-126]
+    assert torch.equal(residual[:384].abs(), x[:384].abs()) and residual[384:].eq(0).all()
+    assert carried_of(x, format, 128, seed)[:384].eq(0).all()
+
+
+@pytest.mark.parametrize("format", SCALED)
+def test_the_largest_floats(format):
+    """The largest value's scale, times the largest element, is finite again."""
+    largest = np.finfo(np.float32).max
+    for down in range(40):
+        x = torch.full((128,), float(largest))
+        x[1:] = 0.0
+        x[0] = torch.tensor([0x7F7FFFFF - down], dtype=torch.int32).view(torch.float32)[0]
+        out = carried_of(x, format, 128)
+        assert out.isfinite().all() and abs(out[0].item() / x[0].item() - 1) < 2.0**-22
+
+
+def test_overflow_of_fp16_is_the_same_at_random():
+    """Infinity from 65,520 on, however it is rounded; below it never."""
+    x = torch.tensor([65519.99, 65520.0, -65519.99, -65520.0, 65504.0] * 200)
+    wire = torch.empty(wire_layout(1000, "fp16").nbytes, dtype=torch.uint8)
+    for seed in (None, 1, 2):
+        residual = torch.full((1000,), 0.0)
+        kernels.quantize(x, wire, format="fp16", residual=residual, seed=seed)
+        sent = wire.view(torch.float16)[:1000].reshape(200, 5)
+        assert torch.equal(sent.isinf(), (x.abs() >= 65520).reshape(200, 5))
+        assert residual.reshape(200, 5)[:, [1, 3, 4]].eq(0).all()
+
+
+# ---- Dequantize, reduce_wires.
+@pytest.mark.parametrize("add", [False, True], ids=["set", "add"])
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_reduce_wires(format, dtype, add):
+    for count, block, n in ((0, 128, 1), (1, 512, 2), (4097, 128, 3), (9973, 256, 4), (1023, 512, 1), (MANY, 256, 2)):
+        wires = [send(made(count, seed, specials=seed == 0), format, block) for seed in range(n)]
+        average_over, scale = (None, 1.0) if count == 4097 else (n, 0.3)
+        values = wire_oracle.carried_by([bits(wire) for wire in wires], count, format, block, average_over, scale)
+        before = made(count, 77, specials=False).to(dtype)
+        wide = torch.from_numpy(values).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        if add:
+            wide = before.to(wide.dtype) + wide
+        want = rounded(wide, dtype)
+        ways = HOSTS if count == MANY else [*HOSTS[::2], *TEXTS[1:3]]
+        for offset, (name, way) in enumerate(ways):
+            place = Place(offset=offset % 3)
+            out, own = place.copy(before), [place.copy(wire) for wire in wires]
+            statistics = kernels.Statistics()
+            with way():
+                kernels.reduce_wires(
+                    own, out, format=format, block=block, scale=scale, average_over=average_over, add=add,
+                    statistics=statistics,
+                )  # fmt: skip
+            assert same_or_nan(out, want), name
+            assert all(np.array_equal(bits(mine), bits(wire)) for mine, wire in zip(own, wires, strict=True))
+            place.check()
+            check_statistics(statistics, values, dtype)
+
+
+def check_statistics(statistics, values, dtype):
+    limit = {torch.float16: 65520.0, torch.bfloat16: float.fromhex("0x1.ffp127")}.get(dtype, math.inf)
+    wide = values.astype(np.float64)
+    with np.errstate(all="ignore"):
+        assert statistics.nonfinite.item() == int((~(np.abs(wide) < limit)).sum())
+        squares = (values * values).astype(np.float64)
+    total = squares.sum()
+    got = statistics.sum_of_squares.item()
+    if not math.isfinite(total) or not np.isfinite(squares).all():
+        assert not math.isfinite(got)
+    elif total < 1e38:
+        assert abs(got - total) <= total * 2.0**-20 + 1e-40
+
+
+def test_statistics_are_the_same_everywhere():
+    wires = [send(made(MANY, seed, specials=False), "fp8_e4m3", 128) for seed in range(3)]
+    out, found = torch.empty(MANY), set()
+    for _, way in [*HOSTS, *TEXTS[1:3]]:
+        statistics = kernels.Statistics()
+        with way():
+            kernels.reduce_wires(wires, out, format="fp8_e4m3", block=128, statistics=statistics)
+        found.add((statistics.sum_of_squares.item(), statistics.nonfinite.item()))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("way", [*HOSTS[::2], TEXTS[2]], ids=lambda way: way[0])
+@pytest.mark.parametrize("format", FORMATS)
+def test_dequantize_is_reduce_of_one(format, way):
+    """And all elements are read, those that quantize never writes too."""
+    if format in SCALED:
+        payload = torch.arange(1024, dtype=torch.int64).to(torch.uint8)
+        wire = torch.cat([payload, torch.tensor([1.0, -0.37, 1e-30, 0.0]).view(torch.uint8)])
+        count = 1024
+    else:
+        count = 65536
+        wire = torch.arange(count, dtype=torch.int64).to(torch.int16).view(torch.uint8)
+    want = torch.from_numpy(wire_oracle.decoded(bits(wire), count, format, 256))
+    outs = [torch.empty(count) for _ in range(2)]
+    with way[1]():
+        kernels.dequantize(wire, outs[0], format=format)
+        kernels.reduce_wires([wire], outs[1], format=format)
+    assert same_or_nan(outs[0], want) and same_or_nan(outs[1], want)
+
+
+# ---- Requantize.
+@pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=["plain", "fp32", "bf16"])
+@pytest.mark.parametrize("seed", [None, SEED], ids=rounding_of)
+@pytest.mark.parametrize("format", FORMATS)
+def test_requantize(format, seed, residual):
+    """The bits of reduce_wires and quantize one after the other; in place too."""
+    for count, block, n, average_over in ((1, 512, 1, None), (4097, 128, 3, 3), (9973, 256, 5, 7), (MANY, 512, 2, 2)):
+        wires = [send(made(count, k, specials=k == 1), format, block) for k in range(n)]
+        x = wire_oracle.carried_by([bits(wire) for wire in wires], count, format, block, average_over, 0.9)
+        before = residual_of(count, residual)
+        with np.errstate(all="ignore"):
+            x = x if before is None else x + before.float().numpy()
+        sent = wire_oracle.encoded(x, format, block, seed, 5)
+        left = left_over(x, sent, before)
+        ways = HOSTS[::2] if count == MANY else [*HOSTS, TEXTS[3]]
+        for number, (name, way) in enumerate(ways):
+            place = Place(offset=number % 3)
+            own = [place.copy(wire) for wire in wires]
+            out = own[-1] if number % 2 else place.empty(wires[0].numel(), torch.uint8)
+            mine = None if before is None else place.copy(before)
+            with way():
+                kernels.requantize(
+                    kernels.WireTable(own), out, count=count, format=format, block=block, scale=0.9,
+                    average_over=average_over, residual=mine, seed=seed, position=5,
+                )  # fmt: skip
+            assert same_wire(format, bits(out), sent.wire), name
+            assert before is None or np.array_equal(bits(mine), bits(left)), name
+            place.check()
+
+
+@pytest.mark.parametrize("seed", [None, SEED], ids=rounding_of)
+@pytest.mark.parametrize("format", FORMATS)
+def test_requantize_keeps_the_bound(format, seed):
+    """Of each message's rounding, and of the sum's."""
+    n, count = 4, 4000
+    inputs = [made(count, k, specials=False) * 2.0**-10 for k in range(n)]
+    wires = [send(x, format, 256) for x in inputs]
+    out = torch.empty_like(wires[0])
+    kernels.requantize(wires, out, count=count, format=format, seed=seed)
+    total = wire_oracle.carried_by([bits(wire) for wire in wires], count, format, 256)
+    values = torch.empty(count)
+    kernels.dequantize(out, values, format=format)
+    check_bound(total, values.numpy(), format, 256, seed)
+    spec = WIRE_FORMATS[format]
+    exact = sum(x.double().numpy() for x in inputs)
+    bound = spec.relative * np.abs(total) * 1.0
+    bound += spec.absolute * scales_of(total, format, 256)
+    bound *= 1 if seed is None else 2
+    for x in inputs:
+        bound += spec.relative * np.abs(x.double().numpy()) + spec.absolute * scales_of(x.numpy(), format, 256)
+    reach = sum(np.abs(x.double().numpy()) for x in inputs)
+    assert (np.abs(values.double().numpy() - exact) <= bound * (1 + 2.0**-14) + reach * n * 2.0**-23).all()
+
+
+# ---- Layout.
+def test_layout():
+    assert wire_layout(5, "int8", 128) == (5, 16, 1, 32)
+    assert wire_layout(4096, "fp8_e4m3", 128) == (4096, 4096, 32, 4224)
+    assert wire_layout(129, "fp8_e5m2", 128) == (129, 144, 2, 160)
+    assert wire_layout(9, "bf16", 128) == (18, 32, 0, 32)
+    assert wire_layout(2**33 + 1, "fp16")[3] == 2**34 + 16
+    for format in FORMATS:
+        assert wire_layout(0, format) == (0, 0, 0, 0)
+    for wrong, match in (
+        ((3, "int4"), "format must be one of 'fp16', .*'int8', not 'int4'"),
+        ((3, "int8", 64), "block must be one of 128, 256, 512, not 64"),
+        ((-1, "int8"), "count must be 0 or more"),
+    ):
+        with pytest.raises(InvalidArgument, match=match):
+            wire_layout(*wrong)
+
+
+# ---- Refusals.
+def refuse(match, call, *arguments, **options):
+    """It raises, and has written nothing."""
+    written = [each for each in (*arguments, *options.values()) if isinstance(each, torch.Tensor) and each.is_cpu]
+    written = [each for each in written if each.layout == torch.strided]
+    before = [bits(each).copy() for each in written]
+    with pytest.raises(InvalidArgument, match=match) as caught:
+        call(*arguments, **options)
+    assert all(np.array_equal(bits(each), old) for each, old in zip(written, before, strict=True))
+    assert caught.value.op == call.__name__
+
+
+WIRE = wire_layout(100, "int8").nbytes
+X, W = torch.ones(100), torch.zeros(WIRE, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("match", "source", "wire", "options"),
+    [
+        ("source is int32: only floating dtypes", X.int(), W, {}),
+        ("source is complex64: only floating", X.to(torch.complex64), W, {}),
+        ("source must be a torch tensor, .* not list", [1.0], W, {}),
+        ("source is a meta tensor", X.to("meta"), W, {}),
+        ("source is a sparse", X.to_sparse(), W, {}),
+        (r"source of shape \(100,\) and strides \(2,\) isn't contiguous", torch.ones(200)[::2], W, {}),
+        ("wire is float32: a wire buffer is uint8", X, torch.zeros(WIRE // 4), {}),
+        (r"wire has 96 bytes, 100 values as int8 in blocks of 256 need 128", X, W[:96], {}),
+        ("wire has 128 bytes, 100 values as fp16 need 208", X, W, {"format": "fp16"}),
+        ("wire begins at an address that is no multiple of 4", X, torch.zeros(WIRE + 2, dtype=torch.uint8)[2:], {}),
+        ("wire of shape .* isn't contiguous", X, torch.zeros(2 * WIRE, dtype=torch.uint8)[::2], {}),
+        ("format must be one of .*, not 'int4'", X, W, {"format": "int4"}),
+        ("format", X, W, {"format": ["int8"]}),
+        ("block must be one of 128, 256, 512, not 100", X, W, {"block": 100}),
+        ("block must be one of", X, W, {"block": None}),
+        ("residual has 128 elements, source 100", X, W, {"residual": torch.zeros(128)}),
+        ("residual is float64: it must be float32 or bfloat16", X, W, {"residual": torch.zeros(100).double()}),
+        ("residual is float16", X, W, {"residual": torch.zeros(100).half()}),
+        ("residual is a meta tensor", X, W, {"residual": torch.zeros(100, device="meta")}),
+        ("residual overlaps source", X, W, {"residual": X}),
+        ("seed must be a whole number from 0 to 18446744073709551615, not -1", X, W, {"seed": -1}),
+        ("seed must be a whole number", X, W, {"seed": 1 << 64}),
+        ("seed must be a whole number", X, W, {"seed": 1.5}),
+        ("seed must be a whole number", X, W, {"seed": True}),
+        ("position must be a whole number from 0", X, W, {"position": -1}),
+        ("position must be a whole number", X, W, {"position": (1 << 63) - 100}),
+        ("scale must be a number", X, W, {"scale": "1"}),
+        ("scale must be a number", X, W, {"scale": None}),
+        ("scale is float64 of 1 elements", X, W, {"scale": torch.ones(1).double()}),
+        ("scale is float32 of 2 elements", X, W, {"scale": torch.ones(2)}),
+        ("scale must be finite, not 1000", X, W, {"scale": 10**400}),
+        ("scale must be finite, not nan", X, W, {"scale": math.nan}),
+        ("wire overlaps scale", X, W, {"scale": W.view(torch.float32)[3:4]}),
+    ],
+)
+def test_quantize_refuses(match, source, wire, options):
+    refuse(match, kernels.quantize, source, wire, **({"format": "int8"} | options))
+
+
+def test_quantize_refuses_overlaps():
+    whole = torch.zeros(1000)
+    inside = whole.view(torch.uint8)
+    refuse("wire overlaps source", kernels.quantize, whole[:100], inside[:WIRE], format="int8")
+    refuse("wire overlaps source", kernels.quantize, whole[:100], inside[396 : 396 + WIRE], format="int8")
+    kernels.quantize(whole[:100], inside[400 : 400 + WIRE], format="int8")
+    for residual in (whole[131:231], whole[50:150]):
+        refuse(
+            "residual overlaps", kernels.quantize, whole[:100], inside[400 : 400 + WIRE], format="int8",
+            residual=residual,
+        )  # fmt: skip
+    unaligned = np.frombuffer(bytearray(500), dtype=np.uint8)[1:401].view(np.float32)
+    refuse("source begins at an address that is no multiple of 4", kernels.quantize, unaligned, W, format="int8")
+    read_only = W.numpy().copy()
+    read_only.flags.writeable = False
+    refuse("wire is a read-only NumPy array", kernels.quantize, X, read_only, format="int8")
+
+
+def test_the_wires_are_looked_at():
+    good, out = [torch.zeros(WIRE, dtype=torch.uint8) for _ in range(4)], torch.zeros(100)
+    reduce = kernels.reduce_wires
+    refuse("wires must be a sequence", reduce, good[0], out, format="int8")
+    refuse("wires must be a sequence", reduce, None, out, format="int8")
+    refuse("wires is empty", reduce, [], out, format="int8")
+    refuse("wire 2 has 96 bytes, wire 0 has 128", reduce, [*good[:2], good[2][:96]], out, format="int8")
+    refuse("wire 0 has 128 bytes, 100 values as bf16 need 208", reduce, good, out, format="bf16")
+    refuse("wire 3 is int8: a wire buffer is uint8", reduce, [*good[:3], good[3].view(torch.int8)], out, format="int8")
+    refuse("wire 1 is a meta tensor", reduce, [good[0], good[1].to("meta")], out, format="int8")
+    refuse("out overlaps wire 1", reduce, [good[0], out.view(torch.uint8)[:WIRE]], out, format="int8")
+    refuse("out is int64: only floating", reduce, good, out.long(), format="int8")
+    refuse("average_over must be a whole number from 1", reduce, good, out, format="int8", average_over=0)
+    refuse("the statistics are on", reduce, good, out, format="int8", statistics=kernels.Statistics("meta"))
+    refuse("wire has 64 bytes, 100 values", kernels.dequantize, good[0][:64], out, format="int8")
+    refuse("statistics must be a Statistics, not list", kernels.dequantize, good[0], out, format="int8", statistics=[])
+    refuse("out overlaps wire:", kernels.dequantize, out.view(torch.uint8)[:WIRE], out, format="int8")
+    again = kernels.requantize
+    own = good[3]
+    refuse("out has 64 bytes, 100 values", again, good[:3], own[:64], count=100, format="int8")
+    refuse("residual has 99 elements, each wire 100", again, good[:3], own, count=100, format="int8", residual=X[:99])
+    refuse("count must be a whole number from 0", again, good[:3], own, count=-1, format="int8")
+    refuse("count must be a whole number", again, good[:3], own, count=1.0, format="int8")
+    shifted = torch.zeros(2 * WIRE, dtype=torch.uint8)
+    refuse(
+        "out overlaps wire 1", again, [good[0], shifted[:WIRE]], shifted[16 : 16 + WIRE], count=100, format="int8"
+    )
+    twenty = [torch.zeros(80, dtype=torch.uint8) for _ in range(2)]
+    refuse(
+        "residual overlaps wire 1", again, [each[:48] for each in twenty], twenty[0][:48], count=20, format="int8",
+        residual=twenty[1].view(torch.float32),
+    )  # fmt: skip
+
+
+def test_a_table_whose_wires_have_gone():
+    wires, out = [torch.zeros(WIRE, dtype=torch.uint8) for _ in range(3)], torch.zeros(100)
+    table = kernels.WireTable(wires)
+    assert len(table) == 3
+    kernels.reduce_wires(table, out, format="int8")
+    wires[1].data = torch.ones(WIRE, dtype=torch.uint8)
+    refuse("wire 1 has been freed or has moved", kernels.reduce_wires, table, out, format="int8")
+    table = kernels.WireTable(wires)
+    wires[1].untyped_storage().resize_(0)
+    refuse("wire 1 has been freed or has moved", kernels.requantize, table, W.clone(), count=100, format="int8")
+
+
+def test_numpy_arrays():
+    x = made(1000, specials=False).numpy()
+    wire, out = np.zeros(wire_layout(1000, "int8").nbytes, np.uint8), np.zeros(1000, np.float32)
+    kernels.quantize(x, wire, format="int8", residual=np.zeros(1000, np.float32))
+    kernels.dequantize(wire, out, format="int8")
+    assert np.array_equal(out, wire_oracle.encoded(x, "int8", 256).carried)
+
+
+# ---- On a GPU: the same calls, the same bits.
+@pytest.mark.gpu
+@pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=["plain", "fp32", "bf16"])
+@pytest.mark.parametrize("seed", [None, SEED], ids=rounding_of)
+@pytest.mark.parametrize("format", FORMATS)
+def test_on_a_gpu(format, seed, residual):
+    for (count, block), source_dtype in zip(
+        ((1, 128), (4097, 256), (9973, 512), (MANY, 128), (0, 128), (5_000_011, 256)), FLOATING, strict=True
+    ):
+        source = made(count, specials=source_dtype == torch.float32).to(source_dtype)
+        before = residual_of(count, residual)
+        results = []
+        for engine in ("host", "nccl"):
+            place = Place(engine, offset=count % 3)
+            left = None if before is None else place.copy(before)
+            nbytes = wire_layout(count, format, block).nbytes
+            wires = [place.empty(nbytes, torch.uint8) for _ in range(3)]
+            own = place.copy(source)
+            scale = torch.tensor([0.37], device=own.device)
+            for k, wire in enumerate(wires):
+                kernels.quantize(
+                    own, wire, format=format, block=block, scale=scale, residual=left if k == 0 else None,
+                    seed=None if seed is None else seed - k, position=k,
+                )  # fmt: skip
+            middle, out = place.empty(nbytes, torch.uint8), place.copy(made(count, 8, specials=False).bfloat16())
+            table = kernels.WireTable(wires)
+            kernels.requantize(
+                table, middle, count=count, format=format, block=block, average_over=3, residual=left, seed=seed
+            )
+            statistics = kernels.Statistics(own.device)
+            kernels.reduce_wires(
+                table, out, format=format, block=block, add=True, statistics=statistics
+            )
+            place.check()
+            sent = [bits(each) for each in (*wires, middle)]
+            kept = None if left is None else bits(left)
+            results.append((sent, kept, out.cpu(), statistics.sum_of_squares.cpu(), statistics.nonfinite.cpu()))
+        ours, theirs = results
+        assert all(same_wire(format, a, b) for a, b in zip(ours[0], theirs[0], strict=True))
+        assert residual is None or np.array_equal(ours[1], theirs[1])
+        assert same_or_nan(ours[2], theirs[2]) and same_or_nan(ours[3], theirs[3]) and torch.equal(ours[4], theirs[4])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_devices_are_checked():
+    x, wire = X.cuda(), W.cuda()
+    refuse("wire is on cpu, source on cuda:0", kernels.quantize, x, W, format="int8")
+    refuse("residual is on cpu", kernels.quantize, x, wire, format="int8", residual=torch.zeros(100))
+    refuse("scale is on cpu", kernels.quantize, x, wire, format="int8", scale=torch.ones(1))
+    refuse("wire 1 is on cpu, wire 0 on cuda:0", kernels.reduce_wires, [wire, W], x, format="int8")
+    refuse("out is on cpu, the wires on cuda:0", kernels.reduce_wires, [wire, wire], X.clone(), format="int8")

@@ -1,0 +1,409 @@
+"""reduce_n: the host's kernels and the text of the CUDA kernels, bit for bit as NumPy has it; guard zones; refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import kernels
+from collectives.errors import InvalidArgument
+from collectives.kernels import Sources, Statistics, reduce_n
+from tests import oracle
+from tests.buffers import Guarded, memory_of
+from tests.oracle import DTYPES
+
+from . import shim
+
+TORCH = {name.replace("float8e4m3", "float8_e4m3fn").replace("float8e5m2", "float8_e5m2"): each for name, each in DTYPES.items()}
+TORCH = {each.name: getattr(torch, name) for name, each in TORCH.items()}
+FLOATS = [name for name, each in DTYPES.items() if each.is_float]
+SIZES = (0, 1, 3, 1023, 4095, 4096, 4097, 10007)
+LONG = 33 * 4096 + 5  # more tiles than one thread's part
+TILE, LANES = 4096, 1024
+
+
+def sets_here() -> list[str]:
+    found = []
+    for name in ("baseline", "avx2", "avx512"):
+        with contextlib.suppress(InvalidArgument):
+            found.append(kernels.use_isa(name))
+    kernels.use_isa()
+    return found
+
+
+# Ways to run a kernel: (instruction set, threads), or (grid, block, order) of the CUDA text.
+HOST = [(name, 1) for name in sets_here()] + [(sets_here()[-1], 2)]
+TEXT = [(1, 32, "forward"), (3, 256, "reverse"), (7, 96, 1)]
+
+
+@contextlib.contextmanager
+def by(way):
+    """Run kernels in one of the ways."""
+    if len(way) == 3:
+        with shim.cuda_text(*way) as ran:
+            yield
+        assert ran
+        return
+    kernels.use_isa(way[0])
+    kernels.set_num_threads(way[1])
+    try:
+        yield
+    finally:
+        kernels.use_isa()
+        kernels.set_num_threads(None)
+
+
+class Case(NamedTuple):
+    source: str
+    out: str
+    op: str
+    n: int
+    count: int
+    scale: float = 1.0
+    at: float | None = None  # a scale of one element, too
+    skip: int = 0  # elements past a 64-byte boundary: of out, and one more of each source
+    in_place: int | None = None  # this source is out
+    statistics: bool = False
+
+    @property
+    def wide(self) -> bool:
+        return "float64" in (self.source, self.out)
+
+
+# ---- What must come out.
+def fold(values: list[np.ndarray], op: str) -> np.ndarray:
+    """From the left. Of equal values (0 and -0) min and max keep the first."""
+    result = values[0]
+    for value in values[1:]:
+        if op in ("min", "max"):
+            takes = (value < result if op == "min" else value > result) | np.isnan(value)
+            result = np.where(np.isnan(result) | ~takes, result, value)
+        else:
+            result = result * value if op == "prod" else result + value
+    return result
+
+
+@functools.cache
+def inputs(case: Case) -> list[np.ndarray]:
+    return [oracle.make(DTYPES[case.source], case.count, seed=k) for k in range(case.n)]
+
+
+@functools.cache
+def before_rounding(case: Case) -> np.ndarray:
+    """Floats: the reduced, averaged and scaled values in the accumulator's type."""
+    work = np.float64 if case.wide else np.float32
+    with np.errstate(all="ignore"):
+        values = fold([oracle.decode(DTYPES[case.source], x).astype(work) for x in inputs(case)], case.op)
+        if case.op == "avg":
+            values = values / work(case.n)
+        scale = case.scale * (1.0 if case.at is None else float(np.float32(case.at)))
+        return values * work(scale)
+
+
+@functools.cache
+def wanted(case: Case) -> np.ndarray:
+    if not DTYPES[case.source].is_float:
+        return oracle.rank_ordered(DTYPES[case.source], case.op, inputs(case))
+    return oracle.encode(DTYPES[case.out], before_rounding(case))
+
+
+def fold_lanes(lanes: np.ndarray) -> float:
+    half = len(lanes) // 2
+    while half:
+        lanes[:half] += lanes[half : 2 * half]
+        half //= 2
+    return lanes[0]
+
+
+LIMITS = {"float16": 65520.0, "bfloat16": float.fromhex("0x1.ffp127"), "float32": float.fromhex("0x1.ffffffp127")}
+
+
+def wanted_statistics(case: Case) -> tuple[float, int]:
+    """The rule of tile.h once more: lanes of a tile in fp32 (fp64), folded in halves; then the tiles' sums likewise."""
+    values = before_rounding(case)
+    with np.errstate(all="ignore"):
+        squares = values * values
+        total = np.zeros(LANES)
+        for tile, start in enumerate(range(0, case.count, TILE)):
+            lanes = np.zeros(LANES, dtype=values.dtype)
+            for row in range(start, min(start + TILE, case.count), LANES):
+                part = squares[row : min(row + LANES, start + TILE)]
+                lanes[: len(part)] += part
+            total[tile % LANES] += np.float64(fold_lanes(lanes))
+        bad = ~(np.abs(values) < np.asarray(LIMITS.get(case.out, np.inf)).astype(values.dtype))
+        return fold_lanes(total), int(bad.sum())
+
+
+# ---- Running.
+def tensor_of(buffer: Guarded, dtype: str) -> torch.Tensor:
+    block = buffer.block if isinstance(buffer.block, torch.Tensor) else torch.from_numpy(buffer.block)
+    return block[buffer.start : buffer.start + buffer.nbytes].view(TORCH[dtype])
+
+
+def check(case: Case, engine: str = "host") -> None:
+    """Run a case between guard zones and compare with what must come out."""
+    memory, source, out = memory_of(engine), DTYPES[case.source], DTYPES[case.out]
+    buffers = []
+    for k, bits in enumerate(inputs(case)):
+        buffers.append(Guarded(memory, case.count * source.itemsize, (case.skip * (k + 2)) * source.itemsize))
+        buffers[-1].write(bits)
+    if case.in_place is None:
+        buffers.append(Guarded(memory, case.count * out.itemsize, case.skip * out.itemsize))
+        result = buffers[-1]
+    else:
+        result = buffers[case.in_place]
+    sources = [tensor_of(each, case.source) for each in buffers[: case.n]]
+    device = sources[0].device
+    scale = case.scale if case.at is None else torch.tensor([case.at], device=device)
+    if case.at is not None:
+        assert case.scale == 1
+    statistics = Statistics(device) if case.statistics else None
+    reduce_n(sources, tensor_of(result, case.out), op=case.op, scale=scale, statistics=statistics)
+    memory.synchronize()
+    got = result.values(out.storage)
+    wrong = np.nonzero(~oracle.same(out, got, wanted(case)))[0]
+    assert not wrong.size, f"{case}: {wrong.size} wrong, at {wrong[:5]}: {got[wrong[:5]]} for {wanted(case)[wrong[:5]]}"
+    assert all(each.guards_intact() for each in buffers), case
+    for each, bits in zip(buffers, inputs(case), strict=False):
+        if each is not result:
+            assert each.bytes().tobytes() == bits.tobytes(), f"{case}: a source was written"
+    if statistics is not None:
+        sum_of_squares, bad = wanted_statistics(case)
+        got = statistics.sum_of_squares.item()
+        assert got == sum_of_squares or np.isnan([got, sum_of_squares]).all(), (case, got, sum_of_squares)
+        assert statistics.nonfinite.item() == bad, (case, statistics.nonfinite.item(), bad)
+
+
+def cases_of(source: str) -> list[Case]:
+    """Every operation at every size; what else there is to vary goes round beside it."""
+    floating = source in FLOATS
+    n = itertools.cycle((1, 2, 3, 4, 5, 6, 9))
+    skip = itertools.cycle((0, 0, 1))
+    outs = itertools.cycle([source, *FLOATS] if floating else [source])
+    scales = itertools.cycle([(1.0, None), (0.3, None), (1.0, -1.7), (2.0**-140, None), (1e30, None)] if floating else [(1.0, None)])
+    statistics = itertools.cycle((True, False, True) if floating else (False,))
+    cases = []
+    for op, count in itertools.product(oracle.OPS, SIZES):
+        cases.append(Case(source, next(outs), op, next(n), count, *next(scales), next(skip), None, next(statistics)))
+    for op, k in itertools.product(oracle.OPS, range(5)):
+        cases.append(Case(source, source, op, 5, 5001, skip=k % 2, in_place=k, statistics=floating and k % 2 == 0))
+    return cases
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("way", HOST + TEXT, ids=str)
+def test_bits(way, source):
+    with by(way):
+        for case in cases_of(source):
+            if case.count or len(way) == 2:
+                check(case)
+
+
+@pytest.mark.parametrize("way", [*HOST, TEXT[1]], ids=str)
+def test_many_tiles(way):
+    with by(way):
+        for source, out, op in (("float32", "bfloat16", "sum"), ("bfloat16", "float32", "avg"), ("int64", "int64", "prod")):
+            check(Case(source, out, op, 3, LONG, statistics=source != "int64"))
+
+
+@pytest.mark.parametrize("way", [HOST[-1], TEXT[1]], ids=str)
+def test_more_sources_than_any_launch_has_parameters(way):
+    with by(way):
+        check(Case("bfloat16", "float32", "sum", 1500, 777, statistics=True))
+        check(Case("int32", "int32", "sum", 1501, 5))
+
+
+@pytest.mark.parametrize("way", HOST + TEXT, ids=str)
+def test_every_pair_of_floating_types(way):
+    """One source: a copy with scale and cast. Sums near a tie of the narrower type are rounded once, not twice."""
+    with by(way):
+        for source, out in itertools.product(FLOATS, FLOATS):
+            check(Case(source, out, "sum", 1, 4099, 0.7, statistics=True))
+            check(Case(source, out, "sum", 2, 4099))
+
+
+@pytest.mark.parametrize("way", HOST + TEXT, ids=str)
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8e4m3", "float8e5m2"])
+def test_fp64_is_rounded_once(way, name):
+    """Values next to the midpoint of two neighbours, where rounding by way of fp32 goes wrong."""
+    values, middles = oracle._rounding(DTYPES[name])
+    middles = np.concatenate([middles, values])
+    close = np.concatenate([middles, np.nextafter(middles, np.inf), np.nextafter(middles, 0.0)])
+    close = np.concatenate([close, -close, [np.inf, -np.inf, np.nan, 1e300, 2.0**-1074]])
+    out = torch.empty(len(close), dtype=TORCH[name])
+    with by(way):
+        reduce_n([close], out)
+    got = out.view(torch.uint8 if DTYPES[name].itemsize == 1 else torch.uint16).numpy()
+    assert oracle.same(DTYPES[name], got, oracle.encode(DTYPES[name], close)).all()
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_error_bounds(name):
+    """As the docstring states them, against float64; the last rounding on top."""
+    dtype, rng = DTYPES[name], np.random.default_rng(5)
+    for n, op in itertools.product((2, 7, 40), ("sum", "avg")):
+        bits = [oracle.encode(dtype, rng.standard_normal(5000)) for _ in range(n)]
+        values = [oracle.decode(dtype, each).astype(np.float64) for each in bits]
+        exact = np.sum(np.array(values, dtype=np.longdouble), axis=0) / (n if op == "avg" else 1)
+        reach = np.sum(np.abs(values), axis=0) / (n if op == "avg" else 1)
+        unit = 2.0**-53 if name == "float64" else 2.0**-24
+        bound = unit * ((n - 1) * reach * 1.001 + (op == "avg") * np.abs(exact))
+        wide = "float64" if name == "float64" else "float32"
+        result = torch.empty(5000, dtype=TORCH[wide])
+        reduce_n([torch.from_numpy(each).view(TORCH[name]) for each in bits], result, op=op)
+        assert (np.abs(result.double().numpy() - exact) <= bound + 2.0**-149).all()
+
+
+@pytest.mark.parametrize("way", [HOST[-1], TEXT[1]], ids=str)
+def test_numpy_arrays_and_tables_are_used_as_they_lie(way):
+    sources = [np.arange(5, dtype=np.float32) * k for k in range(4)]
+    table = Sources(sources)
+    assert (table.count, table.dtype, table.nbytes, len(table.arrays)) == (5, "float32", 20, 4)
+    out = np.zeros(5, dtype=np.float32)
+    with by(way):
+        reduce_n(table, out)
+        assert out.tolist() == [0, 6, 12, 18, 24]
+        sources[1][:] = 0
+        reduce_n(table, out, op="max")
+        assert out.tolist() == [0, 3, 6, 9, 12]
+        reduce_n(iter(sources), torch.from_numpy(out), op="min")
+        assert out.tolist() == [0] * 5
+        reduce_n([torch.ones(5), np.ones(5, np.float32), sources[0], sources[0]], out)
+        assert out.tolist() == [2, 2, 2, 2, 2]
+
+
+def test_nothing_is_there_to_reduce():
+    statistics = Statistics()
+    statistics.nonfinite.fill_(3)
+    reduce_n([torch.empty(0)] * 3, torch.empty(0), statistics=statistics)
+    assert statistics.sum_of_squares.item() == 0 and statistics.nonfinite.item() == 0
+
+
+def test_tensors_that_require_a_gradient():
+    leaf = torch.ones(3, requires_grad=True)
+    reduce_n([leaf, leaf * 2], leaf)
+    assert leaf.tolist() == [3, 3, 3]
+
+
+# ---- Refusals: a message that names the array, and nothing written.
+def ones(count=8, dtype=torch.float32):
+    return torch.ones(count, dtype=dtype)
+
+
+def freed(count=8, skip=0):
+    tensor = ones(count + skip)[skip:]
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def sparse():
+    return torch.sparse_coo_tensor([[0]], [1.0], (8,))
+
+
+SHARED = ones(32)
+CROOKED = np.frombuffer(bytes(33), dtype=np.uint8)[1:].view(np.float32)
+REFUSED = {
+    "empty list": (lambda: ([], ones()), {}, "there is no source: give at least one array"),
+    "no array": (lambda: ([ones(), [1.0]], ones()), {}, r"source 1 must be a torch tensor, a NumPy array or a CuPy array, not list"),
+    "a tensor for a list": (lambda: (1.0, ones()), {}, "not iterable"),
+    "sizes": (lambda: ([ones(), ones(), ones(9)], ones()), {}, "source 2 has 9 elements and source 0 has 8: use equal sizes"),
+    "dtypes": (lambda: ([ones(), ones(dtype=torch.float16)], ones()), {}, "source 1 is float16 and source 0 is float32"),
+    "bool": (lambda: ([ones(dtype=torch.bool)], ones()), {}, "can't reduce bool: reduce array.to"),
+    "int16": (lambda: ([ones(dtype=torch.int16)], ones(dtype=torch.int16)), {}, "can't reduce int16: convert it first"),
+    "complex": (lambda: ([ones(dtype=torch.complex64)], ones()), {}, "can't reduce complex64: reduce torch.view_as_real"),
+    "device": (lambda: ([ones(), ones().to("meta")], ones()), {}, "source 1 is a meta tensor"),
+    "strides": (lambda: ([ones(), ones(16)[::2]], ones()), {}, r"source 1 of shape \(8,\) and strides \(2,\) isn't contiguous: use .contiguous"),
+    "sparse": (lambda: ([ones(), sparse()], ones()), {}, "source 1 is a sparse_coo tensor"),
+    "freed": (lambda: ([ones(), ones(), freed()], ones()), {}, "source 2 .* has no memory"),
+    "freed view": (lambda: ([ones(), freed(skip=3)], ones()), {}, "source 1 has no memory: its storage holds 0 bytes of the 44"),
+    "freed out": (lambda: ([ones()], freed(skip=1)), {}, "out has no memory"),
+    "address": (lambda: ([ones(), CROOKED], ones()), {}, "source 1 begins at address 0x.*, which is no multiple of its elements' 4 bytes"),
+    "out's size": (lambda: ([ones()], ones(7)), {}, "out has 7 elements and source 0 has 8: use equal sizes"),
+    "out's strides": (lambda: ([ones()], ones(16)[::2]), {}, "out of shape .* isn't contiguous"),
+    "out's dtype": (lambda: ([ones()], ones(dtype=torch.int32)), {}, "out is int32 and the sources are float32: use a floating dtype"),
+    "out complex": (lambda: ([ones()], ones(dtype=torch.complex64)), {}, "out is complex64 and the sources are float32"),
+    "out's integers": (lambda: ([ones(dtype=torch.int32)], ones(dtype=torch.int64)), {}, "out is int64 and the sources are int32: integers must"),
+    "out for integers": (lambda: ([ones(dtype=torch.int32)], ones()), {}, "out is float32 and the sources are int32: integers must"),
+    "out read-only": (lambda: ([ones()], np.frombuffer(bytes(32), np.float32)), {}, "out is a read-only NumPy array"),
+    "out overlaps": (lambda: ([ones(), SHARED[:8], SHARED[9:17]], SHARED[8:16]), {}, "out overlaps source 2: it may be one of the sources as a whole"),
+    "out overlaps from below": (lambda: ([SHARED[8:16], ones()], SHARED[15:23]), {}, "out overlaps source 0"),
+    "out wider than its source": (lambda: ([ones(), SHARED.view(torch.bfloat16)[:8]][1:], SHARED[:8]), {}, "out overlaps source 0"),
+    "op": (lambda: ([ones()], ones()), {"op": "mean"}, "op must be one of 'sum', 'prod', 'max', 'min', 'avg', not 'mean'"),
+    "op of another kind": (lambda: ([ones()], ones()), {"op": ["sum"]}, "op must be one of"),
+    "scale of integers": (lambda: ([ones(dtype=torch.int8)], ones(dtype=torch.int8)), {"scale": 0.5}, "a scale is for floating types"),
+    "tensor for integers": (lambda: ([ones(dtype=torch.int8)], ones(dtype=torch.int8)), {"scale": ones(1)}, "a scale is for floating types"),
+    "scale nan": (lambda: ([ones()], ones()), {"scale": float("nan")}, "the scale must be finite, not nan"),
+    "scale huge": (lambda: ([ones()], ones()), {"scale": 10**400}, "the scale must be finite"),
+    "scale text": (lambda: ([ones()], ones()), {"scale": "2"}, "the scale must be a number or an fp32 tensor of one element, not str"),
+    "scale bool": (lambda: ([ones()], ones()), {"scale": True}, "the scale must be a number .*, not bool"),
+    "scale's size": (lambda: ([ones()], ones()), {"scale": ones(2)}, "the scale has 2 elements of float32"),
+    "scale's dtype": (lambda: ([ones()], ones()), {"scale": ones(1, torch.float64)}, "the scale has 1 elements of float64"),
+    "scale in out": (lambda: ([ones()], SHARED[:8]), {"scale": SHARED[3:4]}, "the scale lies inside of out: use a copy"),
+    "statistics of integers": (lambda: ([ones(dtype=torch.int8)], ones(dtype=torch.int8)), {"statistics": Statistics()}, "statistics are for floating types, and the sources are int8"),
+    "statistics elsewhere": (lambda: ([ones()], ones()), {"statistics": Statistics("meta")}, "the statistics are on meta, the arrays on cpu"),
+    "no statistics": (lambda: ([ones()], ones()), {"statistics": True}, "statistics must be a Statistics, not bool"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    arrays, options, message = REFUSED[name]
+    sources, out = arrays()
+    before = out.clone() if isinstance(out, torch.Tensor) and out.untyped_storage().nbytes() else None
+    kind = TypeError if "iterable" in message else InvalidArgument
+    with pytest.raises(kind, match=message) as caught:
+        reduce_n(sources, out, **options)
+    if kind is InvalidArgument:
+        assert caught.value.op == "reduce_n"
+    if before is not None:
+        assert torch.equal(out, before)
+
+
+def test_a_table_whose_sources_were_freed():
+    sources = [ones(1000) for _ in range(3)]
+    table = Sources(sources)
+    sources[1].untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgument, match="source 1 was freed or got other memory since this table was made"):
+        reduce_n(table, ones(1000))
+    sources[1].data = ones(1000)
+    with pytest.raises(InvalidArgument, match="source 1 was freed or got other memory"):
+        reduce_n(table, ones(1000))
+
+
+# ---- On a GPU: the same cases, the same bits.
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", DTYPES)
+def test_bits_on_a_gpu(source):
+    for case in cases_of(source):
+        check(case, "nccl")
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_other_cases():
+    for source, out in itertools.product(FLOATS, FLOATS):
+        check(Case(source, out, "sum", 2, LONG, 0.7, statistics=True), "nccl")
+    check(Case("bfloat16", "float32", "sum", 1500, 777, statistics=True), "nccl")
+    table = Sources([torch.full((5000,), float(k), device="cuda") for k in range(300)])
+    out = torch.empty(5000, device="cuda")
+    for _ in range(3):
+        reduce_n(table, out)
+    assert (out == 44850).all()
+
+
+@pytest.mark.gpu
+def test_refusals_that_need_a_gpu():
+    on_gpu = ones().cuda()
+    with pytest.raises(InvalidArgument, match="source 1 is on cuda:0, source 0 on cpu"):
+        reduce_n([ones(), on_gpu], ones())
+    with pytest.raises(InvalidArgument, match="out is on cpu, source 0 on cuda:0"):
+        reduce_n([on_gpu], ones())
+    with pytest.raises(InvalidArgument, match="the statistics are on cpu, the arrays on cuda:0"):
+        reduce_n([on_gpu], on_gpu, statistics=Statistics())
+    with pytest.raises(InvalidArgument, match="the scale is on cpu, source 0 on cuda:0"):
+        reduce_n([on_gpu], on_gpu, scale=ones(1))
