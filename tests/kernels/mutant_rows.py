@@ -6,6 +6,7 @@ import torch
 
 from collectives import kernels
 
+from . import optimizer_mutants
 from .mutants import TYPES, Arena, Case, Mutant
 
 __all__ = ["rows"]
@@ -234,4 +235,4 @@ def cast_on_host() -> Rows:
 
 
 def rows() -> Rows:
-    return [*cast_on_cuda(), *cast_on_host()]
+    return [*cast_on_cuda(), *cast_on_host(), *optimizer_mutants.rows()]
