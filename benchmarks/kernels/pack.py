@@ -11,6 +11,7 @@ import argparse
 import ctypes
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -234,6 +235,7 @@ def main():
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "isa": kernels.use_isa(arguments.isa),
         "threads": 1,
+        "load": round(os.getloadavg()[0], 1),
         **where_and_when(),
         "torch": torch.__version__,
         "collectives": collectives.__version__,

@@ -96,16 +96,18 @@ class Table:
             device, owner = device_of(self.tensors[0]) if self.tensors else _HOST, "tensor 0"
         self.device = device
         self._reader = Reader(device, owner="the tensors")
-        pointers, counts, types = self._read_plain(device) or self._read_each(Reader(device, owner=owner), op)
+        plain = self._read_plain(device)
+        pointers, counts, types = plain or self._read_each(Reader(device, owner=owner), op)
         if offsets is None:
             self.offsets, self.total = bucket_layout(counts, self.itemsize)
         else:
             self.offsets, self.total = check_offsets(offsets, counts, op=op)
         self.nbytes = self.total * self.itemsize
         self._fill(pointers, counts, types, offsets is None, op)
-        self._all_torch = all(isinstance(tensor, torch.Tensor) for tensor in self.tensors)
+        self._all_torch = plain is not None or all(isinstance(tensor, torch.Tensor) for tensor in self.tensors)
         self._pointers = pointers
-        self._numels = list(map(_numel if self._all_torch else lambda each: _place(each)[1], self.tensors))
+        # The counts, unless those are of bytes.
+        self._numels = counts if self.type != _BYTE else [_place(each)[1] for each in self.tensors]
         self._are_destinations = False
         self._apart_from = None
 
