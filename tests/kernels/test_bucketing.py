@@ -1,4 +1,4 @@
-"""pack and unpack against the definition in NumPy, bit for bit: every instruction set, and the text of the CUDA kernels."""
+"""pack and unpack against the definition in NumPy, bit for bit: every instruction set, and the CUDA kernels' text."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def array(name: str, values: np.ndarray | int, shift: int = 0, engine: str = "ho
     block = guarded.block if isinstance(guarded.block, torch.Tensor) else torch.from_numpy(guarded.block)
     piece = block[guarded.start : guarded.start + guarded.nbytes]
     torch_dtype = FLOATS.get(name) or getattr(torch, name)
-    return Array(dtype, guarded, piece.view(torch_dtype) if count else torch.empty(0, dtype=torch_dtype, device=piece.device))
+    empty = torch.empty(0, dtype=torch_dtype, device=piece.device)
+    return Array(dtype, guarded, piece.view(torch_dtype) if count else empty)
 
 
 def arrays(
@@ -154,7 +155,8 @@ def sum_of_squares(pieces: list[np.ndarray]) -> np.float64:
 
 def check(dtype: DType, got: np.ndarray, want: np.ndarray, what: str) -> None:
     wrong = np.flatnonzero(~same(dtype, got, want))
-    assert not wrong.size, f"{what}: {wrong.size} of {got.size} differ, first {wrong[0]}: {got[wrong[0]]} {want[wrong[0]]}"
+    first = wrong[:1]
+    assert not wrong.size, f"{what}: {wrong.size} of {got.size} differ, first {first}: {got[first]} {want[first]}"
 
 
 def check_statistics(found: kernels.Statistics, pieces: list[np.ndarray], to: list[DType]) -> None:
@@ -235,7 +237,10 @@ def test_mixed_types_in_one_table(mode, to):
         check(flat.dtype, flat.bits[offset : offset + want.size], want, source.dtype.name)
 
 
-@pytest.mark.parametrize("source, to", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float8e5m2")])
+PAIRS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float8e5m2")]
+
+
+@pytest.mark.parametrize("source, to", PAIRS)
 def test_unaligned_views(mode, source, to):
     sources = arrays(source, (4099, 1, 2050, 15, 8191), 5, shift=1)
     table = kernels.Table(tensors_of(sources), FLOATS[to])
@@ -248,7 +253,8 @@ def test_unaligned_views(mode, source, to):
         kernels.unpack(flat.tensor, tensors_of(targets))
         for target, offset in zip(targets, table.offsets, strict=True):
             piece = flat.bits[offset : offset + target.bits.size]
-            check(target.dtype, target.bits, encode(target.dtype, values_of(flat.dtype, piece, target.dtype, 1.0)), "back")
+            want = encode(target.dtype, values_of(flat.dtype, piece, target.dtype, 1.0))
+            check(target.dtype, target.bits, want, "back")
             assert target.intact()
 
 
@@ -269,16 +275,18 @@ def test_own_offsets_leave_the_gaps_alone(mode, pair):
 
 
 # ---- Copies.
-ANY = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64]
-ANY += [torch.complex64, torch.complex128, *FLOATS.values()]
+ANY = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64]
+ANY += [torch.uint64, torch.complex64, torch.complex128, *FLOATS.values()]
 
 
 @pytest.mark.parametrize("dtype", ANY, ids=lambda dtype: str(dtype)[6:])
 def test_copies_keep_every_bit(mode, dtype):
     """Signalling NaN and their payloads, too; the padding becomes 0."""
     rng = np.random.default_rng(7)
-    images = [rng.integers(0, 2 if dtype is torch.bool else 256, n * dtype.itemsize, dtype=np.uint8) for n in (5, 4097, 0, 9000)]
-    tensors = [torch.from_numpy(image.copy()).view(dtype) if image.size else torch.empty(0, dtype=dtype) for image in images]
+    end = 2 if dtype is torch.bool else 256
+    images = [rng.integers(0, end, n * dtype.itemsize, dtype=np.uint8) for n in (5, 4097, 0, 9000)]
+    tensors = [torch.from_numpy(image.copy()).view(dtype) for image in images if image.size]
+    tensors.insert(2, torch.empty(0, dtype=dtype))
     table = kernels.Table(tensors, dtype)
     flat = array("uint8", table.nbytes + 32)
     kernels.pack(table, flat.tensor.view(dtype))
@@ -390,13 +398,13 @@ def touchy(count: int, seed: int) -> np.ndarray:
     return values
 
 
-@pytest.mark.parametrize("names", [("float32", "float32"), ("float32", "bfloat16"), ("float32", "float8e5m2"), ("float32", "float64")])
-def test_the_order_of_the_sums(mode, names):
+@pytest.mark.parametrize("to", ["float32", "bfloat16", "float8e5m2", "float64"])
+def test_the_order_of_the_sums(mode, to):
     """Any other order gives other sums for such values."""
     for seed in range(8):
-        sources = [array(names[0], touchy(count, seed)) for count in (3 * TILE, 2 * TILE + 700, 5000, 300, 5)]
-        table = kernels.Table(tensors_of(sources), FLOATS[names[1]])
-        flat = array(names[1], table.total)
+        sources = [array("float32", touchy(count, seed)) for count in (3 * TILE, 2 * TILE + 700, 5000, 300, 5)]
+        table = kernels.Table(tensors_of(sources), FLOATS[to])
+        flat = array(to, table.total)
         found = kernels.Statistics()
         kernels.pack(table, flat.tensor, statistics=found)
         check_packed(sources, flat, table.offsets, 1.0, found)
@@ -548,9 +556,15 @@ def test_mutants_are_caught(name):
         return text.replace(old, new)
 
     texts = {}
+
+    def changed_text(source: str) -> shim.Text:
+        if source not in texts:
+            texts[source] = shim.Text(source, change(cuda.source_text(source)))
+        return texts[source]
+
     with (
         pytest.raises((AssertionError, shim.Fault)),
-        shim.cuda_text(3, 64, texts=lambda source: texts.setdefault(source, shim.Text(source, change(cuda.source_text(source))))),
+        shim.cuda_text(3, 64, texts=changed_text),
     ):
         for found in (None, kernels.Statistics()):
             for offsets in (None, (0, 20, 5000, 14000)):
@@ -584,7 +598,8 @@ def test_gpu_pack_and_unpack(source, to):
             kernels.unpack(flat.tensor, there, scale=0.7, add=add)
             kernels.unpack(flat.tensor.cpu(), host, scale=0.7, add=add)
         for a, b in zip(there, host, strict=True):
-            check(DTYPES[source], a.cpu().view(torch.uint8).numpy().view(DTYPES[source].storage), b.view(torch.uint8).numpy().view(DTYPES[source].storage), "unpacked")
+            got, want = (t.view(torch.uint8).numpy().view(DTYPES[source].storage) for t in (a.cpu(), b))
+            check(DTYPES[source], got, want, "unpacked")
 
 
 @pytest.mark.gpu

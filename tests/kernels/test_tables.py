@@ -165,7 +165,7 @@ BAD_TENSORS = {
     "objects": (lambda: np.array([1, None]), "tensor 1 of dtype object holds Python objects"),
     "masked": (lambda: np.ma.masked_array(np.ones(3, dtype=np.float32)), "tensor 1 is a masked array"),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "tensor 1 is quantized"),
-    "crooked": (lambda: np.frombuffer(bytearray(13), dtype=np.uint8)[1:].view(np.float32), "tensor 1 begins at address"),
+    "crooked": (lambda: np.frombuffer(bytearray(13), np.uint8)[1:].view(np.float32), "tensor 1 begins at address"),
 }
 
 
