@@ -2,8 +2,8 @@
 #include "coll/reduce.h"
 #include "tile.cuh"
 
-// Before each loop round those over a thread's own arrays: unrolled, they would take twice the registers and leave a processor half
-// its threads.
+// Before each loop round those over a thread's own arrays: unrolled, they would take twice the registers and leave a processor
+// half its threads.
 #if defined(__CUDACC_RTC__)
 #define COLL_KEEP_LOOP _Pragma("unroll 1")
 #else

@@ -23,8 +23,8 @@ struct Job {
   const coll_work* work;    // NULL: no statistics; else `first` is where a tile begins
 };
 
-// A row is at most COLL_LANES elements: 4 KiB of fp32, which stay in the first-level cache beside the sources' lines. Rows of 16 KiB
-// don't, and take 1.5 times as long.
+// A row is at most COLL_LANES elements: 4 KiB of fp32, which stay in the first-level cache beside the sources' lines. Rows of
+// 16 KiB don't, and take 1.5 times as long.
 template <class A>
 using gather_fn = void (*)(A* values, const Job& job, int64_t at, int len);
 template <class A>

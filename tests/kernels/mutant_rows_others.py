@@ -43,6 +43,8 @@ def reduce_rest(arena: Arena) -> None:
     reduce(arena, 6, torch.int64, torch.int64, "max")
     reduce(arena, 3, torch.uint8, torch.uint8, "avg")
     reduce(arena, 7, torch.float8_e5m2, torch.float32, "avg")
+    reduce(arena, 3, torch.float8_e5m2, torch.float32, count=777)  # too small to be stored past the caches
+    reduce(arena, 2, torch.float32, torch.float32, scale=3e38)  # not finite, many of them
 
 
 def reduce_in_place(arena: Arena) -> None:
@@ -69,7 +71,7 @@ def reduction() -> Rows:
             ("sums[j] += values", "sums[j] = values"),
             ("lanes[lane + j] = sums[j]", "lanes[lane] = sums[j]"),
             ("at < COLL_TILE; at += kRows", "at < COLL_TILE - COLL_LANES; at += kRows"),
-            ("gather_rows<T, T, kRows, kPack>(a, values, tile * COLL_TILE", "gather_rows<T, T, kRows, kPack>(a, values, 0"),
+            ("<T, T, kRows, kPack>(a, values, tile * COLL_TILE", "<T, T, kRows, kPack>(a, values, 0"),
         ),
         *plant(
             "host/reduce.cpp", "", (reduce_floats, reduce_rest, reduce_in_place),
@@ -80,12 +82,16 @@ def reduction() -> Rows:
             ("row_of<S>(job, source + k, at)", "row_of<S>(job, source, at)"),
             ("len - start < kStrip ? len - start : kStrip", "kStrip"),
             ("(values + start, strips, n)", "(values, strips, n)"),
-            ("if (job.sources[k] == job.out) return false;", ""),
+            ("(job.n); k < job.n; ++k) {\n    if (job.sources[k] == job.out) return false;", "(job.n); k < job.n; ++k) {"),
+            ("bad += add_squares", "bad = add_squares"),
+            ("bad += coll_is_bad", "bad |= coll_is_bad"),
+            ("len * sizeof(A)", "len * sizeof(A) - 1"),
+            ("static_cast<A*>(out) + at, values, len * ", "static_cast<A*>(out), values, len * "),
             ("end - at < COLL_LANES ? (int)(end - at) : COLL_LANES", "COLL_LANES"),
             ("if (job.scale != 1)", "if (job.scale < 1)"),
             ("store(job.out, values, at, len);", "store(job.out, values, at, len - 1);"),
             ("job.over > 0", "job.over > 3"),
-            ("sums.finish(*job.work, tile);", "sums.finish(*job.work, 0);"),
+            ("sums.finish(*job.work, tile,", "sums.finish(*job.work, 0,"),
         ),
     ]  # fmt: skip
 

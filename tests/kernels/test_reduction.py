@@ -483,11 +483,11 @@ def test_refusals(name):
 
 def test_a_table_whose_sources_were_freed():
     sources = [ones(1000) for _ in range(3)]
-    table = Sources(sources)
+    table, other = Sources(sources), ones(1000)
     sources[1].untyped_storage().resize_(0)
     with pytest.raises(InvalidArgument, match="source 1 was freed or got other memory since this table was made"):
         reduce_n(table, ones(1000))
-    sources[1].data = ones(1000)
+    sources[1].data = other
     with pytest.raises(InvalidArgument, match="source 1 was freed or got other memory"):
         reduce_n(table, ones(1000))
 

@@ -1,0 +1,171 @@
+"""Time reduce_n against memcpy and torch, in turn in one run: n sources of one type into one output of the same.
+
+    python benchmarks/kernels/reduce.py                     # host memory, one thread
+    python benchmarks/kernels/reduce.py --device cuda       # one GPU: a device-to-device copy
+
+Every result is checked before it is timed. One row a case goes to benchmarks/results/kernels_reduce.jsonl. `fraction_of_copy`
+is the rate at which reduce_n moves its bytes (n sources once, the output once) by the rate of a copy (its bytes once each way):
+1 is the roofline. `..._ratio` is a peer's time by ours. Both are medians over rounds. On the host a call's time is the thread's
+own processor time: other programs of the machine take turns with it, but don't count.
+"""
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from provenance import where_and_when  # noqa: E402
+
+import collectives  # noqa: E402
+from collectives import kernels  # noqa: E402
+
+RESULTS = HERE.parent / "results" / "kernels_reduce.jsonl"
+TYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+ROUND_SECONDS = 0.05  # one side's part of a round, about
+libc = ctypes.CDLL(None)
+
+
+def seconds_of(call, device):
+    """Return the time of one call: the mean of as many as fill a part of a round, at least 1 on the host and 5 on a GPU."""
+    calls = 0
+    if device.type != "cuda":
+        start = time.thread_time()
+        while calls == 0 or time.thread_time() - start < ROUND_SECONDS:
+            call()
+            calls += 1
+        return (time.thread_time() - start) / calls
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    begin.record()
+    while calls < 5 or time.perf_counter() - start < ROUND_SECONDS:
+        call()
+        calls += 1
+        if calls % 20 == 0:
+            torch.cuda.synchronize()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e-3 / calls
+
+
+def memcpy(to, source):
+    """Return a call that copies a tensor."""
+    if to.device.type == "cuda":
+        return lambda: to.copy_(source)
+    places = ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr()), ctypes.c_size_t(to.nbytes)
+    return lambda: libc.memcpy(*places)
+
+
+def sides(sources, out, statistics_too):
+    """Return what is timed; each has been run and its result compared with the sum in float64."""
+    dtype = out.dtype
+    table = kernels.Sources(sources)
+    found = kernels.Statistics(out.device) if statistics_too else None
+    exact = sum(each.double() for each in sources)
+    spare = torch.empty_like(out)
+
+    def chain():
+        torch.add(sources[0], sources[1], out=spare)
+        for each in sources[2:]:
+            spare.add_(each)
+        return spare if found is None else (spare, spare.norm(), torch.isfinite(spare).all())
+
+    def narrow():  # torch has no sums of fp8
+        total = sources[0].float()
+        for each in sources[1:]:
+            total += each.float()
+        return spare.copy_(total)
+
+    calls = {
+        "ours": lambda: kernels.reduce_n(table, out, statistics=found),
+        "copy": memcpy(spare, sources[0]),
+    }
+    if dtype.itemsize == 1:
+        calls["chain"] = narrow
+    else:
+        calls["chain"] = chain
+        if not statistics_too:
+            calls["stack_sum"] = lambda: torch.stack(sources).sum(0)
+    calls["ours"]()
+    assert torch.equal(out.double(), exact.to(dtype).double()), "wrong sum"  # of whole numbers: exact in every type
+    if found is not None:
+        assert abs(found.norm.item() / exact.norm().item() - 1) < 1e-6 and found.nonfinite.item() == 0
+    calls["chain"]()
+    assert torch.equal(spare.double(), exact.to(dtype).double()), "wrong chain"
+    return calls
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--nbytes", nargs="*", type=int, default=None, help="of each source (25 MiB and 256 KiB; GPU: 256 MiB)")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--types", nargs="*", default=list(TYPES))
+    parser.add_argument("--isas", nargs="*", default=None, help="baseline, avx2, avx512 (default: the widest)")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--no-output", action="store_true")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    on_gpu = device.type == "cuda"
+    if on_gpu and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    torch.set_num_threads(1)
+    kernels.set_num_threads(1)
+    sizes = arguments.nbytes or ([256 << 20] if on_gpu else [25 << 20, 256 << 10])
+    rows = []
+    for isa in arguments.isas or [None]:
+        common = {
+            "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+            "isa": kernels.use_isa(isa),
+            "threads": 1,
+            **where_and_when(),
+            "torch": torch.__version__,
+            "collectives": collectives.__version__,
+        }
+        for name in arguments.types:
+            dtype = getattr(torch, name)
+            for nbytes in sizes:
+                count = nbytes // dtype.itemsize
+                numbers = torch.arange(count, device=device)
+                sources = [((numbers * (k + 3)) % 3 - 1).to(dtype) for k in range(8)]
+                out = torch.empty(count, dtype=dtype, device=device)
+                for n, statistics_too in ((2, False), (4, False), (8, False), (4, True)):
+                    if statistics_too and dtype.itemsize == 1:
+                        continue
+                    calls = sides(sources[:n], out, statistics_too)
+                    times = {side: [] for side in calls}
+                    for _ in range(arguments.rounds):
+                        for side, call in calls.items():
+                            times[side].append(seconds_of(call, device))
+                    ours = times.pop("ours")
+                    copies = times.pop("copy")
+                    case = "sum_norm" if statistics_too else "sum"
+                    row = {"benchmark": "kernels_reduce", "case": case, "dtype": name, "nbytes": nbytes, "n": n}
+                    row["ours_us"] = round(statistics.median(ours) * 1e6, 2)
+                    row["gb_per_s"] = round((n + 1) * nbytes / statistics.median(ours) / 1e9, 2)
+                    row["copy_gb_per_s"] = round(2 * nbytes / statistics.median(copies) / 1e9, 2)
+                    fractions = [(n + 1) / 2 * copy / own for copy, own in zip(copies, ours, strict=True)]
+                    row["fraction_of_copy"] = round(statistics.median(fractions), 3)
+                    for peer, seconds in times.items():
+                        row[f"{peer}_us"] = round(statistics.median(seconds) * 1e6, 2)
+                        ratios = [s / o for s, o in zip(seconds, ours, strict=True)]
+                        row[f"{peer}_ratio"] = round(statistics.median(ratios), 3)
+                    rows.append({**row, "rounds": arguments.rounds, **common})
+                    said = " ".join(f"{key}={value}" for key, value in row.items() if key != "benchmark")
+                    print(common["isa"], said, flush=True)
+    if not arguments.no_output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        with arguments.output.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        print(f"rows: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()
