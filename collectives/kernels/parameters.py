@@ -128,7 +128,7 @@ class ParameterTable:
                 raise self._wrong(f"{self._called('grad', index)} is {_NAMES[code]}: it must be {allowed}")
         starts, ends, origin = self._written
         if len(starts):
-            begin, end = rows["grad"], rows["grad"] + rows["count"] * _sizes(rows["grad_type"])
+            begin, end = rows["grad"], rows["grad"] + rows["count"].astype(numpy.uint64) * _ITEMSIZES[rows["grad_type"]]
             before = numpy.searchsorted(starts, end)
             hit = (end > begin) & (before > 0) & (ends[before - 1] > begin)
             if hit.any():
@@ -322,10 +322,12 @@ class ParameterTable:
     def _apart(self):
         """Refuse arrays that share memory where one is written; give the written ones' starts, ends and origins."""
         rows = self.rows
-        starts = numpy.concatenate([rows[column] for column in _WRITTEN])
-        state = numpy.where(rows["param_type"] == _F64, 8, 4)
-        sizes = numpy.concatenate([_sizes(rows["param_type"]), *[state] * (len(_WRITTEN) - 1)])
-        ends = starts + (numpy.tile(rows["count"], len(_WRITTEN)) * sizes).astype(numpy.uint64)
+        starts = numpy.array([rows[column] for column in _WRITTEN])
+        sizes = numpy.empty_like(starts)
+        sizes[0] = _ITEMSIZES[rows["param_type"]]
+        sizes[1:] = numpy.where(rows["param_type"] == _F64, 8, 4)
+        ends = (starts + rows["count"].astype(numpy.uint64) * sizes).ravel()
+        starts = starts.ravel()
         origin = numpy.flatnonzero((starts != 0) & (ends > starts))
         origin = origin[numpy.argsort(starts[origin], kind="stable")]
         starts, ends = starts[origin], numpy.maximum.accumulate(ends[origin])
@@ -360,7 +362,7 @@ class ParameterTable:
         return abi.Number(0, self._real(value, what, least=least, whole=whole, finite=finite), 0)
 
     def _real(self, value, what, *, least=0.0, below=math.inf, whole=False, finite=True) -> float:
-        if not isinstance(value, numbers.Real):
+        if type(value) is not float and not isinstance(value, numbers.Real):
             kind = type(value).__name__
             raise self._wrong(f"{what} must be a number, not {kind}: {str(value)[:60]}")
         number = float(value)
@@ -380,11 +382,6 @@ def _device_of(array, op) -> torch.device:
         return array.device
     index = getattr(getattr(array, "device", None), "id", None)  # CuPy's
     return torch.device("cpu") if index is None else torch.device("cuda", index)
-
-
-def _sizes(codes) -> numpy.ndarray:
-    """Bytes of an element of each dtype code."""
-    return _ITEMSIZES[codes]
 
 
 def _strides(tensor) -> list[int]:

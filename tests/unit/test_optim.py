@@ -293,6 +293,29 @@ def test_channels_last():
         mine.step()
 
 
+def test_dtensors_step_by_their_local_parts():
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        (plain,) = make([(8, 3)])
+        whole = torch.nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Shard(0)]))
+        mine, other = optim.AdamW([whole], lr=0.1), optim.AdamW([plain], lr=0.1)
+        for step in range(3):
+            set_grads([plain], step)
+            whole.grad = distribute_tensor(plain.grad, mesh, [Shard(0)])
+            mine.step()
+            other.step()
+            assert_same([whole.full_tensor()], [plain])
+        assert type(mine.state[whole]["exp_avg"]) is type(whole.data)
+    finally:
+        dist.destroy_process_group()
+
+
 # ---- What is new.
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("rule", RULES)
