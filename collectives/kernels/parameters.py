@@ -14,6 +14,7 @@ from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
 from .execution import Statistics, run
+from .table import check_storage, device_of
 
 __all__ = ["ParameterTable"]
 
@@ -23,6 +24,7 @@ _SCALARS = {torch.float32: _F32, torch.float64: _F64, torch.int64: TORCH_CODES[t
 _STATES = ("first", "second", "largest")
 _WRITTEN = ("param", "master", *_STATES)
 _ITEMSIZES = numpy.array([ITEMSIZE.get(code, 0) for code in range(max(ITEMSIZE) + 1)], dtype=numpy.uint64)
+_LOW = 2**40  # addresses below it may be those of freed storage
 _ONE = c_byte * abi.PARAMETER.itemsize
 
 # What the messages call an array of each column.
@@ -70,7 +72,7 @@ class ParameterTable:
         self.params = list(params)
         if not self.params:
             raise InvalidArgument("there is no param", op=op)
-        self.device = _device_of(self.params[0], op)
+        self.device = device_of(self.params[0])
         self._reader = Reader(self.device, owner="param 0")
         self._steps = []
         count = len(self.params)
@@ -126,9 +128,11 @@ class ParameterTable:
             if code not in (_F16, _BF16, _F32) and not (code == _F64 == self._codes[index]):
                 allowed = "fp32, bf16 or fp16" + (" or fp64" if self._codes[index] == _F64 else "")
                 raise self._wrong(f"{self._called('grad', index)} is {_NAMES[code]}: it must be {allowed}")
+        begin, sizes = rows["grad"], _ITEMSIZES[rows["grad_type"]]
+        self._aligned(begin % sizes != 0, lambda hit: self._called("grad", hit))
         starts, ends, origin = self._written
         if len(starts):
-            begin, end = rows["grad"], rows["grad"] + rows["count"].astype(numpy.uint64) * _ITEMSIZES[rows["grad_type"]]
+            end = begin + rows["count"].astype(numpy.uint64) * sizes
             before = numpy.searchsorted(starts, end)
             hit = (end > begin) & (before > 0) & (ends[before - 1] > begin)
             if hit.any():
@@ -249,6 +253,8 @@ class ParameterTable:
                     address, count, code = self._unusual(column, index, array)
                 else:
                     count = array.numel()
+                    if address < _LOW:
+                        check_storage(array, address, self._called(column, index), self.op)
                     if column != "param" and not self._contiguous[index]:
                         self._unusual(column, index, array)
             if column == "grad" and array is None:
@@ -278,8 +284,10 @@ class ParameterTable:
                 )
             code = TORCH_CODES.get(array.dtype)
             if alike and not array.is_contiguous() and _dense(array) and not array.is_neg() and code is not None:
+                check_storage(array, array.data_ptr(), what, self.op)
                 return array.data_ptr(), array.numel(), code
         place = self._reader.place(array, self.op, writes=column != "grad", what=what)
+        check_storage(array, place.ptr, what, self.op)
         if place.label:
             raise self._wrong(f"{what} is {place.dtype}: it must be of a floating-point dtype")
         return place.ptr, place.count, place.code
@@ -326,6 +334,7 @@ class ParameterTable:
         sizes = numpy.empty_like(starts)
         sizes[0] = _ITEMSIZES[rows["param_type"]]
         sizes[1:] = numpy.where(rows["param_type"] == _F64, 8, 4)
+        self._aligned(starts % sizes != 0, lambda hit: self._label(hit))
         ends = (starts + rows["count"].astype(numpy.uint64) * sizes).ravel()
         starts = starts.ravel()
         origin = numpy.flatnonzero((starts != 0) & (ends > starts))
@@ -337,6 +346,11 @@ class ParameterTable:
             first = int(numpy.argmax(ends[:second] > starts[second]))
             raise self._wrong(f"{self._label(origin[first])} and {self._label(origin[second])} overlap")
         return starts, ends, origin
+
+    def _aligned(self, wrong, name) -> None:
+        if wrong.any():
+            what = name(int(numpy.argmax(wrong)))
+            raise self._wrong(f"{what} begins at an address that is no multiple of its elements' size")
 
     def _label(self, origin) -> str:
         column, index = divmod(int(origin), len(self.rows))
@@ -375,13 +389,6 @@ class ParameterTable:
 
     def _wrong(self, message) -> InvalidArgument:
         return InvalidArgument(message, op=self.op)
-
-
-def _device_of(array, op) -> torch.device:
-    if isinstance(array, torch.Tensor):
-        return array.device
-    index = getattr(getattr(array, "device", None), "id", None)  # CuPy's
-    return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 
 def _strides(tensor) -> list[int]:
