@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
+from collections.abc import Callable
 from ctypes import c_byte
 
 import numpy
@@ -141,7 +143,15 @@ class ParameterTable:
                 raise self._wrong(f"{self._called('grad', index)} and {self._label(origin[other])} overlap")
 
     # ---- The steps.
-    def sgd(
+    def sgd(self, **how) -> None:
+        """Step by SGD; see `plan_sgd`."""
+        self.plan_sgd(**how)()
+
+    def adam(self, **how) -> None:
+        """Step by Adam or AdamW; see `plan_adam`."""
+        self.plan_adam(**how)()
+
+    def plan_sgd(
         self,
         *,
         lr,
@@ -155,8 +165,8 @@ class ParameterTable:
         found_nonfinite=None,
         seed=None,
         divide=False,
-    ) -> None:
-        """Step by SGD; see `sgd_step`. ``divide``: by ``grad_scale``."""
+    ) -> Callable[[], None]:
+        """Check everything and give the step by SGD as a function; see `sgd_step`. ``divide``: by ``grad_scale``."""
         momentum = self._real(momentum, "momentum_factor")
         dampening = self._real(dampening, "dampening", least=None)
         has = self.rows["first"] != 0
@@ -168,10 +178,9 @@ class ParameterTable:
             raise self._wrong("nesterov needs a momentum_factor and no dampening")
         flags = (abi.NESTEROV if nesterov else 0) | (abi.DIVIDE if divide else 0)
         update = self._update(lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags)
-        if self.tiles:
-            run(abi.SGD, abi.SgdArgs(abi.Work(self.tiles, 0, 0), update, momentum, dampening), self.device)
+        return self._plan(abi.SGD, abi.SgdArgs(abi.Work(self.tiles, 0, 0), update, momentum, dampening))
 
-    def adam(
+    def plan_adam(
         self,
         *,
         lr,
@@ -185,8 +194,8 @@ class ParameterTable:
         found_nonfinite=None,
         seed=None,
         divide=False,
-    ) -> None:
-        """Step by Adam or AdamW; see `adam_step`. ``divide``: by ``grad_scale``."""
+    ) -> Callable[[], None]:
+        """Check everything and give the step by Adam or AdamW as a function; see `adam_step` and `plan_sgd`."""
         beta1, beta2 = (self._real(beta, f"betas[{i}]", below=1.0) for i, beta in enumerate(betas))
         eps = self._real(eps, "eps")
         for column in ("first", "second"):
@@ -197,8 +206,10 @@ class ParameterTable:
             raise self._wrong("step, the number of this step from 1, is missing")
         flags = (abi.DECOUPLED if decoupled else 0) | (abi.DIVIDE if divide else 0)
         update = self._update(lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags)
-        if self.tiles:
-            run(abi.ADAM, abi.AdamArgs(abi.Work(self.tiles, 0, 0), update, beta1, beta2, eps), self.device)
+        return self._plan(abi.ADAM, abi.AdamArgs(abi.Work(self.tiles, 0, 0), update, beta1, beta2, eps))
+
+    def _plan(self, kernel, args) -> Callable[[], None]:
+        return functools.partial(run, kernel, args, self.device) if self.tiles else _nothing
 
     def _update(self, lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags) -> abi.Update:
         if isinstance(found_nonfinite, Statistics):
@@ -389,6 +400,10 @@ class ParameterTable:
 
     def _wrong(self, message) -> InvalidArgument:
         return InvalidArgument(message, op=self.op)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _strides(tensor) -> list[int]:

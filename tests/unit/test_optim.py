@@ -517,6 +517,8 @@ def test_bad_options():
 def test_bad_gradients_are_named_by_parameter_and_group_and_nothing_is_stepped():
     params = make([(4,), (6,), (5, 3)])
     optimizer = optim.AdamW([{"params": params[:1]}, {"params": params[1:]}])
+    params[0].grad = torch.ones(4)
+    first = params[0].detach().clone()
     for wrong, message in [
         (torch.zeros(5, 3).to_sparse(), "grad of parameter 1 of group 1 is a sparse_coo tensor"),
         (torch.zeros(3, 5).t(), r"grad of parameter 1 of group 1 of shape \(5, 3\) .*isn't contiguous"),
@@ -527,14 +529,14 @@ def test_bad_gradients_are_named_by_parameter_and_group_and_nothing_is_stepped()
         for _ in range(2):
             with pytest.raises(errors.InvalidArgument, match=message):
                 optimizer.step()
-        assert torch.equal(params[2], before)
+        assert torch.equal(params[2], before) and torch.equal(params[0], first)
     params[2].grad = torch.ones(5, 3)
     optimizer.step()
     assert optimizer.state[params[2]]["step"] == 1
     optimizer.param_groups[1]["lr"] = -1.0
     with pytest.raises(errors.InvalidArgument, match="lr must be a finite number from 0"):
         optimizer.step()
-    assert optimizer.state[params[2]]["step"] == 1
+    assert optimizer.state[params[2]]["step"] == optimizer.state[params[0]]["step"] == 1
     optimizer.param_groups[1]["lr"] = 0.1
     with pytest.raises(errors.InvalidArgument, match="clip must be a number"):
         optimizer.step(clip="1")
