@@ -331,7 +331,8 @@ class SGD(_Optimizer):
         return bool(group["momentum"]) or group["stochastic_rounding"]
 
     def _plan(self, table, group, **how):
-        return table.plan_sgd(momentum=group["momentum"], dampening=group["dampening"], nesterov=group["nesterov"], **how)
+        how.update(momentum=group["momentum"], dampening=group["dampening"], nesterov=group["nesterov"])
+        return table.plan_sgd(**how)
 
 
 class Adam(_Optimizer):
