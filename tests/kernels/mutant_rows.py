@@ -6,17 +6,10 @@ import torch
 
 from collectives import kernels
 
-from . import optimizer_mutants
-from .mutants import TYPES, Arena, Case, Mutant
+from . import mutant_rows_others, optimizer_mutants
+from .mutants import TYPES, Arena, Rows, plant
 
 __all__ = ["rows"]
-
-Rows = list[tuple[Mutant, tuple[Case, ...]]]
-
-
-def plant(file: str, source: str, cases: tuple[Case, ...], *changes: tuple[str, str]) -> Rows:
-    """Rows of one file. ``source``: the launcher to compile, where the file is a header; else ""."""
-    return [(Mutant(file, before, after, source), cases) for before, after in changes]
 
 
 # ---- pack and unpack.
@@ -235,4 +228,4 @@ def cast_on_host() -> Rows:
 
 
 def rows() -> Rows:
-    return [*cast_on_cuda(), *cast_on_host(), *optimizer_mutants.rows()]
+    return [*cast_on_cuda(), *cast_on_host(), *mutant_rows_others.rows(), *optimizer_mutants.rows()]

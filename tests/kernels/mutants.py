@@ -29,7 +29,7 @@ from collectives.kernels import abi, cuda, execution
 
 from . import shim
 
-__all__ = ["TYPES", "Arena", "Case", "Mutant", "Outcome", "compile_soon", "outcome", "text_of"]
+__all__ = ["TYPES", "Arena", "Case", "Mutant", "Outcome", "Rows", "compile_soon", "outcome", "plant", "text_of"]
 
 GUARD, POISON = 0x55, 0x5C  # large numbers in every floating type, but no infinity: reading them shows, too
 ZONE = 4096  # bytes of guard on each side of a buffer
@@ -59,7 +59,7 @@ class Mutant(NamedTuple):
 class Arena:
     """One piece of memory for all buffers of a case, with guard zones between them; the same in every run."""
 
-    def __init__(self, nbytes: int = 2 << 20):
+    def __init__(self, nbytes: int = 8 << 20):
         self.memory = torch.full((nbytes,), GUARD, dtype=torch.uint8)
         self.used = -self.memory.data_ptr() % 4096 + ZONE
         self.start = self.used - ZONE
@@ -95,6 +95,12 @@ class Arena:
 
 
 Case = Callable[[Arena], None]  # fills the arena and calls kernels
+Rows = list[tuple[Mutant, tuple[Case, ...]]]
+
+
+def plant(file: str, source: str, cases: tuple[Case, ...], *changes: tuple[str, str]) -> Rows:
+    """Mutants of one file. ``source``: the launcher to compile, where the file is a header; else ""."""
+    return [(Mutant(file, before, after, source), cases) for before, after in changes]
 
 
 def images(cases: tuple[Case, ...]) -> list[list[bytes]]:
