@@ -14,6 +14,7 @@ import itertools
 import math
 import numbers
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def _held(states, keys) -> list:
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """What the three share. A subclass says what state a parameter has, and launches."""
+    """What the three share. A subclass says what state a parameter has, and how it steps."""
 
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf and leaves the rest to step
     _op = ""
@@ -170,28 +171,23 @@ class _Optimizer(torch.optim.Optimizer):
         found = self._found(found_nonfinite)
         if found is True:
             return loss
-        scales = self._scales(grad_scale)
-        clip = 1.0 if clip is None else clip
+        scalars = {**self._scales(grad_scale), "clip": 1.0 if clip is None else clip}
+        plans = []  # all is checked before anything is written
         position = 0
         for number, group in enumerate(self.param_groups):
             for device, members in _by_device(group["params"]).items():
                 batch = self._batch(number, group, device, members, position)
                 here = torch.device("cpu") if device < 0 else torch.device("cuda", device)
                 found_here = None if found is None else _on(found, here)
-                how = {key: _on(value, here) for key, value in {**scales, "clip": clip}.items()}
+                how = {key: _on(value, here) for key, value in {**scalars, "lr": group["lr"]}.items()}
                 if group["stochastic_rounding"] and any(param.dtype is torch.bfloat16 for param in batch.params):
                     how["seed"] = group["seed"]
-                self._launch(
-                    batch.table,
-                    group,
-                    lr=_on(group["lr"], here),
-                    weight_decay=group["weight_decay"],
-                    maximize=group["maximize"],
-                    found_nonfinite=found_here,
-                    **how,
-                )
-                batch.stepped(found_here)
+                how.update(weight_decay=group["weight_decay"], maximize=group["maximize"], found_nonfinite=found_here)
+                plans.append((self._plan(batch.table, group, **how), batch, how))
             position += sum(param.numel() for param in group["params"]) if group["stochastic_rounding"] else 0
+        for launch, batch, how in plans:
+            launch()
+            batch.stepped(how["found_nonfinite"])
         return loss
 
     # ---- What a subclass has of its own.
@@ -199,7 +195,7 @@ class _Optimizer(torch.optim.Optimizer):
         """The state's keys, and the columns of the table that they go to."""
         raise NotImplementedError
 
-    def _launch(self, table: ParameterTable, group, **how) -> None:
+    def _plan(self, table: ParameterTable, group, **how) -> Callable[[], None]:
         raise NotImplementedError
 
     def _counts_steps(self, group) -> bool:
@@ -334,8 +330,9 @@ class SGD(_Optimizer):
         # Without momentum nothing depends on the number but the random bits.
         return bool(group["momentum"]) or group["stochastic_rounding"]
 
-    def _launch(self, table, group, **how):
-        table.sgd(momentum=group["momentum"], dampening=group["dampening"], nesterov=group["nesterov"], **how)
+    def _plan(self, table, group, **how):
+        how.update(momentum=group["momentum"], dampening=group["dampening"], nesterov=group["nesterov"])
+        return table.plan_sgd(**how)
 
 
 class Adam(_Optimizer):
@@ -387,8 +384,8 @@ class Adam(_Optimizer):
         columns = {"exp_avg": "first", "exp_avg_sq": "second"}
         return {**columns, "max_exp_avg_sq": "largest"} if group["amsgrad"] else columns
 
-    def _launch(self, table, group, **how):
-        table.adam(betas=group["betas"], eps=group["eps"], decoupled=group["decoupled_weight_decay"], **how)
+    def _plan(self, table, group, **how):
+        return table.plan_adam(betas=group["betas"], eps=group["eps"], decoupled=group["decoupled_weight_decay"], **how)
 
 
 class AdamW(Adam):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
+from collections.abc import Callable
 from ctypes import c_byte
 
 import numpy
@@ -14,6 +16,7 @@ from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
 from .execution import Statistics, run
+from .table import check_storage, device_of
 
 __all__ = ["ParameterTable"]
 
@@ -23,6 +26,7 @@ _SCALARS = {torch.float32: _F32, torch.float64: _F64, torch.int64: TORCH_CODES[t
 _STATES = ("first", "second", "largest")
 _WRITTEN = ("param", "master", *_STATES)
 _ITEMSIZES = numpy.array([ITEMSIZE.get(code, 0) for code in range(max(ITEMSIZE) + 1)], dtype=numpy.uint64)
+_LOW = 2**40  # addresses below it may be those of freed storage
 _ONE = c_byte * abi.PARAMETER.itemsize
 
 # What the messages call an array of each column.
@@ -70,7 +74,7 @@ class ParameterTable:
         self.params = list(params)
         if not self.params:
             raise InvalidArgument("there is no param", op=op)
-        self.device = _device_of(self.params[0], op)
+        self.device = device_of(self.params[0])
         self._reader = Reader(self.device, owner="param 0")
         self._steps = []
         count = len(self.params)
@@ -126,9 +130,11 @@ class ParameterTable:
             if code not in (_F16, _BF16, _F32) and not (code == _F64 == self._codes[index]):
                 allowed = "fp32, bf16 or fp16" + (" or fp64" if self._codes[index] == _F64 else "")
                 raise self._wrong(f"{self._called('grad', index)} is {_NAMES[code]}: it must be {allowed}")
+        begin, sizes = rows["grad"], _ITEMSIZES[rows["grad_type"]]
+        self._aligned(begin % sizes != 0, lambda hit: self._called("grad", hit))
         starts, ends, origin = self._written
         if len(starts):
-            begin, end = rows["grad"], rows["grad"] + rows["count"] * _sizes(rows["grad_type"])
+            end = begin + rows["count"].astype(numpy.uint64) * sizes
             before = numpy.searchsorted(starts, end)
             hit = (end > begin) & (before > 0) & (ends[before - 1] > begin)
             if hit.any():
@@ -137,7 +143,15 @@ class ParameterTable:
                 raise self._wrong(f"{self._called('grad', index)} and {self._label(origin[other])} overlap")
 
     # ---- The steps.
-    def sgd(
+    def sgd(self, **how) -> None:
+        """Step by SGD; see `plan_sgd`."""
+        self.plan_sgd(**how)()
+
+    def adam(self, **how) -> None:
+        """Step by Adam or AdamW; see `plan_adam`."""
+        self.plan_adam(**how)()
+
+    def plan_sgd(
         self,
         *,
         lr,
@@ -151,8 +165,8 @@ class ParameterTable:
         found_nonfinite=None,
         seed=None,
         divide=False,
-    ) -> None:
-        """Step by SGD; see `sgd_step`. ``divide``: by ``grad_scale``."""
+    ) -> Callable[[], None]:
+        """Check everything and give the step by SGD as a function; see `sgd_step`. ``divide``: by ``grad_scale``."""
         momentum = self._real(momentum, "momentum_factor")
         dampening = self._real(dampening, "dampening", least=None)
         has = self.rows["first"] != 0
@@ -164,10 +178,9 @@ class ParameterTable:
             raise self._wrong("nesterov needs a momentum_factor and no dampening")
         flags = (abi.NESTEROV if nesterov else 0) | (abi.DIVIDE if divide else 0)
         update = self._update(lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags)
-        if self.tiles:
-            run(abi.SGD, abi.SgdArgs(abi.Work(self.tiles, 0, 0), update, momentum, dampening), self.device)
+        return self._plan(abi.SGD, abi.SgdArgs(abi.Work(self.tiles, 0, 0), update, momentum, dampening))
 
-    def adam(
+    def plan_adam(
         self,
         *,
         lr,
@@ -181,8 +194,8 @@ class ParameterTable:
         found_nonfinite=None,
         seed=None,
         divide=False,
-    ) -> None:
-        """Step by Adam or AdamW; see `adam_step`. ``divide``: by ``grad_scale``."""
+    ) -> Callable[[], None]:
+        """Check everything and give the step by Adam or AdamW as a function; see `adam_step` and `plan_sgd`."""
         beta1, beta2 = (self._real(beta, f"betas[{i}]", below=1.0) for i, beta in enumerate(betas))
         eps = self._real(eps, "eps")
         for column in ("first", "second"):
@@ -193,8 +206,10 @@ class ParameterTable:
             raise self._wrong("step, the number of this step from 1, is missing")
         flags = (abi.DECOUPLED if decoupled else 0) | (abi.DIVIDE if divide else 0)
         update = self._update(lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags)
-        if self.tiles:
-            run(abi.ADAM, abi.AdamArgs(abi.Work(self.tiles, 0, 0), update, beta1, beta2, eps), self.device)
+        return self._plan(abi.ADAM, abi.AdamArgs(abi.Work(self.tiles, 0, 0), update, beta1, beta2, eps))
+
+    def _plan(self, kernel, args) -> Callable[[], None]:
+        return functools.partial(run, kernel, args, self.device) if self.tiles else _nothing
 
     def _update(self, lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags) -> abi.Update:
         if isinstance(found_nonfinite, Statistics):
@@ -249,6 +264,8 @@ class ParameterTable:
                     address, count, code = self._unusual(column, index, array)
                 else:
                     count = array.numel()
+                    if address < _LOW:
+                        check_storage(array, address, self._called(column, index), self.op)
                     if column != "param" and not self._contiguous[index]:
                         self._unusual(column, index, array)
             if column == "grad" and array is None:
@@ -278,8 +295,10 @@ class ParameterTable:
                 )
             code = TORCH_CODES.get(array.dtype)
             if alike and not array.is_contiguous() and _dense(array) and not array.is_neg() and code is not None:
+                check_storage(array, array.data_ptr(), what, self.op)
                 return array.data_ptr(), array.numel(), code
         place = self._reader.place(array, self.op, writes=column != "grad", what=what)
+        check_storage(array, place.ptr, what, self.op)
         if place.label:
             raise self._wrong(f"{what} is {place.dtype}: it must be of a floating-point dtype")
         return place.ptr, place.count, place.code
@@ -322,10 +341,13 @@ class ParameterTable:
     def _apart(self):
         """Refuse arrays that share memory where one is written; give the written ones' starts, ends and origins."""
         rows = self.rows
-        starts = numpy.concatenate([rows[column] for column in _WRITTEN])
-        state = numpy.where(rows["param_type"] == _F64, 8, 4)
-        sizes = numpy.concatenate([_sizes(rows["param_type"]), *[state] * (len(_WRITTEN) - 1)])
-        ends = starts + (numpy.tile(rows["count"], len(_WRITTEN)) * sizes).astype(numpy.uint64)
+        starts = numpy.array([rows[column] for column in _WRITTEN])
+        sizes = numpy.empty_like(starts)
+        sizes[0] = _ITEMSIZES[rows["param_type"]]
+        sizes[1:] = numpy.where(rows["param_type"] == _F64, 8, 4)
+        self._aligned(starts % sizes != 0, lambda hit: self._label(hit))
+        ends = (starts + rows["count"].astype(numpy.uint64) * sizes).ravel()
+        starts = starts.ravel()
         origin = numpy.flatnonzero((starts != 0) & (ends > starts))
         origin = origin[numpy.argsort(starts[origin], kind="stable")]
         starts, ends = starts[origin], numpy.maximum.accumulate(ends[origin])
@@ -335,6 +357,11 @@ class ParameterTable:
             first = int(numpy.argmax(ends[:second] > starts[second]))
             raise self._wrong(f"{self._label(origin[first])} and {self._label(origin[second])} overlap")
         return starts, ends, origin
+
+    def _aligned(self, wrong, name) -> None:
+        if wrong.any():
+            what = name(int(numpy.argmax(wrong)))
+            raise self._wrong(f"{what} begins at an address that is no multiple of its elements' size")
 
     def _label(self, origin) -> str:
         column, index = divmod(int(origin), len(self.rows))
@@ -360,7 +387,7 @@ class ParameterTable:
         return abi.Number(0, self._real(value, what, least=least, whole=whole, finite=finite), 0)
 
     def _real(self, value, what, *, least=0.0, below=math.inf, whole=False, finite=True) -> float:
-        if not isinstance(value, numbers.Real):
+        if type(value) is not float and not isinstance(value, numbers.Real):
             kind = type(value).__name__
             raise self._wrong(f"{what} must be a number, not {kind}: {str(value)[:60]}")
         number = float(value)
@@ -375,16 +402,8 @@ class ParameterTable:
         return InvalidArgument(message, op=self.op)
 
 
-def _device_of(array, op) -> torch.device:
-    if isinstance(array, torch.Tensor):
-        return array.device
-    index = getattr(getattr(array, "device", None), "id", None)  # CuPy's
-    return torch.device("cpu") if index is None else torch.device("cuda", index)
-
-
-def _sizes(codes) -> numpy.ndarray:
-    """Bytes of an element of each dtype code."""
-    return _ITEMSIZES[codes]
+def _nothing() -> None:
+    pass
 
 
 def _strides(tensor) -> list[int]:

@@ -4,7 +4,7 @@
 #include "tile.cuh"
 
 #undef COLL_KERNEL
-#define COLL_KERNEL extern "C" __global__ void __launch_bounds__(COLL_BLOCK, 4)  // 64 registers: 4 blocks a multiprocessor
+#define COLL_KERNEL extern "C" __global__ void __launch_bounds__(COLL_BLOCK, 3)  // 80 registers; with 64 some spill
 
 template <class S, int kPack>
 struct alignas(sizeof(S) * kPack) coll_pack_of {
@@ -79,8 +79,8 @@ static __device__ __forceinline__ void load_param(double (&p)[2], const coll_par
   load_pack(p, (const double*)row.param + i, n);
 }
 
-static __device__ __forceinline__ void store_param(const float (&p)[4], const coll_parameter& row, int64_t i, int n, int64_t flags,
-                                                   uint64_t seed) {
+static __device__ __forceinline__ void store_param(const float (&p)[4], const coll_parameter& row, int64_t i, int n,
+                                                   int64_t flags, uint64_t seed) {
   if (row.master) store_pack((float*)row.master + i, p, n);
   if (row.param_type == COLL_BF16) {
     coll_bf16* to = (coll_bf16*)row.param + i;

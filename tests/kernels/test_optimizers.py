@@ -537,7 +537,25 @@ def shared():
     return [block[:10], block[9:19]]
 
 
+def freed(offset=0):
+    tensor = torch.zeros(10)[offset:]
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 BAD = {
+    "param 0 .*has no memory": lambda: kernels.sgd_step(freed(), torch.zeros(10), lr=LR),
+    "grad 1 has no memory": lambda: kernels.sgd_step(zeros(3, 8), [torch.zeros(3), freed(2)], lr=LR),
+    "momentum 0 has no memory": lambda: kernels.sgd_step(zeros(8), zeros(8), [freed(2)], lr=LR, momentum_factor=0.5),
+    "grad 0 begins at an address that is no multiple": lambda: kernels.sgd_step(
+        np.zeros(3, np.float32), np.frombuffer(bytes(13), np.float32, offset=1), lr=LR
+    ),
+    "master 0 begins at an address that is no multiple": lambda: kernels.sgd_step(
+        torch.zeros(3, dtype=BF16),
+        torch.zeros(3),
+        master=torch.from_numpy(np.frombuffer(bytearray(13), np.float32, offset=1)),
+        lr=LR,
+    ),
     "grad 1 has 4 elements and param 1 has 5": lambda: kernels.sgd_step(zeros(3, 5), zeros(3, 4), lr=LR),
     "momentum 0 has 2 elements and param 0 has 3": lambda: kernels.sgd_step(
         zeros(3), zeros(3), zeros(2), lr=LR, momentum_factor=0.5

@@ -293,6 +293,29 @@ def test_channels_last():
         mine.step()
 
 
+def test_dtensors_step_by_their_local_parts():
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        (plain,) = make([(8, 3)])
+        whole = torch.nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Shard(0)]))
+        mine, other = optim.AdamW([whole], lr=0.1), optim.AdamW([plain], lr=0.1)
+        for step in range(3):
+            set_grads([plain], step)
+            whole.grad = distribute_tensor(plain.grad, mesh, [Shard(0)])
+            mine.step()
+            other.step()
+            assert_same([whole.full_tensor()], [plain])
+        assert type(mine.state[whole]["exp_avg"]) is type(whole.data)
+    finally:
+        dist.destroy_process_group()
+
+
 # ---- What is new.
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("rule", RULES)
@@ -494,6 +517,8 @@ def test_bad_options():
 def test_bad_gradients_are_named_by_parameter_and_group_and_nothing_is_stepped():
     params = make([(4,), (6,), (5, 3)])
     optimizer = optim.AdamW([{"params": params[:1]}, {"params": params[1:]}])
+    params[0].grad = torch.ones(4)
+    first = params[0].detach().clone()
     for wrong, message in [
         (torch.zeros(5, 3).to_sparse(), "grad of parameter 1 of group 1 is a sparse_coo tensor"),
         (torch.zeros(3, 5).t(), r"grad of parameter 1 of group 1 of shape \(5, 3\) .*isn't contiguous"),
@@ -504,14 +529,14 @@ def test_bad_gradients_are_named_by_parameter_and_group_and_nothing_is_stepped()
         for _ in range(2):
             with pytest.raises(errors.InvalidArgument, match=message):
                 optimizer.step()
-        assert torch.equal(params[2], before)
+        assert torch.equal(params[2], before) and torch.equal(params[0], first)
     params[2].grad = torch.ones(5, 3)
     optimizer.step()
     assert optimizer.state[params[2]]["step"] == 1
     optimizer.param_groups[1]["lr"] = -1.0
     with pytest.raises(errors.InvalidArgument, match="lr must be a finite number from 0"):
         optimizer.step()
-    assert optimizer.state[params[2]]["step"] == 1
+    assert optimizer.state[params[2]]["step"] == optimizer.state[params[0]]["step"] == 1
     optimizer.param_groups[1]["lr"] = 0.1
     with pytest.raises(errors.InvalidArgument, match="clip must be a number"):
         optimizer.step(clip="1")

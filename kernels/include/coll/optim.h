@@ -1,7 +1,7 @@
 // SGD, Adam and AdamW: one element's step, and what it needs to know, in the order of operations of torch.optim's foreach form.
 //
-// Where torch's kernels add a product they round once (its CPU and CUDA builds contract), so these functions do, too. SGD:
-// Sutskever et al. 2013 in torch's form; Adam: Kingma and Ba 2015; AdamW: Loshchilov and Hutter 2019; amsgrad: Reddi et al. 2018.
+// Where torch's CPU kernels add a product they round once (they are built with FMA), so these functions do, too. SGD: Sutskever
+// et al. 2013 in torch's form; Adam: Kingma and Ba 2015; AdamW: Loshchilov and Hutter 2019; amsgrad: Reddi et al. 2018.
 #ifndef COLL_OPTIM_H_
 #define COLL_OPTIM_H_
 
