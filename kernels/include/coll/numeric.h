@@ -46,13 +46,13 @@ COLL_FN float coll_bf16_to_float(uint16_t b) { return coll_bits_float((uint32_t)
 
 COLL_FN uint16_t coll_float_to_bf16(float x) {
   uint32_t u = coll_float_bits(x);
-  uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  uint32_t nan = (u >> 16) | 0x40u;  // keep the payload's top bits, make it quiet
-  return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+  uint32_t rounded = u + 0x7fffu + ((u >> 16) & 1u);
+  uint32_t nan = u | 0x400000u;  // keep the payload's top bits, make it quiet
+  return (uint16_t)((x != x ? nan : rounded) >> 16);
 }
 
-// What the formats below bf16 have in common: a sign, kExponent bits of exponent, kMantissa bits of mantissa, subnormals. The other
-// constants are bits of fp32 where not said otherwise:
+// What the formats below bf16 have in common: a sign, kExponent bits of exponent, kMantissa bits of mantissa, subnormals. The
+// other constants are bits of fp32 where not said otherwise:
 // kSpecial    the first of the format's patterns that is no number, read as if it were one
 // kMeans      what that pattern means: infinity or NaN
 // kMost       what larger values are taken for: the largest number where the format saturates, else what rounds to infinity
