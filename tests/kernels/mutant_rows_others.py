@@ -80,12 +80,12 @@ def reduction() -> Rows:
             ("row_of<S>(job, source + k, at)", "row_of<S>(job, source, at)"),
             ("len - start < kStrip ? len - start : kStrip", "kStrip"),
             ("(values + start, strips, n)", "(values, strips, n)"),
-            ("if (job.sources[k] == job.out) return false;", ""),
+            ("if (job.sources[k] == job.out) return false;\n", "\n"),
             ("end - at < COLL_LANES ? (int)(end - at) : COLL_LANES", "COLL_LANES"),
             ("if (job.scale != 1)", "if (job.scale < 1)"),
             ("store(job.out, values, at, len);", "store(job.out, values, at, len - 1);"),
             ("job.over > 0", "job.over > 3"),
-            ("sums.finish(*job.work, tile);", "sums.finish(*job.work, 0);"),
+            ("sums.finish(*job.work, tile,", "sums.finish(*job.work, 0,"),
         ),
     ]  # fmt: skip
 
