@@ -78,7 +78,7 @@ def reduction() -> Rows:
             ("(values, job, k, at, len), k += 2;", "(values, job, k, at, len);"),
             ("if (k < n) gather_some", "if (k < n - 1) gather_some"),
             ("row_of<S>(job, source + k, at)", "row_of<S>(job, source, at)"),
-            ("len - start < kStrip ? len - start : kStrip", "kStrip"),
+            ("len - start < kStrip ? len - start : kStrip", "kStrip - 1"),
             ("(values + start, strips, n)", "(values, strips, n)"),
             ("if (job.sources[k] == job.out) return false;\n", "\n"),
             ("end - at < COLL_LANES ? (int)(end - at) : COLL_LANES", "COLL_LANES"),
