@@ -3,10 +3,10 @@
     python benchmarks/kernels/reduce.py                     # host memory, one thread
     python benchmarks/kernels/reduce.py --device cuda       # one GPU: a device-to-device copy
 
-Every result is checked before it is timed. One row a case goes to benchmarks/results/kernels_reduce.jsonl. `fraction_of_copy`
-is the rate at which reduce_n moves its bytes (n sources once, the output once) by the rate of a copy (its bytes once each way):
-1 is the roofline. `..._ratio` is a peer's time by ours. Both are medians over rounds. On the host a call's time is the thread's
-own processor time: other programs of the machine take turns with it, but don't count.
+Every result is checked before it is timed. One row a case goes to benchmarks/results/kernels_reduce.jsonl.
+`fraction_of_copy` is the time of a memcpy that reads and writes as many bytes in all as reduce_n (n sources once, the
+output once) by reduce_n's: 1 is the copy's rate. `..._ratio` is a peer's time by ours. Both are medians over rounds. On
+the host a call's time is the thread's own processor time, so that programs that take turns with it don't count.
 """
 
 import argparse
@@ -33,14 +33,16 @@ libc = ctypes.CDLL(None)
 
 
 def seconds_of(call, device):
-    """Return the time of one call: the mean of as many as fill a part of a round, at least 1 on the host and 5 on a GPU."""
-    calls = 0
+    """Return the time of one call: on the host the least, on a GPU the mean, of as many as fill a part of a round."""
     if device.type != "cuda":
-        start = time.thread_time()
-        while calls == 0 or time.thread_time() - start < ROUND_SECONDS:
+        least, spent = float("inf"), 0.0
+        while spent < ROUND_SECONDS:
+            start = time.thread_time()
             call()
-            calls += 1
-        return (time.thread_time() - start) / calls
+            took = time.thread_time() - start
+            least, spent = min(least, took), spent + took
+        return least
+    calls = 0
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -83,10 +85,9 @@ def sides(sources, out, statistics_too):
             total += each.float()
         return spare.copy_(total)
 
-    calls = {
-        "ours": lambda: kernels.reduce_n(table, out, statistics=found),
-        "copy": memcpy(spare, sources[0]),
-    }
+    nbytes = (len(sources) + 1) * out.nbytes // 2
+    to, start = (torch.zeros(nbytes, dtype=torch.uint8, device=out.device) for _ in range(2))
+    calls = {"ours": lambda: kernels.reduce_n(table, out, statistics=found), "copy": memcpy(to, start)}
     if dtype.itemsize == 1:
         calls["chain"] = narrow
     else:
@@ -105,7 +106,8 @@ def sides(sources, out, statistics_too):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--nbytes", nargs="*", type=int, default=None, help="of each source (25 MiB and 256 KiB; GPU: 256 MiB)")
+    about = "of each source (default: 25 MiB and 256 KiB; GPU: 256 MiB)"
+    parser.add_argument("--nbytes", nargs="*", type=int, default=None, help=about)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--types", nargs="*", default=list(TYPES))
     parser.add_argument("--isas", nargs="*", default=None, help="baseline, avx2, avx512 (default: the widest)")
@@ -150,8 +152,8 @@ def main():
                     row = {"benchmark": "kernels_reduce", "case": case, "dtype": name, "nbytes": nbytes, "n": n}
                     row["ours_us"] = round(statistics.median(ours) * 1e6, 2)
                     row["gb_per_s"] = round((n + 1) * nbytes / statistics.median(ours) / 1e9, 2)
-                    row["copy_gb_per_s"] = round(2 * nbytes / statistics.median(copies) / 1e9, 2)
-                    fractions = [(n + 1) / 2 * copy / own for copy, own in zip(copies, ours, strict=True)]
+                    row["copy_gb_per_s"] = round((n + 1) * nbytes / statistics.median(copies) / 1e9, 2)
+                    fractions = [copy / own for copy, own in zip(copies, ours, strict=True)]
                     row["fraction_of_copy"] = round(statistics.median(fractions), 3)
                     for peer, seconds in times.items():
                         row[f"{peer}_us"] = round(statistics.median(seconds) * 1e6, 2)

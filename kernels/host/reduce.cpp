@@ -45,12 +45,6 @@ template <class S, class A>
 constexpr bool kConvertsFirst = !std::is_same_v<S, A> && !(std::is_same_v<S, coll_bf16> && std::is_same_v<A, float>);
 constexpr int kStrip = 128;
 
-template <class S, class A>
-__attribute__((noinline)) const A* converted(A* values, const S* row, int len) {
-  coll_load_block(values, row, len);
-  return values;
-}
-
 // `values` may be one of the sources: every element is read before it is written, which ivdep states to the vectoriser.
 template <class R, class A, class Op, int kTogether, bool kBegin>
 __attribute__((noinline)) void gather_rows(A* values, const R* const* rows, int len) {
@@ -75,7 +69,11 @@ void gather_some(A* values, const Job& job, int64_t source, int64_t at, int len)
     for (int start = 0; start < len; start += kStrip) {
       int n = len - start < kStrip ? len - start : kStrip;
       const A* strips[kTogether];
-      for (int k = 0; k < kTogether; ++k) strips[k] = converted(held[k], rows[k] + start, n);
+#pragma GCC unroll 4
+      for (int k = 0; k < kTogether; ++k) {
+        coll_load_block(held[k], rows[k] + start, n);
+        strips[k] = held[k];
+      }
       gather_rows<A, A, Op, kTogether, kBegin>(values + start, strips, n);
     }
   } else {

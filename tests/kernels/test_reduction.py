@@ -216,6 +216,24 @@ def test_many_tiles(way):
         check(Case("int64", "int64", "prod", 3, LONG))
 
 
+@pytest.mark.parametrize("way", HOST, ids=str)
+@pytest.mark.parametrize("skip", [0, 1])
+def test_buffers_beyond_the_caches(way, skip):
+    """From some size on the output is stored past the caches: here with one of 32 MiB or less."""
+    count = (2 << 20) + 5
+    buffers = [Guarded(memory_of("host"), 4 * count, 4 * skip * k) for k in range(4)]
+    *sources, out = (tensor_of(each, "float32") for each in buffers)
+    for k, each in enumerate(sources):
+        each.copy_(torch.arange(count) % (k + 7))
+    want = sources[0] + sources[1] + sources[2]
+    with by(way):
+        reduce_n(sources, out)
+        assert torch.equal(out, want)
+        reduce_n(sources, sources[1])
+        assert torch.equal(sources[1], want)
+    assert all(each.guards_intact() for each in buffers)
+
+
 @pytest.mark.parametrize("way", [HOST[-1], TEXT[1]], ids=str)
 def test_more_sources_than_any_launch_has_parameters(way):
     with by(way):
