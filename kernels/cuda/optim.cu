@@ -3,9 +3,6 @@
 #include "coll/optim.h"
 #include "tile.cuh"
 
-#undef COLL_KERNEL
-#define COLL_KERNEL extern "C" __global__ void __launch_bounds__(COLL_BLOCK, 3)  // 80 registers; with 64 some spill
-
 template <class S, int kPack>
 struct alignas(sizeof(S) * kPack) coll_pack_of {
   S at[kPack];
@@ -175,12 +172,13 @@ static __device__ __forceinline__ void step_tiles(const Args& a, Plan<Rule>& pla
   }
 }
 
-COLL_KERNEL coll_sgd(const coll_sgd_args a) {
+// 3: 80 registers a thread; with 64 some of them spill.
+COLL_KERNEL_HELD(3) coll_sgd(const coll_sgd_args a) {
   __shared__ Plan<coll_sgd_rule> plan;
   step_tiles(a, plan);
 }
 
-COLL_KERNEL coll_adam(const coll_adam_args a) {
+COLL_KERNEL_HELD(3) coll_adam(const coll_adam_args a) {
   __shared__ Plan<coll_adam_rule> plan;
   step_tiles(a, plan);
 }

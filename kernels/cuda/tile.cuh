@@ -9,6 +9,8 @@
 
 #define COLL_BLOCK 256
 #define COLL_KERNEL extern "C" __global__ void __launch_bounds__(COLL_BLOCK)
+// The same where the compiler is to be told how many blocks a processor should hold at once: it divides the registers.
+#define COLL_KERNEL_HELD(blocks) extern "C" __global__ void __launch_bounds__(COLL_BLOCK, blocks)
 
 // Before each loop of a fixed number of turns over an array of a thread's own: where NVRTC doesn't unroll it, the array lies in
 // memory instead of registers. Works inside macros, too.
