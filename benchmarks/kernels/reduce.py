@@ -58,11 +58,11 @@ def seconds_of(call, device):
 
 
 def memcpy(to, source):
-    """Return a call that copies a tensor."""
+    """Return a call that copies a tensor, and keeps both alive."""
     if to.device.type == "cuda":
         return lambda: to.copy_(source)
-    places = ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr()), ctypes.c_size_t(to.nbytes)
-    return lambda: libc.memcpy(*places)
+    nbytes = ctypes.c_size_t(to.nbytes)
+    return lambda: libc.memcpy(ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr()), nbytes)
 
 
 def sides(sources, out, statistics_too):

@@ -82,7 +82,7 @@ def reduction() -> Rows:
             ("row_of<S>(job, source + k, at)", "row_of<S>(job, source, at)"),
             ("len - start < kStrip ? len - start : kStrip", "kStrip - 1"),
             ("(values + start, strips, n)", "(values, strips, n)"),
-            ("(job.n); k < job.n; ++k) {\n    if (job.sources[k] == job.out)", "(job.n); k < job.n; ++k) {\n    if (false)"),
+            ("(job.n); k < job.n; ++k) {", "(job.n); k < 0; ++k) {"),
             ("bad += add_squares", "bad = add_squares"),
             ("bad += coll_is_bad", "bad |= coll_is_bad"),
             ("len * sizeof(A)", "len * sizeof(A) - 1"),
