@@ -53,8 +53,8 @@ inline void cpu_relax() {
 
 // The program may have told this thread's processor to take subnormals for zero; then its ranks would not get the same sums.
 class WithSubnormals {
-#if defined(__SSE2__)
  public:
+#if defined(__SSE2__)
   WithSubnormals() : before_(_mm_getcsr()) {
     if (before_ & kFlush) _mm_setcsr(before_ & ~kFlush);
   }
@@ -65,7 +65,22 @@ class WithSubnormals {
  private:
   static constexpr unsigned kFlush = 0x8040;  // flush to zero, denormals are zero
   unsigned before_;
+#elif defined(__aarch64__)
+  WithSubnormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_) : : "memory");
+    if (before_ & kFlush) asm volatile("msr fpcr, %0" : : "r"(before_ & ~kFlush) : "memory");
+  }
+  ~WithSubnormals() {
+    if (before_ & kFlush) asm volatile("msr fpcr, %0" : : "r"(before_) : "memory");
+  }
+
+ private:
+  static constexpr uint64_t kFlush = 1 << 24 | 1 << 19 | 1;  // FZ, FZ16, FIZ
+  uint64_t before_;
+#else
+  ~WithSubnormals() {}  // so that nobody is told that the object is unused
 #endif
+  WithSubnormals(const WithSubnormals&) = delete;
 };
 
 }  // namespace coll

@@ -77,6 +77,7 @@ class ParameterTable:
         self.device = device_of(self.params[0])
         self._reader = Reader(self.device, owner="param 0")
         self._steps = []
+        self._written = None
         count = len(self.params)
         self.rows = rows = numpy.zeros(count, dtype=abi.PARAMETER)
         counts, self._codes = self._column("param", self.params)
@@ -103,6 +104,7 @@ class ParameterTable:
             self._set_steps(steps_done, 1.0)
         self._set_positions(positions)
         self._written = self._apart()
+        self._read_only(self._steps, "step {}".format)
         self._on_device = None
         self.grads = None
         self.set_grads(grads)
@@ -178,7 +180,8 @@ class ParameterTable:
             raise self._wrong("nesterov needs a momentum_factor and no dampening")
         flags = (abi.NESTEROV if nesterov else 0) | (abi.DIVIDE if divide else 0)
         update = self._update(lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags)
-        return self._plan(abi.SGD, abi.SgdArgs(abi.Work(self.tiles, 0, 0), update, momentum, dampening))
+        args = abi.SgdArgs(abi.Work(self.tiles, 0, 0), update, momentum, dampening)
+        return self._plan(abi.SGD, args, (lr, grad_scale, clip, found_nonfinite))
 
     def plan_adam(
         self,
@@ -206,10 +209,13 @@ class ParameterTable:
             raise self._wrong("step, the number of this step from 1, is missing")
         flags = (abi.DECOUPLED if decoupled else 0) | (abi.DIVIDE if divide else 0)
         update = self._update(lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags)
-        return self._plan(abi.ADAM, abi.AdamArgs(abi.Work(self.tiles, 0, 0), update, beta1, beta2, eps))
+        args = abi.AdamArgs(abi.Work(self.tiles, 0, 0), update, beta1, beta2, eps)
+        return self._plan(abi.ADAM, args, (lr, grad_scale, clip, found_nonfinite))
 
-    def _plan(self, kernel, args) -> Callable[[], None]:
-        return functools.partial(run, kernel, args, self.device) if self.tiles else _nothing
+    def _plan(self, kernel, args, scalars) -> Callable[[], None]:
+        # The arguments are addresses: what lies there lives as long as the plan.
+        kept = (self, self._on_device, scalars)
+        return functools.partial(_launch, kept, kernel, args, self.device) if self.tiles else _nothing
 
     def _update(self, lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags) -> abi.Update:
         if isinstance(found_nonfinite, Statistics):
@@ -363,6 +369,20 @@ class ParameterTable:
             what = name(int(numpy.argmax(wrong)))
             raise self._wrong(f"{what} begins at an address that is no multiple of its elements' size")
 
+    def _read_only(self, scalars, name) -> None:
+        """Refuse scalars on the device that the step itself would overwrite: threads read them at different times."""
+        begin = numpy.array([scalar.at for scalar in scalars], dtype=numpy.uint64)
+        sizes = _ITEMSIZES[[scalar.type if scalar.at else _F32 for scalar in scalars]]
+        self._aligned(begin % sizes != 0, name)
+        starts, ends, origin = self._written
+        if len(starts):
+            before = numpy.searchsorted(starts, begin + sizes)
+            hit = (begin > 0) & (before > 0) & (ends[before - 1] > begin)
+            if hit.any():
+                index = int(numpy.argmax(hit))
+                other = self._label(origin[int(numpy.argmax(ends[: before[index]] > begin[index]))])
+                raise self._wrong(f"{name(index)} lies inside of {other}, which is written: give a copy")
+
     def _label(self, origin) -> str:
         column, index = divmod(int(origin), len(self.rows))
         return self._called(_WRITTEN[column], index)
@@ -376,7 +396,10 @@ class ParameterTable:
             if value.numel() != 1:
                 raise self._wrong(f"{what} must have one element, not the shape {tuple(value.shape)}")
             if value.device == self.device and value.dtype in _SCALARS:
-                return abi.Number(value.data_ptr(), 0.0, _SCALARS[value.dtype])
+                number = abi.Number(value.data_ptr(), 0.0, _SCALARS[value.dtype])
+                if self._written is not None:
+                    self._read_only([number], lambda _: what)
+                return number
             if not value.is_cpu:
                 dtype = str(value.dtype).removeprefix("torch.")
                 raise self._wrong(
@@ -400,6 +423,10 @@ class ParameterTable:
 
     def _wrong(self, message) -> InvalidArgument:
         return InvalidArgument(message, op=self.op)
+
+
+def _launch(kept, kernel, args, device) -> None:
+    run(kernel, args, device)
 
 
 def _nothing() -> None:

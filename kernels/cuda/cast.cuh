@@ -17,7 +17,8 @@ template <class S, class A>
 static __device__ __forceinline__ void load_column(A (*values)[COLL_PACK], const char* from, int first, int count, A scale) {
   const S* src = (const S*)from;
   coll_pack_of<S> packs[COLL_ROWS];
-  if ((uint64_t)src % sizeof(coll_pack_of<S>) == 0 && first + (COLL_ROWS - 1) * COLL_LANES + COLL_PACK <= count) {
+  bool whole = first + (COLL_ROWS - 1) * COLL_LANES + COLL_PACK <= count;
+  if (whole && (uint64_t)src % sizeof(coll_pack_of<S>) == 0) {
     COLL_UNROLL
     for (int row = 0; row < COLL_ROWS; ++row) packs[row] = *(const coll_pack_of<S>*)(src + first + row * COLL_LANES);
   } else {
@@ -34,7 +35,11 @@ static __device__ __forceinline__ void load_column(A (*values)[COLL_PACK], const
   COLL_UNROLL
   for (int row = 0; row < COLL_ROWS; ++row) {
     COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) values[row][j] = (A)coll_element<S>::load(packs[row].at[j]) * scale;
+    for (int j = 0; j < COLL_PACK; ++j) {
+      // What lies behind the end is 0 for the statistics whatever the scale is: infinity times 0 is not.
+      bool live = whole || first + row * COLL_LANES + j < count;
+      values[row][j] = live ? (A)coll_element<S>::load(packs[row].at[j]) * scale : (A)0;
+    }
   }
 }
 
