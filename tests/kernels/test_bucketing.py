@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -427,6 +428,18 @@ def test_statistics_of_nothing_are_zero(mode):
     assert found.sum_of_squares.item() == 0.0 and found.nonfinite.item() == 0
     kernels.unpack(torch.full((5,), torch.nan), [], statistics=found)
     assert found.sum_of_squares.item() == 0.0 and found.nonfinite.item() == 0
+
+
+@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_a_scale_that_is_not_finite_counts_no_more_than_there_is(mode, to):
+    """A loss scale that overflowed: what a GPU's thread holds behind a tensor's end must stay 0."""
+    tensors = [torch.ones(5), torch.ones(4097), torch.ones(1)]
+    for value, expected in ((math.inf, math.inf), (math.nan, math.nan)):
+        found = kernels.Statistics()
+        flat = torch.zeros(5000, dtype=to)
+        kernels.pack(tensors, flat, scale=torch.tensor([value]), statistics=found)
+        assert found.nonfinite.item() == 4103
+        assert found.sum_of_squares.item() == pytest.approx(expected, nan_ok=True)
 
 
 # ---- Sizes, threads, places.

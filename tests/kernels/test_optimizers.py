@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 
 import numpy as np
@@ -454,6 +455,28 @@ def test_the_first_step_begins_the_momentum_buffer():
     assert buffer.tolist() == [1, 2, -3]  # half of each
     kernels.sgd_step(param, grad, buffer, lr=1.0, momentum_factor=0.5)
     assert buffer.tolist() == [1.5, 3, -4.5]
+
+
+def test_a_plan_keeps_what_it_reads():
+    params, grads = [torch.ones(9), torch.ones(5000)], [torch.ones(9), torch.ones(5000)]
+    plan = kernels.ParameterTable("sgd_step", params, grads).plan_sgd(lr=torch.tensor(0.5))
+    rubbish = [torch.full((1,), 7.0) for _ in range(1000)] + [torch.full((22 * k,), 9.0) for k in range(50)]
+    gc.collect()
+    plan()
+    assert all(bool((param == 0.5).all()) for param in params)
+    assert rubbish[0].item() == 7.0
+
+
+def test_a_scalar_that_the_step_would_overwrite_is_refused():
+    param, grad, momentum = torch.ones(8), torch.ones(8), torch.zeros(8)
+    table = kernels.ParameterTable("sgd_step", [param], [grad], [momentum])
+    for name, scalar, where in (("lr", param[:1], "param 0"), ("clip", momentum[7:], "momentum 0")):
+        with pytest.raises(InvalidArgument, match=f"{name} lies inside of {where}, which is written: give a copy"):
+            table.sgd(**{"lr": 0.1, "momentum": 0.9, name: scalar})
+    table.sgd(lr=grad[:1], momentum=0.9)  # only read
+    with pytest.raises(InvalidArgument, match="step 0 lies inside of param 0"):
+        kernels.sgd_step(param, grad, momentum, lr=0.1, momentum_factor=0.9, step=param[3:4])
+    assert bool((param == 0).all())
 
 
 # ---- Rounding at random.
