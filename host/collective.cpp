@@ -23,7 +23,7 @@ namespace coll {
 namespace {
 
 void reduce_n(void* out, const void* const* sources, int n, size_t count, ncclDataType_t type, const coll_reduction& how) {
-  [[maybe_unused]] WithSubnormals exact;
+  [[maybe_unused]] ExactArithmetic exact;
   reduce_kernel()(out, sources, n, count, type, &how);
 }
 

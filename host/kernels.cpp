@@ -109,7 +109,7 @@ struct Run {
 
 void do_part(void* context, int64_t part) {
   const Run& run = *static_cast<const Run*>(context);
-  [[maybe_unused]] WithSubnormals exact;
+  [[maybe_unused]] ExactArithmetic exact;
   run.kernel(run.args, part * kPartTiles, std::min((part + 1) * kPartTiles, run.tiles));
 }
 
@@ -140,7 +140,7 @@ int collKernelRun(int kernel, const void* args, size_t nbytes, int threads) try 
   if (threads > 1) {
     pool_run(threads, (run.tiles + kPartTiles - 1) / kPartTiles, do_part, &run);
   } else {
-    [[maybe_unused]] WithSubnormals exact;
+    [[maybe_unused]] ExactArithmetic exact;
     run.kernel(args, 0, run.tiles);
   }
   return 0;

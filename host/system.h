@@ -51,36 +51,38 @@ inline void cpu_relax() {
 #endif
 }
 
-// The program may have told this thread's processor to take subnormals for zero; then its ranks would not get the same sums.
-class WithSubnormals {
+// The program may have told this thread's processor to take subnormals for zero, or to round another way than to nearest; then
+// its ranks would not get the same sums.
+class ExactArithmetic {
  public:
 #if defined(__SSE2__)
-  WithSubnormals() : before_(_mm_getcsr()) {
-    if (before_ & kFlush) _mm_setcsr(before_ & ~kFlush);
+  ExactArithmetic() : before_(_mm_getcsr()) {
+    if (before_ & kOther) _mm_setcsr(before_ & ~kOther);
   }
-  ~WithSubnormals() {
-    if (before_ & kFlush) _mm_setcsr(before_);
+  ~ExactArithmetic() {
+    if (before_ & kOther) _mm_setcsr(before_);
   }
 
  private:
-  static constexpr unsigned kFlush = 0x8040;  // flush to zero, denormals are zero
+  static constexpr unsigned kOther = 0xe040;  // flush to zero, denormals are zero, the rounding mode
   unsigned before_;
 #elif defined(__aarch64__)
-  WithSubnormals() {
+  ExactArithmetic() {
     asm volatile("mrs %0, fpcr" : "=r"(before_) : : "memory");
-    if (before_ & kFlush) asm volatile("msr fpcr, %0" : : "r"(before_ & ~kFlush) : "memory");
+    if (before_ & kOther) asm volatile("msr fpcr, %0" : : "r"(before_ & ~kOther) : "memory");
   }
-  ~WithSubnormals() {
-    if (before_ & kFlush) asm volatile("msr fpcr, %0" : : "r"(before_) : "memory");
+  ~ExactArithmetic() {
+    if (before_ & kOther) asm volatile("msr fpcr, %0" : : "r"(before_) : "memory");
   }
 
  private:
-  static constexpr uint64_t kFlush = 1 << 24 | 1 << 19 | 1;  // FZ, FZ16, FIZ
+  static constexpr uint64_t kOther = 3 << 22 | 1 << 24 | 1 << 19 | 1;  // the rounding mode, FZ, FZ16, FIZ
   uint64_t before_;
 #else
-  ~WithSubnormals() {}  // so that nobody is told that the object is unused
+  ExactArithmetic() {}
+  ~ExactArithmetic() {}  // so that nobody is told that the object is unused
 #endif
-  WithSubnormals(const WithSubnormals&) = delete;
+  ExactArithmetic(const ExactArithmetic&) = delete;
 };
 
 }  // namespace coll

@@ -30,7 +30,6 @@ __all__ = ["BLOCK", "OPTIONS", "compile_source", "launch", "source_text"]
 # No contraction, IEEE division and square root, subnormals kept: the same bits as on the host.
 OPTIONS = ("-std=c++17", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-diag-suppress=177")
 BLOCK = 256  # COLL_BLOCK
-BLOCKS_A_PROCESSOR = 8  # 2,048 threads: as many as a multiprocessor holds
 
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 _INSTALL = "pip install 'collectives[cuda12]' (or [cuda13])"
@@ -208,13 +207,15 @@ def _load(kernel: abi.Kernel, index: int) -> _Loaded:
                     module.load(binary)
                     _modules[kernel.source, index] = module
                 function = _modules[kernel.source, index].get_function(kernel.name)
+                # Each block gets an equal run of tiles: more blocks than run at once would come in a second, short wave.
+                held = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, BLOCK, 0)
         except errors as error:
             message = f"could not be loaded into GPU {index}: {error}"
             raise CudaError(message, op=kernel.name, detail=str(error)) from error
         loaded = _Loaded(
             function,
             numpy.dtype((numpy.void, sizeof(kernel.args))),
-            torch.cuda.get_device_properties(index).multi_processor_count * BLOCKS_A_PROCESSOR,
+            torch.cuda.get_device_properties(index).multi_processor_count * max(held, 1),
             cupy.cuda.runtime.getDevice,
             errors,
         )

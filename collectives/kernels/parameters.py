@@ -28,6 +28,7 @@ _WRITTEN = ("param", "master", *_STATES)
 _ITEMSIZES = numpy.array([ITEMSIZE.get(code, 0) for code in range(max(ITEMSIZE) + 1)], dtype=numpy.uint64)
 _LOW = 2**40  # addresses below it may be those of freed storage
 _ONE = c_byte * abi.PARAMETER.itemsize
+_CAPTURED = []  # rows whose copy is part of a CUDA graph, which reads them at each replay: kept for good
 
 # What the messages call an array of each column.
 _WORDS = {
@@ -249,7 +250,10 @@ class ParameterTable:
         if self._on_device is None:
             # From pinned memory, which torch doesn't use again before the copy is done, so that nobody waits for it.
             rows = torch.from_numpy(self.rows.view(numpy.uint8)).pin_memory()
+            if torch.cuda.is_current_stream_capturing():
+                _CAPTURED.append(rows)
             self._on_device = rows.to(self.device, non_blocking=True)
+        self._on_device.record_stream(torch.cuda.current_stream(self.device))
         return self._on_device.data_ptr()
 
     # ---- Reading the arguments.

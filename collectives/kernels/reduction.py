@@ -73,6 +73,12 @@ class Sources:
             if isinstance(array, torch.Tensor)
         ]
 
+    def place_addresses(self) -> int:
+        """Give the address of the table, for a kernel on the current stream: it lives until that is done."""
+        if self.device.type != "cpu":
+            self._table.record_stream(torch.cuda.current_stream(self.device))
+        return self._table.data_ptr()
+
     @property
     def dtype(self) -> str:
         """The name of the arrays' dtype."""
@@ -139,7 +145,7 @@ def reduce_n(
     if type(scale) is not float or scale - scale != 0 or not floating:  # the second: not finite
         scale, scale_at = _parse_scale(scale, reader, place, floating)
     args = abi.ReduceArgs(
-        abi.Work(-(-table.count // TILE), 0, 0), table._table.data_ptr(), len(table.arrays), place.ptr, table.count,
+        abi.Work(-(-table.count // TILE), 0, 0), table.place_addresses(), len(table.arrays), place.ptr, table.count,
         scale_at, scale, OPS[op], table.code, place.code, 0,
     )  # fmt: skip
     if statistics is not None:

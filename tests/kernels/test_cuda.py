@@ -239,7 +239,7 @@ class Machine:
 
         class Function:
             def __init__(self, module, name):
-                self.module, self.name = module, name
+                self.module, self.name, self.ptr = module, name, 77
 
             def __call__(self, grid, block, args, shared_mem, stream):
                 if machine.failure:
@@ -254,7 +254,10 @@ class Machine:
         fake.cuda = types.SimpleNamespace(
             Device=self.device,
             Module=Module,
-            driver=types.SimpleNamespace(CUDADriverError=DriverError),
+            driver=types.SimpleNamespace(
+                CUDADriverError=DriverError,
+                occupancyMaxActiveBlocksPerMultiprocessor=lambda function, block, shared: 8,
+            ),
             runtime=types.SimpleNamespace(CUDARuntimeError=DriverError, getDevice=lambda: self.current),
         )
         monkeypatch.setitem(sys.modules, "cupy", fake)
