@@ -18,7 +18,7 @@ static __device__ __forceinline__ void cast_tile(const coll_cast_args& a, const 
       case COLL_E4M3: load_column<coll_e4m3, A>(values, s.from, first, count, scale); break;
       default: load_column<coll_e5m2, A>(values, s.from, first, count, scale); break;
     }
-    if (a.work.sums) sum_column(values, first, (A)coll_limit(s.to_type), lanes, &own_bad);
+    if (a.work.sums) sum_column(values, first, count, (A)coll_limit(s.to_type), lanes, &own_bad);
     switch (s.to_type) {
       case COLL_F16: store_column<coll_fp16, A>(s.to, values, first, count, add); break;
       case COLL_F32: store_column<float, A>(s.to, values, first, count, add); break;
@@ -54,13 +54,23 @@ COLL_KERNEL coll_finish(const coll_finish_args a) {
   if (threadIdx.x == 0) bad = 0;
   __syncthreads();
   unsigned long long own = 0;
-  for (int lane = threadIdx.x; lane < COLL_LANES; lane += blockDim.x) {
-    double sum = 0;
-    for (int64_t i = lane; i < a.shares; i += COLL_LANES) {
-      sum += a.work.sums[i];
-      own += a.work.bad[i];
+  // Four of a thread's lanes side by side, so that their loads are on their way together.
+  constexpr int kLanes = 4;
+  for (int lane = threadIdx.x; lane < COLL_LANES; lane += kLanes * blockDim.x) {
+    double sums[kLanes] = {};
+    for (int64_t start = lane; start < a.shares; start += COLL_LANES) {
+      COLL_UNROLL
+      for (int j = 0; j < kLanes; ++j) {
+        int64_t i = start + j * blockDim.x;
+        bool live = lane + j * blockDim.x < COLL_LANES && i < a.shares;
+        sums[j] += live ? a.work.sums[i] : 0.0;
+        own += live ? a.work.bad[i] : 0u;
+      }
     }
-    lanes[lane] = sum;
+    COLL_UNROLL
+    for (int j = 0; j < kLanes; ++j) {
+      if (lane + j * blockDim.x < COLL_LANES) lanes[lane + j * blockDim.x] = sums[j];
+    }
   }
   if (own) atomicAdd(&bad, own);
   coll_fold_lanes(lanes);

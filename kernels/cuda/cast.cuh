@@ -17,8 +17,7 @@ template <class S, class A>
 static __device__ __forceinline__ void load_column(A (*values)[COLL_PACK], const char* from, int first, int count, A scale) {
   const S* src = (const S*)from;
   coll_pack_of<S> packs[COLL_ROWS];
-  bool whole = first + (COLL_ROWS - 1) * COLL_LANES + COLL_PACK <= count;
-  if (whole && (uint64_t)src % sizeof(coll_pack_of<S>) == 0) {
+  if ((uint64_t)src % sizeof(coll_pack_of<S>) == 0 && first + (COLL_ROWS - 1) * COLL_LANES + COLL_PACK <= count) {
     COLL_UNROLL
     for (int row = 0; row < COLL_ROWS; ++row) packs[row] = *(const coll_pack_of<S>*)(src + first + row * COLL_LANES);
   } else {
@@ -35,11 +34,7 @@ static __device__ __forceinline__ void load_column(A (*values)[COLL_PACK], const
   COLL_UNROLL
   for (int row = 0; row < COLL_ROWS; ++row) {
     COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) {
-      // What lies behind the end is 0 for the statistics whatever the scale is: infinity times 0 is not.
-      bool live = whole || first + row * COLL_LANES + j < count;
-      values[row][j] = live ? (A)coll_element<S>::load(packs[row].at[j]) * scale : (A)0;
-    }
+    for (int j = 0; j < COLL_PACK; ++j) values[row][j] = (A)coll_element<S>::load(packs[row].at[j]) * scale;
   }
 }
 
@@ -73,14 +68,17 @@ static __device__ __forceinline__ void store_column(char* to, A (*values)[COLL_P
   }
 }
 
-// The sums of the squares of a column's lanes, and its bad values.
+// The sums of the squares of a column's lanes, and its bad values, among the first `count` elements: what was loaded for those
+// behind them is 0, but times a scale that is not finite it isn't.
 template <class A>
-static __device__ __forceinline__ void sum_column(A (*values)[COLL_PACK], int first, A limit, A* lanes, uint32_t* own_bad) {
+static __device__ __forceinline__ void sum_column(A (*values)[COLL_PACK], int first, int count, A limit, A* lanes,
+                                                  uint32_t* own_bad) {
   COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) {
     A sum = 0;
     COLL_UNROLL
     for (int row = 0; row < COLL_ROWS; ++row) {
+      if (first + row * COLL_LANES + j >= count) break;
       sum += values[row][j] * values[row][j];
       *own_bad += coll_is_bad(values[row][j], limit);
     }

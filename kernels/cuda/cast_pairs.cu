@@ -16,7 +16,7 @@ static __device__ __forceinline__ void cast_pair(const coll_cast_args& a) {
     for (int first = threadIdx.x * COLL_PACK; first < COLL_LANES; first += blockDim.x * COLL_PACK) {
       float values[COLL_ROWS][COLL_PACK];
       load_column<S, float>(values, s.from, first, (int)s.count, scale);
-      if (a.work.sums) sum_column(values, first, (float)coll_limit(s.to_type), lanes, &own_bad);
+      if (a.work.sums) sum_column(values, first, (int)s.count, (float)coll_limit(s.to_type), lanes, &own_bad);
       store_column<D, float>(s.to, values, first, (int)s.count, add);
     }
     if (a.work.sums) coll_leave_share(a.work, tile, lanes, &bad, own_bad);

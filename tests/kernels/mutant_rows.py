@@ -115,8 +115,8 @@ def cast_on_cuda() -> Rows:
         ),
         *plant(
             "cuda/cast.cu", "", SUMS,
-            ("i < a.shares; i += COLL_LANES", "i < a.shares; i += blockDim.x"),
-            ("i < a.shares; i += COLL_LANES", "i < a.shares - 1; i += COLL_LANES"),
+            ("start < a.shares; start += COLL_LANES", "start < a.shares; start += blockDim.x"),
+            ("&& i < a.shares;", "&& i < a.shares - 1;"),
             ("if (threadIdx.x == 0) bad = 0;", ""),
             ("bad = 0;\n  __syncthreads();", "bad = 0;"),
             ("if (own) atomicAdd(&bad, own);", "if (own) bad = own;"),
