@@ -18,7 +18,7 @@ static __device__ __forceinline__ void cast_tile(const coll_cast_args& a, const 
       case COLL_E4M3: load_column<coll_e4m3, A>(values, s.from, first, count, scale); break;
       default: load_column<coll_e5m2, A>(values, s.from, first, count, scale); break;
     }
-    if (a.work.sums) sum_column(values, first, count, (A)coll_limit(s.to_type), lanes, &own_bad);
+    if (a.work.sums) sum_column(values, first, (A)coll_limit(s.to_type), lanes, &own_bad);
     switch (s.to_type) {
       case COLL_F16: store_column<coll_fp16, A>(s.to, values, first, count, add); break;
       case COLL_F32: store_column<float, A>(s.to, values, first, count, add); break;
@@ -44,8 +44,8 @@ static __device__ __forceinline__ void cast_tiles(const coll_cast_args& a) {
 }
 
 // Any types; only coll_cast_wide takes fp64, which costs half of the threads that a multiprocessor holds.
-COLL_KERNEL coll_cast(const coll_cast_args a) { cast_tiles<false>(a); }
-COLL_KERNEL coll_cast_wide(const coll_cast_args a) { cast_tiles<true>(a); }
+COLL_KERNEL_HELD(2) coll_cast(const coll_cast_args a) { cast_tiles<false>(a); }
+COLL_KERNEL_HELD(1) coll_cast_wide(const coll_cast_args a) { cast_tiles<true>(a); }
 
 // One block.
 COLL_KERNEL coll_finish(const coll_finish_args a) {

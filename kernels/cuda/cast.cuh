@@ -16,25 +16,25 @@ struct alignas(sizeof(S) * COLL_PACK) coll_pack_of {
 template <class S, class A>
 static __device__ __forceinline__ void load_column(A (*values)[COLL_PACK], const char* from, int first, int count, A scale) {
   const S* src = (const S*)from;
-  coll_pack_of<S> packs[COLL_ROWS];
   if ((uint64_t)src % sizeof(coll_pack_of<S>) == 0 && first + (COLL_ROWS - 1) * COLL_LANES + COLL_PACK <= count) {
+    coll_pack_of<S> packs[COLL_ROWS];
     COLL_UNROLL
     for (int row = 0; row < COLL_ROWS; ++row) packs[row] = *(const coll_pack_of<S>*)(src + first + row * COLL_LANES);
-  } else {
     COLL_UNROLL
     for (int row = 0; row < COLL_ROWS; ++row) {
       COLL_UNROLL
-      for (int j = 0; j < COLL_PACK; ++j) {
-        int i = first + row * COLL_LANES + j;
-        packs[row].at[j] = S();
-        if (i < count) packs[row].at[j] = src[i];
-      }
+      for (int j = 0; j < COLL_PACK; ++j) values[row][j] = (A)coll_element<S>::load(packs[row].at[j]) * scale;
     }
+    return;
   }
   COLL_UNROLL
   for (int row = 0; row < COLL_ROWS; ++row) {
     COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) values[row][j] = (A)coll_element<S>::load(packs[row].at[j]) * scale;
+    for (int j = 0; j < COLL_PACK; ++j) {
+      int i = first + row * COLL_LANES + j;
+      values[row][j] = 0;  // behind the end: not 0 times the scale, which may be infinite
+      if (i < count) values[row][j] = (A)coll_element<S>::load(src[i]) * scale;
+    }
   }
 }
 
@@ -68,17 +68,14 @@ static __device__ __forceinline__ void store_column(char* to, A (*values)[COLL_P
   }
 }
 
-// The sums of the squares of a column's lanes, and its bad values, among the first `count` elements: what was loaded for those
-// behind them is 0, but times a scale that is not finite it isn't.
+// The sums of the squares of a column's lanes, and its bad values.
 template <class A>
-static __device__ __forceinline__ void sum_column(A (*values)[COLL_PACK], int first, int count, A limit, A* lanes,
-                                                  uint32_t* own_bad) {
+static __device__ __forceinline__ void sum_column(A (*values)[COLL_PACK], int first, A limit, A* lanes, uint32_t* own_bad) {
   COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) {
     A sum = 0;
     COLL_UNROLL
     for (int row = 0; row < COLL_ROWS; ++row) {
-      if (first + row * COLL_LANES + j >= count) break;
       sum += values[row][j] * values[row][j];
       *own_bad += coll_is_bad(values[row][j], limit);
     }

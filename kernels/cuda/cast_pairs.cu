@@ -16,16 +16,17 @@ static __device__ __forceinline__ void cast_pair(const coll_cast_args& a) {
     for (int first = threadIdx.x * COLL_PACK; first < COLL_LANES; first += blockDim.x * COLL_PACK) {
       float values[COLL_ROWS][COLL_PACK];
       load_column<S, float>(values, s.from, first, (int)s.count, scale);
-      if (a.work.sums) sum_column(values, first, (int)s.count, (float)coll_limit(s.to_type), lanes, &own_bad);
+      if (a.work.sums) sum_column(values, first, (float)coll_limit(s.to_type), lanes, &own_bad);
       store_column<D, float>(s.to, values, first, (int)s.count, add);
     }
     if (a.work.sums) coll_leave_share(a.work, tile, lanes, &bad, own_bad);
   });
 }
 
-COLL_KERNEL coll_cast_f32_f32(const coll_cast_args a) { cast_pair<float, float>(a); }
-COLL_KERNEL coll_cast_f32_bf16(const coll_cast_args a) { cast_pair<float, coll_bf16>(a); }
-COLL_KERNEL coll_cast_f32_f16(const coll_cast_args a) { cast_pair<float, coll_fp16>(a); }
-COLL_KERNEL coll_cast_bf16_f32(const coll_cast_args a) { cast_pair<coll_bf16, float>(a); }
-COLL_KERNEL coll_cast_bf16_bf16(const coll_cast_args a) { cast_pair<coll_bf16, coll_bf16>(a); }
-COLL_KERNEL coll_cast_f16_f32(const coll_cast_args a) { cast_pair<coll_fp16, float>(a); }
+// Three blocks at once have enough loads on their way; left to itself the compiler spills registers.
+COLL_KERNEL_HELD(3) coll_cast_f32_f32(const coll_cast_args a) { cast_pair<float, float>(a); }
+COLL_KERNEL_HELD(3) coll_cast_f32_bf16(const coll_cast_args a) { cast_pair<float, coll_bf16>(a); }
+COLL_KERNEL_HELD(3) coll_cast_f32_f16(const coll_cast_args a) { cast_pair<float, coll_fp16>(a); }
+COLL_KERNEL_HELD(3) coll_cast_bf16_f32(const coll_cast_args a) { cast_pair<coll_bf16, float>(a); }
+COLL_KERNEL_HELD(3) coll_cast_bf16_bf16(const coll_cast_args a) { cast_pair<coll_bf16, coll_bf16>(a); }
+COLL_KERNEL_HELD(3) coll_cast_f16_f32(const coll_cast_args a) { cast_pair<coll_fp16, float>(a); }

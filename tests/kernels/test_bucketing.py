@@ -542,7 +542,7 @@ def test_numpy_arrays(mode):
 
 # ---- The tests must see what is wrong with a kernel.
 MUTANTS = {
-    "one element too few": ("if (i < count) packs", "if (i < count - 1) packs"),
+    "one element too few": ("if (i < count) values", "if (i < count - 1) values"),
     "one element too many": ("if (i + j < count) dst[i + j]", "if (i + j <= count) dst[i + j]"),
     "padding left out": ("i < (s.count + s.padding) * width", "i < s.count * width"),
     "padding too long": ("i < (s.count + s.padding) * width", "i < (s.count + s.padding + 1) * width"),
