@@ -314,8 +314,9 @@ def _layout(count, format, block, op) -> WireLayout:
         raise InvalidArgument(f"block must be one of {', '.join(map(str, WIRE_BLOCKS))}, not {shown(block)}", op=op)
     try:
         return wire_layout(count, format, block)
-    except (InvalidArgument, TypeError) as error:  # TypeError: something that no dictionary can have as a key
-        raise InvalidArgument(getattr(error, "message", f"format {format!r}: {error}"), op=op) from None
+    except (TypeError, ValueError) as error:  # what no dictionary can have as a key; an integer that isn't printed
+        message = f"format {shown(format)} and block {shown(block)}: {error}"
+        raise InvalidArgument(getattr(error, "message", message), op=op) from None
 
 
 def _wrong_size(what, nbytes, count, layout: WireLayout, format, block):

@@ -117,14 +117,14 @@ def test_the_variable_and_the_share_of_the_cores():
     assert run_python(TELL, **clean | ranks).stdout == "1\n"
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "2147483648", "9" * 5000])
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "2147483648", "9" * 50])
 def test_a_variable_that_is_no_number_is_refused(monkeypatch, value):
     monkeypatch.setenv("COLLECTIVES_KERNEL_THREADS", value)
     with pytest.raises(InvalidArgument, match=f"COLLECTIVES_KERNEL_THREADS={value}: must be a whole number from 1"):
         kernels.get_num_threads()
 
 
-@pytest.mark.parametrize("value", [0, -2, 1.0, True, "2", 1 << 31, 10**5000])
+@pytest.mark.parametrize("value", [0, -2, 1.0, True, "2", 1 << 31, pytest.param(10**5000, id="of 5000 digits")])
 def test_a_number_of_threads_that_is_none_is_refused(value):
     with pytest.raises(InvalidArgument, match="number of threads must be a whole number from 1"):
         kernels.set_num_threads(value)

@@ -73,6 +73,7 @@ X, W = torch.ones(100), torch.zeros(WIRE, dtype=torch.uint8)
         ("block must be one of 128, 256, 512, not 100", X, W, {"block": 100}),
         ("block must be one of", X, W, {"block": None}),
         ("block must be one of 128, 256, 512, not 256.0", X, W, {"block": 256.0}),
+        ("format this int and block 256", X, W, {"format": 10**5000}),
         ("position must be a whole number .* not this int", X, W, {"position": 10**5000}),
         (r"scale 1e\+39 is infinite in fp32", X, W, {"scale": 1e39}),
         ("residual has 128 elements, source 100", X, W, {"residual": torch.zeros(128)}),
