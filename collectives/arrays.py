@@ -28,6 +28,7 @@ __all__ = [
     "parse_op",
     "parse_rank",
     "premul_scalar",
+    "shown",
 ]
 
 # Names by which torch, NumPy and ml_dtypes call the 12 types that NCCL can reduce.
@@ -76,6 +77,10 @@ class Place(NamedTuple):
     def tag(self) -> int:
         """A number for the dtype that is the same on all ranks: NCCL's code, or one above those."""
         return self.code if self.dtype in _CODES else _FIRST_TAG + crc32(self.dtype.encode())
+
+    def meets(self, ptr: int, nbytes: int) -> bool:
+        """Whether a piece of memory overlaps it."""
+        return ptr < self.ptr + self.nbytes and self.ptr < ptr + nbytes
 
     def part(self, index: int, parts: int) -> int:
         """Give the address of one of `parts` equal parts."""
@@ -270,6 +275,14 @@ def _kind(thing) -> str:
     module = type(thing).__module__
     name = type(thing).__qualname__
     return name if module == "builtins" else f"{module}.{name}"
+
+
+def shown(value) -> str:
+    """Give what a message says of a wrong argument: not too much, and something of every object."""
+    try:
+        return f"{value!r:.40}"
+    except Exception:  # an integer of thousands of digits, say, isn't printed
+        return f"this {_kind(value)}"
 
 
 def parse_op(op, *, rank: int, name: str) -> tuple[int, float | None]:

@@ -9,11 +9,11 @@ from numbers import Real
 import numpy
 import torch
 
-from ..arrays import Reader
+from ..arrays import Reader, shown
 from ..errors import InvalidArgument
 from . import abi
 from .execution import Statistics, run
-from .table import Table, check_storage, device_of
+from .table import FLOATS_END, Table, check_storage, device_of
 
 __all__ = ["Table", "pack", "unpack"]
 
@@ -79,7 +79,7 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
     if unpacks:
         table.check_destinations(op)
     scale_at = 0
-    if type(scale) is not float or scale - scale != 0:  # the latter: not finite
+    if type(scale) is not float or not -FLOATS_END < scale < FLOATS_END:
         scale, scale_at = _parse_scale(scale, table, place, unpacks, op)
     if not table.floating:
         _check_copy(table, flags, scale, scale_at, statistics is not None, op)
@@ -89,7 +89,12 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
     if statistics is not None:
         if not isinstance(statistics, Statistics):
             raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)
-        statistics.begin(args.work, table.device, op)
+        statistics.begin(
+            args.work,
+            table.device,
+            op,
+            table.meets if unpacks else lambda ptr, nbytes: ptr < place + table.nbytes and place < ptr + nbytes,
+        )
     if table.tiles:
         args.tensors = table.place_rows()
         copies = scale == 1.0 and not scale_at and statistics is None and not flags & abi.ADD
@@ -113,7 +118,9 @@ def _parse_scale(scale, table, flat, unpacks, op) -> tuple[float, int]:
         except OverflowError:
             number = math.inf
         if not math.isfinite(number):
-            raise InvalidArgument(f"the scale must be finite, not {scale!r:.40}", op=op)
+            raise InvalidArgument(f"the scale must be finite, not {shown(scale)}", op=op)
+        if not table.wide and abs(number) >= FLOATS_END:
+            raise InvalidArgument(f"the scale {number} is infinite in fp32, in which elements are multiplied", op=op)
         return number, 0
     if not isinstance(scale, (torch.Tensor, numpy.ndarray)) and not hasattr(scale, "__cuda_array_interface__"):
         raise InvalidArgument(

@@ -10,15 +10,18 @@ from ctypes import sizeof
 import torch
 
 from .._kernels import Library
+from ..arrays import shown
 from ..errors import EngineUnavailable, InvalidArgument
 from ..launch import who_am_i
 from . import abi, cuda
+from .table import check_storage
 
 __all__ = ["Statistics", "get_num_threads", "library", "library_path", "run", "set_num_threads", "use_isa"]
 
 _library: Library | None = None
 _lock = threading.Lock()
 _threads: int | None = None
+_MANY_THREADS = (1 << 31) - 1  # what the library can be told
 _MOST_THREADS = 8  # memory is fast enough for no more
 
 
@@ -56,14 +59,18 @@ def use_isa(name: str | None = None) -> str:
     ``name``: "baseline", "avx2", "avx512", or None for COLLECTIVES_ISA's, and without that the widest of this machine.
     All give the same bits. Raises ``InvalidArgument`` for one that isn't there.
     """
+    if name is not None and (not isinstance(name, str) or not name or not name.isascii() or "\0" in name):
+        raise InvalidArgument(f"the instruction set must be a name, as 'avx2', or None, not {shown(name)}")
     return library().use_isa(name)
 
 
 def set_num_threads(count: int | None) -> None:
     """Let host kernels of big buffers use up to ``count`` threads; None: COLLECTIVES_KERNEL_THREADS' or free cores."""
     global _threads
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise InvalidArgument(f"the number of threads must be a whole number from 1, not {count!r}")
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= _MANY_THREADS):
+        raise InvalidArgument(
+            f"the number of threads must be a whole number from 1 to {_MANY_THREADS}, not {shown(count)}"
+        )
     _threads = count
 
 
@@ -83,8 +90,8 @@ def _thread_limit() -> int:
     named = os.environ.get("COLLECTIVES_KERNEL_THREADS", "").strip()
     if not named:
         return -_free_threads()
-    if not (named.isascii() and named.isdigit() and int(named) > 0):
-        raise InvalidArgument(f"COLLECTIVES_KERNEL_THREADS={named}: must be a whole number from 1")
+    if not (named.isascii() and named.isdigit() and len(named) < 11 and 0 < int(named) <= _MANY_THREADS):
+        raise InvalidArgument(f"COLLECTIVES_KERNEL_THREADS={named}: must be a whole number from 1 to {_MANY_THREADS}")
     return int(named)
 
 
@@ -134,10 +141,16 @@ class Statistics:
         """The square root of the sum of squares, float64, one element; no wait for the GPU."""
         return self.sum_of_squares.sqrt()
 
-    def begin(self, work: abi.Work, device: torch.device, op: str) -> None:
-        """Give a kernel places for its tiles' shares."""
+    def begin(self, work: abi.Work, device: torch.device, op: str, meets=None) -> None:
+        """Give a kernel places for its tiles' shares. ``meets``: whether it writes to (address, bytes)."""
         if device != self.device:
             raise InvalidArgument(f"the statistics are on {self.device}, the arrays on {device}", op=op)
+        for name in ("sum_of_squares", "nonfinite"):
+            tensor = getattr(self, name)
+            ptr = tensor.data_ptr()
+            check_storage(tensor, ptr, f"the statistics' {name}", op)
+            if meets is not None and meets(ptr, 8):
+                raise InvalidArgument(f"the statistics' {name} lies inside of what is written: use other memory", op=op)
         if self._sums.numel() < work.tiles:
             self._sums = torch.empty(work.tiles, dtype=torch.float64, device=device)
             self._bad = torch.empty(work.tiles, dtype=torch.int32, device=device)

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader
+from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
-from ..layout import WIRE_FORMATS, WireLayout, tiles_of, wire_layout
+from ..layout import WIRE_BLOCKS, WIRE_FORMATS, WireLayout, tiles_of, wire_layout
 from . import abi
 from .execution import Statistics, run
-from .table import FLOATING, check_storage, device_of
+from .table import FLOATING, FLOATS_END, Held, check_storage, device_of
 
 __all__ = ["WireTable", "dequantize", "quantize", "reduce_wires", "requantize"]
 
@@ -35,8 +35,9 @@ class WireTable:
     """Wire buffers that are read together, kept for many calls: their addresses lie where the kernel reads them.
 
     ``wires``: uint8 arrays on one device, in the order in which they are summed. The table holds on to them. One whose
-    memory has moved since (``resize_``, ``.data = ...``) is an ``InvalidArgument`` when the table is used. On a GPU the
-    addresses are copied there, which waits for the current stream.
+    memory has moved since (``resize_``, ``.data = ...``), or whose size or strides were changed, is an
+    ``InvalidArgument`` when the table is used. On a GPU the addresses are copied there, which waits for the current
+    stream.
     """
 
     def __init__(self, wires: Iterable):
@@ -44,6 +45,9 @@ class WireTable:
 
     def __len__(self) -> int:
         return len(self._arrays)
+
+    def __reduce__(self):
+        return type(self), (self._arrays,)  # a copy's arrays lie elsewhere
 
     @classmethod
     def _of(cls, wires, op: str) -> WireTable:
@@ -55,7 +59,7 @@ class WireTable:
         return table
 
     def _read(self, wires, op):
-        if not isinstance(wires, Iterable) or isinstance(wires, torch.Tensor | numpy.ndarray):
+        if not isinstance(wires, Iterable) or isinstance(wires, torch.Tensor | numpy.ndarray | str | bytes | dict):
             raise InvalidArgument("wires must be a sequence of uint8 arrays, or a WireTable of them", op=op)
         self._arrays = list(wires)
         if not self._arrays:
@@ -73,17 +77,23 @@ class WireTable:
                     op=op,
                 )
         self.nbytes = sizes[0]
+        needs = [check_storage(array, 0, f"wire {index}", op) for index, array in enumerate(self._arrays)]
+        self._held = Held(
+            tuple(self._arrays), [place.ptr for place in self._places], [place.count for place in self._places], needs
+        )
         self._rows = None
         if len(sizes) > 1:
             addresses = numpy.array([place.ptr for place in self._places], dtype=numpy.uint64)
             self._rows = torch.from_numpy(addresses.view(numpy.int64)).to(self.device)
 
     def _check_addresses(self, op):
-        for index, (array, place) in enumerate(zip(self._arrays, self._places, strict=True)):
-            if isinstance(array, torch.Tensor) and (array.data_ptr(), array.numel()) != (place.ptr, place.count):
-                raise InvalidArgument(
-                    f"wire {index} has been freed or has moved since the table was made: make a new WireTable", op=op
-                )
+        index = self._held.moved()
+        if index is not None:
+            raise InvalidArgument(
+                f"wire {index} has been freed or has moved since the table was made, or its size or strides were "
+                "changed: make a new WireTable",
+                op=op,
+            )
 
     def _place_rows(self) -> int:
         """Give the address of the addresses, for a kernel on the current stream; 0: there is but one wire."""
@@ -211,7 +221,8 @@ def requantize(
 
     The middle of a compressed all-reduce: the bits are those of `reduce_wires` into fp32 and `quantize` of that, with
     nothing in between written to memory. ``wires``: a sequence of uint8 arrays, or a `WireTable`, each of ``count``
-    values; ``out``: one more such buffer, or one of them. All have one format and block. ``residual``, ``seed``,
+    values, as they were quantized: a size of wire fits several counts, and elements past the wires' own are padding;
+    ``out``: one more such buffer, or one of them. All have one format and block. ``residual``, ``seed``,
     ``position`` and the bounds: see `quantize`; there x = sum / average_over * scale + residual.
     """
     op = "requantize"
@@ -238,7 +249,7 @@ def _decode(wires, out, format, block, scale, average_over, add, statistics, op)
     tiles = tiles_of(values.count)
     args = abi.DequantizeArgs(abi.Work(tiles, 0, 0), from_, values.ptr, values.code, abi.ADD if add else 0)
     if statistics is not None:
-        statistics.begin(args.work, device, op)
+        statistics.begin(args.work, device, op, values.meets)
     if tiles:
         run(abi.DEQUANTIZE, args, device)
     if statistics is not None:
@@ -299,10 +310,13 @@ def _encoder(wire, residual, count, layout, format, block, seed, position, reade
 
 
 def _layout(count, format, block, op) -> WireLayout:
+    if not hasattr(type(block), "__index__"):  # 256.0 is in (128, 256, 512)
+        raise InvalidArgument(f"block must be one of {', '.join(map(str, WIRE_BLOCKS))}, not {shown(block)}", op=op)
     try:
         return wire_layout(count, format, block)
-    except (InvalidArgument, TypeError) as error:  # TypeError: something that no dictionary can have as a key
-        raise InvalidArgument(getattr(error, "message", f"format {format!r}: {error}"), op=op) from None
+    except (TypeError, ValueError) as error:  # what no dictionary can have as a key; an integer that isn't printed
+        message = f"format {shown(format)} and block {shown(block)}: {error}"
+        raise InvalidArgument(getattr(error, "message", message), op=op) from None
 
 
 def _wrong_size(what, nbytes, count, layout: WireLayout, format, block):
@@ -348,10 +362,12 @@ def _scale(scale, reader: Reader, op) -> _Scale:
         except OverflowError:
             value = math.inf
         if not math.isfinite(value):
-            raise InvalidArgument(f"scale must be finite, not {scale!r:.40}", op=op)
+            raise InvalidArgument(f"scale must be finite, not {shown(scale)}", op=op)
+        if abs(value) >= FLOATS_END:
+            raise InvalidArgument(f"scale {value} is infinite in fp32, in which values are multiplied", op=op)
         return _Scale(value, None)
     if scale is None or isinstance(scale, bool | str | bytes):
-        raise InvalidArgument(f"scale must be a number or a float32 array of one element, not {scale!r:.40}", op=op)
+        raise InvalidArgument(f"scale must be a number or a float32 array of one element, not {shown(scale)}", op=op)
     place = _read(reader, scale, op, "scale", writes=False)
     if place.dtype != "float32" or place.count != 1:
         raise InvalidArgument(
@@ -366,15 +382,19 @@ def _whole(value, what, least, most, op) -> int:
     except TypeError:
         number = None
     if number is None or isinstance(value, bool) or not least <= number <= most:
-        raise InvalidArgument(f"{what} must be a whole number from {least} to {most}, not {str(value)[:40]}", op=op)
+        raise InvalidArgument(f"{what} must be a whole number from {least} to {most}, not {shown(value)}", op=op)
     return number
 
 
 def _apart(written: dict[str, Place], read: dict[str, Place], op, in_place: str | None = None) -> None:
-    """Refuse overlaps of what is written with anything else, but for `in_place`, which may be just what is read."""
+    """Refuse overlaps of what is written with anything else, but for `in_place`, which may be just one of the wires."""
     seen: dict[str, Place] = {}
     for name, place in written.items():
-        apart = {other: its for other, its in read.items() if name != in_place or its.ptr != place.ptr}
+        apart = {
+            other: its
+            for other, its in read.items()
+            if name != in_place or its.ptr != place.ptr or its.nbytes != place.nbytes or other == "scale"
+        }
         others = apart | seen
         for other, its in others.items():
             if place.nbytes and its.nbytes and place.ptr < its.ptr + its.nbytes and its.ptr < place.ptr + place.nbytes:

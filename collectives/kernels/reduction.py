@@ -11,12 +11,12 @@ import numpy
 import torch
 
 from .._nccl import OPS
-from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader
+from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
 from .execution import Statistics, run
-from .table import check_storage, device_of
+from .table import FLOATS_END, Held, check_storage, device_of
 
 __all__ = ["Sources", "reduce_n"]
 
@@ -48,6 +48,8 @@ class Sources:
     """
 
     def __init__(self, sources: Iterable):
+        if isinstance(sources, (torch.Tensor, numpy.ndarray, str, bytes, dict)) or not isinstance(sources, Iterable):
+            raise _wrong(f"the sources must come as a list of arrays, not as {type(sources).__name__}")
         self.arrays = tuple(sources)
         if not self.arrays:
             raise _wrong("there is no source: give at least one array")
@@ -67,11 +69,11 @@ class Sources:
         addresses = numpy.array([place.ptr for place in places], dtype=numpy.uint64)
         self._table = torch.from_numpy(addresses.view(numpy.int64)).to(self.device)
         self._by_address = sorted((place.ptr, i) for i, place in enumerate(places))
-        self._tensors = [
-            (i, array, place.ptr)
-            for i, (array, place) in enumerate(zip(self.arrays, places, strict=True))
-            if isinstance(array, torch.Tensor)
-        ]
+        needs = [check_storage(array, 0, f"source {i}", _OP) for i, array in enumerate(self.arrays)]
+        self._held = Held(self.arrays, [place.ptr for place in places], [place.count for place in places], needs)
+
+    def __reduce__(self):
+        return type(self), (self.arrays,)  # a copy's arrays lie elsewhere
 
     def place_addresses(self) -> int:
         """Give the address of the table, for a kernel on the current stream: it lives until that is done."""
@@ -85,10 +87,13 @@ class Sources:
         return DTYPE_NAMES[self.code]
 
     def verify(self) -> None:
-        """Raise ``InvalidArgument`` where a tensor's memory was given back or exchanged since."""
-        for i, tensor, ptr in self._tensors:
-            if tensor.data_ptr() != ptr:
-                raise _wrong(f"source {i} was freed or got other memory since this table was made: make a new Sources")
+        """Raise ``InvalidArgument`` where an array's memory was given back or exchanged since."""
+        i = self._held.moved()
+        if i is not None:
+            raise _wrong(
+                f"source {i} was freed or got other memory since this table was made, or its size or strides were "
+                "changed: make a new Sources"
+            )
 
     def overlapped_by(self, out: Place) -> int | None:
         """Give the index of a source that ``out`` overlaps without being just that source; None: there is none."""
@@ -136,14 +141,14 @@ def reduce_n(
     else:
         table = Sources(sources)
     if not isinstance(op, str) or op not in OPS:
-        raise _wrong(f"op must be one of {', '.join(repr(known) for known in OPS)}, not {op!r:.40}")
+        raise _wrong(f"op must be one of {', '.join(repr(known) for known in OPS)}, not {shown(op)}")
     reader = Reader(table.device, owner="source 0")
     place = _placed(reader, out, "out", writes=True)
     _check_out(table, place)
     floating = table.code in _FLOATING
     scale_at = 0
-    if type(scale) is not float or scale - scale != 0 or not floating:  # the second: not finite
-        scale, scale_at = _parse_scale(scale, reader, place, floating)
+    if type(scale) is not float or not -FLOATS_END < scale < FLOATS_END or not floating:
+        scale, scale_at = _parse_scale(scale, reader, place, floating, _F64 in (table.code, place.code))
     args = abi.ReduceArgs(
         abi.Work(-(-table.count // TILE), 0, 0), table.place_addresses(), len(table.arrays), place.ptr, table.count,
         scale_at, scale, OPS[op], table.code, place.code, 0,
@@ -153,7 +158,7 @@ def reduce_n(
             raise _wrong(f"statistics must be a Statistics, not {type(statistics).__name__}")
         if not floating:
             raise _wrong(f"statistics are for floating types, and the sources are {table.dtype}: leave them out")
-        statistics.begin(args.work, table.device, _OP)
+        statistics.begin(args.work, table.device, _OP, place.meets)
     if args.work.tiles:
         wide = place.code == _F64 and table.code != _F64
         run(abi.REDUCE_WIDE if wide else _KERNELS[table.dtype], args, table.device)
@@ -187,7 +192,7 @@ def _check_out(table: Sources, out: Place) -> None:
         raise _wrong(f"out overlaps source {wrong}: it may be one of the sources as a whole; else use other memory")
 
 
-def _parse_scale(scale, reader: Reader, out: Place, floating: bool) -> tuple[float, int]:
+def _parse_scale(scale, reader: Reader, out: Place, floating: bool, wide: bool) -> tuple[float, int]:
     """Give a scale as a number, and the address of one more factor or 0."""
     if isinstance(scale, Real) and not isinstance(scale, bool):
         try:
@@ -197,7 +202,9 @@ def _parse_scale(scale, reader: Reader, out: Place, floating: bool) -> tuple[flo
         if not floating and number != 1:
             raise _wrong("a scale is for floating types, and the sources are integers: leave it out")
         if not math.isfinite(number):
-            raise _wrong(f"the scale must be finite, not {scale!r:.40}")
+            raise _wrong(f"the scale must be finite, not {shown(scale)}")
+        if not wide and abs(number) >= FLOATS_END:
+            raise _wrong(f"the scale {number} is infinite in fp32, in which elements are multiplied")
         return number, 0
     if not isinstance(scale, (torch.Tensor, numpy.ndarray)) and not hasattr(scale, "__cuda_array_interface__"):
         raise _wrong(f"the scale must be a number or an fp32 tensor of one element, not {type(scale).__name__}")
@@ -208,6 +215,6 @@ def _parse_scale(scale, reader: Reader, out: Place, floating: bool) -> tuple[flo
         raise _wrong(
             f"the scale has {place.count} elements of {place.dtype}: as a tensor it must be one element of float32"
         )
-    if place.ptr < out.ptr + out.nbytes and out.ptr < place.ptr + 4:
+    if out.meets(place.ptr, 4):
         raise _wrong("the scale lies inside of out: use a copy of it")
     return 1.0, place.ptr

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from operator import add, lt, mul
 
 import numpy
 import torch
 
-from ..arrays import DTYPE_NAMES, TORCH_CODES, Reader
+from ..arrays import DTYPE_NAMES, TORCH_CODES, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import ALIGNMENT, TILE, bucket_layout, check_offsets
 from . import abi
 
-__all__ = ["FLOATING", "Table", "check_storage", "device_of"]
+__all__ = ["FLOATING", "FLOATS_END", "Held", "Table", "check_storage", "device_of"]
 
 CODES = {name: code for code, name in DTYPE_NAMES.items()}
 FLOATING = frozenset(code for name, code in CODES.items() if "float" in name)  # what the kernels cast
+FLOATS_END = float((1 << 128) - (1 << 103))  # the numbers from here on are rounded to infinity in fp32
 _BYTE, _DOUBLE = CODES["uint8"], CODES["float64"]
 _WIDTHS = numpy.zeros(abi.OPAQUE + ALIGNMENT + 1, dtype=numpy.int64)  # bytes of an element, by its type
 _WIDTHS[list(TORCH_CODES.values())] = [dtype.itemsize for dtype in TORCH_CODES]
 _WIDTHS[abi.OPAQUE :] = range(ALIGNMENT + 1)
 _HOST = torch.device("cpu")
-# Nothing that the system places freely lies below this address. A view into a storage that was freed seems to.
-_LOW = 1 << 40
 
 # Attributes as functions, so that map goes through hundreds of tensors without a Python frame.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _TensorBase = torch._C.TensorBase
 _data_ptr, _numel, _get_device = _TensorBase.data_ptr, _TensorBase.numel, _TensorBase.get_device
+_storage, _storage_offset, _element_size = (
+    _TensorBase.untyped_storage, _TensorBase.storage_offset, _TensorBase.element_size,
+)  # fmt: skip
 _is_contiguous, _is_neg, _is_conj = _TensorBase.is_contiguous, _TensorBase.is_neg, _TensorBase.is_conj
 _is_cpu, _is_cuda, _layout, _is_nested, _dtype, _is_quantized = (
     getattr(_TensorBase, name).__get__
@@ -47,6 +50,45 @@ _PAIRS = {
         ("float16", "float32"): abi.CAST_F16_F32,
     }.items()
 }
+
+
+class Held:
+    """Arrays whose addresses a table keeps, and a look whether they still lie there.
+
+    ``needs``: for each array the bytes that its storage must have, as `check_storage` gives them.
+    """
+
+    __slots__ = ("_counts", "_needs", "_pointers", "all_torch", "arrays")
+
+    def __init__(self, arrays: tuple, pointers: list[int], counts: list[int], needs: list[int]):
+        self.arrays = arrays
+        self._pointers = pointers
+        self._counts = counts
+        self._needs = needs
+        self.all_torch = all(isinstance(array, torch.Tensor) for array in arrays)
+
+    def moved(self) -> int | None:
+        """Give the index of an array that has been freed, moved, resized or restrided; None: all are as they were."""
+        arrays = self.arrays
+        if self.all_torch:
+            try:
+                if (
+                    list(map(_data_ptr, arrays)) == self._pointers
+                    and list(map(_numel, arrays)) == self._counts
+                    and all(map(_is_contiguous, arrays))
+                    and not any(map(lt, map(len, map(_storage, arrays)), self._needs))
+                ):
+                    return None
+            except RuntimeError:  # under vmap or grad
+                pass
+        for index, array in enumerate(arrays):
+            try:
+                if _place(array) != (self._pointers[index], self._counts[index], True):
+                    return index
+                check_storage(array, self._pointers[index], "", "")
+            except (RuntimeError, InvalidArgument):
+                return index
+        return None
 
 
 class Table:
@@ -82,6 +124,10 @@ class Table:
     def __repr__(self) -> str:
         return f"<Table of {len(self)} tensors, {self.total} elements of {self._name} on {self.device}>"
 
+    def __reduce__(self):
+        # A copy's tensors lie elsewhere, so its addresses are other ones.
+        return _make_again, (type(self), self.tensors, self.dtype, None if self._pads else self.offsets)
+
     # ---- Making one.
     def _make(self, tensors, dtype, offsets, op, device) -> None:
         if isinstance(tensors, (torch.Tensor, numpy.ndarray, str, bytes, dict)) or not isinstance(tensors, Iterable):
@@ -97,22 +143,23 @@ class Table:
         self.device = device
         self._reader = Reader(device, owner="the tensors")
         plain = self._read_plain(device)
-        pointers, counts, types = plain or self._read_each(Reader(device, owner=owner), op)
+        pointers, counts, types, needs = plain or self._read_each(Reader(device, owner=owner), op)
         if offsets is None:
             self.offsets, self.total = bucket_layout(counts, self.itemsize)
         else:
-            self.offsets, self.total = check_offsets(offsets, counts, op=op)
+            self.offsets, self.total = _read_offsets(offsets, counts, op)
         self.nbytes = self.total * self.itemsize
-        self._fill(pointers, counts, types, offsets is None, op)
-        self._all_torch = plain is not None or all(isinstance(tensor, torch.Tensor) for tensor in self.tensors)
+        self._pads = offsets is None
+        self._fill(pointers, counts, types, op)
         self._pointers = pointers
         # The counts, unless those are of bytes.
-        self._numels = counts if self.type != _BYTE else [_place(each)[1] for each in self.tensors]
+        numels = counts if self.type != _BYTE else [_place(each)[1] for each in self.tensors]
+        self._held = Held(self.tensors, pointers, numels, needs)
         self._are_destinations = False
         self._apart_from = None
 
     def _read_plain(self, device):
-        """Addresses, counts and types of torch tensors that are all as they should be; None where a look is needed."""
+        """Addresses, counts, types and needs of torch tensors that are as they should be; None: a look is needed."""
         tensors = self.tensors
         if not _PLAIN.issuperset(map(type, tensors)):
             return None
@@ -130,31 +177,31 @@ class Table:
             ):
                 return None
             pointers, counts = list(map(_data_ptr, tensors)), list(map(_numel, tensors))
+            ends = map(add, map(_storage_offset, tensors), counts)
+            needs = list(map(mul, ends, map(_element_size, tensors)))
+            if any(map(lt, map(len, map(_storage, tensors)), needs)):
+                return None
         except RuntimeError:  # under vmap or grad
-            return None
-        if min(pointers, default=_LOW) < _LOW and any(
-            pointer < _LOW and count for pointer, count in zip(pointers, counts, strict=True)
-        ):
             return None
         dtypes = list(map(_dtype, tensors))
         if self.floating:
             types = list(map(TORCH_CODES.get, dtypes))
-            return (pointers, counts, types) if FLOATING.issuperset(types) else None
+            return (pointers, counts, types, needs) if FLOATING.issuperset(types) else None
         if any(map(_is_conj, tensors)) or any(map(_is_quantized, tensors)):
             return None
         if self.type == _BYTE:
             counts = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
         elif not {self.dtype}.issuperset(dtypes):
             return None
-        return pointers, counts, [self.type] * len(tensors)
+        return pointers, counts, [self.type] * len(tensors), needs
 
     def _read_each(self, reader, op):
         """The same of any tensors and arrays, one by one, with a reason for each that won't do."""
-        pointers, counts, types = [], [], []
+        pointers, counts, types, needs = [], [], [], []
         for index, tensor in enumerate(self.tensors):
             what = f"tensor {index}"
             place = reader.place(tensor, op, writes=False, what=what)
-            check_storage(tensor, place.ptr, what, op)
+            needs.append(check_storage(tensor, place.ptr, what, op))
             code = CODES.get(place.dtype)
             if self.floating and code in FLOATING:
                 types.append(code)
@@ -164,7 +211,7 @@ class Table:
                 raise InvalidArgument(f"{what} is {place.dtype}, the flat buffer {self._unlike(place.dtype)}", op=op)
             pointers.append(place.ptr)
             counts.append(place.nbytes if self.type == _BYTE else place.count)
-        return pointers, counts, types
+        return pointers, counts, types, needs
 
     def _unlike(self, name: str) -> str:
         if self.floating or CODES.get(name) in FLOATING:
@@ -172,7 +219,7 @@ class Table:
             return f"{self._name}: only {floating} are cast to one another; put {name} into a flat buffer of its own"
         return f"{self._name}: such types are only copied; use a flat buffer of {name}, or of uint8, which takes all"
 
-    def _fill(self, pointers, counts, types, pads: bool, op) -> None:
+    def _fill(self, pointers, counts, types, op) -> None:
         """Make the rows that the kernels read."""
         rows = numpy.empty(len(counts), dtype=abi.TENSOR)
         rows["data"] = pointers
@@ -182,7 +229,7 @@ class Table:
         ends = numpy.cumsum(tiles)
         rows["first_tile"] = ends - tiles
         rows["type"] = kinds = numpy.array(types, dtype=numpy.int32)
-        rows["padding"] = -count % (ALIGNMENT // self.itemsize) if pads else 0
+        rows["padding"] = -count % (ALIGNMENT // self.itemsize) if self._pads else 0
         self.tiles = int(ends[-1]) if len(counts) else 0
         self.wide = self.type == _DOUBLE or _DOUBLE in types
         self.common_type = types[0] if types and (kinds == types[0]).all() else None
@@ -206,28 +253,13 @@ class Table:
     # ---- What is checked at each use.
     def verify(self, op: str = "Table") -> None:
         """Raise ``InvalidArgument`` where a tensor no longer lies where it did when the table was made."""
-        tensors = self.tensors
-        if self._all_torch:
-            try:
-                if (
-                    list(map(_data_ptr, tensors)) == self._pointers
-                    and list(map(_numel, tensors)) == self._numels
-                    and all(map(_is_contiguous, tensors))
-                ):
-                    return
-            except RuntimeError:  # under vmap or grad
-                pass
-        for index, tensor in enumerate(tensors):
-            try:
-                same = _place(tensor) == (self._pointers[index], self._numels[index], True)
-            except RuntimeError:
-                same = False
-            if not same:
-                raise InvalidArgument(
-                    f"tensor {index} doesn't lie where it did when the table was made: its memory was freed, resized "
-                    "or exchanged, or its strides were changed; make the table again",
-                    op=op,
-                )
+        index = self._held.moved()
+        if index is not None:
+            raise InvalidArgument(
+                f"tensor {index} doesn't lie where it did when the table was made: its memory was freed, resized "
+                "or exchanged, or its strides were changed; make the table again",
+                op=op,
+            )
 
     def place_flat(self, flat, op: str, *, writes: bool) -> int:
         """Give the address of a flat buffer that fits."""
@@ -245,8 +277,7 @@ class Table:
                 "included)",
                 op=op,
             )
-        if ptr < _LOW:
-            check_storage(flat, ptr, "the flat buffer", op)
+        check_storage(flat, ptr, "the flat buffer", op)
         if self.floating and ptr % self.itemsize:
             raise InvalidArgument(
                 f"the flat buffer begins at address {ptr:#x}, which is no multiple of its elements' "
@@ -272,7 +303,7 @@ class Table:
 
     def check_destinations(self, op: str) -> None:
         """Refuse tensors that can't all be written."""
-        if not self._all_torch:
+        if not self._held.all_torch:
             for index, tensor in enumerate(self.tensors):
                 if isinstance(tensor, numpy.ndarray) and not tensor.flags.writeable:
                     raise InvalidArgument(f"tensor {index} is a read-only NumPy array and can't take a result", op=op)
@@ -319,17 +350,24 @@ def device_of(array) -> torch.device:
     return _HOST
 
 
-def check_storage(array, ptr: int, what: str, op: str) -> None:
-    """Refuse a tensor whose storage ends before it does: one that was freed by ``resize_(0)`` has no null address."""
-    if ptr >= _LOW or not isinstance(array, torch.Tensor) or not array.numel():
-        return
-    need = (array.storage_offset() + array.numel()) * array.element_size()
-    if array.untyped_storage().nbytes() < need:
-        raise InvalidArgument(
-            f"{what} has no memory: its storage holds {array.untyped_storage().nbytes()} bytes of the {need} that it "
-            "needs, as it was freed or resized",
-            op=op,
-        )
+def check_storage(array, ptr: int, what: str, op: str) -> int:
+    """Refuse a tensor whose storage ends before it does; give the bytes that the storage must have, 0 for other arrays.
+
+    Whoever resizes a storage changes no tensor: all of them seem to be as long as they were.
+    """
+    if not isinstance(array, torch.Tensor):
+        return 0
+    count = array.numel()
+    need = (array.storage_offset() + count) * array.element_size()
+    there = len(array.untyped_storage())
+    if there >= need or not count:
+        return need
+    if there:
+        raise InvalidArgument(f"{what}'s storage has {there} bytes, it needs {need}: it was resized", op=op)
+    raise InvalidArgument(
+        f"{what} has no memory: its storage holds 0 bytes of the {need} that it needs, as it was freed or resized",
+        op=op,
+    )
 
 
 def _place(array) -> tuple[int, int, bool]:
@@ -340,15 +378,34 @@ def _place(array) -> tuple[int, int, bool]:
     return ptr, array.size, array.flags.c_contiguous
 
 
+def _make_again(cls, tensors, dtype, offsets):
+    return cls(tensors, dtype, offsets=offsets)
+
+
+def _read_offsets(offsets, counts, op):
+    try:
+        return check_offsets(offsets, counts, op=op)
+    except InvalidArgument:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:  # no sequence; an integer of thousands of digits
+        raise InvalidArgument(f"the offsets must be whole numbers, not {shown(offsets)}", op=op) from error
+
+
 def _name_and_width(dtype, op) -> tuple[str, int]:
     """Give a dtype's name as `Reader.place` spells it, and the bytes of an element."""
     if isinstance(dtype, torch.dtype):
         name, width = str(dtype).removeprefix("torch."), dtype.itemsize
+    elif isinstance(dtype, str) and dtype in CODES:
+        name, width = dtype, int(_WIDTHS[CODES[dtype]])
     else:
         try:
+            if dtype is None:  # NumPy's float64
+                raise TypeError
             found = numpy.dtype(dtype)
-        except TypeError as error:
-            raise InvalidArgument(f"the flat buffer's dtype must be a torch.dtype, not {dtype!r}", op=op) from error
+        except Exception as error:
+            raise InvalidArgument(
+                f"the flat buffer's dtype must be a torch.dtype, not {shown(dtype)}", op=op
+            ) from error
         name, width = found.name if found.isnative else found.str, found.itemsize
     if name.startswith(("qint", "quint", "bits")) or width < 1 or ALIGNMENT % width:
         raise InvalidArgument(f"there are no flat buffers of {name}, {width} bytes an element", op=op)

@@ -234,11 +234,17 @@ def test_random_rounding_has_the_right_mean(format):
 
 
 def test_seeds_differ():
-    x = made(4096, specials=False)
-    wires = [torch.empty(wire_layout(4096, "int8").nbytes, dtype=torch.uint8) for _ in range(3)]
-    for wire, seed in zip(wires, (1, 2, 1 << 32), strict=True):
-        kernels.quantize(x, wire, format="int8", seed=seed)
-    assert not torch.equal(wires[0], wires[1]) and not torch.equal(wires[0], wires[2])
+    """Each bit of a seed counts, and what one seed draws says nothing of what another one does."""
+    count = 1 << 16
+    x = torch.full((count,), 0.5)
+    x[::256] = 127.0  # the scales become 1, and a half goes up or down
+    seeds = [0, *(1 << bit for bit in range(64)), (1 << 64) - 1]
+    ups = torch.stack([carried_of(x, "int8", 256, seed) == 1 for seed in seeds])
+    ups = ups[:, torch.arange(count) % 256 != 0].double()
+    n = ups.shape[1]
+    together = (ups - 0.5) @ (ups - 0.5).T * 4 / n  # 1 on the diagonal, else 0 give or take 1 / sqrt(n)
+    assert (together.fill_diagonal_(0).abs() < 5.5 / math.sqrt(n)).all()
+    assert ((ups.mean(1) - 0.5).abs() < 5 * 0.5 / math.sqrt(n)).all()
 
 
 @pytest.mark.parametrize("way", [*HOSTS[::2], TEXTS[0]], ids=lambda way: way[0])

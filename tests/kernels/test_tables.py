@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import random
 import re
 import weakref
@@ -143,6 +145,60 @@ def test_freed_before_the_table_was_made():
         kernels.pack([ONE], torch.zeros(4), scale=part)
 
 
+def shrunk(count=1000, nbytes=100, dtype=torch.float32):
+    tensor = torch.ones(count, dtype=dtype)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+def test_storages_that_are_too_small():
+    message = "'s storage has 100 bytes, it needs 4000: it was resized"
+    with refused(f"tensor 1{message}"):
+        kernels.pack([ONE, shrunk()], torch.zeros(2000))
+    with refused(f"tensor 0{message}", "unpack"):
+        kernels.unpack(torch.zeros(2000), [shrunk()])
+    with refused(f"tensor 1{message}", "Table"):
+        kernels.Table([np.ones(3), shrunk()], torch.float32)
+    with refused(f"the flat buffer{message}"):
+        kernels.pack([torch.ones(1000)], shrunk())
+    with refused("the scale's storage has 2 bytes, it needs 4"):
+        kernels.pack([ONE], torch.zeros(4), scale=shrunk(1, 2))
+    raw = shrunk(500, 100, torch.int64)
+    with refused(f"tensor 0{message}", "Table"):
+        kernels.Table([raw], torch.uint8)
+    statistics = kernels.Statistics()
+    statistics.nonfinite.untyped_storage().resize_(4)
+    with refused("the statistics' nonfinite's storage has 4 bytes, it needs 8"):
+        kernels.pack([ONE], torch.zeros(4), statistics=statistics)
+    whole = torch.ones(10)
+    kernels.pack([whole[5:5], ONE], torch.zeros(4))  # nothing of it is read
+    whole.untyped_storage().resize_(0)
+    kernels.pack([whole[5:5], ONE], torch.zeros(4))
+
+
+def test_a_storage_that_was_shrunk_later():
+    tensor = torch.ones(1000)
+    table = kernels.Table([ONE, tensor], torch.float32)
+    tensor.untyped_storage().resize_(100)
+    with refused("tensor 1 doesn't lie where it did"):
+        kernels.pack(table, torch.zeros(2000))
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda table: pickle.loads(pickle.dumps(table))])
+@pytest.mark.parametrize("offsets", [None, [4, 0]])
+def test_copies_of_tables(again, offsets):
+    table = kernels.Table([torch.ones(3), np.full(2, 2.0)], torch.float32, offsets=offsets)
+    other = again(table)
+    flats = torch.full((2, table.total), 9.0)
+    for made, flat in zip((table, other), flats, strict=True):
+        kernels.pack(made, flat)
+    assert torch.equal(*flats)
+    other.tensors[0].zero_()
+    del table
+    kernels.pack(other, flats[1])
+    assert flats[1].sum() == flats[0].sum() - 3
+
+
 # ---- Tensors that won't do.
 BAD_TENSORS = {
     "list": (lambda: [1.0, 2.0], "tensor 1 must be a torch tensor, a NumPy array or a CuPy array, not list"),
@@ -222,10 +278,19 @@ def test_not_a_list(thing):
         kernels.pack(thing, torch.zeros(9))
 
 
-@pytest.mark.parametrize("dtype", ["nothing", 3.5, torch.qint8, torch.bits8, np.dtype("V12"), object()])
+@pytest.mark.parametrize(
+    "dtype", ["nothing", 3.5, torch.qint8, torch.bits8, np.dtype("V12"), object(), None, {"a": 1}, ONE]
+)
 def test_bad_dtypes(dtype):
     with pytest.raises(InvalidArgument, match="^Table: (the flat buffer's dtype must be|there are no flat buffers of)"):
         kernels.Table([], dtype)
+
+
+def test_dtypes_by_name():
+    flat = torch.zeros(8, dtype=torch.bfloat16)
+    kernels.pack(kernels.Table([ONE], "bfloat16"), flat)
+    kernels.pack(kernels.Table([ONE], "float32"), torch.zeros(4))
+    assert flat.sum() == 1
 
 
 # ---- The flat buffer.
@@ -334,6 +399,9 @@ def test_bad_offsets():
         ([0, 4.0], "the offset of tensor 1 must be an int, not 4.0"),
         ([0, 61], "the flat buffer has 64 elements, the tensors need 65"),
         ([0, 1 << 61], "the flat buffer has 64 elements"),
+        (5, "the offsets must be whole numbers, not 5"),
+        ([0, 10**5000], "the offsets must be whole numbers"),
+        ([0, 10**400], "the offset of tensor 1 is 1000"),
     ):
         with refused(message):
             kernels.pack(two, flat, offsets=offsets)
@@ -349,6 +417,9 @@ def test_bad_offsets():
         (float("inf"), "the scale must be finite, not inf"),
         (-float("inf"), "the scale must be finite, not -inf"),
         (10**400, "the scale must be finite, not 1000"),
+        pytest.param(-(10**5000), "the scale must be finite, not this int", id="of 5000 digits"),
+        (1e39, "the scale 1e+39 is infinite in fp32"),
+        (-3.4028235677973366e38, "the scale -3.4028235677973366e+38 is infinite in fp32"),
         (np.float32("nan"), "the scale must be finite"),
         (True, "the scale must be a number or an fp32 tensor of one element, not bool"),
         (1j, "the scale must be a number or an fp32 tensor of one element, not complex"),
@@ -369,6 +440,14 @@ def test_bad_scales(scale, message):
     with refused(message):
         kernels.pack([ONE], flat, scale=scale)
     assert (flat == 7).all()
+
+
+def test_the_largest_scales():
+    flat, wide = torch.zeros(4), torch.zeros(2, dtype=torch.float64)
+    kernels.pack([ONE], flat, scale=3.4028235677973362e38)
+    assert flat[0] == torch.finfo(torch.float32).max
+    kernels.pack([ONE], wide, scale=1e300)
+    assert wide[0] == 1e300
 
 
 def test_a_scale_inside_of_what_is_written():
@@ -396,15 +475,15 @@ def test_bad_statistics():
 def test_a_storm_of_calls():
     draw = random.Random(1)
     memory = torch.arange(4096.0)
-    pieces = [
+    pieces = [  # the last ones won't do
         lambda: memory[draw.randrange(4000) :][: draw.randrange(60)],
         lambda: torch.ones(draw.randrange(50), dtype=draw.choice([torch.float16, torch.bfloat16, torch.float64])),
         lambda: np.ones(draw.randrange(50), dtype=draw.choice([np.float32, np.float16, np.int32])),
         lambda: torch.ones(5, 5)[:, : draw.randrange(6)],
-        lambda: draw.choice([None, 3, ONE, torch.ones(3, device="meta")]),
+        lambda: draw.choice([None, 3, shrunk(), torch.ones(3, device="meta")]),
     ]
     weights = [8, 8, 4, 1, 0.3]
-    done = refusals = 0
+    refusals, done = 0, {"pack": 0, "unpack": 0}
     for _ in range(1500):
         tensors = [draw.choices(pieces, weights)[0]() for _ in range(draw.randrange(4))]
         dtype = draw.choice([torch.float32, torch.bfloat16, torch.float64, torch.uint8])
@@ -413,15 +492,40 @@ def test_a_storm_of_calls():
         offsets = draw.choice([None, None, [0] * len(tensors), [draw.randrange(100) for _ in tensors]])
         scale = draw.choice([1.0, 1.0, 0.5, ONE, "a"])
         found = draw.choice([None, kernels.Statistics()])
+        unpacks, add = draw.random() < 0.5, draw.random() < 0.5
         try:
-            if draw.random() < 0.5:
-                kernels.pack(tensors, flat, offsets=offsets, scale=scale, statistics=found)
+            table = kernels.Table(tensors, flat.dtype, offsets=offsets)
+            views = [torch.as_tensor(each).view(-1) for each in tensors]
+            olds, flat_before = [each.clone() for each in views], flat.clone()
+            if unpacks:
+                kernels.unpack(flat, tensors, offsets=offsets, scale=scale, statistics=found, add=add)
             else:
-                kernels.unpack(flat, tensors, offsets=offsets, scale=scale, statistics=found, add=draw.random() < 0.5)
-            done += 1
+                kernels.pack(tensors, flat, offsets=offsets, scale=scale, statistics=found)
         except InvalidArgument:
             refusals += 1
-    assert done > 100 and refusals > 100
+            continue
+        done["unpack" if unpacks else "pack"] += any(len(each) for each in views)
+        for view, old, offset in zip(views, olds, table.offsets, strict=True):
+            raw = flat.dtype is torch.uint8
+            count = view.numel() * (view.element_size() if raw else 1)
+            piece = slice(offset, offset + count)
+            if unpacks:
+                want = flat_before[piece]
+                want = want if raw else (want.double() * float(scale) + add * old.double()).to(view.dtype)
+                assert torch.equal(view.view(torch.uint8) if raw else view, want)
+            else:
+                want = old.view(torch.uint8) if raw else (old.double() * float(scale)).to(flat.dtype)
+                assert torch.equal(flat[piece], want)
+    assert min(done.values()) > 50 and refusals > 100
+
+
+def test_statistics_inside_of_what_is_written():
+    found = kernels.Statistics()
+    for own in (found.sum_of_squares, found.nonfinite.view(torch.float64)):
+        with refused("the statistics' "):
+            kernels.pack([torch.ones(1)], own, offsets=[0], statistics=found)
+        with refused("the statistics' ", "unpack"):
+            kernels.unpack(torch.ones(2, dtype=torch.float64), [own], statistics=found)
 
 
 # ---- On a GPU.

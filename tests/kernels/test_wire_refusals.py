@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -70,6 +72,10 @@ X, W = torch.ones(100), torch.zeros(WIRE, dtype=torch.uint8)
         ("format", X, W, {"format": ["int8"]}),
         ("block must be one of 128, 256, 512, not 100", X, W, {"block": 100}),
         ("block must be one of", X, W, {"block": None}),
+        ("block must be one of 128, 256, 512, not 256.0", X, W, {"block": 256.0}),
+        ("format this int and block 256", X, W, {"format": 10**5000}),
+        ("position must be a whole number .* not this int", X, W, {"position": 10**5000}),
+        (r"scale 1e\+39 is infinite in fp32", X, W, {"scale": 1e39}),
         ("residual has 128 elements, source 100", X, W, {"residual": torch.zeros(128)}),
         ("residual is float64: it must be float32 or bfloat16", X, W, {"residual": torch.zeros(100).double()}),
         ("residual is float16", X, W, {"residual": torch.zeros(100).half()}),
@@ -156,6 +162,57 @@ def test_a_table_whose_wires_have_gone():
     table = kernels.WireTable(wires)
     wires[1].untyped_storage().resize_(0)
     refuse("wire 1 has been freed or has moved", kernels.requantize, table, W.clone(), count=100, format="int8")
+
+
+def test_tables_of_numpy_arrays_and_changed_strides():
+    wires = [np.zeros(WIRE, np.uint8), torch.zeros(2, WIRE // 2, dtype=torch.uint8)]
+    table, out = kernels.WireTable(wires), torch.zeros(100)
+    wires[0].resize(4, refcheck=False)
+    refuse("wire 0 has been freed or has moved", kernels.reduce_wires, table, out, format="int8")
+    table = kernels.WireTable(wires[1:])
+    wires[1].t_()
+    refuse("wire 0 has been freed .* strides were changed", kernels.reduce_wires, table, out, format="int8")
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda table: pickle.loads(pickle.dumps(table))])
+def test_copies_of_tables(again):
+    wires = [np.zeros(WIRE, np.uint8) for _ in range(2)]
+    for wire in wires:
+        kernels.quantize(X, wire, format="int8")
+    table, out = again(kernels.WireTable(wires)), torch.zeros(100)
+    del wires
+    kernels.reduce_wires(table, out, format="int8")
+    assert (out == 2).all()
+
+
+def test_storages_that_are_too_small():
+    wire, values = W.clone(), X.clone()
+    wire.untyped_storage().resize_(4)
+    values.untyped_storage().resize_(8)
+    with pytest.raises(InvalidArgument, match="wire's storage has 4 bytes, it needs 128"):
+        kernels.quantize(X, wire, format="int8")
+    with pytest.raises(InvalidArgument, match="source's storage has 8 bytes, it needs 400"):
+        kernels.quantize(values, W.clone(), format="int8")
+    with pytest.raises(InvalidArgument, match="residual's storage has 8 bytes, it needs 400"):
+        kernels.quantize(X, W.clone(), format="int8", residual=values)
+    with pytest.raises(InvalidArgument, match="out's storage has 8 bytes"):
+        kernels.dequantize(W, values, format="int8")
+    with pytest.raises(InvalidArgument, match="wire 1's storage has 4 bytes"):
+        kernels.WireTable([W, wire])
+
+
+def test_a_scale_in_a_wire_that_is_written():
+    own = W.clone()
+    for first in (0, 4, 64):
+        scale = own[first : first + 4].view(torch.float32)
+        refuse("out overlaps scale", kernels.requantize, [own, W], own, count=100, format="int8", scale=scale)
+
+
+def test_out_is_no_part_of_the_statistics():
+    found = kernels.Statistics()
+    wire = torch.zeros(wire_layout(1, "int8").nbytes, dtype=torch.uint8)
+    for own in (found.sum_of_squares, found.nonfinite.view(torch.float64)):
+        refuse("lies inside of what is written", kernels.dequantize, wire, own, format="int8", statistics=found)
 
 
 def test_numpy_arrays():
