@@ -12,7 +12,7 @@ import torch
 from ..arrays import Reader, shown
 from ..errors import InvalidArgument
 from . import abi
-from .execution import Statistics, run
+from .execution import Statistics, run, written
 from .table import FLOATS_END, Table, check_storage, device_of
 
 __all__ = ["Table", "pack", "unpack"]
@@ -59,7 +59,8 @@ def unpack(
 
     Arguments as for `pack`. ``add``: add to what is in the tensors; product and sum are each rounded in fp32 (fp64),
     and the sum once more to the tensor's dtype. ``statistics`` are of what is read, after scaling, and with ``add``
-    before adding; non-finite elements count as such by the destination's dtype. The tensors must not overlap.
+    before adding; non-finite elements count as such by the destination's dtype. The tensors must not overlap. Their
+    version counters move, so that autograd and the optimizers' master weights notice.
     """
     _cast("unpack", abi.FROM_FLAT | (abi.ADD if add else 0), tensors, flat, offsets, scale, statistics)
 
@@ -99,6 +100,8 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
         args.tensors = table.place_rows()
         copies = scale == 1.0 and not scale_at and statistics is None and not flags & abi.ADD
         run(table.kernel(unpacks, copies), args, table.device)
+        if unpacks:
+            written(table.tensors)
     if statistics is not None:
         statistics.finish(table.tiles)
 

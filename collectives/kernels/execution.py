@@ -8,6 +8,7 @@ import threading
 from ctypes import sizeof
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .._kernels import Library
 from ..arrays import shown
@@ -16,7 +17,16 @@ from ..launch import who_am_i
 from . import abi, cuda
 from .table import check_storage
 
-__all__ = ["Statistics", "get_num_threads", "library", "library_path", "run", "set_num_threads", "use_isa"]
+__all__ = [
+    "Statistics",
+    "get_num_threads",
+    "library",
+    "library_path",
+    "run",
+    "set_num_threads",
+    "use_isa",
+    "written",
+]
 
 _library: Library | None = None
 _lock = threading.Lock()
@@ -111,6 +121,11 @@ def run(kernel: abi.Kernel, args, device: torch.device) -> None:
         run_on_host(kernel, args)
     else:
         cuda.launch(kernel, args, device)
+
+
+def written(arrays) -> None:
+    """Move the version counters of torch tensors that a kernel has written; inference tensors have none."""
+    increment_version([each for each in arrays if isinstance(each, torch.Tensor) and not each.is_inference()])
 
 
 def run_on_host(kernel: abi.Kernel, args) -> None:

@@ -15,7 +15,7 @@ from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS, WIRE_FORMATS, WireLayout, tiles_of, wire_layout
 from . import abi
-from .execution import Statistics, run
+from .execution import Statistics, run, written
 from .table import FLOATING, FLOATS_END, Held, check_storage, device_of
 
 __all__ = ["WireTable", "dequantize", "quantize", "reduce_wires", "requantize"]
@@ -252,6 +252,7 @@ def _decode(wires, out, format, block, scale, average_over, add, statistics, op)
         statistics.begin(args.work, device, op, values.meets)
     if tiles:
         run(abi.DEQUANTIZE, args, device)
+        written([out])
     if statistics is not None:
         statistics.finish(tiles)
 

@@ -15,7 +15,7 @@ from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
-from .execution import Statistics, run
+from .execution import Statistics, run, written
 from .table import FLOATS_END, Held, check_storage, device_of
 
 __all__ = ["Sources", "reduce_n"]
@@ -162,6 +162,7 @@ def reduce_n(
     if args.work.tiles:
         wide = place.code == _F64 and table.code != _F64
         run(abi.REDUCE_WIDE if wide else _KERNELS[table.dtype], args, table.device)
+        written([out])
     if statistics is not None:
         statistics.finish(args.work.tiles)
 
