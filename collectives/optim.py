@@ -82,7 +82,8 @@ class _Batch:
             else:
                 torch._foreach_add_(self.steps, 1)
         increment_version(self.counted)
-        self.versions = [_version(param) for param in self.table.params]
+        if self.table.masters is not None:
+            self.versions = [_version(param) for param in self.table.params]
 
 
 def _version(tensor) -> int | None:
@@ -290,7 +291,7 @@ class _Optimizer(torch.optim.Optimizer):
             batch.versions = [known.get(id(param), -1) for param in params]
         if group["master_weights"]:
             for param, master, version in zip(batch.table.params, batch.table.masters, batch.versions, strict=True):
-                if master is not None and (version is None or param._version != version):
+                if master is not None and (version is None or _version(param) != version):
                     _follow(master, param, group["stochastic_rounding"])
         return batch
 

@@ -124,14 +124,15 @@ class ParameterTable:
         """Give each parameter another gradient."""
         grads = self._list("grad", grads)
         rows = self.rows
-        known = rows["grad"].copy(), rows["grad_type"].copy()
+        known = rows["grad"].tobytes(), rows["grad_type"].tobytes()
         _, codes = self._column("grad", grads)
         rows["grad_type"] = codes
-        if self.grads is None or not all(map(numpy.array_equal, known, (rows["grad"], rows["grad_type"]))):
+        if self.grads is None or known != (rows["grad"].tobytes(), rows["grad_type"].tobytes()):
             try:
                 self._check_grads(codes)
             except InvalidArgument:
-                rows["grad"], rows["grad_type"] = known
+                for column, old in zip(("grad", "grad_type"), known, strict=True):
+                    rows[column] = numpy.frombuffer(old, dtype=rows[column].dtype)
                 raise
             self._on_device = None
             self._generation += 1
@@ -324,7 +325,7 @@ class ParameterTable:
                 else:
                     count = array.numel()
                     if address < _LOW or array.untyped_storage().nbytes() < (
-                        (array.storage_offset() + count) * array.element_size()
+                        (array.storage_offset() + count) * ITEMSIZE[code]
                     ):
                         check_storage(array, address, self._called(column, index), self.op)
                     if column != "param" and not self._contiguous[index]:
@@ -507,7 +508,7 @@ class _Places:
 
     def __init__(self, called, columns, steps):
         self.called = called
-        self.names = [(column, index) for column, some in columns for index, each in enumerate(some) if each is not None]
+        self.names = [(column, at) for column, some in columns for at, each in enumerate(some) if each is not None]
         self.params = columns[0][1]
         self.arrays = [*(each for _, some in columns for each in some if each is not None), *steps]
         self.all_torch = all(isinstance(each, torch.Tensor) for each in self.arrays)
