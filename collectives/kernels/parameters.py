@@ -114,7 +114,7 @@ class ParameterTable:
         self._written = self._apart()
         self._read_only(self._steps, "step {}".format)
         read = [array for array, step in zip(self._step_arrays, self._steps, strict=True) if step.at]
-        self._fixed = _Places(self._called, kept, read)
+        self._fixed = _Places(kept, read)
         self._on_device = None
         self.grads = None
         self._generation = 0
@@ -158,7 +158,7 @@ class ParameterTable:
 
     def moved(self) -> str | None:
         """Name a parameter or state that no longer lies where it did when the table was made; None: all do."""
-        return self._fixed.moved()
+        return self._fixed.moved(self._called)
 
     def _moved_grad(self) -> str | None:
         places = zip(self.rows["grad"].tolist(), self.rows["count"].tolist(), self._contiguous, strict=True)
@@ -254,7 +254,7 @@ class ParameterTable:
         if not checked:
             if generation != self._generation:
                 raise self._wrong("the table has other gradients than when this step was planned: plan it again")
-            moved = self._fixed.moved() or self._moved_grad()
+            moved = self.moved() or self._moved_grad()
             moved = moved or next((what for what, scalar, at in scalars if scalar.data_ptr() != at), None)
             if moved is not None:
                 raise self._wrong(
@@ -506,8 +506,7 @@ class ParameterTable:
 class _Places:
     """Where a table's arrays lie, to see later whether they still do."""
 
-    def __init__(self, called, columns, steps):
-        self.called = called
+    def __init__(self, columns, steps):
         self.names = [(column, at) for column, some in columns for at, each in enumerate(some) if each is not None]
         self.params = columns[0][1]
         self.arrays = [*(each for _, some in columns for each in some if each is not None), *steps]
@@ -524,7 +523,7 @@ class _Places:
         params = [_place(each)[1:] for each in self.params]
         return [_place(each)[0] for each in self.arrays], params
 
-    def moved(self) -> str | None:
+    def moved(self, called) -> str | None:
         try:
             now = self._look()
         except RuntimeError as error:  # under vmap or grad
@@ -534,7 +533,7 @@ class _Places:
         for some, others in zip(now, self.known, strict=True):
             for at, (one, other) in enumerate(zip(some, others, strict=True)):
                 if one != other:
-                    return self.called(*self.names[at]) if at < len(self.names) else f"step {at - len(self.names)}"
+                    return called(*self.names[at]) if at < len(self.names) else f"step {at - len(self.names)}"
         return "a param"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import numpy
 import pytest
@@ -76,6 +78,18 @@ def test_a_plan_is_for_the_gradients_of_its_making():
         table.set_grads([torch.ones(8, dtype=torch.float64)])
     table.sgd(lr=0.25)  # by the last ones that were good
     assert param.tolist() == [0.0] * 8
+
+
+def test_what_a_table_held_goes_with_it():
+    grad = torch.ones(8)
+    seen = weakref.ref(grad)
+    gc.disable()
+    try:
+        kernels.sgd_step([torch.ones(8)], [grad], lr=0.5)
+        del grad
+        assert seen() is None  # without waiting for the collector of cycles
+    finally:
+        gc.enable()
 
 
 def test_a_scalar_that_has_moved_is_refused():
