@@ -6,6 +6,10 @@ clipping by a factor and leaving a step out on non-finite gradients are part of 
 masters of bf16 and fp16 parameters, in the state as ``"master_param"``) and ``stochastic_rounding`` (of bf16
 parameters). The state of bf16 and fp16 parameters is fp32. For flat shards there are `collectives.kernels.sgd_step`
 and `adam_step`.
+
+Parameters and gradients must be dense and gradients laid out as their parameters are, as nothing is copied behind your
+back (``p.grad = p.grad.contiguous()`` mends a transposed or an expanded one); complex parameters, sparse gradients,
+parameters that overlap, negative learning rates and betas as tensors are refused (``InvalidArgument``).
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from torch.autograd.graph import increment_version
 
@@ -37,28 +42,33 @@ def clip_factor(statistics: Statistics, max_norm: float) -> torch.Tensor:
     element on their device, is for ``step(clip=...)``; no wait for the GPU. Where gradients aren't finite neither is
     the norm: give ``found_nonfinite=statistics`` as well.
     """
+    if not isinstance(statistics, Statistics):
+        raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}")
+    if not isinstance(max_norm, numbers.Real | torch.Tensor):
+        raise InvalidArgument(f"max_norm must be a number, not {type(max_norm).__name__}")
     return (max_norm / (statistics.norm + 1e-6)).clamp(max=1.0)
 
 
 class _Batch:
     """The parameters of one group and device that one launch steps, as they were when the table was made."""
 
-    def __init__(self, params, keys, held, steps, tensors, table):
+    def __init__(self, params, keys, held, steps, table):
         self.params = params
         self.keys = keys  # of the state
         self.held = held  # what the state had there
         self.steps = steps  # how many each parameter has done
-        self.tensors = tensors  # all whose addresses the table holds, gradients excepted
-        self.addresses = [tensor.data_ptr() for tensor in tensors]
         self.table = table
-        self.versions: list[int] = []  # of the parameters' memory after the last step
+        # Inference tensors have no version counters.
+        several = [params] if _alike(table.params, params) else [params, table.params]  # local parts of DTensors
+        self.counted = [param for each in several for param in each if not param.is_inference()]
+        self.versions: list[int | None] = []  # of the parameters' memory after the last step; None: not known
 
     def current(self, params, keys, states) -> bool:
         return (
             keys == self.keys
             and _alike(params, self.params)
             and _alike(_held([states[param] for param in params], keys), self.held)
-            and [tensor.data_ptr() for tensor in self.tensors] == self.addresses
+            and self.table.moved() is None
         )
 
     def stepped(self, found) -> None:
@@ -67,14 +77,17 @@ class _Batch:
             if found is not None:
                 torch._foreach_add_(self.steps, (found == 0).to(torch.float32).reshape(()))
             elif self.steps[0].is_cpu:
-                torch._foreach_add_(self.steps, torch.tensor(1.0), alpha=1.0)  # 4 times as fast as with a number
+                one = torch.tensor(1.0, device="cpu")  # 4 times as fast as a number
+                torch._foreach_add_(self.steps, one, alpha=1.0)
             else:
                 torch._foreach_add_(self.steps, 1)
-        increment_version(self.params)
-        memory = self.table.params
-        if not _alike(memory, self.params):  # the local parts of DTensors
-            increment_version(memory)
-        self.versions = [param._version for param in memory]
+        increment_version(self.counted)
+        if self.table.masters is not None:
+            self.versions = [_version(param) for param in self.table.params]
+
+
+def _version(tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _alike(some, others) -> bool:
@@ -95,8 +108,10 @@ class _Optimizer(torch.optim.Optimizer):
         self._batches: dict[tuple[int, int], _Batch] = {}
         if defaults["differentiable"]:
             raise InvalidArgument("differentiable steps aren't offered: use torch.optim's")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
+            raise InvalidArgument(f"seed must be a whole number from 0 and below 2**64, not {seed!r:.60}")
         if defaults["stochastic_rounding"] and seed is None:
-            seed = int(torch.randint(2**62, ()))
+            seed = int(torch.randint(2**62, (), device="cpu"))
         super().__init__(params, {**defaults, "seed": seed})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -134,6 +149,20 @@ class _Optimizer(torch.optim.Optimizer):
         finally:
             hook.remove()
             self.__dict__.pop("_loaded", None)
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Let masters follow what was written to their parameters behind autograd's back, once, before the next step.
+
+        A step sees by a parameter's version counter that others have written to it. ``param.data.fill_(...)`` and what
+        writes by pointer, NumPy for one, don't move that, and the next step would undo what they wrote. Where a
+        parameter is its master, rounded, the master stays as it is.
+        """
+        for group in self.param_groups:
+            for param in group["params"]:
+                master = self.state[param].get("master_param") if param in self.state else None
+                if master is not None and param.dtype in _HALVES:
+                    _follow(_local(master), _local(param), group["stochastic_rounding"])
 
     def _take(self, loaded) -> None:
         """Give the state that has just been loaded the dtypes, devices and strides that the kernels need."""
@@ -186,7 +215,7 @@ class _Optimizer(torch.optim.Optimizer):
                 plans.append((self._plan(batch.table, group, **how), batch, how))
             position += sum(param.numel() for param in group["params"]) if group["stochastic_rounding"] else 0
         for launch, batch, how in plans:
-            launch()
+            launch(checked=True)  # by _batch
             batch.stepped(how["found_nonfinite"])
         return loss
 
@@ -209,6 +238,13 @@ class _Optimizer(torch.optim.Optimizer):
             each = each.nonfinite if isinstance(each, Statistics) else each
             if each is None:
                 continue
+            if not isinstance(each, numbers.Real | numpy.bool_ | torch.Tensor) or (
+                isinstance(each, torch.Tensor) and each.numel() != 1
+            ):
+                raise InvalidArgument(
+                    "found_nonfinite must be a number, a tensor of one element or a Statistics, not "
+                    f"{type(each).__name__}: {str(each)[:60]}"
+                )
             if isinstance(each, torch.Tensor) and not each.is_cpu:
                 each = (each != 0).to(torch.float32)  # NaN isn't 0 either
                 found = each if found is None else found + each.to(found.device)
@@ -251,29 +287,41 @@ class _Optimizer(torch.optim.Optimizer):
                 positions=_positions(group["params"], members, position),
                 name=lambda index: f"parameter {members[index]} of group {number}",
             )
-            tensors = [tensor for each in (memory, *local.values(), steps) for tensor in each if tensor is not None]
-            batch = self._batches[number, device] = _Batch(params, keys, _held(states, keys), steps, tensors, table)
+            batch = self._batches[number, device] = _Batch(params, keys, _held(states, keys), steps, table)
             batch.versions = [known.get(id(param), -1) for param in params]
         if group["master_weights"]:
             for param, master, version in zip(batch.table.params, batch.table.masters, batch.versions, strict=True):
-                if master is not None and param._version != version:
+                if master is not None and (version is None or _version(param) != version):
                     _follow(master, param, group["stochastic_rounding"])
         return batch
 
+    @torch.inference_mode(False)  # the state outlives the mode, in which alone its tensors could be written
+    @torch.no_grad()
     def _state(self, param, group, columns) -> dict[str, torch.Tensor]:
+        """Give a parameter's state, with what is missing; laid out anew where the parameter is now, once."""
         state = self.state[param]
         if self._counts_steps(group):
             step = state.get("step")
             if step is None:
                 # torch's SGD keeps no number: with a buffer there was a step.
                 state["step"] = _scalar(param, 0 if all(state.get(key) is None for key in columns) else 1)
-            elif not isinstance(step, torch.Tensor) or step.get_device() != param.get_device():
+            elif not isinstance(step, torch.Tensor) or step.get_device() != param.get_device() or step.is_inference():
                 state["step"] = _scalar(param, step)
         for key in columns:
             if state.get(key) is None:
                 state[key] = _blank(param)
-        if group["master_weights"] and param.dtype in _HALVES and state.get("master_param") is None:
-            state["master_param"] = _blank(param).copy_(param)
+        if group["master_weights"]:
+            if param.dtype not in _HALVES:
+                state.pop("master_param", None)  # after model.float(): the parameter is as wide itself
+            elif state.get("master_param") is None:
+                state["master_param"] = _blank(param).copy_(param)
+        for key in (*columns, "master_param"):
+            value = state.get(key)
+            # After model.to(memory_format=...).
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.stride() != param.stride():
+                wanted = _blank(param)
+                if wanted.stride() != value.stride() and (wanted.dtype, wanted.device) == (value.dtype, value.device):
+                    state[key] = wanted.copy_(value)
         return state
 
 
@@ -283,6 +331,10 @@ class SGD(_Optimizer):
     ``master_weights``: keep fp32 masters of bf16 and fp16 parameters. ``stochastic_rounding``: round bf16 parameters at
     random, by ``seed`` (drawn from torch's generator where it isn't given; saved with the groups), each step and each
     element with bits of its own. ``foreach``, ``fused`` and ``capturable`` are taken, and change nothing.
+
+    With masters a step is the masters'. What others write to the parameters it sees by autograd's version counters;
+    after writes that these don't see (``param.data.fill_(...)``, by NumPy) call ``refresh_masters()``, or the step
+    undoes them.
     """
 
     _op = "sgd_step"
@@ -361,8 +413,8 @@ class Adam(_Optimizer):
     ):
         _check_lr(lr)
         _check("epsilon value", eps)
-        if len(betas) != 2:
-            raise InvalidArgument(f"betas must be two numbers, not {betas!r}")
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise InvalidArgument(f"betas must be two numbers, not {betas!r:.60}")
         for index, beta in enumerate(betas):
             _check(f"beta parameter at index {index}", beta, below=1.0)
         _check("weight_decay value", weight_decay)
@@ -410,7 +462,9 @@ class AdamW(Adam):
 
 
 def _check(what, value, *, least=0.0, below=math.inf) -> None:
-    if not isinstance(value, numbers.Real) or not least <= value < below:
+    if not isinstance(value, numbers.Real):
+        raise InvalidArgument(f"Invalid {what}: {str(value)[:60]}: it must be a number, not {type(value).__name__}")
+    if not least <= value < below:
         raise InvalidArgument(f"Invalid {what}: {value}")
 
 
@@ -471,6 +525,7 @@ def _positions(params, members, position) -> list[int]:
     return [starts[index] for index in members]
 
 
+@torch.inference_mode()  # in which inference tensors may be written
 def _follow(master, param, at_random) -> None:
     """Take over into a master what someone else has written to its parameter: where that isn't the master, rounded."""
     rounded = master.to(param.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from ctypes import c_byte
 
 import numpy
@@ -16,7 +16,7 @@ from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
 from .execution import Statistics, run
-from .table import check_storage, device_of
+from .table import _place, check_storage, device_of
 
 __all__ = ["ParameterTable"]
 
@@ -27,8 +27,12 @@ _STATES = ("first", "second", "largest")
 _WRITTEN = ("param", "master", *_STATES)
 _ITEMSIZES = numpy.array([ITEMSIZE.get(code, 0) for code in range(max(ITEMSIZE) + 1)], dtype=numpy.uint64)
 _LOW = 2**40  # addresses below it may be those of freed storage
+_TensorBase = torch._C.TensorBase  # attributes as functions, so that map needs no Python frame a tensor
+_data_ptr, _numel, _is_contiguous = _TensorBase.data_ptr, _TensorBase.numel, _TensorBase.is_contiguous
 _ONE = c_byte * abi.PARAMETER.itemsize
 _CAPTURED = []  # rows whose copy is part of a CUDA graph, which reads them at each replay: kept for good
+
+_OF_GRADIENTS = " and, where it is a Parameter's, assign the copy to p.grad"
 
 # What the messages call an array of each column.
 _WORDS = {
@@ -49,9 +53,11 @@ class ParameterTable:
 
     Each argument is a list with an entry for each parameter; in ``masters`` and the states None stands for what isn't
     there. Tensors may be dense in another order than the contiguous one (channels_last) where all of a parameter's
-    tensors have the same strides. The table keeps the tensors but not their memory: after ``tensor.data = other`` it
-    must be made anew. ``set_grads`` gives it other gradients. ``steps_done``: in place of ``steps``, one less. ``op``:
-    "sgd_step" or "adam_step", for the messages, in which ``name`` (a function of the index) may name the parameters.
+    tensors have the same strides. The table keeps the tensors but not their memory: each step checks that they still
+    lie where they did, and after ``tensor.data = other`` the table must be made again (``InvalidArgument``).
+    ``set_grads`` gives it other gradients; a step that was planned before is then refused, unless they lie where the
+    old ones did. ``steps_done``: in place of ``steps``, one less. ``op``: "sgd_step" or "adam_step", for the messages,
+    in which ``name`` (a function of the index) may name the parameters.
     """
 
     def __init__(
@@ -72,12 +78,13 @@ class ParameterTable:
         self.op = op
         self._name = name
         self._words = _WORDS[op]
-        self.params = list(params)
+        self.params = self._list("param", params)
         if not self.params:
             raise InvalidArgument("there is no param", op=op)
         self.device = device_of(self.params[0])
         self._reader = Reader(self.device, owner="param 0")
         self._steps = []
+        self._step_arrays = []
         self._written = None
         count = len(self.params)
         self.rows = rows = numpy.zeros(count, dtype=abi.PARAMETER)
@@ -88,12 +95,12 @@ class ParameterTable:
             if code not in (_F16, _BF16, _F32, _F64):
                 what = self._called("param", index)
                 raise self._wrong(f"{what} is {_NAMES[code]}: it must be fp32, bf16, fp16 or fp64")
-        self.masters = None if masters is None else list(masters)
-        self._kept = []
-        for column, arrays in (("master", masters), ("first", first), ("second", second), ("largest", largest)):
+        self.masters = None if masters is None else self._list("master", masters)
+        kept = [("param", self.params)]
+        for column, arrays in (("master", self.masters), ("first", first), ("second", second), ("largest", largest)):
             if arrays is not None:
-                arrays = list(arrays)
-                self._kept.append(arrays)
+                arrays = arrays if column == "master" else self._list(column, arrays)
+                kept.append((column, arrays))
                 if any(each is not None for each in arrays):
                     self._state(column, arrays, wide)
         tiles = -(-rows["count"] // TILE)
@@ -106,26 +113,30 @@ class ParameterTable:
         self._set_positions(positions)
         self._written = self._apart()
         self._read_only(self._steps, "step {}".format)
+        read = [array for array, step in zip(self._step_arrays, self._steps, strict=True) if step.at]
+        self._fixed = _Places(kept, read)
         self._on_device = None
         self.grads = None
+        self._generation = 0
         self.set_grads(grads)
 
     def set_grads(self, grads) -> None:
         """Give each parameter another gradient."""
-        grads = list(grads)
+        grads = self._list("grad", grads)
         rows = self.rows
         known = rows["grad"].tobytes(), rows["grad_type"].tobytes()
         _, codes = self._column("grad", grads)
         rows["grad_type"] = codes
+        if self.grads is None or known != (rows["grad"].tobytes(), rows["grad_type"].tobytes()):
+            try:
+                self._check_grads(codes)
+            except InvalidArgument:
+                for column, old in zip(("grad", "grad_type"), known, strict=True):
+                    rows[column] = numpy.frombuffer(old, dtype=rows[column].dtype)
+                raise
+            self._on_device = None
+            self._generation += 1
         self.grads = grads
-        if (rows["grad"].tobytes(), rows["grad_type"].tobytes()) == known:
-            return
-        try:
-            self._check_grads(codes)
-        except InvalidArgument:
-            rows["grad"] = 0  # the next call must look again
-            raise
-        self._on_device = None
 
     def _check_grads(self, codes) -> None:
         rows = self.rows
@@ -144,6 +155,17 @@ class ParameterTable:
                 index = int(numpy.argmax(hit))
                 other = int(numpy.argmax(ends[: before[index]] > begin[index]))
                 raise self._wrong(f"{self._called('grad', index)} and {self._label(origin[other])} overlap")
+
+    def moved(self) -> str | None:
+        """Name a parameter or state that no longer lies where it did when the table was made; None: all do."""
+        return self._fixed.moved(self._called)
+
+    def _moved_grad(self) -> str | None:
+        places = zip(self.rows["grad"].tolist(), self.rows["count"].tolist(), self._contiguous, strict=True)
+        for index, (grad, place) in enumerate(zip(self.grads, places, strict=True)):
+            if _place(grad) != place:
+                return self._called("grad", index)
+        return None
 
     # ---- The steps.
     def sgd(self, **how) -> None:
@@ -169,7 +191,11 @@ class ParameterTable:
         seed=None,
         divide=False,
     ) -> Callable[[], None]:
-        """Check everything and give the step by SGD as a function; see `sgd_step`. ``divide``: by ``grad_scale``."""
+        """Check everything and give the step by SGD as a function; see `sgd_step`. ``divide``: by ``grad_scale``.
+
+        The step is by the gradients that the table has now. It keeps what it reads, and each call checks that this
+        still lies where it did.
+        """
         momentum = self._real(momentum, "momentum_factor")
         dampening = self._real(dampening, "dampening", least=None)
         has = self.rows["first"] != 0
@@ -182,7 +208,7 @@ class ParameterTable:
         flags = (abi.NESTEROV if nesterov else 0) | (abi.DIVIDE if divide else 0)
         update = self._update(lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags)
         args = abi.SgdArgs(abi.Work(self.tiles, 0, 0), update, momentum, dampening)
-        return self._plan(abi.SGD, args, (lr, grad_scale, clip, found_nonfinite))
+        return self._plan(abi.SGD, args, lr, grad_scale, clip, found_nonfinite)
 
     def plan_adam(
         self,
@@ -200,6 +226,8 @@ class ParameterTable:
         divide=False,
     ) -> Callable[[], None]:
         """Check everything and give the step by Adam or AdamW as a function; see `adam_step` and `plan_sgd`."""
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise self._wrong(f"betas must be two numbers, not {str(betas)[:60]}")
         beta1, beta2 = (self._real(beta, f"betas[{i}]", below=1.0) for i, beta in enumerate(betas))
         eps = self._real(eps, "eps")
         for column in ("first", "second"):
@@ -211,20 +239,36 @@ class ParameterTable:
         flags = (abi.DECOUPLED if decoupled else 0) | (abi.DIVIDE if divide else 0)
         update = self._update(lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags)
         args = abi.AdamArgs(abi.Work(self.tiles, 0, 0), update, beta1, beta2, eps)
-        return self._plan(abi.ADAM, args, (lr, grad_scale, clip, found_nonfinite))
+        return self._plan(abi.ADAM, args, lr, grad_scale, clip, found_nonfinite)
 
-    def _plan(self, kernel, args, scalars) -> Callable[[], None]:
+    def _plan(self, kernel, args, *scalars) -> Callable[..., None]:
+        if not self.tiles:
+            return _nothing
         # The arguments are addresses: what lies there lives as long as the plan.
-        kept = (self, self._on_device, scalars)
-        return functools.partial(_launch, kept, kernel, args, self.device) if self.tiles else _nothing
+        named = zip(("lr", "grad_scale", "clip", "found_nonfinite"), map(_plain, scalars), strict=True)
+        at = [(what, scalar, scalar.data_ptr()) for what, scalar in named if isinstance(scalar, torch.Tensor)]
+        return functools.partial(self._launch, self._generation, self._on_device, at, kernel, args)
+
+    def _launch(self, generation, _on_device, scalars, kernel, args, *, checked=False) -> None:
+        """Run a planned step. ``checked``: `moved` has just been asked, and the gradients and scalars were read."""
+        if not checked:
+            if generation != self._generation:
+                raise self._wrong("the table has other gradients than when this step was planned: plan it again")
+            moved = self.moved() or self._moved_grad()
+            moved = moved or next((what for what, scalar, at in scalars if scalar.data_ptr() != at), None)
+            if moved is not None:
+                raise self._wrong(
+                    f"{moved} doesn't lie where it did when the table was made: its memory was freed, resized or "
+                    "exchanged, or its strides were changed; make the table again"
+                )
+        run(kernel, args, self.device)
 
     def _update(self, lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags) -> abi.Update:
-        if isinstance(found_nonfinite, Statistics):
-            found_nonfinite = found_nonfinite.nonfinite
+        found_nonfinite = _plain(found_nonfinite)
         flags |= abi.MAXIMIZE if maximize else 0
         if seed is not None:
-            if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-                raise self._wrong(f"seed must be a whole number, not {seed!r}")
+            if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**64:
+                raise self._wrong(f"seed must be a whole number from 0 and below 2**64, not {seed!r:.60}")
             if _BF16 not in self._codes:
                 raise self._wrong("seed asks for rounding at random, which is for bf16 parameters, and none is")
             flags |= abi.STOCHASTIC
@@ -236,7 +280,7 @@ class ParameterTable:
             self._number(clip, "clip"),
             self._number(0 if found_nonfinite is None else found_nonfinite, "found_nonfinite", finite=False),
             self._real(weight_decay, "weight_decay"),
-            int(seed or 0) % 2**64,
+            int(seed or 0),
             flags,
             _ONE.from_buffer_copy(self.rows[0].tobytes()) if len(self.rows) == 1 else _ONE(),
         )
@@ -257,6 +301,12 @@ class ParameterTable:
         return self._on_device.data_ptr()
 
     # ---- Reading the arguments.
+    def _list(self, column, arrays) -> list:
+        if isinstance(arrays, torch.Tensor | numpy.ndarray | str | bytes | dict) or not isinstance(arrays, Iterable):
+            kind = type(arrays).__name__
+            raise self._wrong(f"{self._words.get(column, column)} must be a list, one for each param, not {kind}")
+        return list(arrays)
+
     def _column(self, column, arrays) -> tuple[list[int], list[int]]:
         """Fill a column with addresses; give counts and dtype codes."""
         if len(arrays) != len(self.params):
@@ -274,12 +324,14 @@ class ParameterTable:
                     address, count, code = self._unusual(column, index, array)
                 else:
                     count = array.numel()
-                    if address < _LOW:
+                    if address < _LOW or array.untyped_storage().nbytes() < (
+                        (array.storage_offset() + count) * ITEMSIZE[code]
+                    ):
                         check_storage(array, address, self._called(column, index), self.op)
                     if column != "param" and not self._contiguous[index]:
                         self._unusual(column, index, array)
-            if column == "grad" and array is None:
-                raise self._wrong(f"{self._called('grad', index)} is None")
+            if array is None and column in ("param", "grad"):
+                raise self._wrong(f"{self._called(column, index)} is None")
             addresses.append(address)
             counts.append(count)
             types.append(code)
@@ -301,12 +353,18 @@ class ParameterTable:
             if column != "param" and not alike and not self._contiguous[index]:
                 other = self._called("param", index)
                 raise self._wrong(
-                    f"{what} has strides {array.stride()} and {other} {param.stride()}: they must be the same"
+                    f"{what} has strides {array.stride()} and {other} {param.stride()}: they must be the same; copy it "
+                    "by torch.empty_like(param).copy_(it)" + (_OF_GRADIENTS if column == "grad" else "")
                 )
             code = TORCH_CODES.get(array.dtype)
             if alike and not array.is_contiguous() and _dense(array) and not array.is_neg() and code is not None:
                 check_storage(array, array.data_ptr(), what, self.op)
                 return array.data_ptr(), array.numel(), code
+            if column == "grad" and not array.is_contiguous():
+                raise self._wrong(
+                    f"{what} of shape {tuple(array.shape)} and strides {array.stride()} isn't contiguous: copy it by "
+                    f"it.contiguous(){_OF_GRADIENTS}"
+                )
         place = self._reader.place(array, self.op, writes=column != "grad", what=what)
         check_storage(array, place.ptr, what, self.op)
         if place.label:
@@ -327,6 +385,7 @@ class ParameterTable:
                 raise self._wrong(f"{self._called(column, index)} is {_NAMES[code]}: it must be {_NAMES[want]}")
 
     def _set_steps(self, steps, more) -> None:
+        steps = self._list("step", steps)
         if len(steps) not in (1, len(self.params)):
             raise self._wrong(f"there are {len(steps)} of step and {len(self.params)} of param")
         self._steps = [self._number(step, f"step {i}", least=1.0 - more, whole=True) for i, step in enumerate(steps)]
@@ -334,10 +393,11 @@ class ParameterTable:
         column["at"] = [step.at for step in self._steps]
         column["value"] = [step.value + more for step in self._steps]
         column["type"] = [step.type for step in self._steps]
-        self._kept.append(list(steps))  # as long as their addresses are in the table
+        self._step_arrays = steps  # kept as long as their addresses are in the table
 
     def _set_positions(self, positions) -> None:
         counts = self.rows["count"]
+        positions = self._list("position", positions)
         for index, position in enumerate(positions):
             if isinstance(position, bool) or not isinstance(position, numbers.Integral) or not 0 <= position < 2**62:
                 raise self._wrong(f"position {index} must be a whole number from 0, not {position!r}")
@@ -399,8 +459,19 @@ class ParameterTable:
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise self._wrong(f"{what} must have one element, not the shape {tuple(value.shape)}")
+            if value.layout is not torch.strided:
+                raise self._wrong(f"{what} is a {str(value.layout).removeprefix('torch.')} tensor: give a dense one")
+            if value.is_neg():
+                raise self._wrong(f"{what} is a lazily negated view: give {what}.resolve_neg()")
             if value.device == self.device and value.dtype in _SCALARS:
-                number = abi.Number(value.data_ptr(), 0.0, _SCALARS[value.dtype])
+                try:
+                    at = value.data_ptr()
+                except RuntimeError as error:  # under vmap or grad
+                    raise self._wrong(f"{what} has no memory of its own: {error}") from error
+                check_storage(value, at, what, self.op)
+                if least is not None and value.is_cpu:
+                    self._real(value.item(), what, least=least, whole=whole, finite=finite)
+                number = abi.Number(at, 0.0, _SCALARS[value.dtype])
                 if self._written is not None:
                     self._read_only([number], lambda _: what)
                 return number
@@ -417,24 +488,61 @@ class ParameterTable:
         if type(value) is not float and not isinstance(value, numbers.Real):
             kind = type(value).__name__
             raise self._wrong(f"{what} must be a number, not {kind}: {str(value)[:60]}")
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
         fits = (math.isfinite(number) or not finite) and (least is None or least <= number < below)
         if not fits or (whole and number != int(number)):
             kind = "a whole number" if whole else "a finite number"
             limits = "" if least is None else f" from {least:g}" + (f" and below {below:g}" if below < math.inf else "")
-            raise self._wrong(f"{what} must be {kind}{limits}, not {value!r}")
+            raise self._wrong(f"{what} must be {kind}{limits}, not {value!r:.60}")
         return number
 
     def _wrong(self, message) -> InvalidArgument:
         return InvalidArgument(message, op=self.op)
 
 
-def _launch(kept, kernel, args, device) -> None:
-    run(kernel, args, device)
+class _Places:
+    """Where a table's arrays lie, to see later whether they still do."""
+
+    def __init__(self, columns, steps):
+        self.names = [(column, at) for column, some in columns for at, each in enumerate(some) if each is not None]
+        self.params = columns[0][1]
+        self.arrays = [*(each for _, some in columns for each in some if each is not None), *steps]
+        self.all_torch = all(isinstance(each, torch.Tensor) for each in self.arrays)
+        self.known = self._look()
+        self.strided = [each for each in self.params if isinstance(each, torch.Tensor) and not each.is_contiguous()]
+        self.strides = [each.stride() for each in self.strided]
+
+    def _look(self) -> tuple[list, ...]:
+        # Shapes matter in the parameters alone: with the same address all else is still in bounds.
+        if self.all_torch:
+            params = self.params
+            return list(map(_data_ptr, self.arrays)), list(map(_numel, params)), list(map(_is_contiguous, params))
+        params = [_place(each)[1:] for each in self.params]
+        return [_place(each)[0] for each in self.arrays], params
+
+    def moved(self, called) -> str | None:
+        try:
+            now = self._look()
+        except RuntimeError as error:  # under vmap or grad
+            return f"an array ({error})"
+        if now == self.known and [each.stride() for each in self.strided] == self.strides:
+            return None
+        for some, others in zip(now, self.known, strict=True):
+            for at, (one, other) in enumerate(zip(some, others, strict=True)):
+                if one != other:
+                    return called(*self.names[at]) if at < len(self.names) else f"step {at - len(self.names)}"
+        return "a param"
 
 
-def _nothing() -> None:
+def _nothing(*, checked=False) -> None:
     pass
+
+
+def _plain(scalar):
+    return scalar.nonfinite if isinstance(scalar, Statistics) else scalar
 
 
 def _strides(tensor) -> list[int]:

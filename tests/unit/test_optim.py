@@ -549,6 +549,107 @@ def test_parameters_of_another_order_than_dense():
         optim.SGD(params).step()
 
 
+def test_the_default_device_changes_nothing():
+    for rule in ("SGD momentum", "AdamW"):
+        params, twins = make(), make()
+        optimizers = [cls(optim, rule)(each, **RULES[rule]) for each in (params, twins)]
+        for step in range(3):
+            set_grads(params, step)
+            set_grads(twins, step)
+            optimizers[1].step()
+            torch.set_default_device("meta")
+            try:
+                optimizers[0].step()
+                assert optim.SGD(params, stochastic_rounding=True).defaults["seed"] >= 0
+            finally:
+                torch.set_default_device(None)
+        assert_same(params, twins)
+
+
+def test_inference_parameters_step_in_their_mode_and_after_it():
+    with torch.inference_mode():
+        params = [torch.ones(4), torch.ones(3, dtype=BF16)]
+        optimizer = optim.AdamW(params, lr=0.1, weight_decay=0.0, master_weights=True)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    optimizer.step()
+    for param in params:
+        assert optimizer.state[param]["step"] == 2
+        torch.testing.assert_close(param.float(), torch.full(param.shape, 0.8), rtol=0, atol=4e-3)
+
+
+def test_writes_that_no_counter_sees_are_taken_over_on_demand():
+    (param,) = params = make([(1000,)], BF16)
+    optimizer = optim.SGD(params, lr=0.01, master_weights=True)
+    set_grads(params, 0)
+    optimizer.step()
+    master = optimizer.state[param]["master_param"].clone()
+    param.data[:500] = 5.0
+    optimizer.refresh_masters()
+    param.grad.zero_()
+    optimizer.step()
+    assert bool((param[:500] == 5).all())
+    assert torch.equal(optimizer.state[param]["master_param"][500:], master[500:])
+
+
+def test_state_follows_a_model_to_another_memory_format():
+    models = [torch.nn.Conv2d(3, 4, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [optim.AdamW(models[0].parameters()), torch.optim.AdamW(models[1].parameters())]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if step == 1:
+                model.to(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+            model(torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(step))).sum().backward()
+            optimizer.step()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_a_wider_model_needs_no_masters():
+    model = torch.nn.Linear(3, 2).bfloat16()
+    optimizer = optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0, master_weights=True)
+    for wide in (False, True):
+        model = model.float() if wide else model
+        before = model.weight.detach().float().clone()
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert ("master_param" in optimizer.state[model.weight]) is not wide
+    torch.testing.assert_close(model.weight.detach(), before - 0.1)
+
+
+def test_gradients_are_not_copied_but_the_cure_is_told():
+    (param,) = params = make([(5,)])
+    param.grad = torch.ones(1).expand(5)
+    optimizer = optim.SGD(params, lr=1.0)
+    before = param.detach().clone()
+    with pytest.raises(errors.InvalidArgument, match=r"isn't contiguous: copy it by it.contiguous\(\) and"):
+        optimizer.step()
+    param.grad = param.grad.contiguous()
+    optimizer.step()
+    assert torch.equal(param.detach(), before - 1)
+
+
+def test_bad_arguments_of_functions_and_steps():
+    params = make([(5,)])
+    set_grads(params, 0)
+    statistics = kernels.Statistics()
+    for call, message in [
+        (lambda: optim.SGD(params).step(found_nonfinite="no"), "found_nonfinite must be a number"),
+        (lambda: optim.SGD(params).step(found_nonfinite=torch.ones(2)), "found_nonfinite must be a number"),
+        (lambda: optim.Adam(params, betas=None), "betas must be two numbers"),
+        (lambda: optim.Adam(params, betas=(0.9, torch.tensor(0.9))), "it must be a number, not Tensor"),
+        (lambda: optim.SGD(params, seed=-1), "seed must be a whole number from 0"),
+        (lambda: optim.clip_factor(statistics, None), "max_norm must be a number"),
+        (lambda: optim.clip_factor(torch.ones(1), 1.0), "statistics must be a Statistics"),
+    ]:
+        with pytest.raises(errors.InvalidArgument, match=message):
+            call()
+
+
 # ---- GPUs.
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
