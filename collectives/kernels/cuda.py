@@ -207,7 +207,7 @@ def _load(kernel: abi.Kernel, index: int) -> _Loaded:
                     module.load(binary)
                     _modules[kernel.source, index] = module
                 function = _modules[kernel.source, index].get_function(kernel.name)
-                # Each block gets an equal run of tiles: more blocks than run at once would come in a second wave.
+                # Each block gets an equal run of tiles: more than run at once would come in a second wave.
                 held = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, BLOCK, 0)
         except errors as error:
             message = f"could not be loaded into GPU {index}: {error}"

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from collectives import kernels
+from collectives import kernels, optim
 from collectives.errors import InvalidArgument
 
 
@@ -126,3 +126,16 @@ def test_bad_arguments_are_refused_before_anything_is_written():
         with pytest.raises(InvalidArgument, match="seed must be a whole number from 0 and below 2"):
             kernels.sgd_step(p.bfloat16(), g, lr=1.0, seed=seed)
     assert torch.equal(p, torch.ones(4))
+
+
+def test_a_master_takes_over_what_unpack_writes():
+    param = torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))
+    optimizer = optim.SGD([param], lr=0.5, master_weights=True)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    kernels.unpack(torch.full((5000,), 5.0), [param])
+    optimizer.step()
+    assert bool((param == 4.5).all())
+    kernels.reduce_n([torch.full((5000,), 3.0)] * 2, param, op="avg")
+    optimizer.step()
+    assert bool((param == 2.5).all())
