@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BUILT_FROM := pyproject.toml setup.py $(wildcard MANIFEST.in collectives/*.pyx collectives/*.pxd collectives/*.pxi collectives/*.h host/* kernels/host/* kernels/include/coll/*)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint sanitize bench mpi setup clean FORCE
+.PHONY: demo test lint sanitize bench gpu mpi setup clean FORCE
 
 demo: setup
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_digits.py
@@ -32,6 +32,10 @@ sanitize: setup
 
 bench: setup
 	$(BIN)/python benchmarks/allreduce_vs_gloo.py
+
+# What needs a GPU: its tests, and the kernels' times.
+gpu: setup
+	PYTHON=$(abspath $(BIN)/python) bash benchmarks/kernels/gpu.sh
 
 setup: $(VENV)/.installed
 

@@ -62,8 +62,8 @@ def bucket_layout(counts: Iterable[int], itemsize: int, alignment: int = ALIGNME
 def check_offsets(offsets: Sequence[int], counts: Sequence[int], *, op: str = "layout") -> Layout:
     """Check places of tensors of ``counts`` elements that somebody chose; give them and where the last one ends.
 
-    Any order and any gaps will do. Raises ``InvalidArgument``, which names the tensor by its index, for offsets that are
-    no whole numbers from 0, too few or too many, and for tensors that overlap. A tensor of 0 elements overlaps nothing.
+    Any order and any gaps will do. Raises ``InvalidArgument``, which names the tensor by its index, for offsets that
+    are no whole numbers from 0, too few or too many, and for tensors that overlap. One of 0 elements overlaps nothing.
     """
     found = []
     for index, offset in enumerate(offsets):

@@ -3,8 +3,8 @@
     python benchmarks/kernels/pack.py                     # host memory, one thread
     python benchmarks/kernels/pack.py --device cuda       # one GPU: a device-to-device copy, torch._foreach_copy_
 
-Every result is checked before it is timed. One row a case and list goes to benchmarks/results/kernels_pack.jsonl; `ratio` is
-the peer's time by ours: the median over rounds of the two times of one round.
+Every result is checked before it is timed. One row a case and list goes to benchmarks/results/kernels_pack.jsonl;
+`ratio` is the peer's time by ours: the median over rounds of the two times of one round.
 """
 
 import argparse
@@ -85,7 +85,8 @@ def memcpy(to, source):
     if to.device.type == "cuda":
         return lambda: to.copy_(source)
     nbytes = min(to.nbytes, source.nbytes)
-    return lambda: libc.memcpy(ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr()), ctypes.c_size_t(nbytes))
+    words = ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr()), ctypes.c_size_t(nbytes)
+    return lambda kept=(to, source): libc.memcpy(*words)
 
 
 def views_of(flat, table):
@@ -97,7 +98,7 @@ def views_of(flat, table):
 
 
 def case_pack_copy(name, device):
-    """pack fp32 -> fp32: against memcpy of the same bytes in one piece, torch.cat, and torch._foreach_copy_ into views."""
+    """pack fp32 -> fp32: against one memcpy of the same bytes, torch.cat, and torch._foreach_copy_ into views."""
     tensors = tensors_of(name, torch.float32, device)
     table = kernels.Table(tensors, torch.float32)
     flat = torch.zeros(table.total, device=device)

@@ -36,9 +36,9 @@ def pack(
 
     The padding behind each tensor, up to the next 16 bytes, becomes 0; with offsets of the caller's own nothing outside
     of the tensors' places is written. With the same dtype on both sides, scale 1 and no statistics, bytes move as they
-    are, NaN payloads too. Otherwise elements pass through fp32 (fp64 where either side is), in which they are multiplied
-    by the scale, and are rounded once, to nearest even; fp8 saturates. Source and destination may be the same memory
-    only where a tensor lies at its own place in the flat buffer.
+    are, NaN payloads too. Otherwise elements pass through fp32 (fp64 where either side is), in which they are
+    multiplied by the scale, and are rounded once, to nearest even; fp8 saturates. Source and destination may be the
+    same memory only where a tensor lies at its own place in the flat buffer.
 
     On the host it is done when this returns; on a GPU it is queued on torch's current stream. Raises
     ``InvalidArgument`` before anything is written. Autograd doesn't see what is written.
@@ -57,9 +57,9 @@ def unpack(
 ) -> None:
     """Copy a flat buffer's pieces into tensors, times ``scale`` and cast to each tensor's dtype; the reverse of `pack`.
 
-    Arguments as for `pack`. ``add``: add to what is in the tensors; product and sum are each rounded in fp32 (fp64), and
-    the sum once more to the tensor's dtype. ``statistics`` are of what is read, after scaling, and with ``add`` before
-    adding; non-finite elements count as such by the destination's dtype. The tensors must not overlap each other.
+    Arguments as for `pack`. ``add``: add to what is in the tensors; product and sum are each rounded in fp32 (fp64),
+    and the sum once more to the tensor's dtype. ``statistics`` are of what is read, after scaling, and with ``add``
+    before adding; non-finite elements count as such by the destination's dtype. The tensors must not overlap.
     """
     _cast("unpack", abi.FROM_FLAT | (abi.ADD if add else 0), tensors, flat, offsets, scale, statistics)
 
@@ -82,7 +82,7 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
     if type(scale) is not float or scale - scale != 0:  # the latter: not finite
         scale, scale_at = _parse_scale(scale, table, place, unpacks, op)
     if not table.floating:
-        _check_copy(table, flags, scale, scale_at, statistics, op)
+        _check_copy(table, flags, scale, scale_at, statistics is not None, op)
     args = abi.CastArgs(
         abi.Work(table.tiles, 0, 0), 0, len(table.tensors), place, scale_at, scale, table.type, flags
     )
@@ -122,7 +122,8 @@ def _parse_scale(scale, table, flat, unpacks, op) -> tuple[float, int]:
     place = Reader(table.device, owner="the flat buffer").place(scale, op, writes=False, what="the scale")
     if place.dtype != "float32" or place.count != 1:
         raise InvalidArgument(
-            f"the scale has {place.count} elements of {place.dtype}: as a tensor it must be one element of float32", op=op
+            f"the scale has {place.count} elements of {place.dtype}: as a tensor it must be one element of float32",
+            op=op,
         )
     check_storage(scale, place.ptr, "the scale", op)
     if place.ptr % 4:
@@ -133,6 +134,6 @@ def _parse_scale(scale, table, flat, unpacks, op) -> tuple[float, int]:
 
 
 def _check_copy(table, flags, scale, scale_at, statistics, op) -> None:
-    wrong = "a scale" if scale != 1.0 or scale_at else "add" if flags & abi.ADD else "statistics"
-    if wrong != "statistics" or statistics is not None:
-        raise InvalidArgument(f"a flat buffer of {table.dtype} is only copied: it takes no {wrong}", op=op)
+    wrong = "a scale" if scale != 1.0 or scale_at else "adding" if flags & abi.ADD else statistics and "statistics"
+    if wrong:
+        raise InvalidArgument(f"a flat buffer of {table.dtype} is only copied, without {wrong}", op=op)

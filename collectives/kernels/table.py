@@ -105,7 +105,7 @@ class Table:
         self._fill(pointers, counts, types, offsets is None, op)
         self._all_torch = all(isinstance(tensor, torch.Tensor) for tensor in self.tensors)
         self._pointers = pointers
-        self._numels = list(map(_numel, self.tensors)) if self._all_torch else [_place(each)[1] for each in self.tensors]
+        self._numels = list(map(_numel if self._all_torch else lambda each: _place(each)[1], self.tensors))
         self._are_destinations = False
         self._apart_from = None
 
@@ -222,8 +222,8 @@ class Table:
                 same = False
             if not same:
                 raise InvalidArgument(
-                    f"tensor {index} doesn't lie where it did when the table was made: its memory was freed, resized or "
-                    "exchanged, or its strides were changed; make the table again",
+                    f"tensor {index} doesn't lie where it did when the table was made: its memory was freed, resized "
+                    "or exchanged, or its strides were changed; make the table again",
                     op=op,
                 )
 
@@ -247,7 +247,8 @@ class Table:
             check_storage(flat, ptr, "the flat buffer", op)
         if self.floating and ptr % self.itemsize:
             raise InvalidArgument(
-                f"the flat buffer begins at address {ptr:#x}, which is no multiple of its elements' {self.itemsize} bytes",
+                f"the flat buffer begins at address {ptr:#x}, which is no multiple of its elements' "
+                f"{self.itemsize} bytes",
                 op=op,
             )
         if self._low < ptr + self.nbytes and ptr < self._high and ptr != self._apart_from:
@@ -261,8 +262,8 @@ class Table:
         for index in map(int, meets.nonzero()[0]):
             if self._pointers[index] != ptr + self.offsets[index] * width or self.common_type != self.type:
                 raise InvalidArgument(
-                    f"tensor {index} overlaps the flat buffer: they must lie apart (or the tensor just at its own place in "
-                    "it, with its type)",
+                    f"tensor {index} overlaps the flat buffer: they must lie apart, or the tensor just at its own "
+                    "place in it, with its type",
                     op=op,
                 )
         self._apart_from = ptr

@@ -1,6 +1,7 @@
 // The host launcher of pack and unpack, and of the statistics' last step.
 #include "coll/cast.h"
 
+#include "coll/host_blocks.h"
 #include "coll/host_kernels.h"
 
 namespace {
@@ -76,25 +77,33 @@ void cast_span(const coll_cast_args& a, const coll_cast_span& s, int64_t tile, d
   }
 }
 
-// ---- Any pair: each row through an array of the accumulator's type.
+// ---- Any pair: each row through an array of the accumulator's type. In place as well: bad values are counted before the row is
+// stored.
 template <class S, class A>
 void load(A* values, const char* from, int n, A scale) {
-  const S* src = reinterpret_cast<const S*>(from);
-  for (int i = 0; i < n; ++i) values[i] = (A)coll_element<S>::load(src[i]) * scale;
+  coll_load_block(values, reinterpret_cast<const S*>(from), n);
+  for (int i = 0; i < n; ++i) values[i] *= scale;
 }
 
 template <class D, class A>
-void store(char* to, const A* values, int n, bool add) {
-  D* dst = reinterpret_cast<D*>(to);
+void store(char* to, A* values, int n, bool add, bool streams) {
+  D* out = reinterpret_cast<D*>(to);
   if (add) {
-    for (int i = 0; i < n; ++i) dst[i] = coll_element<D>::store((A)coll_element<D>::load(dst[i]) + values[i]);
+    A old[COLL_LANES];
+    coll_load_block(old, out, n);
+    for (int i = 0; i < n; ++i) values[i] = old[i] + values[i];
+  }
+  if (streams && !add) {
+    alignas(64) D row[COLL_LANES];
+    coll_store_block(row, values, n);
+    coll_stream_copy(to, row, n * sizeof(D));
   } else {
-    for (int i = 0; i < n; ++i) dst[i] = coll_element<D>::store(values[i]);
+    coll_store_block(out, values, n);
   }
 }
 
 template <class A>
-void cast_any_span(const coll_cast_args& a, const coll_cast_span& s, int64_t tile, double scale, bool) {
+void cast_any_span(const coll_cast_args& a, const coll_cast_span& s, int64_t tile, double scale, bool streams) {
   A values[COLL_LANES];
   const char* from = s.from;
   char* to = s.to;
@@ -115,12 +124,12 @@ void cast_any_span(const coll_cast_args& a, const coll_cast_span& s, int64_t til
       }
       if (a.work.sums) sums.add(values, n);
       switch (s.to_type) {
-        case COLL_F16: store<coll_fp16, A>(to, values, n, add); break;
-        case COLL_F32: store<float, A>(to, values, n, add); break;
-        case COLL_F64: store<double, A>(to, values, n, add); break;
-        case COLL_BF16: store<coll_bf16, A>(to, values, n, add); break;
-        case COLL_E4M3: store<coll_e4m3, A>(to, values, n, add); break;
-        case COLL_E5M2: store<coll_e5m2, A>(to, values, n, add); break;
+        case COLL_F16: store<coll_fp16, A>(to, values, n, add, streams); break;
+        case COLL_F32: store<float, A>(to, values, n, add, streams); break;
+        case COLL_F64: store<double, A>(to, values, n, add, streams); break;
+        case COLL_BF16: store<coll_bf16, A>(to, values, n, add, streams); break;
+        case COLL_E4M3: store<coll_e4m3, A>(to, values, n, add, streams); break;
+        case COLL_E5M2: store<coll_e5m2, A>(to, values, n, add, streams); break;
       }
       from += (int64_t)n * from_width;
       to += (int64_t)n * to_width;
@@ -131,6 +140,7 @@ void cast_any_span(const coll_cast_args& a, const coll_cast_span& s, int64_t til
 
 void copy_span(const coll_cast_args&, const coll_cast_span& s, int64_t, double, bool streams) {
   size_t nbytes = (size_t)s.count * coll_width(s.from_type);
+  if (s.to == s.from) return;  // the tensor lies at its own place in the flat buffer
   if (streams) coll_stream_copy(s.to, s.from, nbytes);
   else memcpy(s.to, s.from, nbytes);
 }
@@ -146,6 +156,7 @@ span_fn pair_of(const coll_cast_args& a) {
 
 span_fn span_of(const coll_cast_args& a, const coll_cast_span& s) {
   if (s.copies) return copy_span;
+  if (s.to == s.from) return coll_cast_is_wide(s) ? cast_any_span<double> : cast_any_span<float>;
   switch (s.from_type * 64 + s.to_type) {
     case COLL_F32 * 64 + COLL_F32: return pair_of<float, float>(a);
     case COLL_F32 * 64 + COLL_BF16: return pair_of<float, coll_bf16>(a);
@@ -167,7 +178,7 @@ void COLL_HOST_NAME(cast)(const void* args, int64_t first, int64_t last) {
   int64_t flat_width = coll_width(a.flat_type);
   int64_t at = coll_tensor_of(a.tensors, a.count, first);
   // Small tensors make this too high an estimate; they are not streamed, as their spans are short.
-  bool big = a.work.tiles * COLL_TILE * 2 * flat_width >= coll_stream_from;
+  bool big = a.work.tiles * COLL_TILE * (flat_width + coll_width(a.tensors[at].type)) >= coll_stream_from;
   for (int64_t tile = first; tile < last;) {
     while (tile >= a.tensors[at].first_tile + coll_tiles_of(a.tensors[at].count)) ++at;
     const coll_tensor& tensor = a.tensors[at];

@@ -6,7 +6,7 @@ import torch
 
 from collectives import kernels
 
-from . import mutant_rows_others
+from . import mutant_rows_others, optimizer_mutants
 from .mutants import TYPES, Arena, Rows, plant
 
 __all__ = ["rows"]
@@ -228,4 +228,4 @@ def cast_on_host() -> Rows:
 
 
 def rows() -> Rows:
-    return [*cast_on_cuda(), *cast_on_host(), *mutant_rows_others.rows()]
+    return [*cast_on_cuda(), *cast_on_host(), *mutant_rows_others.rows(), *optimizer_mutants.rows()]

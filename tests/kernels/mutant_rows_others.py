@@ -1,4 +1,4 @@
-"""Errors for test_mutants.py in the launchers of reduce_n, of the wire formats and of the optimizers."""
+"""Errors for test_mutants.py in the launchers of reduce_n and of the wire formats."""
 
 from __future__ import annotations
 
@@ -191,76 +191,5 @@ def wire_formats() -> Rows:
     ]  # fmt: skip
 
 
-# ---- Optimizers.
-def state_of(arena: Arena, dtype, counts, skip: int, master: bool):
-    state = torch.float64 if dtype == torch.float64 else torch.float32
-    params = [arena.normal(n, dtype, skip) for n in counts]
-    masters = [arena.put(each.to(state), skip) for each in params] if master else None
-    grads = [arena.normal(n, dtype, 0) for n in counts]
-    first = [arena.normal(n, state, skip) for n in counts]
-    second = [arena.put(arena.normal(n, state).square(), skip) for n in counts]
-    return params, grads, first, second, masters
-
-
-COUNTS = (5, 4096, 4097, 9001, 1)
-
-
-def adam(arena: Arena) -> None:
-    for dtype, master, skip, seed in (
-        (torch.float32, False, 0, None), (torch.bfloat16, True, 1, None), (torch.bfloat16, False, 0, 7),
-        (torch.float64, False, 1, None),
-    ):  # fmt: skip
-        params, grads, first, second, masters = state_of(arena, dtype, COUNTS, skip, master)
-        largest = [arena.put(each * 1.5) for each in second] if skip else None
-        kernels.adam_step(
-            params, grads, first, second, master=masters, max_exp_avg_sq=largest, lr=0.01, weight_decay=0.1,
-            decoupled=skip == 0, step=3, grad_scale=0.5, seed=seed, position=list(range(0, 40960, 8192)),
-        )  # fmt: skip
-
-
-def sgd(arena: Arena) -> None:
-    for dtype, master, skip in ((torch.float32, False, 1), (torch.bfloat16, True, 0), (torch.float64, False, 0)):
-        params, grads, first, _, masters = state_of(arena, dtype, COUNTS, skip, master)
-        kernels.sgd_step(
-            params, grads, first, master=masters, lr=0.01, momentum_factor=0.9, nesterov=skip == 1, weight_decay=0.1,
-            step=3,
-        )  # fmt: skip
-        kernels.sgd_step(params[3], grads[3], lr=0.1)
-
-
-def optimizers() -> Rows:
-    return [
-        *plant(
-            "cuda/optim.cu", "", (adam, sgd),
-            ("(uint64_t)from % sizeof(coll_pack_of<S, kPack>)", "(uint64_t)from % sizeof(S)"),
-            ("if (n == kPack && (uint64_t)to % sizeof(coll_pack_of<D,", "if ((uint64_t)to % sizeof(coll_pack_of<D,"),
-            ("if (j < n) to[j] = coll_element", "if (j <= n) to[j] = coll_element"),
-            ("if (j < n) to[j] = rounded[j];", "to[j] = rounded[j];"),
-            ("(uint64_t)(row.position + i)", "(uint64_t)i"),
-            ("if (row.master) store_pack", "if (!row.master) store_pack"),
-            ("store_pack((A*)row.second + i, v, n);", ""),
-            ("if (rule.amsgrad) store_pack", "if (!rule.amsgrad) store_pack"),
-            ("i < tile.count; i += blockDim.x * kPack", "i < tile.count; i += COLL_BLOCK * kPack"),
-            ("tile.count - i < kPack ? tile.count - i : kPack", "kPack"),
-            ("if (tile >= last || coll_left_out(a.update)) return;", "tile = 0;"),
-            ("if (end > last) end = last;", ""),
-            ("tile < last; ++at) {\n    __syncthreads();", "tile < last; ++at) {"),
-            ("coll_rounded<double>(rule);\n    }\n    __syncthreads();", "coll_rounded<double>(rule);\n    }"),
-        ),
-        *plant(
-            "host/optim.cpp", "", (adam, sgd),
-            ("tile.count - start < kBlock ? tile.count - start : kBlock", "kBlock"),
-            ("int64_t at = tile.first + start;", "int64_t at = tile.first;"),
-            ("static_cast<A*>(row.first) + at", "static_cast<A*>(row.first) + start"),
-            ("b.second[i] = v;", ""),
-            ("if (kShape & 2) b.largest[i] = x;", ""),
-            ("(uint64_t)(row.position + at)", "(uint64_t)at"),
-            ("if (row.param_type == kTypeOf<A>) continue;", "if (row.param_type == kTypeOf<A>) break;"),
-            ("if (end > last) end = last;", ""),
-            ("b.param = static_cast<A*>(row.master) + at;", "b.param = static_cast<A*>(row.master);"),
-        ),
-    ]  # fmt: skip
-
-
 def rows() -> Rows:
-    return [*reduction(), *wire_formats(), *optimizers()]
+    return [*reduction(), *wire_formats()]

@@ -287,8 +287,8 @@ def test_launch(machine, monkeypatch):
     kernels.pack(tensors, same, scale=0.3, statistics=expected)
     assert torch.equal(flat, same) and statistics.sum_of_squares.equal(expected.sum_of_squares)
     # 33 tiles, but 3 processors take 24 blocks; finish is one block.
-    assert machine.launches == [("coll_cast", 1, 24, 256, 1001), ("coll_finish", 1, 1, 256, 1001)]
-    assert machine.loads == [("cast.cu", 1)]
+    assert machine.launches == [("coll_cast_f32_f32", 1, 24, 256, 1001), ("coll_finish", 1, 1, 256, 1001)]
+    assert machine.loads == [("cast_pairs.cu", 1), ("cast.cu", 1)]
     assert machine.current == 0
 
 
@@ -298,7 +298,7 @@ def test_a_source_is_loaded_once_a_gpu(machine, monkeypatch):
         pack_on(index, monkeypatch, tensors)
     machine.current = 1
     pack_on(None, monkeypatch, tensors)
-    assert machine.loads == [("cast.cu", 0), ("cast.cu", 1)]
+    assert machine.loads == [("cast_pairs.cu", 0), ("cast_pairs.cu", 1)]
     assert [launch[1] for launch in machine.launches] == [0, 1, 0, 0, 1]
 
 

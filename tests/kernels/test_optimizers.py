@@ -494,6 +494,15 @@ def test_several_tensors_follow_each_other_or_have_their_own_positions():
         assert torch.equal(torch.cat(params), whole)
 
 
+@pytest.mark.parametrize("path", ["threads", "shim 3 64 reverse"])
+def test_only_bf16_is_rounded_at_random(path):
+    params = [torch.zeros(5000, dtype=dtype) for dtype in (F16, BF16, F32, F64)]
+    masters = [torch.full((5000,), 1.0001), torch.full((5000,), 1.003), None, None]
+    grads = [torch.zeros(5000), torch.zeros(5000), torch.full((5000,), -1.003), torch.full((5000,), -1.003)]
+    on_path(path, lambda: kernels.sgd_step(params, grads, master=masters, lr=1.0, seed=1))
+    assert [len(param.unique()) for param in params] == [1, 2, 1, 1]
+
+
 # ---- Other arrays.
 def test_numpy_arrays_are_taken_by_pointer():
     a, b = make("adamw", 1000), make("adamw", 1000)

@@ -1,8 +1,7 @@
-"""Wire formats: all bits against the oracle, on every instruction set and by the text for CUDA; bounds; refusals."""
+"""Wire formats: all bits against the oracle, on every instruction set and by the text for CUDA; bounds; feedback."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 
@@ -13,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import kernels
-from collectives.errors import InvalidArgument
 from collectives.layout import WIRE_BLOCKS, WIRE_FORMATS, wire_layout
-from tests.buffers import Guarded, memory_of
 from tests.oracle import DTYPES, encode
 
-from . import shim, wire_oracle
+from . import wire_oracle
+from .ways import HOSTS, TEXTS, Place, bits, made
 
 FORMATS = tuple(WIRE_FORMATS)
 SCALED = tuple(name for name in FORMATS if WIRE_FORMATS[name].scaled)
@@ -29,88 +27,16 @@ SEED = 0x9E3779B97F4A7C15
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-# ---- Ways to run a kernel.
-def instruction_sets() -> list[str]:
-    found = []
-    for name in ("baseline", "avx2", "avx512"):
-        with contextlib.suppress(InvalidArgument):
-            found.append(kernels.use_isa(name))
-    kernels.use_isa()
-    return found
-
-
-@contextlib.contextmanager
-def host(isa: str, threads: int = 1):
-    kernels.use_isa(isa)
-    kernels.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        kernels.use_isa()
-        kernels.set_num_threads(None)
-
-
-ISAS = instruction_sets()
-HOSTS = [(f"{isa} {count}", lambda isa=isa, count=count: host(isa, count)) for isa in ISAS for count in (1, 2)]
-TEXTS = [
-    (f"text {grid}x{block} {order}", lambda g=grid, b=block, o=order: shim.cuda_text(grid=g, block=b, order=o))
-    for grid, block, order in ((1, 1, "forward"), (3, 64, "reverse"), (2, 256, 1), (5, 100, "forward"))
-]
-
-
-def array(buffer: Guarded, dtype: torch.dtype) -> torch.Tensor:
-    """The buffer as a tensor, at its very address."""
-    if isinstance(buffer.block, np.ndarray):
-        inner = torch.from_numpy(buffer.block[buffer.start : buffer.start + buffer.nbytes])
-    else:
-        inner = buffer.block[buffer.start : buffer.start + buffer.nbytes]
-    return inner.view(dtype)
-
-
-def bits(tensor: torch.Tensor) -> np.ndarray:
-    if not tensor.numel():
-        return np.zeros(0, dtype=np.uint8)
-    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-
-
-class Place:
-    """Guarded memory for the arrays of one call; all guard zones are looked at in the end."""
-
-    def __init__(self, engine: str = "host", offset: int = 0):
-        self.memory = memory_of(engine)
-        self.offset = offset  # elements past a 64-byte boundary
-        self.buffers = []
-
-    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        itemsize = 4 if dtype == torch.uint8 else dtype.itemsize  # wires keep to 4 bytes
-        self.buffers.append(Guarded(self.memory, count * dtype.itemsize, self.offset * itemsize))
-        return array(self.buffers[-1], dtype)
-
-    def copy(self, values: torch.Tensor) -> torch.Tensor:
-        tensor = self.empty(values.numel(), values.dtype)
-        tensor.copy_(values)
-        return tensor
-
-    def check(self):
-        assert all(buffer.guards_intact() for buffer in self.buffers), "written outside of an array"
-
-
 # ---- Values.
-def made(count: int, seed: int = 0, *, specials: bool = True) -> torch.Tensor:
-    """fp32 values whose size differs from one 64 to the next; with specials also runs of 0, NaN, largest and least."""
-    rng = np.random.default_rng(seed + count)
-    sizes = np.repeat(np.exp2(rng.integers(-20, 20, count // 64 + 1)), 64)[:count]
-    values = (rng.standard_normal(count) * sizes).astype(np.float32)
-    if specials:
-        odd = np.array([0.0, -0.0, 1e-45, -1e-42, 2e-38, 3.4e38, -3.4028235e38, np.inf, -np.inf, np.nan], np.float32)
-        for start in range(0, count, 700):
-            values[start : start + rng.integers(1, 400)] = rng.choice(odd[: rng.integers(1, len(odd) + 1)])
-        values[rng.random(count) < 0.01] = 0.0
-    return torch.from_numpy(values)
-
-
 def residual_of(count: int, dtype: torch.dtype | None, seed: int = 1) -> torch.Tensor | None:
     return None if dtype is None else made(count, seed, specials=False).to(dtype)
+
+
+def made_as(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of any floating dtype; fp8's within its range, past which torch makes NaN of them."""
+    if dtype.itemsize == 1:
+        return (made(count, specials=False) * 2.0**-12).clamp(-448, 448).to(dtype)
+    return made(count, specials=dtype.itemsize > 2).to(dtype)
 
 
 def values_in(source: torch.Tensor, scale: float, residual: torch.Tensor | None) -> np.ndarray:
@@ -221,7 +147,7 @@ def test_sizes_by_the_cuda_text(count):
 @pytest.mark.parametrize("way", [*HOSTS[::2], TEXTS[1]], ids=lambda way: way[0])
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 def test_sources_of_every_dtype(dtype, way):
-    source = made(5003).double() if dtype == torch.float64 else made(5003, specials=False).to(dtype)
+    source = made_as(5003, dtype)
     for format, offset in itertools.product(("int8", "fp16"), (0, 1, 3)):
         check_quantize(way[1], source, format, 256, scale=1 / 3, offset=offset)
 
@@ -313,6 +239,20 @@ def test_seeds_differ():
     for wire, seed in zip(wires, (1, 2, 1 << 32), strict=True):
         kernels.quantize(x, wire, format="int8", seed=seed)
     assert not torch.equal(wires[0], wires[1]) and not torch.equal(wires[0], wires[2])
+
+
+@pytest.mark.parametrize("way", [*HOSTS[::2], TEXTS[0]], ids=lambda way: way[0])
+def test_int8_at_random_stays_in_range(way):
+    """x * (127 / max) may be a little more than 127, and the largest draws would carry it to 128, which is -128."""
+    amax = np.arange(0x3FFC0000, 0x40000000, dtype=np.uint32).view(np.float32)
+    x = amax[amax * (np.float32(127) / amax) > 127][0]
+    words = wire_oracle.philox_words(SEED, 0, 1 << 20)
+    positions = np.flatnonzero(words >= (1 << 32) - (1 << 15))
+    assert len(positions)
+    for position in map(int, positions):
+        for value in (float(x), -float(x)):
+            check_quantize(way[1], torch.tensor([value]), "int8", 128, seed=SEED, position=position)
+            assert abs(carried_of(torch.tensor([value]), "int8", 128, SEED)[0] / value - 1) < 2.0**-6
 
 
 # ---- Bounds.
@@ -620,154 +560,6 @@ def test_requantize_keeps_the_bound(format, seed):
     assert (np.abs(values.double().numpy() - exact) <= bound * (1 + 2.0**-14) + reach * n * 2.0**-23).all()
 
 
-# ---- Layout.
-def test_layout():
-    assert wire_layout(5, "int8", 128) == (5, 16, 1, 32)
-    assert wire_layout(4096, "fp8_e4m3", 128) == (4096, 4096, 32, 4224)
-    assert wire_layout(129, "fp8_e5m2", 128) == (129, 144, 2, 160)
-    assert wire_layout(9, "bf16", 128) == (18, 32, 0, 32)
-    assert wire_layout(2**33 + 1, "fp16")[3] == 2**34 + 16
-    for format in FORMATS:
-        assert wire_layout(0, format) == (0, 0, 0, 0)
-    for wrong, match in (
-        ((3, "int4"), "format must be one of 'fp16', .*'int8', not 'int4'"),
-        ((3, "int8", 64), "block must be one of 128, 256, 512, not 64"),
-        ((-1, "int8"), "count must be 0 or more"),
-    ):
-        with pytest.raises(InvalidArgument, match=match):
-            wire_layout(*wrong)
-
-
-# ---- Refusals.
-def refuse(match, call, *arguments, **options):
-    """It raises, and has written nothing."""
-    written = [each for each in (*arguments, *options.values()) if isinstance(each, torch.Tensor) and each.is_cpu]
-    written = [each for each in written if each.layout == torch.strided]
-    before = [bits(each).copy() for each in written]
-    with pytest.raises(InvalidArgument, match=match) as caught:
-        call(*arguments, **options)
-    assert all(np.array_equal(bits(each), old) for each, old in zip(written, before, strict=True))
-    assert caught.value.op == call.__name__
-
-
-WIRE = wire_layout(100, "int8").nbytes
-X, W = torch.ones(100), torch.zeros(WIRE, dtype=torch.uint8)
-
-
-@pytest.mark.parametrize(
-    ("match", "source", "wire", "options"),
-    [
-        ("source is int32: only floating dtypes", X.int(), W, {}),
-        ("source is complex64: only floating", X.to(torch.complex64), W, {}),
-        ("source must be a torch tensor, .* not list", [1.0], W, {}),
-        ("source is a meta tensor", X.to("meta"), W, {}),
-        ("source is a sparse", X.to_sparse(), W, {}),
-        (r"source of shape \(100,\) and strides \(2,\) isn't contiguous", torch.ones(200)[::2], W, {}),
-        ("wire is float32: a wire buffer is uint8", X, torch.zeros(WIRE // 4), {}),
-        (r"wire has 96 bytes, 100 values as int8 in blocks of 256 need 128", X, W[:96], {}),
-        ("wire has 128 bytes, 100 values as fp16 need 208", X, W, {"format": "fp16"}),
-        ("wire begins at an address that is no multiple of 4", X, torch.zeros(WIRE + 2, dtype=torch.uint8)[2:], {}),
-        ("wire of shape .* isn't contiguous", X, torch.zeros(2 * WIRE, dtype=torch.uint8)[::2], {}),
-        ("format must be one of .*, not 'int4'", X, W, {"format": "int4"}),
-        ("format", X, W, {"format": ["int8"]}),
-        ("block must be one of 128, 256, 512, not 100", X, W, {"block": 100}),
-        ("block must be one of", X, W, {"block": None}),
-        ("residual has 128 elements, source 100", X, W, {"residual": torch.zeros(128)}),
-        ("residual is float64: it must be float32 or bfloat16", X, W, {"residual": torch.zeros(100).double()}),
-        ("residual is float16", X, W, {"residual": torch.zeros(100).half()}),
-        ("residual is a meta tensor", X, W, {"residual": torch.zeros(100, device="meta")}),
-        ("residual overlaps source", X, W, {"residual": X}),
-        ("seed must be a whole number from 0 to 18446744073709551615, not -1", X, W, {"seed": -1}),
-        ("seed must be a whole number", X, W, {"seed": 1 << 64}),
-        ("seed must be a whole number", X, W, {"seed": 1.5}),
-        ("seed must be a whole number", X, W, {"seed": True}),
-        ("position must be a whole number from 0", X, W, {"position": -1}),
-        ("position must be a whole number", X, W, {"position": (1 << 63) - 100}),
-        ("scale must be a number", X, W, {"scale": "1"}),
-        ("scale must be a number", X, W, {"scale": None}),
-        ("scale is float64 of 1 elements", X, W, {"scale": torch.ones(1).double()}),
-        ("scale is float32 of 2 elements", X, W, {"scale": torch.ones(2)}),
-        ("scale must be finite, not 1000", X, W, {"scale": 10**400}),
-        ("scale must be finite, not nan", X, W, {"scale": math.nan}),
-        ("wire overlaps scale", X, W, {"scale": W.view(torch.float32)[3:4]}),
-    ],
-)
-def test_quantize_refuses(match, source, wire, options):
-    refuse(match, kernels.quantize, source, wire, **({"format": "int8"} | options))
-
-
-def test_quantize_refuses_overlaps():
-    whole = torch.zeros(1000)
-    inside = whole.view(torch.uint8)
-    refuse("wire overlaps source", kernels.quantize, whole[:100], inside[:WIRE], format="int8")
-    refuse("wire overlaps source", kernels.quantize, whole[:100], inside[396 : 396 + WIRE], format="int8")
-    kernels.quantize(whole[:100], inside[400 : 400 + WIRE], format="int8")
-    for residual in (whole[131:231], whole[50:150]):
-        refuse(
-            "residual overlaps", kernels.quantize, whole[:100], inside[400 : 400 + WIRE], format="int8",
-            residual=residual,
-        )  # fmt: skip
-    unaligned = np.frombuffer(bytearray(500), dtype=np.uint8)[1:401].view(np.float32)
-    refuse("source begins at an address that is no multiple of 4", kernels.quantize, unaligned, W, format="int8")
-    read_only = W.numpy().copy()
-    read_only.flags.writeable = False
-    refuse("wire is a read-only NumPy array", kernels.quantize, X, read_only, format="int8")
-
-
-def test_the_wires_are_looked_at():
-    good, out = [torch.zeros(WIRE, dtype=torch.uint8) for _ in range(4)], torch.zeros(100)
-    reduce = kernels.reduce_wires
-    refuse("wires must be a sequence", reduce, good[0], out, format="int8")
-    refuse("wires must be a sequence", reduce, None, out, format="int8")
-    refuse("wires is empty", reduce, [], out, format="int8")
-    refuse("wire 2 has 96 bytes, wire 0 has 128", reduce, [*good[:2], good[2][:96]], out, format="int8")
-    refuse("wire 0 has 128 bytes, 100 values as bf16 need 208", reduce, good, out, format="bf16")
-    refuse("wire 3 is int8: a wire buffer is uint8", reduce, [*good[:3], good[3].view(torch.int8)], out, format="int8")
-    refuse("wire 1 is a meta tensor", reduce, [good[0], good[1].to("meta")], out, format="int8")
-    refuse("out overlaps wire 1", reduce, [good[0], out.view(torch.uint8)[:WIRE]], out, format="int8")
-    refuse("out is int64: only floating", reduce, good, out.long(), format="int8")
-    refuse("average_over must be a whole number from 1", reduce, good, out, format="int8", average_over=0)
-    refuse("the statistics are on", reduce, good, out, format="int8", statistics=kernels.Statistics("meta"))
-    refuse("wire has 64 bytes, 100 values", kernels.dequantize, good[0][:64], out, format="int8")
-    refuse("statistics must be a Statistics, not list", kernels.dequantize, good[0], out, format="int8", statistics=[])
-    refuse("out overlaps wire:", kernels.dequantize, out.view(torch.uint8)[:WIRE], out, format="int8")
-    again = kernels.requantize
-    own = good[3]
-    refuse("out has 64 bytes, 100 values", again, good[:3], own[:64], count=100, format="int8")
-    refuse("residual has 99 elements, each wire 100", again, good[:3], own, count=100, format="int8", residual=X[:99])
-    refuse("count must be a whole number from 0", again, good[:3], own, count=-1, format="int8")
-    refuse("count must be a whole number", again, good[:3], own, count=1.0, format="int8")
-    shifted = torch.zeros(2 * WIRE, dtype=torch.uint8)
-    refuse(
-        "out overlaps wire 1", again, [good[0], shifted[:WIRE]], shifted[16 : 16 + WIRE], count=100, format="int8"
-    )
-    twenty = [torch.zeros(80, dtype=torch.uint8) for _ in range(2)]
-    refuse(
-        "residual overlaps wire 1", again, [each[:48] for each in twenty], twenty[0][:48], count=20, format="int8",
-        residual=twenty[1].view(torch.float32),
-    )  # fmt: skip
-
-
-def test_a_table_whose_wires_have_gone():
-    wires, out = [torch.zeros(WIRE, dtype=torch.uint8) for _ in range(3)], torch.zeros(100)
-    table = kernels.WireTable(wires)
-    assert len(table) == 3
-    kernels.reduce_wires(table, out, format="int8")
-    wires[1].data = torch.ones(WIRE, dtype=torch.uint8)
-    refuse("wire 1 has been freed or has moved", kernels.reduce_wires, table, out, format="int8")
-    table = kernels.WireTable(wires)
-    wires[1].untyped_storage().resize_(0)
-    refuse("wire 1 has been freed or has moved", kernels.requantize, table, W.clone(), count=100, format="int8")
-
-
-def test_numpy_arrays():
-    x = made(1000, specials=False).numpy()
-    wire, out = np.zeros(wire_layout(1000, "int8").nbytes, np.uint8), np.zeros(1000, np.float32)
-    kernels.quantize(x, wire, format="int8", residual=np.zeros(1000, np.float32))
-    kernels.dequantize(wire, out, format="int8")
-    assert np.array_equal(out, wire_oracle.encoded(x, "int8", 256).carried)
-
-
 # ---- On a GPU: the same calls, the same bits.
 @pytest.mark.gpu
 @pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=["plain", "fp32", "bf16"])
@@ -777,7 +569,7 @@ def test_on_a_gpu(format, seed, residual):
     for (count, block), source_dtype in zip(
         ((1, 128), (4097, 256), (9973, 512), (MANY, 128), (0, 128), (5_000_011, 256)), FLOATING, strict=True
     ):
-        source = made(count, specials=source_dtype == torch.float32).to(source_dtype)
+        source = made_as(count, source_dtype)
         before = residual_of(count, residual)
         results = []
         for engine in ("host", "nccl"):
@@ -809,13 +601,3 @@ def test_on_a_gpu(format, seed, residual):
         assert all(same_wire(format, a, b) for a, b in zip(ours[0], theirs[0], strict=True))
         assert residual is None or np.array_equal(ours[1], theirs[1])
         assert same_or_nan(ours[2], theirs[2]) and same_or_nan(ours[3], theirs[3]) and torch.equal(ours[4], theirs[4])
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_devices_are_checked():
-    x, wire = X.cuda(), W.cuda()
-    refuse("wire is on cpu, source on cuda:0", kernels.quantize, x, W, format="int8")
-    refuse("residual is on cpu", kernels.quantize, x, wire, format="int8", residual=torch.zeros(100))
-    refuse("scale is on cpu", kernels.quantize, x, wire, format="int8", scale=torch.ones(1))
-    refuse("wire 1 is on cpu, wire 0 on cuda:0", kernels.reduce_wires, [wire, W], x, format="int8")
-    refuse("out is on cpu, the wires on cuda:0", kernels.reduce_wires, [wire, wire], X.clone(), format="int8")

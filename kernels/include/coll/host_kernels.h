@@ -150,7 +150,7 @@ class coll_tile_sums {
   }
 
   // count_bad(limit) gives the number of the tile's values that are bad. It is called only where there may be one: a sum of
-  // squares is not less than any of them, whatever was rounded.
+  // squares is not less than any of them, whatever was rounded. It reads the inputs again: not for kernels that write over them.
   template <class F>
   void finish(const coll_work& work, int64_t tile, F count_bad) {
     A sum = fold();

@@ -1,0 +1,642 @@
+"""pack and unpack against the definition in NumPy, bit for bit: every instruction set, and the CUDA kernels' text."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import kernels
+from collectives.kernels import abi, cuda
+from collectives.layout import bucket_layout
+from tests.buffers import Guarded, memory_of
+from tests.kernels import shim
+from tests.oracle import DTYPES, DType, decode, encode, make, same
+
+FLOATS = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8e4m3": torch.float8_e4m3fn,
+    "float8e5m2": torch.float8_e5m2,
+}
+TILE, LANES = 4096, 1024
+SIZES = (0, 1, 3, 1023, 0, 4095, 4096, 4097, 10007, 0)
+SCALE = 1.0 / 3.0
+POISON = 0x5C
+HOST = ("baseline", "avx2", "avx512")
+TEXT = ((1, 256, "forward"), (3, 64, "reverse"), (5, 37, 7))  # grid, block, order
+MODES = (*HOST, *(f"text-{grid}-{block}" for grid, block, _ in TEXT))
+
+
+@contextlib.contextmanager
+def running(mode: str):
+    """Run kernels by one instruction set of the host, or by the text of the CUDA kernels."""
+    if mode in HOST:
+        try:
+            kernels.use_isa(mode)
+        except kernels.execution.InvalidArgument:
+            pytest.skip(f"this machine has no {mode}")
+        try:
+            yield
+        finally:
+            kernels.use_isa()
+    else:
+        grid, block, order = TEXT[MODES.index(mode) - len(HOST)]
+        with shim.cuda_text(grid=grid, block=block, order=order):
+            yield
+
+
+@pytest.fixture(params=MODES)
+def mode(request):
+    with running(request.param):
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    kernels.set_num_threads(1)
+    yield
+    kernels.set_num_threads(None)
+
+
+# ---- Memory between guard zones, as torch sees it.
+@dataclasses.dataclass
+class Array:
+    """Elements of a type of the oracle between guard zones."""
+
+    dtype: DType
+    guarded: Guarded
+    tensor: torch.Tensor
+
+    @property
+    def bits(self) -> np.ndarray:
+        return self.guarded.values(self.dtype.storage)
+
+    def intact(self) -> bool:
+        return self.guarded.guards_intact()
+
+
+def array(name: str, values: np.ndarray | int, shift: int = 0, engine: str = "host") -> Array:
+    """``values``: stored elements, or how many poisoned ones. ``shift``: elements past a 64-byte boundary."""
+    dtype = DTYPES[name]
+    count = values if isinstance(values, int) else values.size
+    guarded = Guarded(memory_of(engine), count * dtype.itemsize, shift * dtype.itemsize)
+    if not isinstance(values, int):
+        guarded.write(values)
+    block = guarded.block if isinstance(guarded.block, torch.Tensor) else torch.from_numpy(guarded.block)
+    piece = block[guarded.start : guarded.start + guarded.nbytes]
+    torch_dtype = FLOATS.get(name) or getattr(torch, name)
+    empty = torch.empty(0, dtype=torch_dtype, device=piece.device)
+    return Array(dtype, guarded, piece.view(torch_dtype) if count else empty)
+
+
+def arrays(
+    name: str, sizes, seed: int, *, shift: int = 0, engine: str = "host", specials: bool = True
+) -> list[Array]:
+    """``specials``: NaN, subnormals and the like among the values; without them the sum of squares is a number."""
+    return [
+        array(name, make(DTYPES[name], size, seed + index, specials=specials), shift * (index % 3), engine)
+        for index, size in enumerate(sizes)
+    ]
+
+
+def tensors_of(made: list[Array]) -> list[torch.Tensor]:
+    return [each.tensor for each in made]
+
+
+# ---- What the kernels must do, from the definition.
+def values_of(dtype: DType, bits: np.ndarray, to: DType, scale: float) -> np.ndarray:
+    """The elements in fp32 or fp64, scaled."""
+    work = np.float64 if "float64" in (dtype.name, to.name) else np.float32
+    with np.errstate(all="ignore"):
+        return decode(dtype, bits).astype(work) * work(scale)
+
+
+LIMITS = {"float16": 65520.0, "bfloat16": float.fromhex("0x1.ffp127"), "float32": float.fromhex("0x1.ffffffp127")}
+
+
+def count_bad(values: np.ndarray, to: DType) -> int:
+    """Values that are not finite, or that round to infinity."""
+    limit = LIMITS.get(to.name, np.inf)
+    with np.errstate(invalid="ignore"):
+        return int((~(np.abs(values.astype(np.float64)) < limit)).sum())
+
+
+def fold(lanes: np.ndarray):
+    while lanes.size > 1:
+        half = lanes.size // 2
+        lanes = lanes[:half] + lanes[half:]
+    return lanes[0]
+
+
+def sum_of(values: np.ndarray):
+    """Value i goes to lane i % 1024; a lane adds in order; the lanes are folded in halves."""
+    lanes = np.zeros(LANES, values.dtype)
+    for start in range(0, values.size, LANES):
+        row = values[start : start + LANES]
+        lanes[: row.size] += row
+    return fold(lanes)
+
+
+def sum_of_squares(pieces: list[np.ndarray]) -> np.float64:
+    with np.errstate(all="ignore"):
+        tiles = [
+            np.float64(sum_of(piece[start : start + TILE] ** 2))
+            for piece in pieces
+            for start in range(0, piece.size, TILE)
+        ]
+        return sum_of(np.array(tiles, dtype=np.float64))
+
+
+def check(dtype: DType, got: np.ndarray, want: np.ndarray, what: str) -> None:
+    wrong = np.flatnonzero(~same(dtype, got, want))
+    first = wrong[:1]
+    assert not wrong.size, f"{what}: {wrong.size} of {got.size} differ, first {first}: {got[first]} {want[first]}"
+
+
+def check_statistics(found: kernels.Statistics, pieces: list[np.ndarray], to: list[DType]) -> None:
+    got, want = found.sum_of_squares.cpu().numpy()[0], sum_of_squares(pieces)
+    assert got == want or (np.isnan(got) and np.isnan(want)), (got, want)
+    assert found.nonfinite.item() == sum(count_bad(*each) for each in zip(pieces, to, strict=True))
+
+
+def check_packed(sources: list[Array], flat: Array, offsets, scale: float, found, *, pads: bool = True) -> None:
+    """The whole flat buffer: tensors, zeros up to the next 16 bytes, poison everywhere else."""
+    want = np.full(flat.guarded.nbytes, POISON, np.uint8).view(flat.dtype.storage)
+    pieces = []
+    for source, offset in zip(sources, offsets, strict=True):
+        pieces.append(values_of(source.dtype, source.bits, flat.dtype, scale))
+        end = offset + source.bits.size
+        want[offset:end] = encode(flat.dtype, pieces[-1])
+        if pads:
+            want[end : -(-end * flat.dtype.itemsize // 16) * 16 // flat.dtype.itemsize] = 0
+    check(flat.dtype, flat.bits, want, "flat")
+    assert flat.intact() and all(source.intact() for source in sources)
+    if found is not None:
+        check_statistics(found, pieces, [flat.dtype] * len(pieces))
+
+
+# ---- All pairs of types.
+@pytest.mark.parametrize("to", FLOATS)
+@pytest.mark.parametrize("source", FLOATS)
+def test_pack_all_types(mode, source, to):
+    sizes = SIZES if mode in HOST else SIZES[:-2]
+    for specials in (True, False):
+        sources = arrays(source, sizes, 1, specials=specials)
+        table = kernels.Table(tensors_of(sources), FLOATS[to])
+        flat = array(to, table.total)
+        found = kernels.Statistics()
+        kernels.pack(table, flat.tensor, scale=SCALE, statistics=found)
+        check_packed(sources, flat, table.offsets, SCALE, found)
+        assert specials or 0 < found.sum_of_squares.item() < np.inf
+        flat = array(to, table.total)
+        kernels.pack(table, flat.tensor, scale=SCALE)
+        check_packed(sources, flat, table.offsets, SCALE, None)
+
+
+@pytest.mark.parametrize("to", FLOATS)
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("add, specials", [(False, True), (True, False), (True, True)])
+def test_unpack_all_types(mode, source, to, add, specials):
+    sizes = SIZES if mode in HOST else SIZES[:-2]
+    offsets, total = bucket_layout(sizes, DTYPES[source].itemsize)
+    flat = array(source, make(DTYPES[source], total, 2, specials=specials))
+    targets = arrays(to, sizes, 3)
+    before = [target.bits for target in targets]
+    found = kernels.Statistics()
+    kernels.unpack(flat.tensor, tensors_of(targets), scale=SCALE, add=add, statistics=found)
+    pieces = []
+    for index, (target, offset, old) in enumerate(zip(targets, offsets, before, strict=True)):
+        pieces.append(values_of(flat.dtype, flat.bits[offset : offset + old.size], target.dtype, SCALE))
+        result = pieces[-1]
+        if add:
+            with np.errstate(all="ignore"):
+                result = decode(target.dtype, old).astype(result.dtype) + result
+        check(target.dtype, target.bits, encode(target.dtype, result), f"tensor {index}")
+        assert target.intact()
+    assert flat.intact()
+    check_statistics(found, pieces, [target.dtype for target in targets])
+
+
+@pytest.mark.parametrize("to", FLOATS)
+def test_mixed_types_in_one_table(mode, to):
+    sources = [array(name, make(DTYPES[name], 5000 + i, 4 + i), i) for i, name in enumerate(list(FLOATS) * 2)]
+    table = kernels.Table(tensors_of(sources), FLOATS[to])
+    flat = array(to, table.total + 5, shift=1)
+    found = kernels.Statistics()
+    kernels.pack(table, flat.tensor, statistics=found)
+    check_packed(sources, flat, table.offsets, 1.0, found)
+    kernels.pack(table, flat.tensor)  # tensors of the same type are copied
+    for source, offset in zip(sources, table.offsets, strict=True):
+        want = encode(flat.dtype, values_of(source.dtype, source.bits, flat.dtype, 1.0))
+        check(flat.dtype, flat.bits[offset : offset + want.size], want, source.dtype.name)
+
+
+PAIRS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float8e5m2")]
+
+
+@pytest.mark.parametrize("source, to", PAIRS)
+def test_unaligned_views(mode, source, to):
+    sources = arrays(source, (4099, 1, 2050, 15, 8191), 5, shift=1)
+    table = kernels.Table(tensors_of(sources), FLOATS[to])
+    for shift in (1, 3):
+        flat = array(to, table.total, shift)
+        found = kernels.Statistics()
+        kernels.pack(table, flat.tensor, scale=-2.5, statistics=found)
+        check_packed(sources, flat, table.offsets, -2.5, found)
+        targets = [array(source, each.bits.size, 2) for each in sources]
+        kernels.unpack(flat.tensor, tensors_of(targets))
+        for target, offset in zip(targets, table.offsets, strict=True):
+            piece = flat.bits[offset : offset + target.bits.size]
+            want = encode(target.dtype, values_of(flat.dtype, piece, target.dtype, 1.0))
+            check(target.dtype, target.bits, want, "back")
+            assert target.intact()
+
+
+@pytest.mark.parametrize("pair", [("float32", "bfloat16"), ("float64", "float16"), ("float32", "float32")])
+def test_own_offsets_leave_the_gaps_alone(mode, pair):
+    source, to = pair
+    sources = arrays(source, (10, 0, 4097, 3), 6)
+    offsets = (4200, 7, 11, 4111)
+    flat = array(to, 4300)
+    found = kernels.Statistics()
+    kernels.pack(tensors_of(sources), flat.tensor, offsets=offsets, scale=SCALE, statistics=found)
+    check_packed(sources, flat, offsets, SCALE, found, pads=False)
+    targets = [array(source, each.bits.size) for each in sources]
+    kernels.unpack(flat.tensor, tensors_of(targets), offsets=offsets)
+    for target, offset in zip(targets, offsets, strict=True):
+        piece = flat.bits[offset : offset + target.bits.size]
+        check(target.dtype, target.bits, encode(target.dtype, values_of(flat.dtype, piece, target.dtype, 1.0)), "back")
+
+
+# ---- Copies.
+ANY = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64]
+ANY += [torch.uint64, torch.complex64, torch.complex128, *FLOATS.values()]
+
+
+@pytest.mark.parametrize("dtype", ANY, ids=lambda dtype: str(dtype)[6:])
+def test_copies_keep_every_bit(mode, dtype):
+    """Signalling NaN and their payloads, too; the padding becomes 0."""
+    rng = np.random.default_rng(7)
+    end = 2 if dtype is torch.bool else 256
+    images = [rng.integers(0, end, n * dtype.itemsize, dtype=np.uint8) for n in (5, 4097, 0, 9000)]
+    tensors = [torch.from_numpy(image.copy()).view(dtype) for image in images if image.size]
+    tensors.insert(2, torch.empty(0, dtype=dtype))
+    table = kernels.Table(tensors, dtype)
+    flat = array("uint8", table.nbytes + 32)
+    kernels.pack(table, flat.tensor.view(dtype))
+    want = np.full(flat.guarded.nbytes, POISON, np.uint8)
+    for image, offset in zip(images, table.offsets, strict=True):
+        start = offset * dtype.itemsize
+        want[start : start + image.size] = image
+        want[start + image.size : start - -image.size // 16 * 16] = 0
+    assert (flat.bits == want).all() and flat.intact()
+    for tensor in tensors:
+        tensor.view(torch.uint8).fill_(0)
+    kernels.unpack(flat.tensor.view(dtype), table)
+    assert all((t.view(torch.uint8).numpy() == image).all() for t, image in zip(tensors, images, strict=True))
+
+
+def test_a_raw_table_takes_every_type(mode):
+    """The state of a module in one buffer of bytes."""
+    module = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3)).half()
+    state = [*module.state_dict().values(), torch.ones(3, dtype=torch.bool), torch.randn(3, dtype=torch.complex128)]
+    table = kernels.Table(state, torch.uint8)
+    assert table.total % 16 == 0 and all(offset % 16 == 0 for offset in table.offsets)
+    flat = array("uint8", table.total)
+    kernels.pack(table, flat.tensor)
+    for tensor, offset in zip(state, table.offsets, strict=True):
+        assert (flat.bits[offset : offset + tensor.nbytes] == tensor.reshape(-1).view(torch.uint8).numpy()).all()
+    others = [torch.zeros_like(tensor) for tensor in state]
+    kernels.unpack(flat.tensor, others)
+    assert all(torch.equal(a, b) for a, b in zip(state, others, strict=True))
+
+
+# ---- Scales.
+def test_a_scale_on_the_device(mode):
+    sources = arrays("float32", (5000, 3), 8)
+    scale = torch.tensor([0.1], dtype=torch.float32)
+    for given in (scale, scale.numpy(), scale[0]):
+        flat = array("bfloat16", 5008)
+        found = kernels.Statistics()
+        kernels.pack(tensors_of(sources), flat.tensor, scale=given, statistics=found)
+        check_packed(sources, flat, (0, 5000), float(scale), found)
+    scale.fill_(1.0)
+    flat = array("float32", 5004)
+    kernels.pack(tensors_of(sources), flat.tensor, scale=scale)
+    check_packed(sources, flat, (0, 5000), 1.0, None)
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.1), np.float64(0.1), 2, np.int64(2), True + 1, -0.0, 1e-45, 3e38])
+def test_numbers_as_scales(scale):
+    sources = arrays("float32", (100,), 9)
+    flat = array("float32", 100)
+    kernels.pack(tensors_of(sources), flat.tensor, scale=scale)
+    check_packed(sources, flat, (0,), float(scale), None)
+
+
+@pytest.mark.parametrize("to", ["bfloat16", "float16", "float8e4m3", "float8e5m2"])
+def test_fp64_is_rounded_once(mode, to):
+    """Just above and below the middle between two values, by less than fp32 can tell."""
+    dtype = DTYPES[to]
+    values = decode(dtype, np.arange(1, 96, dtype=dtype.storage))
+    middles = (values[1:] + values[:-1]) / 2
+    near = np.concatenate([middles, middles * (1 + 2.0**-40), middles * (1 - 2.0**-40), -middles * (1 + 2.0**-40)])
+    source = array("float64", near)
+    flat = array(to, -(-near.size // 16) * 16)
+    kernels.pack([source.tensor], flat.tensor)
+    check_packed([source], flat, (0,), 1.0, None)
+
+
+# ---- Statistics.
+def test_statistics_name_what_overflows(mode):
+    inside = {"float16": 65519.9, "bfloat16": 3.38e38, "float32": 3.4e38, "float8e4m3": 1e30, "float8e5m2": 1e30}
+    beyond = {"float16": 65520.0, "bfloat16": 3.3961775292304601e38, "float32": 3.5e38}
+    for to, value in inside.items():
+        source = array("float64", np.array([value, -value, 1.0, 0.0]))
+        found = kernels.Statistics()
+        kernels.pack([source.tensor], array(to, 16).tensor, statistics=found)
+        assert found.nonfinite.item() == 0, to
+    for to, value in beyond.items():
+        source = array("float64", np.array([value, -value, 1.0, np.nan, np.inf, -np.inf]))
+        found = kernels.Statistics()
+        flat = array(to, 8)
+        kernels.pack([source.tensor], flat.tensor, statistics=found)
+        assert found.nonfinite.item() == 5, to
+        assert (~np.isfinite(decode(flat.dtype, flat.bits).astype(np.float64))).sum() == 5
+
+
+@pytest.mark.parametrize("to", ["float32", "bfloat16", "float16"])
+def test_squares_that_overflow_are_not_bad_values(mode, to):
+    """The sum becomes infinite in fp32; each value is finite. So is one that is hidden among zeros."""
+    big = np.zeros(9000, np.float32)
+    big[[17, 5000]] = 60000.0 if to == "float16" else 1e30
+    source = array("float32", big)
+    found = kernels.Statistics()
+    kernels.pack([source.tensor], array(to, 9000).tensor, statistics=found)
+    check_statistics(found, [big], [DTYPES[to]])
+    assert found.nonfinite.item() == 0
+    big[8999] = np.nan
+    big[0] = np.inf
+    source = array("float32", big)
+    kernels.pack([source.tensor], array(to, 9000).tensor, statistics=found)
+    assert found.nonfinite.item() == 2
+
+
+def touchy(count: int, seed: int) -> np.ndarray:
+    """Few values, of which the small ones' squares count only where they are added up before the large ones come."""
+    rng = np.random.default_rng(seed)
+    values = np.zeros(count, np.float32)
+    lane = rng.integers(0, min(LANES, count), 24)
+    where = lane[rng.integers(0, 24, 48)] + LANES * rng.integers(0, max(1, count // LANES), 48)
+    values[where[where < count]] = rng.choice([1e4, 1.75, -1.5, 3e3, 0.4], int((where < count).sum()))
+    return values
+
+
+@pytest.mark.parametrize("to", ["float32", "bfloat16", "float8e5m2", "float64"])
+def test_the_order_of_the_sums(mode, to):
+    """Any other order gives other sums for such values."""
+    for seed in range(8):
+        sources = [array("float32", touchy(count, seed)) for count in (3 * TILE, 2 * TILE + 700, 5000, 300, 5)]
+        table = kernels.Table(tensors_of(sources), FLOATS[to])
+        flat = array(to, table.total)
+        found = kernels.Statistics()
+        kernels.pack(table, flat.tensor, statistics=found)
+        check_packed(sources, flat, table.offsets, 1.0, found)
+
+
+def test_statistics_are_near_the_exact_norm(mode):
+    values = np.random.default_rng(10).standard_normal(70_001).astype(np.float32)
+    source = array("float32", values)
+    found = kernels.Statistics()
+    kernels.pack([source.tensor], array("bfloat16", 70_008).tensor, scale=SCALE, statistics=found)
+    exact = np.sqrt(((values.astype(np.float64) * np.float32(SCALE)) ** 2).sum())
+    assert abs(found.norm.item() - exact) <= 16 * 2.0**-24 * exact
+
+
+def test_statistics_of_nothing_are_zero(mode):
+    found = kernels.Statistics()
+    kernels.pack([torch.ones(3)], torch.empty(4), statistics=found)
+    assert found.sum_of_squares.item() == 3.0
+    kernels.pack([torch.empty(0)], torch.empty(0), statistics=found)
+    assert found.sum_of_squares.item() == 0.0 and found.nonfinite.item() == 0
+    kernels.unpack(torch.full((5,), torch.nan), [], statistics=found)
+    assert found.sum_of_squares.item() == 0.0 and found.nonfinite.item() == 0
+
+
+# ---- Sizes, threads, places.
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_many_tiles_and_threads(threads):
+    """More than 32 tiles are shared out, and beyond the last-level cache stores go past it: the bits stay."""
+    kernels.set_num_threads(threads)
+    sources = arrays("float32", (70 * TILE + 1, 3, 33 * TILE), 11)
+    for to in ("float32", "bfloat16"):
+        table = kernels.Table(tensors_of(sources), FLOATS[to])
+        flat = array(to, table.total)
+        found = kernels.Statistics()
+        kernels.pack(table, flat.tensor, scale=SCALE, statistics=found)
+        check_packed(sources, flat, table.offsets, SCALE, found)
+
+
+@pytest.fixture(scope="module")
+def many():
+    return torch.randn(7 << 20, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("isa", HOST)
+@pytest.mark.parametrize("shift", [0, 3])
+@pytest.mark.parametrize("names", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_stores_past_the_caches(isa, names, shift, many):
+    """A table that moves more than the last-level cache holds: 42 MiB and more."""
+    source, to = (FLOATS[name] for name in names)
+    values = many.to(source)[shift:]
+    cuts = (0, 1000, 1005, 3_000_000, values.numel())
+    tensors = [values[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    table = kernels.Table(tensors, to)
+    for scale in (1.0, 0.5):
+        flat = array(names[1], table.total, shift)
+        found = kernels.Statistics() if scale != 1.0 else None
+        with running(isa):
+            kernels.pack(table, flat.tensor, scale=scale, statistics=found)
+        for tensor, offset in zip(tensors, table.offsets, strict=True):
+            got, want = flat.tensor[offset : offset + tensor.numel()], (tensor.float() * scale).to(to)
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), offset
+        assert flat.intact()
+        if found is not None:
+            check_statistics(found, [(t.float() * scale).numpy() for t in tensors], [flat.dtype] * len(tensors))
+
+
+def test_a_longer_flat_buffer(mode):
+    sources = arrays("float32", (5, 6), 12)
+    table = kernels.Table(tensors_of(sources), torch.float32)
+    flat = array("float32", table.total + 100)
+    kernels.pack(table, flat.tensor)
+    check_packed(sources, flat, table.offsets, 1.0, None)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64", "float8e4m3"])
+def test_tensors_at_their_own_places(mode, name):
+    """DDP's gradients may be views into the bucket: nothing is copied, but scale and norm are there."""
+    dtype = FLOATS[name]
+    flat = array(name, make(DTYPES[name], 5008, 13))
+    before = flat.bits
+    views = [flat.tensor[:4097], flat.tensor[4104:5003]]
+    table = kernels.Table([views[0], flat.tensor[:0], views[1]], dtype, offsets=(0, 3, 4104))
+    kernels.pack(table, flat.tensor)
+    assert (flat.guarded.bytes() == before.view(np.uint8)).all()
+    found = kernels.Statistics()
+    for scale in (SCALE, 1e30):  # with the latter many values are bad after it, and were not before
+        before = flat.bits
+        kernels.unpack(flat.tensor, table, scale=scale, statistics=found)
+        pieces = [values_of(flat.dtype, before[a:b], flat.dtype, scale) for a, b in ((0, 4097), (4104, 5003))]
+        check(flat.dtype, flat.bits[:4097], encode(flat.dtype, pieces[0]), "first")
+        check(flat.dtype, flat.bits[4104:5003], encode(flat.dtype, pieces[1]), "second")
+        check_statistics(found, pieces, [flat.dtype] * 2)
+        assert flat.intact()
+
+
+def test_thousands_of_tensors_in_one_call(mode):
+    """No limit of 110 tensors a launch."""
+    rng = np.random.default_rng(14)
+    sizes = rng.integers(0, 7, 3000)
+    whole = make(DTYPES["float32"], int(sizes.sum()), 15)
+    ends = np.cumsum(sizes)
+    tensors = [torch.from_numpy(whole[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    table = kernels.Table(tensors, torch.float32)
+    flat = array("float32", table.total)
+    kernels.pack(table, flat.tensor)
+    for index in range(0, 3000, 7):
+        offset = table.offsets[index]
+        assert (flat.bits[offset : offset + sizes[index]] == tensors[index].numpy().view(np.float32)).all() or np.isnan(
+            tensors[index].numpy()
+        ).any()
+
+
+def test_numpy_arrays(mode):
+    sources = [np.arange(5, dtype=np.float32), np.ones((2, 3), dtype=np.float64)]
+    flat = np.full(16, -1, dtype=np.float32)
+    kernels.pack(sources, flat)
+    assert flat.tolist() == [0, 1, 2, 3, 4, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0]
+    targets = [np.zeros(5, dtype=np.float16), np.zeros((2, 3), dtype=np.float32)]
+    kernels.unpack(flat, targets, scale=2.0)
+    assert targets[0].tolist() == [0, 2, 4, 6, 8] and (targets[1] == 2).all()
+
+
+# ---- The tests must see what is wrong with a kernel.
+MUTANTS = {
+    "one element too few": ("if (i < count) packs", "if (i < count - 1) packs"),
+    "one element too many": ("if (i + j < count) dst[i + j]", "if (i + j <= count) dst[i + j]"),
+    "padding left out": ("i < (s.count + s.padding) * width", "i < s.count * width"),
+    "padding too long": ("i < (s.count + s.padding) * width", "i < (s.count + s.padding + 1) * width"),
+    "rows in another order": (
+        "for (int row = 0; row < COLL_ROWS; ++row) {\n      sum +=",
+        "for (int row = COLL_ROWS - 1; row >= 0; --row) {\n      sum +=",
+    ),
+    "a block's last tile": ("(int64_t)blockIdx.x + 1) / gridDim.x;", "(int64_t)blockIdx.x + 1) / gridDim.x - 1;"),
+    "lanes folded as neighbours": ("lanes[i] += lanes[i + half]", "lanes[i] = lanes[2 * i] + lanes[2 * i + 1]"),
+    "a bad value not counted": ("*own_bad +=", "*own_bad |="),
+    "a copy's last word": ("for (; i < words; i += step)", "for (; i < words - 1; i += step)"),
+    "an unaligned load": ("% sizeof(coll_pack_of<S>) == 0", "% sizeof(S) == 0"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name):
+    """Faults planted in the launchers, each seen by what the tests above look at."""
+    old, new = MUTANTS[name]
+    changed = []
+
+    def change(text: str) -> str:
+        changed.append(text.count(old))
+        return text.replace(old, new)
+
+    texts = {}
+
+    def changed_text(source: str) -> shim.Text:
+        if source not in texts:
+            texts[source] = shim.Text(source, change(cuda.source_text(source)))
+        return texts[source]
+
+    with (
+        pytest.raises((AssertionError, shim.Fault)),
+        shim.cuda_text(3, 64, texts=changed_text),
+    ):
+        for found in (None, kernels.Statistics()):
+            for offsets in (None, (0, 20, 5000, 14000)):
+                sources = arrays("float32", (5, 4097, 8192, 10007), 16, specials=False, shift=1)
+                sources[1:3] = [array("float32", touchy(each.bits.size, 3), 1) for each in sources[1:3]]
+                if offsets is None:
+                    sources.append(array("float32", np.full(2048, np.inf, np.float32)))
+                table = kernels.Table(tensors_of(sources), torch.float32, offsets=offsets)
+                flat = array("float32", table.total)
+                kernels.pack(table, flat.tensor, statistics=found)
+                check_packed(sources, flat, table.offsets, 1.0, found, pads=offsets is None)
+    assert changed and all(changed)
+
+
+# ---- On a GPU: the bits of the host.
+@pytest.mark.gpu
+@pytest.mark.parametrize("to", FLOATS)
+@pytest.mark.parametrize("source", FLOATS)
+def test_gpu_pack_and_unpack(source, to):
+    scale_at = torch.tensor([SCALE], device="cuda")
+    sources = arrays(source, (*SIZES, 50 * TILE + 3), 17, shift=1, engine="cuda")
+    table = kernels.Table(tensors_of(sources), FLOATS[to])
+    for scale, found in ((1.0, None), (SCALE, kernels.Statistics("cuda")), (scale_at, kernels.Statistics("cuda"))):
+        flat = array(to, table.total + 3, engine="cuda")
+        kernels.pack(table, flat.tensor, scale=scale, statistics=found)
+        torch.cuda.synchronize()
+        check_packed(sources, flat, table.offsets, float(np.float32(float(scale))) if found else 1.0, found)
+        host = [torch.zeros(each.tensor.shape, dtype=FLOATS[source]) for each in sources]
+        there = [each.cuda() for each in host]
+        for add in (False, True, True):
+            kernels.unpack(flat.tensor, there, scale=0.7, add=add)
+            kernels.unpack(flat.tensor.cpu(), host, scale=0.7, add=add)
+        for a, b in zip(there, host, strict=True):
+            got, want = (t.view(torch.uint8).numpy().view(DTYPES[source].storage) for t in (a.cpu(), b))
+            check(DTYPES[source], got, want, "unpacked")
+
+
+@pytest.mark.gpu
+def test_gpu_other_streams_graphs_and_copies():
+    tensors = [torch.randn(n, device="cuda") for n in (5, 100_003, 0, 4096)]
+    table = kernels.Table(tensors, torch.float32)
+    flat, again = torch.empty(table.total, device="cuda"), torch.empty(table.total, device="cuda")
+    kernels.pack(table, flat)  # compiled before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.pack(table, again)
+    for tensor in tensors:
+        tensor.mul_(2)
+    graph.replay()
+    kernels.pack(table, flat)
+    assert torch.equal(flat, again)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        kernels.pack(table, again, scale=3.0)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(again, flat * 3)
+    state = [torch.ones(3, dtype=torch.bool, device="cuda"), torch.arange(7, device="cuda")]
+    raw = torch.empty(kernels.Table(state, torch.uint8).total, dtype=torch.uint8, device="cuda")
+    kernels.pack(state, raw)
+    others = [torch.zeros_like(each) for each in state]
+    kernels.unpack(raw, others)
+    assert all(torch.equal(a, b) for a, b in zip(state, others, strict=True))
+
+
+def test_a_kernel_for_each_pair():
+    """On GPUs the common types have kernels of their own."""
+    floats = [torch.ones(3)]
+    assert kernels.Table(floats, torch.bfloat16).kernel(False, False) is abi.CAST_F32_BF16
+    assert kernels.Table(floats, torch.bfloat16).kernel(True, False) is abi.CAST_BF16_F32
+    assert kernels.Table(floats, torch.float32).kernel(True, True) is abi.CAST_COPY
+    assert kernels.Table(floats, torch.float64).kernel(True, False) is abi.CAST_WIDE
+    assert kernels.Table([*floats, torch.ones(3).half()], torch.float32).kernel(False, True) is abi.CAST
+    assert kernels.Table([torch.ones(3, dtype=torch.bool)], torch.uint8).kernel(False, True) is abi.CAST_COPY

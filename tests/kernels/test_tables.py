@@ -1,0 +1,447 @@
+"""Tables of tensors, and bad input of pack and unpack: refused before anything is written, with the tensor's index."""
+
+from __future__ import annotations
+
+import gc
+import random
+import re
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import kernels
+from collectives.errors import InvalidArgument
+from collectives.layout import bucket_layout
+
+ONE = torch.ones(1, dtype=torch.float32)
+
+
+def refused(message: str, op: str = "pack"):
+    return pytest.raises(InvalidArgument, match=f"^{op}: {re.escape(message)}")
+
+
+# ---- What a table says.
+def test_attributes():
+    tensors = [torch.empty(3), torch.empty(0), torch.empty(2, 5).half(), torch.empty(())]
+    table = kernels.Table(tensors, torch.bfloat16)
+    assert table.offsets == (0, 8, 8, 24) and table.total == 32 and table.nbytes == 64
+    assert table.offsets == bucket_layout([3, 0, 10, 1], 2).offsets
+    assert len(table) == 4 and table.dtype is torch.bfloat16 and table.device == torch.device("cpu")
+    assert all(a is b for a, b in zip(table.tensors, tensors, strict=True))
+    assert repr(table) == "<Table of 4 tensors, 32 elements of bfloat16 on cpu>"
+
+
+def test_own_offsets():
+    table = kernels.Table([ONE, torch.empty(5), torch.empty(0)], torch.float32, offsets=(9, np.int64(2), 3))
+    assert table.offsets == (9, 2, 3) and table.total == 10
+
+
+def test_bytes():
+    table = kernels.Table([torch.empty(3), torch.empty(5, dtype=torch.bool)], torch.uint8)
+    assert table.offsets == (0, 16) and table.total == table.nbytes == 32
+
+
+def test_any_iterable_and_none():
+    assert kernels.Table((torch.ones(n) for n in range(5)), torch.float32).total == 16
+    empty = kernels.Table([], torch.float32)
+    assert empty.total == 0 and empty.offsets == () and len(empty) == 0
+    kernels.pack(empty, torch.empty(0))
+    kernels.unpack(torch.empty(3), empty)
+    kernels.pack([], np.empty(0, dtype=np.float16))
+
+
+def test_numpy_dtypes():
+    flat = np.zeros(4, dtype=np.float32)
+    kernels.pack(kernels.Table([ONE], np.float32), flat)
+    assert flat.tolist() == [1, 0, 0, 0]
+    kernels.pack(kernels.Table([ONE], np.dtype("float32")), torch.zeros(4))
+
+
+def test_a_table_keeps_its_tensors():
+    tensor = torch.ones(5)
+    alive = weakref.ref(tensor)
+    table = kernels.Table([tensor], torch.float32)
+    del tensor
+    gc.collect()
+    flat = torch.zeros(8)
+    kernels.pack(table, flat)
+    assert alive() is not None and flat.sum() == 5
+
+
+# ---- Tensors that moved.
+def swap_data(tensor):
+    tensor.data = torch.zeros(5)
+
+
+def resize_storage(tensor):
+    tensor.untyped_storage().resize_(0)
+
+
+def set_other(tensor):
+    tensor.set_(torch.zeros(5))
+
+
+def shorten(tensor):
+    tensor.resize_(3)
+
+
+def lengthen(tensor):
+    tensor.resize_(5000)
+
+
+@pytest.mark.parametrize("move", [swap_data, resize_storage, set_other, shorten, lengthen])
+@pytest.mark.parametrize("as_parameter", [False, True])
+def test_moved_tensors(move, as_parameter):
+    tensor = torch.ones(5)
+    if as_parameter:
+        tensor = torch.nn.Parameter(tensor, requires_grad=False)
+    table = kernels.Table([torch.ones(3), tensor], torch.float32)
+    flat = torch.zeros(16)
+    kernels.pack(table, flat)
+    move(tensor)
+    message = "tensor 1 doesn't lie where it did when the table was made"
+    for call, op in ((lambda: kernels.pack(table, flat), "pack"), (lambda: kernels.unpack(flat, table), "unpack")):
+        with refused(message, op):
+            call()
+    with refused(message, "Table"):
+        table.verify()
+
+
+def test_strides_changed_in_place():
+    tensor = torch.arange(6.0).view(2, 3)
+    table = kernels.Table([tensor], torch.float32)
+    tensor.t_()
+    with refused("tensor 0 doesn't lie where it did"):
+        kernels.pack(table, torch.zeros(8))
+
+
+def test_a_numpy_array_that_moved():
+    array = np.ones(5, dtype=np.float32)
+    table = kernels.Table([ONE, array], torch.float32)
+    kernels.pack(table, torch.zeros(12))
+    array.resize((100000,), refcheck=False)
+    with refused("tensor 1 doesn't lie where it did"):
+        kernels.pack(table, torch.zeros(12))
+
+
+def test_freed_before_the_table_was_made():
+    whole = torch.ones(100)
+    view = whole[10:20]
+    whole.untyped_storage().resize_(0)
+    with refused("tensor 1 has no memory: its storage holds 0 bytes of the 80 that it needs"):
+        kernels.pack([ONE, view], torch.zeros(32))
+    with pytest.raises(InvalidArgument, match="^Table: tensor 1 "):
+        kernels.Table([ONE, whole], torch.float32)
+    with refused("the flat buffer has no memory: its storage holds 0 bytes"):
+        kernels.pack(kernels.Table([ONE], torch.float32), view)
+    scale = torch.ones(10)
+    part = scale[3:4]
+    scale.untyped_storage().resize_(0)
+    with refused("the scale has no memory"):
+        kernels.pack([ONE], torch.zeros(4), scale=part)
+
+
+# ---- Tensors that won't do.
+BAD_TENSORS = {
+    "list": (lambda: [1.0, 2.0], "tensor 1 must be a torch tensor, a NumPy array or a CuPy array, not list"),
+    "none": (lambda: None, "tensor 1 must be a torch tensor"),
+    "number": (lambda: 3.0, "tensor 1 must be a torch tensor"),
+    "not contiguous": (lambda: torch.ones(4, 4).t(), "tensor 1 of shape (4, 4) and strides (1, 4) isn't contiguous"),
+    "expanded": (lambda: torch.ones(1).expand(4), "tensor 1 of shape (4,) and strides (0,) isn't contiguous"),
+    "every other": (lambda: torch.ones(8)[::2], "tensor 1 of shape (4,) and strides (2,) isn't contiguous"),
+    "numpy strides": (lambda: np.ones((4, 4), dtype=np.float32).T, "tensor 1 of shape (4, 4) and strides (4, 16)"),
+    "meta": (lambda: torch.ones(3, device="meta"), "tensor 1 is a meta tensor"),
+    "coo": (lambda: torch.eye(3).to_sparse(), "tensor 1 is a sparse_coo tensor"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(3)]), "tensor 1 is a nested tensor"),
+    "negated": (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, "tensor 1 of shape (3,) and strides (2,)"),
+    "negated alone": (lambda: torch.ones(1, dtype=torch.complex64).conj().imag, "tensor 1 is a lazy view"),
+    "int64": (lambda: torch.ones(3, dtype=torch.int64), "tensor 1 is int64, the flat buffer float32: only"),
+    "bool": (lambda: torch.ones(3, dtype=torch.bool), "tensor 1 is bool, the flat buffer float32: only"),
+    "complex": (lambda: torch.ones(3, dtype=torch.complex64), "tensor 1 is complex64, the flat buffer float32: only"),
+    "other fp8": (lambda: torch.ones(3).to(torch.float8_e4m3fnuz), "tensor 1 is float8_e4m3fnuz, the flat buffer"),
+    "big endian": (lambda: np.ones(3, dtype=">f4"), "tensor 1 is >f4, the flat buffer float32"),
+    "objects": (lambda: np.array([1, None]), "tensor 1 of dtype object holds Python objects"),
+    "masked": (lambda: np.ma.masked_array(np.ones(3, dtype=np.float32)), "tensor 1 is a masked array"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "tensor 1 is quantized"),
+    "crooked": (lambda: np.frombuffer(bytearray(13), np.uint8)[1:].view(np.float32), "tensor 1 begins at address"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", BAD_TENSORS)
+def test_bad_tensors(kind):
+    make, message = BAD_TENSORS[kind]
+    bad = make()
+    flat = torch.full((64,), 7.0)
+    with refused(message):
+        kernels.pack([ONE, bad], flat)
+    with refused(message, "unpack"):
+        kernels.unpack(flat, [ONE.clone(), bad])
+    with refused(message, "Table"):
+        kernels.Table([ONE, bad], torch.float32)
+    assert (flat == 7).all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lazy_and_quantized_tensors_are_not_bytes():
+    flat = torch.zeros(64, dtype=torch.uint8)
+    for bad in (
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    ):
+        with refused("tensor 0 is "):
+            kernels.pack([bad], flat)
+    with refused("tensor 0 is a lazy view"):
+        kernels.pack([torch.ones(3, dtype=torch.complex64).conj()], torch.zeros(4, dtype=torch.complex64))
+
+
+def test_other_types_are_only_copied():
+    ints = torch.arange(5)
+    with refused("tensor 0 is float32, the flat buffer int64: only"):
+        kernels.pack([ONE], torch.zeros(4, dtype=torch.int64))
+    with refused("tensor 1 is int32, the flat buffer int64: such types are only copied"):
+        kernels.pack([ints, ints.int()], torch.zeros(16, dtype=torch.int64))
+    for dtype in (torch.int64, torch.uint8):
+        flat = torch.zeros(64, dtype=dtype)
+        with refused(f"a flat buffer of {dtype} is only copied, without a scale"):
+            kernels.pack([ints], flat, scale=2.0)
+        with refused(f"a flat buffer of {dtype} is only copied, without a scale"):
+            kernels.pack([ints], flat, scale=ONE)
+        with refused(f"a flat buffer of {dtype} is only copied, without adding", "unpack"):
+            kernels.unpack(flat, [ints], add=True)
+        with refused(f"a flat buffer of {dtype} is only copied, without statistics"):
+            kernels.pack([ints], flat, statistics=kernels.Statistics())
+        kernels.pack([ints], flat, scale=1)
+
+
+@pytest.mark.parametrize("thing", [torch.ones(3), np.ones(3), "abc", b"abc", {"a": ONE}, 3, None])
+def test_not_a_list(thing):
+    with refused(f"the tensors must come as a list of tensors, not as {type(thing).__name__}"):
+        kernels.pack(thing, torch.zeros(9))
+
+
+@pytest.mark.parametrize("dtype", ["nothing", 3.5, torch.qint8, torch.bits8, np.dtype("V12"), object()])
+def test_bad_dtypes(dtype):
+    with pytest.raises(InvalidArgument, match="^Table: (the flat buffer's dtype must be|there are no flat buffers of)"):
+        kernels.Table([], dtype)
+
+
+# ---- The flat buffer.
+def test_bad_flat_buffers():
+    table = kernels.Table([ONE, torch.ones(5)], torch.float32)
+    assert table.total == 12
+    for flat, message in (
+        (torch.zeros(11), "the flat buffer has 11 elements, the tensors need 12 of float32 (their padding included)"),
+        (torch.zeros(12).half(), "the flat buffer is float16, the table was made for float32"),
+        (torch.zeros(12, dtype=torch.int32), "the flat buffer is int32, the table was made for float32"),
+        (torch.zeros(24)[::2], "the flat buffer of shape (12,) and strides (2,) isn't contiguous"),
+        (torch.zeros(12, device="meta"), "the flat buffer is a meta tensor"),
+        ([0.0] * 12, "the flat buffer must be a torch tensor, a NumPy array or a CuPy array, not list"),
+        (None, "the flat buffer must be a torch tensor"),
+        (np.frombuffer(bytearray(49), np.uint8)[1:].view(np.float32), "the flat buffer begins at address 0x"),
+    ):
+        with refused(message):
+            kernels.pack(table, flat)
+        with refused(message, "unpack"):
+            kernels.unpack(flat, table)
+    for flat in ([0.0], None, torch.zeros(12, device="meta")):
+        with pytest.raises(InvalidArgument, match="^pack: the flat buffer "):
+            kernels.pack([ONE], flat)
+    with refused("the flat buffer has 3 elements, the tensors need 4 of float32"):
+        kernels.pack([ONE], torch.zeros(3))
+    kernels.pack([ONE], torch.zeros(1), offsets=[0])
+
+
+def test_read_only_arrays():
+    constant = np.frombuffer(np.arange(4, dtype=np.float32).tobytes(), dtype=np.float32)
+    flat = np.zeros(8, dtype=np.float32)
+    kernels.pack([constant, ONE], flat)  # a source may be one
+    assert flat.tolist() == [0, 1, 2, 3, 1, 0, 0, 0]
+    with refused("tensor 1 is a read-only NumPy array", "unpack"):
+        kernels.unpack(flat, [ONE.clone(), constant])
+    with refused("the flat buffer is a read-only NumPy array"):
+        kernels.pack([ONE], constant)
+    kernels.unpack(constant, [torch.zeros(1)])
+    array = np.zeros(4, dtype=np.float32)
+    table = kernels.Table([array], torch.float32)
+    kernels.unpack(flat, table)
+    array.flags.writeable = False
+    with refused("tensor 0 is a read-only NumPy array", "unpack"):
+        kernels.unpack(flat, table)
+
+
+# ---- Overlaps.
+def test_destinations_that_overlap():
+    memory = torch.zeros(100)
+    flat = torch.ones(300)
+    for tensors, message in (
+        ([memory[:10], memory[9:20]], "tensor 1 overlaps tensor 0"),
+        ([memory[50:60], ONE.clone(), memory[40:51]], "tensor 2 overlaps tensor 0"),
+        ([memory, memory[3:4]], "tensor 1 overlaps tensor 0"),
+        ([memory[3:4], memory[50:60], memory], "tensor 2 overlaps tensor 0"),
+        ([memory[:60], memory[1:3], memory[50:70]], "tensor 1 overlaps tensor 0"),
+        ([memory, ONE, memory], "tensor 2 overlaps tensor 0"),
+    ):
+        with refused(message, "unpack"):
+            kernels.unpack(flat, tensors)
+        with refused(message, "unpack"):
+            kernels.unpack(flat, kernels.Table(tensors, torch.float32))
+        kernels.pack(tensors, torch.empty(300))  # sources may
+    assert not memory.any()
+    kernels.unpack(flat, [memory[:50], memory[50:50], memory[20:20], memory[50:]])
+    assert memory.all()
+
+
+def test_sources_that_overlap_the_flat_buffer():
+    memory = torch.arange(100.0)
+    for tensors, flat in (
+        ([memory[:10]], memory[5:50]),
+        ([ONE, memory[4:10]], memory[:40]),  # its own place would be memory[4:10]; this is it
+        ([ONE, memory[5:10]], memory[:40]),
+        ([ONE, memory[4:10].view(torch.int32).view(torch.float32)], memory[1:41]),
+    ):
+        own = tensors[-1].data_ptr() == flat.data_ptr() + 16 and len(tensors) == 2
+        if own:
+            kernels.pack(tensors, flat)
+            assert memory[4:10].tolist() == [4, 5, 6, 7, 8, 9]
+            continue
+        index = len(tensors) - 1
+        with refused(f"tensor {index} overlaps the flat buffer"):
+            kernels.pack(tensors, flat)
+        with refused(f"tensor {index} overlaps the flat buffer", "unpack"):
+            kernels.unpack(flat, tensors)
+    with refused("tensor 0 overlaps the flat buffer"):  # at its own place, with another type
+        kernels.pack([memory[:10]], memory.view(torch.int32).view(torch.bfloat16))
+    kernels.pack([memory[50:60]], memory[:50])  # side by side
+    assert memory[:10].tolist() == list(range(50, 60))
+    table = kernels.Table([memory[:10]], torch.float32)
+    kernels.pack(table, memory[10:22])
+    with refused("tensor 0 overlaps the flat buffer"):
+        kernels.pack(table, memory[1:22])
+
+
+# ---- Offsets, scales, statistics.
+def test_bad_offsets():
+    flat = torch.zeros(64)
+    two = [torch.ones(3), torch.ones(4)]
+    for offsets, message in (
+        ([0], "there are 1 offsets for 2 tensors"),
+        ([0, 2], "tensor 1 overlaps tensor 0 in the flat buffer: tensor 0 takes elements 0 to 2"),
+        ([3, 0], "tensor 1 overlaps tensor 0 in the flat buffer: tensor 1 takes elements 0 to 3"),
+        ([0, -4], "the offset of tensor 1 is -4"),
+        ([0, 4.0], "the offset of tensor 1 must be an int, not 4.0"),
+        ([0, 61], "the flat buffer has 64 elements, the tensors need 65"),
+        ([0, 1 << 61], "the flat buffer has 64 elements"),
+    ):
+        with refused(message):
+            kernels.pack(two, flat, offsets=offsets)
+    with refused("the table has offsets of its own"):
+        kernels.pack(kernels.Table(two, torch.float32), flat, offsets=[0, 4])
+    assert not flat.any()
+
+
+@pytest.mark.parametrize(
+    "scale, message",
+    [
+        (float("nan"), "the scale must be finite, not nan"),
+        (float("inf"), "the scale must be finite, not inf"),
+        (-float("inf"), "the scale must be finite, not -inf"),
+        (10**400, "the scale must be finite, not 1000"),
+        (np.float32("nan"), "the scale must be finite"),
+        (True, "the scale must be a number or an fp32 tensor of one element, not bool"),
+        (1j, "the scale must be a number or an fp32 tensor of one element, not complex"),
+        ("2", "the scale must be a number or an fp32 tensor of one element, not str"),
+        (None, "the scale must be a number or an fp32 tensor of one element, not NoneType"),
+        ([1.0], "the scale must be a number or an fp32 tensor of one element, not list"),
+        (np.True_, "the scale must be a number or an fp32 tensor of one element, not bool"),
+        (torch.ones(2), "the scale has 2 elements of float32"),
+        (torch.ones(0), "the scale has 0 elements of float32"),
+        (torch.ones(1, dtype=torch.float64), "the scale has 1 elements of float64"),
+        (torch.ones(1, dtype=torch.int32), "the scale has 1 elements of int32"),
+        (np.ones(1), "the scale has 1 elements of float64"),
+        (torch.ones(1, device="meta"), "the scale is a meta tensor"),
+    ],
+)
+def test_bad_scales(scale, message):
+    flat = torch.full((4,), 7.0)
+    with refused(message):
+        kernels.pack([ONE], flat, scale=scale)
+    assert (flat == 7).all()
+
+
+def test_a_scale_inside_of_what_is_written():
+    flat = torch.ones(16)
+    target = torch.ones(5)
+    with refused("the scale lies inside of what is written"):
+        kernels.pack([target], flat, scale=flat[3])
+    with refused("the scale lies inside of what is written", "unpack"):
+        kernels.unpack(flat, [ONE.clone(), target], scale=target[2:3])
+    kernels.pack([target], flat, scale=target[2:3])
+    kernels.pack([target], flat[:8], scale=flat[8])
+
+
+def test_bad_statistics():
+    for wrong in (True, {}, ONE):
+        with refused(f"statistics must be a Statistics, not {type(wrong).__name__}"):
+            kernels.pack([ONE], torch.zeros(4), statistics=wrong)
+    elsewhere = kernels.Statistics()
+    elsewhere.device = torch.device("cuda", 0)
+    with refused("the statistics are on cuda:0, the arrays on cpu"):
+        kernels.pack([ONE], torch.zeros(4), statistics=elsewhere)
+
+
+# ---- Anything at all: an InvalidArgument or the right thing, never a crash.
+def test_a_storm_of_calls():
+    draw = random.Random(1)
+    memory = torch.arange(4096.0)
+    pieces = [
+        lambda: memory[draw.randrange(4000) :][: draw.randrange(60)],
+        lambda: torch.ones(draw.randrange(50), dtype=draw.choice([torch.float16, torch.bfloat16, torch.float64])),
+        lambda: np.ones(draw.randrange(50), dtype=draw.choice([np.float32, np.float16, np.int32])),
+        lambda: torch.ones(5, 5)[:, : draw.randrange(6)],
+        lambda: draw.choice([None, 3, ONE, torch.ones(3, device="meta")]),
+    ]
+    weights = [8, 8, 4, 1, 0.3]
+    done = refusals = 0
+    for _ in range(1500):
+        tensors = [draw.choices(pieces, weights)[0]() for _ in range(draw.randrange(4))]
+        dtype = draw.choice([torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+        flat = torch.zeros(draw.choice([0, 64, 1500]), dtype=dtype)
+        flat = draw.choice([flat, flat, memory[draw.randrange(4000) :]])
+        offsets = draw.choice([None, None, [0] * len(tensors), [draw.randrange(100) for _ in tensors]])
+        scale = draw.choice([1.0, 1.0, 0.5, ONE, "a"])
+        found = draw.choice([None, kernels.Statistics()])
+        try:
+            if draw.random() < 0.5:
+                kernels.pack(tensors, flat, offsets=offsets, scale=scale, statistics=found)
+            else:
+                kernels.unpack(flat, tensors, offsets=offsets, scale=scale, statistics=found, add=draw.random() < 0.5)
+            done += 1
+        except InvalidArgument:
+            refusals += 1
+    assert done > 100 and refusals > 100
+
+
+# ---- On a GPU.
+@pytest.mark.gpu
+def test_mixed_devices():
+    there = torch.ones(3, device="cuda")
+    flat = torch.zeros(16, device="cuda")
+    with refused("tensor 1 is on cpu, the flat buffer on cuda:0"):
+        kernels.pack([there, ONE], flat)
+    with refused("tensor 1 is on cpu, tensor 0 on cuda:0", "Table"):
+        kernels.Table([there, ONE], torch.float32)
+    with refused("tensor 0 is on cuda:0, the flat buffer on cpu"):
+        kernels.pack([there], flat.cpu())
+    with refused("the flat buffer is on cpu, the tensors on cuda:0"):
+        kernels.pack(kernels.Table([there], torch.float32), flat.cpu())
+    with refused("the scale is on cpu"):
+        kernels.pack([there], flat, scale=ONE)
+    with refused("the statistics are on cpu, the arrays on cuda:0"):
+        kernels.pack([there], flat, statistics=kernels.Statistics())
+    table = kernels.Table([there, torch.ones(5, device="cuda")], torch.float32)
+    table.tensors[1].data = torch.ones(5, device="cuda")
+    with refused("tensor 1 doesn't lie where it did"):
+        kernels.pack(table, flat)
