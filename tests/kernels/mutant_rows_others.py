@@ -80,7 +80,7 @@ def reduction() -> Rows:
             ("(values, job, k, at, len), k += 2;", "(values, job, k, at, len);"),
             ("if (k < n) gather_some", "if (k < n - 1) gather_some"),
             ("row_of<S>(job, source + k, at)", "row_of<S>(job, source, at)"),
-            ("len - start < kStrip ? len - start : kStrip", "kStrip - 1"),
+            ("len - start < kStrip ? len - start : kStrip", "kStrip"),
             ("(values + start, strips, n)", "(values, strips, n)"),
             ("(job.n); k < job.n; ++k) {", "(job.n); k < 0; ++k) {"),
             ("bad += add_squares", "bad = add_squares"),
