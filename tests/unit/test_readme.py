@@ -27,12 +27,12 @@ def run_alone(text):
     return done.stdout
 
 
-def test_both_programs_are_found():
-    assert len(PROGRAMS) == 2
-    assert "fused_allreduce" in PROGRAMS[0] and "collectives.init()" in PROGRAMS[1]
+def test_all_programs_are_found():
+    assert len(PROGRAMS) == 3
+    assert "fused_allreduce" in PROGRAMS[0] and "collectives.init()" in PROGRAMS[1] and "kernels.pack" in PROGRAMS[2]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["ddp", "without_ddp"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["ddp", "without_ddp", "kernels"])
 def test_programs_run(program):
     run_alone(program)
 
