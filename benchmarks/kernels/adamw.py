@@ -12,17 +12,13 @@ list goes to benchmarks/results/kernels_adamw.jsonl.
 """
 
 import argparse
-import json
-import statistics
-from pathlib import Path
 
 import torch
-from pack import HERE, SHAPES, in_turn, tensors_of, where_and_when
+from pack import SHAPES, tensors_of
+from turns import add_options, compared, in_turn, keep, prepare, told
 
-import collectives
 from collectives import kernels, optim
 
-RESULTS = HERE.parent / "results" / "kernels_adamw.jsonl"
 CLIP = 0.999
 MAX_NORM = 1.0
 HOW = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -159,45 +155,19 @@ CASES = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    add_options(parser, "kernels_adamw.jsonl", 15)
     parser.add_argument("--lists", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--isa", help="the host kernels' instruction set (default: the widest)")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--no-output", action="store_true", help="print the rows only")
     arguments = parser.parse_args()
-    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
-    torch.set_num_threads(1)
-    kernels.set_num_threads(1)
-    common = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "isa": kernels.use_isa(arguments.isa),
-        "threads": 1,
-        **where_and_when(),
-        "torch": torch.__version__,
-        "collectives": collectives.__version__,
-    }
+    device, common = prepare(arguments)
     rows = []
     for case in arguments.cases:
         for name in arguments.lists:
             calls, nbytes = CASES[case](name, device)
-            times = in_turn(calls, device, arguments.rounds)
-            ours = times.pop("ours")
-            row = {"benchmark": "kernels_adamw", "case": case, "list": name, "nbytes_moved": nbytes}
-            row["ours_ms"] = round(statistics.median(ours) * 1e3, 4)
-            row["ours_gb_per_s"] = round(nbytes / statistics.median(ours) / 1e9, 2)
-            for peer, seconds in times.items():
-                row[f"{peer}_ms"] = round(statistics.median(seconds) * 1e3, 4)
-                row[f"{peer}_ratio"] = round(statistics.median(s / o for s, o in zip(seconds, ours, strict=True)), 3)
-            rows.append({**row, "rounds": arguments.rounds, **common})
-            print(" ".join(f"{key}={value}" for key, value in row.items() if key != "benchmark"), flush=True)
+            row = compared(in_turn(calls, device, arguments.rounds), nbytes)
+            rows.append({**told({"benchmark": "kernels_adamw", "case": case, "list": name, **row}), **common})
             del calls
-    if not arguments.no_output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.output.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        print(f"rows: {arguments.output}")
+    keep(rows, arguments)
 
 
 if __name__ == "__main__":

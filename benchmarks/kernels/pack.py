@@ -11,25 +11,15 @@ import argparse
 import ctypes
 import json
 import math
-import os
-import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
+from turns import HERE, add_options, compared, in_turn, keep, prepare, told
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from provenance import where_and_when  # noqa: E402
-
-import collectives  # noqa: E402
-from collectives import kernels  # noqa: E402
+from collectives import kernels
 
 SHAPES = json.loads((HERE / "shapes.json").read_text())
-RESULTS = HERE.parent / "results" / "kernels_pack.jsonl"
 SCALE = 1.0 / 3.0
-ROUND_SECONDS = 0.1  # one side's part of a round, about, on a GPU; on the host one call
 libc = ctypes.CDLL(None)
 
 
@@ -41,44 +31,6 @@ def tensors_of(name, dtype, device):
         made.append(torch.randn(shape, generator=generator).to(dtype).to(device))
     assert len(made) == SHAPES[name]["tensors"] and sum(t.numel() for t in made) == SHAPES[name]["parameters"]
     return made
-
-
-class Timer:
-    """Seconds of one call: on the host by the clock, on a GPU by events round enough calls."""
-
-    def __init__(self, device):
-        self.cuda = device.type == "cuda"
-
-    def __call__(self, call):
-        if not self.cuda:
-            start = time.perf_counter()
-            call()
-            return time.perf_counter() - start
-        calls = 0
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        begin.record()
-        while calls < 5 or time.perf_counter() - start < ROUND_SECONDS:
-            call()
-            calls += 1
-            if calls % 20 == 0:
-                torch.cuda.synchronize()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) * 1e-3 / calls
-
-
-def in_turn(calls, device, rounds):
-    """Time each call once a round; return the lists of seconds by name."""
-    timer = Timer(device)
-    for call in calls.values():
-        call()
-    times = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(timer(call))
-    return times
 
 
 def memcpy(to, source):
@@ -218,49 +170,19 @@ def call_costs(device):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=15)
+    add_options(parser, "kernels_pack.jsonl", 15)
     parser.add_argument("--lists", nargs="*", default=list(SHAPES))
     parser.add_argument("--cases", nargs="*", default=list(CASES))
-    parser.add_argument("--isa", default=None, help="baseline, avx2 or avx512 (default: the widest)")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--no-output", action="store_true")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    torch.set_num_threads(1)
-    kernels.set_num_threads(1)
-    common = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "isa": kernels.use_isa(arguments.isa),
-        "threads": 1,
-        "load": round(os.getloadavg()[0], 1),
-        **where_and_when(),
-        "torch": torch.__version__,
-        "collectives": collectives.__version__,
-    }
-    rows = [{"benchmark": "kernels_pack", "case": "call_costs", **call_costs(device), **common}]
-    print(json.dumps(rows[-1]), flush=True)
+    device, common = prepare(arguments)
+    rows = [told({"benchmark": "kernels_pack", "case": "call_costs", **call_costs(device), **common})]
     for case in arguments.cases:
         for name in arguments.lists:
             calls, nbytes = CASES[case](name, device)
-            times = in_turn(calls, device, arguments.rounds)
-            ours = times.pop("ours")
-            row = {"benchmark": "kernels_pack", "case": case, "list": name, "nbytes_moved": nbytes}
-            row["ours_ms"] = round(statistics.median(ours) * 1e3, 4)
-            row["ours_gb_per_s"] = round(nbytes / statistics.median(ours) / 1e9, 2)
-            for peer, seconds in times.items():
-                row[f"{peer}_ms"] = round(statistics.median(seconds) * 1e3, 4)
-                row[f"{peer}_ratio"] = round(statistics.median(s / o for s, o in zip(seconds, ours, strict=True)), 3)
-            rows.append({**row, "rounds": arguments.rounds, **common})
-            print(" ".join(f"{key}={value}" for key, value in row.items() if key != "benchmark"), flush=True)
+            row = compared(in_turn(calls, device, arguments.rounds), nbytes)
+            rows.append({**told({"benchmark": "kernels_pack", "case": case, "list": name, **row}), **common})
             del calls
-    if not arguments.no_output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.output.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        print(f"rows: {arguments.output}")
+    keep(rows, arguments)
 
 
 if __name__ == "__main__":

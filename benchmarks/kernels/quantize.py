@@ -10,26 +10,16 @@ that torch allocates.
 """
 
 import argparse
-import json
 import statistics
-import sys
-import time
-from pathlib import Path
 
 import torch
+from turns import add_options, in_turn, keep, prepare, told
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from provenance import where_and_when  # noqa: E402
+from collectives import kernels
+from collectives.layout import WIRE_FORMATS, wire_layout
 
-import collectives  # noqa: E402
-from collectives import kernels  # noqa: E402
-from collectives.layout import WIRE_FORMATS, wire_layout  # noqa: E402
-
-RESULTS = HERE.parent / "results" / "kernels_quantize.jsonl"
 BLOCK = 256
 WIRES = 4
-ROUND_SECONDS = 0.1  # one side's part of a round, about, on a GPU; on the host one call
 TORCH = {
     "int8": torch.int8,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -175,64 +165,21 @@ def check(x, out, format, factor=1):
     assert ((x - out).abs() <= bound).all(), format
 
 
-def seconds(call, device):
-    """Return seconds of one call: on the host by the clock, on a GPU by events round enough calls."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-    calls = 0
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    begin.record()
-    while calls < 5 or time.perf_counter() - start < ROUND_SECONDS:
-        call()
-        calls += 1
-        if calls % 20 == 0:
-            torch.cuda.synchronize()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e-3 / calls
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    add_options(parser, "kernels_quantize.jsonl", 11)
     parser.add_argument("--count", type=int, default=32 << 20, help="values; a multiple of 256")
-    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--formats", nargs="*", default=["int8", "fp8_e4m3", "fp8_e5m2", "bf16", "fp16"])
     parser.add_argument("--cases", nargs="*", default=list(CASES))
-    parser.add_argument("--isa", default=None, help="baseline, avx2 or avx512 (default: the widest)")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--no-output", action="store_true")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    torch.set_num_threads(1)
-    kernels.set_num_threads(1)
-    common = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "isa": kernels.use_isa(arguments.isa),
-        "threads": 1,
-        **where_and_when(),
-        "torch": torch.__version__,
-        "collectives": collectives.__version__,
-    }
+    device, common = prepare(arguments)
     x = torch.randn(arguments.count, generator=torch.Generator().manual_seed(1)).to(device)
     other = torch.empty_like(x)
     rows = []
     for case in arguments.cases:
         for format in arguments.formats:
             ours, chain, nbytes = CASES[case](format, x)
-            calls = {"ours": ours, "chain": chain, "copy": lambda: other.copy_(x)}
-            for call in calls.values():
-                call()
-            times = {name: [] for name in calls}
-            for _ in range(arguments.rounds):
-                for name, call in calls.items():
-                    times[name].append(seconds(call, device))
+            times = in_turn({"ours": ours, "chain": chain, "copy": lambda: other.copy_(x)}, device, arguments.rounds)
             least = nbytes / (2 * x.nbytes)  # of the copy's bytes
             rates = [copy / mine * least for mine, copy in zip(times["ours"], times["copy"], strict=True)]
             ratios = [peer / mine for mine, peer in zip(times["ours"], times["chain"], strict=True)]
@@ -241,14 +188,9 @@ def main():
             row["gb_per_s"] = round(nbytes / statistics.median(times["ours"]) / 1e9, 2)
             row["of_copy"] = round(statistics.median(rates), 3)
             row["chain_ratio"] = round(statistics.median(ratios), 2)
-            rows.append({**row, "rounds": arguments.rounds, **common})
-            print(" ".join(f"{key}={value}" for key, value in list(row.items())[1:]), flush=True)
+            rows.append({**told(row), **common})
             del ours, chain
-    if not arguments.no_output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.output.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        print(f"rows: {arguments.output}")
+    keep(rows, arguments)
 
 
 if __name__ == "__main__":

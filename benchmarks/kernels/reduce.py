@@ -11,22 +11,14 @@ the host a call's time is the thread's own processor time, so that programs that
 
 import argparse
 import ctypes
-import json
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
+from turns import add_options, gpu_seconds, in_turn, keep, prepare, told
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from provenance import where_and_when  # noqa: E402
+from collectives import kernels
 
-import collectives  # noqa: E402
-from collectives import kernels  # noqa: E402
-
-RESULTS = HERE.parent / "results" / "kernels_reduce.jsonl"
 TYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 ROUND_SECONDS = 0.05  # one side's part of a round, about
 libc = ctypes.CDLL(None)
@@ -42,19 +34,7 @@ def seconds_of(call, device):
             took = time.thread_time() - start
             least, spent = min(least, took), spent + took
         return least
-    calls = 0
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    begin.record()
-    while calls < 5 or time.perf_counter() - start < ROUND_SECONDS:
-        call()
-        calls += 1
-        if calls % 20 == 0:
-            torch.cuda.synchronize()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e-3 / calls
+    return gpu_seconds(call, ROUND_SECONDS)
 
 
 def memcpy(to, source):
@@ -105,68 +85,41 @@ def sides(sources, out, statistics_too):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    add_options(parser, "kernels_reduce.jsonl", 15)
     about = "of each source (default: 25 MiB and 256 KiB; GPU: 256 MiB)"
     parser.add_argument("--nbytes", nargs="*", type=int, default=None, help=about)
-    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--types", nargs="*", default=list(TYPES))
-    parser.add_argument("--isas", nargs="*", default=None, help="baseline, avx2, avx512 (default: the widest)")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--no-output", action="store_true")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    on_gpu = device.type == "cuda"
-    if on_gpu and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    torch.set_num_threads(1)
-    kernels.set_num_threads(1)
-    sizes = arguments.nbytes or ([256 << 20] if on_gpu else [25 << 20, 256 << 10])
+    device, common = prepare(arguments)
+    sizes = arguments.nbytes or ([256 << 20] if device.type == "cuda" else [25 << 20, 256 << 10])
     rows = []
-    for isa in arguments.isas or [None]:
-        common = {
-            "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-            "isa": kernels.use_isa(isa),
-            "threads": 1,
-            **where_and_when(),
-            "torch": torch.__version__,
-            "collectives": collectives.__version__,
-        }
-        for name in arguments.types:
-            dtype = getattr(torch, name)
-            for nbytes in sizes:
-                count = nbytes // dtype.itemsize
-                numbers = torch.arange(count, device=device)
-                sources = [((numbers * (k + 3)) % 3 - 1).to(dtype) for k in range(8)]
-                out = torch.empty(count, dtype=dtype, device=device)
-                for n, statistics_too in ((2, False), (4, False), (8, False), (4, True)):
-                    if statistics_too and dtype.itemsize == 1:
-                        continue
-                    calls = sides(sources[:n], out, statistics_too)
-                    times = {side: [] for side in calls}
-                    for _ in range(arguments.rounds):
-                        for side, call in calls.items():
-                            times[side].append(seconds_of(call, device))
-                    ours = times.pop("ours")
-                    copies = times.pop("copy")
-                    case = "sum_norm" if statistics_too else "sum"
-                    row = {"benchmark": "kernels_reduce", "case": case, "dtype": name, "nbytes": nbytes, "n": n}
-                    row["ours_us"] = round(statistics.median(ours) * 1e6, 2)
-                    row["gb_per_s"] = round((n + 1) * nbytes / statistics.median(ours) / 1e9, 2)
-                    row["copy_gb_per_s"] = round((n + 1) * nbytes / statistics.median(copies) / 1e9, 2)
-                    fractions = [copy / own for copy, own in zip(copies, ours, strict=True)]
-                    row["fraction_of_copy"] = round(statistics.median(fractions), 3)
-                    for peer, seconds in times.items():
-                        row[f"{peer}_us"] = round(statistics.median(seconds) * 1e6, 2)
-                        ratios = [s / o for s, o in zip(seconds, ours, strict=True)]
-                        row[f"{peer}_ratio"] = round(statistics.median(ratios), 3)
-                    rows.append({**row, "rounds": arguments.rounds, **common})
-                    said = " ".join(f"{key}={value}" for key, value in row.items() if key != "benchmark")
-                    print(common["isa"], said, flush=True)
-    if not arguments.no_output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.output.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        print(f"rows: {arguments.output}")
+    for name in arguments.types:
+        dtype = getattr(torch, name)
+        for nbytes in sizes:
+            count = nbytes // dtype.itemsize
+            numbers = torch.arange(count, device=device)
+            sources = [((numbers * (k + 3)) % 3 - 1).to(dtype) for k in range(8)]
+            out = torch.empty(count, dtype=dtype, device=device)
+            for n, statistics_too in ((2, False), (4, False), (8, False), (4, True)):
+                if statistics_too and dtype.itemsize == 1:
+                    continue
+                calls = sides(sources[:n], out, statistics_too)
+                times = in_turn(calls, device, arguments.rounds, seconds_of)
+                ours = times.pop("ours")
+                copies = times.pop("copy")
+                case = "sum_norm" if statistics_too else "sum"
+                row = {"benchmark": "kernels_reduce", "case": case, "dtype": name, "nbytes": nbytes, "n": n}
+                row["ours_us"] = round(statistics.median(ours) * 1e6, 2)
+                row["gb_per_s"] = round((n + 1) * nbytes / statistics.median(ours) / 1e9, 2)
+                row["copy_gb_per_s"] = round((n + 1) * nbytes / statistics.median(copies) / 1e9, 2)
+                fractions = [copy / own for copy, own in zip(copies, ours, strict=True)]
+                row["fraction_of_copy"] = round(statistics.median(fractions), 3)
+                for peer, seconds in times.items():
+                    row[f"{peer}_us"] = round(statistics.median(seconds) * 1e6, 2)
+                    ratios = [s / o for s, o in zip(seconds, ours, strict=True)]
+                    row[f"{peer}_ratio"] = round(statistics.median(ratios), 3)
+                rows.append({**told(row), **common})
+    keep(rows, arguments)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from tests.buffers import Guarded, memory_of
 from tests.oracle import DTYPES
 
 from . import shim
+from .ways import ISAS
 
 FP8 = {"float8e4m3": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
 TORCH = {name: getattr(torch, FP8.get(name, name)) for name in DTYPES}
@@ -32,17 +33,8 @@ LONG = 33 * 4096 + 5  # more tiles than one thread's part
 TILE, LANES = 4096, 1024
 
 
-def sets_here() -> list[str]:
-    found = []
-    for name in ("baseline", "avx2", "avx512"):
-        with contextlib.suppress(InvalidArgument):
-            found.append(kernels.use_isa(name))
-    kernels.use_isa()
-    return found
-
-
 # Ways to run a kernel: (instruction set, threads), or (grid, block, order) of the CUDA text.
-HOST = [(name, 1) for name in sets_here()] + [(sets_here()[-1], 2)]
+HOST = [(name, 1) for name in ISAS] + [(ISAS[-1], 2)]
 TEXT = [(1, 32, "forward"), (3, 256, "reverse"), (7, 96, 1)]
 
 

@@ -13,7 +13,7 @@ from tests.buffers import Guarded, memory_of
 
 from . import shim
 
-__all__ = ["HOSTS", "TEXTS", "Place", "bits", "made"]
+__all__ = ["HOSTS", "ISAS", "TEXTS", "Place", "bits", "made"]
 
 
 def instruction_sets() -> list[str]:
