@@ -136,9 +136,6 @@ constexpr uint64_t kCommMagic = 0x434f4d4d20686f73ull;
 constexpr int kMaxRanks = COLL_HOST_MAX_RANKS;
 
 // ---- collective.cpp
-// Take the kernels of the best instruction set of this processor, or of the one that COLLECTIVES_ISA names, for this process;
-// gives why they can't be had, or nothing.
-
 struct Collective {
   Op op;
   uint64_t base = 0;      // rounds of the communicator before this call

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from numbers import Real
 
-import numpy
 import torch
 
-from ..arrays import Reader, shown
+from ..arrays import Reader
 from ..errors import InvalidArgument
 from . import abi
 from .execution import Statistics, run, written
-from .table import FLOATS_END, Table, check_storage, device_of
+from .table import FLOATS_END, Table, device_of, read_scale
 
 __all__ = ["Table", "pack", "unpack"]
 
@@ -115,32 +112,12 @@ def _table_of_call(tensors, flat, offsets, op) -> Table:
 
 def _parse_scale(scale, table, flat, unpacks, op) -> tuple[float, int]:
     """Give a scale as a number, and the address of one more factor or 0."""
-    if isinstance(scale, Real) and not isinstance(scale, bool):
-        try:
-            number = float(scale)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise InvalidArgument(f"the scale must be finite, not {shown(scale)}", op=op)
-        if not table.wide and abs(number) >= FLOATS_END:
-            raise InvalidArgument(f"the scale {number} is infinite in fp32, in which elements are multiplied", op=op)
+    number, place = read_scale(scale, Reader(table.device, owner="the flat buffer"), table.wide, op)
+    if place is None:
         return number, 0
-    if not isinstance(scale, (torch.Tensor, numpy.ndarray)) and not hasattr(scale, "__cuda_array_interface__"):
-        raise InvalidArgument(
-            f"the scale must be a number or an fp32 tensor of one element, not {type(scale).__name__}", op=op
-        )
-    place = Reader(table.device, owner="the flat buffer").place(scale, op, writes=False, what="the scale")
-    if place.dtype != "float32" or place.count != 1:
-        raise InvalidArgument(
-            f"the scale has {place.count} elements of {place.dtype}: as a tensor it must be one element of float32",
-            op=op,
-        )
-    check_storage(scale, place.ptr, "the scale", op)
-    if place.ptr % 4:
-        raise InvalidArgument(f"the scale lies at address {place.ptr:#x}, which is no multiple of 4", op=op)
     if table.meets(place.ptr, 4) if unpacks else place.ptr < flat + table.nbytes and flat < place.ptr + 4:
         raise InvalidArgument("the scale lies inside of what is written: use a copy of it", op=op)
-    return 1.0, place.ptr
+    return number, place.ptr
 
 
 def _check_copy(table, flags, scale, scale_at, statistics, op) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from numbers import Real
 
 import numpy
 import torch
@@ -16,12 +14,11 @@ from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
 from .execution import Statistics, run, written
-from .table import FLOATS_END, Held, check_storage, device_of
+from .table import FLOATING, FLOATS_END, Held, check_storage, device_of, read_scale
 
 __all__ = ["Sources", "reduce_n"]
 
 _OP = "reduce_n"  # for the errors
-_FLOATING = {code for dtype, code in TORCH_CODES.items() if dtype.is_floating_point}
 _F64 = TORCH_CODES[torch.float64]
 _KERNELS = {
     "float32": abi.REDUCE,
@@ -145,7 +142,7 @@ def reduce_n(
     reader = Reader(table.device, owner="source 0")
     place = _placed(reader, out, "out", writes=True)
     _check_out(table, place)
-    floating = table.code in _FLOATING
+    floating = table.code in FLOATING
     scale_at = 0
     if type(scale) is not float or not -FLOATS_END < scale < FLOATS_END or not floating:
         scale, scale_at = _parse_scale(scale, reader, place, floating, _F64 in (table.code, place.code))
@@ -182,9 +179,9 @@ def _placed(reader: Reader, array, what: str, writes: bool = False) -> Place:
 
 def _check_out(table: Sources, out: Place) -> None:
     if out.dtype != table.dtype:
-        if table.code not in _FLOATING:
+        if table.code not in FLOATING:
             raise _wrong(f"out is {out.dtype} and the sources are {table.dtype}: integers must have one dtype")
-        if out.code not in _FLOATING:
+        if out.code not in FLOATING:
             raise _wrong(f"out is {out.dtype} and the sources are {table.dtype}: use a floating dtype")
     if out.count != table.count:
         raise _wrong(f"out has {out.count} elements and source 0 has {table.count}: use equal sizes")
@@ -195,27 +192,11 @@ def _check_out(table: Sources, out: Place) -> None:
 
 def _parse_scale(scale, reader: Reader, out: Place, floating: bool, wide: bool) -> tuple[float, int]:
     """Give a scale as a number, and the address of one more factor or 0."""
-    if isinstance(scale, Real) and not isinstance(scale, bool):
-        try:
-            number = float(scale)
-        except OverflowError:
-            number = math.inf
-        if not floating and number != 1:
-            raise _wrong("a scale is for floating types, and the sources are integers: leave it out")
-        if not math.isfinite(number):
-            raise _wrong(f"the scale must be finite, not {shown(scale)}")
-        if not wide and abs(number) >= FLOATS_END:
-            raise _wrong(f"the scale {number} is infinite in fp32, in which elements are multiplied")
-        return number, 0
-    if not isinstance(scale, (torch.Tensor, numpy.ndarray)) and not hasattr(scale, "__cuda_array_interface__"):
-        raise _wrong(f"the scale must be a number or an fp32 tensor of one element, not {type(scale).__name__}")
-    if not floating:
+    number, place = read_scale(scale, reader, wide or not floating, _OP)
+    if not floating and (place is not None or number != 1):
         raise _wrong("a scale is for floating types, and the sources are integers: leave it out")
-    place = _placed(reader, scale, "the scale")
-    if place.dtype != "float32" or place.count != 1:
-        raise _wrong(
-            f"the scale has {place.count} elements of {place.dtype}: as a tensor it must be one element of float32"
-        )
+    if place is None:
+        return number, 0
     if out.meets(place.ptr, 4):
         raise _wrong("the scale lies inside of out: use a copy of it")
-    return 1.0, place.ptr
+    return number, place.ptr

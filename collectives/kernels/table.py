@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from operator import add, lt, mul
 
 import numpy
 import torch
 
-from ..arrays import DTYPE_NAMES, TORCH_CODES, Reader, shown
+from ..arrays import DTYPE_NAMES, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import ALIGNMENT, TILE, bucket_layout, check_offsets
 from . import abi
 
-__all__ = ["FLOATING", "FLOATS_END", "Held", "Table", "check_storage", "device_of"]
+__all__ = ["FLOATING", "FLOATS_END", "Held", "Table", "check_storage", "device_of", "read_scale"]
 
 CODES = {name: code for code, name in DTYPE_NAMES.items()}
 FLOATING = frozenset(code for name, code in CODES.items() if "float" in name)  # what the kernels cast
@@ -348,6 +350,37 @@ def device_of(array) -> torch.device:
     if cupy is not None and isinstance(array, cupy.ndarray):
         return torch.device("cuda", array.device.id)
     return _HOST
+
+
+def read_scale(scale, reader: Reader, wide: bool, op: str) -> tuple[float, Place | None]:
+    """Give a scale as a number, and where one more factor, an fp32 array of one element, lies.
+
+    ``wide``: elements are multiplied in fp64, so that the number need not be one of fp32's.
+    """
+    if isinstance(scale, Real) and not isinstance(scale, bool):
+        try:
+            number = float(scale)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise InvalidArgument(f"the scale must be finite, not {shown(scale)}", op=op)
+        if not wide and abs(number) >= FLOATS_END:
+            raise InvalidArgument(f"the scale {number} is infinite in fp32, in which elements are multiplied", op=op)
+        return number, None
+    if not isinstance(scale, (torch.Tensor, numpy.ndarray)) and not hasattr(scale, "__cuda_array_interface__"):
+        raise InvalidArgument(
+            f"the scale must be a number or an fp32 tensor of one element, not {type(scale).__name__}", op=op
+        )
+    place = reader.place(scale, op, writes=False, what="the scale")
+    if place.dtype != "float32" or place.count != 1:
+        raise InvalidArgument(
+            f"the scale has {place.count} elements of {place.dtype}: as a tensor it must be one element of float32",
+            op=op,
+        )
+    check_storage(scale, place.ptr, "the scale", op)
+    if place.ptr % 4:
+        raise InvalidArgument(f"the scale lies at address {place.ptr:#x}, which is no multiple of 4", op=op)
+    return 1.0, place
 
 
 def check_storage(array, ptr: int, what: str, op: str) -> int:

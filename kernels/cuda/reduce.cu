@@ -216,7 +216,9 @@ static __device__ __forceinline__ int elements_of(const coll_reduce_args& a, int
 }
 
 template <class S, class A>
-static __device__ __forceinline__ void reduce_floats(const coll_reduce_args& a, A* lanes, uint32_t* bad) {
+static __device__ __forceinline__ void reduce_floats(const coll_reduce_args& a) {
+  __shared__ A lanes[COLL_LANES];
+  __shared__ uint32_t bad;
   bool packs = takes_packs(a);
   int64_t last = a.work.tiles * ((int64_t)blockIdx.x + 1) / gridDim.x;
   COLL_KEEP_LOOP
@@ -225,7 +227,7 @@ static __device__ __forceinline__ void reduce_floats(const coll_reduce_args& a, 
     uint32_t own_bad = 0;
     if (packs && count == COLL_TILE) reduce_float<S, A, COLL_PACK>(a, tile, count, lanes, &own_bad);
     else reduce_float<S, A, 1>(a, tile, count, lanes, &own_bad);
-    if (a.work.sums) coll_leave_share(a.work, tile, lanes, bad, own_bad);
+    if (a.work.sums) coll_leave_share(a.work, tile, lanes, &bad, own_bad);
   }
 }
 
@@ -248,49 +250,14 @@ static __device__ __forceinline__ void reduce_integers(const coll_reduce_args& a
 }
 
 // Sources of fp32.
-COLL_KERNEL coll_reduce(const coll_reduce_args a) {
-  __shared__ float lanes[COLL_LANES];
-  __shared__ uint32_t bad;
-  reduce_floats<float>(a, lanes, &bad);
-}
-
-COLL_KERNEL coll_reduce_bf16(const coll_reduce_args a) {
-  __shared__ float lanes[COLL_LANES];
-  __shared__ uint32_t bad;
-  reduce_floats<coll_bf16>(a, lanes, &bad);
-}
-
-COLL_KERNEL coll_reduce_f16(const coll_reduce_args a) {
-  __shared__ float lanes[COLL_LANES];
-  __shared__ uint32_t bad;
-  reduce_floats<coll_fp16>(a, lanes, &bad);
-}
-
-COLL_KERNEL coll_reduce_e4m3(const coll_reduce_args a) {
-  __shared__ float lanes[COLL_LANES];
-  __shared__ uint32_t bad;
-  reduce_floats<coll_e4m3>(a, lanes, &bad);
-}
-
-COLL_KERNEL coll_reduce_e5m2(const coll_reduce_args a) {
-  __shared__ float lanes[COLL_LANES];
-  __shared__ uint32_t bad;
-  reduce_floats<coll_e5m2>(a, lanes, &bad);
-}
-
-COLL_KERNEL coll_reduce_f64(const coll_reduce_args a) {
-  __shared__ double lanes[COLL_LANES];
-  __shared__ uint32_t bad;
-  reduce_floats<double>(a, lanes, &bad);
-}
-
+COLL_KERNEL coll_reduce(const coll_reduce_args a) { reduce_floats<float, float>(a); }
+COLL_KERNEL coll_reduce_bf16(const coll_reduce_args a) { reduce_floats<coll_bf16, float>(a); }
+COLL_KERNEL coll_reduce_f16(const coll_reduce_args a) { reduce_floats<coll_fp16, float>(a); }
+COLL_KERNEL coll_reduce_e4m3(const coll_reduce_args a) { reduce_floats<coll_e4m3, float>(a); }
+COLL_KERNEL coll_reduce_e5m2(const coll_reduce_args a) { reduce_floats<coll_e5m2, float>(a); }
+COLL_KERNEL coll_reduce_f64(const coll_reduce_args a) { reduce_floats<double, double>(a); }
 // Sources of any other floating type into fp64.
-COLL_KERNEL coll_reduce_wide(const coll_reduce_args a) {
-  __shared__ double lanes[COLL_LANES];
-  __shared__ uint32_t bad;
-  reduce_floats<narrow>(a, lanes, &bad);
-}
-
+COLL_KERNEL coll_reduce_wide(const coll_reduce_args a) { reduce_floats<narrow, double>(a); }
 COLL_KERNEL coll_reduce_int8(const coll_reduce_args a) { reduce_integers<int8_t, uint8_t>(a, a.source_type == COLL_I8); }
 COLL_KERNEL coll_reduce_int32(const coll_reduce_args a) { reduce_integers<int32_t, uint32_t>(a, a.source_type == COLL_I32); }
 COLL_KERNEL coll_reduce_int64(const coll_reduce_args a) { reduce_integers<int64_t, uint64_t>(a, a.source_type == COLL_I64); }

@@ -9,11 +9,6 @@ namespace {
 constexpr int kAhead = 2048;  // bytes; measured: as fast as any from 1 KiB to 4 KiB
 constexpr int kStrip = 128;   // elements between two rounds of prefetches; a whole number of lines in any type
 
-inline void prefetch_strip(const void* from, int nbytes) {
-  uintptr_t ahead = reinterpret_cast<uintptr_t>(from) + kAhead;
-  for (int line = 0; line < nbytes; line += 64) coll_prefetch(reinterpret_cast<const void*>(ahead + line));
-}
-
 // ---- The common pairs of types, in one loop. A row is at most COLL_LANES elements.
 template <class S, class D, bool kStats, bool kAdd>
 inline __attribute__((always_inline)) void cast_strip(const S* from, D* to, int n, float scale, float* lanes) {
@@ -29,7 +24,7 @@ template <class S, class D, bool kStats, bool kAdd>
 void cast_row(const S* from, D* to, int n, float scale, float* lanes) {
   int i = 0;
   for (; i + kStrip <= n; i += kStrip) {
-    prefetch_strip(from + i, kStrip * (int)sizeof(S));
+    coll_prefetch_ahead(from + i, kStrip * sizeof(S), kAhead);
     cast_strip<S, D, kStats, kAdd>(from + i, to + i, kStrip, scale, lanes + i);
   }
   cast_strip<S, D, kStats, kAdd>(from + i, to + i, n - i, scale, lanes + i);
@@ -43,7 +38,7 @@ void stream_row(const S* from, D* to, int n, float scale, float* lanes) {
   if (i > n) i = n;
   cast_strip<S, D, kStats, false>(from, to, i, scale, lanes);
   for (; i + kStrip <= n; i += kStrip) {
-    prefetch_strip(from + i, kStrip * (int)sizeof(S));
+    coll_prefetch_ahead(from + i, kStrip * sizeof(S), kAhead);
     cast_strip<S, D, kStats, false>(from + i, strip, kStrip, scale, lanes + i);
     coll_stream_lines(to + i, strip, kStrip * sizeof(D));
   }

@@ -56,6 +56,13 @@ inline void coll_prefetch(const void* at) {
 #endif
 }
 
+// Ask for the lines that come `ahead` bytes after these. As a number: the address may lie behind the end of the array, which a
+// prefetch doesn't mind.
+inline void coll_prefetch_ahead(const void* at, size_t nbytes, size_t ahead) {
+  uintptr_t from = reinterpret_cast<uintptr_t>(at) + ahead;
+  for (size_t line = 0; line < nbytes; line += 64) coll_prefetch(reinterpret_cast<const void*>(from + line));
+}
+
 // After the last streaming store of a call, so that other threads see the data in order.
 inline void coll_stream_end() {
 #if defined(__SSE2__)
@@ -103,9 +110,7 @@ inline void coll_stream_copy(void* to, const void* from, size_t nbytes) {
   memcpy(out, in, head);
   out += head, in += head, nbytes -= head;
   for (; nbytes >= kBlock; out += kBlock, in += kBlock, nbytes -= kBlock) {
-    // As a number: the address may lie behind the end of the array, which a prefetch doesn't mind.
-    uintptr_t ahead = reinterpret_cast<uintptr_t>(in) + kAhead;
-    for (size_t line = 0; line < kBlock; line += 64) coll_prefetch(reinterpret_cast<const void*>(ahead + line));
+    coll_prefetch_ahead(in, kBlock, kAhead);
     coll_stream_lines(out, in, kBlock);
   }
   memcpy(out, in, nbytes);
