@@ -65,8 +65,13 @@ const char* interned(const char* text) {
   return texts->insert(text).first->c_str();
 }
 
+struct Wire {
+  ncclDataType_t type;
+  double scale;
+};
+
 ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
-                  ncclComm_t comm, cudaStream_t stream) noexcept {
+                  ncclComm_t comm, cudaStream_t stream, const Wire* wire = nullptr) noexcept {
   const char* name = kind_name(kind);
   const char* op_label = t_op_label;
   const char* type_label = t_type_label;
@@ -124,6 +129,16 @@ ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncc
         o.reduction = c->premul[index].reduction;
       }
     }
+    if (wire) {
+      auto floating = [](ncclDataType_t t) { return t == ncclFloat16 || t == ncclFloat32 || t == ncclFloat64 || t >= ncclBfloat16; };
+      if (type != ncclFloat32 && type != ncclFloat64) return wrong(format("the data is %s, must be float32 or float64", type_name(type)));
+      if (static_cast<unsigned>(wire->type) >= ncclNumTypes || !floating(wire->type))
+        return wrong(format("wire is datatype %d, must be a floating one", static_cast<int>(wire->type)));
+      if (o.reduction.premul) return wrong("a pre-mul-sum can't be cast on the way: give its factor as the scale");
+      if (reinterpret_cast<uintptr_t>(send) % type_size(type)) return wrong(format("sendbuff is not aligned to %s", type_name(type)));
+      o.wire = wire->type;
+      o.wire_scale = wire->scale;
+    }
     if (stream && !queue_alive(reinterpret_cast<collHostQueue_t>(stream)))
       return wrong(format("stream %p is no queue of the host engine; give NULL (0), or a collHostQueue_t", static_cast<void*>(stream)));
     return submit(o, stream);
@@ -153,6 +168,11 @@ extern "C" {
 ncclResult_t ncclAllReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
                            cudaStream_t stream) {
   return call(CollKind::AllReduce, send, recv, count, type, op, 0, comm, stream);
+}
+ncclResult_t collHostAllReduceCast(const void* send, void* recv, size_t count, ncclDataType_t type, ncclDataType_t wire,
+                                   double scale, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+  Wire as = {wire, scale};
+  return call(CollKind::AllReduce, send, recv, count, type, op, 0, comm, stream, &as);
 }
 ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                ncclComm_t comm, cudaStream_t stream) {

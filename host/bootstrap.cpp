@@ -2,7 +2,8 @@
 //
 // Rank 0 listens on an abstract Unix socket whose name comes from the id; nothing of it is in a file system. The kernel tells
 // each side the other's user (SO_PEERCRED): only processes of one user get through, and they show the id's secret. When all
-// ranks have come, rank 0 makes the segment and passes its descriptor to them. Whatever goes wrong is told to all who
+// ranks have come, rank 0 makes the segment and passes its descriptor to them, and each rank's file of shared memory (heap.h) to
+// all others. Whatever goes wrong is told to all who
 // have come, with the ranks that it is about; a rank that waits knows at any time who has arrived.
 #include <errno.h>
 #include <fcntl.h>
@@ -10,6 +11,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
@@ -17,16 +19,19 @@
 #include <algorithm>
 
 #include "comm.h"
+#include "heap.h"
 #include "system.h"
 
 namespace coll {
 namespace {
 
-constexpr uint32_t kProtocol = 0x434f4c02;
+constexpr uint32_t kProtocol = 0x434f4c03;
 constexpr int64_t kLinger = 2000000000;  // ns
+// With more ranks than that nobody's memory is shared: rank 0 would pass too many descriptors on for one socket to hold.
+constexpr int kSharingRanks = 64;
 std::atomic<int64_t> g_init_timeout_ms{60000};
 
-enum class Kind : uint32_t { Hello, Arrived, Segment, Mapped, GaveUp, Failed, Go };
+enum class Kind : uint32_t { Hello, Arrived, Segment, Heap, Mapped, GaveUp, Failed, Go };
 
 struct Message {
   uint32_t protocol = kProtocol;
@@ -35,6 +40,7 @@ struct Message {
   uint64_t secret[4] = {};
   uint64_t options = 0;     // must be the same on all ranks
   uint64_t segment_id = 0;
+  uint64_t heap_id = 0;     // Hello, Heap: of the rank's process; 0: the system gave it none
   uint8_t ranks[kMaxRanks / 8] = {};  // Arrived: who has come. Failed: whom it is about
   char text[1024] = "";
 };
@@ -96,8 +102,17 @@ bool send_message(int fd, const Message& message, int descriptor = -1) {
   ssize_t sent;
   // News may be lost on a rank that does not read; everything else has to arrive.
   int flags = MSG_NOSIGNAL | (message.kind == Kind::Arrived ? MSG_DONTWAIT : 0);
-  do sent = sendmsg(fd, &header, flags);
-  while (sent < 0 && errno == EINTR);
+  // The system limits how many descriptors are on their way; those who are to take them are about to.
+  int64_t until = 0;
+  for (;;) {
+    sent = sendmsg(fd, &header, flags);
+    if (sent >= 0 || (errno != EINTR && errno != ETOOMANYREFS)) break;
+    if (errno == EINTR) continue;
+    if (!until) until = now_ns() + kLinger / 2;
+    if (now_ns() > until) break;
+    struct timespec nap = {0, 1000 * 1000};
+    nanosleep(&nap, nullptr);
+  }
   return sent == static_cast<ssize_t>(sizeof message);
 }
 
@@ -143,6 +158,8 @@ class Meeting {
     int rank = -1;
     pid_t process = 0;  // as this process sees it
     bool mapped = false;
+    uint64_t heap_id = 0;
+    Fd heap;
   };
 
   ncclComm* comm_;
@@ -189,15 +206,20 @@ class Meeting {
     return error;
   }
 
-  Message hello() const {
+  void say_hello(int fd) const {
     Message m;
+    int heap = -1;
+    if (comm_->size <= kSharingRanks) m.heap_id = heap_id(&heap);  // rank 0 has no use for more, and may have room for no more
     m.rank = comm_->rank;
     m.nranks = comm_->size;
     m.pid = getpid();
     m.options = options_;
     memcpy(m.secret, id_.secret, sizeof m.secret);
-    return m;
+    send_message(fd, m, heap);
   }
+
+  void pass_on_heaps(const std::vector<Guest>& guests) const;
+  void take_heap(int rank, uint64_t id, Fd fd) const;
 
   Error refuse(const Message& m, const std::vector<Guest>& guests) const;
   void tell_failure(const std::vector<Guest>& guests, const Error& error) const;
@@ -229,6 +251,38 @@ Error Meeting::refuse(const Message& m, const std::vector<Guest>& guests) const 
     return error;
   }
   return Error();
+}
+
+// Give every rank the files of all others.
+void Meeting::pass_on_heaps(const std::vector<Guest>& guests) const {
+  if (comm_->size > kSharingRanks) {
+    comm_->segment->header()->apart.store(1);
+    return;
+  }
+  int own;
+  uint64_t own_id = heap_id(&own);
+  auto pass = [&](int to, int rank, uint64_t id, int fd) {
+    Message m;
+    m.kind = Kind::Heap;
+    m.rank = rank;
+    m.heap_id = fd >= 0 ? id : 0;
+    if (send_message(to, m, m.heap_id ? fd : -1) || !m.heap_id) return;
+    m.heap_id = 0;
+    send_message(to, m);
+  };
+  for (const Guest& to : guests) {
+    if (to.rank < 0) continue;
+    pass(to.fd.get(), comm_->rank, own_id, own);
+    for (const Guest& from : guests)
+      if (from.rank >= 0 && from.rank != to.rank) pass(to.fd.get(), from.rank, from.heap_id, from.heap.get());
+  }
+}
+
+// Where one is missing, no rank uses any: all have to agree on how each operation is done.
+void Meeting::take_heap(int rank, uint64_t id, Fd fd) const {
+  int own;
+  if (!id || fd.get() < 0) comm_->segment->header()->apart.store(1);
+  else if (id != heap_id(&own)) comm_->heaps[static_cast<size_t>(rank)] = PeerHeap::open(id, fd.take());
 }
 
 void Meeting::tell_failure(const std::vector<Guest>& guests, const Error& error) const {
@@ -318,6 +372,9 @@ bool Meeting::serve(Error* error) {
       m.segment_id = comm_->segment->header()->segment_id;
       for (Guest& g : guests)
         if (g.rank >= 0) send_message(g.fd.get(), m, fd);
+      pass_on_heaps(guests);
+      for (Guest& g : guests)
+        if (g.rank >= 0 && comm_->size <= kSharingRanks) take_heap(g.rank, g.heap_id, std::move(g.heap));
     }
     if (mapped == comm_->size && comm_->segment) {
       Message m;
@@ -343,7 +400,8 @@ bool Meeting::serve(Error* error) {
       if (!polls[i + 1].revents) continue;
       Guest& g = guests[i];
       Message m;
-      int got = receive_message(g.fd.get(), &m, nullptr);
+      Fd descriptor;
+      int got = receive_message(g.fd.get(), &m, &descriptor);
       if (got == 0) continue;
       if (got < 0) {
         if (g.rank < 0) {
@@ -363,6 +421,8 @@ bool Meeting::serve(Error* error) {
         Error e = refuse(m, guests);
         if (e) return give_up(e);
         g.rank = m.rank;
+        g.heap_id = m.heap_id;
+        g.heap = std::move(descriptor);
         comm_->pids[static_cast<size_t>(m.rank)] = m.pid;
         if (g.process != m.pid) watchable = false;
         set_bit(arrived.ranks, m.rank);
@@ -386,6 +446,8 @@ bool Meeting::serve(Error* error) {
       if (fd.get() < 0 && errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
         return give_up(make_error(collHostErrorSystem, std::string("accept: ") + strerror(errno)));
       if (fd.get() >= 0 && same_user(fd.get(), &user, &process)) {
+        struct timeval patience = {1, 0};  // with a rank that says hello and then reads nothing
+        setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
         guests.emplace_back();
         guests.back().process = process;
         guests.back().fd = std::move(fd);
@@ -430,8 +492,9 @@ bool Meeting::connect_to_server(Fd* fd, Error* error) const {
 bool Meeting::join(Error* error) {
   Fd fd;
   if (!connect_to_server(&fd, error)) return false;
-  send_message(fd.get(), hello());
+  say_hello(fd.get());
   bool answered = false;
+  int heaps = 0;
   Message arrived;
   set_bit(arrived.ranks, 0);
   set_bit(arrived.ranks, comm_->rank);
@@ -474,7 +537,7 @@ bool Meeting::join(Error* error) {
     if (got < 0 && !answered) {
       // Nobody took the connection: it went to a listener that was just closing, of an earlier meeting by this name.
       if (!connect_to_server(&fd, error)) return false;
-      send_message(fd.get(), hello());
+      say_hello(fd.get());
       continue;
     }
     answered = true;
@@ -493,11 +556,17 @@ bool Meeting::join(Error* error) {
       Error e;
       comm_->segment = Segment::attach(descriptor.take(), m.segment_id, comm_->size, &e);
       if (!comm_->segment) return give_up(e);
+    } else if (m.kind == Kind::Heap && comm_->segment && m.rank >= 0 && m.rank < comm_->size) {
+      take_heap(m.rank, m.heap_id, std::move(descriptor));
+      ++heaps;
+    } else if (m.kind == Kind::Go) {
+      return true;
+    }
+    bool all = heaps == comm_->size - 1 || comm_->size > kSharingRanks;
+    if (all && comm_->segment && (m.kind == Kind::Segment || m.kind == Kind::Heap)) {
       Message done;
       done.kind = Kind::Mapped;
       send_message(fd.get(), done);
-    } else if (m.kind == Kind::Go) {
-      return true;
     }
   }
 }
@@ -524,13 +593,16 @@ Id derive_id(const uint64_t secret[4], const void* label, size_t nbytes) {
 
 bool bootstrap(ncclComm* comm, const Id& id, uint64_t options, const char* what, const Origin& origin, Error* error) {
   memcpy(comm->secret, id.secret, sizeof comm->secret);
+  comm->heaps.resize(static_cast<size_t>(comm->size));
   Meeting meeting(comm, id, options, what, origin);
   bool met = comm->rank == 0 ? meeting.serve(error) : meeting.join(error);
   if (!met) {
     error->rank = comm->rank;
     return false;
   }
-  comm->spin = comm->size <= available_cores();
+  comm->cores = available_cores();
+  comm->spin = comm->size <= comm->cores;
+  comm->segment->place_slots(comm->rank);
   comm->pids.resize(static_cast<size_t>(comm->size));
   comm->pidfds.resize(static_cast<size_t>(comm->size));
   for (int r = 0; r < comm->size; ++r) {

@@ -2,7 +2,11 @@
 //
 // In round r every rank puts its share of the data into its slot r & 1 and counts `posted` up; reads what it needs from the
 // slots of others once they have posted; and counts `consumed` up. A slot is filled again when all have consumed the
-// round before last. A rank posts round r + 1 before it consumes round r, so that nobody waits for a copy.
+// round before last. What a rank gives to itself stays in its own memory.
+//
+// Where all wait for all (everything but broadcast, scatter, gather and reduce), a rank posts a round when it has consumed the one
+// before: that all have posted it says that the slots of the round before it are free, and the data of a round stays in the
+// second-level cache. A root runs one round ahead.
 //
 // The first post of a call also publishes what was called. Nobody consumes anything before all ranks have posted
 // their first round and all calls are the same: a mismatch leaves every receive buffer as it was.
@@ -22,15 +26,6 @@
 namespace coll {
 namespace {
 
-void reduce_n(void* out, const void* const* sources, int n, size_t count, ncclDataType_t type, const coll_reduction& how) {
-  [[maybe_unused]] ExactArithmetic exact;
-  reduce_kernel()(out, sources, n, count, type, &how);
-}
-
-void copy(void* to, const void* from, size_t nbytes) {
-  if (nbytes && to != from) memmove(to, from, nbytes);
-}
-
 // Below this many bytes in all slots, every rank reduces everything itself and saves a phase.
 constexpr size_t kOnePhaseBytes = 128 << 10;
 
@@ -47,9 +42,23 @@ bool sliced(CollKind kind) {
   return kind == CollKind::ReduceScatter || kind == CollKind::AllToAll || kind == CollKind::Scatter;
 }
 
-uint64_t call_hash(const CallRecord& call) {
+// Every rank waits for the posts of all in every round.
+bool in_lockstep(CollKind kind) { return !rooted(kind); }
+
+// What was called, as one number. The labels are few and interned; their text counts, not their address.
+uint64_t call_key(const CallRecord& call) {
   static const uint64_t kKey[2] = {0x636f6c6c65637469ull, 0x7665732063616c6cull};
-  return siphash(kKey, &call, sizeof call);
+  uint64_t label = 0;
+  if (*call.op_label || *call.type_label) label = siphash(kKey, call.op_label, sizeof call.op_label + sizeof call.type_label);
+  auto mixed = [](uint64_t value) {  // the finalizer of MurmurHash3 (Appleby): a bijection, so that no two single words meet
+    value = (value ^ value >> 33) * 0xff51afd7ed558ccdull;
+    value = (value ^ value >> 33) * 0xc4ceb9fe1a85ec53ull;
+    return value ^ value >> 33;
+  };
+  uint64_t small = static_cast<uint64_t>(call.kind) | static_cast<uint64_t>(call.datatype) << 8 |
+                   static_cast<uint64_t>(call.op + 1) << 16 | static_cast<uint64_t>(call.wire + 1) << 24 |
+                   static_cast<uint64_t>(call.root + 1) << 32;
+  return mixed(mixed(mixed(mixed(call.seq) + call.count) + small) + label);
 }
 
 }  // namespace
@@ -59,13 +68,16 @@ void Collective::begin() {
   begun = true;
   base = c.rounds;
   op.seq = c.executed++;
-  size_t esize = type_size(op.type);
+  size_t esize = type_size(op.slot_type());
   size_t chunk = c.segment->header()->chunk_bytes;
   size_t n = static_cast<size_t>(c.size);
   stride = sliced(op.kind) ? chunk / n / kLine * kLine : chunk;
   per_round = stride / esize;
-  rounds = std::max<uint64_t>((op.count + per_round - 1) / per_round, 1);
-  two_phase = op.kind == CollKind::AllReduce && c.size > 2 && op.bytes() * n > kOnePhaseBytes;
+  bool fans = sliced(op.kind) || op.kind == CollKind::AllGather || op.kind == CollKind::Gather;
+  past_caches = coll::past_caches(op.bytes() * n * (fans ? n : 1));
+  if (past_caches && per_round >= 2 * kLine) per_round /= 2;  // the slots share the cache with what comes from memory
+  rounds = op.count <= per_round ? 1 : (op.count + per_round - 1) / per_round;
+  two_phase = op.kind == CollKind::AllReduce && op.wire < 0 && c.size > 2 && op.bytes() * n > kOnePhaseBytes;
   if (op.reduction.scalar_at) op.reduction.scalar = scalar_bits(op.reduction.scalar_at, op.type);
 
   int parity = static_cast<int>(op.seq & 1);
@@ -74,14 +86,17 @@ void Collective::begin() {
   call.count = op.count;
   call.kind = static_cast<int>(op.kind);
   call.datatype = op.type;
+  call.wire = op.wire;
   call.op = reduces(op.kind) ? (op.reduction.premul ? ncclNumOps : op.reduction.op) : -1;
   call.root = rooted(op.kind) ? op.root : -1;
   if (op.op_label) snprintf(call.op_label, sizeof call.op_label, "%s", op.op_label);
   if (op.type_label) snprintf(call.type_label, sizeof call.type_label, "%s", op.type_label);
   RankBlock* me = c.me();
   me->call[parity] = call;
-  me->call_hash[parity] = call_hash(call);
+  me->call_key[parity] = call_key(call);
   me->scalar[parity] = op.reduction.scalar;
+  me->sharing[parity] = what_is_shared();
+  in_place = me->sharing[parity] != kStaged;
 }
 
 size_t Collective::elements(uint64_t round) const {
@@ -89,17 +104,42 @@ size_t Collective::elements(uint64_t round) const {
   return offset >= op.count ? 0 : std::min(per_round, op.count - offset);
 }
 
+// What this rank gives to itself; NULL where it lies at an address that is no multiple of the element's size, so that it has
+// to go through the slot, or where it is rounded on the way.
+const char* Collective::own_source(size_t offset) const {
+  if (op.wire >= 0) return nullptr;
+  const char* from = static_cast<const char*>(op.send) + offset;
+  return reduces(op.kind) && reinterpret_cast<uintptr_t>(from) % type_size(op.type) ? nullptr : from;
+}
+
+void Collective::move(void* to, const void* from, size_t nbytes) const {
+  if (!nbytes || to == from) return;
+  if (past_caches) copy_past_kernel()(to, from, nbytes);
+  else memmove(to, from, nbytes);
+}
+
 void Collective::post(uint64_t round) {
   ncclComm& c = comm();
-  size_t esize = type_size(op.type), offset = round * per_round * esize, nbytes = elements(round) * esize;
-  char* slot = c.segment->slot(c.rank, base + round);
-  const char* from = static_cast<const char*>(op.send);
+  size_t esize = type_size(op.slot_type()), offset = round * per_round * esize, nbytes = elements(round) * esize;
   bool gives = !(op.kind == CollKind::Broadcast || op.kind == CollKind::Scatter) || c.rank == op.root;
-  if (nbytes && gives) {
-    if (sliced(op.kind)) {
-      for (int j = 0; j < c.size; ++j) copy(slot + j * stride, from + j * op.bytes() + offset, nbytes);
+  bool own_too = !own_source(0);
+  if ((op.kind == CollKind::Reduce || op.kind == CollKind::Gather) && c.rank == op.root && !own_too) gives = false;
+  if (nbytes && gives && !in_place) {
+    char* slot = c.segment->slot(c.rank, base + round);
+    const char* from = static_cast<const char*>(op.send) + offset;
+    if (op.wire >= 0) {
+      const char* data = static_cast<const char*>(op.send) + round * per_round * type_size(op.type);
+      cast(slot, op.wire, data, op.type, elements(round), op.wire_scale);
+    } else if (sliced(op.kind)) {
+      for (int j = 0; j < c.size; ++j)
+        if (j != c.rank || own_too) memcpy(slot + j * stride, from + j * op.bytes(), nbytes);
+    } else if (two_phase && !own_too) {
+      size_t first = piece_begin(elements(round), esize, c.size, c.rank) * esize;
+      size_t last = piece_begin(elements(round), esize, c.size, c.rank + 1) * esize;
+      memcpy(slot, from, first);
+      memcpy(slot + last, from + last, nbytes - last);
     } else {
-      copy(slot, from + offset, nbytes);
+      memcpy(slot, from, nbytes);
     }
   }
   c.me()->posted.store(base + round + 1, std::memory_order_release);
@@ -117,12 +157,27 @@ bool Collective::all_at(std::atomic<uint64_t> RankBlock::*counter, uint64_t valu
   return true;
 }
 
+// Whether nobody reads this rank's slot of an absolute round any more, from the round that used it before.
+bool Collective::slot_free(uint64_t absolute) {
+  ncclComm& c = comm();
+  if (absolute < kSlots + c.all_consumed) return true;
+  if (!all_at(&RankBlock::consumed, absolute - kSlots + 1)) return false;
+  c.all_consumed = absolute - kSlots + 1;
+  return true;
+}
+
 bool Collective::sources_ready(uint64_t round) {
   ncclComm& c = comm();
   uint64_t value = base + round + 1;
   bool from_root = op.kind == CollKind::Broadcast || op.kind == CollKind::Scatter;
   bool to_root = op.kind == CollKind::Reduce || op.kind == CollKind::Gather;
-  if (round == 0 || !(from_root || to_root) || (to_root && c.rank == op.root)) return all_at(&RankBlock::posted, value);
+  if (round == 0 || !(from_root || to_root)) {
+    if (!all_at(&RankBlock::posted, value)) return false;
+    // Who has posted this round has consumed all before it.
+    c.all_consumed = std::max(c.all_consumed, value - 1);
+    return true;
+  }
+  if (to_root && c.rank == op.root) return all_at(&RankBlock::posted, value);
   if (to_root) return c.me()->posted.load(std::memory_order_relaxed) >= value;
   if (c.segment->rank(op.root)->posted.load(std::memory_order_acquire) >= value) return true;
   blocked_on = op.root;
@@ -133,10 +188,16 @@ void Collective::check_calls() {
   ncclComm& c = comm();
   int parity = static_cast<int>(op.seq & 1);
   checked = true;
-  uint64_t mine = c.me()->call_hash[parity];
+  uint64_t mine = c.me()->call_key[parity];
   bool same = true;
-  for (int r = 0; r < c.size; ++r) same = same && c.segment->rank(r)->call_hash[parity] == mine;
-  if (same) return;
+  for (int r = 0; r < c.size; ++r) same = same && c.segment->rank(r)->call_key[parity] == mine;
+  if (same) settle_way();
+  else describe_mismatch();
+}
+
+void Collective::describe_mismatch() {
+  ncclComm& c = comm();
+  int parity = static_cast<int>(op.seq & 1);
   mismatched = true;
   const CallRecord& own = c.me()->call[parity];
   std::string table = format("the ranks did not make the same call (collective %llu of this communicator):",
@@ -150,6 +211,7 @@ void Collective::check_calls() {
     const char* name = *call.op_label ? call.op_label : kind_name(static_cast<CollKind>(call.kind));
     table += format("\n  rank %d: %s count=%llu dtype=%s", r, name, static_cast<unsigned long long>(call.count),
                     type_text(call.datatype, call.type_label).c_str());
+    if (call.wire >= 0) table += format(" sent as %s", type_name(call.wire));
     if (call.op >= 0) table += format(" op=%s", op_name(call.op));
     if (call.root >= 0) table += format(" root=%d", call.root);
     if (r == c.rank) table += "  (this rank)";
@@ -158,48 +220,63 @@ void Collective::check_calls() {
   error.peers = others;
 }
 
-void Collective::reduce_slots(void* out, size_t slot_offset, size_t count, uint64_t round) {
+coll_reduction Collective::reduction(uint64_t* scalars) {
   ncclComm& c = comm();
-  if (!count) return;
-  const void* sources[kMaxRanks];
-  uint64_t scalars[kMaxRanks];
   int parity = static_cast<int>(op.seq & 1);
-  for (int r = 0; r < c.size; ++r) {
-    sources[r] = c.segment->slot(r, base + round) + slot_offset;
-    if (op.reduction.premul) scalars[r] = c.segment->rank(r)->scalar[parity];
-  }
-  coll_reduction how = {op.reduction.op == ncclAvg ? ncclSum : op.reduction.op,
-                        op.reduction.op == ncclAvg ? c.size : 0, op.reduction.premul ? scalars : nullptr};
+  if (op.reduction.premul)
+    for (int r = 0; r < c.size; ++r) scalars[r] = c.segment->rank(r)->scalar[parity];
+  return {op.reduction.op == ncclAvg ? ncclSum : op.reduction.op, op.reduction.op == ncclAvg ? c.size : 0,
+          op.reduction.premul ? scalars : nullptr, nullptr, 0, 0, op.type};
+}
+
+void Collective::reduce(void* out, const void** sources, int n, size_t count, coll_reduction how) {
+  if (!count) return;
+  [[maybe_unused]] ExactArithmetic exact;
   size_t esize = type_size(op.type);
   if (reinterpret_cast<uintptr_t>(out) % esize == 0) {
-    reduce_n(out, sources, c.size, count, op.type, how);
+    reduce_kernel()(out, sources, n, count, op.slot_type(), &how);
     return;
   }
   // An address that is no multiple of the element's size: through an aligned buffer.
   alignas(kLine) char block[4096];
   for (size_t done = 0; done < count;) {
     size_t some = std::min(count - done, sizeof block / esize);
-    reduce_n(block, sources, c.size, some, op.type, how);
+    reduce_kernel()(block, sources, n, some, op.slot_type(), &how);
     memcpy(static_cast<char*>(out) + done * esize, block, some * esize);
-    for (int r = 0; r < c.size; ++r) sources[r] = static_cast<const char*>(sources[r]) + some * esize;
+    for (int r = 0; r < n; ++r) sources[r] = static_cast<const char*>(sources[r]) + some * type_size(op.slot_type());
     done += some;
   }
 }
 
-// The piece of a two-phase round that rank r reduces: [first, last) in elements of the round.
-static void piece_of(size_t count, size_t esize, int size, int r, size_t* first, size_t* last) {
+// `own_offset`: where in this rank's memory its own part is.
+void Collective::reduce_slots(void* out, size_t slot_offset, size_t own_offset, size_t count, uint64_t round) {
+  ncclComm& c = comm();
+  const void* sources[kMaxRanks];
+  uint64_t scalars[kMaxRanks];
+  for (int r = 0; r < c.size; ++r) sources[r] = c.segment->slot(r, base + round) + slot_offset;
+  if (const char* own = own_source(own_offset)) sources[c.rank] = own;
+  coll_reduction how = reduction(scalars);
+  how.past_caches = past_caches && out != sources[c.rank];
+  reduce(out, sources, c.size, count, how);
+}
+
+// The first of the elements that rank r reduces, of `count` that are shared out in whole lines.
+size_t piece_begin(size_t count, size_t esize, int size, int r) {
   size_t piece = (count + size - 1) / size;
   size_t line = kLine / esize;
   piece = (piece + line - 1) / line * line;
-  *first = std::min(count, piece * r);
-  *last = std::min(count, piece * (r + 1));
+  return std::min(count, piece * r);
 }
 
 void Collective::reduce_piece(uint64_t round) {
   ncclComm& c = comm();
-  size_t esize = type_size(op.type), first, last;
-  piece_of(elements(round), esize, c.size, c.rank, &first, &last);
-  reduce_slots(c.segment->slot(c.rank, base + round) + first * esize, first * esize, last - first, round);
+  size_t esize = type_size(op.type), count = elements(round);
+  size_t first = piece_begin(count, esize, c.size, c.rank), last = piece_begin(count, esize, c.size, c.rank + 1);
+  const void* sources[kMaxRanks];
+  uint64_t scalars[kMaxRanks];
+  for (int r = 0; r < c.size; ++r) sources[r] = c.segment->slot(r, base + round) + first * esize;
+  if (const char* own = own_source((round * per_round + first) * esize)) sources[c.rank] = own;
+  reduce(c.segment->slot(c.rank, base + round) + first * esize, sources, c.size, last - first, reduction(scalars));
 }
 
 void Collective::consume(uint64_t round) {
@@ -214,17 +291,16 @@ void Collective::consume(uint64_t round) {
       if (two_phase) {
         for (int i = 0; i < c.size; ++i) {
           int r = (c.rank + i) % c.size;  // everyone begins with another slot
-          size_t first, last;
-          piece_of(count, esize, c.size, r, &first, &last);
-          copy(to + first * esize, slot(r) + first * esize, (last - first) * esize);
+          size_t first = piece_begin(count, esize, c.size, r), last = piece_begin(count, esize, c.size, r + 1);
+          memcpy(to + first * esize, slot(r) + first * esize, (last - first) * esize);
         }
       } else {
-        reduce_slots(to, 0, count, round);
+        reduce_slots(to, 0, offset, count, round);
       }
       break;
-    case CollKind::ReduceScatter: reduce_slots(to, c.rank * stride, count, round); break;
+    case CollKind::ReduceScatter: reduce_slots(to, c.rank * stride, c.rank * op.bytes() + offset, count, round); break;
     case CollKind::Reduce:
-      if (root) reduce_slots(to, 0, count, round);
+      if (root) reduce_slots(to, 0, offset, count, round);
       break;
     case CollKind::Gather:
       if (!root) break;
@@ -232,14 +308,19 @@ void Collective::consume(uint64_t round) {
     case CollKind::AllGather:
       for (int r = 0; r < c.size; ++r) {
         const char* from = r == c.rank ? static_cast<const char*>(op.send) + offset : slot(r);
-        copy(to + r * op.bytes(), from, nbytes);
+        move(to + r * op.bytes(), from, nbytes);
       }
       break;
-    case CollKind::Broadcast: copy(to, root ? static_cast<const char*>(op.send) + offset : slot(op.root), nbytes); break;
+    case CollKind::Broadcast: move(to, root ? static_cast<const char*>(op.send) + offset : slot(op.root), nbytes); break;
     case CollKind::AllToAll:
-      for (int r = 0; r < c.size; ++r) copy(to + r * op.bytes(), slot(r) + c.rank * stride, nbytes);
+      for (int r = 0; r < c.size; ++r) {
+        const char* own = static_cast<const char*>(op.send) + r * op.bytes() + offset;
+        move(to + r * op.bytes(), r == c.rank ? own : slot(r) + c.rank * stride, nbytes);
+      }
       break;
-    case CollKind::Scatter: copy(to, slot(op.root) + c.rank * stride, nbytes); break;
+    case CollKind::Scatter:
+      move(to, root ? static_cast<const char*>(op.send) + c.rank * op.bytes() + offset : slot(op.root) + c.rank * stride, nbytes);
+      break;
     default: break;
   }
 }
@@ -248,11 +329,10 @@ bool Collective::advance() {
   ncclComm& c = comm();
   RankBlock* me = c.me();
   bool moved = false;
-  // Two slots: round r + 1 may be posted while round r is read. Before the calls are checked only the first is posted, so
-  // that all ranks agree on the count of rounds after a mismatch.
-  while (posted < rounds && posted < consumed + (checked ? kSlots : 1)) {
-    uint64_t absolute = base + posted;
-    if (absolute >= kSlots && !all_at(&RankBlock::consumed, absolute - kSlots + 1)) return moved;
+  // Before the calls are checked only the first round is posted, so that all ranks agree on the count of rounds after a mismatch.
+  uint64_t ahead = checked && !in_lockstep(op.kind) ? kSlots : 1;
+  while (posted < rounds && posted < consumed + ahead) {
+    if (!slot_free(base + posted)) return moved;
     post(posted++);
     moved = true;
   }
@@ -267,7 +347,14 @@ bool Collective::advance() {
       c.wake_sleepers();
       return true;
     }
-    if (rounds > 1) return true;  // post the second round before consuming the first
+    if (in_place) work_in_place();
+    else if (posted < rounds && ahead < kSlots && !in_lockstep(op.kind)) return true;  // a root posts before it consumes
+    else if (!posted) return true;                                                    // the first round was given up
+  }
+  if (in_place) {
+    if (!others_done()) return moved;
+    finish_round();
+    return true;
   }
   if (two_phase && reduced < posted && sources_ready(reduced)) {
     reduce_piece(reduced++);
@@ -277,14 +364,22 @@ bool Collective::advance() {
   }
   if (consumed < posted && (two_phase ? reduced > consumed && all_at(&RankBlock::reduced, base + consumed + 1)
                                       : sources_ready(consumed))) {
-    consume(consumed++);
-    if (consumed == rounds) c.rounds = base + rounds;
-    if (!two_phase) me->reduced.store(base + consumed, std::memory_order_relaxed);
-    me->consumed.store(base + consumed, std::memory_order_release);
-    c.wake_sleepers();
+    consume(consumed);
+    finish_round();
     moved = true;
   }
   return moved;
+}
+
+// Nothing of this round is read any more, here.
+void Collective::finish_round() {
+  ncclComm& c = comm();
+  ++consumed;
+  if (consumed == rounds) c.rounds = base + rounds;
+  if (!two_phase) c.me()->reduced.store(base + consumed, std::memory_order_relaxed);
+  c.me()->consumed.store(base + consumed, std::memory_order_release);
+  // In lockstep nobody waits for this: the next post says it, too.
+  if (!in_lockstep(op.kind)) c.wake_sleepers();
 }
 
 }  // namespace coll

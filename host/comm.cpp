@@ -70,6 +70,10 @@ void release(ncclComm* comm) {
   if (comm->init_thread.joinable()) comm->init_thread.join();
   for (size_t r = 0; r < comm->pidfds.size(); ++r)
     if (comm->pidfds[r] >= 0) process_release(comm->pids[r]);
+  for (const auto& [handle, registration] : comm->registered)
+    if (registration->shared) memory_unshare(registration->address);
+  for (PeerHeap* heap : comm->heaps)
+    if (heap) heap->close();
   if (comm->segment) comm->segment->release();
   delete comm;
 }
@@ -104,6 +108,7 @@ ncclResult_t start(ncclComm_t* out, ncclComm* comm, ncclComm* parent, const Sett
       std::lock_guard<std::mutex> hold(comm->state_lock);
       comm->init_error = error;
       if (error) comm->broken = error;
+      if (error) comm->is_broken.store(true);
     }
     comm->ready.store(true, std::memory_order_release);
   };

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "error.h"
+#include "coll/reduce.h"
 #include "segment.h"
 
 enum class CollKind : int { AllReduce, ReduceScatter, AllGather, Broadcast, Reduce, AllToAll, Gather, Scatter, Send, Recv };
@@ -43,6 +44,8 @@ struct Op {
   void* recv = nullptr;
   size_t count = 0;  // as in NCCL: of one piece for reduce-scatter, all-gather, all-to-all, gather, scatter
   ncclDataType_t type = ncclInt8;
+  int wire = -1;       // an all-reduce whose data is multiplied and rounded to another type on its way into the slots: to this one
+  double wire_scale = 1;
   Reduction reduction;
   int root = 0;      // or the peer of send/recv
   ncclComm* comm = nullptr;
@@ -51,12 +54,14 @@ struct Op {
   const char* type_label = nullptr;  // given to collHostLabel
   const char* name() const { return op_label ? op_label : kind_name(kind); }
   size_t bytes() const { return count * type_size(type); }
+  ncclDataType_t slot_type() const { return wire < 0 ? type : static_cast<ncclDataType_t>(wire); }
 };
 
 // What was registered; its address is the handle (of a window, too).
 struct Registration {
   void* address;
   size_t nbytes;
+  bool shared;  // it counts as one memory_share
 };
 
 struct PreMulOp {
@@ -81,7 +86,9 @@ struct ncclComm {
   uint64_t splits_begun = 0;      // by the batch whose turn it is
   int forks = 0;                  // fork_generation() of the process that made it
   bool spin = true;               // no more ranks than cores
+  int cores = 1;                  // of this process's affinity mask
   std::vector<int> pids, pidfds;
+  std::vector<coll::PeerHeap*> heaps;  // NULL: this process's own
 
   // Order. Every batch takes the next ticket of each communicator that it uses, under order_lock(), and runs when all
   // before it have ended. So operations take effect in call order, across queues, threads and the NULL stream.
@@ -97,6 +104,7 @@ struct ncclComm {
 
   // Used by the batch whose turn it is, and by nobody else.
   uint64_t rounds = 0;      // rounds done by all collectives so far, equal on all ranks
+  uint64_t all_consumed = 0;  // rounds whose slots, as far as this rank knows, nobody reads any more
   uint64_t executed = 0;    // collectives begun so far
   std::map<int, bool> claimed;  // channels whose pages are there
 
@@ -111,6 +119,7 @@ struct ncclComm {
   std::atomic<uint64_t> current_seq{0}, current_bytes{0}, current_goal{0};
   std::atomic<int> current_peer{-1};
 
+  std::atomic<bool> is_broken{false};
   std::mutex state_lock;                  // guards what follows
   coll::Error broken;                     // why no operation can run any more
   std::vector<coll::PreMulOp> premul;
@@ -135,7 +144,7 @@ namespace coll {
 constexpr uint64_t kCommMagic = 0x434f4d4d20686f73ull;
 constexpr int kMaxRanks = COLL_HOST_MAX_RANKS;
 
-// ---- collective.cpp
+// ---- collective.cpp, and in_place.cpp for the ranks' own memory in the place of slots
 struct Collective {
   Op op;
   uint64_t base = 0;      // rounds of the communicator before this call
@@ -144,6 +153,8 @@ struct Collective {
   size_t per_round = 0;   // elements of one piece in a round
   size_t stride = 0;      // bytes between the pieces of a slot
   bool begun = false, checked = false, two_phase = false, mismatched = false;
+  bool in_place = false;  // no slots: the peers' memory itself
+  bool past_caches = false;
   int blocked_on = -1;
   Error error;
 
@@ -157,12 +168,31 @@ struct Collective {
   size_t elements(uint64_t round) const;
   void post(uint64_t round);
   bool all_at(std::atomic<uint64_t> RankBlock::*counter, uint64_t value);
+  bool slot_free(uint64_t absolute);
   bool sources_ready(uint64_t round);
   void check_calls();
+  void describe_mismatch();
   void reduce_piece(uint64_t round);
   void consume(uint64_t round);
-  void reduce_slots(void* out, size_t slot_offset, size_t count, uint64_t round);
+  const char* own_source(size_t offset) const;
+  coll_reduction reduction(uint64_t* scalars);
+  void reduce(void* out, const void** sources, int n, size_t count, coll_reduction how);
+  void reduce_slots(void* out, size_t slot_offset, size_t own_offset, size_t count, uint64_t round);
+  void move(void* to, const void* from, size_t nbytes) const;
+  void finish_round();
+
+  uint8_t what_is_shared();
+  void settle_way();
+  char* there(int rank, bool receives);
+  void work_in_place();
+  bool touches(int rank) const;
+  bool given_up(std::vector<int>* who = nullptr) const;
+  bool others_done();
+
+ public:
+  void let_others_stop();
 };
+size_t piece_begin(size_t count, size_t esize, int size, int r);
 
 // ---- transfer.cpp
 struct Transfer {
@@ -183,21 +213,27 @@ struct Transfer {
 };
 
 // ---- progress.cpp
-// The operations of one group (or the one operation of a call) on all communicators that it touches.
+// What a batch does on one communicator.
 struct Work {
   ncclComm* comm = nullptr;
   uint64_t ticket = 0;
-  std::vector<Collective> collectives;   // run one after the other
+  Collective* collectives = nullptr;     // run one after the other: `stored`, or a lone one of the caller's
+  size_t collective_count = 0;
+  std::vector<Collective> stored;
   std::vector<Transfer> transfers;       // run side by side, in order for each peer and direction
   std::vector<std::pair<Op, Op>> local;  // sends to oneself with their receives
   size_t next = 0;
 };
 
+// The operations of one group on all communicators that it touches.
 struct Batch {
   std::vector<Work> works;
   Error error;  // the first
   void run();   // waits for its turn, runs, passes the turn on
 };
+
+// The same for one collective in the calling thread, with nothing allocated.
+Error run_alone(const Op& op, uint64_t ticket);
 
 // Peers that can't go on any more, looked up in the shared state and (look_at_processes) in the system.
 std::vector<int> lost_peers(ncclComm& comm, bool look_at_processes);

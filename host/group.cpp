@@ -47,7 +47,7 @@ Error fill_batch(Batch& batch, const std::vector<Submitted>& ops) {
   for (const Submitted& s : ops) {
     Work& work = work_of(batch, s.op.comm);
     bool transfer = s.op.kind == CollKind::Send || s.op.kind == CollKind::Recv;
-    if (!transfer) work.collectives.emplace_back(s.op);
+    if (!transfer) work.stored.emplace_back(s.op);
     else if (s.op.root != s.op.comm->rank) work.transfers.emplace_back(s.op);
   }
   for (Work& work : batch.works) {
@@ -74,6 +74,8 @@ Error fill_batch(Batch& batch, const std::vector<Submitted>& ops) {
       }
       work.local.emplace_back(sends[i], receives[i]);
     }
+    work.collectives = work.stored.data();
+    work.collective_count = work.stored.size();
   }
   return Error();
 }
@@ -107,7 +109,7 @@ struct Launch {
   void enqueue() {
     for (Work& work : batch->works) {
       work.ticket = take_ticket(work.comm);
-      work.comm->sequence.fetch_add(work.collectives.size(), std::memory_order_relaxed);
+      work.comm->sequence.fetch_add(work.collective_count, std::memory_order_relaxed);
     }
     size_t others = queues.empty() ? 0 : queues.size() - 1;
     for (size_t i = 0; i < queues.size(); ++i) {
@@ -237,7 +239,15 @@ ncclResult_t submit(const Op& op, cudaStream_t stream) {
     t_group.ops.push_back({op, queue});
     return ncclSuccess;
   }
-  return launch({{op, queue}});
+  if (queue || op.kind == CollKind::Send || op.kind == CollKind::Recv) return launch({{op, queue}});
+  uint64_t ticket;
+  {
+    std::lock_guard<std::mutex> hold(order_lock());
+    ticket = take_ticket(op.comm);
+    op.comm->sequence.fetch_add(1, std::memory_order_relaxed);
+  }
+  Error error = run_alone(op, ticket);
+  return error ? raise(error) : ncclSuccess;
 }
 
 ncclResult_t submit_job(ncclComm* parent, const char* op, Job job) {

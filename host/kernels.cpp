@@ -16,21 +16,33 @@
 
 namespace {
 
-// The last-level cache as the kernel tells it. sysconf is not asked: in virtual machines it gives ten times that.
-int64_t last_level_cache() {
+// Bytes of the largest cache up to a level, as the kernel tells it; 0 where it doesn't. sysconf is not asked: in virtual machines it
+// gives ten times that.
+int64_t cache_bytes(int up_to_level) {
   int64_t largest = 0;
   for (int index = 0; index < 8; ++index) {
-    char path[64], unit = 0;
-    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/size", index);
-    FILE* file = fopen(path, "re");
-    if (!file) break;
-    long long size = 0;
-    int fields = fscanf(file, "%lld%c", &size, &unit);
-    fclose(file);
-    if (fields == 2) size *= unit == 'K' ? 1 << 10 : unit == 'M' ? 1 << 20 : 1;
-    if (fields >= 1) largest = std::max<int64_t>(largest, size);
+    auto read = [index](const char* what, long long* number, char* unit) {
+      char path[64];
+      snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/%s", index, what);
+      FILE* file = fopen(path, "re");
+      if (!file) return 0;
+      int fields = fscanf(file, "%lld%c", number, unit);
+      fclose(file);
+      return fields;
+    };
+    long long level = 0, size = 0;
+    char unit = 0, none;
+    if (read("level", &level, &none) < 1) break;
+    if (level > up_to_level || read("size", &size, &unit) < 1) continue;
+    size *= unit == 'K' ? 1 << 10 : unit == 'M' ? 1 << 20 : 1;
+    largest = std::max<int64_t>(largest, size);
   }
-  return largest > 0 ? largest : 32 << 20;
+  return largest;
+}
+
+int64_t last_level_cache() {
+  int64_t nbytes = cache_bytes(8);
+  return nbytes > 0 ? nbytes : 32 << 20;
 }
 
 }  // namespace
@@ -48,13 +60,14 @@ struct KernelEntry {
 struct InstructionSet {
   const char* name;
   coll_reduce_n_fn reduce_n;
+  coll_copy_past_fn copy_past;
   KernelEntry kernels[collKernelCount] = {};
 };
 
 #define COLL_ENTRY(Kernel, kernel, Args, ISA) set.kernels[collKernel##Kernel] = {sizeof(Args), coll_host_##kernel##_##ISA};
 #define COLL_INSTRUCTION_SET(ISA)                       \
   []() {                                                \
-    InstructionSet set{#ISA, coll_reduce_n_##ISA};      \
+    InstructionSet set{#ISA, coll_reduce_n_##ISA, coll_copy_past_##ISA}; \
     COLL_HOST_KERNELS(COLL_ENTRY, ISA)                  \
     return set;                                         \
   }()
@@ -127,6 +140,29 @@ std::string choose_kernels() {
 }
 
 coll_reduce_n_fn reduce_kernel() { return current_set().reduce_n; }
+
+coll_copy_past_fn copy_past_kernel() { return current_set().copy_past; }
+
+void cast(void* to, int to_type, const void* from, int from_type, size_t count, double scale) {
+  if (!count) return;
+  [[maybe_unused]] ExactArithmetic exact;
+  coll_tensor tensor = {const_cast<void*>(from), static_cast<int64_t>(count), 0, 0, from_type, 0};
+  coll_cast_args args{};
+  args.work.tiles = static_cast<int64_t>((count + COLL_TILE - 1) / COLL_TILE);
+  args.tensors = &tensor;
+  args.count = 1;
+  args.flat = to;
+  args.flat_type = to_type;
+  args.scale = scale;
+  current_set().kernels[collKernelCast].run(&args, 0, args.work.tiles);
+}
+
+size_t second_level_cache() {
+  static const int64_t nbytes = cache_bytes(2);
+  return nbytes > 0 ? static_cast<size_t>(nbytes) : 512 << 10;
+}
+
+bool past_caches(size_t nbytes) { return nbytes > static_cast<size_t>(coll_stream_from); }
 
 }  // namespace coll
 

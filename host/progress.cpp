@@ -56,6 +56,7 @@ void ncclComm::break_with(const Error& error, RankState state) {
   {
     std::lock_guard<std::mutex> hold(state_lock);
     if (!broken) broken = error;
+    is_broken.store(true, std::memory_order_release);
   }
   publish_state(state, &error);
 }
@@ -186,7 +187,7 @@ namespace {
 class Pause {
  public:
   // `comm`: whose doorbell to sleep on, or NULL when several communicators are waited for.
-  Pause(ncclComm* comm, bool spin) : comm_(comm), spins_(spin ? 2000 : 20) {}
+  Pause(ncclComm* comm, bool spin) : comm_(comm), spins_(spin ? 300 : 20) {}
 
   void reset() { turns_ = 0; }
 
@@ -227,7 +228,7 @@ class Pause {
   bool long_enough() const { return turns_ > spins_; }
 
  private:
-  static constexpr int kYields = 200;
+  static constexpr int kYields = 4000;
   ncclComm* comm_;
   int spins_;
   int turns_ = 0;
@@ -239,23 +240,23 @@ struct Run {
   Work& work;
   bool finished = false, left = false;
   bool never_begun = false;  // its turn was not waited for
+  Error refused;             // why its turn was not waited for, or may not be used
   Error error;
   std::vector<char> busy;
-  int64_t deadline = 0;
+  int64_t limit;
+  int64_t since = 0;  // when something was first looked for that would make waiting no use: the clock costs time
   size_t open = 0;  // transfers not yet done
   size_t head = 0;  // transfers before this one are done
 
-  explicit Run(Work& w) : work(w), open(w.transfers.size()) {
-    int64_t limit = w.comm->timeout_ns.load(std::memory_order_relaxed);
-    if (limit > 0) deadline = now_ns() + limit;
+  explicit Run(Work& w) : work(w), limit(w.comm->timeout_ns.load(std::memory_order_relaxed)), open(w.transfers.size()) {
     if (open) busy.resize(2 * static_cast<size_t>(w.comm->size));
   }
 
   const Op& current() const {
-    if (work.next < work.collectives.size()) return work.collectives[work.next].op;
+    if (work.next < work.collective_count) return work.collectives[work.next].op;
     for (size_t i = head; i < work.transfers.size(); ++i)
       if (!work.transfers[i].done()) return work.transfers[i].op;
-    return work.collectives.empty() ? work.transfers.back().op : work.collectives.back().op;
+    return work.collective_count ? work.collectives[work.collective_count - 1].op : work.transfers.back().op;
   }
 
   void keep(Error e, const Op& op) {
@@ -271,6 +272,7 @@ struct Run {
     finished = true;
     bool aborted = error.kind == collHostErrorAborted;
     work.comm->break_with(error, !aborted ? kFailed : work.comm->abort_flag ? kAborted : kRevoked);
+    if (work.next < work.collective_count) work.collectives[work.next].let_others_stop();
   }
 
   void describe(const Op& op, uint64_t goal) {
@@ -284,7 +286,7 @@ struct Run {
 
   bool advance_collectives() {
     bool moved = false;
-    while (work.next < work.collectives.size()) {
+    while (work.next < work.collective_count) {
       Collective& now = work.collectives[work.next];
       if (!now.begun) {
         // No collective ends without this rank, so a peer that is out already has failed in this one, or never called it.
@@ -300,11 +302,15 @@ struct Run {
         describe(now.op, now.base + 1);
       }
       moved = now.advance() || moved;
+      if (now.error && !now.mismatched) {
+        fail(now.error);
+        return true;
+      }
       if (!now.done()) return moved;
       ++work.next;
       if (now.mismatched) {
         keep(now.error, now.op);
-        work.next = work.collectives.size();  // all ranks leave out the rest, so that they agree on what comes next
+        work.next = work.collective_count;  // all ranks leave out the rest, so that they agree on what comes next
       }
     }
     return moved;
@@ -327,7 +333,7 @@ struct Run {
           fail(t.error);
           return true;
         }
-        if (work.collectives.empty()) describe(t.op, 0);
+        if (!work.collective_count) describe(t.op, 0);
       }
       moved = t.advance() || moved;
       if (t.done()) {
@@ -344,19 +350,19 @@ struct Run {
     if (finished) return false;
     bool moved = advance_collectives();
     if (open) moved = advance_transfers() || moved;
-    if (!finished && work.next == work.collectives.size() && !open) finished = moved = true;
+    if (!finished && work.next == work.collective_count && !open) finished = moved = true;
     return moved;
   }
 
   int blocked_on() const {
     if (open) return -1;
-    return work.next < work.collectives.size() ? work.collectives[work.next].blocked_on : -1;
+    return work.next < work.collective_count ? work.collectives[work.next].blocked_on : -1;
   }
 
   std::vector<int> missing() {
     ncclComm& c = *work.comm;
     std::vector<int> ranks;
-    if (work.next < work.collectives.size()) {
+    if (work.next < work.collective_count) {
       Collective& now = work.collectives[work.next];
       for (int r = 0; r < c.size; ++r)
         if (c.segment->rank(r)->posted.load() < now.base + 1) ranks.push_back(r);
@@ -378,7 +384,7 @@ struct Run {
 
   // A rank that has not come to this collective, but to a split that this rank has not called: it left this one out.
   int in_a_split() {
-    if (work.next >= work.collectives.size() || work.collectives[work.next].checked) return -1;
+    if (work.next >= work.collective_count || work.collectives[work.next].checked) return -1;
     ncclComm& c = *work.comm;
     uint64_t goal = work.collectives[work.next].base + 1;
     for (int r = 0; r < c.size; ++r) {
@@ -391,6 +397,7 @@ struct Run {
   // Whether something says that waiting is no use. Called when nothing moves.
   void look_around(bool thoroughly, bool stop, int64_t now) {
     ncclComm& c = *work.comm;
+    if (!since) since = now;
     if (c.abort_flag.load(std::memory_order_acquire)) {
       fail(make_error(collHostErrorAborted, "the communicator was aborted by this rank"));
     } else if (c.revoke_flag.load(std::memory_order_acquire)) {
@@ -409,10 +416,10 @@ struct Run {
     } else if (finished) {
       return;
     }
-    if (deadline && now > deadline) {
+    if (limit > 0 && now - since > limit) {
       std::vector<int> ranks = missing();
       Error e = make_error(collHostErrorTimeout,
-                           format("no end after %.1f s; waiting for %s", c.timeout_ns.load() / 1e9, rank_list(ranks).c_str()));
+                           format("no end after %.1f s; waiting for %s", static_cast<double>(limit) / 1e9, rank_list(ranks).c_str()));
       e.peers = ranks;
       fail(std::move(e));
     } else if (stop) {
@@ -521,34 +528,36 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& bloc
   return Error();
 }
 
-void Batch::run() {
-  std::vector<Error> refused(works.size());
+namespace {
+
+// Wait for the turns of the runs' communicators, run, pass the turns on. Gives the first error.
+Error run_all(Run* runs, size_t count) {
   struct Turns {
-    std::vector<Work>& works;
-    Turns(std::vector<Work>& w, std::vector<Error>& refused) : works(w) {
+    Run* runs;
+    size_t count;
+    Turns(Run* r, size_t n) : runs(r), count(n) {
       bool stop = false;
-      for (size_t i = 0; i < works.size(); ++i) refused[i] = wait_turn(works[i].comm, works[i].ticket, &stop);
-      for (size_t i = 0; i < works.size(); ++i)
-        if (!refused[i]) refused[i] = become_active(works[i].comm, stop);
+      for (size_t i = 0; i < n; ++i) r[i].refused = wait_turn(r[i].work.comm, r[i].work.ticket, &stop);
+      for (size_t i = 0; i < n; ++i)
+        if (!r[i].refused) r[i].refused = become_active(r[i].work.comm, stop);
     }
     ~Turns() {
-      for (Work& work : works) pass_turn(work.comm, work.ticket);
+      for (size_t i = 0; i < count; ++i) pass_turn(runs[i].work.comm, runs[i].work.ticket);
     }
-  } turns(works, refused);
-  std::vector<Run> runs;
-  runs.reserve(works.size());
+  } turns(runs, count);
   bool spin = true;
-  for (size_t i = 0; i < works.size(); ++i) {
-    Work& w = works[i];
-    runs.emplace_back(w);
-    Run& run = runs.back();
+  for (size_t i = 0; i < count; ++i) {
+    Run& run = runs[i];
+    Work& w = run.work;
     spin = spin && w.comm->spin;
-    run.never_begun = static_cast<bool>(refused[i]);
-    Error broken = refused[i] ? refused[i] : w.comm->why_broken();
+    run.never_begun = static_cast<bool>(run.refused);
+    Error broken;
+    if (run.refused) broken = run.refused;
+    else if (w.comm->is_broken.load(std::memory_order_acquire)) broken = w.comm->why_broken();
     if (!broken && w.comm->revoke_flag.load())
       broken = make_error(collHostErrorAborted, "the communicator was revoked by this rank");
     if (broken) {
-      run.keep(broken, run.work.collectives.empty() && run.work.transfers.empty() ? w.local.front().first : run.current());
+      run.keep(broken, !w.collective_count && w.transfers.empty() ? w.local.front().first : run.current());
       run.finished = true;
       // The peers count on an operation that this rank has left out.
       if (broken.kind == collHostErrorInterrupted) w.comm->break_with(run.error, kFailed);
@@ -559,17 +568,19 @@ void Batch::run() {
     }
   }
 
-  Pause pause(works.size() == 1 ? works.front().comm : nullptr, spin);
+  Pause pause(count == 1 ? runs->work.comm : nullptr, spin);
   auto advance_all = [&] {
     bool moved = false;
-    for (Run& run : runs) moved = run.advance() || moved;
+    for (size_t i = 0; i < count; ++i) moved = runs[i].advance() || moved;
     return moved;
   };
   auto all_finished = [&] {
+    if (count == 1) return runs->finished;
     bool all = true;
-    for (Run& run : runs) {
+    for (size_t i = 0; i < count; ++i) {
+      Run& run = runs[i];
       all = all && run.finished;
-      if (runs.size() == 1 || !run.finished || run.left) continue;
+      if (!run.finished || run.left) continue;
       run.left = true;  // an abort need not wait for the other communicators of the group
       if (!run.never_begun) become_inactive(run.work.comm);
     }
@@ -579,18 +590,39 @@ void Batch::run() {
   for (;;) {
     if (advance_all()) pause.reset();
     if (all_finished()) break;
-    if (pause.pause([&] { return runs.size() == 1 ? runs.front().blocked_on() : -1; }, advance_all)) pause.reset();
+    if (pause.pause([&] { return count == 1 ? runs->blocked_on() : -1; }, advance_all)) pause.reset();
     if (!pause.long_enough()) continue;
     int64_t now = now_ns();
     if (!looked) looked = now;
     bool thoroughly = now - looked > kLookAround;
     if (thoroughly) looked = now;
     bool stop = thoroughly && interrupted();
-    for (Run& run : runs)
-      if (!run.finished) run.look_around(thoroughly, stop, now);
+    for (size_t i = 0; i < count; ++i)
+      if (!runs[i].finished) runs[i].look_around(thoroughly, stop, now);
   }
-  for (Run& run : runs)
-    if (run.error && !error) error = run.error;
+  for (size_t i = 0; i < count; ++i)
+    if (runs[i].error) return std::move(runs[i].error);
+  return Error();
+}
+
+}  // namespace
+
+void Batch::run() {
+  std::vector<Run> runs;
+  runs.reserve(works.size());
+  for (Work& work : works) runs.emplace_back(work);
+  error = run_all(runs.data(), runs.size());
+}
+
+Error run_alone(const Op& op, uint64_t ticket) {
+  Collective collective(op);
+  Work work;
+  work.comm = op.comm;
+  work.ticket = ticket;
+  work.collectives = &collective;
+  work.collective_count = 1;
+  Run run(work);
+  return run_all(&run, 1);
 }
 
 void drain(ncclComm* comm) {

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "comm.h"
+#include "heap.h"
 #include "system.h"
 
 using namespace coll;
@@ -17,10 +18,11 @@ ncclResult_t add_registration(const char* op, ncclComm_t comm, void* buff, size_
     if (!c) return last_error().code;
     if (!handle) return raise(collHostErrorArgument, op, "the handle's address is NULL");
     if (!buff && size) return raise(collHostErrorArgument, op, "buff is NULL");
-    auto record = std::make_unique<Registration>(Registration{buff, size});
+    auto record = std::make_unique<Registration>(Registration{buff, size, false});
     std::lock_guard<std::mutex> hold(c->state_lock);
     *handle = record.get();
-    c->registered[*handle] = std::move(record);
+    Registration& kept = *(c->registered[*handle] = std::move(record));
+    kept.shared = size && !c->segment->header()->apart.load() && memory_share(buff, size);
     return ncclSuccess;
   });
 }
@@ -30,7 +32,11 @@ ncclResult_t remove_registration(const char* op, ncclComm_t comm, void* handle) 
     ncclComm* c = checked(comm, op);
     if (!c) return last_error().code;
     std::lock_guard<std::mutex> hold(c->state_lock);
-    if (!c->registered.erase(handle)) return raise(collHostErrorArgument, op, format("%p is no handle of this communicator", handle));
+    auto found = c->registered.find(handle);
+    if (found == c->registered.end())
+      return raise(collHostErrorArgument, op, format("%p is no handle of this communicator", handle));
+    if (found->second->shared) memory_unshare(found->second->address);
+    c->registered.erase(found);
     return ncclSuccess;
   });
 }
@@ -208,6 +214,14 @@ ncclResult_t collHostCommChunkBytes(ncclComm_t comm, size_t* nbytes) {
     if (!c) return last_error().code;
     if (!nbytes) return raise(collHostErrorArgument, "collHostCommChunkBytes", "nbytes is NULL");
     *nbytes = c->segment->header()->chunk_bytes;
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t collHostMemoryShared(const void* address, size_t nbytes, int* shared) {
+  return guarded("collHostMemoryShared", [&] {
+    if (!shared) return raise(collHostErrorArgument, "collHostMemoryShared", "shared is NULL");
+    *shared = nbytes && shared_place(address, nbytes).extent.nbytes;
     return ncclSuccess;
   });
 }

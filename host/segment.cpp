@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,76 +15,22 @@
 #include <mutex>
 #include <new>
 
+#include "heap.h"
+#include "kernels.h"
+#include "memory.h"
 #include "system.h"
 
 namespace coll {
 namespace {
 
 constexpr uint64_t kMagic = 0x31305453484c4f43ull;  // "COLHST01": changes with the layout
-std::atomic<uint64_t> g_bytes{0};
-
 // Leaked on purpose: destructors of static objects would run while other threads still use them.
-auto& allocations() {
-  static auto* table = new std::map<void*, size_t>;
-  return *table;
-}
 auto& segments() {
   static auto* table = new std::map<uint64_t, Segment*>;
   return *table;
 }
 
 size_t round_up(size_t value, size_t to) { return (value + to - 1) / to * to; }
-
-// Bytes that count as used by the control group and that the kernel gives back when it needs them: file caches.
-uint64_t reclaimable_of_group() {
-  FILE* f = fopen("/sys/fs/cgroup/memory.stat", "re");
-  if (!f) return 0;
-  char name[64];
-  unsigned long long value, sum = 0;
-  while (fscanf(f, "%63s %llu", name, &value) == 2) {
-    if (!strcmp(name, "active_file") || !strcmp(name, "inactive_file") || !strcmp(name, "slab_reclaimable")) sum += value;
-  }
-  fclose(f);
-  return sum;
-}
-
-// Bytes that can still be had: the kernel would kill a process rather than refuse pages of shared memory.
-uint64_t available_memory() {
-  uint64_t available = UINT64_MAX;
-  if (FILE* f = fopen("/proc/meminfo", "re")) {
-    char line[128];
-    unsigned long long kib, sum = 0;
-    bool found = false;
-    while (fgets(line, sizeof line, f)) {
-      if (sscanf(line, "MemAvailable: %llu", &kib) == 1) sum += kib, found = true;
-      if (sscanf(line, "SwapFree: %llu", &kib) == 1) sum += kib;
-    }
-    fclose(f);
-    if (found) available = sum * 1024;
-  }
-  auto number_in = [](const char* path, uint64_t* value) {
-    FILE* f = fopen(path, "re");
-    if (!f) return false;
-    unsigned long long v;
-    bool ok = fscanf(f, "%llu", &v) == 1;  // "max" is no number: no limit
-    fclose(f);
-    *value = v;
-    return ok;
-  };
-  uint64_t limit, used;
-  if (number_in("/sys/fs/cgroup/memory.max", &limit) && number_in("/sys/fs/cgroup/memory.current", &used)) {
-    uint64_t in_use = used - std::min(used, reclaimable_of_group());
-    available = std::min(available, limit > in_use ? limit - in_use : 0);
-  }
-  return available;
-}
-
-Error no_memory(const char* label, size_t nbytes, const std::string& why) {
-  Error error = make_error(collHostErrorMemory, format("%s: could not get %s of shared memory: %s", label,
-                                                       byte_text(nbytes).c_str(), why.c_str()));
-  error.bytes = nbytes;
-  return error;
-}
 
 bool bytes_from_environment(const char* name, size_t least, size_t most, size_t* value, Error* error) {
   const char* text = getenv(name);
@@ -102,88 +48,13 @@ bool bytes_from_environment(const char* name, size_t least, size_t most, size_t*
 
 }  // namespace
 
-int make_shared_memory(const char* label, size_t nbytes, size_t reserve, Error* error) {
-  uint64_t available = available_memory();
-  if (reserve > available) {
-    *error = no_memory(label, nbytes, "only " + byte_text(available) + " are free");
-    return -1;
-  }
-  struct rlimit limit;
-  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && nbytes > limit.rlim_cur) {
-    *error = no_memory(label, nbytes, "the limit of a file's size (ulimit -f) is " + byte_text(limit.rlim_cur));
-    return -1;
-  }
-  int fd = memfd_create("collectives", MFD_CLOEXEC);
-  if (fd < 0) {
-    *error = no_memory(label, nbytes, std::string("memfd_create: ") + strerror(errno));
-    return -1;
-  }
-  int code = 0;
-  if (ftruncate(fd, static_cast<off_t>(nbytes)) != 0) code = errno;
-  if (!code && reserve) {
-    do code = posix_fallocate(fd, 0, static_cast<off_t>(reserve));
-    while (code == EINTR);
-  }
-  if (code) {
-    *error = no_memory(label, nbytes, strerror(code));
-    close(fd);
-    return -1;
-  }
-  return fd;
-}
-
-void* map_shared_memory(int fd, size_t nbytes, Error* error) {
-  void* ptr = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (ptr == MAP_FAILED) {
-    *error = no_memory("mmap", nbytes, strerror(errno));
-    return nullptr;
-  }
-  return ptr;
-}
-
-ncclResult_t memory_allocate(void** ptr, size_t nbytes) {
-  size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  if (nbytes > SIZE_MAX - page || nbytes > static_cast<size_t>(INT64_MAX) - page)
-    return raise(no_memory("ncclMemAlloc", nbytes, "more than an address space holds"));
-  size_t rounded = std::max(round_up(nbytes, page), page);
-  Error error;
-  int fd = make_shared_memory("ncclMemAlloc", rounded, rounded, &error);
-  if (fd < 0) return raise(error);
-  void* address = map_shared_memory(fd, rounded, &error);
-  close(fd);
-  if (!address) return raise(error);
-  std::lock_guard<std::mutex> hold(tables_lock());
-  allocations()[address] = rounded;
-  g_bytes += rounded;
-  *ptr = address;
-  return ncclSuccess;
-}
-
-ncclResult_t memory_free(void* ptr) {
-  if (!ptr) return ncclSuccess;
-  size_t nbytes;
-  {
-    std::lock_guard<std::mutex> hold(tables_lock());
-    auto found = allocations().find(ptr);
-    if (found == allocations().end())
-      return raise(collHostErrorArgument, "ncclMemFree", format("%p was not given by ncclMemAlloc", ptr));
-    nbytes = found->second;
-    allocations().erase(found);
-  }
-  g_bytes -= nbytes;
-  munmap(ptr, nbytes);
-  return ncclSuccess;
-}
-
-uint64_t memory_in_use() { return g_bytes; }
-
 // ---- Segments
 
 Segment::Segment(char* base, size_t nbytes, int fd)
     : base_(base), nbytes_(nbytes), fd_(fd),
       ranks_(reinterpret_cast<RankBlock*>(base + round_up(sizeof(Header), 4096))),
       slots_(base + header()->slots_offset) {
-  g_bytes += header()->channels_offset;
+  count_memory(static_cast<int64_t>(header()->channels_offset));
 }
 
 Channel* Segment::channel(int source, int destination) const {
@@ -201,13 +72,30 @@ bool Segment::claim_channel(int source, int destination, Error* error) {
   return false;
 }
 
+void Segment::place_slots(int rank) {
+  if (access("/sys/devices/system/node/node1", F_OK) != 0) return;
+#if defined(SYS_mbind) && defined(SYS_getcpu)
+  unsigned cpu = 0, node = 0;
+  if (syscall(SYS_getcpu, &cpu, &node, nullptr) != 0 || node >= 1024) return;
+  unsigned long nodes[1024 / (8 * sizeof(long))] = {};
+  nodes[node / (8 * sizeof(long))] = 1ul << node % (8 * sizeof(long));
+  uintptr_t first = reinterpret_cast<uintptr_t>(slot(rank, 0)) / 4096 * 4096;
+  uintptr_t last = reinterpret_cast<uintptr_t>(slot(rank, 0)) + kSlots * header()->chunk_bytes;
+  constexpr int kPreferred = 1, kMove = 2;  // MPOL_PREFERRED, MPOL_MF_MOVE
+  // A wish: where the system refuses it, the slots are as good as before, only farther away.
+  syscall(SYS_mbind, first, last - first, kPreferred, nodes, 1025ul, kMove);
+#else
+  (void)rank;
+#endif
+}
+
 Segment* Segment::create(int nranks, int* fd, Error* error) {
   size_t n = static_cast<size_t>(nranks);
   Header plan{};
   plan.magic = kMagic;
   plan.segment_id = random_u64();
   plan.nranks = nranks;
-  size_t chunk = 256 << 10;
+  size_t chunk = std::min<size_t>(std::max<size_t>(second_level_cache() / 2, 64 << 10), 1 << 20);
   if (!bytes_from_environment("COLLECTIVES_HOST_CHUNK", 64, 1 << 30, &chunk, error)) return nullptr;
   plan.chunk_bytes = round_up(chunk, kLine * n);  // at least one line for each rank's piece of a slot
   plan.channel_chunk_bytes = std::min<size_t>(n <= 4 ? 256 << 10 : n <= 16 ? 32 << 10 : 8 << 10,
@@ -282,7 +170,7 @@ void Segment::release() {
     if (--users_ > 0) return;
     segments().erase(header()->segment_id);
   }
-  g_bytes -= header()->channels_offset;
+  count_memory(-static_cast<int64_t>(header()->channels_offset));
   munmap(base_, nbytes_);
   close(fd_);
   delete this;

@@ -1,4 +1,4 @@
-// The memory that the ranks of one communicator share, and all other memory that the engine asks the system for.
+// The memory that the ranks of one communicator share.
 //
 // Layout of a segment of n ranks:   Header | n RankBlocks | n x 2 staging slots | n x n channels (send/recv)
 // The part before the channels is allocated when the segment is made. A channel gets its pages at its first use.
@@ -10,11 +10,19 @@
 #include <atomic>
 
 #include "error.h"
+#include "heap.h"
 
 namespace coll {
 
 constexpr size_t kLine = 64;
 constexpr int kSlots = 2;  // a rank fills one while its peers still read the other
+
+// Whether peers can use a rank's memory in one call where it lies.
+enum Sharing : uint8_t {
+  kStaged = 0,  // no
+  kShared = 1,
+  kEither = 2   // they need not
+};
 
 enum RankState : uint32_t {
   kAlive = 0,
@@ -29,19 +37,22 @@ enum RankState : uint32_t {
 struct CallRecord {
   uint64_t seq;
   uint64_t count;
-  int32_t kind, datatype, op, root;
+  int32_t kind, datatype, wire, op, root;
   char op_label[24], type_label[24];  // of collHostLabel
 };
 
 // Everything in a RankBlock is written by its own rank, except `state` (kDead) and `doorbell`.
 struct RankBlock {
-  // The line that peers wait on. Call k's hash and scalar are at [k & 1]: a rank writes them for call k + 2 only after
+  // The line that peers wait on. What says what call k is, is at [k & 1]: a rank writes them for call k + 2 only after
   // all have posted k + 1, so after all have read k.
   alignas(kLine) std::atomic<uint64_t> posted;  // rounds put into this rank's slots
-  uint64_t call_hash[2];
+  uint64_t call_key[2];
   uint64_t scalar[2];  // pre-mul-sum
+  uint8_t sharing[2];  // what of its memory the peers can use in place: collective.cpp
   alignas(kLine) std::atomic<uint64_t> reduced;   // rounds whose own piece has been reduced (two-phase all-reduce)
+  std::atomic<uint64_t> stopped;  // rounds in which this rank, which has failed, touches nobody's memory any more
   alignas(kLine) std::atomic<uint64_t> consumed;  // rounds whose slots this rank no longer reads
+  alignas(kLine) struct { SharedPlace send, recv; } memory[2];
   alignas(kLine) CallRecord call[2];
   alignas(kLine) std::atomic<uint32_t> state;
   std::atomic<uint32_t> doorbell;   // futex; others add one and wake
@@ -65,6 +76,7 @@ struct Header {
   int32_t nranks;
   alignas(kLine) std::atomic<uint32_t> sleepers;  // ranks that are asleep or about to be
   alignas(kLine) std::atomic<uint32_t> troubles;  // ranks whose state isn't kAlive
+  std::atomic<uint32_t> apart;  // not 0: some rank can't map another's memory, so none uses any. Written before the first call
 };
 
 constexpr int kChannelSlots = 4;
@@ -98,6 +110,8 @@ class Segment {
   char* channel_slot(Channel* channel, uint64_t chunk) const {
     return reinterpret_cast<char*>(channel) + kChannelHeader + (chunk % kChannelSlots) * header()->channel_chunk_bytes;
   }
+  // On a machine of several memory nodes: have this rank's slots on the one that it runs on. Whoever fills them writes them there.
+  void place_slots(int rank);
   // Get the pages of a channel, so that running out of memory is an error and not a signal.
   bool claim_channel(int source, int destination, Error* error);
 
@@ -110,13 +124,5 @@ class Segment {
   RankBlock* ranks_;
   char* slots_;
 };
-
-// ---- Memory of the system. Anonymous shared memory: no name, so nothing is left when all who map it have ended.
-// Gives the descriptor, or -1 and an error that says how much was asked for. The first `reserve` bytes have their pages.
-int make_shared_memory(const char* label, size_t nbytes, size_t reserve, Error* error);
-void* map_shared_memory(int fd, size_t nbytes, Error* error);
-ncclResult_t memory_allocate(void** ptr, size_t nbytes);
-ncclResult_t memory_free(void* ptr);
-uint64_t memory_in_use();
 
 }  // namespace coll

@@ -21,6 +21,9 @@ struct Job {
   double scale;
   int source_type, out_type;
   const coll_work* work;    // NULL: no statistics; else `first` is where a tile begins
+  void* const* copies = nullptr;  // as in coll_reduction
+  int copy_count = 0;
+  int past_caches = -1;     // 1: yes, 0: no, -1: where it pays
 };
 
 // A row is at most COLL_LANES elements: 4 KiB of fp32, which stay in the first-level cache beside the sources' lines. Rows of
@@ -156,6 +159,7 @@ bool gathers_in_place(const Job& job) {
 // larger than the caches. Narrower types take the time for their rounding, and lose by it.
 template <class S, class A>
 bool streams(const Job& job) {
+  if (job.past_caches >= 0) return job.past_caches;
   if (job.all * (job.n * (int64_t)sizeof(S) + (int64_t)sizeof(A)) < coll_stream_from) return false;
   for (int64_t k = 0; k < job.n; ++k) {
     if (job.sources[k] == job.out) return false;  // its lines are in the caches
@@ -204,6 +208,7 @@ void reduce(const Job& job, bool values_are_output) {
         if (job.scale != 1) multiply(values, len, (A)job.scale);
         if (job.work) bad += add_squares(sums.row(len), values, len, (A)limit);
       }
+      for (int c = 0; c < job.copy_count; ++c) store(job.copies[c], values, at, len);
       if (!in_place) store(job.out, values, at, len);
     }
     if (job.work) sums.finish(*job.work, tile, [bad](auto) { return bad; });
@@ -246,5 +251,11 @@ void COLL_HOST_NAME(reduce)(const void* args, int64_t first, int64_t last) {
 
 void COLL_PASTE3(coll_reduce_, n, COLL_ISA)(void* dst, const void* const* srcs, int n, size_t count, int datatype,
                                             const coll_reduction* how) {
-  reduce_any({srcs, n, dst, 0, (int64_t)count, 0, how->op, how->average_over, how->scalars, 1.0, datatype, datatype, nullptr});
+  reduce_any({srcs, n, dst, 0, (int64_t)count, 0, how->op, how->average_over, how->scalars, 1.0, datatype, how->out_type, nullptr,
+              how->copies, how->copy_count, how->past_caches});
+}
+
+void COLL_PASTE3(coll_copy_, past, COLL_ISA)(void* to, const void* from, size_t nbytes) {
+  coll_stream_copy(to, from, nbytes);
+  coll_stream_end();
 }

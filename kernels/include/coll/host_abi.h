@@ -78,6 +78,13 @@ ncclResult_t collHostCommPending(ncclComm_t comm, collHostErrorInfo_t* info);
 // not make the same call.
 ncclResult_t collHostLabel(const char* op, const char* datatype);
 
+// ---- Operations.
+// An all-reduce of float32 or float64 whose data travels as `wire` (a floating type): each rank's elements are multiplied by
+// `scale` and rounded to it, once, on the way into the slots; they are reduced in float32 (float64) in the order of the ranks, and the
+// result is not rounded to it. Not with a pre-mul-sum. Beside that, as ncclAllReduce.
+ncclResult_t collHostAllReduceCast(const void* send, void* recv, size_t count, ncclDataType_t type, ncclDataType_t wire,
+                                   double scale, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
+
 // ---- Settings.
 // Limit of one operation on this communicator, in ms; <= 0: none (the default). Past it the operation fails with
 // ncclTimeout and the communicator is out of use, since this rank can't take back what it has already contributed.
@@ -94,6 +101,9 @@ ncclResult_t collHostGetNamedUniqueId(const void* name, size_t nbytes, ncclUniqu
 ncclResult_t collHostCommSequence(ncclComm_t comm, uint64_t* sequence);
 ncclResult_t collHostCommChunkBytes(ncclComm_t comm, size_t* nbytes);
 ncclResult_t collHostMemoryInUse(uint64_t* nbytes);
+// Whether all of a piece of memory is this process's shared memory, which collectives use with no staging copy: given by ncclMemAlloc,
+// or by ncclCommRegister made so. *shared: 1 or 0.
+ncclResult_t collHostMemoryShared(const void* address, size_t nbytes, int* shared);
 // Drop what the calling thread has put into its open group, and leave the group (all levels).
 ncclResult_t collHostGroupCancel(void);
 

@@ -18,11 +18,16 @@ COLL_FN double coll_reduce_scale(const coll_reduce_args& a) { return a.scale_at 
 
 // How to reduce. `average_over` > 0 divides the sum by that number. `scalars`, where not NULL, holds n values of the
 // accumulator's type by which the sources of a sum are multiplied first (NCCL's pre-mul-sum): as bits of a float, a double or
-// a 64-bit integer in each uint64_t.
+// a 64-bit integer in each uint64_t. The result is also written to `copies`, each of which may be one of the sources.
+// `past_caches`: with stores that leave the caches alone, where there are such.
 struct coll_reduction {
   int op;            // ncclSum, ncclProd, ncclMax, ncclMin
   int average_over;
   const uint64_t* scalars;
+  void* const* copies;
+  int copy_count;
+  int past_caches;
+  int out_type;      // another one than the sources' for floating types only
 };
 
 // dst[i] = reduce(srcs[0][i], srcs[1][i], ... srcs[n-1][i]) for `count` elements of an NCCL datatype, n >= 1.
@@ -34,6 +39,12 @@ typedef void (*coll_reduce_n_fn)(void* dst, const void* const* srcs, int n, size
 void coll_reduce_n_baseline(void*, const void* const*, int, size_t, int, const coll_reduction*);
 void coll_reduce_n_avx2(void*, const void* const*, int, size_t, int, const coll_reduction*);
 void coll_reduce_n_avx512(void*, const void* const*, int, size_t, int, const coll_reduction*);
+
+// memcpy with stores past the caches: for what is larger than they are, and not read soon.
+typedef void (*coll_copy_past_fn)(void* to, const void* from, size_t nbytes);
+void coll_copy_past_baseline(void*, const void*, size_t);
+void coll_copy_past_avx2(void*, const void*, size_t);
+void coll_copy_past_avx512(void*, const void*, size_t);
 #endif
 
 #endif

@@ -1,0 +1,270 @@
+// Collectives on memory that the ranks share (heap.h): each reads the others' arrays where they are, and an all-reduce writes the
+// results there too. Nothing is staged.
+//
+// The first round of the call, which is there for the comparison of the calls anyway, tells where each rank's arrays lie. Then each
+// rank does its part of the work, counts `reduced` up, and ends when those who read or write its memory have counted too. Sums are
+// taken by the same kernel in the same order as in the slots, so that the result is the same to the bit.
+#include <errno.h>
+#include <string.h>
+#include <time.h>
+
+#include <algorithm>
+
+#include "comm.h"
+#include "kernels.h"
+#include "pool.h"
+#include "system.h"
+
+namespace coll {
+namespace {
+
+// Less than that is as quick through a slot, which takes one wait in the place of two.
+constexpr size_t kLeastShared = 8 << 10;
+// What one thread does at a time where several share the work, and from how much on they do.
+constexpr size_t kPart = 512 << 10;
+constexpr size_t kShareFrom = 4 << 20;
+
+// How long a rank that fails waits for those who still write into its memory.
+constexpr int64_t kLinger = 1000 * 1000 * 1000;  // ns
+
+// Do [0, count) elements in parts, on this thread and on cores that its rank has to itself and that are idle: one core doesn't
+// reach the rate of the memory on a machine that has many.
+template <class F>
+void in_parts(const ncclComm& c, size_t count, size_t esize, F&& work) {
+  int own_cores = count * esize < kShareFrom ? 1 : c.cores / c.size;
+  int threads = own_cores > 1 ? std::min(own_cores, 1 + idle_cores()) : 1;
+  struct Parts {
+    size_t count, part;
+    F& work;
+  } parts{count, kPart / esize, work};
+  pool_run(threads, static_cast<int64_t>((count + parts.part - 1) / parts.part), [](void* context, int64_t i) {
+    const Parts& p = *static_cast<const Parts*>(context);
+    size_t first = static_cast<size_t>(i) * p.part;
+    p.work(first, std::min(p.count, first + p.part));
+  }, &parts);
+}
+
+}  // namespace
+
+// What this rank's memory allows in this call, and where it is. Each rank tells its own; settle_way() decides for all.
+uint8_t Collective::what_is_shared() {
+  ncclComm& c = comm();
+  size_t esize = type_size(op.type);
+  bool aligned = reinterpret_cast<uintptr_t>(op.send) % esize == 0;
+  if (op.wire >= 0) return kStaged;
+  if (c.size == 1) return aligned ? kShared : kStaged;
+  if (op.bytes() < kLeastShared || c.segment->header()->apart.load(std::memory_order_relaxed)) return kStaged;
+  bool root = c.rank == op.root, sends = true, receives = false;
+  size_t n = static_cast<size_t>(c.size), given = op.bytes(), taken = op.bytes();
+  switch (op.kind) {
+    case CollKind::AllReduce: receives = true; break;
+    case CollKind::Reduce: receives = root; break;
+    case CollKind::ReduceScatter: case CollKind::AllToAll: given *= n; break;
+    case CollKind::AllGather: break;
+    case CollKind::Broadcast: sends = root; break;
+    case CollKind::Scatter: sends = root, given *= n; break;
+    case CollKind::Gather: sends = !root; break;
+    default: return kStaged;
+  }
+  if (!sends && !receives) return kEither;
+  if (!aligned || reinterpret_cast<uintptr_t>(op.recv) % esize) return kStaged;
+  auto& memory = c.me()->memory[op.seq & 1];
+  if (sends) {
+    memory.send = shared_place(op.send, given);
+    if (!memory.send.extent.nbytes) return kStaged;
+  }
+  if (receives) {
+    memory.recv = op.recv == op.send ? memory.send : shared_place(op.recv, taken);
+    if (!memory.recv.extent.nbytes) return kStaged;
+  }
+  return kShared;
+}
+
+// All ranks see the same answers, and come to the same way. Where some can share and others can't, those who can have put nothing
+// into their slots: the round counts for nothing and the data begins with the next one.
+void Collective::settle_way() {
+  ncclComm& c = comm();
+  int parity = static_cast<int>(op.seq & 1);
+  bool any = false, all = true;
+  for (int r = 0; r < c.size; ++r) {
+    uint8_t sharing = c.segment->rank(r)->sharing[parity];
+    any = any || sharing == kShared;
+    all = all && sharing != kStaged;
+  }
+  in_place = any && all;
+  if (in_place) {
+    rounds = 1;
+    two_phase = false;
+  } else if (any) {
+    ++base;
+    posted = 0;
+    c.me()->reduced.store(base, std::memory_order_relaxed);
+    c.me()->consumed.store(base, std::memory_order_release);
+    c.wake_sleepers();
+  }
+}
+
+// Where the data is that a rank sends, or where it wants the result. NULL after an error.
+char* Collective::there(int rank, bool receives) {
+  ncclComm& c = comm();
+  if (rank == c.rank) return receives ? static_cast<char*>(op.recv) : static_cast<char*>(const_cast<void*>(op.send));
+  const auto& memory = c.segment->rank(rank)->memory[op.seq & 1];
+  const SharedPlace& place = receives ? memory.recv : memory.send;
+  PeerHeap* heap = c.heaps[static_cast<size_t>(rank)];
+  char* address = heap ? heap->address(place) : own_address(place);
+  if (!address && !error) {
+    error = make_error(collHostErrorMemory, format("rank %d's shared memory could not be mapped: %s", rank, strerror(errno)));
+    error.bytes = place.extent.nbytes;
+  }
+  return address;
+}
+
+void Collective::work_in_place() {
+  ncclComm& c = comm();
+  size_t esize = type_size(op.type), nbytes = op.bytes();
+  char* to = static_cast<char*>(op.recv);
+  bool root = c.rank == op.root;
+  auto sent_by = [&](int r) { return there(r, false); };
+  auto take = [&](void* into, const char* from) {
+    if (!from || into == from) return;
+    in_parts(c, nbytes, 1, [&](size_t begin, size_t end) {
+      if (!given_up()) move(static_cast<char*>(into) + begin, from + begin, end - begin);
+    });
+  };
+  switch (op.kind) {
+    case CollKind::AllReduce:
+    case CollKind::Reduce:
+    case CollKind::ReduceScatter: {
+      const void* sources[kMaxRanks];
+      void* outs[kMaxRanks];
+      uint64_t scalars[kMaxRanks];
+      bool scatters = op.kind == CollKind::ReduceScatter;
+      size_t first = scatters ? 0 : piece_begin(op.count, esize, c.size, c.rank);
+      size_t last = scatters ? op.count : piece_begin(op.count, esize, c.size, c.rank + 1);
+      size_t from = scatters ? c.rank * nbytes : first * esize;
+      for (int r = 0; r < c.size && !error; ++r) sources[r] = sent_by(r) + from;
+      coll_reduction how = reduction(scalars);
+      int n = 0;
+      // An array that is both is one address: a peer's memory may be mapped twice, and the kernel compares addresses.
+      auto out_of = [&](int r) -> void* {
+        const auto& memory = c.segment->rank(r)->memory[op.seq & 1];
+        if (r != c.rank && memory.send.offset == memory.recv.offset) return const_cast<void*>(sources[r]);
+        return there(r, true) + first * esize;
+      };
+      if (op.kind == CollKind::AllReduce) {
+        for (int i = 0; i < c.size && !error; ++i) outs[n++] = out_of((c.rank + i) % c.size);
+      } else {
+        outs[n++] = scatters ? to : out_of(op.root);
+      }
+      if (error) break;
+      how.copy_count = n - 1;
+      how.past_caches = past_caches && op.recv != op.send;  // in place the lines are in the caches: it takes 1.3 times as long
+      in_parts(c, last - first, esize * static_cast<size_t>(c.size), [&](size_t begin, size_t end) {
+        if (given_up()) return;
+        const void* some[kMaxRanks];
+        void* copies[kMaxRanks];
+        coll_reduction part = how;
+        part.copies = copies;
+        for (int r = 0; r < c.size; ++r) some[r] = static_cast<const char*>(sources[r]) + begin * esize;
+        for (int i = 1; i < n; ++i) copies[i - 1] = static_cast<char*>(outs[i]) + begin * esize;
+        reduce(static_cast<char*>(outs[0]) + begin * esize, some, c.size, end - begin, part);
+      });
+      break;
+    }
+    case CollKind::Gather:
+      if (!root) break;
+      [[fallthrough]];
+    case CollKind::AllGather:
+      for (int i = 0; i < c.size && !error; ++i) {
+        int r = (c.rank + i) % c.size;
+        take(to + r * nbytes, sent_by(r));
+      }
+      break;
+    case CollKind::AllToAll:
+      for (int i = 0; i < c.size && !error; ++i) {
+        int r = (c.rank + i) % c.size;
+        if (const char* from = sent_by(r)) take(to + r * nbytes, from + c.rank * nbytes);
+      }
+      break;
+    case CollKind::Broadcast:
+      take(to, sent_by(op.root));
+      break;
+    case CollKind::Scatter:
+      if (const char* from = sent_by(op.root)) take(to, from + c.rank * nbytes);
+      break;
+    default: break;
+  }
+  std::vector<int> gone;
+  if (!error && given_up(&gone)) error = remote_error(c, gone, gone);
+  if (error) return;  // what isn't done must not be counted: the others would take it for done
+  c.me()->reduced.store(base + 1, std::memory_order_release);
+  c.wake_sleepers();
+}
+
+// Whether this rank reads or writes a peer's memory in this call.
+bool Collective::touches(int rank) const {
+  switch (op.kind) {
+    case CollKind::Broadcast: case CollKind::Scatter: return rank == op.root;
+    case CollKind::Gather: return comm().rank == op.root;
+    default: return true;
+  }
+}
+
+// Whether a rank whose memory is used here has given this call up. From then on the memory is its caller's, who may write to it or
+// free it. None of these ranks ends the call in good order before this one has done its part.
+bool Collective::given_up(std::vector<int>* who) const {
+  ncclComm& c = comm();
+  std::atomic_thread_fence(std::memory_order_acquire);  // what was read before this, was read before the states are
+  if (!c.segment->header()->troubles.load(std::memory_order_relaxed)) return false;
+  bool any = false;
+  for (int r = 0; r < c.size; ++r) {
+    if (r == c.rank || !touches(r)) continue;
+    uint32_t state = c.segment->rank(r)->state.load(std::memory_order_acquire);
+    bool gone = state == kFailed || state == kAborted || state == kRevoked;
+    any = any || gone;
+    if (who && (gone || state == kDead)) who->push_back(r);
+  }
+  return any;
+}
+
+// After an error here, which the peers can see: they look at every part of their work, so this takes no longer than a part. Only
+// for one that was stopped from outside it is not waited for long. (A peer's state doesn't tell: a revoke changes it at once.)
+void Collective::let_others_stop() {
+  ncclComm& c = comm();
+  if (begun) c.me()->stopped.store(base + 1);
+  bool written = op.kind == CollKind::AllReduce || (op.kind == CollKind::Reduce && c.rank == op.root);
+  if (!begun || !in_place || !written) return;
+  for (int r = 0; r < c.size; ++r)
+    if (c.segment->rank(r)->posted.load() <= base) return;  // then nobody has begun
+  int64_t until = now_ns() + kLinger;
+  for (int r = 0; r < c.size; ++r) {
+    if (r == c.rank) continue;
+    RankBlock* other = c.segment->rank(r);
+    size_t at = static_cast<size_t>(r);
+    while (other->reduced.load() <= base && other->stopped.load() <= base && !process_ended(c.pids[at], c.pidfds[at])) {
+      if (now_ns() > until) return;
+      struct timespec nap = {0, 50 * 1000};
+      nanosleep(&nap, nullptr);
+    }
+  }
+}
+
+// Whether those who read or write this rank's memory in this call have done so.
+bool Collective::others_done() {
+  ncclComm& c = comm();
+  bool root = c.rank == op.root;
+  switch (op.kind) {
+    case CollKind::Broadcast: case CollKind::Scatter:
+      if (!root) return true;
+      break;
+    case CollKind::Gather:
+      if (root) return true;
+      if (c.segment->rank(op.root)->reduced.load(std::memory_order_acquire) > base) return true;
+      blocked_on = op.root;
+      return false;
+    default: break;
+  }
+  return all_at(&RankBlock::reduced, base + 1);
+}
+
+}  // namespace coll
