@@ -4,6 +4,7 @@ from . import errors
 from .communicator import Communicator
 from .ddp import DistributedDataParallel, HookState, fused_allreduce
 from .engine import EngineInfo, engines
+from .tune import tune
 from .work import Work
 from .world import init
 
@@ -19,4 +20,5 @@ __all__ = [
     "errors",
     "fused_allreduce",
     "init",
+    "tune",
 ]

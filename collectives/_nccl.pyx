@@ -1,7 +1,8 @@
 """The binding of NCCL's C API: a function table loaded from a path at run time.
 
 The same classes drive NVIDIA's NCCL and this project's host engine, which exports the same C ABI. Addresses, streams
-and queues are plain integers; nothing here knows of torch. Each method is: marshal, call with the GIL released, check.
+and queues are plain integers; of torch nothing is known here but the table by which its tensors can be read
+(``_nccl_arrays.pxi``), which comes at run time. Each method is: marshal, call with the GIL released, check.
 What an error becomes is decided in one place (``_nccl_errors.pxi``).
 """
 
@@ -16,9 +17,16 @@ from time import monotonic
 from warnings import warn
 
 cimport cython
-from cpython.exc cimport PyErr_CheckSignals, PyErr_WriteUnraisable
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS,
+    PyBUF_FORMAT,
+    PyBUF_WRITABLE,
+    PyBuffer_Release,
+)
+from cpython.exc cimport PyErr_CheckSignals, PyErr_Clear, PyErr_WriteUnraisable
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from cpython.pythread cimport PyThread_get_thread_ident
-from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject, PyTypeObject
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
@@ -29,10 +37,23 @@ from collectives import errors
 
 cdef extern from "Python.h":
     PyObject* PyObject_CallNoArgs(PyObject* callable)
+    PyObject* PyObject_CallOneArg(PyObject* callable, PyObject* argument)
+    PyObject* Py_False
+    PyTypeObject* Py_TYPE(object)
+    bint PyUnicode_CheckExact(object)
+    bint PyLong_CheckExact(object)
+    # As C has them: what they fail with stays set, and is looked at or cleared by the caller.
+    int PyObject_GetBuffer(PyObject* exporter, Py_buffer* view, int flags)
+    Py_ssize_t PyDict_GET_SIZE(object dictionary)
+    PyObject* PyDict_GetItem(object dictionary, object key)
+    long PyLong_AsLong(object number) noexcept
+    long PyLong_AsLongAndOverflow(object number, int* overflow) noexcept
     int Py_IsInitialized() nogil
 
 
 __all__ = [
+    "ArrayCalls",
+    "ArrayReader",
     "Comm",
     "DTYPES",
     "ErrorInfo",
@@ -378,6 +399,19 @@ cdef class Library:
         self.done(code, "collHostMemoryInUse")
         return nbytes
 
+    def memory_shared(self, size_t address, size_t nbytes):
+        """Tell whether all of a piece of memory is shared with the peers, so that it is used in place.
+
+        Host engine only. C: ``collHostMemoryShared``.
+        """
+        cdef int shared = 0
+        cdef ncclResult_t code
+        self.need(<void*> self.api.collHostMemoryShared, "collHostMemoryShared")
+        with nogil:
+            code = self.api.collHostMemoryShared(<const void*> address, nbytes, &shared)
+        self.done(code, "collHostMemoryShared")
+        return shared != 0
+
     # ---- parameters (NCCL_* variables as the library reads them)
 
     def param_keys(self):
@@ -510,4 +544,5 @@ cdef int leave_group(Library library, ncclResult_t code) except -1:
 
 
 include "_nccl_comm.pxi"
+include "_nccl_arrays.pxi"
 include "_nccl_queue.pxi"

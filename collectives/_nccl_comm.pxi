@@ -400,6 +400,21 @@ cdef class Comm:
                                                     <ncclRedOp_t> op, comm, <cudaStream_t> stream, &tuned.c)
         self.leave(code, "ncclAllReduce")
 
+    def all_reduce_cast(self, size_t send, size_t recv, size_t count, int dtype, int wire, int op, double scale=1.0,
+                        size_t stream=0):
+        """Reduce as ``all_reduce``, each rank's elements multiplied by ``scale`` and rounded once to the type ``wire``.
+
+        ``dtype``: float32 or float64, in which the sum is taken and left; ``wire``: a floating type. Host engine only.
+        C: ``collHostAllReduceCast``.
+        """
+        cdef ncclComm_t comm = self.enter(<void*> self.api.collHostAllReduceCast, "collHostAllReduceCast")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.collHostAllReduceCast(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
+                                                  <ncclDataType_t> wire, scale, <ncclRedOp_t> op, comm,
+                                                  <cudaStream_t> stream)
+        self.leave(code, "collHostAllReduceCast")
+
     def reduce_scatter(self, size_t send, size_t recv, size_t recvcount, int dtype, int op, size_t stream=0,
                        config=None):
         """Reduce ``size * recvcount`` elements and leave the rank's own ``recvcount`` of them in ``recv``.

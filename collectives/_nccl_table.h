@@ -105,6 +105,8 @@
   F(collHostCommSequence, 0) \
   F(collHostCommChunkBytes, 0) \
   F(collHostMemoryInUse, 0) \
+  F(collHostMemoryShared, 0) \
+  F(collHostAllReduceCast, 0) \
   F(collHostLabel, 0) \
   F(collHostGroupCancel, 0)
 

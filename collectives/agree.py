@@ -11,8 +11,10 @@ import torch
 from ._nccl import DTYPES, OPS
 from .arrays import dtype_name
 from .errors import Mismatch
+from .schedule import ALGORITHMS
+from .schedule import OPS as OPS_BY
 
-__all__ = ["PREMUL", "agree", "row"]
+__all__ = ["PREMUL", "agree", "compare", "row"]
 
 KINDS = (
     "group",
@@ -26,6 +28,7 @@ KINDS = (
     "gather",
     "scatter",
     "barrier",
+    *(f"{op} by {algorithm}" for op in OPS_BY for algorithm in ALGORITHMS[1:]),
 )
 PREMUL = len(OPS)  # each rank may have its own scalar, so only that it is one is compared
 _OP_NAMES = {**{code: name for name, code in OPS.items()}, PREMUL: "premultiplied sum"}
@@ -52,17 +55,22 @@ def _compare(native, rows, device, stream):
     mine = torch.tensor(rows, dtype=torch.int64, device=device)
     everyone = torch.empty((native.size, *mine.shape), dtype=torch.int64, device=device)
     native.all_gather(mine.data_ptr(), everyone.data_ptr(), mine.numel(), DTYPES["int64"], stream)
-    table = everyone.tolist()
+    compare(everyone.tolist(), native.rank)
+
+
+def compare(table: list[list], own: int) -> None:
+    """Raise `Mismatch` unless all ranks' rows are the same; `table`: every rank's rows, `own`: who asks."""
     if all(theirs == table[0] for theirs in table):
         return
-    unlike = next(i for i in range(len(rows)) if any(theirs[i] != table[0][i] for theirs in table))
+    unlike = next(i for i in range(len(table[0])) if any(theirs[i] != table[0][i] for theirs in table))
     lines = [f"  rank {rank}: {_say(theirs[unlike])}" for rank, theirs in enumerate(table)]
-    which = f" (call {unlike} of the group)" if len(rows) > 1 else ""
+    which = f" (call {unlike} of the group)" if len(table[0]) > 1 else ""
+    mine = table[own][unlike]
     raise Mismatch(
         f"the ranks did not make the same call{which}:\n" + "\n".join(lines),
-        op=KINDS[rows[unlike][0]],
-        rank=native.rank,
-        peers=[rank for rank in range(native.size) if table[rank][unlike] != list(rows[unlike])],
+        op=KINDS[mine[0]],
+        rank=own,
+        peers=[rank for rank, theirs in enumerate(table) if theirs[unlike] != mine],
     )
 
 

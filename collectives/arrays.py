@@ -2,6 +2,11 @@
 
 torch tensors, NumPy arrays and CuPy arrays are read by pointer and never copied. What can't be used as it lies is an
 ``InvalidArgument`` that says how to mend it.
+
+Plain arrays (exact torch.Tensor, torch.nn.Parameter and numpy.ndarray, dense, contiguous, of NCCL's dtypes) are read in
+C, by `_nccl.ArrayReader`: tensors through the DLPack exchange table that torch has since 2.10, in a tenth of a
+microsecond and with nothing allocated. Where torch has none tensors are read by their Python attributes, as everything
+else is that isn't plain, and as what is refused: that takes about a microsecond, and gives the same.
 """
 
 from __future__ import annotations
@@ -13,9 +18,10 @@ import sys
 from typing import NamedTuple
 from zlib import crc32
 
+import numpy
 import torch
 
-from ._nccl import DTYPES, OPS
+from ._nccl import DTYPES, OPS, ArrayReader
 from .errors import InvalidArgument
 
 __all__ = [
@@ -50,6 +56,8 @@ _LIMITS = {
 _STRIDED = torch.strided
 _TENSOR = torch.Tensor
 _PARAMETER = torch.nn.Parameter
+_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # a capsule, since torch 2.10
+_DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 
 _MEND_DTYPE = {
     "bool": 'reduce array.to(torch.uint8) with op "max" (any) or "min" (all)',
@@ -90,7 +98,7 @@ class Place(NamedTuple):
 class Reader:
     """Reads arrays for one communicator or kernel: knows its device, and for the messages its rank and name."""
 
-    __slots__ = ("_index", "_on_host", "device", "owner", "rank")
+    __slots__ = ("_index", "_on_host", "device", "owner", "plainly", "rank")
 
     def __init__(self, device: torch.device, rank: int | None = None, owner: str = "the communicator"):
         self.device = device
@@ -98,9 +106,20 @@ class Reader:
         self.owner = owner
         self._on_host = device.type == "cpu"
         self._index = device.index
+        self.plainly = ArrayReader(
+            _DLPACK_DEVICES.get(device.type, -1),  # any other one: no tensor is read the short way
+            device.index or 0,
+            exchange=_EXCHANGE,
+            tensors=(_TENSOR, _PARAMETER),
+            is_lazy=_TENSOR.is_neg,
+            buffer=numpy.ndarray,
+        )
 
     def numbers(self, array, op: str) -> tuple[int, int, int]:
         """Give (address, count, dtype code) of an array that is to be reduced in place."""
+        found = self.plainly.read(array)
+        if found is not None:
+            return found
         kind = type(array)
         if kind is _TENSOR or kind is _PARAMETER:
             code = TORCH_CODES.get(array.dtype)
@@ -137,6 +156,10 @@ class Reader:
 
     def place(self, array, op: str, *, writes: bool, what: str = "the array") -> Place:
         """Give the `Place` of a torch, NumPy or CuPy array, or raise `InvalidArgument`."""
+        found = self.plainly.read(array, writes)
+        if found is not None:
+            ptr, count, code = found
+            return Place(ptr, count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code)
         if isinstance(array, _TENSOR):
             code = TORCH_CODES.get(array.dtype)  # none of these is complex, so there is no lazy conjugate
             ptr = None if code is None else self.plain(array)
@@ -144,9 +167,8 @@ class Reader:
                 return self._torch(array, op, what)
             count = array.numel()
             return Place(ptr, count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(array, numpy.ndarray):
-            return self._numpy(numpy, array, op, what, writes)
+        if isinstance(array, numpy.ndarray):
+            return self._numpy(array, op, what, writes)
         cupy = sys.modules.get("cupy")
         if cupy is not None and isinstance(array, cupy.ndarray):
             return self._cupy(array, op, what)
@@ -188,7 +210,7 @@ class Reader:
         name = _TORCH_NAMES.get(array.dtype) or str(array.dtype)
         return _placed(ptr, count, nbytes, name, code)
 
-    def _numpy(self, numpy, array, op, what, writes):
+    def _numpy(self, array, op, what, writes):
         if not self._on_host:
             raise self._wrong(
                 op,

@@ -12,13 +12,15 @@ from threading import get_ident
 
 import torch
 
-from ._nccl import DTYPES, OPS, SHRINK_ABORT
+from ._nccl import DTYPES, OPS, SHRINK_ABORT, ArrayCalls
 from .agree import PREMUL, agree, row
 from .arrays import ITEMSIZE, Place, Reader, parse_op, parse_rank, premul_scalar
 from .engine import Engine
 from .errors import CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage
 from .group import Call, Group, issue, open_groups
-from .memory import Registration, allocate, memory_of
+from .memory import Registration, allocate, memory_of, whole_allocation
+from .ring import Algorithms, run_by
+from .tune import Policy, agree_on, pick
 from .work import CudaLane, HostLane, Work
 
 __all__ = ["Communicator", "device_of", "parse_device"]
@@ -61,11 +63,17 @@ class Communicator:
     `Mismatch` where the ranks don't make the same call (NCCL: with COLLECTIVES_CHECK=1), `RemoteError` where a rank
     died, `CollectiveTimeout` past the time limit, `InvalidUsage` after `close()`. It stays open until `close()`,
     `abort()` or the interpreter's end, also where nobody holds it.
+
+    `algorithm` of all_reduce, reduce_scatter and all_gather: "native", what the library does; "ring" or "direct", not
+    in groups; None: what `collectives.tune` found best, or COLLECTIVES_ALGORITHM's, else native. `deterministic`: these
+    reduce in rank order, so that the bits depend on nothing but the arrays: native or direct on the host, direct on
+    NCCL; the same on all ranks, and inherited by `split` and `shrink`.
     """
 
     def __init__(
         self, engine: Engine, unique_id: bytes, rank: int, size: int, *,
         device, local_rank: int = 0, local_size: int | None = None, timeout: float | None = 1800.0, peers=None,
+        deterministic: bool = False,
     ):  # fmt: skip
         if not isinstance(engine, Engine):
             raise InvalidArgument(f"engine must come from collectives.engine.get_engine(), not {engine!r}")
@@ -80,10 +88,15 @@ class Communicator:
             with torch.cuda.device(device):
                 torch.cuda.current_stream().synchronize()  # makes torch's CUDA context, which NCCL takes over
                 native = engine.library.comm_init_rank(size, unique_id, rank, config=config)
-        self._adopt(native, engine, device, local_rank, local_size, timeout)
+        try:
+            policy = agree_on(native, engine.name, device, bool(deterministic))
+        except BaseException:
+            native.abort()
+            raise
+        self._adopt(native, engine, device, local_rank, local_size, timeout, policy)
         self.peers = peers
 
-    def _adopt(self, native, engine, device, local_rank, local_size, timeout):
+    def _adopt(self, native, engine, device, local_rank, local_size, timeout, policy):
         self.engine = engine
         self.device = device
         self.rank = native.rank
@@ -96,8 +109,13 @@ class Communicator:
         self._read = Reader(device, self.rank)
         self._lane = HostLane(self) if self._on_host else CudaLane(self)
         self._checks = not self._on_host and os.environ.get("COLLECTIVES_CHECK", "0") not in ("", "0")
+        # The short way of blocking calls on plain arrays. What it doesn't take goes the longer way, which checks all.
+        current_device = None if self._on_host or self._checks else torch._C._cuda_getDevice
+        self._short = ArrayCalls(native, self._read.plainly, open_groups, current_device)
         self._registered: set[Registration] = set()
         self._token = None
+        self._algorithms: Algorithms | None = None
+        self._use(policy)
         self._timeout = None
         self.timeout = timeout
         with _lock:
@@ -124,6 +142,11 @@ class Communicator:
         self._timeout = seconds
 
     @property
+    def deterministic(self) -> bool:
+        """Tell whether reductions are in rank order only."""
+        return self._policy.deterministic
+
+    @property
     def closed(self) -> bool:
         """Tell whether `close()` or `abort()` was called, or this is a forked child."""
         return type(self._native) is _Gone
@@ -142,15 +165,20 @@ class Communicator:
 
     # ---- Collectives.
 
-    def all_reduce(self, array, op="sum", *, async_op: bool = False, algorithm="native", stream=None) -> Work | None:
+    def all_reduce(self, array, op="sum", *, async_op: bool = False, algorithm=None, stream=None) -> Work | None:
         """Reduce `array` over all ranks, in place; every rank gets the result.
 
         `op`: "sum", "prod", "max", "min", "avg", a number (each rank's array is multiplied by its number, then summed)
-        or the ``torch.distributed.ReduceOp``. Takes NCCL's 12 dtypes. `algorithm`: "native", what the library does.
-        C: ncclAllReduce.
+        or the ``torch.distributed.ReduceOp``. Takes NCCL's 12 dtypes. C: ncclAllReduce.
         """
-        if algorithm != "native":
-            self._algorithm(algorithm, "all_reduce")
+        if self._picks is not None or (algorithm is not None and algorithm != "native"):
+            place = self._read.place(array, "all_reduce", writes=True)
+            by = pick(self, "all_reduce", algorithm, place.nbytes, op)
+            if by != "native":
+                self._read.reducible(place, "all_reduce")
+                return run_by(self, by, "all_reduce", place, place, (array,), array, op, async_op, stream)
+        if not async_op and stream is None and self._short.all_reduce(array, op):
+            return None
         ptr, count, dtype = self._read.numbers(array, "all_reduce")
         if self._on_host and type(op) is str and not async_op and stream is None and not open_groups:
             code = OPS.get(op)
@@ -159,7 +187,7 @@ class Communicator:
                 return None
         code, scalar = self._op(op, dtype, "all_reduce")
         steps = (("all_reduce", (ptr, ptr, count, dtype, code)),)
-        described = row("all_reduce", dtype=dtype, count=count, op=PREMUL if scalar else code)
+        described = self._checks and row("all_reduce", dtype=dtype, count=count, op=PREMUL if scalar else code)
         nbytes = count * ITEMSIZE[dtype]
         return self._launch("all_reduce", steps, (array,), array, nbytes, described, async_op, stream, scalar)
 
@@ -168,55 +196,71 @@ class Communicator:
 
         `op` and dtypes as in `all_reduce`. C: ncclReduce.
         """
+        if not async_op and stream is None and self._short.reduce(array, root, op):
+            return None
         root = self._rank(root, "root", "reduce")
         place = self._read.place(array, "reduce", writes=self.rank == root)
         self._read.reducible(place, "reduce")
         code, scalar = self._op(op, place.code, "reduce")
         out = place.ptr if self.rank == root else 0
         steps = (("reduce", (place.ptr, out, place.count, place.code, code, root)),)
-        described = row("reduce", dtype=place.code, count=place.count, op=PREMUL if scalar else code, root=root)
+        described = self._checks and row(
+            "reduce", dtype=place.code, count=place.count, op=PREMUL if scalar else code, root=root
+        )
         return self._launch("reduce", steps, (array,), array, place.nbytes, described, async_op, stream, scalar)
 
-    def reduce_scatter(
-        self, out, inp, op="sum", *, async_op: bool = False, algorithm="native", stream=None
-    ) -> Work | None:
+    def reduce_scatter(self, out, inp, op="sum", *, async_op: bool = False, algorithm=None, stream=None) -> Work | None:
         """Reduce `inp` over all ranks and give each rank its part: rank r gets part r of `size` equal ones in `out`.
 
         `inp` has `size` times as many elements as `out`, of the same dtype. In place where `out` is part `rank` of
         `inp`. C: ncclReduceScatter.
         """
         name = "reduce_scatter"
-        self._algorithm(algorithm, name)
+        chosen = self._picks is not None or (algorithm is not None and algorithm != "native")
+        if not chosen and not async_op and stream is None and self._short.reduce_scatter(out, inp, op):
+            return None
         to, of = self._pair(out, inp, name)
         self._read.reducible(of, name)
         self._read.sized(of, to, self.size, name, "inp", "out")
         self._read.apart(of, to, name, self.rank, "the only form in place is out == part `rank` of inp")
+        if chosen:
+            by = pick(self, name, algorithm, of.nbytes, op)
+            if by != "native":
+                return run_by(self, by, name, to, of, (out, inp), out, op, async_op, stream)
         code, scalar = self._op(op, of.code, name)
         steps = ((name, (of.ptr, to.ptr, to.count, to.code, code)),)
-        described = row(name, dtype=to.code, count=to.count, op=PREMUL if scalar else code)
+        described = self._checks and row(name, dtype=to.code, count=to.count, op=PREMUL if scalar else code)
         return self._launch(name, steps, (out, inp), out, of.nbytes, described, async_op, stream, scalar)
 
-    def all_gather(self, out, inp, *, async_op: bool = False, algorithm="native", stream=None) -> Work | None:
+    def all_gather(self, out, inp, *, async_op: bool = False, algorithm=None, stream=None) -> Work | None:
         """Gather every rank's `inp` into `out` on every rank, in rank order. Takes any dtype.
 
         `out` has `size` times as many elements as `inp`. In place where `inp` is part `rank` of `out`.
         C: ncclAllGather.
         """
         name = "all_gather"
-        self._algorithm(algorithm, name)
+        chosen = self._picks is not None or (algorithm is not None and algorithm != "native")
+        if not chosen and not async_op and stream is None and self._short.all_gather(out, inp):
+            return None
         to, of = self._pair(out, inp, name)
         self._read.sized(to, of, self.size, name, "out", "inp")
         self._read.apart(to, of, name, self.rank, "the only form in place is inp == part `rank` of out")
+        if chosen:
+            by = pick(self, name, algorithm, to.nbytes)
+            if by != "native":
+                return run_by(self, by, name, to, of, (out, inp), out, None, async_op, stream)
         steps = ((name, (of.ptr, to.ptr, of.units, of.code)),)
-        described = row(name, dtype=of.tag, count=of.units)
+        described = self._checks and row(name, dtype=of.tag, count=of.units)
         return self._launch(name, steps, (out, inp), out, to.nbytes, described, async_op, stream, label=of.label)
 
     def broadcast(self, array, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Send `root`'s array to all ranks, in place. Takes any dtype. C: ncclBroadcast."""
+        if not async_op and stream is None and self._short.broadcast(array, root):
+            return None
         root = self._rank(root, "root", "broadcast")
         place = self._read.place(array, "broadcast", writes=self.rank != root)
         steps = (("broadcast", (place.ptr, place.ptr, place.units, place.code, root)),)
-        described = row("broadcast", dtype=place.tag, count=place.units, root=root)
+        described = self._checks and row("broadcast", dtype=place.tag, count=place.units, root=root)
         return self._launch(
             "broadcast", steps, (array,), array, place.nbytes, described, async_op, stream, label=place.label
         )
@@ -231,6 +275,9 @@ class Communicator:
         C: ncclAlltoAll; ncclSend and ncclRecv in a group for unequal parts and for NCCL before 2.28.3.
         """
         name = "all_to_all"
+        plain = output_split_sizes is None and input_split_sizes is None and stream is None
+        if plain and not async_op and self._short.all_to_all(out, inp):
+            return None
         to, of = self._pair(out, inp, name)
         self._read.apart(to, of, name, None, "all_to_all has no form in place")
         if output_split_sizes is None and input_split_sizes is None:
@@ -240,7 +287,7 @@ class Communicator:
                 )
             self._read.sized(to, of, 1, name, "out", "inp")
             units = of.units // self.size
-            described = row(name, dtype=of.tag, count=units)
+            described = self._checks and row(name, dtype=of.tag, count=units)
             if self.engine.library.has("ncclAlltoAll"):
                 steps = ((name, (of.ptr, to.ptr, units, of.code)),)
                 return self._launch(
@@ -259,7 +306,7 @@ class Communicator:
                     name,
                     f"rank {self.rank} sends {sends[self.rank]} elements to itself and receives {receives[self.rank]}",
                 )
-            described = row("all_to_all with split sizes", dtype=of.tag)
+            described = self._checks and row("all_to_all with split sizes", dtype=of.tag)
         steps = []
         unit = ITEMSIZE[of.code]
         sent = received = 0
@@ -289,7 +336,7 @@ class Communicator:
             steps = [("send", (of.ptr, of.units, of.code, root))]
             if to is not None:
                 steps += [("recv", (to.part(r, self.size), of.units, of.code, r)) for r in range(self.size)]
-        described = row(name, dtype=of.tag, count=of.units, root=root)
+        described = self._checks and row(name, dtype=of.tag, count=of.units, root=root)
         held = (inp,) if out is None else (out, inp)
         return self._launch(name, steps, held, out, of.nbytes, described, async_op, stream, label=of.label)
 
@@ -312,16 +359,20 @@ class Communicator:
             steps = [("recv", (to.ptr, to.units, to.code, root))]
             if of is not None:
                 steps += [("send", (of.part(r, self.size), to.units, to.code, r)) for r in range(self.size)]
-        described = row(name, dtype=to.tag, count=to.units, root=root)
+        described = self._checks and row(name, dtype=to.tag, count=to.units, root=root)
         held = (out,) if inp is None else (out, inp)
         return self._launch(name, steps, held, out, to.nbytes, described, async_op, stream, label=to.label)
 
     def send(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
         """Send `array` to rank `peer`, which must call `recv`. Takes any dtype. C: ncclSend."""
+        if not async_op and stream is None and self._short.send(array, peer):
+            return None
         return self._one_sided("send", array, peer, async_op, stream)
 
     def recv(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
         """Receive rank `peer`'s `send` into `array`. Takes any dtype. C: ncclRecv."""
+        if not async_op and stream is None and self._short.recv(array, peer):
+            return None
         return self._one_sided("recv", array, peer, async_op, stream)
 
     def barrier(self) -> None:
@@ -341,7 +392,7 @@ class Communicator:
             self._agree([row("barrier")])
         if self._token is None:
             self._token = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        work = self.all_reduce(self._token, "max", async_op=True)
+        work = self.all_reduce(self._token, "max", async_op=True, algorithm="native")
         if not self._lane.block(work._flight, self._timeout):
             raise CollectiveTimeout(f"not all ranks came within {self._timeout} s", op="barrier", rank=self.rank)
         work.wait()
@@ -376,6 +427,8 @@ class Communicator:
         excluded = sorted({parse_rank(r, self.size, "exclude", rank=self.rank, name="shrink") for r in exclude})
         if self.rank in excluded:
             raise self._wrong("shrink", f"rank {self.rank} is to be left out, so it must not call shrink")
+        if abort and self._algorithms is not None:
+            self._algorithms.abort()
         with self._guard():
             native = self._native.shrink(excluded, flags=SHRINK_ABORT if abort else 0)
         return self._child(native)
@@ -384,8 +437,9 @@ class Communicator:
         """Allocate a tensor of `n` elements in memory that the engine can use with no staging copy; a local call.
 
         `dtype` None: torch's default. The memory is freed when the last tensor that views it is gone, also after
-        `close()`. Its contents are undefined. On the host it is shared memory: what a forked child writes to it (a
-        DataLoader's worker), its parent sees. C: ncclMemAlloc (NCCL 2.19).
+        `close()`. Its contents are undefined. On the host it is shared with the other ranks. A forked child (a
+        DataLoader's worker) can't change what its parent has; it sees what the parent writes later in the pages that it
+        has not written to itself, so it must not take it for a snapshot. C: ncclMemAlloc (NCCL 2.19).
         """
         self._alive("empty")
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -400,16 +454,31 @@ class Communicator:
 
     def register(self, array) -> Registration:
         """Register an array's memory, so that the engine may use it with no staging copy; it is held alive until
-        `deregister` or `close()`. A local call. C: ncclCommRegister (NCCL 2.19)."""
+        `deregister` or `close()`. A local call, and no other thread may write to the array meanwhile.
+
+        On the host the allocation becomes shared memory at its address, where that is possible: the result's
+        `zero_copy` tells. C: ncclCommRegister (NCCL 2.19).
+        """
         place = self._read.place(array, "register", writes=True)
-        registration = Registration(array, self._native.register(place.ptr, place.nbytes), place.nbytes)
+        handle = self._native.register(*whole_allocation(array, place.ptr, place.nbytes))
+        shared = self.engine.library.memory_shared(place.ptr, place.nbytes) if self._on_host else None
+        registration = Registration(array, handle, place.nbytes, shared)
         self._registered.add(registration)
         return registration
 
     def deregister(self, registration: Registration) -> None:
-        """End a registration; nothing that uses the array may be in flight. C: ncclCommDeregister."""
+        """End a registration; nothing that uses the array may be in flight. C: ncclCommDeregister.
+
+        On the host `InvalidUsage` is raised while asynchronous operations are in flight: the peers may be using the
+        array's memory, which is this process's own again afterwards.
+        """
         if registration not in self._registered:
             raise self._wrong("deregister", f"{registration!r} isn't one of this communicator's, or ended before")
+        if registration.zero_copy and self._lane.busy():
+            raise InvalidUsage(
+                "operations are in flight, which may use the array: wait for them first",
+                op="deregister", rank=self.rank,
+            )  # fmt: skip
         self._native.deregister(registration.handle)
         self._registered.discard(registration)
 
@@ -425,6 +494,8 @@ class Communicator:
             self._native = native
             return
         _open.pop(id(self), None)
+        if self._algorithms is not None:
+            self._algorithms.abort()
         native.abort()
         # Bounded, since abort() may run in a signal handler on top of a call that only then can end.
         if self._lane.drain(_ABORT_SECONDS):
@@ -453,6 +524,8 @@ class Communicator:
         with self._guard():
             if not self._on_host:
                 torch.cuda.synchronize(self.device)  # blocking calls are on torch's streams
+            if self._algorithms is not None:
+                self._algorithms.close()
             native.destroy()
 
     def __enter__(self):
@@ -467,13 +540,14 @@ class Communicator:
     # ---- Inside.
 
     def _pending(self):
-        return None if self.closed else self._native.pending()
+        info = None if self.closed else self._native.pending()
+        return self._algorithms.pending() if info is None and self._algorithms is not None else info
 
     def _child(self, native) -> Communicator:
         child = Communicator.__new__(Communicator)
         # The host engine's ranks share one machine; NCCL's keep the number that the launcher gave.
         local = (native.rank, native.size) if self._on_host else (self.local_rank, self.local_size)
-        child._adopt(native, self.engine, self.device, *local, self._timeout)
+        child._adopt(native, self.engine, self.device, *local, self._timeout, self._policy)
         return child
 
     def _current(self, stream) -> int:
@@ -504,9 +578,9 @@ class Communicator:
         if type(self._native) is _Gone:
             raise InvalidUsage(self._native.why, op=name, rank=self.rank)
 
-    def _algorithm(self, algorithm, name: str) -> None:
-        if algorithm != "native":
-            raise self._wrong(name, f"algorithm must be 'native', what the library does, not {algorithm!r}")
+    def _use(self, policy: Policy) -> None:
+        self._policy = policy
+        self._picks = policy.picks(self.engine.name, self.size)
 
     def _rank(self, value, what: str, name: str) -> int:
         return parse_rank(value, self.size, what, rank=self.rank, name=name)
@@ -570,6 +644,15 @@ class Communicator:
         steps = ((name, (place.ptr, place.units, place.code, peer)),)
         return self._launch(name, steps, (array,), array, place.nbytes, None, async_op, stream, label=place.label)
 
+    def _issue(self, call: Call | None, steps, stream: int) -> None:
+        """Issue a call on a stream; None: the one plain step that `steps` are."""
+        if call is None:
+            method, args = steps[0]
+            getattr(self._native, method)(*args, stream)
+        else:
+            with self._guard():
+                issue([call], [stream])
+
     def _agree(self, rows, grouped: bool = False) -> None:
         if self._checks and rows:
             agree(self._native, rows, device=self.device, stream=self._current(None), grouped=grouped)
@@ -588,22 +671,21 @@ class Communicator:
                 )
             work = Work(name, nbytes, result) if async_op else None
             return group.add(Call(self, name, steps, held, nbytes, described, scalar, current, work, label))
-        if described is not None:
+        if described:
             self._agree([described])
+        call = (
+            None
+            if self._on_host and len(steps) == 1 and scalar is None and label is None
+            else Call(self, name, steps, held, nbytes, described, scalar, label=label)
+        )
         if not async_op:
-            if len(steps) == 1 and scalar is None and label is None and self._on_host:
-                method, args = steps[0]
-                getattr(self._native, method)(*args, current)
-            else:
-                with self._guard():
-                    issue([Call(self, name, steps, held, nbytes, described, scalar, label=label)], [current])
+            self._issue(call, steps, current)
             return None
         self._alive(name)  # before a queue is made
         work = Work(name, nbytes, result)
         target = self._lane.begin(None if stream is None else current)
         try:
-            with self._guard():
-                issue([Call(self, name, steps, held, nbytes, described, scalar, label=label)], [target])
+            self._issue(call, steps, target)
         except BaseException:
             self._lane.cancel()
             raise
@@ -640,7 +722,8 @@ def _after_fork() -> None:
     _lock = threading.Lock()
     open_groups.clear()
     for comm in list(_open.values()):
-        _kept.append((comm._native, comm._registered))
+        _kept.append((comm._native, comm._registered, comm._algorithms))
+        comm._algorithms = None
         why = "the communicator was opened in the parent process and can't be used in a forked child"
         comm._native = _Gone(why, comm.rank, forked=True)
         comm._registered = set()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from .communicator import Communicator
 from .engine import get_engine
 from .errors import CollectivesError, InvalidArgument, InvalidUsage
+from .memory import ReturningBuffers
 from .rendezvous import meet_over_store
 
 __all__ = ["DistributedDataParallel", "HookState", "fused_allreduce"]
@@ -30,19 +31,27 @@ class HookState:
     use; with neither, the default group. A gradient bucket doesn't tell its group: where torch's DDP was built over a
     subgroup, it must be named here (`collectives.DistributedDataParallel` names its own); otherwise the gradients of
     all ranks would be averaged. `average`: divide by the number of ranks, in fp32 and inside the reduction; False
-    leaves the sum. Picklable: communicator and group are left out and opened again at first use. One state may serve
-    several DDP modules of the same group.
+    leaves the sum. `zero_copy`: on the host, make large buckets shared memory at their addresses once DDP keeps them,
+    so that they are averaged with no staging copy, where malloc has given them mappings of their own (the state's repr
+    tells; it depends on their size, 32 MiB being enough, and on what was freed before). A child that is forked then
+    can't change them, and is not to read them: it may see what the parent writes later. Picklable: communicator and
+    group are left out and opened again at first use. One state may serve several DDP modules of the same group.
     """
 
-    def __init__(self, comm: Communicator | None = None, *, process_group=None, average: bool = True):
+    def __init__(
+        self, comm: Communicator | None = None, *, process_group=None, average: bool = True, zero_copy: bool = True
+    ):
         if comm is not None and not isinstance(comm, Communicator):
             raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {_kind(comm)}")
         if comm is not None and process_group is not None:
             raise InvalidArgument("comm and process_group both say which ranks average: give one of them")
-        if not isinstance(average, bool):
-            raise InvalidArgument(f"average must be True or False, not {average!r}")
+        for name, value in (("average", average), ("zero_copy", zero_copy)):
+            if not isinstance(value, bool):
+                raise InvalidArgument(f"{name} must be True or False, not {value!r}")
         self.comm = comm
         self.average = average
+        self.zero_copy = zero_copy
+        self._returning = ReturningBuffers()
         self._group = None
         self._pickled_size = None
         self._flying = []  # (work, future, bucket) of the backward under way; host only
@@ -69,15 +78,16 @@ class HookState:
             size = self.comm.size
         elif self._group is not None and self._group is not dist.group.WORLD:
             size = self._group.size()
-        return {"average": self.average, "size": size}
+        return {"average": self.average, "zero_copy": self.zero_copy, "size": size}
 
     def __setstate__(self, state):
-        self.__init__(average=state["average"])
+        self.__init__(average=state["average"], zero_copy=state["zero_copy"])
         self._pickled_size = state["size"]
 
     def __repr__(self):
         over = self.comm if self.comm is not None else self._group
-        return f"HookState({'default group' if over is None else over}, average={self.average})"
+        shared = self._returning.told() if self.zero_copy else "off"
+        return f"HookState({'default group' if over is None else over}, average={self.average}, zero_copy: {shared})"
 
     # ---- One bucket.
 
@@ -112,6 +122,10 @@ class HookState:
                 # no order between them can deadlock.
                 comm._lane.join()
             return future
+        if self.zero_copy:
+            if bucket.index() == 0:
+                self._returning.begin()
+            self._returning.see(comm, data, bucket.parameters()[0])
         future = torch.futures.Future()
         if not bucket.is_last():
             self._flying.append((comm.all_reduce(data, op, async_op=True), future, bucket))

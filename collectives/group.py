@@ -7,7 +7,7 @@ import threading
 from .errors import CollectivesError, InvalidUsage
 from .work import Work
 
-__all__ = ["Call", "Group", "issue", "open_groups"]
+__all__ = ["Call", "Group", "issue", "leave_group", "open_groups"]
 
 
 class Call:
@@ -57,7 +57,7 @@ def issue(calls: list[Call], streams: list[int]) -> None:
             if library.is_host:
                 library.label()  # it may not have been used up
             if grouped:
-                _leave_group(library)
+                leave_group(library)
             raise
         if grouped:
             library.group_end()
@@ -72,7 +72,8 @@ def issue(calls: list[Call], streams: list[int]) -> None:
         native.destroy_op(op)
 
 
-def _leave_group(library) -> None:
+def leave_group(library) -> None:
+    """Drop the group that this thread has open, after a call in it has failed."""
     if library.is_host:
         library.group_cancel()
         return
@@ -145,7 +146,7 @@ class Group:
     def _issue(self, calls: list[Call]) -> None:
         comms = list({id(call.comm): call.comm for call in calls}.values())
         for comm in comms:
-            comm._agree([call.row for call in calls if call.comm is comm and call.row is not None], grouped=True)
+            comm._agree([call.row for call in calls if call.comm is comm and call.row], grouped=True)
         if calls[0].work is None:
             issue(calls, [call.stream for call in calls])
             return

@@ -11,7 +11,7 @@ import torch
 
 from .errors import CollectivesError
 
-__all__ = ["Registration", "allocate", "memory_of"]
+__all__ = ["Registration", "ReturningBuffers", "allocate", "memory_of", "whole_allocation"]
 
 
 def memory_of(array):
@@ -22,18 +22,108 @@ def memory_of(array):
 
 
 class Registration:
-    """A registered array, held alive until it is deregistered. Made by `Communicator.register()`."""
+    """A registered array, held alive until it is deregistered. Made by `Communicator.register()`.
 
-    __slots__ = ("_memory", "array", "handle", "nbytes")
+    `zero_copy`: whether the engine uses the array in place. On the host that needs memory that can be shared: of
+    `Communicator.empty()`, or an allocation so large that malloc gave it a mapping of its own; what lies in malloc's
+    heap is staged. NCCL decides for each operation: None.
+    """
 
-    def __init__(self, array, handle: int, nbytes: int):
+    __slots__ = ("_memory", "array", "handle", "nbytes", "zero_copy")
+
+    def __init__(self, array, handle: int, nbytes: int, zero_copy: bool | None):
         self.array = array
         self._memory = memory_of(array)
         self.handle = handle
         self.nbytes = nbytes
+        self.zero_copy = zero_copy
 
     def __repr__(self):
-        return f"<Registration of {self.nbytes} bytes>"
+        how = {True: ", used in place", False: ", staged", None: ""}[self.zero_copy]
+        return f"<Registration of {self.nbytes} bytes{how}>"
+
+
+def whole_allocation(array, ptr: int, nbytes: int) -> tuple[int, int]:
+    """Give (address, bytes) of the allocation that an array is a view of, or the array's own where that isn't known."""
+    if isinstance(array, torch.Tensor):
+        storage = array.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    return ptr, nbytes
+
+
+_LEAST_SHARED = 64 << 10  # bytes; malloc gives smaller ones no mapping of their own
+_AWAY = 3  # backwards after which a buffer that doesn't come any more is let go
+
+
+class ReturningBuffers:
+    """Registers buffers of somebody else's that come again and again, as DDP's buckets do, when they come back.
+
+    DDP throws its first buckets away after one backward. The later ones keep their addresses; a registration holds
+    their memory until they stay away for some rounds, or their `owner` (a parameter) or this object is gone. Host
+    engine only.
+    """
+
+    def __init__(self):
+        self._round = 0
+        # address, bytes -> [newest round, communicator, Registration, what lets go of it when its owner is gone]
+        self._known: dict[tuple[int, int], list] = {}
+        # Bound to the dictionary, as the entries' are, since this object is gone by then.
+        weakref.finalize(self, _forget_all, self._known).atexit = False
+
+    def begin(self) -> None:
+        """Begin a round: a backward."""
+        self._round += 1
+        for key, entry in list(self._known.items()):  # a copy: the collector may let some go meanwhile
+            if self._round - entry[0] > _AWAY:
+                _forget(self._known, key, entry[2])
+
+    def told(self) -> str:
+        """Tell how many of the buffers that came back are shared."""
+        back = [entry[2] is not None for entry in list(self._known.values()) if entry[1] is not None]
+        return f"{sum(back)} of {len(back)} buckets shared" if back else "no bucket has come back yet"
+
+    def see(self, comm, buffer: torch.Tensor, owner) -> None:
+        """Register a buffer that was here in an earlier round. A local call."""
+        key = whole_allocation(buffer, 0, 0)
+        if key[1] < _LEAST_SHARED:
+            return
+        entry = self._known.get(key)
+        if entry is not None and entry[2] is not None and entry[2] not in entry[1]._registered:
+            self._known.pop(key)  # its communicator was closed, and took the registration along
+            entry[3].detach()
+            entry = None
+        if entry is None:
+            self._known[key] = [self._round, None, None, None]
+            return
+        if entry[1] is None and entry[0] != self._round:
+            entry[1] = comm
+            registration = comm.register(buffer)
+            if registration.zero_copy:
+                entry[2] = registration
+                entry[3] = weakref.finalize(owner, _forget, self._known, key, registration)
+                entry[3].atexit = False
+            else:
+                comm.deregister(registration)  # there is no use in holding it
+        entry[0] = self._round
+
+
+def _forget_all(known: dict) -> None:
+    for key, entry in list(known.items()):
+        _forget(known, key, entry[2])
+
+
+def _forget(known: dict, key, registration) -> None:
+    entry = known.get(key)
+    if entry is None or entry[2] is not registration:
+        return
+    comm, finalizer = entry[1], entry[3]
+    if registration is not None and not comm.closed and not comm._lane.settled():
+        return  # it may be in use, by the peers too: a later round lets it go, or close()
+    del known[key]
+    if finalizer is not None:
+        finalizer.detach()  # it holds the registration, and so the memory, as long as the owner lives
+    if registration is not None and registration in comm._registered and not comm.closed:
+        comm.deregister(registration)
 
 
 class _CudaBlock:

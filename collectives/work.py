@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections import Counter, deque
+from collections import deque
 from datetime import timedelta
 
 import torch
@@ -23,7 +23,7 @@ __all__ = ["CudaLane", "HostLane", "Work"]
 class Flight:
     """One submission: its ticket or event, the arrays it uses, and how it ended."""
 
-    __slots__ = ("ended", "error", "held", "mark", "op", "owners", "seen")
+    __slots__ = ("ended", "error", "held", "mark", "op", "owners", "seen", "verdict")
 
     def __init__(self, op: str, held: tuple):
         self.op = op
@@ -33,8 +33,12 @@ class Flight:
         self.error: CollectivesError | None = None
         self.owners = 0
         self.seen = False  # somebody was told of the error
+        self.verdict = None  # of several steps, of which the last may end well all the same: gives the error of one
 
     def end(self, error: CollectivesError | None = None) -> None:
+        if self.verdict is not None:
+            error = self.verdict() or error
+            self.verdict = None
         self.error = error
         self.ended = True
         self.held = ()
@@ -86,9 +90,11 @@ class Work:
         time runs out: the operation stays in flight and can be waited for again.
         """
         flight = self._flying()
-        if isinstance(timeout, timedelta):
+        if timeout is None:
+            pass
+        elif isinstance(timeout, timedelta):
             timeout = timeout.total_seconds()
-        elif timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)):
+        elif isinstance(timeout, bool) or not isinstance(timeout, int | float):
             raise InvalidArgument(f"timeout must be in seconds, or None for no limit, not {timeout!r}", op=self.op)
         if not flight.ended and not self._lane.wait(flight, timeout):
             raise self._lane.overdue(self, timeout)
@@ -168,10 +174,11 @@ class Lane:
             self._lock.release()
             raise
 
-    def end(self, op: str, held: tuple, works=()) -> Flight:
+    def end(self, op: str, held: tuple, works=(), verdict=None) -> Flight:
         """Close a submission: hold its arrays until it has ended, and start its Works."""
         try:
             flight = Flight(op, held)
+            flight.verdict = verdict
             for work in works:  # before another thread can see it end
                 work._start(self, flight)
             flight.mark = self._record()
@@ -190,6 +197,10 @@ class Lane:
         with self._lock:
             self._sweep()
             return bool(self._pending)
+
+    def settled(self) -> bool:
+        """Tell whether all that is in flight was seen to end; a look that changes nothing, as a finalizer needs it."""
+        return all(flight.ended for flight in tuple(self._pending))
 
     def drain(self, timeout: float | None) -> bool:
         """Block until all that is in flight has ended; False when the time ran out. Errors stay with their flights."""
@@ -229,7 +240,7 @@ class HostLane(Lane):
     def __init__(self, comm):
         super().__init__(comm)
         self._queue = None
-        self._waiters: Counter[int] = Counter()  # waits under way, by thread
+        self._waiters: dict[int, int] = {}  # waits under way, by thread
         self._closing = False
 
     def _open(self, stream):
@@ -247,7 +258,7 @@ class HostLane(Lane):
                 return True
             queue = self._queue
             thread = threading.get_ident()
-            self._waiters[thread] += 1
+            self._waiters[thread] = self._waiters.get(thread, 0) + 1
         try:
             if not queue.wait(flight.mark, timeout):
                 return False
@@ -257,7 +268,9 @@ class HostLane(Lane):
             flight.end()
         finally:
             with self._lock:
-                self._waiters -= Counter((thread,))  # drops what comes to 0
+                left = self._waiters.pop(thread) - 1
+                if left:  # this wait is a signal handler's, on top of another one
+                    self._waiters[thread] = left
                 self._sweep()
                 late = self._closing and not self._waiters
             if late:
@@ -281,7 +294,7 @@ class HostLane(Lane):
     def overdue(self, work: Work, timeout: float) -> CollectiveTimeout:
         """Build the error of a wait that ran out, from what the engine is waiting for."""
         comm = self._comm
-        info = comm._native.pending()
+        info = comm._pending()
         text = f"not done after {timeout} s ({work.nbytes} bytes); it stays in flight and can be waited for again"
         if info is None:
             return CollectiveTimeout(

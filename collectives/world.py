@@ -19,19 +19,20 @@ _generation = 0
 _lock = threading.RLock()
 
 
-def init(engine: str | None = None, *, device=None, timeout: float = 60.0) -> Communicator:
+def init(engine: str | None = None, *, device=None, timeout: float = 60.0, deterministic: bool = False) -> Communicator:
     """Open the communicator of all ranks of this job, or give the one that is open.
 
     The ranks are found from torchrun's, mpirun's or srun's variables, or RANK and WORLD_SIZE; with none of them it is a
     world of one. `engine`: "nccl", "host", or None for COLLECTIVES_ENGINE or what the machine has. `device`: None for
-    ``cuda:local_rank``, or the CPU. Blocks until all ranks have come, at most `timeout` seconds. Raises
-    `CollectiveTimeout` naming the ranks that did not come, `InvalidUsage` where two ranks have one number,
-    `EngineUnavailable`, `TransportError`. After `close()` it opens a new one.
+    ``cuda:local_rank``, or the CPU. `deterministic`: reduce in rank order only, see `Communicator`. Blocks until all
+    ranks have come, at most `timeout` seconds. Raises `CollectiveTimeout` naming the ranks that did not come,
+    `InvalidUsage` where two ranks have one number, `EngineUnavailable`, `TransportError`. After `close()` it opens
+    a new one.
     """
     global _world, _generation
     with _lock:
         if _world is not None and (not _world.closed or _world.forked):
-            _same_world(_world, engine, device)
+            _same_world(_world, engine, device, deterministic)
             return _world
         chosen = get_engine(engine, None if device is None else parse_device(device).type)
         identity = rendezvous.identify()
@@ -48,11 +49,12 @@ def init(engine: str | None = None, *, device=None, timeout: float = 60.0) -> Co
         _world = Communicator(
             chosen, meeting.unique_id, identity.rank, identity.size,
             device=place, local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
+            deterministic=deterministic,
         )  # fmt: skip
         return _world
 
 
-def _same_world(world: Communicator, engine, device) -> None:
+def _same_world(world: Communicator, engine, device, deterministic) -> None:
     if world.forked:
         raise InvalidUsage(f"init(): {world._native.why}", rank=world.rank)
     if engine is not None and engine != world.engine.name:
@@ -65,6 +67,8 @@ def _same_world(world: Communicator, engine, device) -> None:
             f"init(device={str(device)!r}) after a communicator was opened on {world.device}: close() it first",
             rank=world.rank,
         )
+    if deterministic and not world.deterministic:
+        raise InvalidUsage("init(deterministic=True) after a communicator was opened without: close() it first")
 
 
 def _local_device(engine: Engine, local_rank: int) -> torch.device:

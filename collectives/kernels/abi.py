@@ -129,6 +129,7 @@ CAST_BF16_BF16 = Kernel(0, "coll_cast_bf16_bf16", "cast_pairs.cu", CastArgs)
 CAST_F16_F32 = Kernel(0, "coll_cast_f16_f32", "cast_pairs.cu", CastArgs)
 FINISH = Kernel(1, "coll_finish", "cast.cu", FinishArgs)
 
+
 # ---- Reduce.
 class ReduceArgs(Structure):
     """coll_reduce_args"""

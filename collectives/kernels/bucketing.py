@@ -81,9 +81,7 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
         scale, scale_at = _parse_scale(scale, table, place, unpacks, op)
     if not table.floating:
         _check_copy(table, flags, scale, scale_at, statistics is not None, op)
-    args = abi.CastArgs(
-        abi.Work(table.tiles, 0, 0), 0, len(table.tensors), place, scale_at, scale, table.type, flags
-    )
+    args = abi.CastArgs(abi.Work(table.tiles, 0, 0), 0, len(table.tensors), place, scale_at, scale, table.type, flags)
     if statistics is not None:
         if not isinstance(statistics, Statistics):
             raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)

@@ -270,9 +270,7 @@ def _decoder(wires, count, layout: WireLayout, format, block, scale, average_ove
     read = {name.format(index): place for index, place in enumerate(table._places)} | factor.read
     first = table._places[0].ptr
     code = _CODES[format]
-    args = abi.Decoder(
-        table._place_rows(), first, len(table), count, factor.ptr, factor.value, code, block, over, 0
-    )
+    args = abi.Decoder(table._place_rows(), first, len(table), count, factor.ptr, factor.value, code, block, over, 0)
     return table, reader, read, args
 
 

@@ -16,7 +16,7 @@ from . import abi
 from .execution import Statistics, run, written
 from .table import FLOATING, FLOATS_END, Held, check_storage, device_of, read_scale
 
-__all__ = ["Sources", "reduce_n"]
+__all__ = ["Sources", "kernel_of", "reduce_n"]
 
 _OP = "reduce_n"  # for the errors
 _F64 = TORCH_CODES[torch.float64]
@@ -157,11 +157,15 @@ def reduce_n(
             raise _wrong(f"statistics are for floating types, and the sources are {table.dtype}: leave them out")
         statistics.begin(args.work, table.device, _OP, place.meets)
     if args.work.tiles:
-        wide = place.code == _F64 and table.code != _F64
-        run(abi.REDUCE_WIDE if wide else _KERNELS[table.dtype], args, table.device)
+        run(kernel_of(table.code, place.code), args, table.device)
         written([out])
     if statistics is not None:
         statistics.finish(args.work.tiles)
+
+
+def kernel_of(source: int, out: int) -> abi.Kernel:
+    """Give the kernel that reduces arrays of one dtype into one of another; dtypes are NCCL's codes."""
+    return abi.REDUCE_WIDE if out == _F64 and source != _F64 else _KERNELS[DTYPE_NAMES[source]]
 
 
 def _wrong(message: str) -> InvalidArgument:

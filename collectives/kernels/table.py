@@ -36,8 +36,7 @@ _storage, _storage_offset, _element_size = (
 )  # fmt: skip
 _is_contiguous, _is_neg, _is_conj = _TensorBase.is_contiguous, _TensorBase.is_neg, _TensorBase.is_conj
 _is_cpu, _is_cuda, _layout, _is_nested, _dtype, _is_quantized = (
-    getattr(_TensorBase, name).__get__
-    for name in ("is_cpu", "is_cuda", "layout", "is_nested", "dtype", "is_quantized")
+    getattr(_TensorBase, name).__get__ for name in ("is_cpu", "is_cuda", "layout", "is_nested", "dtype", "is_quantized")
 )
 
 # Kernels of the common pairs (from, to) of types.

@@ -1,0 +1,416 @@
+# Arrays on their way to the library with nothing allocated: tensors through the DLPack exchange table of the library
+# that made them, NumPy's by the buffer protocol. Only what can be used as it lies goes this way; of everything else
+# these classes say that they don't take it, and the caller's longer way takes it or says what is wrong with it.
+
+cdef extern from "_nccl_dlpack.h":
+    enum:
+        COLL_DL_MAJOR
+        collDLCPU
+        collDLInt
+        collDLUInt
+        collDLFloat
+        collDLBfloat
+        collDLFloat8_e4m3fn
+        collDLFloat8_e5m2
+    ctypedef struct collDLTensor_t:
+        void* data
+        int32_t device_type
+        int32_t device_id
+        int32_t ndim
+        uint8_t code
+        uint8_t bits
+        uint16_t lanes
+        int64_t* shape
+        int64_t* strides
+        uint64_t byte_offset
+    ctypedef struct collDLExchange_t:
+        uint32_t major
+        collDLExchange_t* older
+        int (*tensor_of)(void* object, collDLTensor_t* out) noexcept
+        int (*current_stream)(int32_t device_type, int32_t device_id, void** stream) noexcept
+
+
+cdef const char* EXCHANGE_NAME = "dlpack_exchange_api"
+
+
+cdef struct Span:
+    void* ptr
+    size_t count        # elements
+    size_t nbytes
+    int dtype           # NCCL's code
+
+
+cdef int dtype_of_tensor(const collDLTensor_t* tensor) noexcept:
+    """NCCL's code for the elements of a tensor, -1 where it has none."""
+    cdef int code = tensor.code, bits = tensor.bits
+    if tensor.lanes != 1:
+        return -1
+    if code == collDLFloat:
+        return ncclFloat32 if bits == 32 else ncclFloat64 if bits == 64 else ncclFloat16 if bits == 16 else -1
+    if code == collDLBfloat:
+        return ncclBfloat16 if bits == 16 else -1
+    if code == collDLInt:
+        return ncclInt32 if bits == 32 else ncclInt64 if bits == 64 else ncclInt8 if bits == 8 else -1
+    if code == collDLUInt:
+        return ncclUint8 if bits == 8 else ncclUint32 if bits == 32 else ncclUint64 if bits == 64 else -1
+    if code == collDLFloat8_e4m3fn:
+        return ncclFloat8e4m3 if bits == 8 else -1
+    if code == collDLFloat8_e5m2:
+        return ncclFloat8e5m2 if bits == 8 else -1
+    return -1
+
+
+cdef int dtype_of_buffer(const Py_buffer* view) noexcept:
+    """NCCL's code for the elements of a buffer, -1 where it has none. Formats are those of the struct module."""
+    cdef const char* format = view.format
+    cdef char kind
+    cdef Py_ssize_t size = view.itemsize
+    if format is NULL or format[0] == 0 or format[1] != 0:      # a second letter: a byte order, a record
+        return -1
+    kind = format[0]
+    if kind == b"f":
+        return ncclFloat32 if size == 4 else -1
+    if kind == b"d":
+        return ncclFloat64 if size == 8 else -1
+    if kind == b"e":
+        return ncclFloat16 if size == 2 else -1
+    if kind == b"b" or kind == b"i" or kind == b"l" or kind == b"q":
+        return ncclInt32 if size == 4 else ncclInt64 if size == 8 else ncclInt8 if size == 1 else -1
+    if kind == b"B" or kind == b"I" or kind == b"L" or kind == b"Q":
+        return ncclUint32 if size == 4 else ncclUint64 if size == 8 else ncclUint8 if size == 1 else -1
+    return -1
+
+
+cdef class ArrayReader:
+    """Read arrays on one device as they lie. Nothing is kept of an array, and nothing is raised.
+
+    ``tensors``: the exact types of tensors that are read, and ``exchange`` their capsule ``__dlpack_c_exchange_api__``
+    (None: tensors aren't read); ``is_lazy``: a function that tells whether the memory of a tensor holds other values
+    than the tensor. ``buffer``: an exact type that is read by the buffer protocol, on the CPU alone. ``device_type``
+    and ``device_id`` as in DLPack: 1 is the CPU, 2 is CUDA.
+    """
+
+    cdef const collDLExchange_t* table      # NULL: tensors aren't read
+    cdef object tensor, parameter           # types, held
+    cdef object is_lazy
+    cdef object buffer
+    cdef int device_type, device_id
+
+    def __init__(self, int device_type, int device_id, *, exchange=None, tuple tensors=(), is_lazy=None, buffer=None):
+        cdef const collDLExchange_t* table = NULL
+        if exchange is not None:
+            if not 1 <= len(tensors) <= 2 or is_lazy is None:
+                raise errors.InvalidArgument("an exchange table needs one or two types of tensors, and is_lazy")
+            if PyCapsule_IsValid(exchange, EXCHANGE_NAME):     # else something else of this attribute's name
+                table = <const collDLExchange_t*> PyCapsule_GetPointer(exchange, EXCHANGE_NAME)
+            while table is not NULL and table.major > COLL_DL_MAJOR:
+                table = table.older
+            if table is not NULL and (table.major != COLL_DL_MAJOR or table.tensor_of is NULL):
+                table = NULL
+        self.tensor, self.parameter = (tensors[0], tensors[-1]) if table is not NULL else (None, None)
+        self.table = table
+        self.is_lazy = is_lazy
+        self.buffer = buffer if device_type == collDLCPU else None
+        self.device_type, self.device_id = device_type, device_id
+
+    @property
+    def reads_tensors(self):
+        """Whether tensors are read: there was an exchange table, and of a version that is known here."""
+        return self.table is not NULL
+
+    def read(self, array, bint writes=True):
+        """Return (address, count, dtype code) of an array; None where it isn't one that can be used as it lies.
+
+        ``writes``: it is to take a result, so a read-only one is None too.
+        """
+        cdef Span span
+        if not self.fill(array, writes, &span):
+            return None
+        return <size_t> span.ptr, span.count, span.dtype
+
+    cdef bint fill(self, object array, bint writes, Span* span) noexcept:
+        cdef PyObject* kind = <PyObject*> Py_TYPE(array)
+        if kind == <PyObject*> self.tensor or kind == <PyObject*> self.parameter:
+            return self.fill_from_tensor(array, span)
+        if kind == <PyObject*> self.buffer:
+            return self.fill_from_buffer(array, writes, span)
+        return False
+
+    cdef bint fill_from_tensor(self, object array, Span* span) noexcept:
+        cdef collDLTensor_t tensor
+        cdef PyObject* lazy
+        cdef int64_t count = 1
+        cdef bint packed = True
+        cdef int i
+        if self.table.tensor_of(<void*> array, &tensor) != 0:
+            PyErr_Clear()       # sparse, nested, quantized, inside vmap, ...: the longer way says it in words
+            return False
+        if tensor.device_type != self.device_type:
+            return False
+        if tensor.device_id != self.device_id and self.device_type != collDLCPU:
+            return False
+        span.dtype = dtype_of_tensor(&tensor)
+        if span.dtype < 0:
+            return False
+        for i in range(tensor.ndim - 1, -1, -1):
+            if tensor.shape[i] != 1 and tensor.strides[i] != count:
+                packed = False
+            count *= tensor.shape[i]
+        if count != 0 and (not packed or tensor.data is NULL):
+            return False
+        # The exchange gives the bare memory of x.conj().imag, say, which holds the negatives.
+        lazy = PyObject_CallOneArg(<PyObject*> self.is_lazy, <PyObject*> array)
+        if lazy is NULL:
+            PyErr_Clear()
+            return False
+        Py_DECREF(<object> lazy)        # True and False outlive it
+        if lazy != Py_False:
+            return False
+        span.ptr = <char*> tensor.data + tensor.byte_offset
+        span.count = <size_t> count
+        span.nbytes = span.count * (tensor.bits // 8)
+        return True
+
+    cdef bint fill_from_buffer(self, object array, bint writes, Span* span) noexcept:
+        cdef Py_buffer view
+        cdef int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (PyBUF_WRITABLE if writes else 0)
+        if PyObject_GetBuffer(<PyObject*> array, &view, flags) != 0:
+            PyErr_Clear()       # read-only, strided, of a dtype without a format
+            return False
+        span.dtype = dtype_of_buffer(&view)
+        span.ptr = view.buf
+        span.nbytes = view.len
+        span.count = view.len // view.itemsize if view.itemsize > 0 else 0
+        PyBuffer_Release(&view)
+        return span.dtype >= 0
+
+
+cdef int op_code(object op) noexcept:
+    """The code of a built-in reduction by its name, else -1."""
+    cdef PyObject* found
+    if not PyUnicode_CheckExact(op):
+        return -1
+    found = PyDict_GetItem(OPS_BY_NAME, op)
+    return -1 if found is NULL else PyLong_AsLong(<object> found)
+
+
+cdef dict OPS_BY_NAME = OPS
+
+
+cdef bint apart(const Span* one, const Span* other) noexcept:
+    return (one.nbytes == 0 or other.nbytes == 0 or <char*> one.ptr + one.nbytes <= <char*> other.ptr
+            or <char*> other.ptr + other.nbytes <= <char*> one.ptr)
+
+
+cdef bint is_part(const Span* whole, const Span* part, int size, int index) noexcept:
+    """Whether ``size`` of the one make the other, of the same dtype, and they are apart, or it is part ``index``."""
+    if part.dtype != whole.dtype or size < 1 or part.count * <size_t> size != whole.count:
+        return False
+    return <char*> part.ptr == <char*> whole.ptr + index * part.nbytes or apart(whole, part)
+
+
+cdef class ArrayCalls:
+    """A communicator's calls on arrays, the short way: read, check, call. Each returns whether it made the call.
+
+    Where it returns False nothing was done: an array, an op or a root is not of the plain kind, the communicator is
+    closed, its device isn't the current one, or ``groups`` isn't empty, a dict of the groups that are being collected.
+    The arrays must be held until the call returns, as a caller's arguments are. On CUDA the call goes to the exchange
+    table's current stream. ``current_device``: a function that gives the number of the current CUDA device; without it
+    no call is made on CUDA.
+    """
+
+    cdef Comm comm
+    cdef ArrayReader reader
+    cdef dict groups
+    cdef object current_device
+    cdef int rank, size
+
+    def __init__(self, Comm comm not None, ArrayReader reader not None, dict groups not None, current_device=None):
+        self.comm = comm
+        self.reader = reader
+        self.groups = groups
+        self.current_device = current_device
+        self.rank, self.size = comm.rank, comm.size
+
+    cdef bint stream_of(self, void* function, size_t* stream) noexcept:
+        """Whether a call can be made now, and on which stream; comes last, right before the call."""
+        cdef PyObject* device
+        cdef void* current = NULL
+        cdef long number
+        cdef ArrayReader reader = self.reader
+        stream[0] = 0
+        if reader.device_type != collDLCPU:
+            if self.current_device is None or reader.table is NULL:
+                return False
+            device = PyObject_CallNoArgs(<PyObject*> self.current_device)
+            if device is NULL:
+                PyErr_Clear()
+                return False
+            number = PyLong_AsLong(<object> device)
+            Py_DECREF(<object> device)
+            if number != reader.device_id:
+                PyErr_Clear()   # of PyLong_AsLong, where it was no number
+                return False
+            if reader.table.current_stream(reader.device_type, reader.device_id, &current) != 0:
+                PyErr_Clear()
+                return False
+            stream[0] = <size_t> current
+        return (function is not NULL and self.comm.comm is not NULL and self.comm.forks == collForks
+                and PyDict_GET_SIZE(self.groups) == 0)
+
+    cdef int peer(self, object number) noexcept:
+        """A rank given as a plain int, else -1."""
+        cdef long value
+        cdef int overflow = 0
+        if not PyLong_CheckExact(number):
+            return -1
+        value = PyLong_AsLongAndOverflow(number, &overflow)
+        return <int> value if overflow == 0 and 0 <= value < self.size else -1
+
+    def all_reduce(self, array, op, /):
+        """Reduce an array over all ranks, in place. C: ``ncclAllReduce``."""
+        cdef Span span
+        cdef size_t stream
+        cdef ncclResult_t result
+        cdef ncclComm_t comm
+        cdef collTable_t* api = self.comm.api
+        cdef int code = op_code(op)
+        if code < 0 or not self.reader.fill(array, True, &span) or not self.stream_of(<void*> api.ncclAllReduce,
+                                                                                      &stream):
+            return False
+        comm = self.comm.enter(<void*> api.ncclAllReduce, "ncclAllReduce")
+        with nogil:
+            result = api.ncclAllReduce(span.ptr, span.ptr, span.count, <ncclDataType_t> span.dtype, <ncclRedOp_t> code,
+                                       comm, <cudaStream_t> stream)
+        self.comm.leave(result, "ncclAllReduce")
+        return True
+
+    def reduce(self, array, root, op, /):
+        """Reduce an array over all ranks, in place on ``root``. C: ``ncclReduce``."""
+        cdef Span span
+        cdef size_t stream
+        cdef ncclResult_t result
+        cdef ncclComm_t comm
+        cdef collTable_t* api = self.comm.api
+        cdef int code = op_code(op), c_root = self.peer(root)
+        cdef bint mine = c_root == self.rank
+        if code < 0 or c_root < 0 or not self.reader.fill(array, mine, &span) or not self.stream_of(
+                <void*> api.ncclReduce, &stream):
+            return False
+        comm = self.comm.enter(<void*> api.ncclReduce, "ncclReduce")
+        with nogil:
+            result = api.ncclReduce(span.ptr, span.ptr if mine else NULL, span.count, <ncclDataType_t> span.dtype,
+                                    <ncclRedOp_t> code, c_root, comm, <cudaStream_t> stream)
+        self.comm.leave(result, "ncclReduce")
+        return True
+
+    def reduce_scatter(self, out, inp, op, /):
+        """Reduce ``inp`` over all ranks, part r into rank r's ``out``. C: ``ncclReduceScatter``."""
+        cdef Span to, of
+        cdef size_t stream
+        cdef ncclResult_t result
+        cdef ncclComm_t comm
+        cdef collTable_t* api = self.comm.api
+        cdef int code = op_code(op)
+        if code < 0 or not self.reader.fill(out, True, &to) or not self.reader.fill(inp, False, &of):
+            return False
+        if not is_part(&of, &to, self.size, self.rank) or not self.stream_of(<void*> api.ncclReduceScatter, &stream):
+            return False
+        comm = self.comm.enter(<void*> api.ncclReduceScatter, "ncclReduceScatter")
+        with nogil:
+            result = api.ncclReduceScatter(of.ptr, to.ptr, to.count, <ncclDataType_t> to.dtype, <ncclRedOp_t> code,
+                                           comm, <cudaStream_t> stream)
+        self.comm.leave(result, "ncclReduceScatter")
+        return True
+
+    def all_gather(self, out, inp, /):
+        """Gather every rank's ``inp`` into ``out``, in rank order. C: ``ncclAllGather``."""
+        cdef Span to, of
+        cdef size_t stream
+        cdef ncclResult_t result
+        cdef ncclComm_t comm
+        cdef collTable_t* api = self.comm.api
+        if not self.reader.fill(out, True, &to) or not self.reader.fill(inp, False, &of):
+            return False
+        if not is_part(&to, &of, self.size, self.rank) or not self.stream_of(<void*> api.ncclAllGather, &stream):
+            return False
+        comm = self.comm.enter(<void*> api.ncclAllGather, "ncclAllGather")
+        with nogil:
+            result = api.ncclAllGather(of.ptr, to.ptr, of.count, <ncclDataType_t> of.dtype, comm,
+                                       <cudaStream_t> stream)
+        self.comm.leave(result, "ncclAllGather")
+        return True
+
+    def broadcast(self, array, root, /):
+        """Send ``root``'s array to all ranks, in place. C: ``ncclBroadcast``."""
+        cdef Span span
+        cdef size_t stream
+        cdef ncclResult_t result
+        cdef ncclComm_t comm
+        cdef collTable_t* api = self.comm.api
+        cdef int c_root = self.peer(root)
+        if c_root < 0 or not self.reader.fill(array, c_root != self.rank, &span) or not self.stream_of(
+                <void*> api.ncclBroadcast, &stream):
+            return False
+        comm = self.comm.enter(<void*> api.ncclBroadcast, "ncclBroadcast")
+        with nogil:
+            result = api.ncclBroadcast(span.ptr, span.ptr, span.count, <ncclDataType_t> span.dtype, c_root, comm,
+                                       <cudaStream_t> stream)
+        self.comm.leave(result, "ncclBroadcast")
+        return True
+
+    def all_to_all(self, out, inp, /):
+        """Send equal part r of ``inp`` to rank r. C: ``ncclAlltoAll``."""
+        cdef Span to, of
+        cdef size_t stream
+        cdef ncclResult_t result
+        cdef ncclComm_t comm
+        cdef collTable_t* api = self.comm.api
+        if not self.reader.fill(out, True, &to) or not self.reader.fill(inp, False, &of):
+            return False
+        if to.dtype != of.dtype or to.count != of.count or of.count % <size_t> self.size != 0 or not apart(&to, &of):
+            return False
+        if not self.stream_of(<void*> api.ncclAlltoAll, &stream):
+            return False
+        comm = self.comm.enter(<void*> api.ncclAlltoAll, "ncclAlltoAll")
+        with nogil:
+            result = api.ncclAlltoAll(of.ptr, to.ptr, of.count // <size_t> self.size, <ncclDataType_t> of.dtype, comm,
+                                      <cudaStream_t> stream)
+        self.comm.leave(result, "ncclAlltoAll")
+        return True
+
+    def send(self, array, peer, /):
+        """Send an array to another rank. C: ``ncclSend``."""
+        cdef Span span
+        cdef size_t stream
+        cdef ncclResult_t result
+        cdef ncclComm_t comm
+        cdef collTable_t* api = self.comm.api
+        cdef int c_peer = self.peer(peer)
+        if c_peer < 0 or c_peer == self.rank or not self.reader.fill(array, False, &span) or not self.stream_of(
+                <void*> api.ncclSend, &stream):
+            return False
+        comm = self.comm.enter(<void*> api.ncclSend, "ncclSend")
+        with nogil:
+            result = api.ncclSend(span.ptr, span.count, <ncclDataType_t> span.dtype, c_peer, comm,
+                                  <cudaStream_t> stream)
+        self.comm.leave(result, "ncclSend")
+        return True
+
+    def recv(self, array, peer, /):
+        """Receive an array from another rank. C: ``ncclRecv``."""
+        cdef Span span
+        cdef size_t stream
+        cdef ncclResult_t result
+        cdef ncclComm_t comm
+        cdef collTable_t* api = self.comm.api
+        cdef int c_peer = self.peer(peer)
+        if c_peer < 0 or c_peer == self.rank or not self.reader.fill(array, True, &span) or not self.stream_of(
+                <void*> api.ncclRecv, &stream):
+            return False
+        comm = self.comm.enter(<void*> api.ncclRecv, "ncclRecv")
+        with nogil:
+            result = api.ncclRecv(span.ptr, span.count, <ncclDataType_t> span.dtype, c_peer, comm,
+                                  <cudaStream_t> stream)
+        self.comm.leave(result, "ncclRecv")
+        return True
