@@ -1,0 +1,185 @@
+"""Fit the cost model to the rows of growth.py, and put plots and tables into docs/scaling.md.
+
+    python benchmarks/scaling_doc.py
+
+Draws docs/scaling_fit.png (measured points and the fit) and docs/scaling_predicted.png (what the model gives for NVLink
+and InfiniBand), and writes the text between the marks ``<!-- NAME -->`` and ``<!-- end -->`` of docs/scaling.md anew.
+"""
+
+import argparse
+import itertools
+import re
+import sys
+from pathlib import Path
+
+from collectives.bench.model import Point
+from collectives.bench.simulate import (
+    NETWORKS,
+    best,
+    cache_bytes,
+    cores_of,
+    crossovers,
+    fits_of,
+    points_of,
+    predictions,
+    read_rows,
+    show_size,
+    show_time,
+)
+
+HERE = Path(__file__).resolve().parent
+RANKS = (8, 64, 1024, 16384)
+SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
+ALGORITHMS = ("ring", "direct", "tree", "hierarchical", "hierarchical_tree")
+STYLES = (
+    ("#000000", "-", "o"),
+    ("#b2182b", "--", "s"),
+    ("#2166ac", "-.", "^"),
+    ("#1b7837", ":", "D"),
+    ("#762a83", "--", "v"),
+)
+
+
+def shown(algorithm):
+    return algorithm.replace("_tree", " (tree)")
+
+
+def errors_of(fitted, points):
+    """Return the rms of a fit's relative errors over some points, as text; "-" without points."""
+    found = [fitted.predict(p.op, p.algorithm, p.ranks, p.nbytes) / p.seconds - 1 for p in points]
+    return f"{(sum(e * e for e in found) / len(found)) ** 0.5:.0%}" if found else "-"
+
+
+def fit_table(fits, points, cores):
+    """Return the fits' costs and errors; every error is that of the row's own points."""
+    lines = [
+        "| engine, algorithm | points | start (us) | alpha (us) | beta (ns/byte) | gamma (ns/byte) | rms error "
+        f"| largest | all-reduce | reduce-scatter | all-gather | <= {cores} ranks | more |",
+        "|---|" + "---|" * 12,
+    ]
+    for (engine, algorithm, part), one in fits.items():
+        own = [p for p in points[engine, algorithm] if in_part(p, part)]
+        cost = one.network.intra
+        columns = [
+            f"{engine}, {algorithm}, {part}", str(one.points), f"{one.network.start_s * 1e6:.3g}",
+            f"{cost.alpha_s * 1e6:.3g}", f"{cost.beta_s_per_byte * 1e9:.3g}", f"{cost.gamma_s_per_byte * 1e9:.3g}",
+            f"{one.rms:.0%}", f"{one.largest:.0%}",
+            *(errors_of(one, [p for p in own if p.op == op]) for op in ("all_reduce", "reduce_scatter", "all_gather")),
+            errors_of(one, [p for p in own if p.ranks <= cores]), errors_of(one, [p for p in own if p.ranks > cores]),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(columns) + " |")
+    return "\n".join(lines)
+
+
+def in_part(point: Point, part: str) -> bool:
+    inside = 2 * point.ranks * point.nbytes <= cache_bytes()
+    return part == "all sizes" or inside == (part == "in cache")
+
+
+def predicted_table(networks):
+    """Return the predicted times of all-reduce; the fastest of a line in bold, and its busbw."""
+    lines = [
+        f"| ranks | size | {' | '.join(shown(name) for name in ALGORITHMS)} | busbw of the fastest |",
+        "|---|---|" + "---|" * (len(ALGORITHMS) + 1),
+    ]
+    for ranks, size in itertools.product(RANKS, SIZES):
+        rows = predictions("all_reduce", ranks, size, networks, ALGORITHMS)
+        times = [show_time(row["time_us"] / 1e6) for row in rows]
+        cells = [f"**{text}**" if row["wins"] else text for text, row in zip(times, rows, strict=True)]
+        busbw = max(row["busbw_gbs"] for row in rows)
+        lines.append(f"| {ranks:,} | {show_size(size)} | " + " | ".join(cells) + f" | {busbw:.3g} GB/s |")
+    return "\n".join(lines)
+
+
+def crossover_table(networks):
+    lines = ["| ranks | fastest all-reduce |", "|---|---|"]
+    for ranks in RANKS:
+        parts = [
+            f"{shown(name)} from {show_size(size)}"
+            for size, name in crossovers("all_reduce", ranks, networks, ALGORITHMS)
+        ]
+        lines.append(f"| {ranks:,} | {'; '.join(parts)} |")
+    return "\n".join(lines)
+
+
+def draw(points, fits, where, folder):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def finish(figure, name):
+        figure.savefig(folder / name, dpi=100)
+        pyplot.close(figure)
+        print(f"plot: {folder / name}")
+
+    key = next(key for key in points if key[1] == "native")
+    fitted = fits[(*key, "all sizes")]
+    figure, panels = pyplot.subplots(1, 3, figsize=(11, 4), sharey=True)
+    for axes, op in zip(panels, ("all_reduce", "reduce_scatter", "all_gather"), strict=True):
+        counts = sorted({p.ranks for p in points[key]})
+        chosen = [n for n in counts if n in (2, 4, 8, 16)] or counts
+        for n, (ink, line, mark) in zip(chosen, STYLES, strict=False):
+            mine = sorted((p.nbytes, p.seconds) for p in points[key] if (p.op, p.ranks) == (op, n))
+            xs = [x for x, _ in mine]
+            axes.plot(xs, [s * 1e6 for _, s in mine], mark, color=ink, label=f"{n} ranks", markersize=4)
+            axes.plot(xs, [fitted.predict(op, key[1], n, x) * 1e6 for x in xs], line, color=ink, linewidth=1)
+        axes.set(xscale="log", yscale="log", xlabel="bytes", title=f"{op.replace('_', '-')}: points, and the fit")
+        axes.grid(True, color="#cccccc", linewidth=0.6)
+    panels[0].set_ylabel("time (us)")
+    panels[0].legend(fontsize=8)
+    figure.text(0.005, 0.01, where, fontsize=6, color="#444444")
+    figure.tight_layout()
+    finish(figure, "scaling_fit.png")
+
+    figure, panels = pyplot.subplots(2, 2, figsize=(10, 7), sharex=True)
+    sizes = [1 << bits for bits in range(8, 33)]
+    for axes, ranks in zip(panels.flat, RANKS, strict=True):
+        for name, (ink, line, _) in zip(ALGORITHMS, STYLES, strict=True):
+            times = [best("all_reduce", name, ranks, s, NETWORKS["dgx-h100"])[0] * 1e6 for s in sizes]
+            axes.plot(sizes, times, line, color=ink, label=shown(name), linewidth=1.6)
+        axes.set(xscale="log", yscale="log", title=f"{ranks:,} ranks, predicted", ylabel="time (us)")
+        axes.grid(True, color="#cccccc", linewidth=0.6)
+    for axes in panels[1]:
+        axes.set_xlabel("bytes")
+    panels[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    finish(figure, "scaling_predicted.png")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--measured", type=Path, default=HERE / "results" / "growth.jsonl")
+    parser.add_argument("--docs", type=Path, default=HERE.parent / "docs")
+    arguments = parser.parse_args()
+    rows, beside = read_rows(arguments.measured)
+    cores = cores_of(rows, beside)
+    points, fits = points_of(rows), fits_of(rows, cores, cache_bytes())
+    first = rows[0]
+    where = f"{first['machine']}, {cores} cores, commit {first['commit']}, {first['time'][:10]}"
+    if "load" in first:
+        where += f", load of other programs {first['load']}"
+    networks = NETWORKS["dgx-h100"]
+    texts = {
+        "fit": f"Measured on {where}.\n\n{fit_table(fits, points, cores)}",
+        "predicted": predicted_table(networks),
+        "crossovers": crossover_table(networks),
+    }
+    page = arguments.docs / "scaling.md"
+    text = page.read_text()
+    for name, body in texts.items():
+        text, count = re.subn(
+            rf"(<!-- {name} -->\n).*?(<!-- end -->)",
+            lambda m, body=body: f"{m[1]}{body}\n{m[2]}",
+            text,
+            flags=re.DOTALL,
+        )
+        if count != 1:
+            raise SystemExit(f"{page} has {count} places for {name}")
+    page.write_text(text)
+    draw(points, fits, where, arguments.docs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""One rank's arrays of a case: filled, poisoned, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from .cases import PERIOD, Case
+
+__all__ = ["Buffers", "count_wrong", "fill", "pattern_tensor"]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_POISON = 0xFE  # no dtype has a result of such bytes
+_CHUNK_ROWS = 4096  # rows of PERIOD elements that are compared at once: a few MB
+
+
+class Buffers:
+    """The arrays that one rank gives to an operation. ``allocate(n, dtype)`` makes a tensor of n elements.
+
+    ``send`` and ``recv`` are tensors, in place parts of one; empty where the rank has none.
+    """
+
+    def __init__(self, case: Case, rank: int, in_place: bool, allocate: Callable[[int, torch.dtype], torch.Tensor]):
+        self.case = case
+        self.in_place = in_place
+        layout, dtype = case.layout(rank), case.kind.dtype
+        if in_place:
+            self.whole = allocate(layout.total, dtype)
+            self.send = self.whole[layout.send_at : layout.send_at + layout.send]
+            self.recv = self.whole[layout.recv_at : layout.recv_at + layout.recv]
+            self._others = self.whole
+        else:
+            self.send = allocate(layout.send, dtype)
+            self.recv = self._others = allocate(layout.recv, dtype)
+        device = self.recv.device
+        self._input = pattern_tensor(case.inputs()[rank], dtype, device)
+        self._expected = [(s.start, s.length, pattern_tensor(s.values, dtype, device)) for s in case.expected(rank)]
+        # NCCL multiplies by 1/n before it sums, which is exact only for powers of two.
+        self.inexact = device.type == "cuda" and case.redop == "avg" and bool(case.ranks & (case.ranks - 1))
+        self.reset()
+
+    def reset(self) -> None:
+        """Write the input again, and into all that is to be overwritten what can't be a result."""
+        self._others.view(torch.uint8).fill_(_POISON)
+        fill(self.send, self._input)
+
+    def wrong(self) -> int:
+        """Count the elements of the result that are not what they must be."""
+        return sum(
+            count_wrong(self.recv[start : start + length], values, self.inexact)
+            for start, length, values in self._expected
+        )
+
+
+def fill(array: torch.Tensor, values: torch.Tensor) -> None:
+    """Fill an array by repeating ``values``, PERIOD elements of its dtype."""
+    array, values = array.view(_BITS[array.itemsize]), values.view(_BITS[values.itemsize])
+    rows = array.numel() // PERIOD
+    array[: rows * PERIOD].view(rows, PERIOD).copy_(values)
+    array[rows * PERIOD :].copy_(values[: array.numel() - rows * PERIOD])
+
+
+def count_wrong(array: torch.Tensor, values: torch.Tensor, inexact: bool = False) -> int:
+    """Count the elements of an array whose bits differ from the repeated ``values``.
+
+    ``inexact``: floating-point elements may be off by four units in the last place.
+    """
+    close = inexact and array.dtype.is_floating_point
+    if not close:
+        array, values = array.view(_BITS[array.itemsize]), values.view(_BITS[values.itemsize])
+    rows = array.numel() // PERIOD
+    pieces = [
+        (array[: rows * PERIOD].view(rows, PERIOD)[at : at + _CHUNK_ROWS], values) for at in range(0, rows, _CHUNK_ROWS)
+    ]
+    tail = array.numel() - rows * PERIOD
+    pieces.append((array[rows * PERIOD :], values[:tail]))
+    wrong = 0
+    for got, wanted in pieces:
+        if close:
+            tolerance = 4 * torch.finfo(array.dtype).eps * wanted.to(torch.float64).abs()
+            bad = ~((got.to(torch.float64) - wanted.to(torch.float64)).abs() <= tolerance)
+        else:
+            bad = got != wanted
+        wrong += int(torch.count_nonzero(bad))
+    return wrong
+
+
+def pattern_tensor(values: np.ndarray, dtype: torch.dtype, device="cpu") -> torch.Tensor:
+    """Make PERIOD elements of the dtype from exact numbers."""
+    exact = torch.from_numpy(np.ascontiguousarray(values))
+    if dtype.is_floating_point:
+        exact = exact.to(torch.float32 if dtype.itemsize < 8 else torch.float64)
+    return exact.to(dtype).to(device)

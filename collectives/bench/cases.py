@@ -1,0 +1,213 @@
+"""What is measured: the operations, their data, what must come out, and what nccl-tests calls the bandwidth of each.
+
+The data are small whole numbers chosen so that every result is exact in the dtype, whatever order the ranks are summed
+in: a wrong element is one whose bits differ. Input element i of rank r is ``pattern(...)[r][i % PERIOD]``; the period
+is a prime, so that a piece put at the wrong place (off by a chunk, a slot, a rank's part) shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+__all__ = ["MULSUM", "OPS", "PERIOD", "REDOPS", "TYPES", "Case", "DataType", "Layout", "Operation", "Segment"]
+
+PERIOD = 1021
+MULSUM = 2  # each rank's factor for the reduction "mulsum", ncclRedOpCreatePreMulSum's
+_SPREAD = 100  # the largest number in the data, where the dtype holds more
+REDOPS = ("sum", "prod", "max", "min", "avg", "mulsum")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective as nccl-tests measures it.
+
+    ``parts``: each rank has one of n parts on the side "in", "out" or "both" (all-to-all); the size is the whole's.
+    ``busbw``: factor from algbw to busbw for n ranks.
+    """
+
+    name: str
+    busbw: object
+    parts: str = ""
+    reduces: bool = False
+    rooted: bool = False
+    in_place: bool = True
+
+
+def _share(n):
+    return (n - 1) / n
+
+
+def _whole(n):
+    return 1.0
+
+
+OPS = {
+    op.name: op
+    for op in (
+        Operation("all_reduce", lambda n: 2 * (n - 1) / n, reduces=True),
+        Operation("reduce_scatter", _share, parts="out", reduces=True),
+        Operation("all_gather", _share, parts="in"),
+        Operation("broadcast", _whole, rooted=True),
+        Operation("reduce", _whole, reduces=True, rooted=True),
+        Operation("all_to_all", _share, parts="both", in_place=False),
+        Operation("gather", _share, parts="in", rooted=True),
+        Operation("scatter", _share, parts="out", rooted=True),
+        Operation("sendrecv", _whole, in_place=False),
+    )
+}
+
+
+@dataclass(frozen=True)
+class DataType:
+    """A dtype by torch's and by nccl-tests' name. ``exact``: all whole numbers from 0 to it are exact in the dtype, and
+    none has the bits of what is not received yet; ``doublings``: 2 to that power is exact, too."""
+
+    name: str
+    short: str
+    dtype: torch.dtype
+    exact: int
+    doublings: int
+
+
+TYPES = {
+    kind.name: kind
+    for kind in (
+        DataType("int8", "int8", torch.int8, 127, 6),
+        DataType("uint8", "uint8", torch.uint8, 250, 7),
+        DataType("int32", "int32", torch.int32, 1 << 24, 30),
+        DataType("uint32", "uint32", torch.uint32, 1 << 24, 31),
+        DataType("int64", "int64", torch.int64, 1 << 24, 62),
+        DataType("uint64", "uint64", torch.uint64, 1 << 24, 62),
+        DataType("float16", "half", torch.float16, 2048, 15),
+        DataType("float32", "float", torch.float32, 1 << 24, 100),
+        DataType("float64", "double", torch.float64, 1 << 24, 60),
+        DataType("bfloat16", "bfloat16", torch.bfloat16, 256, 100),
+        DataType("float8_e4m3fn", "f8e4m3", torch.float8_e4m3fn, 16, 8),
+        DataType("float8_e5m2", "f8e5m2", torch.float8_e5m2, 8, 15),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """``length`` elements of a result from element ``start`` on: element j of it is ``values[j % PERIOD]``."""
+
+    start: int
+    length: int
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a rank's arrays are, in elements. In place both are in one buffer of ``total`` at these offsets."""
+
+    send: int
+    recv: int
+    total: int
+    send_at: int
+    recv_at: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row's operation. ``count``: what nccl-tests prints, the elements that the call is given: a part's where there
+    are parts. ``exact``, ``doublings``: of the dtype, or of the wire's where that holds less."""
+
+    op: Operation
+    kind: DataType
+    redop: str | None
+    root: int
+    count: int
+    ranks: int
+    exact: int
+    doublings: int
+
+    @classmethod
+    def of(cls, op: Operation, kind: DataType, redop: str | None, root: int, nbytes: int, ranks: int, wires=()) -> Case:
+        """Fit the count to a size in bytes: parts are equal and, where that leaves any, multiples of 16 bytes."""
+        count = nbytes // kind.dtype.itemsize
+        if op.parts:
+            count //= ranks
+            pack = 16 // kind.dtype.itemsize
+            count = count // pack * pack if count >= pack else count
+        exact = min(each.exact for each in (kind, *wires))
+        doublings = min(each.doublings for each in (kind, *wires))
+        return cls(op, kind, redop if op.reduces else None, root if op.rooted else -1, count, ranks, exact, doublings)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array, which the bandwidths are of."""
+        return self.count * self.kind.dtype.itemsize * (self.ranks if self.op.parts else 1)
+
+    def layout(self, rank: int) -> Layout:
+        whole, part = self.count * self.ranks, self.count
+        at_root = rank == self.root
+        name = self.op.name
+        if name == "reduce_scatter":
+            return Layout(whole, part, whole, 0, rank * part)
+        if name == "all_gather":
+            return Layout(part, whole, whole, rank * part, 0)
+        if name == "all_to_all":
+            return Layout(whole, whole, whole, 0, 0)
+        if name == "gather":
+            return Layout(part, whole, whole, rank * part, 0) if at_root else Layout(part, 0, part, 0, 0)
+        if name == "scatter":
+            return Layout(whole, part, whole, 0, rank * part) if at_root else Layout(0, part, part, 0, 0)
+        return Layout(part, part, part, 0, 0)
+
+    def inputs(self) -> np.ndarray:
+        """Give the input pattern of every rank: int64, (ranks, PERIOD)."""
+        n, i, r = self.ranks, np.arange(PERIOD)[None, :], np.arange(self.ranks)[:, None]
+        mixed = ((i + 1) * 2654435761 + (r + 1) * (i + 7) * 40503 + r * 97) >> 7
+        if self.redop in ("sum", "mulsum"):
+            factor = MULSUM if self.redop == "mulsum" else 1
+            top = self.exact // (n * factor)
+            if top:
+                return mixed % (min(top, _SPREAD) + 1)
+            return ((i + r) % n < 1 + i % (self.exact // factor)).astype(np.int64)  # ones on a few of the ranks
+        if self.redop == "prod":
+            return np.where((i + r) % n < i % (self.doublings + 1), 2, 1)
+        if self.redop == "avg":  # all have the average, but for one more here and one less there
+            average = 1 + mixed[:1] % max(1, min(self.exact // n - 1, _SPREAD))
+            paired = (r ^ 1) < n
+            return average + paired * np.where((r + i) % 2, 1, -1)
+        return mixed % (min(self.exact, _SPREAD) + 1)
+
+    def reduced(self, inputs: np.ndarray) -> np.ndarray:
+        """Reduce the input patterns over the ranks: (PERIOD,), exact. float64 for "prod", else int64."""
+        if self.redop == "sum":
+            return inputs.sum(0)
+        if self.redop == "mulsum":
+            return inputs.sum(0) * MULSUM
+        if self.redop == "avg":
+            return inputs.sum(0) // self.ranks
+        if self.redop == "prod":
+            return inputs.astype(np.float64).prod(0)
+        return inputs.max(0) if self.redop == "max" else inputs.min(0)
+
+    def expected(self, rank: int) -> list[Segment]:
+        """Give what must be in a rank's result; nothing where the rank gets none."""
+        inputs, count, name = self.inputs(), self.count, self.op.name
+        if count == 0 or (name in ("reduce", "gather") and rank != self.root):
+            return []
+        if name in ("all_reduce", "reduce"):
+            return [Segment(0, count, self.reduced(inputs))]
+        if name == "reduce_scatter":
+            return [Segment(0, count, _from(self.reduced(inputs), rank * count))]
+        if name in ("all_gather", "gather"):
+            return [Segment(r * count, count, inputs[r]) for r in range(self.ranks)]
+        if name == "broadcast":
+            return [Segment(0, count, inputs[self.root])]
+        if name == "all_to_all":
+            return [Segment(r * count, count, _from(inputs[r], rank * count)) for r in range(self.ranks)]
+        if name == "scatter":
+            return [Segment(0, count, _from(inputs[self.root], rank * count))]
+        return [Segment(0, count, inputs[(rank - 1) % self.ranks])]  # sendrecv: from the rank before
+
+
+def _from(values: np.ndarray, at: int) -> np.ndarray:
+    """Turn a pattern so that it starts with element `at` of what it repeats to."""
+    return np.roll(values, -(at % PERIOD))

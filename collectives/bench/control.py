@@ -1,0 +1,76 @@
+"""How the rank processes talk about the measuring: over torch's TCPStore, on which a rank that waits sleeps.
+
+While one library is measured, the ranks that have no part in it must not take its cores. So nothing here is a
+collective, whose waits may spin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..communicator import Communicator
+
+__all__ = ["Control"]
+
+_ADDRESS_BYTES = 256
+
+
+class Control:
+    """Exchanges of small JSON values between all ranks. ``limit``: seconds that a rank waits for the others."""
+
+    def __init__(self, comm: Communicator, limit: float):
+        self.rank, self.size = comm.rank, comm.size
+        self._turn = 0
+        self.store = None
+        if self.size == 1:
+            return
+        wait = timedelta(seconds=limit)
+        here = comm.local_size == comm.size
+        address = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+        if self.rank == 0:
+            host = "127.0.0.1" if here else os.environ.get("MASTER_ADDR") or socket.gethostname()
+            self.store = dist.TCPStore(host, 0, None, True, wait, wait_for_workers=False)
+            text = f"{host} {self.store.port}".encode()
+            address[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        address = address.to(comm.device)
+        comm.broadcast(address)
+        if self.rank:
+            host, port = bytes(address.tolist()).rstrip(b"\0").decode().split()
+            self.store = dist.TCPStore(host, int(port), None, False, wait, wait_for_workers=False)
+
+    def gather(self, value) -> list:
+        """Give every rank all ranks' values, in rank order. Waits for all, asleep."""
+        if self.size == 1:
+            return [value]
+        self._turn += 1
+        turn = f"bench/{self._turn}"
+        if self.rank:
+            self.store.set(f"{turn}/{self.rank}", json.dumps(value))
+            return json.loads(self.store.get(f"{turn}/all"))
+        values = [value, *(json.loads(self.store.get(f"{turn}/{rank}")) for rank in range(1, self.size))]
+        self.store.set(f"{turn}/all", json.dumps(values))
+        for rank in range(1, self.size):
+            self.store.delete_key(f"{turn}/{rank}")
+        self.store.delete_key(f"bench/{self._turn - 1}/all")  # all have read it, or they would not be here
+        return values
+
+    def from_first(self, value):
+        """Give every rank what rank 0 has."""
+        return self.gather(value if self.rank == 0 else None)[0]
+
+    def close(self) -> None:
+        """End together: rank 0, whose process serves the store, last."""
+        if self.size == 1:
+            return
+        self.gather(None)
+        if self.rank:
+            self.store.set(f"bench/bye/{self.rank}", "")
+        else:
+            for rank in range(1, self.size):
+                self.store.get(f"bench/bye/{rank}")

@@ -1,0 +1,140 @@
+"""DeepSpeed's shared-memory all-reduce for CPUs, in the same rank processes as ours.
+
+Its torch operator is called in a TorchScript loop, so that no Python is between the calls (``caller: "torchscript"``);
+what is left of the operator's dispatch takes some tenths of a microsecond.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ...communicator import Communicator
+from ..buffers import Buffers
+from ..cases import Case
+from ..contestant import LocalContestant, Plan, time_on_host
+from ..control import Control
+from .missing import PeerMissing
+
+__all__ = ["DeepSpeedPeer"]
+
+_LEVELS = {"float32": 1, "bfloat16": 2, "float16": 2}  # its vector_kernel_level: AVX2, AVX-512
+_LEVEL_NAMES = {1: "AVX2", 2: "AVX-512"}
+_SHARED_BYTES = 80 << 20  # of /dev/shm, for each rank
+_NAME = "deepspeed_allreduce_buffer"
+_LOOP = """
+def loop(data: Tensor, calls: int):
+    for _ in range(calls):
+        torch.ops.deepspeed.inference_all_reduce_(data)
+"""
+
+
+class DeepSpeedPeer(LocalContestant):
+    """The operator of its ShareMemCommBuilder, which is compiled at first use (minutes). Raises `PeerMissing`."""
+
+    name = "deepspeed"
+    caller = "torchscript"
+
+    def __init__(self, comm: Communicator, control: Control):
+        super().__init__(comm.rank)
+        self.control, self.size = control, comm.size
+        reason = _reason_against(comm)
+        if reason:
+            raise PeerMissing(reason)
+        version, why = None, None
+        for first in (True, False):  # the others wait for rank 0's compiler
+            if (comm.rank == 0) == first:
+                try:
+                    self._module, version = _load()
+                except Exception as error:  # whatever its set-up or the compiler raises
+                    why = f"its operator can't be loaded: {type(error).__name__}: {str(error)[:400]}"
+            failures = [text for text in control.gather(why) if text]
+            if failures:
+                raise PeerMissing(failures[0])
+        self.fields = {"engine": self.name, "versions": {self.name: version, "torch": torch.__version__}}
+        self.level = self._module.vector_kernel_level()
+        job = control.from_first(secrets.token_hex(8))  # part of its names in /dev/shm, where old ones would be taken
+        with _environment(LOCAL_SIZE=str(comm.size), MASTER_ADDR="bench", MASTER_PORT=job):
+            self._module.initialize(comm.size, comm.rank)
+        control.gather(None)  # all have mapped all
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"/dev/shm/{_NAME}_{os.getuid()}_bench_{job}_{comm.rank}")
+        self._loop = torch.jit.CompilationUnit(_LOOP).loop
+
+    def refuses(self, case: Case, in_place: bool) -> str | None:
+        if case.op.name != "all_reduce" or case.redop != "sum":
+            return "DeepSpeed's shared memory has the sum of all_reduce only"
+        if not in_place:
+            return "DeepSpeed's all_reduce is in place only"
+        if case.kind.name not in _LEVELS:
+            return f"DeepSpeed's shared memory has no {case.kind.name}"
+        if self.level < _LEVELS[case.kind.name]:
+            return f"DeepSpeed's {case.kind.name} needs {_LEVEL_NAMES[_LEVELS[case.kind.name]]}"
+        if case.nbytes >= 2**31:
+            return "DeepSpeed's sizes are ints"
+        return "DeepSpeed reduces no empty array" if not case.count else None
+
+    def meet(self) -> None:
+        self.control.gather(None)
+
+    def bind(self, case: Case, buffers: Buffers):
+        return partial(self._loop, buffers.recv, 1)
+
+    def turn(self, plan: Plan) -> list[list[float]]:
+        data = self.buffers.recv
+        self.meet()
+        self._loop(data, plan.warmup)
+        times = time_on_host(partial(self._loop, data, plan.calls), Plan(0, 1, plan.batches))
+        return [[time / plan.calls for time in times]]
+
+
+def _reason_against(comm: Communicator) -> str | None:
+    if importlib.util.find_spec("deepspeed") is None:
+        return "not installed (pip install deepspeed; it compiles its operator at first use, with ninja and g++)"
+    if comm.device.type != "cpu":
+        return "DeepSpeed's shared memory is measured on host memory only: --engine host"
+    if comm.local_size != comm.size or comm.size == 1:
+        return "DeepSpeed's shared memory is measured with two ranks or more on one machine"
+    there = os.statvfs("/dev/shm")
+    if comm.rank == 0 and there.f_bavail * there.f_frsize < _SHARED_BYTES * comm.size:
+        return f"it needs {_SHARED_BYTES * comm.size >> 20} MiB in /dev/shm, and so much is not free there"
+    return None
+
+
+def _load():
+    """Import DeepSpeed and load its operator; give the module and DeepSpeed's version. It prints to stderr."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # ninja is there in a venv
+    sys.stdout.flush()
+    out = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with _environment(DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", "cpu"), PATH=path):
+            import deepspeed
+            from deepspeed.accelerator import get_accelerator
+
+            return get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False), deepspeed.__version__
+    finally:
+        sys.stdout.flush()
+        os.dup2(out, 1)
+        os.close(out)
+
+
+@contextlib.contextmanager
+def _environment(**variables: str):
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,7 @@
+"""What is said of a peer that can't be measured."""
+
+__all__ = ["PeerMissing"]
+
+
+class PeerMissing(Exception):
+    """A peer is not installed, or can't be started here; the text says why and how to get it."""

@@ -1,0 +1,121 @@
+"""torch's own process groups, Gloo and NCCL, in the same rank processes as ours and called from Python like ours."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ...communicator import Communicator
+from ..buffers import Buffers
+from ..cases import MULSUM, Case
+from ..contestant import LocalContestant
+from ..control import Control
+from .missing import PeerMissing
+
+__all__ = ["ProcessGroupPeer"]
+
+_LIMIT = timedelta(seconds=300)  # of one collective
+_TYPES = {
+    "gloo": "int8 uint8 int32 int64 float16 bfloat16 float32 float64".split(),
+    "nccl": "int8 uint8 int32 int64 float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2".split(),
+}
+_MOVES_ONLY = ("float8_e4m3fn", "float8_e5m2")
+
+
+class ProcessGroupPeer(LocalContestant):
+    """A group of all ranks, of torch.distributed's. Raises `PeerMissing`."""
+
+    def __init__(self, backend: str, comm: Communicator, control: Control):
+        super().__init__(comm.rank)
+        self.backend = backend
+        self.name = "torch nccl" if backend == "nccl" else backend  # ours has that engine, too
+        self.size = comm.size
+        self.binds = backend != "gloo"  # its own thread has to run, too: bound, it was slower by a tenth to a third
+        self.device = comm.device
+        if backend == "nccl" and comm.device.type != "cuda":
+            raise PeerMissing(
+                "torch's NCCL needs GPUs, and ours is measured on the host"
+                if torch.cuda.is_available()
+                else "torch's NCCL needs GPUs, and there is none"
+            )
+        if backend == "gloo" and comm.device.type != "cpu":
+            raise PeerMissing("Gloo is measured on host memory only: --engine host")
+        if not dist.is_available() or not (dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available()):
+            raise PeerMissing(f"not installed (this torch, {torch.__version__}, is built without it)")
+        versions = {"torch": torch.__version__}
+        if backend == "nccl":
+            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        self.fields = {"engine": backend, "versions": versions}
+        store = dist.HashStore() if comm.size == 1 else dist.PrefixStore(f"bench/{backend}", control.store)
+        if not dist.is_initialized():
+            dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=_LIMIT)
+            self.group = dist.group.WORLD
+        else:
+            self.group = dist.new_group(backend=backend, timeout=_LIMIT)
+
+    def meet(self) -> None:
+        dist.barrier(self.group)
+        if self.device.type != "cpu":
+            torch.cuda.synchronize()
+
+    def refuses(self, case: Case, in_place: bool) -> str | None:
+        name, kind = case.op.name, case.kind.name
+        if in_place and not case.op.in_place:
+            return f"{name} has no form in place"
+        if not in_place and name in ("all_reduce", "broadcast", "reduce"):
+            return f"torch's {name} is in place only"
+        if kind not in _TYPES[self.backend] or (case.redop and kind in _MOVES_ONLY):
+            return f"torch's {self.backend} has no {kind}"
+        if case.redop in ("avg", "mulsum") and self.backend == "gloo":
+            return f"Gloo has no reduction {case.redop!r}"
+        return None
+
+    def bind(self, case: Case, buffers: Buffers):
+        name, root, group = case.op.name, case.root, self.group
+        send, recv, at_root = buffers.send, buffers.recv, self.rank == case.root
+        op = None
+        if case.redop == "mulsum":
+            op = dist._make_nccl_premul_sum(float(MULSUM))
+        elif case.redop:
+            op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT}.get(
+                case.redop, dist.ReduceOp.AVG if case.redop == "avg" else dist.ReduceOp.SUM
+            )
+        if name == "all_reduce":
+            return partial(dist.all_reduce, recv, op, group)
+        if name == "reduce":
+            return partial(dist.reduce, recv, root, op, group)
+        if name == "broadcast":
+            return partial(dist.broadcast, recv, root, group)
+        if name == "reduce_scatter":
+            return partial(dist.reduce_scatter_tensor, recv, send, op, group)
+        if name == "all_gather":
+            return partial(dist.all_gather_into_tensor, recv, send, group)
+        if name == "all_to_all":
+            return partial(dist.all_to_all_single, recv, send, group=group)
+        if name == "gather":
+            return partial(dist.gather, send, list(recv.chunk(self.size)) if at_root else None, root, group)
+        if name == "scatter":
+            return partial(dist.scatter, recv, list(send.chunk(self.size)) if at_root else None, root, group)
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        if self.backend == "nccl":
+            both = [dist.P2POp(dist.isend, send, after, group), dist.P2POp(dist.irecv, recv, before, group)]
+
+            def batched():
+                for work in dist.batch_isend_irecv(both):
+                    work.wait()
+
+            return batched
+
+        def sendrecv():
+            sent, got = dist.isend(send, after, group), dist.irecv(recv, before, group)
+            got.wait()
+            sent.wait()
+
+        return sendrecv
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()  # the other's group too: all end together

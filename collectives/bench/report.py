@@ -1,0 +1,254 @@
+"""What is printed and written: nccl-tests' columns, the ratios to the peers, JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+from .. import __version__
+from .cases import TYPES
+from .options import Options, UsageError
+from .provenance import where_and_when
+
+__all__ = ["Report", "check_writable", "label", "print_ratios", "read_rows", "speed", "write_csv", "write_json"]
+
+_OURS = ("host", "nccl")
+_BANDWIDTH_FIELDS = ("algbw_gbs", "busbw_gbs")
+
+
+class Report:
+    """Rank 0's output, while it is measured. ``rows`` are all of them."""
+
+    def __init__(self, options: Options, ranks: int, engine: str, stream=None):
+        self.options, self.stream = options, stream or sys.stdout
+        self.rows: list[dict] = []
+        self.progress = None
+        self._notes: set[str] = set()
+        self._heading = None
+        self._names_width = 0
+        where = where_and_when()
+        many = f"{ranks} rank{'s' * (ranks > 1)}"
+        self.print(f"# collectives {__version__}, engine {engine}, {many}, {where['machine']}, {where['cores']} cores")
+
+    def print(self, text: str = "") -> None:
+        if self.progress is not None:
+            self.progress.clear()
+        print(text, file=self.stream, flush=True)
+        if self.progress is not None:
+            self.progress.refresh()
+
+    def note(self, text: str) -> None:
+        """Print a remark once."""
+        if text not in self._notes:
+            self._notes.add(text)
+            self.print(f"# {text}")
+
+    def begin(self, contestants, cases, bound: bool) -> None:
+        options = self.options
+        calls = f"{options.calls} calls" if options.calls else "16 calls (up to 16K), 4 (up to 256K) or 1"
+        self.print(
+            f"# {options.turns} turn{'s' * (options.turns > 1)} of {options.warmup} calls to warm up and "
+            f"{options.iters} timed iterations of {calls}; time: median of the slowest rank's; "
+            f"ranks {'bound to cores, but for Gloo' if bound else 'not bound to cores'}"
+        )
+        self._names_width = max(len(c.name) for c in contestants) + 2 if len(contestants) > 1 else 0
+        self.progress = _bar(sum(self._turns(contestants, case) for case in cases) * options.turns)
+
+    def _turns(self, contestants, case) -> int:
+        return sum(c.refuses(case, in_place) is None for c in contestants for in_place in (False, True))
+
+    def add(self, case, rows: dict[str, dict[bool, dict]]) -> None:
+        """Take the rows of a case, by contestant and place, and print a line for each contestant."""
+        if self._heading != case.op.name:
+            self._heading = case.op.name
+            self._print_heading(case.op.name)
+        kind = TYPES[case.kind.name].short
+        for name, places in rows.items():
+            line = f"{name:<{self._names_width}}" if self._names_width else ""
+            line += f"{case.nbytes:>14}{case.count:>14}{kind:>10}{case.redop or 'none':>8}{case.root:>8}"
+            for in_place in (False, True):
+                line += self._place(places.get(in_place))
+            self.print(line)
+            self.rows += [places[in_place] for in_place in (False, True) if in_place in places]
+        path = self.options.json
+        if path and rows and path.suffix != ".jsonl" and (path.is_file() or not path.exists()):
+            write_json(path, self.rows)  # so that what ends a long run leaves what was measured
+
+    def _print_heading(self, name: str) -> None:
+        pad = " " * self._names_width
+        wide = 16 if self.options.percentiles else 0
+        self.print(f"#\n# {name}")
+        columns = "".join(f"{t:>8}" for t in ["time", *(["p95", "p99"] if wide else []), "algbw", "busbw", "#wrong"])
+        units = "".join(f"{t:>8}" for t in ["(us)", *(["(us)", "(us)"] if wide else []), "(GB/s)", "(GB/s)", ""])
+        left = f"{'size':>13}{'count':>14}{'type':>10}{'redop':>8}{'root':>8}"
+        under = f"{'(B)':>13}{'(elements)':>14}{'':>26}"
+        self.print(f"#{pad}{'':>53}{'out-of-place':^{33 + wide}}{'in-place':^{33 + wide}}")
+        self.print(f"#{pad}{left}{columns}{columns}\n#{pad}{under}{units}{units}")
+
+    def _place(self, row: dict | None) -> str:
+        names = ["time_us", *(["p95_us", "p99_us"] if self.options.percentiles else [])]
+        if row is None:
+            return f"{'-':>8}" * (len(names) + 3)
+        words = [_short(row[name]) for name in names]
+        words += [f"{row[name]:.2f}" for name in _BANDWIDTH_FIELDS]
+        words.append("N/A" if row["wrong"] is None else str(row["wrong"]))
+        return "".join(f" {word:>7}" for word in words)  # a space even where a number is too wide for its column
+
+    def end(self) -> bool:
+        """Print the sums; tell whether all results were right."""
+        if self.progress is not None:
+            self.progress.close()
+            self.progress = None
+        wrong = [row for row in self.rows if row["wrong"]]
+        total = sum(row["wrong"] for row in wrong)
+        self.print(f"# Out of bounds values : {total} {'FAILED' if total else 'OK'}")
+        for name in dict.fromkeys(label(row) for row in wrong):
+            self.print(f"# wrong: {name}")
+        ours = [row["busbw_gbs"] for row in self.rows if is_ours(row)]
+        if ours:
+            self.print(f"# Avg bus bandwidth    : {sum(ours) / len(ours):.4f}")
+        self.print("#")
+        return not total
+
+
+def _bar(total: int):
+    """A progress bar on a terminal; None in a pipe, and where tqdm is not installed."""
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=total, unit="turn", leave=False, dynamic_ncols=True, file=sys.stderr)
+
+
+def _short(time: float) -> str:
+    return f"{time:.2f}" if time < 1000 else f"{time:.1f}" if time < 100_000 else f"{time:.0f}"
+
+
+def label(row: dict) -> str:
+    """Name a row's contestant: what the table's first column says."""
+    if row["engine"] == "nccl" and not is_ours(row):
+        return "torch nccl"
+    words = [row["engine"]]
+    if row.get("algorithm") not in (None, "auto"):
+        words.append(row["algorithm"])
+    if row.get("wire"):
+        words.append(TYPES[row["wire"]].short)
+    if row.get("zero_copy"):
+        words.append("zero-copy")
+    return " ".join(words)
+
+
+def is_ours(row: dict) -> bool:
+    """Whether the row is this project's; torch's own NCCL has the engine's name too, and no algorithm."""
+    return row["engine"] in _OURS and row.get("algorithm") is not None
+
+
+def speed(row: dict, other: dict) -> float:
+    """How many times faster a row is than another."""
+    return other["time_us"] / row["time_us"]
+
+
+def print_ratios(rows: list[dict], show=print) -> None:
+    """Print for each size our time, and each peer's as a multiple of it; in place where the operation has that."""
+    groups: dict[tuple, dict[int, dict[str, dict]]] = {}
+    for row in sorted(rows, key=lambda row: row["in_place"]):
+        key = row["op"], row["dtype"], row["redop"], row["root"], row["ranks"]
+        groups.setdefault(key, {}).setdefault(row["bytes"], {})[label(row)] = row
+    for (op, dtype, redop, root, ranks), sizes in groups.items():
+        names = dict.fromkeys(name for size in sizes.values() for name in size)
+        ours = [name for name in names if any(is_ours(size[name]) for size in sizes.values() if name in size)]
+        peers = [name for name in names if name not in ours]
+        if not peers:
+            continue
+        about = [dtype, *([redop] if redop else []), *([f"root {root}"] if root >= 0 else []), f"{ranks} ranks"]
+        for own in ours:
+            show(f"# {op} ({', '.join(about)}): times of the peers as multiples of that of {own}")
+            show("#" + f"{'size':>13}{own + ' (us)':>{len(own) + 8}}" + "".join(f"{name:>12}" for name in peers))
+            for nbytes, size in sizes.items():
+                if own in size:
+                    line = f"#{nbytes:>13}{_short(size[own]['time_us']):>{len(own) + 8}}"
+                    for name in peers:
+                        line += f"{f'{speed(size[own], size[name]):.2f}x' if name in size else '-':>12}"
+                    show(line)
+            show("#")
+
+
+# ---- Files.
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raise `UsageError` now, and not after an hour of measuring, where a file can't be written."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        there = path.exists()
+        with path.open("a"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"{option} {path} can't be written: {error.strerror or error}") from None
+
+
+def write_json(path: Path, rows: list[dict]) -> None:
+    """Write the rows: a JSON object with a list of them, or appended as lines where the name ends in .jsonl."""
+    if path.suffix == ".jsonl":
+        with path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        return
+    where = {name: rows[0].get(name) for name in ("machine", "cores", "commit", "python", "time")} if rows else {}
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    text = json.dumps({"benchmark": "collectives.bench", "version": __version__, **where})[:-1]
+    text = f'{text},\n "rows": [\n  {lines}\n ]}}\n'
+    if path.exists() and not path.is_file():  # /dev/null, /dev/stdout, a pipe: never replaced
+        path.write_text(text)
+        return
+    path = path.resolve()  # a link stays one
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+def read_rows(path: Path, option: str) -> list[dict]:
+    """Read the rows of a file that `write_json` wrote. Raises `UsageError`."""
+    try:
+        text = path.read_text()
+        if path.suffix == ".jsonl":
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            rows = json.loads(text)["rows"]
+        wanted = ("op", "engine", "dtype", "ranks", "bytes", "in_place", "time_us")
+        for row in rows:
+            missing = [name for name in wanted if name not in row]
+            if missing:
+                raise UsageError(f"{option} {path}: a row has no {', '.join(missing)}")
+            for name in ("ranks", "bytes", "time_us"):
+                number = row[name]
+                known = isinstance(number, int | float) and math.isfinite(number)
+                if not known or name == "time_us" and number <= 0:
+                    raise UsageError(f"{option} {path}: a row's {name} is {number!r}")
+            row.update({name: row.get(name) for name in ("algorithm", "redop", "wire")})
+            row.setdefault("root", -1)
+            row.setdefault("zero_copy", False)
+    except OSError as error:
+        raise UsageError(f"{option} {path} can't be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{option} {path} is no file of this program's --json: {error!r}") from None
+    if not rows:
+        raise UsageError(f"{option} {path} has no rows")
+    return rows
+
+
+def write_csv(path: Path, rows: list[dict]) -> None:
+    """Write the rows as CSV; versions in one column, as JSON."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))  # of several runs
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: json.dumps(v) if isinstance(v, dict) else v for name, v in row.items()})
