@@ -12,7 +12,7 @@ from tests.rank_process import ROOT, load_binding
 nccl = load_binding()
 STUB = ast.parse((ROOT / "collectives" / "_nccl.pyi").read_text())
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
-COMPILED = [nccl.Library, nccl.Comm, nccl.Queue]
+COMPILED = [nccl.Library, nccl.Comm, nccl.Queue, nccl.ArrayReader, nccl.ArrayCalls]
 
 
 def is_property(node: ast.FunctionDef) -> bool:

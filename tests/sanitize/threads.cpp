@@ -433,6 +433,99 @@ void come_and_go(Rank& me) {
   }
 }
 
+// ---- Memory that the ranks share, on two communicators in turn; one rank's memory is its own now and then.
+void shared_memory(Rank& me) {
+  size_t n = static_cast<size_t>(me.size), count = 40'003;
+  ncclComm_t second;
+  OK(ncclCommSplit(me.comm, 0, -me.rank, &second, nullptr));
+  void* memory[2];
+  for (void*& m : memory) OK(ncclMemAlloc(&m, n * count * sizeof(float)));
+  std::vector<float> own(n * count);
+  float mine = static_cast<float>(me.rank + 1);
+  for (int step = 0; step < 6; ++step) {
+    ncclComm_t comm = step % 2 ? second : me.comm;
+    float* x = static_cast<float*>(memory[0]);
+    float* y = step % 3 == 2 && me.rank == 0 ? own.data() : static_cast<float*>(memory[1]);
+    auto fill = [&](float* at, size_t elements, float value) { std::fill(at, at + elements, value); };
+    auto holds = [&](const float* at, size_t elements, float value) {
+      return std::all_of(at, at + elements, [&](float v) { return v == value; });
+    };
+    int root = step % me.size, root_value = comm == second ? me.size - root : root + 1;
+    fill(x, count, mine);
+    OK(ncclAllReduce(x, y, count, ncclFloat32, ncclSum, comm, nullptr));
+    CHECK(holds(y, count, triangle(me.size)) && holds(x, count, mine));
+    OK(ncclBroadcast(x, y, count, ncclFloat32, root, comm, nullptr));
+    CHECK(holds(y, count, static_cast<float>(root_value)));
+    OK(ncclAllReduce(x, x, count, ncclFloat32, ncclSum, comm, nullptr));
+    CHECK(holds(x, count, triangle(me.size)));
+    OK(ncclReduce(x, x, count, ncclFloat32, ncclMax, root, comm, nullptr));
+    fill(x, n * count, mine);
+    OK(ncclAlltoAll(x, y, count, ncclFloat32, comm, nullptr));
+    for (size_t r = 0; r < n; ++r) CHECK(holds(y + r * count, count, static_cast<float>(comm == second ? n - r : r + 1)));
+    OK(ncclAllGather(x, y, count, ncclFloat32, comm, nullptr));
+    for (size_t r = 0; r < n; ++r) CHECK(holds(y + r * count, count, static_cast<float>(comm == second ? n - r : r + 1)));
+    OK(ncclReduceScatter(x, y, count, ncclFloat32, ncclSum, comm, nullptr));
+    CHECK(holds(y, count, triangle(me.size)));
+    OK(ncclGather(x, y, count, ncclFloat32, root, comm, nullptr));
+    OK(ncclScatter(y, x, count, ncclFloat32, root, comm, nullptr));
+    CHECK(holds(x, count, mine));
+    std::vector<float> wide = filled(5000, mine);
+    OK(collHostAllReduceCast(wide.data(), wide.data(), wide.size(), ncclFloat32, ncclBfloat16, 2.0, ncclSum, comm, nullptr));
+    CHECK(all_equal(wide, 2 * triangle(me.size)));
+  }
+  for (void* m : memory) OK(ncclMemFree(m));
+  OK(ncclCommDestroy(second));
+}
+
+// ---- Work on shared memory while other threads of the same ranks allocate, free, and register memory that can't be shared.
+void shared_memory_comes_and_goes(Rank& me) {
+  std::atomic<bool> over{false};
+  std::thread other([&] {
+    std::vector<float> heap(30000);
+    while (!over) {
+      void* memory;
+      void* handle;
+      OK(ncclMemAlloc(&memory, 3 << 20));
+      OK(ncclCommRegister(me.comm, heap.data(), heap.size() * sizeof(float), &handle));
+      OK(ncclCommDeregister(me.comm, handle));
+      OK(ncclMemFree(memory));
+    }
+  });
+  for (int i = 0; i < 20; ++i) {
+    void* memory;
+    size_t count = 3000 + 7001 * static_cast<size_t>(i % 5);
+    OK(ncclMemAlloc(&memory, count * sizeof(float)));
+    float* x = static_cast<float*>(memory);
+    std::fill(x, x + count, 1.f);
+    OK(ncclAllReduce(x, x, count, ncclFloat32, ncclSum, me.comm, nullptr));
+    CHECK(std::all_of(x, x + count, [&](float v) { return v == static_cast<float>(me.size); }));
+    OK(ncclMemFree(memory));
+  }
+  over = true;
+  other.join();
+}
+
+// ---- Abort in the middle of work on shared memory: nobody writes to it after that.
+void abort_shared_work(Rank& me) {
+  size_t count = 300'000;
+  void* memory;
+  OK(ncclMemAlloc(&memory, count * sizeof(float)));
+  float* x = static_cast<float*>(memory);
+  std::fill(x, x + count, 1.f);
+  std::thread other;
+  if (me.rank == 0) {
+    other = std::thread([&] {
+      usleep(20 * 1000);
+      ncclCommRevoke(me.comm, NCCL_REVOKE_DEFAULT);
+    });
+  }
+  while (ncclAllReduce(x, x, count, ncclFloat32, ncclMax, me.comm, nullptr) == ncclSuccess) {}
+  std::fill(x, x + count, 2.f);
+  if (other.joinable()) other.join();
+  OK(ncclCommAbort(me.comm));
+  OK(ncclMemFree(memory));
+}
+
 // ---- One thread drives all ranks (ncclCommInitAll), in groups.
 void one_thread(int n) {
   std::vector<ncclComm_t> comms(static_cast<size_t>(n));
@@ -525,6 +618,8 @@ int main() {
     run("splits", [&] { on_ranks(n, splits); });
     run("come and go", [&] { on_ranks(n, come_and_go); });
     run("side by side", [&] { on_ranks(n, side_by_side); });
+    run("shared memory", [&] { on_ranks(n, shared_memory); });
+    run("it comes and goes", [&] { on_ranks(n, shared_memory_comes_and_goes); });
     run("one thread", [&] { one_thread(n); });
     run("split in the background", [&] { on_ranks(n, split_in_the_background, true); });
     if (n == 1) continue;
@@ -532,6 +627,7 @@ int main() {
     run("abort while waiting", [&] { on_ranks(n, abort_while_waiting, true); });
     run("abort while splitting", [&] { on_ranks(n, abort_while_splitting, true); });
     run("abort while finalizing", [&] { on_ranks(n, abort_while_finalizing, true); });
+    run("abort shared work", [&] { on_ranks(n, abort_shared_work, true); });
     run("time limit", [&] { on_ranks(n, time_limit, true); });
   }
   uint64_t in_use;

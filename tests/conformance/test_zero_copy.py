@@ -1,0 +1,361 @@
+"""Memory that the ranks share: operations give the bits that they give on ordinary memory, whoever shares what."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import numpy as np
+import pytest
+
+from tests.conformance.worlds import check
+from tests.ranks import run_ranks
+
+
+def filled(rank, count, dtype, seed):
+    import torch
+
+    numbers = np.random.default_rng(1000 * seed + rank).integers(-40, 40, count)
+    return torch.from_numpy(numbers).to(dtype)
+
+
+def operations(comm, count, make, dtype, seed):
+    """Call everything; `make(n)` allocates. Gives the results by name."""
+    import torch
+
+    n, rank, results = comm.size, comm.rank, {}
+
+    def given(elements):
+        t = make(elements)
+        t.copy_(filled(rank, elements, dtype, seed))
+        return t
+
+    def keep(name, *tensors):
+        results[name] = [t.clone() for t in tensors]
+
+    for op in ("sum", "avg", "max", "prod", 3):
+        if op == "prod" and dtype is torch.uint8:
+            continue
+        t = given(count)
+        comm.all_reduce(t, op)
+        keep(f"all_reduce {op}", t)
+    for root in {0, n - 1}:
+        t = given(count)
+        comm.reduce(t, root)
+        keep(f"reduce to {root}", t)
+        t = given(count)
+        comm.broadcast(t, root)
+        keep(f"broadcast from {root}", t)
+        inp, out = given(count), make(count * n) if rank == root else None
+        comm.gather(out, inp, root)
+        keep(f"gather to {root}", inp, *([out] if rank == root else []))
+        inp, out = given(count * n) if rank == root else None, make(count)
+        comm.scatter(out, inp, root)
+        keep(f"scatter from {root}", out, *([inp] if rank == root else []))
+    inp, out = given(count * n), make(count)
+    comm.reduce_scatter(out, inp)
+    keep("reduce_scatter", out, inp)
+    inp = given(count * n)
+    comm.reduce_scatter(inp.view(n, count)[rank], inp)
+    keep("reduce_scatter in place", inp)
+    inp, out = given(count), make(count * n)
+    comm.all_gather(out, inp)
+    keep("all_gather", out, inp)
+    out = given(count * n)
+    comm.all_gather(out, out.view(n, count)[rank])
+    keep("all_gather in place", out)
+    inp, out = given(count * n), make(count * n)
+    comm.all_to_all(out, inp)
+    keep("all_to_all", out, inp)
+    works = [comm.all_reduce(t, async_op=True) for t in (given(count), given(count + 1))]
+    for work in works:
+        assert work.wait(30)
+    keep("queued", *(work.result() for work in works))
+    return results
+
+
+def same_as_ordinary(ctx):
+    import torch
+
+    comm, found = ctx.communicator(), []
+    ways = {
+        "shared": lambda n, dtype: comm.empty(n, dtype),
+        "shared, from the second element on": lambda n, dtype: comm.empty(n + 1, dtype)[1:],
+        "shared by rank 0 alone": lambda n, dtype: (comm.empty if comm.rank == 0 else torch.empty)(n, dtype=dtype),
+        "shared by all but rank 0": lambda n, dtype: (comm.empty if comm.rank else torch.empty)(n, dtype=dtype),
+        "now this, now that": lambda n, dtype: (comm.empty if next(turn) % 2 else torch.empty)(n, dtype=dtype),
+    }
+    turn = iter(range(10**6))
+    # Below and above the size from which memory is used in place, odd, and of several rounds of slots.
+    sizes = (
+        (torch.float32, 2047),
+        (torch.float32, 100_003),
+        (torch.bfloat16, 9001),
+        (torch.int64, 70_001),
+        (torch.uint8, 1 << 20),
+    )
+    for seed, (dtype, count) in enumerate(sizes):
+        want = operations(comm, count, partial(torch.empty, dtype=dtype), dtype, seed)
+        for way, make in ways.items():
+            got = operations(comm, count, partial(make, dtype=dtype), dtype, seed)
+            for name, tensors in want.items():
+                if not all(torch.equal(a, b) for a, b in zip(tensors, got[name], strict=True)):
+                    found.append(f"{name} of {count} x {dtype}, {way}, rank {comm.rank}")
+    return found
+
+
+def test_same_as_ordinary_memory():
+    check(same_as_ordinary, "host", 3)
+
+
+def large(ctx):
+    """Past the caches, in place and not, where stores go another way."""
+    import torch
+
+    comm = ctx.communicator()
+    count = 10 << 20
+    a, b = comm.empty(count), comm.empty(count)
+    a.copy_(torch.arange(count) % 1000)
+    a *= comm.rank + 1
+    want = (torch.arange(count) % 1000).float() * sum(range(1, comm.size + 1))
+    comm.all_reduce(a)
+    assert torch.equal(a, want)
+    plain = want / comm.size
+    comm.all_reduce(plain)
+    assert torch.equal(plain, want)
+    out = comm.empty(count * comm.size)
+    comm.all_gather(out, a)
+    assert torch.equal(out.view(comm.size, count), want.expand(comm.size, count))
+    comm.all_to_all(b, a)
+    assert torch.equal(b.view(comm.size, -1), a.view(comm.size, -1)[comm.rank].expand(comm.size, -1))
+
+
+def test_past_the_caches():
+    run_ranks(large, 2)
+
+
+def registered(ctx):
+    """Registered memory keeps its values and its address, is used in place, and is private again afterwards."""
+    import torch
+
+    comm = ctx.communicator()
+    library = comm.engine.library
+    t = torch.arange(20 << 20, dtype=torch.float32)  # more than malloc keeps free in its heap: a mapping
+    address, alias = t.data_ptr(), t.numpy()
+    registration = comm.register(t[5:1000])  # a view: its whole allocation
+    assert registration.zero_copy and t.data_ptr() == address
+    assert library.memory_shared(address, t.nbytes) and not library.memory_shared(address, t.nbytes + 4096)
+    again = comm.register(t)
+    assert again.zero_copy
+    assert torch.equal(t, torch.arange(20 << 20, dtype=torch.float32))
+    comm.all_reduce(t)
+    assert torch.equal(t, torch.arange(20 << 20, dtype=torch.float32) * comm.size)
+    comm.deregister(registration)
+    assert library.memory_shared(address, t.nbytes)
+    comm.deregister(again)
+    assert not library.memory_shared(address, t.nbytes)
+    assert t.data_ptr() == address and alias[3] == 3 * comm.size
+    alias[3] = 1
+    assert t[3] == 1
+    small = comm.register(torch.ones(8))
+    assert small.zero_copy is False
+    comm.all_reduce(small.array)
+    assert small.array.tolist() == [comm.size] * 8
+    array = np.arange(10 << 20, dtype=np.float64)
+    assert comm.register(array).zero_copy
+    comm.all_reduce(array)
+    assert array[7] == 7 * comm.size
+    own = comm.register(comm.empty(100))
+    assert own.zero_copy
+    before = library.memory_in_use()
+    comm.deregister(own)
+    del own
+    assert library.memory_in_use() < before  # it was the last that held the tensor
+
+
+def forked(ctx):
+    """What a forked child writes stays with it, and it sees what was there when it was forked."""
+    import torch
+
+    comm = ctx.communicator()
+    t, r = comm.empty(100_000), torch.zeros(20 << 20)
+    t.fill_(1)
+    registration = comm.register(r)
+    assert registration.zero_copy
+    child = os.fork()
+    if child == 0:
+        good = t.eq(1).all().item() and r.eq(0).all().item()
+        t.fill_(7)
+        r.fill_(7)
+        os._exit(0 if good and t.eq(7).all().item() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert t.eq(1).all() and r.eq(0).all()
+    comm.all_reduce(t)
+    assert t.eq(comm.size).all()
+    comm.deregister(registration)
+
+
+def children_have_communicators_of_their_own(ctx):
+    """A split's ranks know each other's memory, too, and memory outlives the communicator it came from."""
+    import torch
+
+    comm = ctx.new_communicator()
+    t = comm.empty(50_000)
+    t.fill_(comm.rank)
+    part = comm.split(comm.rank % 2)
+    part.all_reduce(t)
+    assert t.eq(sum(r for r in range(comm.size) if r % 2 == comm.rank % 2)).all()
+    comm.close()
+    part.all_reduce(t, "max")
+    again = ctx.communicator()
+    again.all_reduce(t, "min")
+    assert t.eq(min(sum(range(k, ctx.size, 2)) for k in (0, 1))).all()
+    part.close()
+    assert torch.isfinite(t).all()
+
+
+def allocated_again_and_again(ctx):
+    """Places in the file are used again, by other sizes, and peers see what is there now."""
+    comm = ctx.communicator()
+    kept = []
+    for i in range(60):
+        t = comm.empty(3000 + 37_003 * (i * 7 % 11))
+        t.fill_(comm.rank + i)
+        comm.all_reduce(t)
+        assert t.eq(comm.size * i + sum(range(comm.size))).all(), i
+        if i % 5 == 0:
+            kept.append((t, i))
+    for t, i in kept:
+        assert t.eq(comm.size * i + sum(range(comm.size))).all()
+
+
+def casts(ctx):
+    """The data is rounded once on the way in, summed in fp32, and not rounded again."""
+    import torch
+
+    from collectives import _nccl
+
+    comm = ctx.communicator()
+    codes = _nccl.DTYPES
+    for wire in (torch.bfloat16, torch.float16, torch.float8_e5m2):
+        for count in (0, 1, 1000, 300_001):
+            parts = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(comm.size)]
+            t = parts[comm.rank].clone()
+            code = codes[{torch.float8_e5m2: "float8e5m2"}.get(wire, str(wire).removeprefix("torch."))]
+            comm._native.all_reduce_cast(
+                t.data_ptr(), t.data_ptr(), count, codes["float32"], code, _nccl.OPS["sum"], 0.5
+            )
+            want = (parts[0] * 0.5).to(wire).float()
+            for part in parts[1:]:
+                want += (part * 0.5).to(wire).float()
+            assert torch.equal(t, want), (wire, count)
+    t = torch.ones(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="must be float32 or float64"):
+        comm._native.all_reduce_cast(t.data_ptr(), t.data_ptr(), 4, codes["int32"], codes["float16"], _nccl.OPS["sum"])
+    t = torch.ones(4)
+    with pytest.raises(ValueError, match="must be a floating one"):
+        comm._native.all_reduce_cast(t.data_ptr(), t.data_ptr(), 4, codes["float32"], codes["int8"], _nccl.OPS["sum"])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_cast_on_the_way(n):
+    run_ranks(casts, n)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_registered_memory(n):
+    run_ranks(registered, n)
+
+
+def test_forked_child():
+    run_ranks(forked, 2)
+
+
+def test_other_communicators():
+    run_ranks(children_have_communicators_of_their_own, 3)
+
+
+def test_places_are_used_again():
+    run_ranks(allocated_again_and_again, 2)
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def returning(ctx):
+    """What ReturningBuffers registered goes again: with its buffer, with itself, with its communicator."""
+    import gc
+
+    import torch
+
+    from collectives.memory import ReturningBuffers
+
+    comm = ctx.new_communicator()
+    library = comm.engine.library
+    owner = torch.nn.Parameter(torch.ones(1))
+    buffers = ReturningBuffers()
+
+    def seen(buffers, comm, buffer):
+        for _ in range(2):
+            buffers.begin()
+            buffers.see(comm, buffer, owner)
+        assert library.memory_shared(buffer.data_ptr(), buffer.nbytes)
+
+    before = resident()
+    for _ in range(4):
+        seen(buffers, comm, torch.ones(10 << 20))
+        for _ in range(5):
+            buffers.begin()
+        assert not comm._registered
+    assert resident() - before < 80 << 20  # of 160 MiB that came by, none is held
+    last = torch.ones(10 << 20)
+    seen(buffers, comm, last)
+    comm.close()
+    assert not library.memory_shared(last.data_ptr(), last.nbytes)
+    comm = ctx.new_communicator()
+    buffers.see(comm, last, owner)
+    seen(buffers, comm, last)
+    del buffers
+    gc.collect()
+    assert not comm._registered and not library.memory_shared(last.data_ptr(), last.nbytes)
+    comm.close()
+
+
+def test_returning_buffers_are_let_go():
+    run_ranks(returning, 2, fresh=True)
+
+
+def let_go_in_flight(ctx):
+    import torch
+
+    from collectives.errors import InvalidUsage
+    from collectives.memory import ReturningBuffers
+
+    comm = ctx.new_communicator()
+    mine, theirs = torch.full((10 << 20,), ctx.rank + 1.0), torch.full((10 << 20,), ctx.rank + 1.0)
+    registration = comm.register(mine)
+    assert registration.zero_copy
+    owner = torch.nn.Parameter(torch.ones(1))
+    buffers = ReturningBuffers()
+    for _ in range(2):
+        buffers.begin()
+        buffers.see(comm, theirs, owner)
+    ctx.barrier()
+    works = []
+    if ctx.rank == 0:
+        works = [comm.all_reduce(each, async_op=True) for each in (mine, theirs)]
+        with pytest.raises(InvalidUsage, match="in flight"):
+            comm.deregister(registration)
+        del owner, buffers
+    ctx.barrier()
+    works = works or [comm.all_reduce(each, async_op=True) for each in (mine, theirs)]
+    assert all(work.wait(30) for work in works)
+    comm.deregister(registration)
+    assert (mine == 3).all() and (theirs == 3).all()
+    comm.close()
+
+
+def test_memory_in_flight_stays_shared():
+    run_ranks(let_go_in_flight, 2, fresh=True)

@@ -1,0 +1,134 @@
+"""Errors in the middle of work on shared memory: a rank that gives up must not look as if it had done its part."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import threading
+
+import numpy as np
+
+from tests.ranks import run_ranks
+
+F32, SUM = 7, 0
+
+
+def shared_array(ctx, count):
+    pointer = ctx.library.mem_alloc(count * 4)
+    return np.frombuffer((ctypes.c_char * (count * 4)).from_address(pointer), np.float32)
+
+
+def no_address_space(ctx):
+    """Rank 1 can't map rank 0's memory. Gives the error of each rank."""
+    comm = ctx.new_comm()
+    x = shared_array(ctx, 40 << 20)  # no window that is there already holds it
+    x[:] = ctx.rank + 1
+    if ctx.rank == 1:
+        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (size + (32 << 20), before[1]))
+    try:
+        comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, SUM)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        if ctx.rank == 1:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+    return "success", np.unique(x[:: 1 << 16]).tolist()
+
+
+def test_memory_that_can_not_be_mapped():
+    # In processes that have not mapped each other's memory yet, as those of other tests may have.
+    results = run_ranks(no_address_space, 2, fresh=True)
+    assert results[1][0] == "TransportError" and "could not be mapped" in results[1][1], results
+    assert results[0][0] == "RemoteError", results
+
+
+def stopped_while_it_writes(ctx, count):
+    """Rank 1 is stopped while it reduces; rank 0 runs out of time, and then uses its memory for something else."""
+    comm = ctx.new_comm()
+    x, y = shared_array(ctx, count), shared_array(ctx, count)
+    x[:] = 1
+    y[:] = 0
+    ctx.barrier()
+    if ctx.rank == 1:
+        try:
+            comm.all_reduce(x.ctypes.data, y.ctypes.data, count, F32, SUM)
+        except Exception as error:
+            outcome = type(error).__name__
+        else:
+            outcome = f"success: {np.unique(y).tolist()}"
+        ctx.barrier()
+        return outcome
+    pids = ctx.pids
+
+    def stop():
+        while not y[count // 2]:  # where rank 1 begins to write
+            pass
+        os.kill(pids[1], signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    comm.set_timeout(1.5)
+    try:
+        comm.all_reduce(x.ctypes.data, y.ctypes.data, count, F32, SUM)
+    except Exception as error:
+        outcome = type(error).__name__
+    else:
+        outcome = "success"
+    finally:
+        thread.join()
+        x[:] = 5
+        y[:] = 7
+        os.kill(pids[1], signal.SIGCONT)
+    ctx.barrier()
+    return outcome, int((y != 7).sum())
+
+
+def test_stopped_while_it_writes():
+    (outcome, written), other = run_ranks(stopped_while_it_writes, 2, 48 << 20)
+    assert outcome == "CollectiveTimeout", (outcome, other)
+    assert other == "RemoteError", (outcome, written, other)
+    assert written <= 1 << 18, written  # what it was about to write when it was stopped
+
+
+def no_room_for_a_private_copy(ctx):
+    """Memory that can't be made private again isn't taken for shared later, when it may be somebody else's."""
+    comm = ctx.new_comm()
+    x = np.zeros(80 << 20, np.uint8)  # more than malloc's heap keeps free
+    handle = comm.register(x.ctypes.data, x.nbytes)
+    assert ctx.library.memory_shared(x.ctypes.data, x.nbytes)
+    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + (16 << 20), before[1]))
+    try:
+        comm.deregister(handle)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    x[:] = 1
+    return bool(ctx.library.memory_shared(x.ctypes.data, x.nbytes))
+
+
+def test_no_room_for_a_private_copy():
+    assert run_ranks(no_room_for_a_private_copy, 1) == [False]
+
+
+def many_ranks(ctx):
+    """More ranks than share memory need no more descriptors than before."""
+    n = 80
+    used = len(os.listdir("/proc/self/fd"))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2 * n + 40, before[1]))
+    try:
+        comms = ctx.library.comm_init_all(list(range(n)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for comm in comms:
+        comm.abort()
+    return len(comms)
+
+
+def test_many_ranks_and_few_descriptors():
+    assert run_ranks(many_ranks, 1) == [80]

@@ -1,0 +1,519 @@
+"""The short way from an array to the library: what it reads, what it leaves to the longer way, and that it is taken."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import signal
+import sys
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives import _nccl, arrays, errors
+from collectives.arrays import TORCH_CODES, Reader
+from collectives.communicator import Communicator
+from collectives.engine import get_engine
+from tests.ranks import run_ranks
+from tests.unit.test_communicator import fake, read_only
+
+CPU = torch.device("cpu")
+HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+needs_table = pytest.mark.skipif(not HAS_TABLE, reason="torch has no DLPack exchange table before 2.10")
+
+
+def reader_without_table() -> Reader:
+    """A reader as it is where torch has no exchange table, and that leaves NumPy's arrays to Python too."""
+    reader = Reader(CPU)
+    reader.plainly = _nccl.ArrayReader(1, 0)
+    return reader
+
+
+SHORT, LONG = Reader(CPU), reader_without_table()
+
+
+def open_alone() -> Communicator:
+    engine = get_engine("host")
+    return Communicator(engine, engine.library.get_unique_id(), 0, 1, device="cpu")
+
+
+@pytest.fixture
+def comm():
+    with open_alone() as opened:
+        yield opened
+
+
+# ---- What is read.
+
+
+class Plain(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+def without_storage():
+    array = torch.ones(4)
+    array.untyped_storage().resize_(0)
+    return array
+
+
+def inferred():
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+def complex_ones(n):
+    return torch.complex(torch.ones(n), torch.ones(n))
+
+
+# Read by both ways alike.
+TAKEN = {
+    **{str(dtype): lambda dtype=dtype: torch.ones(2, 3).to(dtype) for dtype in TORCH_CODES},
+    "no dimension": lambda: torch.tensor(3.0),
+    "no element": lambda: torch.ones(0),
+    "no element in 3-d": lambda: torch.ones(2, 0, 3),
+    "no element, odd strides": lambda: torch.ones(4, 0).t(),
+    "new": lambda: torch.Tensor(),
+    "slice": lambda: torch.arange(12.0)[5:9],
+    "rows": lambda: torch.arange(12.0).view(4, 3)[1:3],
+    "one of many": lambda: torch.arange(12.0)[3:4:1],
+    "one element, stride 5": lambda: torch.ones(5)[::5],
+    "one element, expanded": lambda: torch.ones(1).expand(1, 1),
+    "channels last of one": lambda: torch.ones(1, 3, 1, 1).to(memory_format=torch.channels_last),
+    "flat channels last": lambda: torch.ones(1, 1, 4, 4).to(memory_format=torch.channels_last),
+    "parameter": lambda: torch.nn.Parameter(torch.ones(3)),
+    "buffer": lambda: torch.nn.Buffer(torch.ones(3)) if hasattr(torch.nn, "Buffer") else torch.ones(3),
+    "requires grad": lambda: torch.ones(3, requires_grad=True),
+    "of a graph": lambda: torch.ones(3, requires_grad=True) * 2,
+    "real part": lambda: torch.view_as_real(complex_ones(3)),
+    "inference": inferred,
+    "copy on write": lambda: torch._lazy_clone(torch.arange(4.0)),
+    "shared memory": lambda: torch.ones(4).share_memory_(),
+    "resized": lambda: torch.empty(0).resize_(5),
+    "doubly negative": lambda: torch._neg_view(torch._neg_view(torch.ones(3))),
+    **{f"numpy {code}": lambda code=code: np.ones((2, 3), code) for code in "bBiIlLqQefd"},
+    "numpy scalar array": lambda: np.array(3.0),
+    "numpy part": lambda: np.arange(12.0)[3:7],
+    "numpy empty": lambda: np.ones((0, 3)),
+}
+# Left by the short way: the longer one takes them, or says what is wrong.
+LEFT = {
+    "strided": lambda: torch.ones(6)[::2],
+    "transposed": lambda: torch.ones(2, 3).t(),
+    "expanded": lambda: torch.ones(1).expand(3),
+    "channels last": lambda: torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last),
+    "imaginary": lambda: complex_ones(3).imag,
+    "one imaginary of a conjugate": lambda: complex_ones(1).conj().imag,
+    "negative": lambda: torch._neg_view(torch.ones(3)),
+    "negative integers": lambda: torch._neg_view(torch.ones(3, dtype=torch.int32)),
+    "complex": lambda: complex_ones(3),
+    "conjugate": lambda: complex_ones(3).conj(),
+    "bool": lambda: torch.ones(3, dtype=torch.bool),
+    "int16": lambda: torch.ones(3, dtype=torch.int16),
+    "float8 of another kind": lambda: torch.ones(3).to(torch.float8_e4m3fnuz),
+    "complex32": lambda: torch.zeros(3, dtype=torch.complex32),
+    "subclass": lambda: torch.ones(3).as_subclass(Plain),
+    "fake": fake,
+    "meta": lambda: torch.ones(3, device="meta"),
+    "meta, empty": lambda: torch.ones(0, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "mkldnn": lambda: torch.ones(3).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "functional": lambda: torch._to_functional_tensor(torch.ones(3)),
+    "zero tensor": lambda: torch._efficientzerotensor(3),
+    "no storage": without_storage,
+    "numpy strided": lambda: np.ones(6, np.float32)[::2],
+    "numpy fortran": lambda: np.ones((2, 3), np.float32, order="F"),
+    "numpy read-only": read_only,
+    "numpy masked": lambda: np.ma.masked_array([1.0, 2.0], [0, 1]),
+    "numpy scalar": lambda: np.float32(3),
+    **{
+        f"numpy {code}": lambda code=code: np.zeros(2, code)
+        for code in ("?", "h", "g", "F", ">f4", "V4", "S2", "M8[s]")
+    },
+    "numpy record": lambda: np.zeros(2, [("x", "f4")]),
+    "numpy objects": lambda: np.array([None]),
+    "list": lambda: [1.0],
+    "None": lambda: None,
+}
+
+
+def by_the_long_way(array):
+    """(address, count, code) by Python, None where that refuses the array or has no code for it."""
+    try:
+        return LONG.numbers(array, "all_reduce")
+    except errors.InvalidArgument:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", TAKEN)
+def test_both_ways_read_the_same(case):
+    if not HAS_TABLE and not case.startswith("numpy"):
+        pytest.skip("torch has no DLPack exchange table before 2.10")
+    array = TAKEN[case]()
+    assert SHORT.plainly.read(array) == by_the_long_way(array) is not None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_not_plain_is_left(case):
+    array = LEFT[case]()
+    before = sys.getrefcount(array)
+    assert SHORT.plainly.read(array) is None
+    assert sys.getrefcount(array) == before or array is None
+
+
+@needs_table
+@given(
+    shape=st.lists(st.integers(0, 4), max_size=4),
+    dtype=st.sampled_from(sorted(TORCH_CODES, key=str)),
+    order=st.randoms(),
+    steps=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=4),
+    expand=st.booleans(),
+)
+def test_any_view_is_read_alike_or_left(shape, dtype, order, steps, expand):
+    """What both take is the same; what the long way refuses the short one leaves; and no plain tensor is left."""
+    array = torch.zeros(shape, dtype=torch.uint8).to(dtype)
+    array = array.permute(order.sample(range(array.dim()), array.dim()))
+    for dimension, (start, step) in enumerate(steps[: array.dim()]):
+        array = array[(slice(None),) * dimension + (slice(start, None, step),)]
+    if expand:
+        array = array.unsqueeze(0).expand(2, *array.shape)
+    assert SHORT.plainly.read(array) == by_the_long_way(array)
+
+
+def test_a_read_only_array_is_read_where_it_is_not_written():
+    array = read_only()
+    assert SHORT.plainly.read(array, False) == (array.ctypes.data, 3, _nccl.DTYPES["float32"])
+    assert SHORT.plainly.read(array) is None
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "functionalize"])
+def test_inside_functorch(comm, transform):
+    """The tensors there are plain torch.Tensor to look at, and have no memory of their own."""
+    seen = []
+
+    def body(x):
+        seen.append(SHORT.plainly.read(x))
+        with pytest.raises(errors.InvalidArgument, match="no memory of its own"):
+            comm.all_reduce(x)
+        return x.sum()
+
+    one = torch.ones(2, 3)
+    if transform == "jvp":
+        torch.func.jvp(body, (one,), (one,))
+    else:
+        getattr(torch.func, transform)(body)(one)
+    assert seen == [None]
+
+
+def test_inside_other_modes(comm):
+    """A device context and a fake tensor mode are none of a plain tensor's concern."""
+    from torch._subclasses import FakeTensorMode
+
+    array = torch.ones(3)
+    with torch.device("meta"):
+        comm.all_reduce(array)
+    with FakeTensorMode():
+        comm.all_reduce(array)
+    with torch.no_grad():
+        comm.all_reduce(array, "avg")
+    assert array.tolist() == [1, 1, 1]
+
+
+def test_another_device_is_left():
+    reader = Reader(torch.device("cuda", 1), 0)
+    assert reader.plainly.read(torch.ones(3)) is None
+    assert reader.plainly.read(np.ones(3)) is None
+
+
+# ---- The exchange table.
+
+
+class Table(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("older", ctypes.c_void_p),
+        ("functions", ctypes.c_void_p * 5),
+    ]
+
+
+def capsule(table: Table | None, name: bytes = b"dlpack_exchange_api"):
+    new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return new(("PyCapsule_New", ctypes.pythonapi))(ctypes.addressof(table), name, None)
+
+
+def real_table() -> Table:
+    get = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    found = get(("PyCapsule_GetPointer", ctypes.pythonapi))(arrays._EXCHANGE, b"dlpack_exchange_api")
+    return Table.from_buffer_copy(Table.from_address(found))
+
+
+def reader_with(exchange):
+    return _nccl.ArrayReader(1, 0, exchange=exchange, tensors=(torch.Tensor,), is_lazy=torch.Tensor.is_neg)
+
+
+@needs_table
+def test_versions_of_the_table():
+    one = torch.ones(3)
+    table = real_table()
+    assert table.major == 1 and SHORT.plainly.reads_tensors
+    assert reader_with(capsule(table)).read(one) == (one.data_ptr(), 3, 7)
+    newer = Table(major=2)
+    assert not reader_with(capsule(newer)).reads_tensors
+    assert reader_with(capsule(newer)).read(one) is None
+    newer.older = ctypes.addressof(table)  # a library that still has the first version
+    assert reader_with(capsule(newer)).read(one) == (one.data_ptr(), 3, 7)
+    assert not reader_with(capsule(Table(major=0))).reads_tensors
+    assert not reader_with(capsule(Table(major=1))).reads_tensors  # without the function that is needed
+    assert not reader_with(None).reads_tensors
+    assert not reader_with(capsule(table, b"something else")).reads_tensors
+    assert not reader_with(12345).reads_tensors  # an address, as the attribute of an earlier draft was
+    with pytest.raises(errors.InvalidArgument, match="is_lazy"):
+        _nccl.ArrayReader(1, 0, exchange=capsule(table), tensors=(torch.Tensor,))
+
+
+@needs_table
+def test_an_error_while_reading_is_no_error_of_the_call():
+    one = torch.ones(3)
+
+    def failing(array):
+        raise KeyError(array)
+
+    reader = _nccl.ArrayReader(1, 0, exchange=arrays._EXCHANGE, tensors=(torch.Tensor,), is_lazy=failing)
+    assert reader.read(one) is None
+    reader = _nccl.ArrayReader(1, 0, exchange=arrays._EXCHANGE, tensors=(str,), is_lazy=failing)
+    assert reader.read("no tensor at all") is None
+
+
+# ---- The calls.
+
+
+class Unused:
+    """In place of the binding's communicator: the longer way fails, so what works took the short one."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} went the longer way")
+
+
+def every_call(ctx, how):
+    """All blocking calls by one way; returns on how many the short way answered."""
+    comm = ctx.communicator()
+    native, rank, size = comm._native, comm.rank, comm.size
+    if how == "without a table":
+        comm._read = reader_without_table()
+        comm._short = _nccl.ArrayCalls(native, comm._read.plainly, {})
+    else:
+        comm._native = Unused()
+    as_array = (lambda t: t.numpy()) if how == "numpy" else lambda t: t
+    base = [torch.arange(6.0) * (r + 2) for r in range(size)]
+    total = torch.stack(base).sum(0)
+    try:
+        t = base[rank].clone()
+        assert comm.all_reduce(as_array(t)) is None
+        assert torch.equal(t, total)
+        for op, fold in (("max", torch.amax), ("min", torch.amin), ("prod", torch.prod), ("avg", torch.mean)):
+            t = base[rank].clone()
+            comm.all_reduce(as_array(t), op)
+            assert torch.equal(t, fold(torch.stack(base), 0)), op
+        for root in range(size):
+            t = base[rank].clone()
+            comm.reduce(as_array(t), root, "sum")
+            assert torch.equal(t, total if rank == root else base[rank])
+            t = base[rank].clone()
+            comm.broadcast(as_array(t), root=root)
+            assert torch.equal(t, base[root])
+        out = torch.zeros(size, 6)
+        comm.all_gather(as_array(out), as_array(base[rank]))
+        assert torch.equal(out, torch.stack(base))
+        out = torch.zeros(size, 6)
+        out[rank] = base[rank]
+        comm.all_gather(as_array(out), as_array(out[rank]))  # in place
+        assert torch.equal(out, torch.stack(base))
+        rows = torch.stack([base[rank] + r for r in range(size)])
+        out = torch.zeros(6)
+        comm.reduce_scatter(as_array(out), as_array(rows))
+        assert torch.equal(out, total + size * rank)
+        comm.reduce_scatter(as_array(rows[rank]), as_array(rows), "sum")  # in place
+        assert torch.equal(rows[rank], total + size * rank)
+        rows = torch.stack([base[rank] + r for r in range(size)])
+        out = torch.zeros(size, 6)
+        comm.all_to_all(as_array(out), as_array(rows))
+        assert torch.equal(out, torch.stack(base) + rank)
+        t = base[rank].clone()
+        if rank == 0:
+            comm.send(as_array(t), 1)
+        elif rank == 1:
+            comm.recv(as_array(t), peer=0)
+            assert torch.equal(t, base[0])
+        t = torch.nn.Parameter(base[rank].clone())
+        if how != "numpy":
+            comm.all_reduce(t)
+            assert torch.equal(t, total)
+    finally:
+        comm._native = native
+    comm.barrier()
+    return native.sequence()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("how", [pytest.param("tensors", marks=needs_table), "numpy", "without a table"])
+def test_every_call(how, ranks):
+    assert len(set(run_ranks(every_call, ranks, how))) == 1
+
+
+def answers(comm):
+    one, two = torch.ones(4), torch.zeros(4)
+    short = comm._short
+    return [
+        short.all_reduce(one, "sum"),
+        short.reduce(one, 0, "max"),
+        short.reduce_scatter(two, one, "sum"),
+        short.all_gather(two, one),
+        short.broadcast(one, 0),
+        short.all_to_all(two, one),
+    ]
+
+
+@needs_table
+def test_what_the_short_way_does_not_take(comm):
+    one, two, short = torch.ones(4), torch.zeros(4), comm._short
+    assert answers(comm) == [True] * 6
+    before = comm._native.sequence()
+    for op in ("mean", "SUM", None, 0, 0.5, torch.distributed.ReduceOp.SUM, ["sum"]):
+        assert short.all_reduce(one, op) is False and short.reduce(one, 0, op) is False
+        assert short.reduce_scatter(two, one, op) is False
+    for root in (1, -1, True, 0.0, None, "0", 2**70, np.int64(0)):
+        assert short.broadcast(one, root) is False and short.reduce(one, root, "sum") is False
+        assert short.send(one, root) is False and short.recv(one, root) is False
+    assert short.send(one, 0) is False and short.recv(one, 0) is False  # to oneself: in a group alone
+    for out, inp in ((one[:3], one), (torch.zeros(3), one), (two.double(), one), (two.int(), one), (one[1:], one[:3])):
+        assert short.all_gather(out, inp) is False and short.all_to_all(out, inp) is False
+        assert short.reduce_scatter(out, inp, "sum") is False
+    assert short.all_to_all(one, one) is False
+    assert short.all_gather(one, one) is True  # in place, in a world of one
+    with comm.group():
+        assert answers(comm) == [False] * 6
+    assert comm._native.sequence() == before + 1
+
+
+def test_a_group_holds_calls_back(comm):
+    one, two = torch.ones(4), torch.zeros(4)
+    with comm.group():
+        comm.all_gather(two, one)
+        assert two.tolist() == [0] * 4
+    assert two.tolist() == [1] * 4
+
+
+def test_not_after_the_end():
+    for end in ("close", "abort"):
+        comm = open_alone()
+        getattr(comm, end)()
+        assert answers(comm) == [False] * 6
+        with pytest.raises(errors.InvalidUsage, match="closed" if end == "close" else "aborted") as caught:
+            comm.all_reduce(torch.ones(3))
+        assert caught.value.op == "all_reduce" and caught.value.rank == 0
+
+
+def test_ranks_as_threads():
+    """One would wait for ever if the other couldn't run meanwhile."""
+    engine = get_engine("host")
+    unique_id, results = engine.library.get_unique_id(), {}
+
+    def work(rank):
+        with Communicator(engine, unique_id, rank, 2, device="cpu") as comm:
+            t = torch.ones(8)
+            for _ in range(20):
+                comm.all_reduce(t)
+            results[rank] = t[0].item()
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {0: 2.0**20, 1: 2.0**20}
+
+
+def interrupted(ctx):
+    comm = ctx.new_communicator()
+    if ctx.rank == 0:
+
+        def ring(*_):
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                comm.all_reduce(torch.ones(3))  # the other rank doesn't come
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    ctx.barrier()
+    comm.abort()
+
+
+def test_a_signal_ends_the_wait():
+    run_ranks(interrupted, 2)
+
+
+# ---- What a call costs in memory.
+
+CALLS = {
+    "all_reduce": lambda comm, a, b: comm.all_reduce(a),
+    "all_reduce, max": lambda comm, a, b: comm.all_reduce(a, "max"),
+    "reduce": lambda comm, a, b: comm.reduce(a, 0),
+    "broadcast": lambda comm, a, b: comm.broadcast(a, 0),
+    "all_gather": lambda comm, a, b: comm.all_gather(a, b),
+    "reduce_scatter": lambda comm, a, b: comm.reduce_scatter(a, b),
+    "all_to_all": lambda comm, a, b: comm.all_to_all(a, b),
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param("tensors", marks=needs_table), "numpy"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_allocates_nothing_and_keeps_nothing(comm, name, kind):
+    a, b = torch.zeros(4), torch.ones(4)
+    if kind == "numpy":
+        a, b = a.numpy(), b.numpy()
+    call = CALLS[name]
+    for _ in range(20):
+        call(comm, a, b)
+    held = a, b, comm, comm._short, False, None
+    gc.collect()
+    gc.disable()
+    counts = [sys.getrefcount(each) for each in held]
+    tracemalloc.start()
+    try:
+        call(comm, a, b)
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        for _ in range(500):
+            call(comm, a, b)
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    # The loop's own numbers are what there is, and while NumPy lends an array its own note of that.
+    assert after - before < 200 and peak - before < (200 if kind == "tensors" else 400)
+    assert all(abs(sys.getrefcount(each) - n) < 50 for each, n in zip(held, counts, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_left_is_not_kept():
+    for make in (*LEFT.values(), *TAKEN.values()):
+        array = make()
+        before = sys.getrefcount(array)
+        for _ in range(50):
+            SHORT.plainly.read(array)
+        assert sys.getrefcount(array) - before < 10, array  # None and small objects are everybody's
