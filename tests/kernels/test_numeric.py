@@ -56,7 +56,7 @@ def test_conversions(isa):
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("isa", OPTIONS)
 def test_all_conversions(isa):
     done = run(isa, 1)
