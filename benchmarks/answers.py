@@ -1,7 +1,23 @@
-"""Wait for what rank processes put into a queue, without waiting for ranks that have ended."""
+"""Run rank processes and wait for what they put into a queue, without waiting for ranks that have ended."""
 
+import contextlib
 import queue
 import time
+
+
+@contextlib.contextmanager
+def running(processes):
+    """Start processes; at the end of the block wait for them, 30 s each, and kill what is left, in any case."""
+    for process in processes:
+        process.start()
+    try:
+        yield
+        for process in processes:
+            process.join(30)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
 
 
 def next_answer(results, processes, until: float, who: str):

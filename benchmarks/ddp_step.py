@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from answers import next_answer
+from answers import next_answer, running
 from provenance import where_and_when
 from torch.nn.parallel import DistributedDataParallel
 
@@ -166,18 +166,10 @@ def run(arguments):
         ranks = [
             context.Process(target=rank_process, args=(r, arguments, store, results)) for r in range(arguments.ranks)
         ]
-        for process in ranks:
-            process.start()
         limit = time.monotonic() + RUN_SECONDS
-        try:
+        with running(ranks):
             for _ in arguments.models:
                 yield next_answer(results, ranks, limit, f"{len(ranks)} ranks")
-            for process in ranks:
-                process.join(30)
-        finally:
-            for process in ranks:
-                if process.is_alive():
-                    process.kill()
 
 
 def pair(text):

@@ -23,7 +23,7 @@ import uuid
 from pathlib import Path
 
 import torch
-from answers import next_answer
+from answers import next_answer, running
 from provenance import where_and_when
 
 import collectives
@@ -194,18 +194,9 @@ def run(ranks, arguments):
     context = multiprocessing.get_context("fork")
     results, job = context.Queue(), uuid.uuid4().hex
     processes = [context.Process(target=rank_process, args=(r, ranks, job, arguments, results)) for r in range(ranks)]
-    for process in processes:
-        process.start()
     limit = time.monotonic() + RUN_SECONDS
-    try:
-        rows = next_answer(results, processes, limit, f"{ranks} ranks")
-        for process in processes:
-            process.join(30)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-    return rows
+    with running(processes):
+        return next_answer(results, processes, limit, f"{ranks} ranks")
 
 
 # ---- Plots.

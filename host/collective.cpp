@@ -256,7 +256,7 @@ void Collective::reduce_slots(void* out, size_t slot_offset, size_t own_offset, 
   for (int r = 0; r < c.size; ++r) sources[r] = c.segment->slot(r, base + round) + slot_offset;
   if (const char* own = own_source(own_offset)) sources[c.rank] = own;
   coll_reduction how = reduction(scalars);
-  how.past_caches = past_caches && out != sources[c.rank];
+  how.past_caches = past_caches && !two_phase && out != sources[c.rank];  // a piece in a slot is read next
   reduce(out, sources, c.size, count, how);
 }
 
@@ -272,11 +272,8 @@ void Collective::reduce_piece(uint64_t round) {
   ncclComm& c = comm();
   size_t esize = type_size(op.type), count = elements(round);
   size_t first = piece_begin(count, esize, c.size, c.rank), last = piece_begin(count, esize, c.size, c.rank + 1);
-  const void* sources[kMaxRanks];
-  uint64_t scalars[kMaxRanks];
-  for (int r = 0; r < c.size; ++r) sources[r] = c.segment->slot(r, base + round) + first * esize;
-  if (const char* own = own_source((round * per_round + first) * esize)) sources[c.rank] = own;
-  reduce(c.segment->slot(c.rank, base + round) + first * esize, sources, c.size, last - first, reduction(scalars));
+  char* slot = c.segment->slot(c.rank, base + round);
+  reduce_slots(slot + first * esize, first * esize, (round * per_round + first) * esize, last - first, round);
 }
 
 void Collective::consume(uint64_t round) {

@@ -59,6 +59,16 @@ auto& peers() {
 }
 std::atomic<bool> g_used{false};  // something was ever allocated or registered
 
+// What holds all of a piece of memory, or allocations.end(). Under tables_lock().
+auto holding(const void* address, size_t nbytes) {
+  auto& allocations = heap().allocations;
+  uintptr_t at = reinterpret_cast<uintptr_t>(address);
+  auto above = allocations.upper_bound(at);
+  if (above == allocations.begin()) return allocations.end();
+  auto found = std::prev(above);
+  return at + nbytes <= found->first + found->second.extent.nbytes ? found : allocations.end();
+}
+
 // In a forked child: the parent's extents become private copies, made as they are written to, so that nothing that the child
 // does is seen by the parent or its peers.
 void leave_parents_heap() {
@@ -163,6 +173,16 @@ char* map_extent(int fd, const Extent& extent) {
   return address;
 }
 
+// Map an extent of this process's own file, with all its pages. Where that fails, the extent is given back and *code says why.
+char* map_own(const Extent& extent, int* code) {
+  char* address = map_extent(heap().fd, extent);
+  *code = address ? get_pages(extent, address) : errno;
+  if (!*code) return address;
+  if (address) munmap(address, extent.nbytes);
+  give_back(extent);
+  return nullptr;
+}
+
 size_t whole_pages(size_t nbytes) { return (nbytes + page_size() - 1) / page_size() * page_size(); }
 
 // The mapping that malloc made for one large allocation, told from the two words before it; nbytes 0: it is none.
@@ -206,13 +226,9 @@ ncclResult_t memory_allocate(void** ptr, size_t nbytes) {
   std::lock_guard<std::mutex> hold(tables_lock());
   Extent extent;
   if (!open_heap(&error) || !take_extent(rounded, &extent, &error)) return raise(error);
-  char* address = map_extent(heap().fd, extent);
-  int code = address ? get_pages(extent, address) : errno;
-  if (code) {
-    if (address) munmap(address, extent.nbytes);
-    give_back(extent);
-    return raise(no_memory("ncclMemAlloc", nbytes, strerror(code)));
-  }
+  int code;
+  char* address = map_own(extent, &code);
+  if (!address) return raise(no_memory("ncclMemAlloc", nbytes, strerror(code)));
   heap().allocations[reinterpret_cast<uintptr_t>(address)] = {extent, false, 1};
   g_used.store(true, std::memory_order_release);
   g_bytes += rounded;
@@ -236,27 +252,20 @@ ncclResult_t memory_free(void* ptr) {
 
 bool memory_share(void* address, size_t nbytes) {
   std::lock_guard<std::mutex> hold(tables_lock());
-  OwnMapping own;
-  auto above = heap().allocations.upper_bound(reinterpret_cast<uintptr_t>(address));
-  if (above != heap().allocations.begin()) {
-    auto& [base, known] = *std::prev(above);
-    if (reinterpret_cast<uintptr_t>(address) + nbytes <= base + known.extent.nbytes) {
-      if (known.registered) ++known.users;
-      return true;
-    }
+  auto found = holding(address, nbytes);
+  if (found != heap().allocations.end()) {
+    if (found->second.registered) ++found->second.users;
+    return true;
   }
-  own = mapping_of(address, nbytes);
+  OwnMapping own = mapping_of(address, nbytes);
   Error error;
   Extent extent;
   if (!own.nbytes || !enough_memory("ncclCommRegister", own.nbytes, &error) || !open_heap(&error) ||
       !take_extent(own.nbytes, &extent, &error))
     return false;
-  char* copy = map_extent(heap().fd, extent);
-  if (!copy || get_pages(extent, copy)) {
-    if (copy) munmap(copy, extent.nbytes);
-    give_back(extent);
-    return false;
-  }
+  int code;
+  char* copy = map_own(extent, &code);
+  if (!copy) return false;
   memcpy(copy, own.base, own.nbytes);
   // In one step, so that nobody finds the address without memory.
   if (mremap(copy, own.nbytes, own.nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, own.base) == MAP_FAILED) {
@@ -272,11 +281,10 @@ bool memory_share(void* address, size_t nbytes) {
 
 void memory_unshare(void* address) {
   std::lock_guard<std::mutex> hold(tables_lock());
-  auto above = heap().allocations.upper_bound(reinterpret_cast<uintptr_t>(address));
-  if (above == heap().allocations.begin()) return;
-  auto found = std::prev(above);
+  auto found = holding(address, 1);
+  if (found == heap().allocations.end()) return;
   Allocation& known = found->second;
-  if (!known.registered || reinterpret_cast<uintptr_t>(address) >= found->first + known.extent.nbytes || --known.users) return;
+  if (!known.registered || --known.users) return;
   void* base = reinterpret_cast<void*>(found->first);
   Extent extent = known.extent;
   void* copy = mmap(nullptr, extent.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -295,13 +303,11 @@ void memory_unshare(void* address) {
 
 SharedPlace shared_place(const void* address, size_t nbytes) {
   if (!g_used.load(std::memory_order_acquire)) return {};
-  uintptr_t at = reinterpret_cast<uintptr_t>(address);
   std::lock_guard<std::mutex> hold(tables_lock());
-  auto above = heap().allocations.upper_bound(at);
-  if (above == heap().allocations.begin()) return {};
-  const auto& [base, known] = *std::prev(above);
-  if (at + nbytes > base + known.extent.nbytes) return {};
-  return {known.extent, known.extent.offset + (at - base)};
+  auto found = holding(address, nbytes);
+  if (found == heap().allocations.end()) return {};
+  const Extent& extent = found->second.extent;
+  return {extent, extent.offset + (reinterpret_cast<uintptr_t>(address) - found->first)};
 }
 
 char* own_address(const SharedPlace& place) {
