@@ -7,21 +7,15 @@ the last one is waited for, since the hook runs on the thread that computes. On 
 
 # No `from __future__ import annotations`: torch compares a hook's annotations as objects.
 
-import threading
-import weakref
-
 import torch
 import torch.distributed as dist
 
 from .communicator import Communicator
-from .engine import get_engine
 from .errors import CollectivesError, InvalidArgument, InvalidUsage
 from .memory import ReturningBuffers
-from .rendezvous import meet_over_store
+from .torch_groups import communicator_over, drop
 
 __all__ = ["DistributedDataParallel", "HookState", "fused_allreduce"]
-
-_OPEN_SECONDS = 300.0  # how far apart the ranks may reach the first bucket of the first backward
 
 
 class HookState:
@@ -100,7 +94,7 @@ class HookState:
             data = _dense(buffer)
             comm = self.comm
             if comm is None:
-                comm = owned = _communicator(self._own_group(), buffer.device)
+                comm = owned = communicator_over(self._own_group(), buffer.device)
             return self._start(comm, data, buffer, bucket)
         except CollectivesError as error:
             cause, failed = error, bucket
@@ -109,7 +103,7 @@ class HookState:
             except _Failed as earlier:  # what is raised is the first thing that went wrong
                 cause, failed = earlier.error, earlier.bucket
             if owned is not None and not isinstance(cause, InvalidArgument):
-                _drop(owned)
+                drop(owned)
             raise _explained(cause, failed) from cause
 
     def _start(self, comm, data, buffer, bucket):
@@ -241,55 +235,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             state.process_group = group
         elif state.process_group is not group:
             raise InvalidArgument("the state names another process group than this module's: use a state of its own")
-
-
-# ---- Communicators over torch's process groups: one for each group and device.
-
-_opened: dict = {}  # (id of the group, device) -> (weak reference to the group, communicator)
-_lock = threading.Lock()
-
-
-def _communicator(group, device: torch.device) -> Communicator:
-    key = (id(group), device)
-    known = _opened.get(key)
-    if known is not None and known[0]() is group and (not known[1].closed or known[1].forked):
-        return known[1]
-    with _lock:
-        _close_stale()
-        engine = get_engine(None, device.type)
-        store = dist.distributed_c10d._get_default_store()
-        rank, size = group.rank(), group.size()
-        # A store may outlive a group and its name. Which opening this is, is counted in the store itself, by rank: a
-        # count kept here would differ from that of a process that has come later.
-        prefix = f"collectives/ddp/{group.group_name}/{size}/{device.type}"
-        number = store.add(f"{prefix}/opened/{rank}", 1)
-        meeting = meet_over_store(
-            store, f"{prefix}/{number}", rank, size, engine=engine, timeout=_OPEN_SECONDS, device=device
-        )
-        comm = Communicator(
-            engine, meeting.unique_id, rank, size, device=device,
-            local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
-        )  # fmt: skip
-        _opened[key] = (weakref.ref(group), comm)
-        return comm
-
-
-def _close_stale() -> None:
-    """Close the communicators of groups that were destroyed."""
-    groups = dist.distributed_c10d._world.pg_map
-    for key, (reference, comm) in list(_opened.items()):
-        group = reference()
-        if group is None or group not in groups or comm.closed:
-            del _opened[key]
-            comm.abort() if comm._lane.busy() else comm.close()
-
-
-def _drop(comm: Communicator) -> None:
-    """End a communicator that has failed, so that a DDP object that is built again opens another one."""
-    for key, (_, known) in list(_opened.items()):
-        if known is comm:
-            del _opened[key]
-    comm.abort()
 
 
 # ---- What a bucket holds.

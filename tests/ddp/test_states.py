@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import collectives
-from collectives import HookState, ddp, errors
+from collectives import HookState, ddp, errors, torch_groups
 from tests.ddp.training import loss_of, make_model, over_gloo, run, train, wrap
 
 
@@ -171,7 +171,7 @@ def reinitialised(ctx, folder):
 
 def first_gradients(ctx):
     grads = one_backward(wrap(nn.Linear(12, 5), "torch"), ctx.rank)
-    return grads, list(ddp._opened.values())[-1][1]
+    return grads, list(torch_groups._opened.values())[-1][1]
 
 
 def test_one_communicator_for_each_group(tmp_path):
@@ -181,11 +181,11 @@ def test_one_communicator_for_each_group(tmp_path):
 @over_gloo
 def one_for_each_group(ctx):
     states = [None, HookState(), HookState(process_group=dist.group.WORLD)]
-    before = len(ddp._opened)
+    before = len(torch_groups._opened)
     for state in states:
         one_backward(wrap(nn.Linear(12, 5), "torch", state), ctx.rank)
-    ddp._close_stale()
-    assert len(ddp._opened) == 1, (before, ddp._opened)
+    torch_groups._close_stale()
+    assert len(torch_groups._opened) == 1, (before, torch_groups._opened)
 
 
 def without_a_group(ctx):
@@ -268,7 +268,7 @@ def one_rank_stays_away(ctx):
     model = make_model()
     module = wrap(model, "torch")
     train(module, 2, ctx.rank)
-    comm = next(comm for _, comm in ddp._opened.values() if not comm.closed)
+    comm = next(comm for _, comm in torch_groups._opened.values() if not comm.closed)
     text = None
     if ctx.rank == 0:
         comm.timeout = 0.5

@@ -1,0 +1,49 @@
+"""Names of parameters, for messages and for state that outlives a process.
+
+A gradient bucket has parameters and no names. They are looked for once, in the modules that were told (`tell`) and in
+every DistributedDataParallel object that is alive.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["names_of", "tell"]
+
+_told: list = []  # weak references to modules, oldest first
+_names = WeakIdKeyDictionary()  # parameter -> name
+
+
+def tell(module: torch.nn.Module) -> None:
+    """Let the parameters of a module be found, by the names that ``module.named_parameters()`` gives them."""
+    _told[:] = [reference for reference in _told if reference() is not None]
+    _told.append(weakref.ref(module))
+    taken = set(_names.values())
+    for name, parameter in module.named_parameters():
+        number, free = 1, name
+        while free in taken:
+            number += 1
+            free = f"{number}:{name}"
+        if _names.get(parameter) is None:
+            _names[parameter] = free
+
+
+def names_of(parameters) -> list[str | None]:
+    """Give each parameter's name: its own in its module, or "2:" and that where another module has the same name.
+
+    None for a parameter that is in no module that was told, nor in a DistributedDataParallel object.
+    """
+    parameters = list(parameters)
+    if any(parameter not in _names for parameter in parameters):
+        # A walk over all objects takes some ten milliseconds; it is made for each new module once.
+        known = {id(reference()) for reference in _told}
+        for thing in gc.get_objects():
+            if isinstance(thing, torch.nn.parallel.DistributedDataParallel) and id(thing.module) not in known:
+                tell(thing.module)
+        for parameter in parameters:
+            _names.setdefault(parameter, None)
+    return [_names[parameter] for parameter in parameters]

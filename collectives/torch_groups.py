@@ -1,0 +1,67 @@
+"""Communicators over torch's process groups: one for each group and device, opened at first use."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from .communicator import Communicator
+from .engine import get_engine
+from .rendezvous import meet_over_store
+
+__all__ = ["communicator_over", "drop"]
+
+_OPEN_SECONDS = 300.0  # how far apart the ranks may reach the first bucket of the first backward
+
+_opened: dict = {}  # (id of the group, device) -> (weak reference to the group, communicator)
+_lock = threading.Lock()
+
+
+def communicator_over(group, device: torch.device) -> Communicator:
+    """Give the communicator of a ``torch.distributed`` group's ranks and a device; the first call opens it.
+
+    All ranks of the group must make that call: it blocks until they have, at most 300 s.
+    """
+    key = (id(group), device)
+    known = _opened.get(key)
+    if known is not None and known[0]() is group and (not known[1].closed or known[1].forked):
+        return known[1]
+    with _lock:
+        _close_stale()
+        engine = get_engine(None, device.type)
+        store = dist.distributed_c10d._get_default_store()
+        rank, size = group.rank(), group.size()
+        # A store may outlive a group and its name. Which opening this is, is counted in the store itself, by rank: a
+        # count kept here would differ from that of a process that has come later.
+        prefix = f"collectives/ddp/{group.group_name}/{size}/{device.type}"
+        number = store.add(f"{prefix}/opened/{rank}", 1)
+        meeting = meet_over_store(
+            store, f"{prefix}/{number}", rank, size, engine=engine, timeout=_OPEN_SECONDS, device=device
+        )
+        comm = Communicator(
+            engine, meeting.unique_id, rank, size, device=device,
+            local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
+        )  # fmt: skip
+        _opened[key] = (weakref.ref(group), comm)
+        return comm
+
+
+def _close_stale() -> None:
+    """Close the communicators of groups that were destroyed."""
+    groups = dist.distributed_c10d._world.pg_map
+    for key, (reference, comm) in list(_opened.items()):
+        group = reference()
+        if group is None or group not in groups or comm.closed:
+            del _opened[key]
+            comm.abort() if comm._lane.busy() else comm.close()
+
+
+def drop(comm: Communicator) -> None:
+    """End a communicator that has failed, so that the next call over its group opens another one."""
+    for key, (_, known) in list(_opened.items()):
+        if known is comm:
+            del _opened[key]
+    comm.abort()
