@@ -23,6 +23,9 @@ def tell(module: torch.nn.Module) -> None:
     _told[:] = [reference for reference in _told if reference() is not None]
     _told.append(weakref.ref(module))
     taken = set(_names.values())
+    if not taken.isdisjoint(name for name, _ in module.named_parameters()):
+        gc.collect()  # a module that nobody holds any more, but in a cycle
+        taken = set(_names.values())
     for name, parameter in module.named_parameters():
         number, free = 1, name
         while free in taken:
@@ -41,9 +44,14 @@ def names_of(parameters) -> list[str | None]:
     if any(parameter not in _names for parameter in parameters):
         # A walk over all objects takes some ten milliseconds; it is made for each new module once.
         known = {id(reference()) for reference in _told}
-        for thing in gc.get_objects():
-            if isinstance(thing, torch.nn.parallel.DistributedDataParallel) and id(thing.module) not in known:
-                tell(thing.module)
+        # By type(): isinstance asks the object, and some of torch's answer with a warning.
+        new = [
+            thing.module
+            for thing in gc.get_objects()
+            if issubclass(type(thing), torch.nn.parallel.DistributedDataParallel) and id(thing.module) not in known
+        ]
+        for module in new:
+            tell(module)
         for parameter in parameters:
             _names.setdefault(parameter, None)
     return [_names[parameter] for parameter in parameters]

@@ -8,15 +8,29 @@ there are (the sum itself once). What is lost can be kept as a residual and adde
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import NamedTuple
 
 import torch
 
 from .errors import InvalidArgument
+from .kernels import Statistics, reduce_n
 from .layout import WIRE_FORMATS
 from .names import names_of
 
-__all__ = ["Bucket", "Factor", "Residuals", "parse_wire"]
+__all__ = [
+    "Bucket",
+    "Factor",
+    "Plain",
+    "Residuals",
+    "Wire",
+    "add_found",
+    "add_share",
+    "parse_wire",
+    "statistics_for",
+    "transport",
+]
 
 
 class Factor(NamedTuple):
@@ -79,23 +93,23 @@ class Residuals:
     """
 
     def __init__(self):
-        self._flats: dict[tuple, tuple] = {}  # key of a bucket -> (params, offsets, flat)
-        self._views: dict[int, tuple] = {}  # id of a parameter -> (parameter, its part of a flat tensor)
+        self._views: dict[int, tuple] = {}  # id of a parameter -> (parameter, its part, the flat tensor, its place)
         self._loaded: dict[str, torch.Tensor] = {}
 
     def of(self, bucket: Bucket) -> torch.Tensor:
         """Give the residuals of a bucket's elements: fp32, as long as ``bucket.flat``, on its device; 0 at first."""
-        key = (bucket.index, id(bucket.params[0]))  # one state may serve several modules
-        known = self._flats.get(key)
-        if known is not None and known[1] == bucket.offsets and _alike(known[0], bucket.params):
-            if known[2].numel() == bucket.flat.numel() and known[2].device == bucket.flat.device:
-                return known[2]
-        flat = torch.zeros(bucket.flat.numel(), dtype=torch.float32, device=bucket.flat.device)
-        ends = [*bucket.offsets[1:], bucket.flat.numel()]
+        count, views = bucket.flat.numel(), self._views
+        first = views.get(id(bucket.params[0]))
+        flat = None if first is None else first[2]
+        if flat is not None and flat.numel() == count and flat.device == bucket.flat.device:
+            known = zip(map(views.get, map(id, bucket.params)), bucket.params, bucket.offsets, strict=True)
+            if all(v is not None and v[0] is param and v[2] is flat and v[3] == at for v, param, at in known):
+                return flat
+        flat = torch.zeros(count, dtype=torch.float32, device=bucket.flat.device)
         names = names_of(bucket.params) if self._loaded else [None] * len(bucket.params)
-        for param, name, first, end in zip(bucket.params, names, bucket.offsets, ends, strict=True):
-            part = flat[first:end]
-            old = self._views.get(id(param))
+        ends = [*bucket.offsets[1:], count]
+        for param, name, begin, end in zip(bucket.params, names, bucket.offsets, ends, strict=True):
+            part, old = flat[begin:end], views.get(id(param))
             if old is not None and old[0] is param and old[1].numel() == part.numel():
                 part.copy_(old[1])
             elif name is not None and name in self._loaded:
@@ -105,15 +119,18 @@ class Residuals:
                         f"the loaded residual of {name} has {given.numel()} elements, its gradient {part.numel()}"
                     )
                 part.copy_(given)
-            self._views[id(param)] = (param, part)
-        self._flats[key] = (list(bucket.params), list(bucket.offsets), flat)
+            views[id(param)] = (param, part, flat, begin)
         return flat
+
+    def unclaimed(self) -> list[str]:
+        """Give the names of what was loaded and of which no parameter has come."""
+        return list(self._loaded)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Give copies by parameter name; `InvalidArgument` where a parameter is in no module that can be found."""
-        params = [param for param, _ in self._views.values()]
         found = dict(self._loaded)
-        for name, (param, part) in zip(names_of(params), self._views.values(), strict=True):
+        views = list(self._views.values())
+        for name, (param, part, _, _) in zip(names_of(view[0] for view in views), views, strict=True):
             if name is None:
                 raise InvalidArgument(
                     f"a parameter of shape {tuple(param.shape)} has no name, by which its residual could be saved"
@@ -123,9 +140,171 @@ class Residuals:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take residuals by parameter name, in place of all that is there."""
-        self._flats, self._views = {}, {}
+        self._views = {}
         self._loaded = dict(state)
 
 
-def _alike(some, others) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+# ---- The wires: what reduces a bucket.
+
+
+class Wire:
+    """What reduces buckets over a communicator's ranks; blocks on the host, is ordered on torch's stream on CUDA.
+
+    `health`: None, or a float64 tensor of [sum of squares, number of non-finite values] on the bucket's device, to
+    which this rank's share of the reduced bucket is added; the shares of all ranks make up the whole. Each call returns
+    the bytes that this rank sends.
+    """
+
+    exact = False  # whether nothing is lost on the way
+    align = 0  # a rank's part of a bucket is a multiple of so many elements; 0: of 16 bytes
+
+    def reduce(self, comm, bucket: Bucket, factor: Factor, *, health=None) -> int:
+        """Replace a bucket's values by the reduced ones, on all ranks."""
+        raise NotImplementedError
+
+    def scatter(self, comm, bucket: Bucket, factor: Factor, share: int, *, health=None) -> int:
+        """Reduce at least rank r's elements ``[r * share, (r + 1) * share)``, on rank r, and those behind, on all."""
+        return self.reduce(comm, bucket, factor, health=health)
+
+    def begin(self) -> None:
+        """Begin a backward."""
+
+    def state_dict(self) -> dict:
+        """Give what must be kept from one step to the next."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take what `state_dict` gave."""
+
+
+class Plain(Wire):
+    """The gradients as they are: NCCL's or the host engine's own reduction."""
+
+    exact = True
+
+    def __init__(self, algorithm: str | None = None, *, deterministic: bool = False):
+        self.algorithm = algorithm
+        self.deterministic = deterministic
+
+    def _algorithm(self, comm) -> str | None:
+        if self.algorithm is None and self.deterministic:
+            return "native" if comm._on_host else "direct"  # what reduces in rank order
+        return self.algorithm
+
+    def reduce(self, comm, bucket, factor, *, health=None):
+        flat, op, algorithm = bucket.flat, _op(factor, comm.size), self._algorithm(comm)
+        after = _after(factor, comm.size)
+        found = health if health is None or after == 1.0 else torch.zeros_like(health)
+        if health is None:
+            comm.all_reduce(flat, op, algorithm=algorithm)
+        elif _counts_itself(comm, algorithm):
+            comm.all_reduce(flat, op, share=found)
+        else:
+            part = flat.numel() // comm.size // 16 * 16
+            self._scatter(comm, flat, op, part, found)
+            if part:
+                own = flat[comm.rank * part : (comm.rank + 1) * part]
+                comm.all_gather(flat[: comm.size * part], own, algorithm=algorithm)
+        _finish(flat, after, found, health)
+        return _ring_bytes(flat, comm.size, 2)
+
+    def scatter(self, comm, bucket, factor, share, *, health=None):
+        flat, op = bucket.flat, _op(factor, comm.size)
+        after = _after(factor, comm.size)
+        found = health if health is None or after == 1.0 else torch.zeros_like(health)
+        self._scatter(comm, flat, op, share, found)
+        for part in _owned(flat, share, comm):
+            _finish(part, after, None, None)
+        if found is not health:
+            _finish(flat[:0], after, found, health)
+        behind = flat[comm.size * share :]
+        return _ring_bytes(flat[: comm.size * share], comm.size, 1) + _ring_bytes(behind, comm.size, 2)
+
+    def _scatter(self, comm, flat, op, share, health):
+        algorithm = self._algorithm(comm)
+        counted = health is not None and _counts_itself(comm, algorithm)
+        options = {"share": health} if counted else {"algorithm": algorithm}
+        own = flat[comm.rank * share : (comm.rank + 1) * share]
+        behind = flat[comm.size * share :]
+        if share:
+            comm.reduce_scatter(own, flat[: comm.size * share], op, **options)
+        if behind.numel():
+            comm.all_reduce(behind, op, **options)
+        if health is not None and not counted:
+            add_share(own, health)
+            if comm.rank == 0:
+                add_share(behind, health)
+
+
+def _op(factor: Factor, size: int):
+    if factor.before != 1.0:
+        return factor.before
+    return "avg" if factor.over == size else "sum"
+
+
+def _after(factor: Factor, size: int) -> float:
+    """By what the result of `_op` is still to be multiplied."""
+    done = factor.before == 1.0 and factor.over == size
+    return factor.after if done or not factor.over else factor.after / factor.over
+
+
+def _counts_itself(comm, algorithm) -> bool:
+    """Whether the engine finds norm and health in the reduction itself; elsewhere a pass over a rank's part does."""
+    return False and comm._on_host and algorithm in (None, "native")
+
+
+def _finish(flat, after: float, found, health) -> None:
+    """Multiply what was reduced; and correct the share that was taken before that."""
+    if after != 1.0:
+        flat.mul_(after)
+        if health is not None:
+            found[0] *= after * after
+            health += found
+
+
+def _owned(flat, share: int, comm) -> tuple[torch.Tensor, torch.Tensor]:
+    return flat[comm.rank * share : (comm.rank + 1) * share], flat[comm.size * share :]
+
+
+def _ring_bytes(flat, size: int, halves: int) -> int:
+    """What a rank sends in a reduce-scatter or an all-gather (1 half), or both, as rings do it."""
+    return halves * (size - 1) * flat.numel() * flat.element_size() // size
+
+
+def add_share(values: torch.Tensor, health: torch.Tensor) -> None:
+    """Add values' sum of squares and their number of non-finite ones to `health`, in one pass over them."""
+    if values.numel():
+        found = statistics_for(values.device)
+        reduce_n([values], values, statistics=found)
+        add_found(found, health)
+
+
+def add_found(found: Statistics | None, health) -> None:
+    """Add what a kernel has found to `health`."""
+    if found is not None:
+        health[0] += found.sum_of_squares[0]
+        health[1] += found.nonfinite[0]
+
+
+_local = threading.local()
+
+
+def statistics_for(device: torch.device) -> Statistics:
+    """One for each thread, device and CUDA stream: on a GPU the kernels of two streams run side by side."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    known = _local.__dict__.setdefault("statistics", {})
+    key = (device, stream)
+    if key not in known:
+        known[key] = Statistics(device)
+    return known[key]
+
+
+_memory: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> its transport memory
+
+
+def transport(comm, nbytes: int) -> torch.Tensor:
+    """Give memory of at least so many bytes, which the ranks share on the host; one for each communicator, kept."""
+    memory = _memory.get(comm)
+    if memory is None or memory.numel() < nbytes:
+        memory = _memory[comm] = comm.empty(nbytes, torch.uint8)
+    return memory

@@ -18,6 +18,7 @@ from . import abi, cuda
 from .table import check_storage
 
 __all__ = [
+    "Launch",
     "Statistics",
     "get_num_threads",
     "library",
@@ -113,6 +114,25 @@ def _free_threads() -> int:
         return 1  # a job whose variables contradict each other; init() tells its user
     ranks = identity.local_size or identity.size
     return max(1, min(len(os.sched_getaffinity(0)) // ranks, _MOST_THREADS))
+
+
+class Launch:
+    """A kernel with its arguments, checked: to be run again while all that it reads and writes stays where it is.
+
+    It holds the arrays, and leaves it to its owner to see that their memory isn't exchanged (``resize_``, ``.data``)
+    and to move the version counters of what is written.
+    """
+
+    __slots__ = ("_device", "_held", "_kernel", "args")
+
+    def __init__(self, kernel: abi.Kernel, args, device: torch.device, held: tuple):
+        self._kernel = kernel
+        self.args = args
+        self._device = device
+        self._held = held
+
+    def __call__(self) -> None:
+        run(self._kernel, self.args, self._device)
 
 
 def run(kernel: abi.Kernel, args, device: torch.device) -> None:

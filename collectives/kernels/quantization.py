@@ -15,10 +15,19 @@ from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS, WIRE_FORMATS, WireLayout, tiles_of, wire_layout
 from . import abi
-from .execution import Statistics, run, written
+from .execution import Launch, Statistics, written
 from .table import FLOATING, FLOATS_END, Held, check_storage, device_of
 
-__all__ = ["WireTable", "dequantize", "quantize", "reduce_wires", "requantize"]
+__all__ = [
+    "WireTable",
+    "dequantize",
+    "plan_dequantize",
+    "plan_quantize",
+    "plan_requantize",
+    "quantize",
+    "reduce_wires",
+    "requantize",
+]
 
 _CODES = {
     "int8": TORCH_CODES[torch.int8],
@@ -156,6 +165,15 @@ def quantize(
 
     On the host it is done on return; on a GPU it is queued on torch's current stream. Raises ``InvalidArgument``.
     """
+    launch = plan_quantize(
+        source, wire, format=format, block=block, scale=scale, residual=residual, seed=seed, position=position
+    )
+    if launch.args.work.tiles:
+        launch()
+
+
+def plan_quantize(source, wire, *, format, block=256, scale=1.0, residual=None, seed=None, position=0) -> Launch:
+    """Check everything and give the quantization as a `Launch`; another seed may be set in ``launch.args.to``."""
     op = "quantize"
     device = _device_of(source, op)
     reader = Reader(device, owner="source")
@@ -167,8 +185,7 @@ def quantize(
     args = abi.QuantizeArgs(
         abi.Work(tiles_of(values.count), 0, 0), to, values.ptr, factor.ptr, factor.value, values.code, 0
     )
-    if values.count:
-        run(abi.QUANTIZE, args, device)
+    return Launch(abi.QUANTIZE, args, device, (source, wire, scale, residual))
 
 
 def dequantize(
@@ -225,6 +242,18 @@ def requantize(
     ``out``: one more such buffer, or one of them. All have one format and block. ``residual``, ``seed``,
     ``position`` and the bounds: see `quantize`; there x = sum / average_over * scale + residual.
     """
+    launch = plan_requantize(
+        wires, out, count=count, format=format, block=block, scale=scale, average_over=average_over, residual=residual,
+        seed=seed, position=position,
+    )  # fmt: skip
+    if launch.args.work.tiles:
+        launch()
+
+
+def plan_requantize(
+    wires, out, *, count, format, block=256, scale=1.0, average_over=None, residual=None, seed=None, position=0
+) -> Launch:
+    """Check everything and give the requantization as a `Launch`, as `plan_quantize` does."""
     op = "requantize"
     count = _whole(count, "count", 0, _POSITIONS - 1, op)
     layout = _layout(count, format, block, op)
@@ -232,11 +261,28 @@ def requantize(
     to, places = _encoder(out, residual, count, layout, format, block, seed, position, reader, op, wire_is="out")
     _apart(places, read, op, in_place="out")
     args = abi.RequantizeArgs(abi.Work(tiles_of(count), 0, 0), from_, to)
-    if count:
-        run(abi.REQUANTIZE, args, table.device)
+    return Launch(abi.REQUANTIZE, args, table.device, (table, out, scale, residual))
+
+
+def plan_dequantize(wire, out, *, format, block=256, scale=1.0) -> Launch:
+    """Check everything and give the dequantization as a `Launch`, which doesn't move ``out``'s version counter."""
+    return _plan_decode([wire], out, format, block, scale, None, False, None, "dequantize")[0]
 
 
 def _decode(wires, out, format, block, scale, average_over, add, statistics, op):
+    launch, device, values = _plan_decode(wires, out, format, block, scale, average_over, add, statistics, op)
+    args = launch.args
+    tiles = args.work.tiles
+    if statistics is not None:
+        statistics.begin(args.work, device, op, values.meets)
+    if tiles:
+        launch()
+        written([out])
+    if statistics is not None:
+        statistics.finish(tiles)
+
+
+def _plan_decode(wires, out, format, block, scale, average_over, add, statistics, op):
     device = _device_of(out, op)
     values = _floating_place(Reader(device, owner="out"), out, op, "out", writes=True)
     layout = _layout(values.count, format, block, op)
@@ -246,15 +292,9 @@ def _decode(wires, out, format, block, scale, average_over, add, statistics, op)
     _apart({"out": values}, read, op)
     if statistics is not None and not isinstance(statistics, Statistics):
         raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)
-    tiles = tiles_of(values.count)
-    args = abi.DequantizeArgs(abi.Work(tiles, 0, 0), from_, values.ptr, values.code, abi.ADD if add else 0)
-    if statistics is not None:
-        statistics.begin(args.work, device, op, values.meets)
-    if tiles:
-        run(abi.DEQUANTIZE, args, device)
-        written([out])
-    if statistics is not None:
-        statistics.finish(tiles)
+    work = abi.Work(tiles_of(values.count), 0, 0)
+    args = abi.DequantizeArgs(work, from_, values.ptr, values.code, abi.ADD if add else 0)
+    return Launch(abi.DEQUANTIZE, args, device, (table, out, scale)), device, values
 
 
 def _decoder(wires, count, layout: WireLayout, format, block, scale, average_over, op):

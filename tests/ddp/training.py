@@ -31,10 +31,10 @@ def over_gloo(function):
     """Run a function of (ctx, ...) as (ctx, path, ...), inside a default process group over Gloo."""
 
     @functools.wraps(function)
-    def inside(ctx, path, *args):
+    def inside(ctx, path, *args, **options):
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
         try:
-            result = function(ctx, *args)
+            result = function(ctx, *args, **options)
             # Gloo may hang or crash in its destructor while a DDP object still holds it or a peer still talks to it.
             gc.collect()
             dist.barrier()

@@ -34,8 +34,11 @@ torch_groups
 names
 timeline
 wire
+quantized
+hierarchical
 powersgd
 optim
+lanes
 reduction
 overlap
 local_sgd

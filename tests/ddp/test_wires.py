@@ -1,0 +1,364 @@
+"""HookState's wires and what follows the sum, on real ranks: precision, bytes, error feedback, norm, resuming."""
+
+import io
+import math
+import os
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import collectives
+from collectives import HookState, errors, hierarchical
+from collectives.layout import WIRE_FORMATS
+from collectives.quantized import Quantized
+from collectives.wire import Bucket, Factor
+from tests.ddp.training import loss_of, make_model, over_gloo, run, train, wrap
+
+WIRES = ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8"]
+
+
+def same_bits(results):
+    return all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+# ---- One wire by itself.
+
+
+def lossy(ctx, count, wires):
+    """Reduce one made-up bucket by each wire; also give the exact average and this rank's own values."""
+    comm = ctx.communicator()
+    own = torch.randn(count, generator=torch.Generator().manual_seed(7 + ctx.rank))
+    found = {}
+    for name in wires:
+        flat = own.clone()
+        health = torch.zeros(2, dtype=torch.float64)
+        sent = Quantized(name).reduce(comm, Bucket(flat, [flat], [0], 0), Factor(over=ctx.size), health=health)
+        comm.all_reduce(health)
+        found[name] = (flat, sent, health)
+    return own, found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 5, 256 * 3 + 7, 300_001])
+def test_values_are_within_two_roundings(ranks, count):
+    results = run(lossy, ranks, count, WIRES)
+    owns = torch.stack([own for own, _ in results]).double()
+    exact = owns.mean(0)
+    for name in WIRES:
+        flats = [found[name][0] for _, found in results]
+        assert all(torch.equal(flat, flats[0]) for flat in flats)
+        if not count:
+            continue
+        form = WIRE_FORMATS[name]
+        # A block's scale is at most that of the largest value.
+        scale = owns.abs().max() / form.limit if form.scaled else 1.0
+        one = form.relative * owns.abs().mean(0) + form.absolute * scale
+        both = 1.001 * (one + form.relative * (exact.abs() + one) + form.absolute * scale) + 1e-6
+        if ranks == 1:
+            assert torch.equal(flats[0], results[0][0])
+        assert ((flats[0] - exact).abs() <= both).all()
+        health = results[0][1][name][2]
+        assert health[0].item() == pytest.approx(flats[0].double().square().sum().item(), rel=1e-4)
+        assert health[1] == 0
+        if count > 1000 and ranks > 1:
+            fp32 = 2 * (ranks - 1) * 4 * count / ranks
+            ratio = results[0][1][name][1] / fp32
+            assert 0.49 < ratio < 0.51 if form.itemsize == 2 else 0.25 < ratio < 0.27
+
+
+@pytest.mark.parametrize("wire", ["int8", "bf16"])
+def test_a_value_that_is_not_finite_arrives_as_such_everywhere(wire):
+    for flat, health in run(with_infinity, 2, wire):
+        assert not flat[10].isfinite() and flat[600:].isfinite().all()
+        assert health[1] >= 1
+
+
+def with_infinity(ctx, wire):
+    flat = torch.ones(1000)
+    if ctx.rank == 1:
+        flat[10] = math.inf
+    health = torch.zeros(2, dtype=torch.float64)
+    Quantized(wire).reduce(ctx.communicator(), Bucket(flat, [flat], [0], 0), Factor(over=2), health=health)
+    ctx.communicator().all_reduce(health)
+    return flat, health
+
+
+def fed_back(ctx, name, seed, factor):
+    comm = ctx.communicator()
+    wire = Quantized(name, 128, error_feedback=True, seed=seed)
+    params = [nn.Parameter(torch.empty(700)), nn.Parameter(torch.empty(501))]
+    generator = torch.Generator().manual_seed(ctx.rank)
+    true, applied = torch.zeros(1201), torch.zeros(1201)
+    for step in range(12):
+        flat = torch.randn(1201, generator=generator)
+        true += flat
+        wire.begin()
+        if step >= 6:  # the buckets are made again: the second parameter comes first
+            flat = torch.cat([flat[700:], flat[:700]])
+        bucket = Bucket(flat, params, [0, 700], 0) if step < 6 else Bucket(flat, params[::-1], [0, 501], 0)
+        wire.reduce(comm, bucket, factor)
+        applied += flat if step < 6 else torch.cat([flat[501:], flat[:501]])
+    left = wire.residuals.of(bucket)
+    return true, applied, torch.cat([left[501:], left[:501]])
+
+
+@pytest.mark.parametrize("name, seed", [("int8", None), ("int8", 5), ("bf16", None), ("fp8_e5m2", None)])
+def test_what_was_applied_and_what_is_kept_add_up(name, seed):
+    results = run(fed_back, 3, name, seed, Factor(over=3))
+    applied = results[0][1]
+    assert all(torch.equal(applied, other) for _, other, _ in results)
+    mean = sum(true for true, _, _ in results) / 3
+    kept = sum(left for _, _, left in results) / 3
+    assert (mean - applied).abs().max() > 1e-4  # something was lost
+    torch.testing.assert_close(applied + kept, mean, rtol=1e-4, atol=2e-5)
+
+
+# ---- In DDP.
+
+
+@over_gloo
+def trained(ctx, options, steps=4, **how):
+    with mock.patch.dict(os.environ, {"COLLECTIVES_OVERLAP": how.pop("overlap", "0")}):
+        state = HookState(**options)
+        seen, params = train(wrap(make_model(), "torch", state, **how), steps, ctx.rank)
+        return [g for step in seen for g in step] + params, state.bytes_on_wire, state.stats(), repr(state)
+
+
+def test_deterministic_bits_depend_on_no_bucket_no_stream_no_thread(tmp_path):
+    ways = [
+        ({"deterministic": True}, {}),
+        ({"deterministic": True, "streams": 3}, {}),
+        ({"deterministic": True, "streams": 2}, {"overlap": "1"}),
+        ({"deterministic": True, "algorithm": "direct"}, {"bucket_cap_mb": 25}),
+        ({}, {"bucket_cap_mb": 0.002, "gradient_as_bucket_view": True, "overlap": "1"}),
+    ]
+    found = [run(called, 3, tmp_path / str(i), *way)[0][0] for i, way in enumerate(ways)]
+    assert same_bits(found)
+
+
+def called(ctx, path, options, how):
+    return trained(ctx, path, options, **how)
+
+
+@pytest.mark.parametrize(
+    "options", [{"wire": "int8"}, {"wire": "bf16", "streams": 2}, {"predivide": 2.0, "wire": "fp16"}]
+)
+def test_compressed_training_is_close_and_equal_on_all_ranks(tmp_path, options):
+    ours = run(called, 2, tmp_path / "ours", options, {"overlap": "1"})
+    inline = run(called, 2, tmp_path / "inline", options, {})
+    exact = run(called, 2, tmp_path / "exact", {}, {})
+    assert same_bits([found[0] for found in (*ours, *inline)])
+    for a, b in zip(ours[0][0], exact[0][0], strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
+    ratio = ours[0][1] / exact[0][1]
+    assert 0.5 <= ratio < 0.53 or options["wire"] == "int8" and 0.25 <= ratio < 0.4  # buckets of a few blocks have padding
+    assert ours[0][2]["bytes_on_wire"] == pytest.approx(4 * ours[0][1], rel=0.1)  # the first step has other buckets
+    assert ours[0][2]["ratio"] == pytest.approx(ratio, rel=0.1)
+    assert options["wire"] in ours[0][3]
+
+
+def test_sums_and_divisions(tmp_path):
+    plain, split = (run(called, 2, tmp_path / str(i), o, {})[0][0] for i, o in enumerate([{}, {"predivide": 1.5}]))
+    for a, b in zip(plain, split, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+# ---- Norm and health.
+
+
+@over_gloo
+def clipped(ctx, options, norm_type):
+    """Our clipping, and torch's after plain DDP."""
+    state = HookState(max_norm=0.5, norm_type=norm_type, check_finite=True, **options)
+    ours, plain = wrap(make_model(), "torch", state), wrap(make_model(), "plain")
+    found = []
+    for step in range(3):
+        for ddp in (ours, plain):
+            ddp.zero_grad()
+            (loss_of(ddp, step, ctx.rank) * (0.05 if step == 1 else 1.0)).backward()
+        total = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type=norm_type)
+        assert state.nonfinite == 0
+        assert state.grad_norm == pytest.approx(total.item(), rel=1e-2 if "wire" in options else 1e-5)
+        found.append((total.item() > 0.5, [p.grad.clone() for p in ours.parameters()]))
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+            tolerance = 0.03 if "wire" in options else 1e-6
+            torch.testing.assert_close(a.grad, b.grad, rtol=tolerance, atol=tolerance)
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks, options, norm_type",
+    [
+        (2, {}, 2),
+        (3, {"streams": 2}, 2),
+        (2, {}, 1),
+        (2, {}, math.inf),
+        (2, {"wire": "int8"}, 2),
+        (2, {"wire": "bf16"}, 3),
+        (3, {"algorithm": "ring"}, 2),
+        (1, {}, 2),
+    ],
+)
+def test_clipping_is_that_of_torch(tmp_path, ranks, options, norm_type):
+    results = run(clipped, ranks, tmp_path / "store", options, norm_type)
+    assert [over for over, _ in results[0]] in ([True, False, True], [True] * 3, [False] * 3)
+    assert same_bits([[g for _, grads in found for g in grads] for found in results])
+
+
+@over_gloo
+def scaled(ctx, name):
+    """A GradScaler is found, and clipping is of the gradients without its factor."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = HookState(max_norm=0.5, check_finite=True)
+    if name:
+        state.grad_scaler = scaler
+    ours, plain = wrap(make_model(), "torch", state), wrap(make_model(), "plain")
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    scaler.scale(loss_of(ours, 0, ctx.rank)).backward()
+    loss_of(plain, 0, ctx.rank).backward()
+    total = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    assert state.grad_norm == pytest.approx(total.item(), rel=1e-4)
+    scaler.unscale_(optimizer)
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+    ours.zero_grad()
+    scaler.step(optimizer)
+    scaler.update()
+    loss = loss_of(ours, 1, ctx.rank)
+    scaler.scale(loss * (math.inf if ctx.rank == 1 else 1.0)).backward()
+    assert state.nonfinite > 0
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize("name", [True, False])
+def test_with_a_grad_scaler(tmp_path, name):
+    assert run(scaled, 2, tmp_path / "store", name) == [512.0, 512.0]
+
+
+def interleaved(ctx):
+    comm = ctx.communicator()
+    state = HookState(comm, max_norm=1.0)
+    flats = [torch.ones(8), torch.ones(8)]
+    state.reduction.start(comm, Bucket(flats[0], flats[:1], [0], 0), flats[0], False)
+    with pytest.raises(errors.CollectivesError, match="interleave on one HookState"):
+        state.reduction.start(comm, Bucket(flats[1], flats[1:], [0], 0), flats[1], True)
+
+
+def test_what_looks_at_a_whole_backward_takes_one_module_at_a_time():
+    run(interleaved, 2)
+
+
+# ---- Two levels.
+
+
+@over_gloo
+def over_machines(ctx, options):
+    """As if ranks 0, 2 were on one machine, and 1, 3 on another."""
+    with mock.patch.object(hierarchical, "_machine", lambda comm: comm.rank % 2 + 5):
+        state = HookState(hierarchical=True, check_finite=True, **options)
+        ddp = wrap(make_model(), "torch", state)
+        seen, params = train(ddp, 2, ctx.rank)
+        return [g for step in seen for g in step] + params, state.grad_norm, state.bytes_on_wire
+
+
+@pytest.mark.parametrize("options", [{}, {"wire": "bf16"}])
+def test_hierarchical(tmp_path, options):
+    results = run(over_machines, 4, tmp_path / "two", options)
+    flat = run(called, 4, tmp_path / "flat", {"check_finite": True}, {"steps": 2})
+    assert same_bits([found for found, _, _ in results])
+    tolerance = 2e-2 if options else 2e-5
+    for a, b in zip(results[0][0], flat[0][0], strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance / 4)
+    norm = torch.stack([g.double().square().sum() for g in results[0][0][8:16]]).sum().sqrt()
+    assert all(found == pytest.approx(norm.item(), rel=1e-4) for _, found, _ in results)
+
+
+# ---- Stopping and going on.
+
+
+@over_gloo
+def resumed(ctx, options, stop):
+    """Eight steps; with `stop`, the second half in a new DDP with what was saved by torch.save after the first."""
+    model = make_model()
+    state = HookState(**options)
+    state._wire.seed = 3 if options.get("stochastic_rounding") else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp = wrap(model, "torch", state)
+    for step in range(8):
+        if stop and step == 4:
+            file = io.BytesIO()
+            torch.save({"state": state, "model": model.state_dict()}, file)
+            file.seek(0)
+            del ddp, state
+            saved = torch.load(file, weights_only=False)
+            model = make_model()
+            model.load_state_dict(saved["model"])
+            state = saved["state"]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            ddp = wrap(model, "torch", state)
+        optimizer.zero_grad()
+        loss_of(ddp, step, ctx.rank).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()], state.stats()["backwards"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"wire": "bf16", "error_feedback": True}, {"wire": "int8", "error_feedback": True, "stochastic_rounding": True}],
+    ids=["bf16", "int8"],
+)
+def test_training_goes_on_bit_for_bit(tmp_path, options):
+    whole, halves = (run(resumed, 2, tmp_path / str(stop), options, stop) for stop in (False, True))
+    assert whole[0][1] == halves[0][1] == 8
+    assert same_bits([found for found, _ in (*whole, *halves)])
+
+
+# ---- What is refused when it is made.
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"wire": "fp4"}, "wire must be one of 'fp32'"),
+        ({"wire": None}, "wire must be one of"),
+        ({"wire": "powersgd"}, "needs a rank"),
+        ({"wire": "powersgd:0"}, "needs a rank"),
+        ({"block": 100}, "block must be one of 128, 256, 512"),
+        ({"block": 256.0}, "block must be"),
+        ({"error_feedback": 1}, "True or False"),
+        ({"predivide": 0}, "predivide must be a number above 0"),
+        ({"predivide": 2.0, "average": False}, "average=False divides nothing"),
+        ({"algorithm": "tree"}, "algorithm must be one of"),
+        ({"algorithm": "ring", "wire": "bf16"}, "leave algorithm out"),
+        ({"algorithm": "ring", "deterministic": True}, "order of summing"),
+        ({"deterministic": True, "wire": "int8"}, "where buckets begin and end"),
+        ({"deterministic": True, "wire": "bf16", "stochastic_rounding": True}, "random bits"),
+        ({"wire": "powersgd:2", "stochastic_rounding": True}, "rounds nothing"),
+        ({"streams": 0}, "streams must be"),
+        ({"streams": 1.5}, "streams must be"),
+        ({"max_norm": -1.0}, "max_norm must be a number above 0"),
+        ({"max_norm": math.inf}, "max_norm must be"),
+        ({"norm_type": 0}, "norm_type must be"),
+        ({"optimizer": torch.optim.SGD([torch.ones(1)], lr=1.0)}, "collectives.optim"),
+        ({"local_steps": 0}, "local_steps must be"),
+        ({"local_steps": 4, "max_norm": 1.0}, "clip_grad_norm_"),
+        ({"local_steps": 4, "optimizer": collectives.optim.SGD([torch.ones(1)])}, "ranks' parameters differ"),
+        ({"hierarchical": "yes"}, "hierarchical must be"),
+        ({"hierarchical": True, "algorithm": "ring"}, "machine by machine"),
+        ({"hierarchical": True, "wire": "int8", "error_feedback": True}, "no rank's own error"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_with_the_reason(options, text):
+    with pytest.raises(errors.InvalidArgument, match=text):
+        HookState(**options)
+
+
+def test_streams_of_the_environment():
+    with mock.patch.dict(os.environ, {"COLLECTIVES_STREAMS": "3"}):
+        assert HookState().streams == 3 and HookState(streams=1).streams == 1
+    with mock.patch.dict(os.environ, {"COLLECTIVES_STREAMS": "no"}), pytest.raises(errors.InvalidArgument, match="=no"):
+        HookState()
