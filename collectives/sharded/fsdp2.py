@@ -32,6 +32,8 @@ try:
     from torch.distributed.fsdp._fully_shard import _fsdp_api as _protocol
 except ImportError:
     _protocol = None
+if not hasattr(_protocol, "AllGather"):  # torch before 2.9
+    _protocol = None
 
 __all__ = ["AllGather", "ReduceScatter"]
 
@@ -113,7 +115,7 @@ class _Collective:
     """What both have: the communicator, buffers, and errors that say what to do."""
 
     def __init__(self, comm: Communicator | None = None):
-        if _protocol is None or not hasattr(_protocol, "AllGather"):
+        if _protocol is None:
             raise EngineUnavailable(
                 f"torch {torch.__version__} has no set_custom_all_gather and set_custom_reduce_scatter "
                 "(torch.distributed.fsdp.FSDPModule): they came with torch 2.9"
