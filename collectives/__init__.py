@@ -4,6 +4,7 @@ from . import errors
 from .communicator import Communicator
 from .ddp import DistributedDataParallel, HookState, fused_allreduce
 from .engine import EngineInfo, engines
+from .timeline import timeline
 from .tune import tune
 from .work import Work
 from .world import init
@@ -20,5 +21,6 @@ __all__ = [
     "errors",
     "fused_allreduce",
     "init",
+    "timeline",
     "tune",
 ]

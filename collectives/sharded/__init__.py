@@ -1,0 +1,3 @@
+"""Sharded training: parameters, gradients and optimizer state divided among the ranks."""
+
+__all__ = []

@@ -1,0 +1,208 @@
+"""The collectives of torch's own FSDP2, by this package: for modules of ``torch.distributed.fsdp.fully_shard``.
+
+::
+
+    fully_shard(module)
+    module.set_custom_all_gather(fsdp2.AllGather())
+    module.set_custom_reduce_scatter(fsdp2.ReduceScatter())
+
+FSDP2 asks for a buffer, fills its part, calls, copies the result out, and drops the buffer; it never resizes one. On
+the host these buffers are memory that the peers read in place. They are lent, and come back when the last tensor that
+views them is gone, whoever holds it: so the pages are mapped once and not in every step.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import math
+import os
+import threading
+import weakref
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from ..communicator import Communicator
+from ..errors import CollectivesError, EngineUnavailable, InvalidArgument, InvalidUsage
+from ..torch_groups import communicator_over, drop
+
+try:
+    from torch.distributed.fsdp._fully_shard import _fsdp_api as _protocol
+except ImportError:
+    _protocol = None
+if not hasattr(_protocol, "AllGather"):  # torch before 2.9
+    _protocol = None
+
+__all__ = ["AllGather", "ReduceScatter"]
+
+# Bytes from which a buffer is lent: a smaller one shares malloc's pages, and its staging copy stays in the cache.
+_LEAST_LENT = 64 << 10
+
+# torch's interfaces, where it has them: without, the classes below can be imported and tell so when they are made.
+_AllGatherBase = getattr(_protocol, "AllGather", object)
+_ReduceScatterBase = getattr(_protocol, "ReduceScatter", object)
+_WorkBase = dist.Work if dist.is_available() else object
+
+
+class _Loans:
+    """Host memory of the engine, lent again and again.
+
+    What is held is never more than what was lent at one time: before it grows past that, what is free is given back.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        # Blocks whose tensors are gone. Finalizers fill it, at any place of any thread: they must not wait for a lock.
+        self._returned: deque[torch.Tensor] = deque()
+        self._free: list[torch.Tensor] = []  # by size
+        self._held = self._lent = self._most = 0  # bytes: of all blocks, of those lent, and of those at the most
+        self._owner = os.getpid()
+
+    def take(self, comm: Communicator, n: int, dtype: torch.dtype) -> torch.Tensor:
+        """Lend a tensor of `n` elements, of undefined contents."""
+        if self._owner != os.getpid():
+            self.__init__()  # a forked child has the parent's memory before it, in which the parent goes on working
+        nbytes = n * dtype.itemsize
+        with self._lock:
+            block = self._block(comm, nbytes)
+        loan = (ctypes.c_char * nbytes).from_address(block.data_ptr())
+        weakref.finalize(loan, self._returned.append, block).atexit = False
+        return torch.frombuffer(loan, dtype=dtype)  # its storage holds the loan
+
+    def _block(self, comm: Communicator, nbytes: int) -> torch.Tensor:
+        while self._returned:
+            block = self._returned.popleft()
+            self._lent -= block.numel()
+            bisect.insort(self._free, block, key=torch.Tensor.numel)
+        at = bisect.bisect_left(self._free, nbytes, key=torch.Tensor.numel)
+        if at < len(self._free):
+            block = self._free.pop(at)
+        else:  # all that is free is too small
+            self._most = max(self._most, self._lent + nbytes)
+            while self._free and self._held + nbytes > self._most:
+                self._held -= self._free.pop(0).numel()
+            block = comm.empty(nbytes, torch.uint8)
+            self._held += nbytes
+        self._lent += block.numel()
+        self._most = max(self._most, self._lent)
+        return block
+
+
+# The one that all objects of this file share; it ends with the last of them.
+_shared: weakref.WeakValueDictionary[str, _Loans] = weakref.WeakValueDictionary()
+
+
+class _Work(_WorkBase):
+    """Our Work as torch's: FSDP2 waits only for instances of its own class."""
+
+    def __init__(self, work):
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout=None) -> bool:
+        return self._work.wait(timeout or None)  # a timedelta of 0 is torch's "no limit"
+
+    def is_completed(self) -> bool:
+        return self._work.done()
+
+    def get_future(self) -> torch.futures.Future:
+        return self._work.future()
+
+
+class _Collective:
+    """What both have: the communicator, buffers, and errors that say what to do."""
+
+    def __init__(self, comm: Communicator | None = None):
+        if _protocol is None:
+            raise EngineUnavailable(
+                f"torch {torch.__version__} has no set_custom_all_gather and set_custom_reduce_scatter "
+                "(torch.distributed.fsdp.FSDPModule): they came with torch 2.9"
+            )
+        if comm is not None and not isinstance(comm, Communicator):
+            raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {type(comm).__name__}")
+        self._given = comm
+        self._seen = comm  # the communicator that was used last; None before the first call
+        self._loans = _shared.setdefault("host", _Loans())
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Give an uninitialised tensor of a shape; on the host memory that the peers can read, once a call was made."""
+        n = math.prod(size)
+        if not self._lends(n, dtype, device):
+            return torch.empty(*size, dtype=dtype, device=device)
+        return self._loans.take(self._seen, n, dtype).view(*size)
+
+    def _lends(self, n: int, dtype: torch.dtype, device: torch.device) -> bool:
+        # On CUDA torch's own allocator knows the streams, and can take the memory back for something else.
+        comm = self._seen
+        return comm is not None and not comm.closed and device.type == "cpu" and n * dtype.itemsize >= _LEAST_LENT
+
+    def _run(self, name: str, out: torch.Tensor, inp: torch.Tensor, group, *op, async_op: bool):
+        owned = None
+        try:
+            if self._given is None:
+                self._seen = owned = communicator_over(group, out.device)
+            elif (self._given.rank, self._given.size) != (group.rank(), group.size()):
+                raise InvalidUsage(
+                    f"the communicator given to fsdp2 is rank {self._given.rank} of {self._given.size}, and FSDP2 "
+                    f"shards over a group in which this is rank {group.rank()} of {group.size()}: leave comm out, or "
+                    "give one of the group's ranks in its order",
+                    op=name, rank=self._given.rank,
+                )  # fmt: skip
+            work = getattr(self._seen, name)(out, inp, *op, async_op=async_op)
+        except CollectivesError as error:
+            if owned is not None and not isinstance(error, InvalidArgument):
+                drop(owned)
+                self._seen = None
+            raise
+        return None if work is None else _Work(work)
+
+    def __repr__(self):
+        over = "the module's group" if self._given is None else self._given
+        return f"<fsdp2.{type(self).__name__} over {over}>"
+
+
+class AllGather(_Collective, _AllGatherBase):
+    """Gather FSDP2's parameters: for ``module.set_custom_all_gather`` of a `fully_shard` module.
+
+    `comm`: a `Communicator` of the ranks that the module is sharded over, in the order of their group; None: one is
+    opened over the module's own group at the first call, which blocks until all its ranks have come. One object may
+    serve several modules. Takes any dtype. On the host a call blocks; with FSDP2's ``async_op`` (``module.unshard(
+    async_op=True)``) it runs in the communicator's queue. On CUDA it is ordered on the stream that FSDP2 has made the
+    current one. Host buffers are kept for the next step, at most as many bytes as were in use at one time, until the
+    last `AllGather` and `ReduceScatter` are gone. Raises `EngineUnavailable` where torch has no such interface,
+    `InvalidUsage` for a communicator of other ranks, and what `Communicator.all_gather` raises.
+    """
+
+    def __call__(self, output_tensor, input_tensor, group, async_op: bool = False):
+        """Gather every rank's `input_tensor` into `output_tensor`; with `async_op` give a Work of torch's."""
+        return self._run("all_gather", output_tensor, input_tensor, group, async_op=async_op)
+
+
+class ReduceScatter(_Collective, _ReduceScatterBase):
+    """Reduce FSDP2's gradients: for ``module.set_custom_reduce_scatter`` of a `fully_shard` module.
+
+    `comm` and buffers as in `AllGather`. Takes the operations that FSDP2 asks for: the average, the sum, and the sum
+    premultiplied by a factor (``set_gradient_divide_factor``). On the host fp16 and bf16 are summed in fp32 in rank
+    order and rounded once. The reduction over the replicas of a two-dimensional mesh (HSDP) stays torch's. Raises
+    `InvalidArgument` for another operation or a dtype that can't be reduced, and as `AllGather` does.
+    """
+
+    def __init__(self, comm: Communicator | None = None):
+        super().__init__(comm)
+        self._output = None  # elements of the output whose input was allocated
+
+    def _lends(self, n, dtype, device):
+        # Peers read the input only. The output becomes gradients, which live until the next step: a block lent to them
+        # would be missing here.
+        if self._output == n:
+            self._output = None
+            return False
+        self._output = None if self._seen is None else n // self._seen.size
+        return super()._lends(n, dtype, device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False):
+        """Reduce `input_tensor`, part r into rank r's `output_tensor`; with `async_op` give a Work of torch's."""
+        self._output = None
+        return self._run("reduce_scatter", output_tensor, input_tensor, group, op, async_op=async_op)
