@@ -94,6 +94,10 @@ cdef extern from "coll/host_abi.h" nogil:
         collHostQueueCpu
         collHostQueueThreadId
 
+    ctypedef struct collHostShare_t:
+        double sum_of_squares
+        double nonfinite
+
     ctypedef struct collHostErrorInfo_t:
         size_t size
         int code
@@ -261,6 +265,12 @@ cdef extern from "_nccl_table.h" nogil:
         ncclResult_t (*collHostAllReduceCast)(const void* sendbuff, void* recvbuff, size_t count,
                                               ncclDataType_t datatype, ncclDataType_t wire, double scale,
                                               ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) noexcept nogil
+        ncclResult_t (*collHostAllReduceShare)(const void* sendbuff, void* recvbuff, size_t count,
+                                               ncclDataType_t datatype, ncclRedOp_t op, collHostShare_t* share,
+                                               ncclComm_t comm, cudaStream_t stream) noexcept nogil
+        ncclResult_t (*collHostReduceScatterShare)(const void* sendbuff, void* recvbuff, size_t recvcount,
+                                                   ncclDataType_t datatype, ncclRedOp_t op, collHostShare_t* share,
+                                                   ncclComm_t comm, cudaStream_t stream) noexcept nogil
         ncclResult_t (*collHostLabel)(const char* op, const char* datatype) noexcept nogil
         ncclResult_t (*collHostGroupCancel)() noexcept nogil
 

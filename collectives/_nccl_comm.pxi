@@ -415,6 +415,36 @@ cdef class Comm:
                                                   <cudaStream_t> stream)
         self.leave(code, "collHostAllReduceCast")
 
+    def all_reduce_share(self, size_t send, size_t recv, size_t count, int dtype, int op, size_t share,
+                         size_t stream=0):
+        """Reduce as ``all_reduce``, and add the sum of squares and the non-finite count of this rank's share to ``share``.
+
+        ``share``: address of two doubles, valid until the operation is done; the shares of all ranks together have each
+        element of the result once. ``dtype``: a floating type. Host engine only. C: ``collHostAllReduceShare``.
+        """
+        cdef ncclComm_t comm = self.enter(<void*> self.api.collHostAllReduceShare, "collHostAllReduceShare")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.collHostAllReduceShare(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
+                                                   <ncclRedOp_t> op, <collHostShare_t*> share, comm,
+                                                   <cudaStream_t> stream)
+        self.leave(code, "collHostAllReduceShare")
+
+    def reduce_scatter_share(self, size_t send, size_t recv, size_t recvcount, int dtype, int op, size_t share,
+                             size_t stream=0):
+        """Reduce as ``reduce_scatter``, and add the sum of squares and the non-finite count of ``recv`` to ``share``.
+
+        ``share``: address of two doubles, valid until the operation is done. ``dtype``: a floating type. Host engine
+        only. C: ``collHostReduceScatterShare``.
+        """
+        cdef ncclComm_t comm = self.enter(<void*> self.api.collHostReduceScatterShare, "collHostReduceScatterShare")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.collHostReduceScatterShare(<const void*> send, <void*> recv, recvcount,
+                                                       <ncclDataType_t> dtype, <ncclRedOp_t> op,
+                                                       <collHostShare_t*> share, comm, <cudaStream_t> stream)
+        self.leave(code, "collHostReduceScatterShare")
+
     def reduce_scatter(self, size_t send, size_t recv, size_t recvcount, int dtype, int op, size_t stream=0,
                        config=None):
         """Reduce ``size * recvcount`` elements and leave the rank's own ``recvcount`` of them in ``recv``.

@@ -107,6 +107,8 @@
   F(collHostMemoryInUse, 0) \
   F(collHostMemoryShared, 0) \
   F(collHostAllReduceCast, 0) \
+  F(collHostAllReduceShare, 0) \
+  F(collHostReduceScatterShare, 0) \
   F(collHostLabel, 0) \
   F(collHostGroupCancel, 0)
 

@@ -252,6 +252,21 @@ class Reader:
         name = array.dtype.name
         return _placed(array.data.ptr, array.size, array.nbytes, name, _CODES.get(name))
 
+    def share(self, share, of: Place, op: str) -> int:
+        """Give the address of what a reduction of `of` adds its statistics to: two float64."""
+        if not DTYPE_NAMES.get(of.code, "").startswith(("float", "bfloat")):
+            raise self._wrong(op, f"the array is {of.dtype}, of which there is no share: leave share out")
+        place = self.place(share, op, writes=True, what="share")
+        if place.dtype != "float64" or place.count != 2:
+            raise self._wrong(
+                op,
+                f"share is {place.count} x {place.dtype}: use torch.zeros(2, dtype=torch.float64), to which the sum of "
+                "squares and the count of non-finite elements are added",
+            )
+        if place.meets(of.ptr, of.nbytes):
+            raise self._wrong(op, "share overlaps the array: use memory of its own")
+        return place.ptr
+
     def same_dtype(self, out: Place, inp: Place, op: str) -> None:
         """Refuse an output of another dtype than the input."""
         if out.dtype != inp.dtype:

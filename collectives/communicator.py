@@ -165,12 +165,22 @@ class Communicator:
 
     # ---- Collectives.
 
-    def all_reduce(self, array, op="sum", *, async_op: bool = False, algorithm=None, stream=None) -> Work | None:
+    def all_reduce(
+        self, array, op="sum", *, async_op: bool = False, algorithm=None, stream=None, share=None
+    ) -> Work | None:
         """Reduce `array` over all ranks, in place; every rank gets the result.
 
         `op`: "sum", "prod", "max", "min", "avg", a number (each rank's array is multiplied by its number, then summed)
         or the ``torch.distributed.ReduceOp``. Takes NCCL's 12 dtypes. C: ncclAllReduce.
+
+        `share`: 2 float64, to which the pass over the data adds this rank's share of the result's [sum of squares,
+        count of non-finite elements], once it has succeeded: the shares of all ranks add up to the whole. Host engine,
+        floating types, native algorithm, which is taken; else `InvalidUsage` or `InvalidArgument`. It is to be
+        left alone until the operation is done. C: collHostAllReduceShare.
         """
+        if share is not None:
+            place = self._read.place(array, "all_reduce", writes=True)
+            return self._sharing("all_reduce", place, place, (array,), op, share, async_op, algorithm, stream)
         if self._picks is not None or (algorithm is not None and algorithm != "native"):
             place = self._read.place(array, "all_reduce", writes=True)
             by = pick(self, "all_reduce", algorithm, place.nbytes, op)
@@ -209,20 +219,25 @@ class Communicator:
         )
         return self._launch("reduce", steps, (array,), array, place.nbytes, described, async_op, stream, scalar)
 
-    def reduce_scatter(self, out, inp, op="sum", *, async_op: bool = False, algorithm=None, stream=None) -> Work | None:
+    def reduce_scatter(
+        self, out, inp, op="sum", *, async_op: bool = False, algorithm=None, stream=None, share=None
+    ) -> Work | None:
         """Reduce `inp` over all ranks and give each rank its part: rank r gets part r of `size` equal ones in `out`.
 
         `inp` has `size` times as many elements as `out`, of the same dtype. In place where `out` is part `rank` of
-        `inp`. C: ncclReduceScatter.
+        `inp`. C: ncclReduceScatter. `share`: as in `all_reduce`, of the elements in `out`.
+        C: collHostReduceScatterShare.
         """
         name = "reduce_scatter"
-        chosen = self._picks is not None or (algorithm is not None and algorithm != "native")
+        chosen = share is not None or self._picks is not None or (algorithm is not None and algorithm != "native")
         if not chosen and not async_op and stream is None and self._short.reduce_scatter(out, inp, op):
             return None
         to, of = self._pair(out, inp, name)
         self._read.reducible(of, name)
         self._read.sized(of, to, self.size, name, "inp", "out")
         self._read.apart(of, to, name, self.rank, "the only form in place is out == part `rank` of inp")
+        if share is not None:
+            return self._sharing(name, to, of, (out, inp), op, share, async_op, algorithm, stream)
         if chosen:
             by = pick(self, name, algorithm, of.nbytes, op)
             if by != "native":
@@ -567,6 +582,21 @@ class Communicator:
             text = f"stream must be a torch or CuPy stream or its address, not {stream!r}"
             raise InvalidArgument(text, rank=self.rank)
         return handle
+
+    def _sharing(self, name, to: Place, of: Place, held, op, share, async_op, algorithm, stream) -> Work | None:
+        """Carry out a reduction that adds to the caller's `share`."""
+        if not self._on_host:
+            raise InvalidUsage("share is of the host engine: leave it out here", op=name, rank=self.rank)
+        if algorithm is not None and pick(self, name, algorithm, of.nbytes, op) != "native":
+            text = f"share is of the native algorithm, not of {algorithm!r}: leave out one of the two"
+            raise InvalidUsage(text, op=name, rank=self.rank)
+        self._read.reducible(of, name)
+        sums = self._read.share(share, of, name)
+        if to is not of:
+            self._read.share(share, to, name)
+        code, scalar = self._op(op, of.code, name)
+        steps = ((f"{name}_share", (of.ptr, to.ptr, to.count, to.code, code, sums)),)
+        return self._launch(name, steps, (*held, share), held[0], of.nbytes, None, async_op, stream, scalar)
 
     def _op(self, op, dtype: int, name: str):
         code, scalar = parse_op(op, rank=self.rank, name=name)

@@ -70,8 +70,14 @@ struct Wire {
   double scale;
 };
 
+struct Share {
+  collHostShare_t* at;
+};
+
+bool floating(ncclDataType_t t) { return t == ncclFloat16 || t == ncclFloat32 || t == ncclFloat64 || t >= ncclBfloat16; }
+
 ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
-                  ncclComm_t comm, cudaStream_t stream, const Wire* wire = nullptr) noexcept {
+                  ncclComm_t comm, cudaStream_t stream, const Wire* wire = nullptr, const Share* share = nullptr) noexcept {
   const char* name = kind_name(kind);
   const char* op_label = t_op_label;
   const char* type_label = t_type_label;
@@ -130,7 +136,6 @@ ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncc
       }
     }
     if (wire) {
-      auto floating = [](ncclDataType_t t) { return t == ncclFloat16 || t == ncclFloat32 || t == ncclFloat64 || t >= ncclBfloat16; };
       if (type != ncclFloat32 && type != ncclFloat64) return wrong(format("the data is %s, must be float32 or float64", type_name(type)));
       if (static_cast<unsigned>(wire->type) >= ncclNumTypes || !floating(wire->type))
         return wrong(format("wire is datatype %d, must be a floating one", static_cast<int>(wire->type)));
@@ -138,6 +143,12 @@ ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncc
       if (reinterpret_cast<uintptr_t>(send) % type_size(type)) return wrong(format("sendbuff is not aligned to %s", type_name(type)));
       o.wire = wire->type;
       o.wire_scale = wire->scale;
+    }
+    if (share) {
+      if (!floating(type)) return wrong(format("the data is %s, must be a floating type: others have no sum of squares", type_name(type)));
+      if (!share->at || reinterpret_cast<uintptr_t>(share->at) % alignof(collHostShare_t))
+        return wrong(format("share is %p, must be the address of two doubles", static_cast<void*>(share->at)));
+      o.share = share->at;
     }
     if (stream && !queue_alive(reinterpret_cast<collHostQueue_t>(stream)))
       return wrong(format("stream %p is no queue of the host engine; give NULL (0), or a collHostQueue_t", static_cast<void*>(stream)));
@@ -177,6 +188,16 @@ ncclResult_t collHostAllReduceCast(const void* send, void* recv, size_t count, n
 ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                ncclComm_t comm, cudaStream_t stream) {
   return call(CollKind::ReduceScatter, send, recv, count, type, op, 0, comm, stream);
+}
+ncclResult_t collHostAllReduceShare(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                    collHostShare_t* share, ncclComm_t comm, cudaStream_t stream) {
+  Share into = {share};
+  return call(CollKind::AllReduce, send, recv, count, type, op, 0, comm, stream, nullptr, &into);
+}
+ncclResult_t collHostReduceScatterShare(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                        collHostShare_t* share, ncclComm_t comm, cudaStream_t stream) {
+  Share into = {share};
+  return call(CollKind::ReduceScatter, send, recv, count, type, op, 0, comm, stream, nullptr, &into);
 }
 ncclResult_t ncclAllGather(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
                            cudaStream_t stream) {

@@ -226,7 +226,7 @@ coll_reduction Collective::reduction(uint64_t* scalars) {
   if (op.reduction.premul)
     for (int r = 0; r < c.size; ++r) scalars[r] = c.segment->rank(r)->scalar[parity];
   return {op.reduction.op == ncclAvg ? ncclSum : op.reduction.op, op.reduction.op == ncclAvg ? c.size : 0,
-          op.reduction.premul ? scalars : nullptr, nullptr, 0, 0, op.type};
+          op.reduction.premul ? scalars : nullptr, nullptr, 0, 0, op.type, nullptr};
 }
 
 void Collective::reduce(void* out, const void** sources, int n, size_t count, coll_reduction how) {
@@ -248,8 +248,8 @@ void Collective::reduce(void* out, const void** sources, int n, size_t count, co
   }
 }
 
-// `own_offset`: where in this rank's memory its own part is.
-void Collective::reduce_slots(void* out, size_t slot_offset, size_t own_offset, size_t count, uint64_t round) {
+// `own_offset`: where in this rank's memory its own part is. `sums`: what its statistics are added to, or NULL.
+void Collective::reduce_slots(void* out, size_t slot_offset, size_t own_offset, size_t count, uint64_t round, coll_share* sums) {
   ncclComm& c = comm();
   const void* sources[kMaxRanks];
   uint64_t scalars[kMaxRanks];
@@ -257,6 +257,7 @@ void Collective::reduce_slots(void* out, size_t slot_offset, size_t own_offset, 
   if (const char* own = own_source(own_offset)) sources[c.rank] = own;
   coll_reduction how = reduction(scalars);
   how.past_caches = past_caches && !two_phase && out != sources[c.rank];  // a piece in a slot is read next
+  how.share = sums;
   reduce(out, sources, c.size, count, how);
 }
 
@@ -273,7 +274,22 @@ void Collective::reduce_piece(uint64_t round) {
   size_t esize = type_size(op.type), count = elements(round);
   size_t first = piece_begin(count, esize, c.size, c.rank), last = piece_begin(count, esize, c.size, c.rank + 1);
   char* slot = c.segment->slot(c.rank, base + round);
-  reduce_slots(slot + first * esize, first * esize, (round * per_round + first) * esize, last - first, round);
+  reduce_slots(slot + first * esize, first * esize, (round * per_round + first) * esize, last - first, round,
+               own_share());
+}
+
+// Every rank reduces all of a round; of the statistics each takes those of its own piece.
+void Collective::reduce_all(char* out, size_t own_offset, size_t count, uint64_t round) {
+  if (!op.share) return reduce_slots(out, 0, own_offset, count, round, nullptr);
+  ncclComm& c = comm();
+  size_t esize = type_size(op.type);
+  size_t first = piece_begin(count, esize, c.size, c.rank), last = piece_begin(count, esize, c.size, c.rank + 1);
+  auto part = [&](size_t begin, size_t end, coll_share* sums) {
+    reduce_slots(out + begin * esize, begin * esize, own_offset + begin * esize, end - begin, round, sums);
+  };
+  part(0, first, nullptr);
+  part(first, last, own_share());
+  part(last, count, nullptr);
 }
 
 void Collective::consume(uint64_t round) {
@@ -292,12 +308,12 @@ void Collective::consume(uint64_t round) {
           memcpy(to + first * esize, slot(r) + first * esize, (last - first) * esize);
         }
       } else {
-        reduce_slots(to, 0, offset, count, round);
+        reduce_all(to, offset, count, round);
       }
       break;
-    case CollKind::ReduceScatter: reduce_slots(to, c.rank * stride, c.rank * op.bytes() + offset, count, round); break;
+    case CollKind::ReduceScatter: reduce_slots(to, c.rank * stride, c.rank * op.bytes() + offset, count, round, own_share()); break;
     case CollKind::Reduce:
-      if (root) reduce_slots(to, 0, offset, count, round);
+      if (root) reduce_slots(to, 0, offset, count, round, nullptr);
       break;
     case CollKind::Gather:
       if (!root) break;
@@ -372,7 +388,13 @@ bool Collective::advance() {
 void Collective::finish_round() {
   ncclComm& c = comm();
   ++consumed;
-  if (consumed == rounds) c.rounds = base + rounds;
+  if (consumed == rounds) {
+    c.rounds = base + rounds;
+    if (op.share) {
+      op.share->sum_of_squares += share.sum_of_squares;
+      op.share->nonfinite += share.nonfinite;
+    }
+  }
   if (!two_phase) c.me()->reduced.store(base + consumed, std::memory_order_relaxed);
   c.me()->consumed.store(base + consumed, std::memory_order_release);
   // In lockstep nobody waits for this: the next post says it, too.

@@ -46,6 +46,7 @@ struct Op {
   ncclDataType_t type = ncclInt8;
   int wire = -1;       // an all-reduce whose data is multiplied and rounded to another type on its way into the slots: to this one
   double wire_scale = 1;
+  collHostShare_t* share = nullptr;  // of a reduction: what this rank's share of the result is added to
   Reduction reduction;
   int root = 0;      // or the peer of send/recv
   ncclComm* comm = nullptr;
@@ -157,6 +158,7 @@ struct Collective {
   bool past_caches = false;
   int blocked_on = -1;
   Error error;
+  coll_share share{};  // so far; the caller gets it when the call has succeeded
 
   explicit Collective(const Op& o) : op(o) {}
   bool done() const { return begun && checked && (mismatched || consumed == rounds); }
@@ -175,9 +177,11 @@ struct Collective {
   void reduce_piece(uint64_t round);
   void consume(uint64_t round);
   const char* own_source(size_t offset) const;
+  coll_share* own_share() { return op.share ? &share : nullptr; }
   coll_reduction reduction(uint64_t* scalars);
   void reduce(void* out, const void** sources, int n, size_t count, coll_reduction how);
-  void reduce_slots(void* out, size_t slot_offset, size_t own_offset, size_t count, uint64_t round);
+  void reduce_slots(void* out, size_t slot_offset, size_t own_offset, size_t count, uint64_t round, coll_share* sums);
+  void reduce_all(char* out, size_t own_offset, size_t count, uint64_t round);
   void move(void* to, const void* from, size_t nbytes) const;
   void finish_round();
 

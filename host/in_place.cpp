@@ -9,6 +9,8 @@
 #include <time.h>
 
 #include <algorithm>
+#include <memory>
+#include <new>
 
 #include "comm.h"
 #include "kernels.h"
@@ -24,11 +26,13 @@ constexpr size_t kLeastShared = 8 << 10;
 constexpr size_t kPart = 512 << 10;
 constexpr size_t kShareFrom = 4 << 20;
 
+size_t parts_of(size_t count, size_t esize) { return (count + kPart / esize - 1) / (kPart / esize); }
+
 // How long a rank that fails waits for those who still write into its memory.
 constexpr int64_t kLinger = 1000 * 1000 * 1000;  // ns
 
 // Do [0, count) elements in parts, on this thread and on cores that its rank has to itself and that are idle: one core doesn't
-// reach the rate of the memory on a machine that has many.
+// reach the rate of the memory on a machine that has many. Which parts there are depends on count and esize alone.
 template <class F>
 void in_parts(const ncclComm& c, size_t count, size_t esize, F&& work) {
   int own_cores = count * esize < kShareFrom ? 1 : c.cores / c.size;
@@ -37,10 +41,10 @@ void in_parts(const ncclComm& c, size_t count, size_t esize, F&& work) {
     size_t count, part;
     F& work;
   } parts{count, kPart / esize, work};
-  pool_run(threads, static_cast<int64_t>((count + parts.part - 1) / parts.part), [](void* context, int64_t i) {
+  pool_run(threads, static_cast<int64_t>(parts_of(count, esize)), [](void* context, int64_t i) {
     const Parts& p = *static_cast<const Parts*>(context);
     size_t first = static_cast<size_t>(i) * p.part;
-    p.work(first, std::min(p.count, first + p.part));
+    p.work(first, std::min(p.count, first + p.part), static_cast<size_t>(i));
   }, &parts);
 }
 
@@ -127,7 +131,7 @@ void Collective::work_in_place() {
   auto sent_by = [&](int r) { return there(r, false); };
   auto take = [&](void* into, const char* from) {
     if (!from || into == from) return;
-    in_parts(c, nbytes, 1, [&](size_t begin, size_t end) {
+    in_parts(c, nbytes, 1, [&](size_t begin, size_t end, size_t) {
       if (!given_up()) move(static_cast<char*>(into) + begin, from + begin, end - begin);
     });
   };
@@ -159,16 +163,28 @@ void Collective::work_in_place() {
       if (error) break;
       how.copy_count = n - 1;
       how.past_caches = past_caches && op.recv != op.send;  // in place the lines are in the caches: it takes 1.3 times as long
-      in_parts(c, last - first, esize * static_cast<size_t>(c.size), [&](size_t begin, size_t end) {
+      size_t read_at_once = esize * static_cast<size_t>(c.size), parts = parts_of(last - first, read_at_once);
+      std::unique_ptr<coll_share[]> shares;  // of each part, since the parts end in any order
+      if (op.share) {
+        shares.reset(new (std::nothrow) coll_share[parts]());
+        if (!shares) error = make_error(collHostErrorMemory, "no memory for the sums of squares");
+        if (error) break;
+      }
+      in_parts(c, last - first, read_at_once, [&](size_t begin, size_t end, size_t index) {
         if (given_up()) return;
         const void* some[kMaxRanks];
         void* copies[kMaxRanks];
         coll_reduction part = how;
         part.copies = copies;
+        if (shares) part.share = &shares[index];
         for (int r = 0; r < c.size; ++r) some[r] = static_cast<const char*>(sources[r]) + begin * esize;
         for (int i = 1; i < n; ++i) copies[i - 1] = static_cast<char*>(outs[i]) + begin * esize;
         reduce(static_cast<char*>(outs[0]) + begin * esize, some, c.size, end - begin, part);
       });
+      for (size_t i = 0; shares && i < parts; ++i) {
+        share.sum_of_squares += shares[i].sum_of_squares;
+        share.nonfinite += shares[i].nonfinite;
+      }
       break;
     }
     case CollKind::Gather:

@@ -87,7 +87,7 @@ def reduction() -> Rows:
             ("bad += coll_is_bad", "bad |= coll_is_bad"),
             ("len * sizeof(A)", "len * sizeof(A) - 1"),
             ("static_cast<A*>(out) + at, values, len * ", "static_cast<A*>(out), values, len * "),
-            ("end - at < COLL_LANES ? (int)(end - at) : COLL_LANES", "COLL_LANES"),
+            ("end - at < row ? (int)(end - at) : row", "row"),
             ("if (job.scale != 1)", "if (job.scale < 1)"),
             ("store(job.out, values, at, len);", "store(job.out, values, at, len - 1);"),
             ("job.over > 0", "job.over > 3"),

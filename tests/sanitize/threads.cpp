@@ -472,6 +472,19 @@ void shared_memory(Rank& me) {
     std::vector<float> wide = filled(5000, mine);
     OK(collHostAllReduceCast(wide.data(), wide.data(), wide.size(), ncclFloat32, ncclBfloat16, 2.0, ncclSum, comm, nullptr));
     CHECK(all_equal(wide, 2 * triangle(me.size)));
+    // x is of the heap, wide isn't: in place and staged.
+    collHostShare_t share = {0, 0};
+    float least = 0;
+    OK(collHostReduceScatterShare(wide.data(), &least, 1, ncclFloat32, ncclMin, &share, comm, nullptr));
+    CHECK(share.sum_of_squares == 4 * triangle(me.size) * triangle(me.size) && share.nonfinite == 0);
+    std::vector<double> sums(2, 0);
+    for (float* data : {x, wide.data()}) {
+      std::fill(data, data + 5000, 1.f);
+      share = {0, 0};
+      OK(collHostAllReduceShare(data, data, 5000, ncclFloat32, ncclSum, &share, comm, nullptr));
+      OK(ncclAllReduce(&share, sums.data(), 2, ncclFloat64, ncclSum, comm, nullptr));
+      CHECK(sums[0] == 5000.0 * me.size * me.size && sums[1] == 0);
+    }
   }
   for (void* m : memory) OK(ncclMemFree(m));
   OK(ncclCommDestroy(second));

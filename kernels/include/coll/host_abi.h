@@ -85,6 +85,25 @@ ncclResult_t collHostLabel(const char* op, const char* datatype);
 ncclResult_t collHostAllReduceCast(const void* send, void* recv, size_t count, ncclDataType_t type, ncclDataType_t wire,
                                    double scale, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
 
+// What some elements add up to.
+typedef struct {
+  double sum_of_squares;
+  double nonfinite;  // how many are infinite or NaN, or become infinite when they are rounded; a whole number
+} collHostShare_t;
+
+// ncclAllReduce and ncclReduceScatter of a floating type which, in the same pass, add to *share this rank's share of the result: of a
+// reduce-scatter the elements that it receives; of an all-reduce a part of the elements, such that the shares of all ranks together
+// have each element once. The squares are those of the values before their last rounding (an average's after the division), added up
+// in float32 (float64 for float64) in rows of at most 256 elements, and these in float64: in an order that depends on the call and on where
+// its arrays lie, not on time. The result has the bits that it has without.
+// *share is this process's own and is written once, when the operation has succeeded: it must stay valid until then, not be read before, nor
+// be given at the same time to operations of another communicator. An operation that fails leaves it as it was. Ranks that
+// give a share and ranks that call ncclAllReduce (ncclReduceScatter) make the same call.
+ncclResult_t collHostAllReduceShare(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                    collHostShare_t* share, ncclComm_t comm, cudaStream_t stream);
+ncclResult_t collHostReduceScatterShare(const void* send, void* recv, size_t recvcount, ncclDataType_t type, ncclRedOp_t op,
+                                        collHostShare_t* share, ncclComm_t comm, cudaStream_t stream);
+
 // ---- Settings.
 // Limit of one operation on this communicator, in ms; <= 0: none (the default). Past it the operation fails with
 // ncclTimeout and the communicator is out of use, since this rank can't take back what it has already contributed.
