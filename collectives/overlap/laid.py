@@ -125,6 +125,8 @@ class Batch:
         self.versions = [-1] * len(self.mastered)
         self.table = None
         self.given = None
+        self.planned = None
+        self.one = torch.tensor(1.0, device="cpu")
 
     def _look(self) -> list[int]:
         return list(map(_data_ptr, [each for each in self.held if each is not None]))
@@ -175,3 +177,17 @@ class Batch:
             self.table.set_grads(parts)
         self.table.grads = ()  # DDP frees its first buckets after one backward, and the rows have the addresses
         self.given = given
+        self.planned = None
+
+    def plan(self, optimizer, group, how):
+        """Give the launch; the last step's, where nothing that it was told has changed. None: no row."""
+        if self.table is None:
+            return None
+        if any(isinstance(how[key], torch.Tensor) for key in ("lr", "grad_scale", "clip", "found_nonfinite")):
+            return optimizer._plan(self.table, group, **how)
+        # The rows on a GPU are known to be in use on the stream that they were planned on.
+        stream = torch.cuda.current_stream(self.laid.device) if self.laid.device.type == "cuda" else None
+        told = ({key: value for key, value in group.items() if key != "params"}, how, stream)
+        if self.planned is None or self.planned[0] != told:
+            self.planned = (told, optimizer._plan(self.table, group, **how))
+        return self.planned[1]

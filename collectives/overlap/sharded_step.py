@@ -206,11 +206,11 @@ class ShardedStep:
                 group = optimizer.param_groups[share.number]
                 batch = self._batch(laid, share, group, bucket, from_grads)
                 how = optimizer._how(group, laid.device, batch.params, scalars, found)
-                plans.append((batch, None if batch.table is None else optimizer._plan(batch.table, group, **how), how))
+                plans.append((batch, batch.plan(optimizer, group, how), how))
             for batch, launch, how in plans:
                 if launch is not None:
                     launch(checked=True)
-                _count(batch.steps, how["found_nonfinite"])
+                _count(batch.steps, how["found_nonfinite"], batch.one)
             increment_version(laid.counted)
             if laid.owned.ranks > 1 and laid.owned.part:
                 sent = self._gather(comm, laid)

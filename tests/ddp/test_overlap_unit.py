@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives import errors, optim
 from collectives.overlap import Ownership, ShardedStep
 from collectives.wire import Bucket
-from tests.ddp.training import loss_of, make_model, over_gloo, run, wrap
+from tests.ddp.training import Branches, loss_of, make_model, over_gloo, run, wrap
 
 BF16 = torch.bfloat16
 
@@ -82,6 +82,7 @@ RULES = {
     "AdamW": (optim.AdamW, make_model, torch.float32, dict(lr=0.01, amsgrad=True)),
     "masters": (optim.AdamW, make_model, BF16, dict(lr=0.01, master_weights=True)),
     "random": (optim.Adam, make_model, BF16, dict(lr=0.01, stochastic_rounding=True, seed=5)),
+    "branches": (optim.AdamW, Branches, torch.float32, dict(lr=0.01)),
     "channels_last": (optim.AdamW, Convolutions, torch.float32, dict(lr=0.01)),
 }
 
@@ -128,7 +129,7 @@ def same_states(ours, theirs):
 def equal(ctx):
     comm = ctx.new_communicator(deterministic=True)
     found = {}
-    for rule in RULES:
+    for rule in [each for each in RULES if each != "branches"] if ctx.size == 2 else ("AdamW", "random"):
         dtype = RULES[rule][2]
         pairs = [make(comm, rule, sharded) for sharded in (True, False)]
         schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for _, optimizer, _ in pairs]
@@ -137,15 +138,40 @@ def equal(ctx):
                 step(ddp, optimizer, number, ctx.rank, dtype, parts=1 + number % 2)
                 schedule.step()
             same(pairs[0][0].parameters(), pairs[1][0].parameters())
+            for ddp, optimizer, _ in pairs:  # written by others: seen by autograd's counters, and not
+                for param in ddp.parameters() if number in (1, 2) else ():
+                    (param.detach() if number == 1 else param.data).mul_(0.75)
+                if number == 2:
+                    optimizer.refresh_masters()
         sharded, optimizer = pairs[0][2].sharded, pairs[0][1]
         same_states(sharded.state_dict(), pairs[1][1].state_dict())
         keys = ("exp_avg", "momentum_buffer", "master_param")
         held = sum(state[key].numel() for state in optimizer.state.values() for key in keys if key in state)
         buckets = len(sharded._laid)
+        if rule == "channels_last":
+            other_order(comm, ctx.rank, pairs)
         found[rule] = (held, buckets, pairs[0][2].sent, sum(p.numel() for p in pairs[0][0].parameters()))
         same([torch.cat([p.flatten() for p in pairs[0][0].parameters()])], [gathered(comm, pairs[0][0])])
     comm.close()
     return found
+
+
+def other_order(comm, rank, pairs):
+    """Go on with the state's elements in another order, as the parameters' are."""
+    again = []
+    for sharded, (ddp, optimizer, _) in zip((True, False), pairs, strict=True):
+        state = copy.deepcopy(optimizer.state_dict())
+        kept = RULES["channels_last"]
+        RULES["channels_last"] = (kept[0], lambda: Convolutions().to(memory_format=torch.contiguous_format), *kept[2:])
+        third, second, _ = make(comm, "channels_last", sharded)
+        RULES["channels_last"] = kept
+        third.module.load_state_dict(ddp.module.state_dict())
+        second.load_state_dict(state)
+        for number in (4, 5):
+            step(third, second, number, rank, torch.float32)
+        again.append(third)
+    assert all(param.is_contiguous() for param in again[0].parameters())
+    same(again[0].parameters(), again[1].parameters())
 
 
 def gathered(comm, ddp):
@@ -221,6 +247,27 @@ def test_scaler_skips_on_all_ranks(tmp_path):
     assert results[0] == results[1]
     scales, steps = results[0]
     assert steps == [4.0, 4.0] and scales[1] == 2.0**10 and scales[2] == 2.0**9 and scales[4] == 2.0**9
+
+
+@over_gloo
+def branches(ctx):
+    """Parameters that no rank has used get no gradient, and aren't stepped, weight decay included."""
+    comm = ctx.new_communicator(deterministic=True)
+    pairs = [make(comm, "branches", sharded, deferred=True, find_unused_parameters=True) for sharded in (True, False)]
+    first = [param.detach().clone() for param in pairs[0][0].module.branches[1].parameters()]
+    for number in range(5):
+        for ddp, optimizer, _ in pairs:
+            ddp.module.step = 0 if number < 2 else number
+            step(ddp, optimizer, number, ctx.rank, torch.float32)
+        if number < 2:
+            same(first, pairs[0][0].module.branches[1].parameters())
+        same(pairs[0][0].parameters(), pairs[1][0].parameters())
+    same_states(pairs[0][2].sharded.state_dict(), pairs[1][1].state_dict())
+    comm.close()
+
+
+def test_deferred_updates_leave_out_parameters_without_gradients(tmp_path):
+    run(branches, 2, tmp_path / "store")
 
 
 # ---- State.
