@@ -73,17 +73,23 @@ class _Batch:
 
     def stepped(self, found) -> None:
         """Count a step, unless ``found`` has left it out, and let autograd notice that the parameters have changed."""
-        if self.steps:
-            if found is not None:
-                torch._foreach_add_(self.steps, (found == 0).to(torch.float32).reshape(()))
-            elif self.steps[0].is_cpu:
-                one = torch.tensor(1.0, device="cpu")  # 4 times as fast as a number
-                torch._foreach_add_(self.steps, one, alpha=1.0)
-            else:
-                torch._foreach_add_(self.steps, 1)
+        _count(self.steps, found)
         increment_version(self.counted)
         if self.table.masters is not None:
             self.versions = [_version(param) for param in self.table.params]
+
+
+def _count(steps, found, one=None) -> None:
+    """Count a step of each parameter, unless ``found``, on a GPU, has left it out. ``one``: a tensor of 1.0."""
+    if not steps:
+        return
+    if found is not None:
+        torch._foreach_add_(steps, (found == 0).to(torch.float32).reshape(()))
+    elif steps[0].is_cpu:
+        one = torch.tensor(1.0, device="cpu") if one is None else one  # 4 times as fast as a number
+        torch._foreach_add_(steps, one, alpha=1.0)
+    else:
+        torch._foreach_add_(steps, 1)
 
 
 def _version(tensor) -> int | None:
@@ -103,6 +109,7 @@ class _Optimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf and leaves the rest to step
     _op = ""
+    _sharded = None  # the overlap.ShardedStep that steps it inside of a backward
 
     def __init__(self, params, defaults, *, seed):
         self._batches: dict[tuple[int, int], _Batch] = {}
@@ -117,6 +124,8 @@ class _Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._batches = {}
+        if self._sharded is not None:
+            self._sharded.forget()
         loaded = self.__dict__.pop("_loaded", None)
         for group in self.param_groups:
             for key, value in self.defaults.items():  # of torch's own optimizers, or of older versions
@@ -136,6 +145,8 @@ class _Optimizer(torch.optim.Optimizer):
                     f"parameter {index} of group {number} is {name}: it must be fp32, bf16, fp16 or fp64"
                 )
         self._batches.clear()
+        if self._sharded is not None:
+            self._sharded.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of torch's class of the same name.
@@ -158,6 +169,9 @@ class _Optimizer(torch.optim.Optimizer):
         writes by pointer, NumPy for one, don't move that, and the next step would undo what they wrote. Where a
         parameter is its master, rounded, the master stays as it is.
         """
+        if self._sharded is not None:
+            self._sharded.refresh_masters()
+            return
         for group in self.param_groups:
             for param in group["params"]:
                 master = self.state[param].get("master_param") if param in self.state else None
@@ -173,11 +187,17 @@ class _Optimizer(torch.optim.Optimizer):
             if not given or param not in self.state:
                 continue
             state = self.state[param]
+            sharded = isinstance(given.get("shard"), torch.Tensor)
+            if sharded:
+                state["shard"] = given["shard"].to("cpu", torch.int64, copy=True)
             for key, value in given.items():
                 if not isinstance(value, torch.Tensor) and key != "step":
                     continue
                 if key == "step":
                     state[key] = _scalar(param, value)
+                elif sharded:
+                    if key != "shard":
+                        state[key] = value.to(param.device, _wide(param), copy=True)
                 elif value.shape == param.shape and value.is_floating_point():
                     wanted = _blank(param)
                     if state[key].dtype != wanted.dtype or _local(state[key]).stride() != _local(wanted).stride():
@@ -192,12 +212,17 @@ class _Optimizer(torch.optim.Optimizer):
         ``found_nonfinite``: leave the step out where this isn't 0: a number, a tensor of one element or a `Statistics`.
         Then neither parameters nor state change, the number of the step included. (GradScaler sets the attributes
         ``grad_scale``, by which torch's optimizers divide, and ``found_inf`` instead.) On a GPU nobody waits.
+
+        Where a DDP hook steps this optimizer inside of the backward, this only ends the step, and takes none of these
+        arguments; see `overlap.ShardedStep.step`.
         """
+        if self._sharded is not None:
+            return self._sharded.step(closure, grad_scale=grad_scale, clip=clip, found_nonfinite=found_nonfinite)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found = self._found(found_nonfinite)
+        found = self._found(found_nonfinite, getattr(self, "found_inf", None))
         if found is True:
             return loss
         scalars = {**self._scales(grad_scale), "clip": 1.0 if clip is None else clip}
@@ -207,11 +232,7 @@ class _Optimizer(torch.optim.Optimizer):
             for device, members in _by_device(group["params"]).items():
                 batch = self._batch(number, group, device, members, position)
                 here = torch.device("cpu") if device < 0 else torch.device("cuda", device)
-                found_here = None if found is None else _on(found, here)
-                how = {key: _on(value, here) for key, value in {**scalars, "lr": group["lr"]}.items()}
-                if group["stochastic_rounding"] and any(param.dtype is torch.bfloat16 for param in batch.params):
-                    how["seed"] = group["seed"]
-                how.update(weight_decay=group["weight_decay"], maximize=group["maximize"], found_nonfinite=found_here)
+                how = self._how(group, here, batch.params, scalars, found)
                 plans.append((self._plan(batch.table, group, **how), batch, how))
             position += sum(param.numel() for param in group["params"]) if group["stochastic_rounding"] else 0
         for launch, batch, how in plans:
@@ -231,10 +252,20 @@ class _Optimizer(torch.optim.Optimizer):
         return True
 
     # ---- What a step is made of.
-    def _found(self, given):
+    def _how(self, group, here, params, scalars, found) -> dict[str, Any]:
+        """What a plan of a group's step on a device is told, but for what a subclass adds."""
+        how = {key: _on(value, here) for key, value in {**scalars, "lr": group["lr"]}.items()}
+        if group["stochastic_rounding"] and any(param.dtype is torch.bfloat16 for param in params):
+            how["seed"] = group["seed"]
+        found = None if found is None else _on(found, here)
+        how.update(weight_decay=group["weight_decay"], maximize=group["maximize"], found_nonfinite=found)
+        return how
+
+    @staticmethod
+    def _found(*given):
         """True: leave this step out; None: don't; a tensor on a GPU: the kernels will see."""
         found = None
-        for each in (given, getattr(self, "found_inf", None)):
+        for each in given:
             each = each.nonfinite if isinstance(each, Statistics) else each
             if each is None:
                 continue
@@ -300,13 +331,13 @@ class _Optimizer(torch.optim.Optimizer):
     def _state(self, param, group, columns) -> dict[str, torch.Tensor]:
         """Give a parameter's state, with what is missing; laid out anew where the parameter is now, once."""
         state = self.state[param]
+        if "shard" in state:
+            raise InvalidArgument(
+                "the optimizer's state is one rank's shard: load the full one (HookState's or ShardedStep's "
+                "state_dict(full=True)), or step inside of the hook"
+            )
         if self._counts_steps(group):
-            step = state.get("step")
-            if step is None:
-                # torch's SGD keeps no number: with a buffer there was a step.
-                state["step"] = _scalar(param, 0 if all(state.get(key) is None for key in columns) else 1)
-            elif not isinstance(step, torch.Tensor) or step.get_device() != param.get_device() or step.is_inference():
-                state["step"] = _scalar(param, step)
+            _number_steps(param, state, columns)
         for key in columns:
             if state.get(key) is None:
                 state[key] = _blank(param)
@@ -494,10 +525,23 @@ def _gradient(param, index, group) -> torch.Tensor:
     return _local(grad)
 
 
+def _wide(param) -> torch.dtype:
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
 def _blank(param) -> torch.Tensor:
     """Zeros for a parameter's state, in its shape and order."""
-    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    return torch.zeros_like(param, dtype=_wide(param), memory_format=torch.preserve_format)
+
+
+def _number_steps(param, state, columns) -> None:
+    """Give a parameter's state the number of its steps, on its device."""
+    step = state.get("step")
+    if step is None:
+        # torch's SGD keeps no number: with a buffer there was a step.
+        state["step"] = _scalar(param, 0 if all(state.get(key) is None for key in columns) else 1)
+    elif not isinstance(step, torch.Tensor) or step.get_device() != param.get_device() or step.is_inference():
+        state["step"] = _scalar(param, step)
 
 
 def _scalar(param, value) -> torch.Tensor:
