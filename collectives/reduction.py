@@ -202,10 +202,10 @@ class Reduction:
             if self.sharded is None:
                 sent.nbytes = self.wire.reduce(comm, bucket, factor, health=health)
             else:
-                share = self.sharded.shares(bucket, comm.size, comm.rank).share
+                share = self._owned(comm, bucket).part
                 sent.nbytes = self.wire.scatter(comm, bucket, factor, share, health=health)
                 if not self._waits_for_norm():
-                    sent.nbytes += self.sharded.update(comm, bucket)
+                    sent.nbytes += self.sharded.update(comm, bucket, align=self.wire.align or None)
         except CollectivesError as error:
             sent.error = error
         except BaseException as error:
@@ -214,12 +214,16 @@ class Reduction:
             sent.error = error
         if recorder is not None and sent.error is None:
             what = {"bucket": bucket.index, "bytes": sent.nbytes, "parameters": bucket.describe()}
-            name = f"{'all_reduce' if self.sharded is None else 'step'} {bucket.flat.nbytes} B"
+            name = "all_reduce" if self.sharded is None else "reduce_scatter, step, all_gather"
+            name = f"{name} {bucket.flat.nbytes} B"
             if event is None:
                 recorder.add(sent.lane.row, name, begun, time.perf_counter_ns(), **what)
             else:
                 end = sent.lane.stream.record_event(torch.cuda.Event(enable_timing=True))
                 recorder.add_cuda(sent.lane.row, name, event, end, **what)
+
+    def _owned(self, comm, bucket):
+        return self.sharded.shares(bucket, comm.size, comm.rank, self.wire.align or None)
 
     def _waits_for_norm(self) -> bool:
         """Whether the optimizer's step must wait for the last bucket."""
@@ -260,12 +264,14 @@ class Reduction:
         if self._counts():
             clip = self._look_at_all(comm)
         if self.sharded is not None and self._waits_for_norm():
+            align = self.wire.align or None
+            found = self.nonfinite if self.check_finite else None
             for sent in self._sent:
-                if self._scaler is None:
-                    self.bytes_on_wire += self.sharded.update(comm, sent.bucket, clip=clip or 1.0, found=self.nonfinite)
+                if self._scaler is not None:
+                    self.sharded.defer(comm, sent.bucket, self.norm, self.max_norm, self.nonfinite, align=align)
                 else:
-                    self.sharded.defer(comm, sent.bucket, self.norm, self.max_norm, self.nonfinite)
-                    _spoil(sent.bucket.flat, self.nonfinite)
+                    clip = 1.0 if clip is None else clip
+                    self.bytes_on_wire += self.sharded.update(comm, sent.bucket, clip=clip, found=found, align=align)
         elif clip is not None and not (isinstance(clip, float) and clip == 1.0):
             torch._foreach_mul_([sent.bucket.flat for sent in self._sent], clip)
         if self.local is not None:
@@ -349,7 +355,7 @@ class Reduction:
             flat = sent.bucket.flat
             share = -(-flat.numel() // comm.size)
             if self.sharded is not None:
-                share = self.sharded.shares(sent.bucket, comm.size, comm.rank).share
+                share = self._owned(comm, sent.bucket).part
                 if comm.rank == 0:
                     parts.append(flat[comm.size * share :])
             parts.append(flat[comm.rank * share : (comm.rank + 1) * share])
@@ -386,13 +392,3 @@ class Reduction:
     def _drop(self) -> None:
         self._sent = []
         self._owner = None
-
-
-def _spoil(flat, nonfinite) -> None:
-    """Let a GradScaler see on every rank that some rank's part isn't finite: ranks must skip a step alike."""
-    if isinstance(nonfinite, int):
-        if nonfinite:
-            flat[:1] = math.inf
-    else:
-        bad = torch.where(nonfinite > 0, math.inf, 0.0)
-        flat[:1].add_(bad.to(flat.dtype))

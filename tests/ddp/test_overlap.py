@@ -1,0 +1,183 @@
+"""HookState(optimizer=): the same training as with the same optimizer after the backward, in DDP."""
+
+import io
+import math
+
+import pytest
+import torch
+
+import collectives
+from collectives import HookState, errors, optim
+from tests.ddp.training import loss_of, make_model, over_gloo, run, wrap
+
+MAKE = {
+    "adamw": lambda params: optim.AdamW(params, lr=0.01),
+    "momentum": lambda params: optim.SGD(params, lr=0.05, momentum=0.9),
+}
+
+
+def scheduler_of(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+@over_gloo
+def inside(ctx, kind, options, *, steps=6, accumulate=1, calls_step=False, scaler=False, **how):
+    """Train with the optimizer in the hook; give parameters, full state, norms."""
+    model = make_model()
+    optimizer = MAKE[kind](model.parameters())
+    scheduler = scheduler_of(optimizer)
+    state = HookState(optimizer=optimizer, **options)
+    ddp = wrap(model, "torch", state, **how)
+    amp = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaler)
+    norms = []
+    for step in range(steps):
+        for part in range(accumulate - 1):
+            with ddp.no_sync():
+                amp.scale(loss_of(ddp, 100 + step * accumulate + part, ctx.rank)).backward()
+        loss = loss_of(ddp, step, ctx.rank)
+        if scaler and step == 3 and ctx.rank == 1:
+            loss = loss * math.inf
+        amp.scale(loss).backward()
+        if scaler:
+            amp.step(optimizer)
+            amp.update()
+        elif calls_step:
+            optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        norms.append(state.grad_norm)
+    held = sum(v.numel() for s in optimizer.state.values() for k, v in s.items() if k not in ("step", "shard"))
+    return [p.detach().clone() for p in model.parameters()], state.optimizer_state_dict(), norms, held, amp.get_scale()
+
+
+@over_gloo
+def outside(ctx, kind, options, *, steps=6, accumulate=1, calls_step=True, scaler=False, **how):
+    """Train with the optimizer after the backward, and torch's clipping."""
+    model = make_model()
+    optimizer = MAKE[kind](model.parameters())
+    scheduler = scheduler_of(optimizer)
+    kept = {key: value for key, value in options.items() if key not in ("max_norm", "check_finite")}
+    ddp = wrap(model, "torch", HookState(**kept), **how)
+    amp = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaler)
+    norms = []
+    for step in range(steps):
+        for part in range(accumulate - 1):
+            with ddp.no_sync():
+                amp.scale(loss_of(ddp, 100 + step * accumulate + part, ctx.rank)).backward()
+        loss = loss_of(ddp, step, ctx.rank)
+        if scaler and step == 3 and ctx.rank == 1:
+            loss = loss * math.inf
+        amp.scale(loss).backward()
+        if "max_norm" in options:
+            amp.unscale_(optimizer)
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), options["max_norm"]).item())
+        amp.step(optimizer)
+        amp.update()
+        scheduler.step()
+        optimizer.zero_grad()
+    held = sum(v.numel() for s in optimizer.state.values() for k, v in s.items() if k != "step")
+    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict(), norms, held, amp.get_scale()
+
+
+def go(ctx, path, where, kind, options, how):
+    return where(ctx, path, kind, options, **how)
+
+
+CASES = {
+    "adamw": ("adamw", {}, {}),
+    "momentum, 3 ranks": ("momentum", {}, {}),
+    "one bucket, views": ("adamw", {}, {"bucket_cap_mb": 25, "gradient_as_bucket_view": True}),
+    "step() is called": ("adamw", {"streams": 2}, {"calls_step": True}),
+    "accumulation": ("adamw", {}, {"accumulate": 3}),
+    "GradScaler": ("adamw", {}, {"scaler": True, "gradient_as_bucket_view": True}),
+    "bf16": ("momentum", {"wire": "bf16", "error_feedback": True}, {}),
+    "max_norm": ("adamw", {"max_norm": 0.5}, {}),
+    "max_norm, GradScaler, accumulation": ("momentum", {"max_norm": 0.5}, {"scaler": True, "accumulate": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_the_optimizer_after_the_backward(tmp_path, case):
+    ranks = 3 if "3 ranks" in case else 2
+    kind, options, how = CASES[case]
+    ours = run(go, ranks, tmp_path / "ours", inside, kind, options, how)
+    plain = run(go, ranks, tmp_path / "plain", outside, kind, options, how)
+    exact = "max_norm" not in options and "wire" not in options
+    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 2e-2, "atol": 2e-3} if "wire" in options else {}
+    for found in ours:
+        for a, b in zip(found[0], plain[0][0], strict=True):
+            torch.testing.assert_close(a, b, **tolerance)
+        assert all(torch.equal(a, b) for a, b in zip(found[0], ours[0][0], strict=True))
+        assert found[4] == plain[0][4]
+    full, theirs = ours[0][1], plain[0][1]
+    assert full["state"].keys() == theirs["state"].keys() and full["param_groups"] == theirs["param_groups"]
+    for number, state in theirs["state"].items():
+        for key, value in state.items():
+            if value is not None:
+                torch.testing.assert_close(full["state"][number][key], value, **tolerance)
+    if "max_norm" in options:
+        finite = [pair for pair in zip(ours[0][2], plain[0][2], strict=True) if math.isfinite(pair[1])]
+        scale = 256.0 if how.get("scaler") else 1.0
+        assert len(finite) >= 5
+        assert all(a in (pytest.approx(b, rel=1e-4), pytest.approx(b * scale, rel=1e-4)) or scale > 1 for a, b in finite)
+    else:
+        assert ours[0][3] <= plain[0][3] / ranks + 8 * 4 * ranks * 2 * 8  # 1/n, and less than 16 bytes a rank and bucket
+
+
+@over_gloo
+def stopped(ctx, stop):
+    """Six steps of AdamW in the hook with int8 and clipping; with `stop`, the second half in new objects."""
+
+    def make(state=None):
+        model = make_model()
+        optimizer = optim.AdamW(model.parameters(), lr=0.01)
+        if state is None:
+            state = HookState(optimizer=optimizer, wire="int8", error_feedback=True, max_norm=0.5)
+        else:
+            state.optimizer = optimizer
+        return model, optimizer, state
+
+    model, optimizer, state = make()
+    ddp = wrap(model, "torch", state)
+    for step in range(6):
+        if stop and step == 3:
+            file = io.BytesIO()
+            torch.save({"state": state, "model": model.state_dict()}, file)
+            del ddp, state, model, optimizer
+            saved = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+            model, optimizer, state = make(saved["state"])
+            model.load_state_dict(saved["model"])
+            ddp = wrap(model, "torch", state)
+        loss_of(ddp, step, ctx.rank).backward()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_training_goes_on_bit_for_bit(tmp_path):
+    whole, halves = (run(stopped, 2, tmp_path / str(stop), stop) for stop in (False, True))
+    for other in (*whole, *halves):
+        assert all(torch.equal(a, b) for a, b in zip(whole[0], other, strict=True))
+
+
+@over_gloo
+def wrong_uses(ctx):
+    model = make_model()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    state = HookState(optimizer=optimizer)
+    ddp = wrap(model, "torch", state)
+    with pytest.raises(errors.InvalidUsage, match="no synchronised backward"):
+        optimizer.step()
+    loss_of(ddp, 0, ctx.rank).backward()
+    optimizer.step()
+    with pytest.raises(errors.InvalidUsage, match="no synchronised backward"):
+        optimizer.step()
+    with pytest.raises(errors.InvalidUsage, match="steps no optimizer"):
+        HookState().optimizer_state_dict()
+    part = wrap(make_model(), "torch", HookState(optimizer=optim.SGD(list(make_model().parameters())[:2])))
+    with pytest.raises(errors.InvalidArgument, match="doesn't have"):
+        loss_of(part, 0, ctx.rank).backward()
+
+
+def test_wrong_uses(tmp_path):
+    run(wrong_uses, 2, tmp_path / "store")
+    assert collectives.optim is optim
