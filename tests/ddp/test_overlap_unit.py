@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ class Hook:
         self.deferred = deferred
         self.max_norm = max_norm
         self.sent = 0
+        self.tells = True  # what isn't finite
 
     def __call__(self, _, bucket):
         last, flat, params = bucket.is_last(), bucket.buffer(), bucket.parameters()
@@ -53,7 +55,7 @@ class Hook:
             return future
         self.comm.all_reduce(self.found)
         self.comm.all_reduce(self.squares)
-        self.sharded.defer(self.comm, bucket, self.squares.sqrt(), self.max_norm, self.found)
+        self.sharded.defer(self.comm, bucket, self.squares.sqrt(), self.max_norm, self.found if self.tells else None)
         return future
 
 
@@ -207,17 +209,12 @@ def scaled(ctx):
         other, plain, _ = make(comm, rule, False)
         scaler, own = (torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) for _ in range(2))
         for number in range(5):
-            with torch.no_grad():
-                if number == 2 and ctx.rank == ctx.size - 1:
-                    kept = ddp.module[0].bias[0].clone()
-                    for each in (ddp, other):
-                        each.module[0].bias[0] = torch.nan  # this rank alone computes nonsense
+            # One rank alone finds an infinity, and only in what it owns itself after the reduce-scatter.
+            spoilt = [spoil(each) for each in (ddp, other) if number == 2 and ctx.rank == ctx.size - 1]
             step(ddp, optimizer, number, ctx.rank, dtype, scaler=scaler)
             other_step(other, plain, own, number, ctx.rank, dtype, max_norm)
-            with torch.no_grad():
-                if number == 2 and ctx.rank == ctx.size - 1:
-                    for each in (ddp, other):
-                        each.module[0].bias[0] = kept
+            for each in spoilt:
+                each.remove()
             scaler.update()
             own.update()
             if max_norm is None:
@@ -229,8 +226,26 @@ def scaled(ctx):
         assert scaler.get_scale() == own.get_scale()
         steps.append(float(next(iter(optimizer.state.values()))["step"]))
         same([gathered(comm, ddp)], [torch.cat([p.detach().flatten() for p in ddp.parameters()])])
+    # The hook has not looked: what one rank's scaler finds leaves the step out on all.
+    hook.tells = False
+    before = [param.detach().clone() for param in ddp.parameters()]
+    if ctx.rank == ctx.size - 1:
+        spoil(ddp)
+    step(ddp, optimizer, 5, ctx.rank, dtype, scaler=scaler)
+    same(ddp.parameters(), before)
     comm.close()
     return scales, steps
+
+
+def spoil(ddp):
+    """Make an element infinite that the last rank owns: behind the middle of its bucket, and before the rest."""
+
+    def infinite(gradient):
+        gradient = gradient.clone()
+        gradient.view(-1)[400] = torch.inf
+        return gradient
+
+    return ddp.module[0].weight.register_hook(infinite)
 
 
 def other_step(ddp, optimizer, scaler, number, rank, dtype, max_norm):
@@ -365,6 +380,12 @@ def refusals(ctx):
     with pytest.raises(errors.InvalidUsage, match="still scaled"):
         optimizer.step()
     del optimizer.found_inf, optimizer.grad_scale
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loss_of(ddp, 1, ctx.rank).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step()  # doesn't say that the optimizer was not stepped
     optimizer.step()
     stray = nn.Parameter(torch.ones(3))
     optimizer.add_param_group({"params": [stray]})
