@@ -40,6 +40,7 @@ reduction
 overlap
 local_sgd
 state
+gradients
 buckets
 ddp
 sharded
