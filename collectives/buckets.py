@@ -105,7 +105,8 @@ class GradientBuckets:
         self._gate = _Gate()
         self._handles: list = []
         self._closed = False
-        self._bytes = 0
+        self._sent = 0  # bytes since the last round
+        self._bytes = 0  # in the last round
         self._end = weakref.finalize(self, _let_go, self._handles, self._lanes, self._comms)
         self._end.atexit = False
 
@@ -235,11 +236,12 @@ class GradientBuckets:
 
     def _agree(self, comm: Communicator, wish: bool) -> bool:
         """Raise `Mismatch` where the ranks' parameters or settings differ; tell whether all ranks wish to overlap."""
-        described = [
-            (tuple(param.shape), bucket.strides[at], str(param.dtype), param.device.type)
+        known = {
+            id(param): (name, f"shape {tuple(param.shape)}, {param.dtype}, on {param.device.type}, strides {strides}")
             for bucket in self._buckets
-            for at, param in enumerate(bucket.params)
-        ]
+            for param, strides, name in zip(bucket.params, bucket.strides, bucket.called(), strict=True)
+        }
+        names, described = zip(*(known[id(param)] for param in self._order), strict=True)
         elements = sum(param.numel() for param in self._order)
         digests = [_digest(each) for each in described]
         own = [len(self._order), elements, _digest((digests, self._settings)), int(wish)]
@@ -253,8 +255,7 @@ class GradientBuckets:
             if unlike is None:
                 told += f"\nThe parameters are alike, the settings are not; here: {self._settings}"
             else:
-                names = [name for bucket in self._buckets for name in bucket.called()]
-                told += f"\nThe first that differs is here {names[unlike]}: {described[unlike]}"
+                told += f"\nThe first that differs is {names[unlike]}, here of {described[unlike]}"
         raise Mismatch(
             f"the ranks' GradientBuckets differ in number, order, shapes, strides, dtypes or settings:\n{told}",
             op=_OP, rank=comm.rank, peers=[rank for rank, row in enumerate(rows) if row[:3] != own[:3]],
@@ -278,7 +279,6 @@ class GradientBuckets:
 
     def _reduce(self) -> None:
         buckets = self._buckets
-        self._bytes = 0
         problem = None
         if self._overlap:
             while self._next < len(buckets):
@@ -316,15 +316,16 @@ class GradientBuckets:
                 if any(part):
                     bucket.unpack(part)
                 bucket.settle()
+        self._bytes = self._sent
 
     def _send(self, bucket: GradientBucket) -> None:
         comm = self._lanes[bucket.device]
         if self._wire is not None:
             way = Bucket(bucket.flat, bucket.params, list(bucket.offsets), bucket.index)
-            self._bytes += self._wire.reduce(comm, way, Factor(over=comm.size if self._average else 0))
+            self._sent += self._wire.reduce(comm, way, Factor(over=comm.size if self._average else 0))
             return
         bucket.work = comm.all_reduce(bucket.flat, self._factor_op, async_op=bool(self._overlap))
-        self._bytes += 2 * (comm.size - 1) * bucket.flat.nbytes // comm.size
+        self._sent += 2 * (comm.size - 1) * bucket.flat.nbytes // comm.size
 
     def _start_next(self) -> None:
         """Send the next bucket, whatever its gradients are: the order must be the same on all ranks."""
@@ -349,7 +350,7 @@ class GradientBuckets:
                 self._start_next()
 
     def _rewind(self) -> None:
-        self._next = 0
+        self._next = self._sent = 0
         for bucket in self._buckets:
             bucket.forget()
             bucket.missing.update(range(len(bucket.params)))
