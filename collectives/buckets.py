@@ -22,6 +22,7 @@ import torch.distributed as dist
 from .communicator import Communicator
 from .errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
 from .gradients import GradientBucket, called, fill, kind_of, read_params
+from .names import names_of
 from .torch_groups import communicator_over, drop
 from .wire import Bucket, Factor
 
@@ -115,6 +116,7 @@ class GradientBuckets:
     @property
     def buckets(self) -> list[BucketInfo]:
         """The buckets, in the order in which they are sent."""
+        names_of(self._order)  # one search for all of them
         return [
             BucketInfo(tuple(b.called()), b.total, b.total * b.dtype.itemsize, b.dtype, b.device)
             for b in self._buckets
@@ -236,12 +238,11 @@ class GradientBuckets:
 
     def _agree(self, comm: Communicator, wish: bool) -> bool:
         """Raise `Mismatch` where the ranks' parameters or settings differ; tell whether all ranks wish to overlap."""
-        known = {
-            id(param): (name, f"shape {tuple(param.shape)}, {param.dtype}, on {param.device.type}, strides {strides}")
-            for bucket in self._buckets
-            for param, strides, name in zip(bucket.params, bucket.strides, bucket.called(), strict=True)
-        }
-        names, described = zip(*(known[id(param)] for param in self._order), strict=True)
+        strides = {id(param): each for b in self._buckets for param, each in zip(b.params, b.strides, strict=True)}
+        described = [
+            f"shape {tuple(param.shape)}, {param.dtype}, on {param.device.type}, strides {strides[id(param)]}"
+            for param in self._order
+        ]
         elements = sum(param.numel() for param in self._order)
         digests = [_digest(each) for each in described]
         own = [len(self._order), elements, _digest((digests, self._settings)), int(wish)]
@@ -255,7 +256,11 @@ class GradientBuckets:
             if unlike is None:
                 told += f"\nThe parameters are alike, the settings are not; here: {self._settings}"
             else:
-                told += f"\nThe first that differs is {names[unlike]}, here of {described[unlike]}"
+                names = {
+                    id(param): name for b in self._buckets for param, name in zip(b.params, b.called(), strict=True)
+                }
+                name = names[id(self._order[unlike])]
+                told += f"\nThe first that differs is {name}, here of {described[unlike]}"
         raise Mismatch(
             f"the ranks' GradientBuckets differ in number, order, shapes, strides, dtypes or settings:\n{told}",
             op=_OP, rank=comm.rank, peers=[rank for rank, row in enumerate(rows) if row[:3] != own[:3]],

@@ -42,7 +42,8 @@ def names_of(parameters) -> list[str | None]:
         # A walk over all objects takes some ten milliseconds; it is made for each new module once.
         known = {id(reference()) for reference in _told}
         for thing in gc.get_objects():
-            if isinstance(thing, torch.nn.parallel.DistributedDataParallel) and id(thing.module) not in known:
+            # Not isinstance: it asks a proxy for its class, which may warn, and an ABC is slow to answer.
+            if torch.nn.parallel.DistributedDataParallel in type(thing).__mro__ and id(thing.module) not in known:
                 tell(thing.module)
         for parameter in parameters:
             _names.setdefault(parameter, None)
