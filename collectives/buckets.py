@@ -96,6 +96,7 @@ class GradientBuckets:
         self._wire = _wire
         self._wish = False if _wire is not None else overlap
         self._buckets = fill(members, caps)
+        self._devices = list(dict.fromkeys(bucket.device for bucket in self._buckets))
         self._order = [param for _, param in members]
         self._settings = f"bucket caps {caps} bytes, average={average}, overlap={overlap}, wire {kind_of(_wire)}"
         self._comms: dict[torch.device, Communicator] = {}  # as given, or over the process group
@@ -206,8 +207,7 @@ class GradientBuckets:
 
     def _open(self) -> None:
         """Find the communicators; where they are new ones, compare the ranks' parameters and agree on overlap."""
-        devices = dict.fromkeys(bucket.device for bucket in self._buckets)
-        comms = {device: self._given or communicator_over(self._own_group(), device) for device in devices}
+        comms = {device: self._given or communicator_over(self._own_group(), device) for device in self._devices}
         for comm in comms.values():
             comm._alive("all_reduce")
         if self._overlap is not None and all(self._comms[device] is comm for device, comm in comms.items()):
@@ -294,7 +294,7 @@ class GradientBuckets:
                 bucket.look()
             except InvalidArgument as error:
                 problem = problem or error
-        have = [False] * len(self._order) if problem else [each for bucket in buckets for each in bucket.has()]
+        have = [False] * len(self._order) if problem else [each for bucket in buckets for each in bucket.has]
         # On CUDA two communicators at once might deadlock; on the host the flags needn't wait for the buckets.
         comms = self._lanes if buckets[0].device.type == "cuda" else self._comms
         failing, again, used = self._flags.exchange(comms[buckets[0].device], problem is not None, again, have)
@@ -311,12 +311,12 @@ class GradientBuckets:
         if self._overlap:
             for bucket in itertools.compress(buckets, again):
                 with self._telling(bucket):
-                    bucket.pack()
+                    bucket.pack(watch=False)
                     self._send(bucket)
         for bucket, part in zip(buckets, parts, strict=True):
             with self._telling(bucket):
                 if not self._overlap and any(part):
-                    bucket.pack()
+                    bucket.pack(watch=False)
                     self._send(bucket)
                 if any(part):
                     bucket.unpack(part)
@@ -338,7 +338,7 @@ class GradientBuckets:
         self._next += 1
         try:
             bucket.look()
-            bucket.pack()
+            bucket.pack(watch=True)
         except InvalidArgument:
             bucket.forget()  # so that all_reduce() looks again, and tells
             bucket.settle()

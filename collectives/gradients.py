@@ -34,8 +34,7 @@ class _GradientTable(Table):
         plain = self._read_plain(self.device)
         if plain is None or (plain[1], plain[2]) != self._kinds:
             return False
-        pointers, counts, _, needs = plain
-        self._held = Held(self.tensors, pointers, counts, needs)
+        pointers = plain[0]
         if pointers != self._pointers:
             if self.device.type != "cpu":
                 return False  # the rows are on the GPU
@@ -55,6 +54,9 @@ class _GradientTable(Table):
         """Hold no tensors any more, until `follow`: gradients that are set to None must be freed."""
         self.tensors = ()
         self._held = Held((), [], [], [])
+
+    def verify(self, op: str = _OP) -> None:
+        """Do nothing: each use follows a `look` of the bucket's, with nobody's code between."""
 
 
 class GradientBucket:
@@ -101,20 +103,16 @@ class GradientBucket:
 
     def changed(self) -> bool:
         """Tell whether the gradients aren't those, or not as they were, when they were packed."""
-        if self._versions is None or self._versions != _versions(param.grad for param in self.params):
-            return True
-        try:
-            self._table.verify()
-        except InvalidArgument:
-            return True
-        return any(map(operator.is_not, self._grads, [param.grad for param in self.params]))
+        grads = [param.grad for param in self.params]
+        return self._marks is None or any(map(operator.is_not, self._grads, grads)) or self._marks != _marks(grads)
 
     def look(self) -> None:
         """Take the gradients as they are now; raise `InvalidArgument` for one that can't be averaged."""
-        self._versions, self._staged = None, {}
+        self._marks, self._staged = None, {}
         grads = self._grads = [param.grad for param in self.params]
+        self.has = [grad is not None for grad in grads]
         table = self._table
-        if not self._simple or table is None or None in grads or not table.follow(grads):
+        if not self._simple or table is None or not all(self.has) or not table.follow(grads):
             pieces = [self._piece(at, grad) for at, grad in enumerate(grads)]
             if table is None or not table.follow(pieces):
                 self._table = None
@@ -125,10 +123,6 @@ class GradientBucket:
             raise InvalidArgument(
                 f"{error.message} -- in gradient bucket {self.index}, of {', '.join(self.called())}", op=_OP
             ) from error
-
-    def has(self) -> list[bool]:
-        """For each parameter, whether it had a gradient at the last look."""
-        return [grad is not None for grad in self._grads]
 
     def _piece(self, at: int, grad: torch.Tensor | None) -> torch.Tensor:
         """Give a gradient's memory, flat and real; that of a copy where it is laid out otherwise, of zeros for none."""
@@ -176,13 +170,14 @@ class GradientBucket:
             self.work.wait()
             self.work = None
 
-    def pack(self) -> None:
-        """Copy what `look` saw into the flat buffer."""
+    def pack(self, watch: bool) -> None:
+        """Copy what `look` saw into the flat buffer; `watch`: so that `changed` can tell what is done to it later."""
         self.settle()
         if self._stream is not None:  # on which the flat buffer was read last
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         pack(self._table, self.flat)
-        self._versions = _versions(self._grads)
+        if watch:
+            self._marks = _marks(self._grads)
 
     def unpack(self, used: list) -> None:
         """Copy the flat buffer back; a parameter that is `used` on some rank and has no gradient here gets one."""
@@ -203,7 +198,8 @@ class GradientBucket:
     def forget(self) -> None:
         """Hold no gradients any more."""
         self._grads: list = []
-        self._versions: list | None = None
+        self.has: list[bool] = []  # for each parameter, whether it had a gradient at the last look
+        self._marks: list | None = None
         self._staged: dict[int, torch.Tensor] = {}
         if self._table is not None:
             self._table.release()
@@ -325,9 +321,12 @@ def _memory(tensor) -> torch.Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
-def _versions(grads) -> list:
-    """What changes when a gradient is written to. An inference tensor doesn't tell, and is never the same."""
-    return [None if grad is None else object() if grad.is_inference() else grad._version for grad in grads]
+def _marks(grads) -> list:
+    """What changes when a gradient is written to or moved. An inference tensor doesn't tell, and is never the same."""
+    return [
+        None if grad is None else object() if grad.is_inference() else (grad._version, grad.data_ptr())
+        for grad in grads
+    ]  # fmt: skip
 
 
 def called(name, number, param) -> str:
