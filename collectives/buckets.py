@@ -336,12 +336,12 @@ class GradientBuckets:
         """Send the next bucket, whatever its gradients are: the order must be the same on all ranks."""
         bucket = self._buckets[self._next]
         self._next += 1
+        bucket.settle()  # of a round that was interrupted
         try:
             bucket.look()
             bucket.pack(watch=True)
         except InvalidArgument:
             bucket.forget()  # so that all_reduce() looks again, and tells
-            bucket.settle()
             bucket.flat.zero_()
         self._send(bucket)
 

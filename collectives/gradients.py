@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable
 
@@ -27,6 +28,9 @@ class _GradientTable(Table):
     def _fill(self, pointers, counts, types, op) -> None:
         super()._fill(pointers, counts, types, op)
         self._kinds = counts, types
+        self._lengths = self._ends - self._starts
+        self._sizes = self._lengths.tolist()
+        self._data = self.rows.numpy().view(abi.TENSOR)["data"] if self.device.type == "cpu" else None
 
     def follow(self, tensors: list) -> bool:
         """Take these tensors in place of those before. False: it can't, and isn't to be used any more."""
@@ -36,17 +40,17 @@ class _GradientTable(Table):
             return False
         pointers = plain[0]
         if pointers != self._pointers:
-            if self.device.type != "cpu":
-                return False  # the rows are on the GPU
-            starts = numpy.array(pointers, dtype=numpy.int64)
-            if (starts % self.itemsize).any():
+            if self._data is None or 0 in self._sizes:
+                return False  # the rows are on the GPU; there is no telling where nothing lies
+            # Lists, since a call of NumPy's takes longer than a pass over the gradients of a small model.
+            ends = list(map(operator.add, pointers, self._sizes))
+            if functools.reduce(operator.or_, pointers) % self.itemsize:
                 return False
-            lengths = self._ends - self._starts
-            self._pointers, self._starts, self._ends = pointers, starts, starts + lengths
-            self._low = int(starts.min(initial=1 << 62, where=lengths > 0))
-            self._high = int(self._ends.max(initial=0, where=lengths > 0))
-            self.rows.numpy().view(abi.TENSOR)["data"] = pointers
-            self._are_destinations = False
+            self._low, self._high = min(pointers), max(ends)
+            self._are_destinations = not any(map(operator.gt, sorted(ends)[:-1], sorted(pointers)[1:]))
+            self._pointers, self._starts = pointers, numpy.array(pointers, dtype=numpy.int64)
+            self._ends = self._starts + self._lengths
+            self._data[:] = self._starts
             self._apart_from = None
         return True
 
