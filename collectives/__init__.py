@@ -1,6 +1,7 @@
 """Collective communication for PyTorch: NCCL on GPUs and a shared-memory engine on host memory, behind one binding."""
 
 from . import errors
+from .buckets import GradientBuckets
 from .communicator import Communicator
 from .ddp import DistributedDataParallel, HookState, fused_allreduce
 from .engine import EngineInfo, engines
@@ -15,6 +16,7 @@ __all__ = [
     "Communicator",
     "DistributedDataParallel",
     "EngineInfo",
+    "GradientBuckets",
     "HookState",
     "Work",
     "engines",

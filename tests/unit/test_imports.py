@@ -43,6 +43,7 @@ reduction
 overlap
 local_sgd
 state
+gradients
 buckets
 ddp
 sharded
