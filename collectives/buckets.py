@@ -24,7 +24,8 @@ from .errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
 from .gradients import GradientBucket, called, fill, kind_of, read_params
 from .names import names_of
 from .torch_groups import communicator_over, drop
-from .wire import Bucket, Factor
+from .wire import Bucket, Factor, Plain
+from .wires import make_wire
 
 __all__ = ["BucketInfo", "GradientBuckets"]
 
@@ -50,9 +51,10 @@ class GradientBuckets:
     `bucket_cap_mb`, `first_bucket_mb`: sizes in MiB that a bucket, and the first one, don't pass, unless one parameter
     does. `comm`: a `Communicator`; or `process_group`: a torch process group over whose ranks one is opened at first
     use; with neither, the default group. `average`: False leaves the sum. `wire`: "fp32", each gradient in its own
-    dtype. `overlap`: send a bucket as soon as a backward has made all of its gradients; None: on CUDA, and on the host
-    where every rank has cores to spare beside those that torch computes with. It begins after the first `all_reduce()`
-    and takes a communicator of its own, split off then.
+    dtype, or a compressed one with `block`, `error_feedback` and `stochastic_rounding`, as `HookState` takes them.
+    `overlap`: send a bucket as soon as a backward has made all of its gradients; None: on CUDA, and on the host where
+    every rank has cores to spare beside those that torch computes with; not with a compressed wire. It begins after the
+    first `all_reduce()` and takes a communicator of its own, split off then.
 
     Gradients may have been made by any number of backwards, or assigned. Raises `InvalidArgument` for parameters and
     settings that won't do. Holds the parameters, as an optimizer does; use it as a context manager, or `close()` it.
@@ -60,7 +62,8 @@ class GradientBuckets:
 
     def __init__(
         self, params: Iterable, bucket_cap_mb: float = 25, *, comm: Communicator | None = None, process_group=None,
-        average: bool = True, wire: str = "fp32", overlap: bool | None = None, first_bucket_mb: float = 1, _wire=None,
+        average: bool = True, wire: str = "fp32", block: int = 256, error_feedback: bool = False,
+        stochastic_rounding: bool = False, overlap: bool | None = None, first_bucket_mb: float = 1,
     ):  # fmt: skip
         if comm is not None and not isinstance(comm, Communicator):
             raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {kind_of(comm)}", op=_OP)
@@ -76,9 +79,9 @@ class GradientBuckets:
                 f"{overlap!r:.40}",
                 op=_OP,
             )
-        if wire != "fp32":
-            raise InvalidArgument(f"wire must be 'fp32', not {wire!r:.60}", op=_OP)
-        if _wire is not None and overlap:
+        made = make_wire(wire, block=block, error_feedback=error_feedback, stochastic_rounding=stochastic_rounding)
+        compressed = None if isinstance(made, Plain) else made
+        if compressed is not None and overlap:
             raise InvalidArgument("a compressed wire reduces inside of all_reduce(): leave out overlap=True", op=_OP)
         caps = _cap(first_bucket_mb, "first_bucket_mb"), _cap(bucket_cap_mb, "bucket_cap_mb")
         members = read_params(params)
@@ -93,12 +96,12 @@ class GradientBuckets:
         self._group = process_group
         self._average = average
         self._factor_op = "avg" if average else "sum"
-        self._wire = _wire
-        self._wish = False if _wire is not None else overlap
+        self._wire = compressed
+        self._wish = False if compressed is not None else overlap
         self._buckets = fill(members, caps)
         self._devices = list(dict.fromkeys(bucket.device for bucket in self._buckets))
         self._order = [param for _, param in members]
-        self._settings = f"bucket caps {caps} bytes, average={average}, overlap={overlap}, wire {kind_of(_wire)}"
+        self._settings = f"bucket caps {caps} bytes, average={average}, overlap={overlap}, wire {wire}"
         self._comms: dict[torch.device, Communicator] = {}  # as given, or over the process group
         self._lanes: dict[torch.device, Communicator] = {}  # that buckets go through: with overlap, split off
         self._overlap: bool | None = None  # None: not agreed on yet
@@ -284,6 +287,8 @@ class GradientBuckets:
 
     def _reduce(self) -> None:
         buckets = self._buckets
+        if self._wire is not None:
+            self._wire.begin()
         problem = None
         if self._overlap:
             while self._next < len(buckets):

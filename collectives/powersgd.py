@@ -20,7 +20,7 @@ import torch
 from .errors import InvalidArgument
 from .kernels import Statistics, reduce_n
 from .names import names_of
-from .wire import Bucket, Factor, Residuals
+from .wire import Bucket, Factor, Residuals, Wire
 
 __all__ = ["PowerSGD"]
 
@@ -212,7 +212,7 @@ class _Step:
         gradient.fill_(torch.nan)
 
 
-class PowerSGD:
+class PowerSGD(Wire):
     """The wire "powersgd:RANK": matrices as two factors of `rank` columns, all other parameters as they are.
 
     A parameter is compressed where its factors have less than half of its elements: its first dimension by all others,
@@ -223,9 +223,6 @@ class PowerSGD:
     Where any rank's matrix isn't finite all ranks get NaN for it; Q stays as it was before the step, and so does the
     residual, to within a rounding on the host, but for the elements of its own gradient that aren't finite (0 there).
     """
-
-    exact = False
-    align = 0
 
     def __init__(self, rank: int, *, error_feedback: bool = True, seed: int = 0):
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -238,13 +235,6 @@ class PowerSGD:
         self._starts: dict[int, tuple] = {}  # id of a parameter -> (parameter, its part of a plan's `start`)
         self._loaded: dict[str, torch.Tensor] = {}
         self._random: dict[tuple, torch.Tensor] = {}  # first Qs
-
-    def begin(self) -> None:
-        """Begin a backward."""
-
-    def scatter(self, comm, bucket: Bucket, factor: Factor, share: int, *, health=None) -> int:
-        """Reduce the whole bucket, on all ranks, as `reduce` does."""
-        return self.reduce(comm, bucket, factor, health=health)
 
     @torch.no_grad()
     def reduce(self, comm, bucket: Bucket, factor: Factor, *, health: torch.Tensor | None = None) -> int:

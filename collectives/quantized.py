@@ -17,7 +17,7 @@ from .errors import InvalidUsage
 from .kernels import dequantize, reduce_wires
 from .kernels.quantization import plan_dequantize, plan_quantize, plan_requantize
 from .layout import WIRE_FORMATS, wire_layout
-from .wire import Bucket, Factor, Plain, Residuals, Wire, add_found, statistics_for, transport
+from .wire import Bucket, Plain, Residuals, Wire, add_found, statistics_for, transport
 
 __all__ = ["Quantized"]
 

@@ -18,7 +18,7 @@ import torch
 from .communicator import Communicator
 from .errors import CollectivesError, InvalidUsage
 from .lanes import Lane, lanes_of, overlaps
-from .names import names_of
+from .names import finds_unused, names_of
 from .timeline import recording
 from .wire import Bucket, Factor, Plain, Wire
 
@@ -84,6 +84,7 @@ class Reduction:
         self._health: dict[Lane, torch.Tensor] = {}
         self._scaler = None
         self._replays = False
+        self._finds_unused = None
         # Parameters of each bucket of the last backward; their names, of one that was saved, and how often it was used.
         self.layout: list[list] = []
         self.saved_layout: list[list[str]] | None = None
@@ -164,6 +165,8 @@ class Reduction:
         self.wire.begin()
         if self.sharded is not None:
             self.sharded.begin()
+            if self._finds_unused is None:
+                self._finds_unused = finds_unused(owner)
 
     def _counts(self) -> bool:
         """Whether norm and health are wanted."""
@@ -205,7 +208,7 @@ class Reduction:
                 share = self._owned(comm, bucket).part
                 sent.nbytes = self.wire.scatter(comm, bucket, factor, share, health=health)
                 if not self._waits_for_norm():
-                    sent.nbytes += self.sharded.update(comm, bucket, align=self.wire.align or None)
+                    sent.nbytes += self._update(comm, bucket)
         except CollectivesError as error:
             sent.error = error
         except BaseException as error:
@@ -224,6 +227,16 @@ class Reduction:
 
     def _owned(self, comm, bucket):
         return self.sharded.shares(bucket, comm.size, comm.rank, self.wire.align or None)
+
+    def _update(self, comm, bucket, **how) -> int:
+        """Step the optimizer for a bucket, without the parameters that no rank has used."""
+        unused = ()
+        if self._finds_unused:
+            used = torch.tensor([param.grad is not None for param in bucket.params], dtype=torch.uint8)
+            used = used.to(comm.device)
+            comm.all_reduce(used, "max", algorithm="native")
+            unused = {at for at, each in enumerate(used.tolist()) if not each}
+        return self.sharded.update(comm, bucket, align=self.wire.align or None, unused=unused, **how)
 
     def _waits_for_norm(self) -> bool:
         """Whether the optimizer's step must wait for the last bucket."""
@@ -264,14 +277,14 @@ class Reduction:
         if self._counts():
             clip = self._look_at_all(comm)
         if self.sharded is not None and self._waits_for_norm():
-            align = self.wire.align or None
             found = self.nonfinite if self.check_finite else None
             for sent in self._sent:
                 if self._scaler is not None:
+                    align = self.wire.align or None
                     self.sharded.defer(comm, sent.bucket, self.norm, self.max_norm, self.nonfinite, align=align)
                 else:
                     clip = 1.0 if clip is None else clip
-                    self.bytes_on_wire += self.sharded.update(comm, sent.bucket, clip=clip, found=found, align=align)
+                    self.bytes_on_wire += self._update(comm, sent.bucket, clip=clip, found=found)
         elif clip is not None and not (isinstance(clip, float) and clip == 1.0):
             torch._foreach_mul_([sent.bucket.flat for sent in self._sent], clip)
         if self.local is not None:

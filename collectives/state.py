@@ -6,7 +6,6 @@ import gc
 import math
 import numbers
 import os
-import secrets
 import weakref
 
 import torch
@@ -21,10 +20,9 @@ from .memory import ReturningBuffers
 from .names import names_of
 from .optim import _Optimizer
 from .overlap import ShardedStep
-from .powersgd import PowerSGD
-from .quantized import Quantized
 from .reduction import Reduction
 from .wire import Plain, Wire, parse_wire
+from .wires import make_wire
 
 __all__ = ["HookState"]
 
@@ -115,16 +113,9 @@ class HookState:
 
     def _make_wire(self) -> Wire:
         options = self._options
-        name, rank = parse_wire(options["wire"])
-        if name == "fp32":
-            algorithm = None if options["algorithm"] == "native" else options["algorithm"]
-            wire = Plain(algorithm, deterministic=options["deterministic"])
-        elif name == "powersgd":
-            wire = PowerSGD(rank, error_feedback=options["error_feedback"])
-        else:
-            # All ranks' own seeds, so that their roundings are independent.
-            seed = secrets.randbits(62) if options["stochastic_rounding"] else None
-            wire = Quantized(name, options["block"], error_feedback=options["error_feedback"], seed=seed)
+        algorithm = None if options["algorithm"] == "native" else options["algorithm"]
+        names = ("block", "error_feedback", "stochastic_rounding", "deterministic")
+        wire = make_wire(options["wire"], algorithm=algorithm, **{name: options[name] for name in names})
         return Hierarchical(wire) if options["hierarchical"] is True else wire
 
     # ---- What is known after a step.
@@ -349,8 +340,6 @@ def _check(options: dict, optimizer) -> None:
          f"the bits of {wire} depend on where buckets begin and end: deterministic takes fp32, bf16 and fp16"),
         (options["deterministic"] and options["stochastic_rounding"],
          "random bits are drawn by the place in a bucket: deterministic can't be had with stochastic_rounding"),
-        (wire == "powersgd" and options["stochastic_rounding"],
-         "PowerSGD rounds nothing that could be rounded at random"),
         (local is not None and optimizer is not None,
          "with local_steps the ranks' parameters differ, and a sharded optimizer needs them equal"),
         (local is not None and (options["max_norm"] is not None or options["check_finite"]),

@@ -182,13 +182,15 @@ class ShardedStep:
 
     @torch.no_grad()
     def update(
-        self, comm, bucket, *, grad_scale=1.0, clip=1.0, divide=False, found=None, from_grads=False, align=None
-    ) -> int:
+        self, comm, bucket, *, grad_scale=1.0, clip=1.0, divide=False, found=None, from_grads=False, align=None,
+        unused=(),
+    ) -> int:  # fmt: skip
         """Step what this rank owns of a bucket, and gather the parameters; give the bytes that this rank has sent.
 
         The averaged gradients lie at ``shares(...).own`` and ``.rest`` of ``bucket.flat``; `from_grads`: in
         ``param.grad``, and parameters without one aren't stepped. `grad_scale` and `clip`: their factors, numbers or
-        tensors of one element; `divide`: by `grad_scale`. `found`: where it isn't 0 (a number, `Statistics` or tensor
+        tensors of one element; `divide`: by `grad_scale`. `unused`: places in the bucket of parameters that no rank has
+        a gradient of; they aren't stepped. `found`: where it isn't 0 (a number, `Statistics` or tensor
         of one element) nothing changes. All arguments, tensors included, must say the same on all ranks.
 
         On the host it is done when this returns; on a GPU it is queued on torch's current stream. The first calls for a
@@ -204,7 +206,7 @@ class ShardedStep:
             plans = []  # all is checked before anything is written
             for share in laid.shares:
                 group = optimizer.param_groups[share.number]
-                batch = self._batch(laid, share, group, bucket, from_grads)
+                batch = self._batch(laid, share, group, bucket, from_grads, unused)
                 how = optimizer._how(group, laid.device, batch.params, scalars, found)
                 plans.append((batch, batch.plan(optimizer, group, how), how))
             for batch, launch, how in plans:
@@ -259,11 +261,13 @@ class ShardedStep:
             )
         return [where[id(param)] for param in bucket.params]
 
-    def _batch(self, laid, share, group, bucket, from_grads) -> Batch:
+    def _batch(self, laid, share, group, bucket, from_grads, unused) -> Batch:
         optimizer = self.optimizer
         members = share.members
         if from_grads:
             members = [at for at in members if laid.params[at].grad is not None]
+        if unused:
+            members = [at for at in members if at not in unused]
         params = [laid.params[at] for at in members]
         columns = optimizer._columns(group)
         counts = ["step"] if optimizer._counts_steps(group) else []

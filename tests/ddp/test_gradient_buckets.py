@@ -294,33 +294,19 @@ def refusals(ctx):
     return told
 
 
-class PlainWire:
-    """A wire with the interface of the compressed ones that compresses nothing."""
-
-    def __init__(self):
-        self.seen = []
-
-    def reduce(self, comm, bucket, factor, *, health=None):
-        assert health is None and factor.over == comm.size and bucket.offsets[0] == 0
-        self.seen.append((bucket.index, bucket.names()))
-        comm.all_reduce(bucket.flat)
-        bucket.flat.div_(factor.over)
-        return 100
-
-
 @over_gloo
 def over_torchs_group(ctx):
     """The default group's communicator; a wire; life and end."""
     model = make_model()
-    wire = PlainWire()
-    buckets = collectives.GradientBuckets(model.parameters(), _wire=wire, **SMALL)
+    buckets = collectives.GradientBuckets(model.named_parameters(), wire="bf16", error_feedback=True, **SMALL)
     backward(model, 0, ctx.rank)
     own = [p.grad.clone() for p in model.parameters()]
     buckets.all_reduce()
     comm = next(iter(buckets._comms.values()))
-    assert_bits(model.parameters(), [average(comm, grad) for grad in own])
-    count = len(buckets.buckets)
-    assert buckets.bytes_on_wire == 100 * count and [index for index, _ in wire.seen] == list(range(count))
+    for param, grad in zip(model.parameters(), own, strict=True):
+        torch.testing.assert_close(param.grad, average(comm, grad), rtol=0.01, atol=0.001)
+    elements = sum(b.elements for b in buckets.buckets)
+    assert 2 * elements <= buckets.bytes_on_wire < 2.2 * elements
     buckets.close()
 
     buckets = collectives.GradientBuckets(model.parameters(), overlap=True, average=False, **SMALL)

@@ -153,7 +153,8 @@ def test_compressed_training_is_close_and_equal_on_all_ranks(tmp_path, options):
     for a, b in zip(ours[0][0], exact[0][0], strict=True):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
     ratio = ours[0][1] / exact[0][1]
-    assert 0.5 <= ratio < 0.53 or options["wire"] == "int8" and 0.25 <= ratio < 0.4  # buckets of a few blocks have padding
+    # Buckets of a few blocks have much padding.
+    assert 0.5 <= ratio < 0.53 or (options["wire"] == "int8" and 0.25 <= ratio < 0.4)
     assert ours[0][2]["bytes_on_wire"] == pytest.approx(4 * ours[0][1], rel=0.1)  # the first step has other buckets
     assert ours[0][2]["ratio"] == pytest.approx(ratio, rel=0.1)
     assert options["wire"] in ours[0][3]

@@ -37,6 +37,7 @@ wire
 quantized
 hierarchical
 powersgd
+wires
 optim
 lanes
 reduction
