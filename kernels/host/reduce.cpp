@@ -29,9 +29,10 @@ struct Job {
 
 // A row is at most COLL_LANES elements: 4 KiB of fp32, which stay in the first-level cache beside the sources' lines. Rows of
 // 16 KiB don't, and take 1.5 times as long. Where a share is taken rows are shorter: while a row's squares are added up nothing is
-// asked of the memory, unless the processor looks past them to the next row. (Two sources of fp32 from the last-level cache, AVX-512:
-// rows of 1024 take 1.13 times as long as without, of 256 1.01 times.)
-constexpr int kShareRow = 256;
+// asked of the memory, unless the processor looks past them to the next row; and shorter ones have more calls. (Two sources from the
+// last-level cache, AVX-512, averaged in place: fp32 in rows of 1024 takes 1.2 times as long as without a share, of 512 0.95 times, since
+// the division's pass gets quicker; bf16 in rows of 256 1.11 times, of 512 1.01 times.)
+constexpr int kShareRow = 512;
 template <class A>
 using gather_fn = void (*)(A* values, const Job& job, int64_t at, int len);
 template <class A>
@@ -187,16 +188,27 @@ uint32_t add_squares(A* lanes, const A* values, int len, A limit) {
   return bad;
 }
 
-// The squares of a row, in as many lanes as there are on every instruction set, so that the sum is the same on all: four of the
-// widest registers. The lanes of a tile's statistics don't fit there: with those a collective took 1.3 times as long.
+// Bytes of a vector register, and of the lanes in which a row's squares are added up: these are as many on every instruction set, so that
+// the sum is the same on all, and few enough to stay in registers. (The lanes of a tile's statistics don't: with those a collective
+// took 1.3 times as long.)
+#if defined(__AVX512F__)
+constexpr int kWide = 64;
+#elif defined(__AVX2__)
+constexpr int kWide = 32;
+#else
+constexpr int kWide = 16;
+#endif
+constexpr int kShareLanes = 256;
+
 template <class A>
 __attribute__((noinline)) A sum_of_squares(const A* values, int len) {
-  constexpr int kWide = 64, kEach = kWide / (int)sizeof(A), kLanes = 4 * kEach;
+  constexpr int kLanes = kShareLanes / (int)sizeof(A), kParts = kShareLanes / kWide;
   typedef A wide __attribute__((vector_size(kWide), aligned(alignof(A)), may_alias));
-  wide a{}, b{}, c{}, d{};
-  auto add = [&](const A* from) {
+  wide sums[kParts] = {};
+  auto add = [&sums](const A* from) {
     const wide* v = reinterpret_cast<const wide*>(from);
-    a += v[0] * v[0], b += v[1] * v[1], c += v[2] * v[2], d += v[3] * v[3];
+#pragma GCC unroll 16
+    for (int k = 0; k < kParts; ++k) sums[k] += v[k] * v[k];
   };
   int i = 0;
   for (; i + kLanes <= len; i += kLanes) add(values + i);
@@ -205,10 +217,20 @@ __attribute__((noinline)) A sum_of_squares(const A* values, int len) {
     memcpy(rest, values + i, (size_t)(len - i) * sizeof(A));
     add(rest);
   }
-  A lanes[kEach];
-  a = (a + c) + (b + d);
-  memcpy(lanes, &a, sizeof lanes);
-  return coll_fold_lanes(lanes, kEach);
+  // In halves, as coll_fold_lanes does: by whole registers first.
+#pragma GCC unroll 4
+  for (int half = kParts / 2; half >= 1; half /= 2) {
+#pragma GCC unroll 8
+    for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
+  }
+  A lanes[kWide / sizeof(A)];
+  memcpy(lanes, sums, sizeof lanes);
+#pragma GCC unroll 4
+  for (int half = kWide / (int)sizeof(A) / 2; half >= 1; half /= 2) {
+#pragma GCC unroll 8
+    for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+  }
+  return lanes[0];
 }
 
 // Where the sum is less than the least bad square, no value is bad: they are looked at where it isn't.

@@ -94,7 +94,7 @@ typedef struct {
 // ncclAllReduce and ncclReduceScatter of a floating type which, in the same pass, add to *share this rank's share of the result: of a
 // reduce-scatter the elements that it receives; of an all-reduce a part of the elements, such that the shares of all ranks together
 // have each element once. The squares are those of the values before their last rounding (an average's after the division), added up
-// in float32 (float64 for float64) in rows of at most 256 elements, and these in float64: in an order that depends on the call and on where
+// in float32 (float64 for float64) in rows of at most 512 elements, and these in float64: in an order that depends on the call and on where
 // its arrays lie, not on time. The result has the bits that it has without.
 // *share is this process's own and is written once, when the operation has succeeded: it must stay valid until then, not be read before, nor
 // be given at the same time to operations of another communicator. An operation that fails leaves it as it was. Ranks that

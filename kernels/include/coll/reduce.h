@@ -26,7 +26,7 @@ struct coll_share {
 // accumulator's type by which the sources of a sum are multiplied first (NCCL's pre-mul-sum): as bits of a float, a double or
 // a 64-bit integer in each uint64_t. The result is also written to `copies`, each of which may be one of the sources.
 // `past_caches`: with stores that leave the caches alone, where there are such. To `share`, where not NULL, the result's statistics
-// are added, in rows of 256 elements from the first one on; of floating types only.
+// are added, in rows of 512 elements from the first one on; of floating types only.
 struct coll_reduction {
   int op;            // ncclSum, ncclProd, ncclMax, ncclMin
   int average_over;
