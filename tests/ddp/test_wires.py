@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import collectives
@@ -363,3 +364,41 @@ def test_streams_of_the_environment():
         assert HookState().streams == 3 and HookState(streams=1).streams == 1
     with mock.patch.dict(os.environ, {"COLLECTIVES_STREAMS": "no"}), pytest.raises(errors.InvalidArgument, match="=no"):
         HookState()
+
+
+# ---- The other wires and ways, in the same hook.
+
+
+@over_gloo
+def with_local_steps(ctx):
+    """Two averaged steps, then each rank on its own, with averages of the models at every second step."""
+    state = HookState(local_steps=(2, 2))
+    model = make_model()
+    ddp = wrap(model, "torch", state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    equal = []
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(ddp, step, ctx.rank).backward()
+        optimizer.step()
+        mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+        largest = mine.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        equal.append(torch.equal(mine, largest) or None)
+    ends = torch.tensor([each is True for each in equal], dtype=torch.int64)
+    dist.all_reduce(ends, op=dist.ReduceOp.MIN)
+    return ends.tolist()
+
+
+def test_local_steps(tmp_path):
+    assert run(with_local_steps, 2, tmp_path / "store") == [[1, 1, 0, 1, 0, 1, 0, 1]] * 2
+
+
+def test_powersgd_of_full_rank_is_exact(tmp_path):
+    ours = run(called, 2, tmp_path / "ours", {"wire": "powersgd:40", "error_feedback": True}, {})
+    thin = run(called, 2, tmp_path / "thin", {"wire": "powersgd:1", "error_feedback": True, "max_norm": 10.0}, {})
+    exact = run(called, 2, tmp_path / "exact", {}, {})
+    assert same_bits([found[0] for found in ours]) and same_bits([found[0] for found in thin])
+    for a, b in zip(ours[0][0], exact[0][0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    assert thin[0][1] < 0.25 * exact[0][1]

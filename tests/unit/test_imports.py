@@ -195,7 +195,10 @@ def test_the_path_of_one_call():
     assert "ddp.fused_allreduce -> Communicator.all_reduce -> _nccl -> ncclAllReduce -> libnccl | host engine" in readme
     hook = (PACKAGE / "ddp.py").read_text()
     assert "def fused_allreduce(" in hook
-    assert "all_reduce" in calls_in(PACKAGE / "ddp.py")
+    # The hook's own hops: the bucket, its lane, its wire.
+    assert {"reduction", "start"} <= calls_in(PACKAGE / "ddp.py")
+    assert {"wire", "reduce"} <= calls_in(PACKAGE / "reduction.py")
+    assert "all_reduce" in calls_in(PACKAGE / "wire.py")
     communicator = ast.parse((PACKAGE / "communicator.py").read_text())
     (cls,) = (n for n in communicator.body if isinstance(n, ast.ClassDef) and n.name == "Communicator")
     (method,) = (n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == "all_reduce")
