@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .communicator import Communicator
 from .errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
-from .gradients import GradientBucket, called, fill, kind_of, read_params
+from .gradients import GradientBucket, called, check_apart, fill, kind_of, read_params
 from .names import names_of
 from .torch_groups import communicator_over, drop
 from .wire import Bucket, Factor, Plain
@@ -49,12 +49,21 @@ class GradientBuckets:
     `params`: parameters, (name, parameter) pairs as ``model.named_parameters()`` gives them, or an optimizer's
     ``param_groups``; those that need no gradient are left out; the same on all ranks, in the same order.
     `bucket_cap_mb`, `first_bucket_mb`: sizes in MiB that a bucket, and the first one, don't pass, unless one parameter
+<<<<<<< HEAD
     does. `comm`: a `Communicator`; or `process_group`: a torch process group over whose ranks one is opened at first
     use; with neither, the default group. `average`: False leaves the sum. `wire`: "fp32", each gradient in its own
     dtype, or a compressed one with `block`, `error_feedback` and `stochastic_rounding`, as `HookState` takes them.
     `overlap`: send a bucket as soon as a backward has made all of its gradients; None: on CUDA, and on the host where
     every rank has cores to spare beside those that torch computes with; not with a compressed wire. It begins after the
     first `all_reduce()` and takes a communicator of its own, split off then.
+=======
+    does; on the host one of 1 MiB and more is alone, and without overlap its gradient isn't packed. `comm`: a
+    `Communicator`; or `process_group`: a torch process group over whose ranks one is opened at first use; with neither,
+    the default group. `average`: False leaves the sum. `wire`: "fp32", each gradient in its own dtype. `overlap`: send
+    a bucket as soon as a backward has made all of its gradients; None: on CUDA, and on the host where every rank has
+    cores to spare beside those that torch computes with. It begins after the first `all_reduce()` and takes a
+    communicator of its own, split off then.
+>>>>>>> buckets
 
     Gradients may have been made by any number of backwards, or assigned. Raises `InvalidArgument` for parameters and
     settings that won't do. Holds the parameters, as an optimizer does; use it as a context manager, or `close()` it.
@@ -270,13 +279,22 @@ class GradientBuckets:
         )  # fmt: skip
 
     def _make_flats(self, shared: bool) -> None:
-        """Give each bucket its transport buffer: `shared`, one for all of a device, since they go one by one."""
+        """Give each bucket its transport buffer.
+
+        `shared`: one for all of a device, since they go one by one; a single gradient on the host needs none, as nobody
+        writes to it meanwhile.
+        """
+        in_place = [
+            shared and self._wire is None and len(bucket.params) == 1 and bucket.device.type == "cpu"
+            for bucket in self._buckets
+        ]
+        packed = [bucket for bucket, without in zip(self._buckets, in_place, strict=True) if not without]
         largest: dict[torch.device, int] = {}
-        for bucket in self._buckets:
+        for bucket in packed if shared else ():
             nbytes = bucket.total * bucket.dtype.itemsize
             largest[bucket.device] = max(largest.get(bucket.device, 0), nbytes)
         memory = {device: self._comms[device].empty(nbytes, torch.uint8) for device, nbytes in largest.items()}
-        for bucket in self._buckets:
+        for bucket in packed:
             if shared:
                 nbytes = bucket.total * bucket.dtype.itemsize
                 bucket.flat = memory[bucket.device][:nbytes].view(bucket.dtype)
@@ -299,6 +317,11 @@ class GradientBuckets:
                 bucket.look()
             except InvalidArgument as error:
                 problem = problem or error
+        if problem is None:
+            try:
+                check_apart(buckets)
+            except InvalidArgument as error:
+                problem = error
         have = [False] * len(self._order) if problem else [each for bucket in buckets for each in bucket.has]
         # On CUDA two communicators at once might deadlock; on the host the flags needn't wait for the buckets.
         comms = self._lanes if buckets[0].device.type == "cuda" else self._comms
@@ -331,11 +354,11 @@ class GradientBuckets:
     def _send(self, bucket: GradientBucket) -> None:
         comm = self._lanes[bucket.device]
         if self._wire is not None:
-            way = Bucket(bucket.flat, bucket.params, list(bucket.offsets), bucket.index)
+            way = Bucket(bucket.sending, bucket.params, list(bucket.offsets), bucket.index)
             self._sent += self._wire.reduce(comm, way, Factor(over=comm.size if self._average else 0))
             return
-        bucket.work = comm.all_reduce(bucket.flat, self._factor_op, async_op=bool(self._overlap))
-        self._sent += 2 * (comm.size - 1) * bucket.flat.nbytes // comm.size
+        bucket.work = comm.all_reduce(bucket.sending, self._factor_op, async_op=bool(self._overlap))
+        self._sent += 2 * (comm.size - 1) * bucket.sending.nbytes // comm.size
 
     def _start_next(self) -> None:
         """Send the next bucket, whatever its gradients are: the order must be the same on all ranks."""
@@ -347,7 +370,7 @@ class GradientBuckets:
             bucket.pack(watch=True)
         except InvalidArgument:
             bucket.forget()  # so that all_reduce() looks again, and tells
-            bucket.flat.zero_()
+            bucket.sending = bucket.flat.zero_()
         self._send(bucket)
 
     def _advance(self) -> None:

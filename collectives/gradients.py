@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterable
 
 import numpy
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import InvalidArgument
@@ -16,9 +18,12 @@ from .kernels.table import Held
 from .layout import bucket_layout
 from .names import names_of
 
-__all__ = ["GradientBucket", "called", "fill", "kind_of", "read_params"]
+__all__ = ["GradientBucket", "called", "check_apart", "fill", "kind_of", "read_params"]
 
 _OP = "GradientBuckets"
+# Bytes. From here on the copies to a flat buffer and back take longer than a call of its own with the engine's staging:
+# for 12 gradients of 4 MiB on 2 ranks 58 ms against 33 ms.
+_ALONE = 1 << 20
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -47,12 +52,16 @@ class _GradientTable(Table):
             if functools.reduce(operator.or_, pointers) % self.itemsize:
                 return False
             self._low, self._high = min(pointers), max(ends)
-            self._are_destinations = not any(map(operator.gt, sorted(ends)[:-1], sorted(pointers)[1:]))
             self._pointers, self._starts = pointers, numpy.array(pointers, dtype=numpy.int64)
             self._ends = self._starts + self._lengths
             self._data[:] = self._starts
             self._apart_from = None
         return True
+
+    def spans(self) -> tuple[list[int], list[int]]:
+        """Give where each tensor begins and ends. The caller sees to it that they lie apart."""
+        self._are_destinations = True
+        return self._pointers, list(map(operator.add, self._pointers, self._sizes))
 
     def release(self) -> None:
         """Hold no tensors any more, until `follow`: gradients that are set to None must be freed."""
@@ -121,12 +130,6 @@ class GradientBucket:
             if table is None or not table.follow(pieces):
                 self._table = None
                 self._table = _GradientTable(pieces, self.dtype)
-        try:
-            self._table.check_destinations(_OP)
-        except InvalidArgument as error:
-            raise InvalidArgument(
-                f"{error.message} -- in gradient bucket {self.index}, of {', '.join(self.called())}", op=_OP
-            ) from error
 
     def _piece(self, at: int, grad: torch.Tensor | None) -> torch.Tensor:
         """Give a gradient's memory, flat and real; that of a copy where it is laid out otherwise, of zeros for none."""
@@ -166,6 +169,10 @@ class GradientBucket:
         if wrong:
             raise InvalidArgument(f"the gradient of {self.called()[at]} {wrong}", op=_OP)
 
+    def spans(self) -> tuple[list[int], list[int]]:
+        """Give the addresses at which what will be written begins and ends, of each gradient."""
+        return self._table.spans()
+
     # ---- To the flat buffer and back.
 
     def settle(self) -> None:
@@ -175,18 +182,28 @@ class GradientBucket:
             self.work = None
 
     def pack(self, watch: bool) -> None:
-        """Copy what `look` saw into the flat buffer; `watch`: so that `changed` can tell what is done to it later."""
+        """Copy what `look` saw into the flat buffer; `watch`: so that `changed` can tell what is done to it later.
+
+        With no flat buffer the bucket is one gradient, which is sent where it lies.
+        """
         self.settle()
+        if self.flat is None:
+            (self.sending,) = self._table.tensors
+            return
         if self._stream is not None:  # on which the flat buffer was read last
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         pack(self._table, self.flat)
+        self.sending = self.flat
         if watch:
             self._marks = _marks(self._grads)
 
     def unpack(self, used: list) -> None:
-        """Copy the flat buffer back; a parameter that is `used` on some rank and has no gradient here gets one."""
+        """Copy what was sent back; a parameter that is `used` on some rank and has no gradient here gets one."""
         self.settle()
-        unpack(self.flat, self._table)
+        if self.flat is not None:
+            unpack(self.flat, self._table)
+        elif not self.sending.is_inference():
+            increment_version(self.sending)
         if self.device.type == "cuda":
             self._stream = torch.cuda.current_stream(self.device)
         for at, staged in self._staged.items():
@@ -204,6 +221,7 @@ class GradientBucket:
         self._grads: list = []
         self.has: list[bool] = []  # for each parameter, whether it had a gradient at the last look
         self._marks: list | None = None
+        self.sending: torch.Tensor | None = None
         self._staged: dict[int, torch.Tensor] = {}
         if self._table is not None:
             self._table.release()
@@ -266,13 +284,16 @@ def _check_param(name, number, param) -> None:
 
 
 def fill(members: list, caps: tuple[int, int]) -> list[GradientBucket]:
-    """Put parameters into buckets, last ones first, by dtype and device."""
+    """Put parameters into buckets, last ones first, by dtype and device; large ones on the host into their own."""
     filling: dict[tuple, list] = {}  # (dtype, device) -> members, bytes, how many were full before
     done = []  # place of the last member, members, key
     for place, (name, param) in enumerate(reversed(members)):
         key = _real(_grad_dtype(param)), param.device
-        entry = filling.setdefault(key, [[], 0, 0, place])
         nbytes = param.numel() * _grad_dtype(param).itemsize
+        if nbytes >= _ALONE and param.device.type == "cpu":
+            done.append((place, [(name, param)], key))
+            continue
+        entry = filling.setdefault(key, [[], 0, 0, place])
         if entry[0] and entry[1] + nbytes > caps[entry[2] > 0]:
             done.append((entry[3], entry[0], key))
             entry[:] = [], 0, entry[2] + 1, place
@@ -282,6 +303,31 @@ def fill(members: list, caps: tuple[int, int]) -> list[GradientBucket]:
     done += [(entry[3], entry[0], key) for key, entry in filling.items()]
     done.sort(key=lambda each: each[0])  # a bucket is complete with its last member
     return [GradientBucket(index, inside, *key) for index, (_, inside, key) in enumerate(done)]
+
+
+def check_apart(buckets: list[GradientBucket]) -> None:
+    """Raise `InvalidArgument` where gradients share memory, which would be averaged, or summed, twice."""
+    spans = [bucket.spans() for bucket in buckets]
+    starts = sorted(itertools.chain.from_iterable(each[0] for each in spans))
+    ends = sorted(itertools.chain.from_iterable(each[1] for each in spans))
+    # Of intervals that lie apart each ends before the next begins, whichever they are.
+    if not any(map(operator.gt, ends, itertools.islice(starts, 1, None))):
+        return
+    named = sorted(
+        (start, end, name)
+        for bucket, (starts, ends) in zip(buckets, spans, strict=True)
+        for start, end, name in zip(starts, ends, bucket.called(), strict=True)
+        if start < end
+    )
+    last, owner = 0, ""
+    for start, end, name in named:
+        if start < last:
+            raise InvalidArgument(
+                f"the gradients of {owner} and {name} share memory: give one of them a copy",
+                op=_OP,
+            )
+        if end > last:
+            last, owner = end, name
 
 
 def _grad_dtype(param) -> torch.dtype:

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,17 +23,20 @@ def run_alone(text):
         port = probe.getsockname()[1]
     job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment = {**os.environ, **job, "COLLECTIVES_ENGINE": "host", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=100)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", text]
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_all_programs_are_found():
-    assert len(PROGRAMS) == 3
-    assert "fused_allreduce" in PROGRAMS[0] and "collectives.init()" in PROGRAMS[1] and "kernels.pack" in PROGRAMS[2]
+    words = ["fused_allreduce", "HookState", "GradientBuckets", "collectives.init()", "kernels.pack"]
+    assert len(PROGRAMS) == len(words)
+    assert all(word in program for word, program in zip(words, PROGRAMS, strict=True))
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["ddp", "without_ddp", "kernels"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["ddp", "state", "buckets", "without_ddp", "kernels"])
 def test_programs_run(program):
     run_alone(program)
 
