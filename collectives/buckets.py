@@ -49,21 +49,13 @@ class GradientBuckets:
     `params`: parameters, (name, parameter) pairs as ``model.named_parameters()`` gives them, or an optimizer's
     ``param_groups``; those that need no gradient are left out; the same on all ranks, in the same order.
     `bucket_cap_mb`, `first_bucket_mb`: sizes in MiB that a bucket, and the first one, don't pass, unless one parameter
-<<<<<<< HEAD
-    does. `comm`: a `Communicator`; or `process_group`: a torch process group over whose ranks one is opened at first
-    use; with neither, the default group. `average`: False leaves the sum. `wire`: "fp32", each gradient in its own
-    dtype, or a compressed one with `block`, `error_feedback` and `stochastic_rounding`, as `HookState` takes them.
-    `overlap`: send a bucket as soon as a backward has made all of its gradients; None: on CUDA, and on the host where
-    every rank has cores to spare beside those that torch computes with; not with a compressed wire. It begins after the
-    first `all_reduce()` and takes a communicator of its own, split off then.
-=======
     does; on the host one of 1 MiB and more is alone, and without overlap its gradient isn't packed. `comm`: a
     `Communicator`; or `process_group`: a torch process group over whose ranks one is opened at first use; with neither,
-    the default group. `average`: False leaves the sum. `wire`: "fp32", each gradient in its own dtype. `overlap`: send
-    a bucket as soon as a backward has made all of its gradients; None: on CUDA, and on the host where every rank has
-    cores to spare beside those that torch computes with. It begins after the first `all_reduce()` and takes a
-    communicator of its own, split off then.
->>>>>>> buckets
+    the default group. `average`: False leaves the sum. `wire`: "fp32", each gradient in its own dtype, or a compressed
+    one with `block`, `error_feedback` and `stochastic_rounding`, as `HookState` takes them. `overlap`: send a bucket as
+    soon as a backward has made all of its gradients; None: on CUDA, and on the host where every rank has cores to spare
+    beside those that torch computes with; not with a compressed wire. It begins after the first `all_reduce()` and
+    takes a communicator of its own, split off then.
 
     Gradients may have been made by any number of backwards, or assigned. Raises `InvalidArgument` for parameters and
     settings that won't do. Holds the parameters, as an optimizer does; use it as a context manager, or `close()` it.

@@ -62,8 +62,9 @@ class Reduction:
     """
 
     def __init__(
-        self, wire: Wire, *, average, predivide, streams, max_norm, norm_type, check_finite, sharded, local, scaler
-    ):
+        self, wire: Wire, *, average, predivide, streams, max_norm, norm_type, check_finite, deterministic, sharded,
+        local, scaler,
+    ):  # fmt: skip
         self.wire = wire
         self.average = average
         self.predivide = predivide
@@ -71,6 +72,7 @@ class Reduction:
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.check_finite = check_finite
+        self.deterministic = deterministic
         self.sharded = sharded
         self.local = local
         self.scaler = scaler
@@ -344,8 +346,10 @@ class Reduction:
         Plain().reduce(comm, Bucket(total, [], [], 0), Factor())
         on_host = comm._on_host
         self.nonfinite = int(total[1]) if on_host else total[1]
-        if self.norm_type == 2:
+        if self.norm_type == 2 and not (self.deterministic and self.sharded is None):
             norm = total[0].sqrt()
+        elif self.norm_type == 2:
+            norm = self._norm_by_parameter()
         else:
             norm = self._other_norm(comm)
         self.norm = norm.item() if on_host else norm
@@ -360,6 +364,21 @@ class Reduction:
         if on_host:
             return min(1.0, factor) if not math.isnan(factor) else math.nan
         return factor.clamp(max=1.0)
+
+    def _norm_by_parameter(self) -> torch.Tensor:
+        """The norm, whose bits depend on the gradients alone, and not on where buckets and the engine's pieces begin.
+
+        With a pass of its own over all gradients, on every rank; the parameters' squares are added up exactly.
+        """
+        squares = []
+        for sent in self._sent:
+            ends = [*sent.bucket.offsets[1:], sent.bucket.flat.numel()]
+            for begin, end in zip(sent.bucket.offsets, ends, strict=True):
+                squares.append(torch.linalg.vector_norm(sent.bucket.flat[begin:end], dtype=torch.float64).square())
+        squares = torch.stack(squares)
+        if squares.is_cuda or not squares.isfinite().all():
+            return squares.sum().sqrt()
+        return torch.tensor(math.fsum(squares.tolist()), dtype=torch.float64).sqrt()
 
     def _other_norm(self, comm) -> torch.Tensor:
         """A norm that isn't 2: with a pass of its own over this rank's share of each bucket."""

@@ -43,7 +43,8 @@ class HookState:
     the next step. `stochastic_rounding`: the wire rounds at random, with the unrounded value as the mean.
     `average`: divide by the number of ranks, in fp32; False leaves the sum. `predivide`: divide by this before the sum
     and by the rest behind it, for sums of fp16 that would overflow on NCCL. `algorithm`: "native", "ring" or "direct"
-    (fp32 alone). `deterministic`: the bits depend on the ranks' gradients alone, not on buckets, streams or engine.
+    (fp32 alone). `deterministic`: the bits depend on the ranks' gradients alone, not on buckets, streams or engine; clipping
+    then takes a pass of its own for the norm.
     `streams`: spread buckets over so many communicators with a stream (host: a thread) each; None: COLLECTIVES_STREAMS,
     else 1. `hierarchical`: True reduces inside each machine first and sends only parts of the result between them;
     "auto" and False leave that to the engine.
@@ -98,7 +99,8 @@ class HookState:
         self._wire = self._make_wire()
         self.reduction = Reduction(
             self._wire, average=average, predivide=predivide, streams=self._options["streams"], max_norm=max_norm,
-            norm_type=norm_type, check_finite=check_finite, sharded=None, local=self._local, scaler=self._find_scaler,
+            norm_type=norm_type, check_finite=check_finite, deterministic=deterministic, sharded=None,
+            local=self._local, scaler=self._find_scaler,
         )  # fmt: skip
         if optimizer is not None:
             self.optimizer = optimizer
@@ -345,6 +347,9 @@ def _check(options: dict, optimizer) -> None:
         (local is not None and (options["max_norm"] is not None or options["check_finite"]),
          "with local_steps each rank steps on its own gradients, which the hook doesn't look at: clip them with "
          "torch.nn.utils.clip_grad_norm_"),
+        (optimizer is not None and options["deterministic"] and options["max_norm"] is not None,
+         "a sharded optimizer's norm is of parts, whose places depend on buckets: deterministic takes max_norm without "
+         "optimizer"),
         (hierarchical is True and (algorithm != "native" or options["deterministic"]),
          "hierarchical sums machine by machine, not in rank order and by no other algorithm"),
         (hierarchical is True and (options["error_feedback"] or wire == "powersgd"),

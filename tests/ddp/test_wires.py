@@ -137,6 +137,9 @@ def test_deterministic_bits_depend_on_no_bucket_no_stream_no_thread(tmp_path):
     ]
     found = [run(called, 3, tmp_path / str(i), *way)[0][0] for i, way in enumerate(ways)]
     assert same_bits(found)
+    clipped = {"deterministic": True, "max_norm": 0.3}
+    caps = [run(called, 3, tmp_path / f"cap {cap}", clipped, {"bucket_cap_mb": cap})[0][0] for cap in (0.001, 25)]
+    assert same_bits(caps) and not same_bits([caps[0], found[0]])
 
 
 def called(ctx, path, options, how):
@@ -349,6 +352,10 @@ def test_training_goes_on_bit_for_bit(tmp_path, options):
         ({"local_steps": 0}, "local_steps must be"),
         ({"local_steps": 4, "max_norm": 1.0}, "clip_grad_norm_"),
         ({"local_steps": 4, "optimizer": collectives.optim.SGD([torch.ones(1)])}, "ranks' parameters differ"),
+        (
+            {"deterministic": True, "max_norm": 1.0, "optimizer": collectives.optim.SGD([torch.ones(1)])},
+            "without optimizer",
+        ),
         ({"hierarchical": "yes"}, "hierarchical must be"),
         ({"hierarchical": True, "algorithm": "ring"}, "machine by machine"),
         ({"hierarchical": True, "wire": "int8", "error_feedback": True}, "no rank's own error"),
