@@ -80,6 +80,7 @@ class Reduction:
         self.nonfinite = None
         self.bytes_on_wire = 0
         self.totals = {"backwards": 0, "buckets": 0, "bytes_on_wire": 0, "bytes_as_fp32": 0, "seconds_in_hook": 0.0}
+        self.lanes: list[Lane] = []
         self._sent: list[_Sent] = []
         self._owner = None  # whose backward is under way: its first bucket's first parameter
         self._overlaps = False
@@ -108,7 +109,7 @@ class Reduction:
                 self._begin(comm, bucket)
             elif self._owner is None and self._waits_for_all():
                 raise InvalidUsage("the first bucket of this backward was not seen: build the DDP object again")
-            lane = self._lanes[bucket.index % self.streams]
+            lane = self.lanes[bucket.index % self.streams]
             sent = _Sent(bucket, buffer, lane)
             self._sent.append(sent)
             if self.local is not None and not self.local.sees(comm, bucket):
@@ -156,13 +157,13 @@ class Reduction:
             self._join(comm)
             self._end(comm)
         self._owner = weakref.ref(owner)
-        self._lanes = lanes_of(comm, self.streams)
+        self.lanes = lanes_of(comm, self.streams)
         self._overlaps = comm._on_host and overlaps(comm)
         self.bytes_on_wire = 0
         self._scaler = self.scaler() if self.max_norm is not None or self.sharded is not None else None
         self._health = {}
         if self._counts():
-            self._health = {lane: torch.zeros(2, dtype=torch.float64, device=comm.device) for lane in self._lanes}
+            self._health = {lane: torch.zeros(2, dtype=torch.float64, device=comm.device) for lane in self.lanes}
         self._replays = self.saved_layout is not None and not (self.wire.exact and not self._counts())
         self.wire.begin()
         if self.sharded is not None:
@@ -267,7 +268,7 @@ class Reduction:
         if comm._on_host:
             self._wait()
         else:
-            for lane in self._lanes:
+            for lane in self.lanes:
                 torch.cuda.current_stream(comm.device).wait_stream(lane.stream)
 
     def _finish(self, comm) -> None:
@@ -328,7 +329,7 @@ class Reduction:
             offsets = [0, *itertools.accumulate(part.numel() for _, part in members[:-1])]
             bucket = Bucket(flat, [param for param, _ in members], offsets, index)
             places.append((bucket, [part for _, part in members]))
-            sent = _Sent(bucket, None, self._lanes[index % self.streams])
+            sent = _Sent(bucket, None, self.lanes[index % self.streams])
             self._sent.append(sent)
             if sent.lane.stream is not None:
                 self._on_stream(sent)

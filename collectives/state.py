@@ -43,11 +43,10 @@ class HookState:
     the next step. `stochastic_rounding`: the wire rounds at random, with the unrounded value as the mean.
     `average`: divide by the number of ranks, in fp32; False leaves the sum. `predivide`: divide by this before the sum
     and by the rest behind it, for sums of fp16 that would overflow on NCCL. `algorithm`: "native", "ring" or "direct"
-    (fp32 alone). `deterministic`: the bits depend on the ranks' gradients alone, not on buckets, streams or engine; clipping
-    then takes a pass of its own for the norm.
-    `streams`: spread buckets over so many communicators with a stream (host: a thread) each; None: COLLECTIVES_STREAMS,
-    else 1. `hierarchical`: True reduces inside each machine first and sends only parts of the result between them;
-    "auto" and False leave that to the engine.
+    (fp32 alone). `deterministic`: the bits depend on the ranks' gradients alone, not on buckets, streams or
+    engine; clipping then takes a pass of its own for the norm. `streams`: spread buckets over so many communicators
+    with a stream (host: a thread) each; None: COLLECTIVES_STREAMS, else 1. `hierarchical`: True reduces inside each
+    machine first and sends only parts of the result between them; "auto" and False leave that to the engine.
 
     What follows the sum. `max_norm`: clip the gradient of all parameters to this norm, as
     ``torch.nn.utils.clip_grad_norm_`` does after the backward; `norm_type`: 2, another p, or infinity (2 is found in
@@ -67,7 +66,8 @@ class HookState:
     After a step: `grad_norm`, `nonfinite`, `bytes_on_wire`, `stats()`. One state may serve several DDP modules of the
     same group. Picklable, with all that training needs to go on bit for bit: communicator and group are left out and
     opened again at first use; an optimizer is to be given again (``state.optimizer = optimizer``), and takes over what
-    was saved of its state. Raises `InvalidArgument`, with the reason, for what doesn't go together.
+    was saved of its state. `state_dict()` is for another number of ranks. Raises `InvalidArgument`, with the reason,
+    for what doesn't go together.
     """
 
     def __init__(
@@ -274,6 +274,44 @@ class HookState:
             "local": None if self._local is None else self._local.state_dict(),
             "totals": self.reduction.totals,
         }
+
+    def state_dict(self) -> dict:
+        """Give what training needs to go on with any number of ranks; a collective, the same on all of them.
+
+        Residuals are the ranks' mean, so that what the average is owed stays the same; the optimizer's state is full.
+        (Pickling the state on each rank and loading it there goes on bit for bit, with as many ranks.)
+        """
+        wire, lanes = self._wire.state_dict(), self.reduction.lanes
+        residuals = wire.get("residuals", {})
+        if residuals and not lanes:
+            raise InvalidUsage("residuals that were loaded wait for their parameters: call it after a backward")
+        for name in sorted(residuals):
+            mean = residuals[name].to(lanes[0].comm.device)
+            lanes[0].comm.all_reduce(mean, "avg", algorithm="native")
+            residuals[name] = mean.cpu()
+        return {
+            "wire": wire,
+            "size": lanes[0].comm.size if lanes else None,
+            "optimizer": None if self._optimizer is None else self.optimizer_state_dict(),
+            "local": None if self._local is None else self._local.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take what `state_dict` gave, on every rank alike; a local call."""
+        wire = dict(state["wire"])
+        if wire.get("residuals") and not self._options["average"]:
+            # A sum is owed what all ranks kept: fewer ranks keep more each.
+            size = self.comm.size if self.comm is not None else self.own_group().size()
+            share = state["size"] / size
+            wire["residuals"] = {name: residual * share for name, residual in wire["residuals"].items()}
+        self._wire.load_state_dict(wire)
+        if self._local is not None and state["local"] is not None:
+            self._local.load_state_dict(state["local"])
+        if state["optimizer"] is not None:
+            if self._optimizer is None:
+                self._saved_optimizer = state["optimizer"]
+            else:
+                self.load_optimizer_state_dict(state["optimizer"])
 
     def __setstate__(self, state):
         self.__init__(**state["options"])
