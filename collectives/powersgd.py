@@ -119,7 +119,8 @@ class _Step:
         self.flat = flat
         self.residual = residual
         self.before = before
-        self.in_place = residual is not None and flat.is_cpu and plan.wide == torch.float32
+        self.looks = _looks(flat)
+        self.in_place = residual is not None and self.looks and plan.wide == torch.float32
         self.anew = residual is not None and not self.in_place
         self.direct = flat.dtype == plan.wide
 
@@ -167,7 +168,7 @@ class _Step:
         """
         plan = self.plan
         finite = [True] * len(plan.matrices)
-        if not plan.q.is_cpu:
+        if not self.looks:
             finite = [torch.isfinite(matrix.q).all() for matrix in plan.matrices]
         elif not torch.isfinite(plan.q).all():
             finite = [bool(torch.isfinite(matrix.q).all()) for matrix in plan.matrices]
@@ -346,6 +347,11 @@ class PowerSGD(Wire):
 
 
 # ---- The parts of a reduction.
+
+
+def _looks(flat: torch.Tensor) -> bool:
+    """Whether the host looks at results before it goes on; on CUDA it would wait for the GPU."""
+    return flat.is_cpu
 
 
 def _reduce_rest(comm, plan: _Plan, flat: torch.Tensor, factor: Factor) -> int:
