@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .communicator import Communicator
+from .compiled import enroll, reduce_tuple
 from .errors import CollectivesError, InvalidArgument, InvalidUsage
 from .memory import ReturningBuffers
 from .torch_groups import communicator_over, drop
@@ -46,6 +47,7 @@ class HookState:
         self.average = average
         self.zero_copy = zero_copy
         self._returning = ReturningBuffers()
+        self._number = enroll(self)
         self._group = None
         self._pickled_size = None
         self._flying = []  # (work, future, bucket) of the backward under way; host only
@@ -190,13 +192,10 @@ def fused_allreduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torc
         elif isinstance(state, Communicator):
             hint = ": use HookState(comm=...)"
         raise InvalidArgument(f"the state of fused_allreduce must be None or a HookState, not {_kind(state)}{hint}")
+    if isinstance(bucket, tuple):  # python_reducer: the gradient of one parameter, mostly while it is traced
+        return reduce_tuple(state, bucket)
     if not isinstance(bucket, dist.GradBucket):
-        hint = ""
-        if isinstance(bucket, tuple):
-            hint = (
-                "; compiled autograd calls hooks with (gradient, parameter), which this hook doesn't take: turn it off"
-            )
-        raise InvalidArgument(f"fused_allreduce takes a torch.distributed.GradBucket, not {_kind(bucket)}{hint}")
+        raise InvalidArgument(f"fused_allreduce takes a torch.distributed.GradBucket, not {_kind(bucket)}")
     return state._reduce(bucket)
 
 

@@ -39,6 +39,7 @@ optim
 reduction
 overlap
 local_sgd
+compiled
 state
 buckets
 ddp
