@@ -81,7 +81,7 @@ def _all_reduce(state, data: torch.Tensor) -> None:
     comm, owned = state.comm, None
     try:
         if comm is None:
-            comm = owned = communicator_over(state._own_group(), data.device)
+            comm = owned = communicator_over(state.own_group(), data.device)
         work = comm.all_reduce(data, "avg" if state.average else "sum", async_op=True)
         work.wait()  # on CUDA the stream waits, not the host
     except CollectivesError as error:

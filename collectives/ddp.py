@@ -96,7 +96,7 @@ class HookState:
             data = _dense(buffer)
             comm = self.comm
             if comm is None:
-                comm = owned = communicator_over(self._own_group(), buffer.device)
+                comm = owned = communicator_over(self.own_group(), buffer.device)
             return self._start(comm, data, buffer, bucket)
         except CollectivesError as error:
             cause, failed = error, bucket
@@ -146,7 +146,7 @@ class HookState:
         if first is not None:
             raise first
 
-    def _own_group(self):
+    def own_group(self):
         if self._group is not None:
             return self._group
         if not dist.is_initialized():
