@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..layout import WIRE_FORMATS
@@ -35,8 +37,9 @@ def differing(ours: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor, 
     format, _ = parse_wire(settings.get("wire", "fp32"))
     ours, reference = ours.to(bound.dtype), reference.to(bound.dtype)
     if format == "powersgd":
-        error, norm = (ours - reference).norm(), reference.norm()
-        return 0 if bool(error <= 1.01 * norm + torch.finfo(torch.float32).tiny) or not norm.isfinite() else ours.numel()
+        error, norm = (ours - reference).norm().item(), reference.norm().item()
+        fine = error <= 1.01 * norm + torch.finfo(torch.float32).tiny or not math.isfinite(norm)
+        return 0 if fine else ours.numel()
     bound = bound + _wire_error(reference.abs() + bound, settings)
     wrong = (ours - reference).abs() > bound
     wrong |= bound.isfinite() & ~(ours.isfinite() & reference.isfinite())

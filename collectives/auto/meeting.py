@@ -42,7 +42,7 @@ def all_alike(group, value: dict) -> str:
             return f"rank {other}: {theirs['error']}"
         for name in theirs:
             if theirs[name] != values[0][name]:
-                return f"the {name} of rank {other}, {theirs[name]!r:.80}, isn't that of rank 0, {values[0][name]!r:.80}"
+                return f"{name}: {theirs[name]!r:.80} on rank {other}, {values[0][name]!r:.80} on rank 0"
     return ""
 
 

@@ -112,7 +112,8 @@ class Model:
             _at_end_of_backward(torch.compiler.disable(self._backward_ended))
 
     def _backward_ended(self) -> None:
-        _at_end_of_backward(torch.compiler.disable(self._reduction_ended))  # behind DDP's own, which waits for the buckets
+        # Behind DDP's own, which waits for the buckets.
+        _at_end_of_backward(torch.compiler.disable(self._reduction_ended))
 
     def _reduction_ended(self) -> None:
         self._queued, self._reduced = False, True
@@ -241,7 +242,7 @@ class Model:
             say(level, f"DistributedDataParallel({self._name}){settings}: {text}")
 
 
-def _auto_allreduce(model: Model, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _auto_allreduce(model, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return model._act(bucket)
 
 
