@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import sys
 import weakref
@@ -15,36 +16,35 @@ from .model import Model
 
 __all__ = ["install"]
 
-# A table and not an attribute of the object, which would be copied and pickled with it.
+# Tables and not attributes of the object, which would be copied and pickled with it.
 _models: weakref.WeakKeyDictionary[DistributedDataParallel, Model] = weakref.WeakKeyDictionary()
+_numbers: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
+_built: collections.Counter[str] = collections.Counter()  # over each group
 
 
 def install(settings: dict) -> None:
-    """Attend to every DDP object from its next forward on; the first one's constructor does the wrapping.
+    """Attend to every DDP object from its next forward on. `settings`: arguments of `HookState`.
 
     Dynamo must not trace the wrapper of `forward`, and marking it imports dynamo, which takes more than a second and
-    which torch's constructor imports anyway. `settings`: arguments of `HookState`.
+    which DDP's constructor imports anyway: so that is done at the first one, unless there may be DDP objects already.
     """
     if not dist.is_available():
         return
-    if "torch._dynamo" in sys.modules:  # there may be DDP objects already
-        _wrap(settings)
-        return
     construct = DistributedDataParallel.__init__
+    attend = functools.cache(lambda: (_wrap_forward(settings), _wrap_registering()))
+    if "torch._dynamo" in sys.modules:
+        attend()
 
     @functools.wraps(construct)
     def __init__(self, *args, **kwargs):
-        if DistributedDataParallel.__init__ is __init__:
-            DistributedDataParallel.__init__ = construct
-            _wrap(settings)
+        attend()
         construct(self, *args, **kwargs)
+        # All ranks build the modules of a group in the same order, which tells those with equal parameters apart.
+        name = self.process_group.group_name
+        _built[name] += 1
+        _numbers[self] = _built[name]
 
     DistributedDataParallel.__init__ = __init__
-
-
-def _wrap(settings: dict) -> None:
-    _wrap_forward(settings)
-    _wrap_registering()
 
 
 def _wrap_forward(settings: dict) -> None:
@@ -54,7 +54,7 @@ def _wrap_forward(settings: dict) -> None:
     def before(ddp):
         model = _models.get(ddp)
         if model is None:
-            model = _models[ddp] = Model(ddp, settings)
+            model = _models[ddp] = Model(ddp, settings, _numbers.get(ddp, 0))
         if model.watching:
             model.before_forward(ddp)
         return model

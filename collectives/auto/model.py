@@ -37,7 +37,7 @@ _MARGIN = 0.02  # ours stays unless plain DDP is faster by more than this
 class Model:
     """What is known of one DDP object; held by a table and, once registered, by its reducer. Never pickled."""
 
-    def __init__(self, ddp, settings: dict | None):
+    def __init__(self, ddp, settings: dict | None, number: int = 0):
         self.watching = False
         self.registered = False  # our hook is on the reducer, and can't be taken off
         self.given_up = False  # the user's hook is called in its place
@@ -60,6 +60,8 @@ class Model:
         if reason:
             self.leave_alone(reason)
         else:
+            # Now, when no rank has trained it: later a rank may have stepped that another one waits for.
+            self._fingerprint = f"{number}:{_fingerprint(ddp)}"
             self._watch(ddp)
 
     # ---- Around each forward, while watching.
@@ -152,7 +154,7 @@ class Model:
             self._state = HookState(process_group=self._group, **self._settings)
         except Exception as problem:  # all ranks are told, and stay with plain DDP
             error = f"{type(problem).__name__}: {problem}"
-        value = {"error": error, "settings": self._settings, "model": _fingerprint(ddp), "step": self._backwards}
+        value = {"error": error, "settings": self._settings, "model": self._fingerprint, "step": self._backwards}
         try:
             reason = all_alike(self._group, value)
         except RuntimeError as problem:
