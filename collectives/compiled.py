@@ -28,6 +28,8 @@ _REFUSED = {
     "optimizer": (None, "its updates are sharded by bucket"),
     "local_steps": (None, "it averages the model after a whole backward"),
     "wire": ("fp32", "a compressed wire pays only for buckets, and keeps its residuals by their parameters"),
+    "hierarchical": ("auto", "it splits buckets between the machine's ranks"),
+    "predivide": (None, "it is for sums of long buckets in 16 bits; average=True divides in fp32"),
 }
 
 
@@ -57,7 +59,7 @@ def _reduce_grad(grad: torch.Tensor, number: int) -> None:
         )
     for name, (without, reason) in _REFUSED.items():
         value = getattr(state, name, without)
-        if value != without:
+        if value != without and value is not False:
             raise InvalidUsage(
                 f"{name}={value!r} can't be used where DDP's hook is called for one parameter at a time "
                 f'(optimize_ddp="python_reducer"): {reason}. Leave {name} out, or set '
@@ -82,7 +84,12 @@ def _all_reduce(state, data: torch.Tensor) -> None:
     try:
         if comm is None:
             comm = owned = communicator_over(state.own_group(), data.device)
-        work = comm.all_reduce(data, "avg" if state.average else "sum", async_op=True)
+        algorithm = getattr(state, "algorithm", "native")
+        if getattr(state, "deterministic", False):  # in rank order, which the host engine's own always is
+            algorithm = "native" if data.is_cpu else "direct"
+        elif algorithm == "native":
+            algorithm = None  # what tuning or COLLECTIVES_ALGORITHM says
+        work = comm.all_reduce(data, "avg" if state.average else "sum", async_op=True, algorithm=algorithm)
         work.wait()  # on CUDA the stream waits, not the host
     except CollectivesError as error:
         if owned is not None and not isinstance(error, InvalidArgument):

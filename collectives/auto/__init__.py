@@ -15,7 +15,7 @@ from __future__ import annotations
 from .install import install
 from .settings import read
 
-__all__: list[str] = []
+__all__ = []
 
 _settings = read()
 if _settings is not None:

@@ -8,6 +8,8 @@ import runpy
 import sys
 import traceback
 
+__all__ = []
+
 _USAGE = """usage: python -m collectives.auto SCRIPT [ARGUMENT ...]
        python -m collectives.auto -m MODULE [ARGUMENT ...]
 
