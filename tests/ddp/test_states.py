@@ -48,7 +48,7 @@ def test_a_wrong_state_says_what_was_expected(state):
         collectives.fused_allreduce(state, None)
 
 
-@pytest.mark.parametrize("bucket, text", [(None, "NoneType"), (torch.ones(3), "Tensor"), ((1, 2), "compiled autograd")])
+@pytest.mark.parametrize("bucket, text", [(None, "NoneType"), (torch.ones(3), "Tensor")])
 def test_a_wrong_bucket_says_what_was_expected(bucket, text):
     with pytest.raises(errors.InvalidArgument, match=f"takes a torch.distributed.GradBucket.*{text}"):
         collectives.fused_allreduce(None, bucket)
@@ -137,9 +137,9 @@ def subgroups(ctx, how):
             second.register_comm_hook(state, collectives.fused_allreduce)
         again = pickle.loads(pickle.dumps(state))
         with pytest.raises(errors.InvalidUsage, match="set its process_group"):
-            again._own_group()
+            again.own_group()
         again.process_group = mine
-        assert again._own_group() is mine
+        assert again.own_group() is mine
     else:
         model = wrap(nn.Linear(12, 5), "torch", HookState(process_group=mine), process_group=mine)
     value = [0, 9, 6][ctx.rank]
@@ -191,7 +191,7 @@ def one_for_each_group(ctx):
 def without_a_group(ctx):
     state = HookState()
     with pytest.raises(errors.InvalidUsage, match=r"init_process_group\(\)"):
-        state._own_group()
+        state.own_group()
 
 
 def test_without_a_process_group():
