@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .communicator import Communicator
+from .compiled import reduce_tuple
 from .errors import CollectivesError, InvalidArgument
 from .lanes import close_lanes
 from .names import tell
@@ -44,13 +45,10 @@ def fused_allreduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torc
         elif isinstance(state, Communicator):
             hint = ": use HookState(comm=...)"
         raise InvalidArgument(f"the state of fused_allreduce must be None or a HookState, not {kind_of(state)}{hint}")
+    if isinstance(bucket, tuple):  # python_reducer: the gradient of one parameter, mostly while it is traced
+        return reduce_tuple(state, bucket)
     if not isinstance(bucket, dist.GradBucket):
-        hint = ""
-        if isinstance(bucket, tuple):
-            hint = (
-                "; compiled autograd calls hooks with (gradient, parameter), which this hook doesn't take: turn it off"
-            )
-        raise InvalidArgument(f"fused_allreduce takes a torch.distributed.GradBucket, not {kind_of(bucket)}{hint}")
+        raise InvalidArgument(f"fused_allreduce takes a torch.distributed.GradBucket, not {kind_of(bucket)}")
     return _reduce(state, bucket)
 
 

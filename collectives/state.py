@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .communicator import Communicator
+from .compiled import enroll
 from .errors import InvalidArgument, InvalidUsage
 from .hierarchical import Hierarchical
 from .layout import WIRE_BLOCKS
@@ -89,6 +90,7 @@ class HookState:
         }  # fmt: skip
         _check(self._options, optimizer)
         self.comm = comm
+        self._number = enroll(self)
         self._group = None
         self._pickled_size = None
         self._returning = ReturningBuffers()

@@ -12,7 +12,7 @@ from .communicator import Communicator
 from .engine import get_engine
 from .rendezvous import meet_over_store
 
-__all__ = ["communicator_over", "drop"]
+__all__ = ["communicator_over", "drop", "opened"]
 
 _OPEN_SECONDS = 300.0  # how far apart the ranks may reach the first bucket of the first backward
 
@@ -47,6 +47,12 @@ def communicator_over(group, device: torch.device) -> Communicator:
         )  # fmt: skip
         _opened[key] = (weakref.ref(group), comm)
         return comm
+
+
+def opened(group, device: torch.device) -> Communicator | None:
+    """Give the communicator of a group's ranks and a device if it is open; a local call."""
+    known = _opened.get((id(group), device))
+    return known[1] if known is not None and known[0]() is group and not known[1].closed else None
 
 
 def _close_stale() -> None:

@@ -48,7 +48,7 @@ def test_a_wrong_state_says_what_was_expected(state):
         collectives.fused_allreduce(state, None)
 
 
-@pytest.mark.parametrize("bucket, text", [(None, "NoneType"), (torch.ones(3), "Tensor"), ((1, 2), "compiled autograd")])
+@pytest.mark.parametrize("bucket, text", [(None, "NoneType"), (torch.ones(3), "Tensor")])
 def test_a_wrong_bucket_says_what_was_expected(bucket, text):
     with pytest.raises(errors.InvalidArgument, match=f"takes a torch.distributed.GradBucket.*{text}"):
         collectives.fused_allreduce(None, bucket)

@@ -31,6 +31,7 @@ tune
 communicator
 world
 torch_groups
+compiled
 names
 timeline
 wire

@@ -1,0 +1,68 @@
+"""``python -m collectives.auto script.py ...`` or ``-m module ...``: run a program with ``collectives.auto``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+import traceback
+
+__all__ = []
+
+_USAGE = """usage: python -m collectives.auto SCRIPT [ARGUMENT ...]
+       python -m collectives.auto -m MODULE [ARGUMENT ...]
+
+Run a program as python itself would, with DDP models sped up as by `import collectives.auto`.
+Under a launcher: torchrun --nproc-per-node 2 -m collectives.auto SCRIPT [ARGUMENT ...]
+Settings: COLLECTIVES_WIRE, COLLECTIVES_STREAMS and others, which the README lists."""
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if words[:1] in (["-h"], ["--help"]):
+        print(_USAGE)
+        sys.exit(0)
+    as_module = words[:1] == ["-m"]
+    words = words[1:] if as_module else words
+    if not words or words[0].startswith("-"):
+        print(_USAGE, file=sys.stderr)
+        sys.exit(2)
+    sys.argv[:] = words
+    if as_module:
+        sys.excepthook = _from(_file_of(words[0]))
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        if not os.path.exists(words[0]):
+            print(f"python -m collectives.auto: can't open file {words[0]!r}", file=sys.stderr)
+            sys.exit(2)
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path[0] = os.path.dirname(os.path.abspath(words[0]))  # where python -m has put the working folder
+        sys.excepthook = _from(words[0])
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _file_of(module: str) -> str | None:
+    """The file that ``-m`` runs; None where there is no such module, of which runpy tells better."""
+    try:
+        found = importlib.util.find_spec(module)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{module}.__main__")
+    except ImportError:
+        return None
+    return None if found is None else found.origin
+
+
+def _from(path: str | None):
+    """Make an excepthook that leaves out the frames above the program's own."""
+
+    def show(kind, error, trace):
+        first = trace
+        while first is not None and first.tb_frame.f_code.co_filename != path:
+            first = first.tb_next
+        traceback.print_exception(kind, error, first or trace)
+
+    return show
+
+
+main()

@@ -1,0 +1,128 @@
+"""Where ``collectives.auto`` gets to see DDP models: methods of torch's class that are wrapped once."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import sys
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import InvalidUsage
+from .model import Model
+
+__all__ = ["install"]
+
+# Tables and not attributes of the object, which would be copied and pickled with it.
+_models: weakref.WeakKeyDictionary[DistributedDataParallel, Model] = weakref.WeakKeyDictionary()
+_numbers: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
+_built: collections.Counter[str] = collections.Counter()  # over each group
+
+
+def install(settings: dict) -> None:
+    """Attend to every DDP object from its next forward on. `settings`: arguments of `HookState`.
+
+    Dynamo must not trace the wrapper of `forward`, and marking it imports dynamo, which takes more than a second and
+    which DDP's constructor imports anyway: so that is done at the first one, unless there may be DDP objects already.
+    """
+    if not dist.is_available():
+        return
+    construct = DistributedDataParallel.__init__
+    attend = functools.cache(lambda: (_wrap_forward(settings), _wrap_registering()))
+    if "torch._dynamo" in sys.modules:
+        attend()
+
+    @functools.wraps(construct)
+    def __init__(self, *args, **kwargs):
+        attend()
+        construct(self, *args, **kwargs)
+        # All ranks build the modules of a group in the same order, which tells those with equal parameters apart.
+        name = self.process_group.group_name
+        _built[name] += 1
+        _numbers[self] = _built[name]
+
+    DistributedDataParallel.__init__ = __init__
+
+
+def _wrap_forward(settings: dict) -> None:
+    plain = DistributedDataParallel.forward
+
+    @torch.compiler.disable
+    def before(ddp):
+        model = _models.get(ddp)
+        if model is None:
+            model = _models[ddp] = Model(ddp, settings, _numbers.get(ddp, 0))
+        if model.watching:
+            model.before_forward(ddp)
+        return model
+
+    @torch.compiler.disable
+    def after(ddp, model):
+        model.after_forward(ddp)
+
+    @functools.wraps(plain)
+    def forward(self, *inputs, **kwargs):
+        model = _models.get(self)
+        if model is not None and not model.watching:
+            return plain(self, *inputs, **kwargs)
+        model = before(self)
+        output = plain(self, *inputs, **kwargs)
+        after(self, model)
+        return output
+
+    # What is inside of DDP's own forward is compiled as before.
+    DistributedDataParallel.forward = torch.compiler.disable(forward, recursive=False)
+
+
+def _wrap_registering() -> None:
+    """Let a hook that the user registers later take the place of ours, which DDP itself would refuse."""
+    register = DistributedDataParallel.register_comm_hook
+    register_builtin = DistributedDataParallel._register_builtin_comm_hook
+    join_hook = DistributedDataParallel.join_hook
+
+    @functools.wraps(register)
+    def register_comm_hook(self, state, hook):
+        model = _models.get(self)
+        if model is None or not model.registered:
+            return register(self, state, hook)
+        if model.given_up:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._check_comm_hook(hook)
+        self.logger._set_comm_hook_name(hook.__qualname__)
+        self._comm_hooks.append((hook, state))
+        model.give_way(functools.partial(hook, state))
+
+    @functools.wraps(register_builtin)
+    def _register_builtin_comm_hook(self, comm_hook_type):
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        model = _models.get(self)
+        if model is None or not model.registered:
+            register_builtin(self, comm_hook_type)
+            if model is not None:
+                model.leave_alone("it has a hook of its own")
+            else:
+                _models[self] = Model(self, None)
+            return None
+        same = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        return register_comm_hook(self, self.process_group, same[comm_hook_type])
+
+    @functools.wraps(join_hook)
+    def join_hook_(self, **kwargs):
+        model = _models.get(self)
+        if model is not None and model.registered and not kwargs.get("divide_by_initial_world_size", True):
+            raise InvalidUsage(
+                "join(divide_by_initial_world_size=False) divides by the ranks that have not joined, which a hook is "
+                "not told, and the hook of collectives.auto can't be taken off: set COLLECTIVES_AUTO=0"
+            )
+        return join_hook(self, **kwargs)
+
+    DistributedDataParallel.register_comm_hook = register_comm_hook
+    DistributedDataParallel._register_builtin_comm_hook = _register_builtin_comm_hook
+    DistributedDataParallel.join_hook = join_hook_

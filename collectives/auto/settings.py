@@ -1,0 +1,70 @@
+"""The settings of ``collectives.auto``: environment variables, checked, as arguments of `HookState`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ..ddp import HookState
+from ..errors import InvalidArgument
+from ..layout import WIRE_BLOCKS
+from ..wire import parse_wire
+
+__all__ = ["read"]
+
+_PREFIX = "COLLECTIVES_"
+
+
+def read(environ: Mapping[str, str] | None = None) -> dict | None:
+    """Give `HookState`'s arguments for the variables that are set; None where ``COLLECTIVES_AUTO`` is 0.
+
+    `environ`: ``os.environ`` if not given; an empty value counts as unset. Raises `InvalidArgument`, which names the
+    variable, for a value that can't be used, and for values that can't be combined.
+    """
+    environ = os.environ if environ is None else environ
+    given = {name: environ.get(_PREFIX + name, "").strip() for name in ("AUTO", *_READERS)}
+    if given["AUTO"] and not _switch("AUTO", given["AUTO"]):
+        return None
+    settings = {name.lower(): reader(name, given[name]) for name, reader in _READERS.items() if given[name]}
+    if settings:
+        try:
+            HookState(**settings)
+        except InvalidArgument as error:
+            variables = ", ".join(f"{_PREFIX}{name.upper()}={given[name.upper()]}" for name in settings)
+            raise InvalidArgument(f"{variables}: {error.message}") from error
+    return settings
+
+
+def _switch(name: str, value: str) -> bool:
+    if value not in ("0", "1"):
+        raise InvalidArgument(f"{_PREFIX}{name} must be 0 or 1, not {value!r}")
+    return value == "1"
+
+
+def _wire(name: str, value: str) -> str:
+    try:
+        parse_wire(value)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{_PREFIX}{name}: {error.message}") from error
+    return value
+
+
+def _streams(name: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit() and 1 <= int(value) <= 64):
+        raise InvalidArgument(f"{_PREFIX}{name} must be a whole number from 1 to 64, not {value!r}")
+    return int(value)
+
+
+def _block(name: str, value: str) -> int:
+    if value not in map(str, WIRE_BLOCKS):
+        raise InvalidArgument(f"{_PREFIX}{name} must be one of {', '.join(map(str, WIRE_BLOCKS))}, not {value!r}")
+    return int(value)
+
+
+_READERS = {
+    "WIRE": _wire,
+    "STREAMS": _streams,
+    "BLOCK": _block,
+    "ERROR_FEEDBACK": _switch,
+    "STOCHASTIC_ROUNDING": _switch,
+}

@@ -1,0 +1,109 @@
+"""The first backward with our hook: each bucket is reduced by the process group, a copy by us; they are compared."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ..ddp import HookState, fused_allreduce
+from ..torch_groups import drop, opened
+from .check import differing, error_bound
+
+__all__ = ["Trial"]
+
+
+class Trial:
+    """One backward's buckets, reduced twice. After the last one `problem` says what went wrong on any rank, or "".
+
+    DDP's own buffers are reduced by the process group, as without a hook; a copy of each goes through
+    `fused_allreduce`. Before each bucket, and after the last, the ranks agree over the process group on whether all is
+    well. Once it isn't, ours isn't called any more, and the gradients of this step are plain DDP's on all ranks;
+    otherwise they are ours, with which the residuals of a compressed wire go together. Meanwhile the gradients take
+    three times their memory.
+    """
+
+    def __init__(self, group, state: HookState, settings: dict):
+        self._group = group
+        self._state = state
+        self._settings = settings
+        self._buckets = []  # (DDP's buffer, ours, bound)
+        self._futures = []
+        self._own = ""  # what went wrong on this rank
+        self.problem = ""
+
+    @property
+    def own_problem(self) -> bool:
+        """Whether something went wrong on this rank."""
+        return bool(self._own)
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
+        """Reduce a bucket in both ways; blocks. The futures of all buckets are set when the last one's is returned."""
+        buffer = bucket.buffer()
+        future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        self._futures.append((future, buffer))
+        ours = bound = None
+        if not (self.problem or self._own):
+            try:
+                bound = error_bound(_real(buffer), self._settings, self._group.size())
+                ours = buffer.clone()
+            except Exception as error:  # no memory for the copies: then there is no check, and no hook
+                self._own = _told(error)
+        if not self.problem:
+            self._agree(buffer.device)
+            if self.problem:
+                self._stop(buffer.device)
+        dist.all_reduce(buffer.div_(self._group.size()), group=self._group)
+        if not self.problem:
+            dist.all_reduce(bound.div_(self._group.size()), group=self._group)
+            self._buckets.append((buffer, ours, bound))
+            bucket.set_buffer(ours)
+            self._call(bucket)
+        if bucket.is_last():
+            self._judge(buffer.device)
+        return future
+
+    def _call(self, bucket) -> None:
+        try:
+            done = fused_allreduce(self._state, bucket)
+            if bucket.buffer().is_cuda:
+                done.wait()  # for the stream: two communicators with no order between them can deadlock
+        except Exception as error:  # whatever it is, the other ranks learn of it, and the log
+            self._own = _told(error)
+
+    def _judge(self, device) -> None:
+        if not (self.problem or self._own):
+            wrong = sum(
+                differing(_real(ours), _real(buffer), bound, self._settings) for buffer, ours, bound in self._buckets
+            )
+            if wrong:
+                self._own = f"{wrong} of its values differ from plain DDP's by more than rounding"
+        if not self.problem:
+            self._agree(device)
+        if not self.problem:
+            for buffer, ours, _ in self._buckets:
+                buffer.copy_(ours)
+        self._buckets = []
+        futures, self._futures = self._futures, []
+        for future, buffer in futures:
+            future.set_result(buffer)
+
+    def _agree(self, device) -> None:
+        """Ask all ranks whether something went wrong."""
+        bad = torch.tensor([float(bool(self._own))], device=device)
+        dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._group)
+        if bad.item():
+            self.problem = self._own or "on another rank"
+
+    def _stop(self, device) -> None:
+        """End what is under way with a rank that doesn't go on."""
+        comm = opened(self._group, device)
+        if comm is not None:
+            drop(comm)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

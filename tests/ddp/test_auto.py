@@ -1,0 +1,382 @@
+"""``collectives.auto``: what it registers and when, what it falls back to; gradients stay those of plain DDP."""
+
+import contextlib
+import gc
+import io
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from collectives.auto.check import differing, error_bound
+from collectives.auto.settings import read
+from collectives.errors import InvalidArgument, InvalidUsage, TransportError
+from collectives.layout import WIRE_FORMATS
+from tests.ddp.training import Branches, batch, loss_of, make_model, over_gloo, run, wrap
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# ---- Settings and bounds, with no process.
+
+
+def test_settings_come_from_variables():
+    assert read({}) == {}
+    assert read({"COLLECTIVES_AUTO": "0", "COLLECTIVES_WIRE": "bf16"}) is None
+    assert read({"COLLECTIVES_AUTO": "1", "COLLECTIVES_BLOCK": ""}) == {}
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("AUTO", "yes"), ("WIRE", "int9"), ("STREAMS", "0"), ("BLOCK", "200"), ("ERROR_FEEDBACK", "2")]
+    + [("STOCHASTIC_ROUNDING", "on")],
+)
+def test_a_wrong_value_names_its_variable(name, value):
+    with pytest.raises(InvalidArgument, match=f"COLLECTIVES_{name}.*{value}"):
+        read({f"COLLECTIVES_{name}": value})
+
+
+def quantized(values, format):
+    """Round to a wire format in fp64, in blocks of 256 with their own scales."""
+    if format in ("fp16", "bf16"):
+        return values.to(torch.float16 if format == "fp16" else torch.bfloat16).float()
+    blocks = values.view(-1, 256).double()
+    scale = (blocks.abs().amax(1, keepdim=True) / WIRE_FORMATS[format].limit).clamp_min(1e-30)
+    if format == "int8":
+        rounded = (blocks / scale).round()
+    else:
+        rounded = (blocks / scale).to(torch.float8_e4m3fn if "e4m3" in format else torch.float8_e5m2).double()
+    return (rounded * scale).flatten().float()
+
+
+@pytest.mark.parametrize("format", ["fp32", *WIRE_FORMATS])
+def test_bounds_take_rounding_and_nothing_more(format):
+    torch.manual_seed(1)
+    shares = [torch.randn(4096) * 10.0 ** torch.randint(-4, 3, (4096,)) for _ in range(3)]
+    settings = {"wire": format}
+    bound = sum(error_bound(share, settings, 3) for share in shares) / 3
+    reference = sum(share / 3 for share in shares)
+    if format == "fp32":
+        ours = (shares[2] + shares[1] + shares[0]) / 3
+    else:
+        ours = quantized(sum(quantized(share, format) for share in shares) / 3, format)
+    assert not torch.equal(ours, reference)
+    assert differing(ours, reference, bound, settings) == 0
+    largest = reference.abs().argmax()
+    ours[largest] *= {"fp32": 1 + 1e-5, "bf16": 1.03, "fp16": 1.003, "int8": 1.03}.get(format, 1.6)
+    assert differing(ours, reference, bound, settings) == 1
+    ours[largest] = float("nan")
+    assert differing(ours, reference, bound, settings) == 1
+
+
+def test_bounds_let_an_overflow_through_but_not_hide():
+    share = torch.tensor([1.0, float("inf"), 2.0])
+    bound = error_bound(share, {}, 2)
+    assert differing(share, share, bound, {}) == 0
+    assert differing(torch.tensor([1.0, 3.0, 2.0]), share, bound, {}) == 1
+
+
+# ---- Models of one program, on two ranks.
+
+
+class Lines(logging.Handler):
+    """The log of ``collectives.auto``."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+        logger = logging.getLogger("collectives.auto")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record):
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+    def take(self):
+        lines, self.lines = self.lines, []
+        return lines
+
+
+def trained(ctx, ddp, whole, steps=14, accumulate=1, solo=False, each=None):
+    """Train DDP and, on this rank alone, a model with all ranks' batches; give how far apart they end."""
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ddp, whole)]
+    for step in range(steps):
+        if each is not None:
+            each(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for part in range(accumulate):
+            ddp.module.step = whole.step = step  # what Branches goes by
+            with ddp.no_sync() if part < accumulate - 1 else contextlib.nullcontext():
+                (loss_of(ddp, step * accumulate + part, ctx.rank) / accumulate).backward()
+            for rank in range(ctx.size):
+                whole.step = step
+                (loss_of(whole, step * accumulate + part, rank) / accumulate / ctx.size).backward()
+        if solo and ctx.rank == 0:
+            loss_of(ddp, step, 0)  # a forward that the others don't run, with no backward
+        for optimizer in optimizers:
+            optimizer.step()
+    pairs = zip(ddp.parameters(), whole.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def medians(plain, ours):
+    """Time that was measured, as this rank has it."""
+    return mock.patch("collectives.auto.model.Model._median", lambda self, kind: plain if kind == "plain" else ours)
+
+
+@over_gloo
+def whole_program(ctx):
+    import collectives.auto  # noqa: F401
+    from collectives.auto import meeting, model, trial
+
+    log = Lines()
+    found = {}
+    model._WARMUP, model._TIMED = 2, 3
+    real = trial.fused_allreduce
+
+    def scenario(name, options=None, module=make_model, **how):
+        ddp = wrap(module(), "plain", **(options or {}))
+        found[name] = [trained(ctx, ddp, module(), **how), log.take()]
+        return ddp
+
+    with medians((2.0, 1.0)[ctx.rank], (1.0, 1.5)[ctx.rank]):  # 2 and 1.5 on the slower rank
+        group = dist.new_group([0, 1])
+        scenario("ours", {"process_group": group}, solo=True)
+        scenario("views", {"gradient_as_bucket_view": True}, accumulate=2, steps=13)
+        scenario("static", {"static_graph": True})
+        scenario("unused", {"find_unused_parameters": True}, module=Branches)
+    with medians(1.0, 1.01):
+        scenario("margin")
+    with medians(1.0, 1.1):
+        scenario("plain")
+
+    times = []
+    decide = model.Model._decide
+
+    def look(self, device):
+        times.extend(self._median(kind) for kind in ("plain", "ours"))
+        times.append(len(self._times["plain"]))
+        decide(self, device)
+
+    with mock.patch.object(model.Model, "_decide", look):
+        ddp = scenario("measured")
+    found["times"] = times
+    saved = io.BytesIO()
+    torch.save(ddp, saved)
+    found["saved"] = b"collectives" not in saved.getvalue()
+
+    def differs_on_rank_1(state, bucket):
+        future = real(state, bucket)
+        if bucket.is_last() and ctx.rank == 1:
+            bucket.buffer()[0] += 0.01
+        return future
+
+    def raises_on_rank_0(state, bucket):
+        if bucket.index() == 1 and ctx.rank == 0:
+            raise TransportError("the cable is out")
+        return real(state, bucket)
+
+    for name, wrong in (("differs", differs_on_rank_1), ("raises", raises_on_rank_0)):
+        with mock.patch.object(trial, "fused_allreduce", wrong):
+            scenario(name)
+    with mock.patch("collectives.auto.model.get_engine", mock.Mock(side_effect=InvalidUsage("none here"))):
+        scenario("no engine")
+
+    calls = []
+
+    def users_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        calls.append(state)
+        work = dist.all_reduce(bucket.buffer().div_(ctx.size), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    for name, at in (("user's first", 0), ("user's early", 3), ("user's late", 10)):
+        ddp = wrap(make_model(), "plain")
+        register = lambda step, at=at, ddp=ddp: step == at and ddp.register_comm_hook("mine", users_hook)  # noqa: E731
+        calls.clear()
+        found[name] = [trained(ctx, ddp, make_model(), each=register), log.take(), len(calls), set(calls)]
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            ddp.register_comm_hook(None, users_hook)
+
+    with mock.patch.object(meeting, "_SECONDS", 1.0):
+        ddp = wrap(make_model(), "plain")
+        ddp(torch.zeros(1, 12))  # attended to from now on
+        sys.modules["collectives.auto.install"]._models[ddp]._backwards += ctx.rank  # one rank has counted wrong
+        found["skewed"] = [trained(ctx, ddp, make_model()), log.take()]
+
+    ddp = scenario("joined")
+    with ddp.join():
+        for step in range(1 + ctx.rank):
+            ddp.zero_grad()
+            loss_of(ddp, step, ctx.rank).backward()
+    with pytest.raises(InvalidUsage, match="COLLECTIVES_AUTO=0"):
+        ddp.join(divide_by_initial_world_size=False).__enter__()
+    ddp = wrap(nn.Embedding(4, 3, sparse=True), "plain")
+    ddp(torch.zeros(1, dtype=torch.long))
+    found["sparse"] = log.take()
+    del ddp
+    gc.collect()
+    return found
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return run(whole_program, 2, tmp_path_factory.mktemp("auto") / "store", fresh=True, timeout=120)
+
+
+ALL = ["ours", "views", "static", "unused", "margin", "plain", "measured", "differs", "raises", "no engine", "skewed"]
+ALL += ["user's first", "user's early", "user's late", "joined"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_model_is_that_of_plain_ddp(program, name):
+    for found in program:
+        assert found[name][0] < 2e-6
+    assert len(program[0][name][1]) == 1  # one line
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("ours", "2e+03 ms a backward with plain DDP, 1.5e+03 ms with fused_allreduce (1.33 times as fast): fused_a"),
+        ("views", "(1.33 times as fast): fused_allreduce stays"),
+        ("static", "fused_allreduce stays"),
+        ("unused", "fused_allreduce stays"),
+        ("margin", "fused_allreduce stays"),
+        ("plain", "1e+03 ms a backward with plain DDP, 1.1e+03 ms with fused_allreduce: plain DDP stays"),
+        ("measured", "ms with fused_allreduce"),
+        ("user's first", "left alone: it has a hook of its own"),
+        ("user's early", "left alone: it has a hook of its own"),
+    ],
+)
+def test_rank_0_tells_what_was_done(program, name, text):
+    (line,) = program[0][name][1]
+    assert line.startswith("INFO DistributedDataParallel(") and text in line
+    assert program[1][name][1] == []
+
+
+@pytest.mark.parametrize(
+    "name, texts",
+    [
+        ("differs", ("(on another rank)", "(1 of its values differ from plain DDP's by more than rounding)")),
+        ("raises", ("(TransportError: the cable is out)", "(on another rank)")),
+        ("no engine", ("left alone: rank 0: InvalidUsage: none here", None)),
+        ("skewed", ("left alone: not all ranks came to the same step within 1 s", None)),
+    ],
+)
+def test_what_goes_wrong_is_warned_of_and_plain_ddp_stays(program, name, texts):
+    for found, text in zip(program, texts, strict=True):
+        if text is None or (name == "raises" and "another" in text):
+            assert found[name][1] == []
+        else:
+            (line,) = found[name][1]
+            assert line.startswith("WARNING") and text in line
+
+
+def test_backwards_are_timed(program):
+    for found in program:
+        plain, ours, count = found["times"]
+        assert 0 < plain < 10 and 0 < ours < 10 and count == 5
+
+
+def test_a_hook_of_the_user_wins(program):
+    for found in program:
+        buckets = found["user's late"][2] / 4
+        assert buckets == int(buckets) > 1
+        assert found["user's early"][2] == 11 * buckets
+        assert found["user's first"][2] == 13 * buckets + 1  # the first backward's bucket, before they are rebuilt
+        assert all(found[name][3] == {"mine"} for name in ("user's first", "user's early", "user's late"))
+    assert "takes the place of ours" in program[0]["user's late"][1][0]
+
+
+def test_a_saved_model_knows_nothing_of_it(program):
+    assert program[0]["saved"] and program[1]["saved"]
+
+
+def test_sparse_gradients_are_left_alone(program):
+    assert "left alone: it has sparse gradients" in program[0]["sparse"][0]
+
+
+@over_gloo
+def on_one_gpu(ctx):
+    import collectives.auto  # noqa: F401
+    from collectives.auto import model
+
+    log = Lines()
+    model._WARMUP, model._TIMED = 2, 3
+    module, whole = make_model().cuda(), make_model().cuda()
+    ddp = wrap(module, "plain", device_ids=[0])
+    for step in range(14):
+        for one in (ddp, whole):
+            one.zero_grad()
+        batches = [batch(step, rank)[0].cuda() for rank in range(ctx.size)]
+        ddp(batches[ctx.rank]).square().mean().backward()
+        (sum(whole(x).square().mean() for x in batches) / ctx.size).backward()
+    pairs = zip(module.parameters(), whole.parameters(), strict=True)
+    return max((a.grad - b.grad).abs().max().item() for a, b in pairs), log.take()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_events_are_timed(tmp_path):
+    from tests.ddp.test_gpu import on_gpu
+
+    first, second = on_gpu(on_one_gpu, 2, tmp_path / "store")
+    assert max(first[0], second[0]) < 1e-6
+    assert "ms with fused_allreduce" in first[1][0]
+
+
+# ---- python -m collectives.auto
+
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+for step in range(30):
+    model.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+gradient = model.module.weight.grad.unique().tolist()
+print(__name__, sys.argv, sys.path[0] == os.path.dirname(__file__), gradient, flush=True)
+del model
+dist.barrier()
+dist.destroy_process_group()
+def fail():
+    raise ZeroDivisionError("on purpose")
+fail()
+"""
+
+
+def auto(*words, **variables):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    words = [sys.executable, "-m", "collectives.auto", *words]
+    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_program_is_run_as_python_runs_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [auto(str(script), "--flag", "7", RANK=str(rank), **where) for rank in range(2)]
+    usage, wrong = auto(), auto(str(script), COLLECTIVES_WIRE="int3")
+    for rank, process in enumerate(ranks):
+        out, err = process.communicate(timeout=100)
+        assert out == f"__main__ {[str(script), '--flag', '7']} True [2.0]\n"
+        assert process.returncode == 1
+        trace = [line.removeprefix(f"[rank{rank}]: ") for line in err[err.index("Traceback") :].splitlines()]
+        assert trace[1].startswith(f'  File "{script}", line ') and "runpy" not in err
+        assert trace[-1] == "ZeroDivisionError: on purpose"
+        assert ("collectives.auto: DistributedDataParallel(Linear): " in err) == (rank == 0)
+    out, err = usage.communicate(timeout=60)
+    assert usage.returncode == 2 and err.startswith("usage: python -m collectives.auto SCRIPT")
+    out, err = wrong.communicate(timeout=60)
+    assert wrong.returncode == 1 and "InvalidArgument: COLLECTIVES_WIRE: wire must be one of" in err
