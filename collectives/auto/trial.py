@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.distributed as dist
 
 from ..ddp import HookState, fused_allreduce
-from ..torch_groups import drop, opened
+from ..errors import CollectiveTimeout
+from ..torch_groups import communicator_over, drop, opened
 from .check import differing, error_bound
 
 __all__ = ["Trial"]
+
+# Limit of one of our operations meanwhile. All ranks have just met, and the process group's own limit, which must not
+# run out before, is 10 minutes (NCCL) or 30 (Gloo) by default.
+_SECONDS = 120.0
 
 
 class Trial:
@@ -28,6 +35,7 @@ class Trial:
         self._settings = settings
         self._buckets = []  # (DDP's buffer, ours, bound)
         self._futures = []
+        self._limited = None  # (communicator, its own limit)
         self._own = ""  # what went wrong on this rank
         self.problem = ""
 
@@ -63,12 +71,21 @@ class Trial:
         return future
 
     def _call(self, bucket) -> None:
+        device = bucket.buffer().device
         try:
+            self._limit(communicator_over(self._group, device))
             done = fused_allreduce(self._state, bucket)
-            if bucket.buffer().is_cuda:
-                done.wait()  # for the stream: two communicators with no order between them can deadlock
+            if device.type == "cuda":
+                done.wait()  # the stream; two communicators with no order between them can deadlock
+                _wait_at_most(_SECONDS, device)
         except Exception as error:  # whatever it is, the other ranks learn of it, and the log
             self._own = _told(error)
+            self._stop(device)
+
+    def _limit(self, comm) -> None:
+        if self._limited is None and self._settings.get("streams", 1) == 1:  # others' limits are copies of the first's
+            self._limited = (comm, comm.timeout)
+            comm.timeout = min(comm.timeout or _SECONDS, _SECONDS)
 
     def _judge(self, device) -> None:
         if not (self.problem or self._own):
@@ -82,7 +99,9 @@ class Trial:
         if not self.problem:
             for buffer, ours, _ in self._buckets:
                 buffer.copy_(ours)
-        self._buckets = []
+        if self._limited is not None and not self._limited[0].closed:
+            self._limited[0].timeout = self._limited[1]
+        self._buckets, self._limited = [], None
         futures, self._futures = self._futures, []
         for future, buffer in futures:
             future.set_result(buffer)
@@ -95,7 +114,7 @@ class Trial:
             self.problem = self._own or "on another rank"
 
     def _stop(self, device) -> None:
-        """End what is under way with a rank that doesn't go on."""
+        """End what is under way: for ranks that wait for this one in it, at once."""
         comm = opened(self._group, device)
         if comm is not None:
             drop(comm)
@@ -103,6 +122,17 @@ class Trial:
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
+
+
+def _wait_at_most(seconds: float, device: torch.device) -> None:
+    """Wait for the stream: NCCL knows no limit, and a rank that another one left would wait in the next agreement."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    limit = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > limit:
+            raise CollectiveTimeout(f"a bucket was not reduced within {seconds:.0f} s", op="all_reduce")
+        time.sleep(1e-4)
 
 
 def _told(error: Exception) -> str:

@@ -266,15 +266,17 @@ def test_rank_0_tells_what_was_done(program, name, text):
     "name, texts",
     [
         ("differs", ("(on another rank)", "(1 of its values differ from plain DDP's by more than rounding)")),
-        ("raises", ("(TransportError: the cable is out)", "(on another rank)")),
+        ("raises", ("(TransportError: the cable is out)", "RemoteError")),
         ("no engine", ("left alone: rank 0: InvalidUsage: none here", None)),
         ("skewed", ("left alone: not all ranks came to the same step within 1 s", None)),
     ],
 )
 def test_what_goes_wrong_is_warned_of_and_plain_ddp_stays(program, name, texts):
     for found, text in zip(program, texts, strict=True):
-        if text is None or (name == "raises" and "another" in text):
+        if text is None:
             assert found[name][1] == []
+        elif text == "RemoteError":  # rank 1 may have been in the same bucket, or not yet
+            assert all(text in line for line in found[name][1])
         else:
             (line,) = found[name][1]
             assert line.startswith("WARNING") and text in line
