@@ -7,8 +7,6 @@ reduced beside the backward; otherwise where the hook is called.
 
 # No `from __future__ import annotations`: torch compares a hook's annotations as objects.
 
-from itertools import accumulate
-
 import torch
 import torch.distributed as dist
 
@@ -53,17 +51,15 @@ def fused_allreduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 
 def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
-    buffer, params, index = bucket.buffer(), bucket.parameters(), bucket.index()
-    ours = Bucket(buffer, params, [], index)
+    buffer = bucket.buffer()
+    ours = Bucket(buffer, bucket.parameters, None, bucket.index())
     comm = state.comm
     try:
         flat = ours.flat = _dense(buffer)
-        width = 1 if flat is buffer else 2  # complex numbers are pairs
-        ours.offsets = [0, *accumulate(width * param.numel() for param in params[:-1])]
         if comm is None:
             comm = communicator_over(state.own_group(), buffer.device)
-        if state.zero_copy and flat.is_cpu:
-            state.see(comm, flat, params[0], index == 0)
+        if state.shares_memory and flat.is_cpu:
+            state.see(comm, ours)
         return state.reduction.start(comm, ours, buffer, bucket.is_last())
     except CollectivesError as error:
         cause, failed = (error.error, error.bucket) if isinstance(error, Failed) else (error, ours)

@@ -83,7 +83,7 @@ class ReturningBuffers:
         return f"{sum(back)} of {len(back)} buckets shared" if back else "no bucket has come back yet"
 
     def see(self, comm, buffer: torch.Tensor, owner) -> None:
-        """Register a buffer that was here in an earlier round. A local call."""
+        """Register a buffer that was here in an earlier round. A local call. `owner`: a function that gives it."""
         key = whole_allocation(buffer, 0, 0)
         if key[1] < _LEAST_SHARED:
             return
@@ -100,7 +100,7 @@ class ReturningBuffers:
             registration = comm.register(buffer)
             if registration.zero_copy:
                 entry[2] = registration
-                entry[3] = weakref.finalize(owner, _forget, self._known, key, registration)
+                entry[3] = weakref.finalize(owner(), _forget, self._known, key, registration)
                 entry[3].atexit = False
             else:
                 comm.deregister(registration)  # there is no use in holding it

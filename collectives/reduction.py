@@ -86,6 +86,9 @@ class Reduction:
         self._overlaps = False
         self._health: dict[Lane, torch.Tensor] = {}
         self._scaler = None
+        # Whether buckets need nothing but the wire: then the communicator over which that was last looked at.
+        alone = max_norm is None and not check_finite and local is None and predivide is None and streams == 1
+        self._direct = alone and isinstance(wire, Plain)
         self._replays = False
         self._finds_unused = None
         # Parameters of each bucket of the last backward; their names, of one that was saved, and how often it was used.
@@ -104,6 +107,8 @@ class Reduction:
         Raises `Failed`, with the error and the bucket that it is of.
         """
         begun = time.perf_counter_ns()
+        if self._direct and self.sharded is None and recording.active is None and self._goes_directly(comm):
+            return self._at_once(comm, bucket, buffer, last, begun)
         try:
             if bucket.index == 0:
                 self._begin(comm, bucket)
@@ -141,6 +146,34 @@ class Reduction:
                 if last:
                     recording.active.step()
         return sent.future
+
+    # ---- Without any option, on the host: nothing to keep between a bucket and the next.
+
+    def _goes_directly(self, comm) -> bool:
+        if self._sent or not comm._on_host:
+            return False
+        if self._direct is not comm:  # seen for the first time
+            self._overlaps = overlaps(comm)
+            self._direct = comm
+        return not self._overlaps
+
+    def _at_once(self, comm, bucket, buffer, last, begun) -> torch.futures.Future:
+        try:
+            nbytes = self.wire.reduce(comm, bucket, Factor(over=comm.size) if self.average else Factor())
+        except CollectivesError as error:
+            raise Failed(error, bucket) from error
+        future = torch.futures.Future()
+        future.set_result(buffer)
+        totals = self.totals
+        if bucket.index == 0:
+            self.bytes_on_wire = 0
+        self.bytes_on_wire += nbytes
+        totals["backwards"] += last
+        totals["buckets"] += 1
+        totals["bytes_on_wire"] += nbytes
+        totals["bytes_as_fp32"] += 8 * (comm.size - 1) * bucket.flat.numel() // comm.size
+        totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
+        return future
 
     # ---- The parts of it.
 

@@ -22,7 +22,7 @@ from .names import names_of
 from .optim import _Optimizer
 from .overlap import ShardedStep
 from .reduction import Reduction
-from .wire import Plain, Wire, parse_wire
+from .wire import Bucket, Plain, Wire, parse_wire
 from .wires import make_wire
 
 __all__ = ["HookState"]
@@ -99,6 +99,7 @@ class HookState:
         self._saved_optimizer = None
         self._local = None if local_steps is None else LocalSGD(*_local_steps(local_steps))
         self._wire = self._make_wire()
+        self.shares_memory = zero_copy and isinstance(self._wire, Plain)  # other wires send from memory of their own
         self.reduction = Reduction(
             self._wire, average=average, predivide=predivide, streams=self._options["streams"], max_norm=max_norm,
             norm_type=norm_type, check_finite=check_finite, deterministic=deterministic, sharded=None,
@@ -187,12 +188,11 @@ class HookState:
             )
         return world
 
-    def see(self, comm, flat: torch.Tensor, owner, first: bool) -> None:
+    def see(self, comm, bucket: Bucket) -> None:
         """Look whether a bucket on the host comes again, and let the engine use its memory where it lies."""
-        if first:
+        if bucket.index == 0:
             self._returning.begin()
-        if isinstance(self._wire, Plain):  # the others send from memory of their own
-            self._returning.see(comm, flat, owner)
+        self._returning.see(comm, bucket.flat, lambda: bucket.params[0])
 
     # ---- The optimizer and the scaler.
 

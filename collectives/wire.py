@@ -8,6 +8,7 @@ there are (the sum itself once). What is lost can be kept as a residual and adde
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from typing import NamedTuple
@@ -48,17 +49,32 @@ class Factor(NamedTuple):
 class Bucket:
     """A flat buffer of gradients on its way: one-dimensional, contiguous, of a floating dtype; reduced in place.
 
-    `params`: the parameters whose gradients it holds; `offsets`: the element at which each one's begins. `index`: its
-    place among the buckets of a backward, the same on all ranks.
+    `params`: the parameters whose gradients it holds, or a function that gives them when they are first asked for;
+    `offsets`: the element at which each one's begins; None: one after the other. `index`: its place among the buckets
+    of a backward, the same on all ranks.
     """
 
-    __slots__ = ("flat", "index", "offsets", "params")
+    __slots__ = ("_offsets", "_params", "flat", "index")
 
-    def __init__(self, flat: torch.Tensor, params: list, offsets: list[int], index: int):
+    def __init__(self, flat: torch.Tensor, params, offsets: list[int] | None, index: int):
         self.flat = flat
-        self.params = params
-        self.offsets = offsets
         self.index = index
+        self._params = params
+        self._offsets = offsets
+
+    @property
+    def params(self) -> list:
+        if callable(self._params):
+            self._params = self._params()
+        return self._params
+
+    @property
+    def offsets(self) -> list[int]:
+        if self._offsets is None:
+            # Complex numbers are pairs.
+            counts = [param.numel() << param.is_complex() for param in self.params[:-1]]
+            self._offsets = [0, *itertools.accumulate(counts)]
+        return self._offsets
 
     def names(self) -> list[str]:
         """The parameters' names, or their shapes where they have none; looked up now."""

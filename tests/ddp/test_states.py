@@ -1,6 +1,8 @@
 """HookState, groups and communicators: who averages with whom, what is refused, what comes after a failure."""
 
+import os
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -228,6 +230,7 @@ class FailsMidway(nn.Module):
 
 
 @over_gloo
+@mock.patch.dict(os.environ, {"COLLECTIVES_OVERLAP": "1"})
 def interrupted(ctx, own_state):
     state = HookState() if own_state else None
     model = FailsMidway()
