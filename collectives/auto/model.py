@@ -12,7 +12,6 @@ made sure of in `meeting`. Later decisions are taken inside of the hook, which D
 
 # No `from __future__ import annotations`: torch compares a hook's annotations as objects.
 
-import functools
 import hashlib
 import logging
 import time
@@ -46,7 +45,9 @@ class Model:
         self._group = ddp.process_group
         self._settings = settings
         self._state = None
-        self._act = None  # what the hook does with a bucket
+        # What the hook does with a bucket: a plain function of (model, bucket). A bound method would be a cycle, which
+        # keeps the process group until a collection comes; Gloo's may hang when it goes with the interpreter.
+        self._act = None
         self._handles = []
         self._due = False  # a forward has prepared a reduction
         self._queued = False
@@ -164,7 +165,7 @@ class Model:
             self.leave_alone(reason, logging.WARNING)
             return
         self._trial = Trial(self._group, self._state, self._settings)
-        self._act = self._check
+        self._act = Model._check
         self._backwards = 0
         ddp.register_comm_hook(self, torch.compiler.disable(_auto_allreduce))
         # The list is for compiled autograd alone, and would be pickled with the object.
@@ -179,14 +180,14 @@ class Model:
     def give_way(self, hook) -> None:
         """Call the user's hook from now on."""
         self.given_up = True
-        self._act = hook
+        self._act = lambda model, bucket: hook(bucket)
         self._state = self._trial = None
         self._say(logging.INFO, "a hook was registered, which takes the place of ours")
 
     # ---- What the hook does with a bucket, one phase after the other.
 
     def _timing(self) -> bool:
-        return self._act in (self._check, self._timed)
+        return self._act in (Model._check, Model._timed)
 
     def _check(self, bucket):
         future = self._trial.reduce(bucket)
@@ -194,7 +195,7 @@ class Model:
             trial, self._trial = self._trial, None
             problem = trial.problem
             if problem:
-                self._settle(self._forward)
+                self._settle(Model._forward)
                 self._say(
                     logging.WARNING,
                     f"the first step with fused_allreduce went wrong ({problem}), and took the process group's result: "
@@ -202,13 +203,13 @@ class Model:
                     everywhere=trial.own_problem,
                 )
             else:
-                self._act = self._timed
+                self._act = Model._timed
         return future
 
     def _timed(self, bucket):
         if bucket.index() == 0 and self._backwards == _WARMUP + _TIMED:
             self._decide(bucket.buffer().device)
-            return self._act(bucket)
+            return self._act(self, bucket)
         if bucket.is_last():
             self._backwards += 1
         return fused_allreduce(self._state, bucket)
@@ -218,21 +219,24 @@ class Model:
         dist.all_reduce(medians, dist.ReduceOp.MAX, group=self._group)
         plain, ours = medians.tolist()
         if plain <= 0 or ours <= 0:
-            self._settle(functools.partial(fused_allreduce, self._state))
+            self._settle(Model._ours)
             self._say(logging.INFO, "fused_allreduce, checked; its gain could not be measured")
             return
         figures = f"{plain * 1e3:.3g} ms a backward with plain DDP, {ours * 1e3:.3g} ms with fused_allreduce"
         if plain < (1 - _MARGIN) * ours:
-            self._settle(self._forward)
+            self._settle(Model._forward)
             self._say(logging.INFO, f"{figures}: plain DDP stays")
         else:
-            self._settle(functools.partial(fused_allreduce, self._state))
+            self._settle(Model._ours)
             self._say(logging.INFO, f"{figures} ({plain / ours:.2f} times as fast): fused_allreduce stays")
 
     def _settle(self, act) -> None:
         self._act = act
-        if act == self._forward:
+        if act is Model._forward:
             self._state = None
+
+    def _ours(self, bucket):
+        return fused_allreduce(self._state, bucket)
 
     def _forward(self, bucket):
         """What DDP does without a hook."""
@@ -245,7 +249,7 @@ class Model:
 
 
 def _auto_allreduce(model, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return model._act(bucket)
+    return model._act(model, bucket)
 
 
 def _sum_over(group, tensor):

@@ -228,7 +228,7 @@ def whole_program(ctx):
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    return run(whole_program, 2, tmp_path_factory.mktemp("auto") / "store", fresh=True, timeout=120)
+    return run(whole_program, 2, tmp_path_factory.mktemp("auto") / "store", fresh=True, timeout=240)
 
 
 ALL = ["ours", "views", "static", "unused", "margin", "plain", "measured", "differs", "raises", "no engine", "skewed"]
@@ -371,14 +371,14 @@ def test_a_program_is_run_as_python_runs_it(tmp_path):
     ranks = [auto(str(script), "--flag", "7", RANK=str(rank), **where) for rank in range(2)]
     usage, wrong = auto(), auto(str(script), COLLECTIVES_WIRE="int3")
     for rank, process in enumerate(ranks):
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=240)
         assert out == f"__main__ {[str(script), '--flag', '7']} True [2.0]\n"
         assert process.returncode == 1
         trace = [line.removeprefix(f"[rank{rank}]: ") for line in err[err.index("Traceback") :].splitlines()]
         assert trace[1].startswith(f'  File "{script}", line ') and "runpy" not in err
         assert trace[-1] == "ZeroDivisionError: on purpose"
         assert ("collectives.auto: DistributedDataParallel(Linear): " in err) == (rank == 0)
-    out, err = usage.communicate(timeout=60)
+    out, err = usage.communicate(timeout=240)
     assert usage.returncode == 2 and err.startswith("usage: python -m collectives.auto SCRIPT")
-    out, err = wrong.communicate(timeout=60)
+    out, err = wrong.communicate(timeout=240)
     assert wrong.returncode == 1 and "InvalidArgument: COLLECTIVES_WIRE: wire must be one of" in err

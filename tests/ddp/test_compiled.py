@@ -63,7 +63,7 @@ def compiled_in_every_way(ctx):
 
 
 def test_compiled_models_get_the_same_gradients(tmp_path):
-    for found in run(compiled_in_every_way, 2, tmp_path / "store", timeout=120):
+    for found in run(compiled_in_every_way, 2, tmp_path / "store", timeout=240):
         assert len(found) == 5
         assert max(found.values()) < 1e-6, found
 
