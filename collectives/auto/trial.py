@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ..ddp import HookState, fused_allreduce
 from ..errors import CollectiveTimeout
+from ..lanes import close_lanes
 from ..torch_groups import communicator_over, drop, opened
 from .check import differing, error_bound
 
@@ -117,6 +118,7 @@ class Trial:
         """End what is under way: for ranks that wait for this one in it, at once."""
         comm = opened(self._group, device)
         if comm is not None:
+            close_lanes(comm, abort=True)
             drop(comm)
 
 
