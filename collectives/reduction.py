@@ -219,13 +219,18 @@ class Reduction:
                 raise
             sent.error = error
         if recorder is not None and sent.error is None:
-            what = {"bucket": bucket.index, "bytes": sent.nbytes, "parameters": bucket.describe()}
-            name = "all_reduce" if self.sharded is None else "reduce_scatter, step, all_gather"
-            name = f"{name} {bucket.flat.nbytes} B"
-            if event is None:
-                recorder.add(sent.lane.row, name, begun, time.perf_counter_ns(), **what)
-            else:
+            end = time.perf_counter_ns() if event is None else None
+            if event is not None:
                 end = sent.lane.stream.record_event(torch.cuda.Event(enable_timing=True))
+            what = {"bucket": bucket.index, "bytes": sent.nbytes, "parameters": bucket.describe()}
+            # The report goes by the first word: it must be that of a collective.
+            name = f"all_reduce {bucket.flat.nbytes} B"
+            if self.sharded is not None:
+                rest = "" if self._waits_for_norm() else ", step, all_gather"
+                name = f"reduce_scatter {bucket.flat.nbytes} B{rest}"
+            if event is None:
+                recorder.add(sent.lane.row, name, begun, end, **what)
+            else:
                 recorder.add_cuda(sent.lane.row, name, event, end, **what)
 
     def _owned(self, comm, bucket):
