@@ -410,7 +410,7 @@ class Reduction:
     def _end(self, comm) -> None:
         """Give the buckets back."""
         sents, self._sent = self._sent, []
-        self._owner = None
+        self._owner = self._scaler = None
         for sent in sents:
             if not sent.future.done():
                 sent.future.set_result(sent.buffer)
@@ -429,4 +429,4 @@ class Reduction:
 
     def _drop(self) -> None:
         self._sent = []
-        self._owner = None
+        self._owner = self._scaler = None
