@@ -18,7 +18,7 @@ import torch
 from .communicator import Communicator
 from .errors import CollectivesError, InvalidUsage
 from .lanes import Lane, lanes_of, overlaps
-from .names import finds_unused, names_of
+from .names import module_of, names_of
 from .timeline import recording
 from .wire import Bucket, Factor, Plain, Wire
 
@@ -161,6 +161,7 @@ class Reduction:
         self._overlaps = comm._on_host and overlaps(comm)
         self.bytes_on_wire = 0
         self._scaler = self.scaler() if self.max_norm is not None or self.sharded is not None else None
+        self._look_at_join(owner)
         self._health = {}
         if self._counts():
             self._health = {lane: torch.zeros(2, dtype=torch.float64, device=comm.device) for lane in self.lanes}
@@ -169,7 +170,24 @@ class Reduction:
         if self.sharded is not None:
             self.sharded.begin()
             if self._finds_unused is None:
-                self._finds_unused = finds_unused(owner)
+                ddp = module_of(owner)
+                self._finds_unused = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
+
+    def _look_at_join(self, owner) -> None:
+        """Refuse what can't be right in DDP's join(), on all ranks alike: those that have joined call the hook, too."""
+        ddp = module_of(owner)
+        if ddp is None or not ddp._join_config.enable:
+            return
+        if self.average and not ddp._divide_by_initial_world_size:
+            raise InvalidUsage(
+                "join(divide_by_initial_world_size=False) divides by the ranks that have not joined, which a hook is "
+                "not told: leave it out"
+            )
+        if self.sharded is not None and self._scaler is not None:
+            raise InvalidUsage(
+                "with a GradScaler the updates wait for optimizer.step(), which a rank that has joined doesn't call: "
+                "in join() step the optimizer after the backward, without HookState's optimizer"
+            )
 
     def _counts(self) -> bool:
         """Whether norm and health are wanted."""
