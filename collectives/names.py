@@ -12,10 +12,15 @@ import weakref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["finds_unused", "names_of", "tell"]
+__all__ = ["module_of", "names_of", "tell"]
 
 _told: list = []  # weak references to modules, oldest first
 _names = WeakIdKeyDictionary()  # parameter -> name
+_ddps = WeakIdKeyDictionary()  # parameter -> weak reference to its DistributedDataParallel object, or _nowhere
+
+
+def _nowhere() -> None:
+    """Stand for a reference to no object."""
 
 
 def tell(module: torch.nn.Module) -> None:
@@ -57,13 +62,18 @@ def names_of(parameters) -> list[str | None]:
     return [_names[parameter] for parameter in parameters]
 
 
-def finds_unused(parameter) -> bool:
-    """Tell whether a parameter's DistributedDataParallel lets parameters go without a gradient; the same on all ranks.
+def module_of(parameter) -> torch.nn.parallel.DistributedDataParallel | None:
+    """Give the DistributedDataParallel object that synchronises a parameter; None where there is none.
 
-    It walks over all objects: some ten milliseconds.
+    It walks over all objects, some ten milliseconds, once for each such object.
     """
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.nn.parallel.DistributedDataParallel):
-            if any(parameter is other for other in thing.module.parameters()):
-                return thing.find_unused_parameters or thing.static_graph
-    return False
+    reference = _ddps.get(parameter)
+    if reference is None or (reference is not _nowhere and reference() is None):
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.nn.parallel.DistributedDataParallel):
+                for each in thing.module.parameters():
+                    _ddps[each] = weakref.ref(thing)
+        if reference is _ddps.get(parameter):
+            _ddps[parameter] = _nowhere
+        reference = _ddps[parameter]
+    return reference()

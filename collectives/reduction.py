@@ -18,7 +18,7 @@ import torch
 from .communicator import Communicator
 from .errors import CollectivesError, InvalidUsage
 from .lanes import Lane, lanes_of, overlaps
-from .names import finds_unused, names_of
+from .names import module_of, names_of
 from .timeline import recording
 from .wire import Bucket, Factor, Plain, Wire
 
@@ -194,6 +194,7 @@ class Reduction:
         self._overlaps = comm._on_host and overlaps(comm)
         self.bytes_on_wire = 0
         self._scaler = self.scaler() if self.max_norm is not None or self.sharded is not None else None
+        self._look_at_join(owner)
         self._health = {}
         if self._counts():
             self._health = {lane: torch.zeros(2, dtype=torch.float64, device=comm.device) for lane in self.lanes}
@@ -202,7 +203,24 @@ class Reduction:
         if self.sharded is not None:
             self.sharded.begin()
             if self._finds_unused is None:
-                self._finds_unused = finds_unused(owner)
+                ddp = module_of(owner)
+                self._finds_unused = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
+
+    def _look_at_join(self, owner) -> None:
+        """Refuse what can't be right in DDP's join(), on all ranks alike: those that have joined call the hook, too."""
+        ddp = module_of(owner)
+        if ddp is None or not ddp._join_config.enable:
+            return
+        if self.average and not ddp._divide_by_initial_world_size:
+            raise InvalidUsage(
+                "join(divide_by_initial_world_size=False) divides by the ranks that have not joined, which a hook is "
+                "not told: leave it out"
+            )
+        if self.sharded is not None and self._scaler is not None:
+            raise InvalidUsage(
+                "with a GradScaler the updates wait for optimizer.step(), which a rank that has joined doesn't call: "
+                "in join() step the optimizer after the backward, without HookState's optimizer"
+            )
 
     def _counts(self) -> bool:
         """Whether norm and health are wanted."""
@@ -252,13 +270,18 @@ class Reduction:
                 raise
             sent.error = error
         if recorder is not None and sent.error is None:
-            what = {"bucket": bucket.index, "bytes": sent.nbytes, "parameters": bucket.describe()}
-            name = "all_reduce" if self.sharded is None else "reduce_scatter, step, all_gather"
-            name = f"{name} {bucket.flat.nbytes} B"
-            if event is None:
-                recorder.add(sent.lane.row, name, begun, time.perf_counter_ns(), **what)
-            else:
+            end = time.perf_counter_ns() if event is None else None
+            if event is not None:
                 end = sent.lane.stream.record_event(torch.cuda.Event(enable_timing=True))
+            what = {"bucket": bucket.index, "bytes": sent.nbytes, "parameters": bucket.describe()}
+            # The report goes by the first word: it must be that of a collective.
+            name = f"all_reduce {bucket.flat.nbytes} B"
+            if self.sharded is not None:
+                rest = "" if self._waits_for_norm() else ", step, all_gather"
+                name = f"reduce_scatter {bucket.flat.nbytes} B{rest}"
+            if event is None:
+                recorder.add(sent.lane.row, name, begun, end, **what)
+            else:
                 recorder.add_cuda(sent.lane.row, name, event, end, **what)
 
     def _owned(self, comm, bucket):
@@ -438,7 +461,7 @@ class Reduction:
     def _end(self, comm) -> None:
         """Give the buckets back."""
         sents, self._sent = self._sent, []
-        self._owner = None
+        self._owner = self._scaler = None
         for sent in sents:
             if not sent.future.done():
                 sent.future.set_result(sent.buffer)
@@ -457,4 +480,4 @@ class Reduction:
 
     def _drop(self) -> None:
         self._sent = []
-        self._owner = None
+        self._owner = self._scaler = None

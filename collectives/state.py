@@ -243,11 +243,12 @@ class HookState:
         if self._scaler is False:
             return None
         if self._scaler is None:
-            # Once, since it takes some ten milliseconds. One that has scaled nothing yet is not in use.
-            found = [
-                thing for thing in gc.get_objects()
-                if issubclass(type(thing), torch.amp.GradScaler) and thing.is_enabled() and thing._scale is not None
-            ]  # fmt: skip
+            # Once, since it takes some ten milliseconds.
+            found = _scalers_in_use()
+            if len(found) > 1:
+                found = None
+                gc.collect()  # an earlier training's, which nobody holds any more, but in a cycle
+                found = _scalers_in_use()
             if len(found) > 1:
                 raise InvalidUsage(
                     f"there are {len(found)} GradScalers in use: name this module's, state.grad_scaler = scaler, or "
@@ -335,6 +336,14 @@ class HookState:
         if self._optimizer is not None:
             words.append(f"optimizer={type(self._optimizer).__name__}")
         return f"HookState({', '.join(words)}, zero_copy: {shared})"
+
+
+def _scalers_in_use() -> list:
+    """All GradScalers, but for those that have scaled nothing yet."""
+    return [
+        thing for thing in gc.get_objects()
+        if issubclass(type(thing), torch.amp.GradScaler) and thing.is_enabled() and thing._scale is not None
+    ]  # fmt: skip
 
 
 _DEFAULTS = {
