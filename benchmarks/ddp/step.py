@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from expected import Expected, Wrong, check, same_everywhere
 from launch import add_options, end_on_signals, keep, provenance, rows_of, slowest
-from ways import GROUPS, KINDS, LR, PEERS, TORCH_POWERSGD_STARTS, Way
+from ways import GROUPS, KINDS, LR, PEERS, POWERSGD, TORCH_POWERSGD_STARTS, Way
 
 MODELS = {  # name: Linears, width, batch
     "8xLinear1024": (8, 1024, 32),
@@ -80,7 +80,7 @@ def verify(ways, name, batch, max_norm):
         kind: Reference(copy.deepcopy(plain), "clipped" in kind, max_norm) for kind in kinds if kind.endswith("adamw")
     }
     expected = None
-    steps = TORCH_POWERSGD_STARTS + 1 if "powersgd" in kinds else 2
+    steps = TORCH_POWERSGD_STARTS + 1 if POWERSGD in kinds else 2
     for number in range(steps):  # DDP makes its buckets anew after the first one
         expected = Expected(own_gradients(plain, batch + number), expected)
         for reference in references.values():
@@ -89,10 +89,10 @@ def verify(ways, name, batch, max_norm):
             way.step(batch + number)
             if way.optimizer is not None:
                 _check_parameters(way, references[way.kind].model)
-            elif way.kind == "powersgd":
+            elif way.kind == POWERSGD:
                 starts = TORCH_POWERSGD_STARTS if way.name.startswith("gloo") else 0
                 if number <= starts:
-                    kind = "close" if number < starts else "powersgd"
+                    kind = "close" if number < starts else POWERSGD
                     check(way.name, kind, way.gradients(), expected)
             else:
                 check(way.name, way.kind, way.gradients(), expected, max_norm)
@@ -133,7 +133,7 @@ def measure(name, rank, arguments):
         "ranks": dist.get_world_size(), "threads": torch.get_num_threads(), "state": options,
         "steps": steps * arguments.rounds,
         **{f"{way}_ms": round(value, 4) for way, value in ms.items()},
-        **compared(ms),
+        **compared(ms), "shared": {way.name: way.told() for way in ways if way.state is not None},
     }  # fmt: skip
 
 

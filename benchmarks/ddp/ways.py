@@ -13,6 +13,7 @@ import collectives
 from collectives import optim
 
 LR = 1e-3
+POWERSGD = f"powersgd{POWERSGD_RANK}"
 TORCH_POWERSGD_STARTS = 2  # torch's PowerSGD averages as Gloo does before this step; it takes no less
 
 GROUPS = {
@@ -34,7 +35,7 @@ PEERS = {
 KINDS = {
     "plain": "own", "no_sync": "own", "nothing": "own", "nothing_view": "own", "gloo": "close", "gloo_view": "close",
     "hook": "mean", "ours": "mean", "gloo_bf16": "bf16", "ours_bf16": "bf16", "ours_bf16_ef": "bf16",
-    "ours_int8_ef": "int8", "gloo_powersgd": "powersgd", "ours_powersgd": "powersgd", "gloo_clip": "clipped",
+    "ours_int8_ef": "int8", "gloo_powersgd": POWERSGD, "ours_powersgd": POWERSGD, "gloo_clip": "clipped",
     "ours_clip": "clipped", "gloo_adamw": "adamw", "ours_adamw": "adamw", "gloo_clip_adamw": "clipped adamw",
     "ours_clip_adamw": "clipped adamw",
 }  # fmt: skip
@@ -57,6 +58,17 @@ def to_bf16(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
+def powersgd(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's powerSGD_hook, one bucket after the other.
+
+    It starts further all-reduces from the threads that end the first ones; with two buckets on the way these come
+    in another order on another rank, and Gloo aborts the process ("op.preamble.length <= op.nbytes").
+    """
+    future = powerSGD_hook.powerSGD_hook(state, bucket)
+    future.wait()
+    return future
+
+
 def powersgd_state(rank=POWERSGD_RANK):
     """Give the state of torch's powerSGD_hook."""
     return powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=TORCH_POWERSGD_STARTS)
@@ -70,7 +82,7 @@ class Way:
         self.kind = KINDS[name]
         self.model = model
         self.max_norm = max_norm
-        self.optimizer = None
+        self.optimizer = self.state = None
         self.context = contextlib.nullcontext
         self.times = []
         clips, steps = "clip" in name, name.endswith("adamw")
@@ -84,11 +96,12 @@ class Way:
         elif name.startswith("nothing"):
             self.module.register_comm_hook(None, nothing)
         elif name == "hook":
-            self.module.register_comm_hook(collectives.HookState(**(options or {})), collectives.fused_allreduce)
+            self.state = collectives.HookState(**(options or {}))
+            self.module.register_comm_hook(self.state, collectives.fused_allreduce)
         elif name == "gloo_bf16":
             self.module.register_comm_hook(None, to_bf16)
         elif name == "gloo_powersgd":
-            self.module.register_comm_hook(powersgd_state(), powerSGD_hook.powerSGD_hook)
+            self.module.register_comm_hook(powersgd_state(), powersgd)
         self.clips = clips
         if steps:
             self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
@@ -101,7 +114,8 @@ class Way:
             state["max_norm"] = self.max_norm
         if steps:
             self.optimizer = state["optimizer"] = optim.AdamW(self.model.parameters(), lr=LR)
-        self.module.register_comm_hook(collectives.HookState(**state), collectives.fused_allreduce)
+        self.state = collectives.HookState(**state)
+        self.module.register_comm_hook(self.state, collectives.fused_allreduce)
 
     def step(self, batch):
         """Make one step; return its seconds. Gradients are set to None before, untimed."""
@@ -117,6 +131,11 @@ class Way:
 
     def gradients(self):
         return [parameter.grad for parameter in self.model.parameters()]
+
+    def told(self):
+        """Tell which of the buckets our hook has made memory that the ranks share, or None."""
+        state = self.state
+        return None if state is None else state._returning.told()
 
     def rest(self):
         """Let go of the gradients: other ways are next."""
