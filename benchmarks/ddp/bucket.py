@@ -66,8 +66,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 def own_mappings():
     """Let malloc give what is allocated inside mappings of its own, as it does from 32 MiB up.
 
-    Whether it does for less depends on what was freed before. Behind it the thresholds are those that it comes to by
-    itself in the end, so that temporary arrays are cheap for all ways.
+    Whether it does for less depends on all that was freed before. Behind it the thresholds are those that it comes to by itself in
+    the end, so that temporary arrays are cheap for all ways.
     """
     _LIBC.mallopt(_MMAP_THRESHOLD, 64 << 10)
     try:
@@ -192,19 +192,19 @@ def _split(flat, shapes):
 
 def work(rank, arguments):
     """Yield a row for each way."""
-    gradient = torch.randn(int(arguments.mib * 2**18), generator=torch.Generator().manual_seed(rank))
-    both = [
-        Turns([name for name in arguments.ways if (name == "fp32_staged") == staged], arguments.mib, gradient)
-        for staged in (False, True)
-    ]
-    both = [turns for turns in both if turns.ways]
-    for turns in both:
-        turns.round()  # with its checks
-        turns.checks = False
-        with own_mappings():
+    with own_mappings():
+        gradient = torch.randn(int(arguments.mib * 2**18), generator=torch.Generator().manual_seed(rank))
+        both = [
+            Turns([name for name in arguments.ways if (name == "fp32_staged") == staged], arguments.mib, gradient)
+            for staged in (False, True)
+        ]
+        both = [turns for turns in both if turns.ways]
+        for turns in both:
+            turns.round()  # with its checks
+            turns.checks = False
             turns.round()  # DDP's buckets are the final ones from here on
-        for way in turns.ways:
-            way.times.clear()
+            for way in turns.ways:
+                way.times.clear()
     for _ in range(arguments.rounds):
         for turns in both:
             turns.round()
