@@ -5,8 +5,8 @@
 
 All hooks get the same bucket of the same DDP module, one after another, inside of its backward; a time is from the
 hook's call to the value of its future, the median of all rounds, of the slower rank; the gradient is copied into the
-bucket before each, untimed. Ours with the bucket as it is (`fp32_staged`) are called in another module's backward, once
-a round: the first one's bucket has become memory that the ranks share, which Gloo is given, too. Before a way is timed
+bucket before each, untimed. That bucket has become memory that the ranks share, which all are given; `fp32_staged`,
+with the bucket as DDP made it, is called in another module's backward, once a round. Before a way is timed
 its first result is checked as step.py does. `wire_bytes`: what this rank sends, as rings send it, 2(n-1)/n of an
 all-reduced array: ours as HookState counts it, torch's from the arrays that its hook gives to Gloo.
 
@@ -66,8 +66,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 def own_mappings():
     """Let malloc give what is allocated inside mappings of its own, as it does from 32 MiB up.
 
-    Whether it does for less depends on all that was freed before. Behind it the thresholds are those that it comes to by itself in
-    the end, so that temporary arrays are cheap for all ways.
+    Whether it does for less depends on all that was freed before. Behind it the thresholds are those that it comes to
+    by itself in the end, so that temporary arrays are cheap for all ways.
     """
     _LIBC.mallopt(_MMAP_THRESHOLD, 64 << 10)
     try:

@@ -109,12 +109,12 @@ def main():
     rows = []
     for row in rows_of(work, arguments.ranks, arguments):
         rows.append({**row, **where})
-        print(
-            f"{row['wire']:8s} loss {row['train_loss']:.5f} ({row['train_by_fp32']:.4f} +- {row['train_error']:.4f} of fp32's), test "
-            f"{row['test_loss']:.5f} ({row['test_by_fp32']:.4f} +- {row['test_error']:.4f}), accuracy {row['test_accuracy']:.4f}; "
-            f"{row['of_fp32']:.4f} of fp32's bytes",
-            flush=True,
+        losses = ", ".join(
+            f"{short} loss {row[f'{short}_loss']:.5f} ({row[f'{short}_by_fp32']:.4f} +- {row[f'{short}_error']:.4f})"
+            for short in ("train", "test")
         )
+        told = f"accuracy {row['test_accuracy']:.4f}, {row['of_fp32']:.4f} of fp32's bytes"
+        print(f"{row['wire']:8s} {losses}, {told}", flush=True)
     keep(rows, arguments)
     return 0
 
