@@ -150,6 +150,11 @@ class Quantized(Wire):
         if plan is None or plan.made_of[1:] != made_of[1:] or plan.made_of[0]() is not comm:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
+            # What was made of these parameters' earlier buckets holds their memory, and residuals that have moved.
+            members = frozenset(map(id, bucket.params))
+            for other, old in list(self._plans.items()):
+                if not members.isdisjoint(old.members):
+                    self._plans.pop(other, None)
             how = {"format": self.format, "block": self.block}
             made_of = (weakref.ref(comm), *made_of[1:])
             at_random = self.seed is not None
@@ -163,6 +168,7 @@ class _Plan:
 
     def __init__(self, made_of, comm, bucket, factor, share, end, step, memory, lost, gather, how, at_random):
         self.made_of = made_of
+        self.members = frozenset(map(id, bucket.params))
         self.how = how
         self.summed = {"average_over": factor.over or None, "scale": factor.after, **how}
         self.alpha = (factor.over or 1) / factor.after
