@@ -9,15 +9,12 @@ accuracy is below the threshold or if the parameters differ between ranks.
 
 import argparse
 import copy
-import gc
-import hashlib
-import json
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
 
+import jobs
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -25,7 +22,6 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 import collectives
 
@@ -38,35 +34,14 @@ BLOCKS, BLOCK_STEPS, BLOCK_SKIP = 12, 12, 2
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     option = parser.add_argument
-    option("--epochs", type=int, default=12, help="passes over the training set (default: %(default)s)")
-    option("--steps", type=int, help="stop after so many steps, whatever --epochs says")
-    option("--batch-size", type=int, default=64, help="images a step, all ranks together (default: %(default)s)")
-    option("--hidden", type=int, default=512, help="width of the two hidden layers (default: %(default)s)")
+    count = jobs.at_least_1
+    option("--epochs", type=count, default=12, help="passes over the training set (default: %(default)s)")
+    option("--steps", type=count, help="stop after so many steps, whatever --epochs says")
+    option("--batch-size", type=count, default=64, help="images a step, all ranks together (default: %(default)s)")
+    option("--hidden", type=count, default=512, help="width of the two hidden layers (default: %(default)s)")
     option("--seed", type=int, default=1, help="of the split, the parameters and the order (default: %(default)s)")
     option("--plot", type=Path, default=Path("out/train_digits.png"), help="the plot's file (default: %(default)s)")
-    arguments = parser.parse_args()
-    for name in ("epochs", "steps", "batch_size", "hidden"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    return arguments
-
-
-def join_process_group(comm):
-    """Start torch.distributed over Gloo for the ranks of ``comm``; under mpirun, with no MASTER_ADDR, too."""
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
-        return
-    # One machine: rank 0 opens a store on a free port, and tells the others which, through our own broadcast.
-    port = torch.zeros(1, dtype=torch.int64, device=comm.device)
-    store = None
-    if comm.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, comm.size, is_master=True, wait_for_workers=False)
-        port[0] = store.port
-    comm.broadcast(port, root=0)
-    if store is None:
-        store = dist.TCPStore("127.0.0.1", int(port), comm.size, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    return parser.parse_args()
 
 
 def load_data(seed, device):
@@ -137,10 +112,8 @@ class Trainer:
     def train(self, batches, steps, comm):
         """Make ``steps`` steps; return the loss of each, averaged over the ranks."""
         losses = torch.empty(steps, dtype=torch.float64, device=comm.device)
-        show = comm.rank == 0
         since = 0
-        on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        with tqdm(total=steps, desc=self.name, unit="step", disable=not (show and on_terminal), leave=False) as bar:
+        with jobs.progress(comm, self.name, steps) as bar:
             for step in range(steps):
                 losses[step] = self.step(*batches[step])
                 bar.update()
@@ -150,9 +123,7 @@ class Trainer:
                     since = step + 1
                     epoch = step // batches.steps_per_epoch + 1
                     bar.set_postfix(loss=f"{mean.item():.4f}")
-                    if show:
-                        line = f"{self.name:>11}  epoch {epoch:3d}  step {step + 1:5d}  loss {mean.item():.4f}"
-                        tqdm.write(line, file=sys.stdout)
+                    jobs.say(comm, f"{self.name:>11}  epoch {epoch:3d}  step {step + 1:5d}  loss {mean.item():.4f}")
         comm.all_reduce(losses, op="avg")
         return losses.tolist()
 
@@ -163,18 +134,6 @@ def test_accuracy(model, images, labels, comm):
     right = (model(images[comm.rank :: comm.size]).argmax(1) == labels[comm.rank :: comm.size]).sum().reshape(1)
     comm.all_reduce(right)
     return right.item() / len(images)
-
-
-def identical_on_all_ranks(model):
-    """Tell whether parameters and buffers are equal bit for bit on all ranks, by SHA-256 gathered over Gloo."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    mine = torch.tensor(list(digest.digest()), dtype=torch.uint8)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return all(torch.equal(one, everyone[0]) for one in everyone)
 
 
 def time_in_turn(trainers, batches, device):
@@ -196,13 +155,8 @@ def time_in_turn(trainers, batches, device):
 
 
 def save_plot(path, losses, times, title):
-    """Draw the loss of each step and the spread of the step times into a PNG file, with no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    """Draw the loss of each step and the spread of the step times."""
+    figure, left, right = jobs.new_figure(title)
     for (name, values), style in zip(losses.items(), ("-", "--"), strict=True):
         left.plot(range(1, len(values) + 1), values, style, label=name, linewidth=1.2)
     left.set(xlabel="step", ylabel="loss (mean of the ranks)", yscale="log", title="Training loss")
@@ -213,30 +167,28 @@ def save_plot(path, losses, times, title):
         right.plot(ordered, share, label=f"{name}: median {statistics.median(values):.2f} ms")
     right.set(xlabel="time of one step (ms)", ylabel="share of steps that took no longer", title="Step times, in turn")
     right.legend()
-    figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    jobs.save(figure, path)
 
 
-def run(arguments, comm):
-    """Train both ways, time both; return the result's dictionary and the lines for rank 0 to print."""
+def train(arguments, comm):
+    """Train both ways, time both; return the result's dictionary, and whether it is a success."""
     torch.manual_seed(arguments.seed)
     device = torch.device(comm.device)
     train_x, train_y, test_x, test_y = load_data(arguments.seed, device)
     batches = Batches(train_x, train_y, arguments.batch_size, comm.rank, comm.size, arguments.seed)
     steps = arguments.steps or arguments.epochs * batches.steps_per_epoch
     initial = build_model(arguments.hidden).to(device)
-    if comm.rank == 0:
-        parameters = sum(parameter.numel() for parameter in initial.parameters())
-        print(
-            f"{comm.size} ranks, engine {comm.engine.name}, device {device}: {len(train_x)} training and {len(test_x)} "
-            f"test images, {parameters:,} parameters, {steps} steps of {comm.size} x {batches.share} images"
-        )
+    parameters = sum(parameter.numel() for parameter in initial.parameters())
+    jobs.say(
+        comm,
+        f"{comm.size} ranks, engine {comm.engine.name}, device {device}: {len(train_x)} training and {len(test_x)} "
+        f"test images, {parameters:,} parameters, {steps} steps of {comm.size} x {batches.share} images",
+    )
 
     ours = Trainer("collectives", copy.deepcopy(initial), collectives.fused_allreduce)
     ours_losses = ours.train(batches, steps, comm)
     accuracy = test_accuracy(ours.ddp.module, test_x, test_y, comm)
-    identical = identical_on_all_ranks(ours.ddp.module)
+    identical = jobs.identical_on_all_ranks(ours.ddp.module)
 
     gloo = Trainer("gloo", copy.deepcopy(initial))
     gloo_losses = gloo.train(batches, steps, comm)
@@ -264,27 +216,8 @@ def run(arguments, comm):
             {"collectives": ours_ms, "gloo": gloo_ms},
             f"Handwritten digits, {comm.size} ranks, engine {comm.engine.name}, test accuracy {accuracy:.3f}",
         )
-    return result
-
-
-def main():
-    arguments = parse_arguments()
-    comm = collectives.init()
-    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it; under mpirun the ranks would fight for the cores
-        torch.set_num_threads(max(1, min(len(os.sched_getaffinity(0)), os.cpu_count() // comm.local_size)))
-    join_process_group(comm)
-    result = run(arguments, comm)
-    # Gloo may abort the process at its exit while a DDP object is alive: run() has dropped both, now end in order.
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
-    rank = comm.rank
-    comm.close()
-    if rank == 0:
-        print(f"plot: {arguments.plot}")
-        print(json.dumps(result), flush=True)
-    return 0 if result["identical_parameters"] and result["test_accuracy"] >= THRESHOLD else 1
+    return result, identical and accuracy >= THRESHOLD
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(jobs.run(train, parse_arguments()))

@@ -1,0 +1,120 @@
+"""What all examples do around their training: join the job, show progress, compare the ranks, draw, and leave.
+
+An example's main is ``jobs.run(train, arguments)``. Its last line on stdout is one JSON object, by rank 0.
+"""
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import collectives
+
+
+def run(train, arguments):
+    """Call ``train(arguments, comm)`` as a rank of this job; return the exit status: 0 if all went well.
+
+    `train` returns (result, passed), the same on all ranks; rank 0 prints the result as JSON. The ranks are started by
+    torchrun, mpirun or srun, or there is one alone. `arguments.plot` is where `train` leaves its plot.
+    """
+    comm = collectives.init()
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it; under mpirun the ranks would fight for the cores
+        torch.set_num_threads(max(1, min(len(os.sched_getaffinity(0)), os.cpu_count() // comm.local_size)))
+    join_process_group(comm)
+    result, passed = train(arguments, comm)
+    # Gloo may abort the process at its exit while a DDP object is alive: train() has dropped its own, now end in order.
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+    rank = comm.rank
+    comm.close()
+    if rank == 0:
+        print(f"plot: {arguments.plot}")
+        print(json.dumps(result), flush=True)
+    return 0 if passed else 1
+
+
+def join_process_group(comm):
+    """Start torch.distributed over Gloo for the ranks of ``comm``; under mpirun, with no MASTER_ADDR, too."""
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
+        return
+    # One machine: rank 0 opens a store on a free port, and tells the others which, through our own broadcast.
+    port = torch.zeros(1, dtype=torch.int64, device=comm.device)
+    store = None
+    if comm.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, comm.size, is_master=True, wait_for_workers=False)
+        port[0] = store.port
+    comm.broadcast(port, root=0)
+    if store is None:
+        store = dist.TCPStore("127.0.0.1", int(port), comm.size, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+
+
+def at_least_1(text):
+    """Read an option that is a count."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+# ---- Progress: of rank 0; the bar on a terminal alone.
+
+
+def progress(comm, name, steps):
+    """Return a tqdm bar of so many steps, which shows nothing in a pipe and on ranks other than 0."""
+    on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    return tqdm(total=steps, desc=name, unit="step", disable=comm.rank > 0 or not on_terminal, leave=False)
+
+
+def say(comm, text):
+    """Print a line once, above the bar if there is one."""
+    if comm.rank == 0:
+        tqdm.write(text, file=sys.stdout)
+
+
+# ---- What the ranks have.
+
+
+def fingerprint(model):
+    """Return the SHA-256 of a model's parameters and buffers, with their names."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest
+
+
+def identical_on_all_ranks(model):
+    """Tell whether parameters and buffers are equal bit for bit on all ranks, by SHA-256 gathered over Gloo."""
+    mine = torch.tensor(list(fingerprint(model).digest()), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return all(torch.equal(one, everyone[0]) for one in everyone)
+
+
+# ---- The plot, with no display.
+
+
+def new_figure(title):
+    """Return a figure and its two axes, side by side."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    return figure, *figure.subplots(1, 2)
+
+
+def save(figure, path):
+    """Write a figure into a PNG file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
