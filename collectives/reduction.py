@@ -14,7 +14,9 @@ import time
 import weakref
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
+from .alike import agree_on_options
 from .communicator import Communicator
 from .errors import CollectivesError, InvalidUsage
 from .lanes import Lane, lanes_of, overlaps
@@ -58,12 +60,12 @@ class Reduction:
     """What a `HookState` does with buckets; its options, checked, come from there.
 
     `sharded`: the optimizer that steps this rank's shards, or None; `local`: post-local SGD, or None; `scaler`: a
-    function that gives the GradScaler in use, or None.
+    function that gives the GradScaler in use, or None; `told`: one that gives the options by name.
     """
 
     def __init__(
         self, wire: Wire, *, average, predivide, streams, max_norm, norm_type, check_finite, deterministic, sharded,
-        local, scaler,
+        local, scaler, told=None,
     ):  # fmt: skip
         self.wire = wire
         self.average = average
@@ -76,6 +78,8 @@ class Reduction:
         self.sharded = sharded
         self.local = local
         self.scaler = scaler
+        self.told = told
+        self._agreed: weakref.WeakSet = weakref.WeakSet()  # communicators on which the ranks' options were compared
         self.norm = None  # of the last backward: a number, or a float64 tensor on a GPU
         self.nonfinite = None
         self.bytes_on_wire = 0
@@ -87,9 +91,11 @@ class Reduction:
         self._health: dict[Lane, torch.Tensor] = {}
         self._scaler = None
         self._replays = False
-        self._finds_unused = None
+        self._finds_unused = False
+        self._finders = WeakIdKeyDictionary()  # first parameter of a module's buckets -> whether it lets some be unused
+        self._task = -1
         # Parameters of each bucket of the last backward; their names, of one that was saved, and how often it was used.
-        self.layout: list[list] = []
+        self.layout: list[list[weakref.ref]] = []
         self.saved_layout: list[list[str]] | None = None
         self._replayed = 0
 
@@ -148,7 +154,8 @@ class Reduction:
         owner = bucket.params[0]
         if self._sent:
             before = self._owner() if self._owner is not None else None
-            if before is not None and before is not owner and self._waits_for_all():
+            together = self._task == torch._C._current_graph_task_id()  # else the earlier one was interrupted
+            if before is not None and before is not owner and together and self._waits_for_all():
                 raise InvalidUsage(
                     "two modules' backwards interleave on one HookState, which looks at a backward as a whole "
                     "(max_norm, check_finite, optimizer, local_steps): give each module a state of its own"
@@ -157,6 +164,11 @@ class Reduction:
             self._join(comm)
             self._end(comm)
         self._owner = weakref.ref(owner)
+        self._task = torch._C._current_graph_task_id()
+        if comm not in self._agreed:
+            if self.told is not None:
+                agree_on_options(comm, self.told())
+            self._agreed.add(comm)
         self.lanes = lanes_of(comm, self.streams)
         self._overlaps = comm._on_host and overlaps(comm)
         self.bytes_on_wire = 0
@@ -168,8 +180,9 @@ class Reduction:
         self.wire.begin()
         if self.sharded is not None:
             self.sharded.begin()
-            if self._finds_unused is None:
-                self._finds_unused = finds_unused(owner)
+            if owner not in self._finders:
+                self._finders[owner] = finds_unused(owner)
+            self._finds_unused = self._finders[owner]
 
     def _counts(self) -> bool:
         """Whether norm and health are wanted."""
@@ -292,7 +305,7 @@ class Reduction:
             torch._foreach_mul_([sent.bucket.flat for sent in self._sent], clip)
         if self.local is not None:
             self.local.end_backward()
-        self.layout = [sent.bucket.params for sent in self._sent]
+        self.layout = [[weakref.ref(param) for param in sent.bucket.params] for sent in self._sent]
         totals = self.totals
         totals["backwards"] += 1
         totals["buckets"] += len(self._sent)
