@@ -68,6 +68,13 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
             if state.comm is None:
                 drop(comm)
         raise _explained(cause, failed) from cause
+    except BaseException:
+        # KeyboardInterrupt, MemoryError: the other ranks are further on or wait for this one, and a later backward's
+        # buckets would meet theirs of this one. With the end of the communicator they get an error instead.
+        if comm is not None:
+            close_lanes(comm, abort=True)
+            drop(comm)
+        raise
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):

@@ -66,11 +66,20 @@ _lanes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator 
 
 def lanes_of(comm: Communicator, count: int) -> list[Lane]:
     """Give so many lanes over a communicator's ranks; the first call for more of them is a collective."""
+    if comm not in _lanes:
+        _close_stale()
     lanes = _lanes.setdefault(comm, [])
     while len(lanes) < count:
         row = f"lane {len(lanes)}"
         lanes.append(Lane(comm if not lanes else comm.split(0), row))
     return lanes[:count]
+
+
+def _close_stale() -> None:
+    """End the lanes over communicators that were closed: their threads, and the communicators beside the first one."""
+    for comm in list(_lanes):
+        if comm.closed:
+            close_lanes(comm, abort=any(lane.comm._lane.busy() for lane in _lanes[comm]))
 
 
 def close_lanes(comm: Communicator, *, abort: bool = False) -> None:

@@ -12,7 +12,7 @@ import weakref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["module_of", "names_of", "tell"]
+__all__ = ["known_names", "module_of", "names_of", "tell"]
 
 _told: list = []  # weak references to modules, oldest first
 _names = WeakIdKeyDictionary()  # parameter -> name
@@ -60,6 +60,11 @@ def names_of(parameters) -> list[str | None]:
         for parameter in parameters:
             _names.setdefault(parameter, None)
     return [_names[parameter] for parameter in parameters]
+
+
+def known_names() -> set[str]:
+    """Give the names of all parameters that are alive and in a module that was told or found."""
+    return {name for name in _names.values() if name is not None}
 
 
 def module_of(parameter) -> torch.nn.parallel.DistributedDataParallel | None:

@@ -337,6 +337,8 @@ class PowerSGD(Wire):
 
         Raises `InvalidArgument` for the state of another rank, and for residuals without error feedback.
         """
+        if "rank" not in state:
+            raise InvalidArgument("the state to load was saved with another wire than PowerSGD")
         if state["rank"] != self.rank:
             raise InvalidArgument(f"the state is of PowerSGD with rank {state['rank']}, this one has rank {self.rank}")
         if state["residuals"] and not self.error_feedback:

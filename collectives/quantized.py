@@ -13,10 +13,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ._nccl import DTYPES, OPS
-from .errors import InvalidUsage
+from .errors import InvalidArgument, InvalidUsage
 from .kernels import dequantize, reduce_wires
 from .kernels.quantization import plan_dequantize, plan_quantize, plan_requantize
 from .layout import WIRE_FORMATS, wire_layout
+from .names import known_names
 from .wire import Bucket, Plain, Residuals, Wire, add_found, statistics_for, transport
 
 __all__ = ["Quantized"]
@@ -50,8 +51,8 @@ class Quantized(Wire):
 
     def begin(self):
         self.steps += 1
-        if self.residuals is not None and self.residuals.unclaimed() and self.steps > self._loaded_at + 2:
-            names = self.residuals.unclaimed()
+        names = [] if self.residuals is None or self.steps <= self._loaded_at + 2 else self.residuals.unclaimed()
+        if names and not known_names().issuperset(names):  # else they are of a module whose turn has not come
             raise InvalidUsage(
                 f"no parameter has come for {len(names)} of the residuals that were loaded ({', '.join(names[:4])}): "
                 "the model isn't the one that was saved"
@@ -62,8 +63,13 @@ class Quantized(Wire):
         return {"residuals": kept, "steps": self.steps, "seed": self.seed}
 
     def load_state_dict(self, state):
-        self.steps, self.seed = state["steps"], state["seed"]
-        self._loaded_at = self.steps
+        if "steps" not in state:
+            raise InvalidArgument(f"the state to load was saved with another wire than {self.format}")
+        if state["residuals"] and self.residuals is None:
+            raise InvalidArgument("the state to load has residuals, which are lost without error_feedback=True")
+        self.steps = self._loaded_at = state["steps"]
+        if self.seed is not None and state["seed"] is not None:
+            self.seed = state["seed"]
         if self.residuals is not None:
             self.residuals.load_state_dict(state["residuals"])
 
@@ -150,17 +156,29 @@ class Quantized(Wire):
         if plan is None or plan.made_of[1:] != made_of[1:] or plan.made_of[0]() is not comm:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            # What was made of these parameters' earlier buckets holds their memory, and residuals that have moved.
-            members = frozenset(map(id, bucket.params))
-            for other, old in list(self._plans.items()):
-                if not members.isdisjoint(old.members):
-                    self._plans.pop(other, None)
             how = {"format": self.format, "block": self.block}
             made_of = (weakref.ref(comm), *made_of[1:])
             at_random = self.seed is not None
             plan = _Plan(made_of, comm, bucket, factor, share, end, step, memory, lost, gather, how, at_random)
+            plan.params = set(map(id, bucket.params))
+            # DDP has made its buckets again: the old plans would keep the memory of the old ones.
+            for other, old in list(self._plans.items()):
+                if not plan.params.isdisjoint(old.params):
+                    self._plans.pop(other, None)
+            plan.owner = _dropping(self._plans, key, bucket.params[0])
             self._plans[key] = plan
         return plan
+
+
+def _dropping(plans: dict, key: tuple, param) -> weakref.ref:
+    """Refer to a parameter weakly; with it goes its plan, which holds the memory of a bucket."""
+
+    def gone(reference):
+        plan = plans.get(key)
+        if plan is not None and plan.owner is reference:
+            plans.pop(key, None)
+
+    return weakref.ref(param, gone)
 
 
 class _Plan:
@@ -168,7 +186,8 @@ class _Plan:
 
     def __init__(self, made_of, comm, bucket, factor, share, end, step, memory, lost, gather, how, at_random):
         self.made_of = made_of
-        self.members = frozenset(map(id, bucket.params))
+        self.params: set[int] = set()  # ids
+        self.owner: weakref.ref | None = None
         self.how = how
         self.summed = {"average_over": factor.over or None, "scale": factor.after, **how}
         self.alpha = (factor.over or 1) / factor.after

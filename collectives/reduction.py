@@ -15,6 +15,7 @@ import weakref
 
 import torch
 
+from .alike import agree_on_options
 from .communicator import Communicator
 from .errors import CollectivesError, InvalidUsage
 from .lanes import Lane, lanes_of, overlaps
@@ -58,12 +59,12 @@ class Reduction:
     """What a `HookState` does with buckets; its options, checked, come from there.
 
     `sharded`: the optimizer that steps this rank's shards, or None; `local`: post-local SGD, or None; `scaler`: a
-    function that gives the GradScaler in use, or None.
+    function that gives the GradScaler in use, or None; `told`: one that gives the options by name.
     """
 
     def __init__(
         self, wire: Wire, *, average, predivide, streams, max_norm, norm_type, check_finite, deterministic, sharded,
-        local, scaler,
+        local, scaler, told=None,
     ):  # fmt: skip
         self.wire = wire
         self.average = average
@@ -76,6 +77,8 @@ class Reduction:
         self.sharded = sharded
         self.local = local
         self.scaler = scaler
+        self.told = told
+        self._agreed: weakref.WeakSet = weakref.WeakSet()  # communicators on which the ranks' options were compared
         self.norm = None  # of the last backward: a number, or a float64 tensor on a GPU
         self.nonfinite = None
         self.bytes_on_wire = 0
@@ -90,9 +93,10 @@ class Reduction:
         alone = max_norm is None and not check_finite and local is None and predivide is None and streams == 1
         self._direct = alone and isinstance(wire, Plain)
         self._replays = False
-        self._finds_unused = None
+        self._finds_unused = False
+        self._task = -1
         # Parameters of each bucket of the last backward; their names, of one that was saved, and how often it was used.
-        self.layout: list[list] = []
+        self.layout: list[list[weakref.ref]] = []
         self.saved_layout: list[list[str]] | None = None
         self._replayed = 0
 
@@ -181,7 +185,8 @@ class Reduction:
         owner = bucket.params[0]
         if self._sent:
             before = self._owner() if self._owner is not None else None
-            if before is not None and before is not owner and self._waits_for_all():
+            together = self._task == torch._C._current_graph_task_id()  # else the earlier one was interrupted
+            if before is not None and before is not owner and together and self._waits_for_all():
                 raise InvalidUsage(
                     "two modules' backwards interleave on one HookState, which looks at a backward as a whole "
                     "(max_norm, check_finite, optimizer, local_steps): give each module a state of its own"
@@ -190,6 +195,11 @@ class Reduction:
             self._join(comm)
             self._end(comm)
         self._owner = weakref.ref(owner)
+        self._task = torch._C._current_graph_task_id()
+        if comm not in self._agreed:
+            if self.told is not None:
+                agree_on_options(comm, self.told())
+            self._agreed.add(comm)
         self.lanes = lanes_of(comm, self.streams)
         self._overlaps = comm._on_host and overlaps(comm)
         self.bytes_on_wire = 0
@@ -202,9 +212,8 @@ class Reduction:
         self.wire.begin()
         if self.sharded is not None:
             self.sharded.begin()
-            if self._finds_unused is None:
-                ddp = module_of(owner)
-                self._finds_unused = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
+            ddp = module_of(owner)
+            self._finds_unused = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
 
     def _look_at_join(self, owner) -> None:
         """Refuse what can't be right in DDP's join(), on all ranks alike: those that have joined call the hook, too."""
@@ -348,7 +357,7 @@ class Reduction:
             torch._foreach_mul_([sent.bucket.flat for sent in self._sent], clip)
         if self.local is not None:
             self.local.end_backward()
-        self.layout = [sent.bucket.params for sent in self._sent]
+        self.layout = [[weakref.ref(param) for param in sent.bucket.params] for sent in self._sent]
         totals = self.totals
         totals["backwards"] += 1
         totals["buckets"] += len(self._sent)

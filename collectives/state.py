@@ -103,7 +103,7 @@ class HookState:
         self.reduction = Reduction(
             self._wire, average=average, predivide=predivide, streams=self._options["streams"], max_norm=max_norm,
             norm_type=norm_type, check_finite=check_finite, deterministic=deterministic, sharded=None,
-            local=self._local, scaler=self._find_scaler,
+            local=self._local, scaler=self._find_scaler, told=self._told,
         )  # fmt: skip
         if optimizer is not None:
             self.optimizer = optimizer
@@ -116,12 +116,24 @@ class HookState:
             return options[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def __setattr__(self, name, value):
+        if name in self.__dict__.get("_options", {}):
+            raise InvalidUsage(f"{name} is fixed when a HookState is made: make another one with {name}={value!r:.60}")
+        super().__setattr__(name, value)
+
     def _make_wire(self) -> Wire:
         options = self._options
         algorithm = None if options["algorithm"] == "native" else options["algorithm"]
         names = ("block", "error_feedback", "stochastic_rounding", "deterministic")
         wire = make_wire(options["wire"], algorithm=algorithm, **{name: options[name] for name in names})
         return Hierarchical(wire) if options["hierarchical"] is True else wire
+
+    def _told(self) -> dict:
+        """Give what must be the same on all ranks."""
+        told = {name: value for name, value in self._options.items() if name != "zero_copy"}
+        told["optimizer"] = type(self._optimizer).__name__ if self._optimizer is not None else None
+        told["loaded from a saved state"] = self.reduction.saved_layout is not None
+        return told
 
     # ---- What is known after a step.
 
@@ -242,6 +254,8 @@ class HookState:
     def _find_scaler(self):
         if self._scaler is False:
             return None
+        if isinstance(self._scaler, weakref.ref) and self._scaler() is None:
+            self._scaler = None  # another one may have taken its place
         if self._scaler is None:
             # Once, since it takes some ten milliseconds.
             found = _scalers_in_use()
@@ -267,7 +281,12 @@ class HookState:
         elif self._group is not None and self._group is not dist.group.WORLD:
             size = self._group.size()
         sharded = self.reduction.sharded
-        names = [names_of(params) for params in self.reduction.layout]
+        layout = [[reference() for reference in bucket] for bucket in self.reduction.layout]
+        if any(param is None for bucket in layout for param in bucket):
+            layout = []  # of a module that is gone
+        names = [names_of(params) for params in layout]
+        if not names:
+            names = self.reduction.saved_layout or []  # of a state that was loaded and not used since
         return {
             "layout": None if not names or any(None in bucket for bucket in names) else names,
             "options": self._options,

@@ -109,7 +109,8 @@ class Residuals:
     """
 
     def __init__(self):
-        self._views: dict[int, tuple] = {}  # id of a parameter -> (parameter, its part, the flat tensor, its place)
+        # id of a parameter -> (weak reference to it, its part, the flat tensor, its place)
+        self._views: dict[int, tuple] = {}
         self._loaded: dict[str, torch.Tensor] = {}
 
     def of(self, bucket: Bucket) -> torch.Tensor:
@@ -119,14 +120,14 @@ class Residuals:
         flat = None if first is None else first[2]
         if flat is not None and flat.numel() == count and flat.device == bucket.flat.device:
             known = zip(map(views.get, map(id, bucket.params)), bucket.params, bucket.offsets, strict=True)
-            if all(v is not None and v[0] is param and v[2] is flat and v[3] == at for v, param, at in known):
+            if all(v is not None and v[0]() is param and v[2] is flat and v[3] == at for v, param, at in known):
                 return flat
         flat = torch.zeros(count, dtype=torch.float32, device=bucket.flat.device)
         names = names_of(bucket.params) if self._loaded else [None] * len(bucket.params)
         ends = [*bucket.offsets[1:], count]
         for param, name, begin, end in zip(bucket.params, names, bucket.offsets, ends, strict=True):
             part, old = flat[begin:end], views.get(id(param))
-            if old is not None and old[0] is param and old[1].numel() == part.numel():
+            if old is not None and old[0]() is param and old[1].numel() == part.numel():
                 part.copy_(old[1])
             elif name is not None and name in self._loaded:
                 given = self._loaded.pop(name)
@@ -135,8 +136,18 @@ class Residuals:
                         f"the loaded residual of {name} has {given.numel()} elements, its gradient {part.numel()}"
                     )
                 part.copy_(given)
-            views[id(param)] = (param, part, flat, begin)
+            views[id(param)] = (self._watch(param), part, flat, begin)
         return flat
+
+    def _watch(self, param) -> weakref.ref:
+        """Refer to a parameter weakly, and let its residual go with it."""
+        views, key = self._views, id(param)
+
+        def gone(reference):
+            if key in views and views[key][0] is reference:
+                del views[key]
+
+        return weakref.ref(param, gone)
 
     def unclaimed(self) -> list[str]:
         """Give the names of what was loaded and of which no parameter has come."""
@@ -145,8 +156,9 @@ class Residuals:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Give copies by parameter name; `InvalidArgument` where a parameter is in no module that can be found."""
         found = dict(self._loaded)
-        views = list(self._views.values())
-        for name, (param, part, _, _) in zip(names_of(view[0] for view in views), views, strict=True):
+        views = [(reference(), part) for reference, part, _, _ in list(self._views.values())]
+        views = [(param, part) for param, part in views if param is not None]
+        for name, (param, part) in zip(names_of(param for param, _ in views), views, strict=True):
             if name is None:
                 raise InvalidArgument(
                     f"a parameter of shape {tuple(param.shape)} has no name, by which its residual could be saved"
@@ -191,6 +203,8 @@ class Wire:
 
     def load_state_dict(self, state: dict) -> None:
         """Take what `state_dict` gave."""
+        if state.get("residuals"):
+            raise InvalidArgument("the state to load has residuals, which only the wire it was saved with can use")
 
 
 class Plain(Wire):

@@ -40,6 +40,7 @@ hierarchical
 powersgd
 wires
 optim
+alike
 lanes
 reduction
 overlap

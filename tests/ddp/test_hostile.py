@@ -1,0 +1,206 @@
+"""What goes wrong in training with the hook: unlike ranks, interruptions, dead ranks, modules that are gone."""
+
+import gc
+import itertools
+import os
+import pickle
+import signal
+import threading
+import time
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import collectives
+from collectives import HookState, errors, lanes
+from tests.ddp.training import buckets_of, loss_of, make_model, over_gloo, run, train, wrap
+from tests.ranks import run_ranks
+
+# ---- Ranks with other options.
+
+
+@over_gloo
+def unlike(ctx, pairs):
+    texts = []
+    for each in pairs:
+        options, model = dict(each[ctx.rank]), make_model()
+        if "optimizer" in options:
+            options["optimizer"] = collectives.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(errors.InvalidUsage, match="HookStates differ") as caught:
+            module = wrap(model, "torch", HookState(**options))
+            loss_of(module, 0, ctx.rank).backward()
+        texts.append(str(caught.value))
+    train(wrap(make_model(), "torch", HookState()), 1, ctx.rank)
+    return texts
+
+
+def test_ranks_with_other_options_are_told(tmp_path):
+    others = [{"wire": "int8"}, {"max_norm": 1.0}, {"streams": 2}, {"optimizer": True}]
+    for texts in run(unlike, 2, tmp_path / "store", [({}, other) for other in others]):
+        told = ["wire: 'fp32' on rank 0; 'int8' on rank 1", "max_norm", "streams", "SGD"]
+        for text, words in zip(texts, told, strict=True):
+            assert words in text and "gradient bucket 0" in text
+
+
+# ---- Interrupted.
+
+
+@over_gloo
+def interrupt(ctx, late):
+    state = HookState(streams=2, max_norm=1.0)
+    module = wrap(make_model(), "torch", state)
+    train(module, 2, ctx.rank)
+    if ctx.rank == 1:
+        time.sleep(late)
+    else:
+        threading.Timer(late / 2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(errors.RemoteError if ctx.rank else KeyboardInterrupt):
+        loss_of(module, 2, ctx.rank).backward()
+    assert not state.reduction.pending
+    del module
+    _, params = train(wrap(make_model(), "torch", state), 2, ctx.rank)
+    return params
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_an_interrupt_ends_the_other_ranks_backward_too(tmp_path, overlap):
+    one, other = run(interrupt, 2, tmp_path / "store", 1.0, env={"COLLECTIVES_OVERLAP": overlap})
+    assert all(map(torch.equal, one, other))
+
+
+@over_gloo
+def fails_in_a_lane(ctx):
+    state = HookState(streams=2)
+    module = wrap(make_model(), "torch", state)
+    train(module, 2, ctx.rank)
+    reduce, calls = state._wire.reduce, itertools.count()
+
+    def short_of_memory(*args, **options):
+        if next(calls) == 1:
+            raise MemoryError("none left")
+        return reduce(*args, **options)
+
+    kind = MemoryError if ctx.rank == 0 else errors.RemoteError
+    with mock.patch.object(state._wire, "reduce", short_of_memory if ctx.rank == 0 else reduce):
+        with pytest.raises(kind):
+            loss_of(module, 2, ctx.rank).backward()
+    return train(wrap(make_model(), "torch", state), 2, ctx.rank)[1]
+
+
+def test_an_error_in_a_lanes_thread_ends_the_other_ranks_backward_too(tmp_path):
+    one, other = run(fails_in_a_lane, 2, tmp_path / "store", env={"COLLECTIVES_OVERLAP": "1"})
+    assert all(map(torch.equal, one, other))
+
+
+def killed(ctx):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # DDP's own; the hook's has 3 ranks
+    comm = ctx.new_communicator()
+    state, model = HookState(comm, streams=2), make_model()
+    module = wrap(model, "torch", state)
+    train(module, 2, ctx.rank)
+    if ctx.rank == 2:
+        model[2].weight.register_hook(lambda grad: os._exit(7))
+    with pytest.raises(errors.RemoteError) as caught:
+        loss_of(module, 2, ctx.rank).backward()
+    comm.abort()
+    unique_id = ctx.exchange(ctx.library.get_unique_id(), [0, 1])[0]
+    state.comm = collectives.Communicator(comm.engine, unique_id, ctx.rank, 2, device="cpu")
+    _, params = train(wrap(make_model(), "torch", state), 2, ctx.rank)
+    state.comm.close()
+    dist.destroy_process_group()
+    error = caught.value
+    return pickle.dumps((str(error), error.op, error.rank, error.peers, params))
+
+
+def test_the_others_go_on_after_a_rank_was_killed_in_a_backward():
+    results = run_ranks(killed, 3, env={"COLLECTIVES_OVERLAP": "1"}, deaths=(2,))
+    one, other = map(pickle.loads, results[:2])
+    for rank, (text, op, who, peers, _) in enumerate((one, other)):
+        assert op == "all_reduce" and who == rank and 2 in peers and "gradient bucket" in text and "weight" in text
+    assert all(map(torch.equal, one[4], other[4]))
+
+
+# ---- What is kept, what is let go, what is refused.
+
+
+@over_gloo
+def kept(ctx):
+    state = HookState(wire="int8", error_feedback=True, streams=2)
+    for name, value in (("wire", "bf16"), ("max_norm", 1.0), ("streams", 1)):
+        with pytest.raises(errors.InvalidUsage, match=f"{name} is fixed"):
+            setattr(state, name, value)
+    module = wrap(make_model(), "torch", state)
+    train(module, 3, ctx.rank)
+    assert len(state._wire._plans) == buckets_of(module)  # none of the first backward's buckets
+    again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(state))))  # twice, and not used between
+    assert again.reduction.saved_layout == state.__getstate__()["layout"] and again.reduction.saved_layout
+    for other in (HookState(), HookState(wire="int8"), HookState(wire="powersgd:1")):
+        with pytest.raises(errors.InvalidArgument, match="the state to load"):
+            other.load_state_dict({"wire": state._wire.state_dict(), "optimizer": None, "local": None})
+    nearest = HookState(wire="int8")
+    nearest.load_state_dict({"wire": {"residuals": {}, "steps": 3, "seed": 5}, "optimizer": None, "local": None})
+    assert nearest._wire.seed is None
+    param = weakref.ref(module.module[0].weight)
+    del module
+    gc.collect()
+    assert param() is None and not state._wire._plans and not state._wire.residuals._views
+    scaler = torch.amp.GradScaler("cpu")
+    state.grad_scaler = scaler
+    del scaler
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    assert state._find_scaler() is scaler  # the dead one's place
+
+
+def test_nothing_of_a_dead_module_is_kept(tmp_path):
+    run(kept, 2, tmp_path / "store")
+
+
+def lanes_of_closed_communicators(ctx):
+    before = threading.active_count()
+    for _ in range(3):
+        comm = ctx.new_communicator()
+        for lane in lanes.lanes_of(comm, 2):
+            lane.submit(int).wait()
+        beside = lanes.lanes_of(comm, 2)[1].comm
+        comm.close()
+    comm = ctx.new_communicator()
+    lanes.lanes_of(comm, 1)
+    assert beside.closed
+    limit = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+    comm.close()
+
+
+def test_lanes_go_with_their_communicator():
+    run(lanes_of_closed_communicators, 2)
+
+
+@over_gloo
+def interrupted_by_the_program(ctx):
+    """A backward fails between its buckets on all ranks; the same parameters go on in another DDP object."""
+    state, model = HookState(max_norm=1.0), make_model()
+    module = wrap(model, "torch", state)
+    train(module, 2, ctx.rank)
+
+    def fail(grad):
+        raise ArithmeticError
+
+    handle = model[0].weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loss_of(module, 2, ctx.rank).backward()
+    assert state.reduction.pending
+    handle.remove()
+    del module
+    gc.collect()
+    return train(wrap(model, "torch", state, bucket_cap_mb=1), 2, ctx.rank)[1]
+
+
+def test_the_same_parameters_go_on_in_another_module(tmp_path):
+    one, other = run(interrupted_by_the_program, 2, tmp_path / "store")
+    assert all(map(torch.equal, one, other))
