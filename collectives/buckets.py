@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from .communicator import Communicator
 from .errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
 from .gradients import GradientBucket, called, check_apart, fill, kind_of, read_params
 from .names import names_of
+from .timeline import recording
 from .torch_groups import communicator_over, drop
 from .wire import Bucket, Factor, Plain
 from .wires import make_wire
@@ -175,10 +177,14 @@ class GradientBuckets:
         """
         if self._closed:
             raise InvalidUsage("all_reduce() after close()", op=_OP)
+        begun = time.perf_counter_ns()
         try:
             with self._lock:
                 self._open()
                 self._reduce()
+            if (recorder := recording.active) is not None:
+                recorder.add("hook", "GradientBuckets.all_reduce", begun, time.perf_counter_ns())
+                recorder.step()
         except CollectivesError as error:
             if not isinstance(error, InvalidArgument):
                 self._drop()
@@ -344,6 +350,14 @@ class GradientBuckets:
         self._bytes = self._sent
 
     def _send(self, bucket: GradientBucket) -> None:
+        before, begun = self._sent, time.perf_counter_ns()
+        self._reduce_one(bucket)
+        recorder = recording.active
+        if recorder is not None and not self._overlap and bucket.device.type == "cpu":  # else it only begins here
+            what = {"bucket": bucket.index, "bytes": self._sent - before, "parameters": bucket.describe()}
+            recorder.add("lane 0", f"all_reduce {bucket.sending.nbytes} B", begun, time.perf_counter_ns(), **what)
+
+    def _reduce_one(self, bucket: GradientBucket) -> None:
         comm = self._lanes[bucket.device]
         if self._wire is not None:
             way = Bucket(bucket.sending, bucket.params, list(bucket.offsets), bucket.index)

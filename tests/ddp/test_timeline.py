@@ -68,3 +68,18 @@ def test_a_trace_of_training(tmp_path, options, first):
         _, steps, step, communication, exposed, _, last, _ = line.replace(" of ", "/").split()
         assert steps == str(STEPS) and last.endswith(f"/{STEPS * buckets}")
         assert 0 < float(communication) <= float(step) and 0 < float(exposed) <= float(step)
+
+
+def with_buckets(ctx, path):
+    model = make_model()
+    buckets = collectives.GradientBuckets(model.named_parameters(), comm=ctx.communicator(), overlap=False)
+    with collectives.timeline(path):
+        loss_of(model, 0, ctx.rank).backward()
+        buckets.all_reduce()
+    buckets.close()
+
+
+def test_a_trace_of_gradient_buckets(tmp_path):
+    run(with_buckets, 1, tmp_path / "trace.json")
+    rows = rows_of(tmp_path / "trace.json")
+    assert len(rows[0, "hook"]) == 1 and "6.bias" in rows[0, "lane 0"][0]["args"]["parameters"]
