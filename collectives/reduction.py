@@ -85,9 +85,12 @@ class Reduction:
         self._scaler = None
         self._replays = False
         self._finds_unused = None
-        # Parameters of each bucket of the last backward; their names, of one that was saved, and how often it was used.
+        # Parameters of each bucket of the last backward, and how many ranks it had; the same of one that was saved, by
+        # name, and how often it was used.
         self.layout: list[list] = []
+        self.ranks = 0
         self.saved_layout: list[list[str]] | None = None
+        self.saved_ranks = 0
         self._replayed = 0
 
     @property
@@ -161,6 +164,8 @@ class Reduction:
         self._health = {}
         if self._counts():
             self._health = {lane: torch.zeros(2, dtype=torch.float64, device=comm.device) for lane in self._lanes}
+        if self.saved_ranks != comm.size:
+            self.saved_layout = None  # nothing can be bit for bit then, and ranks that weren't there have saved nothing
         self._replays = self.saved_layout is not None and not (self.wire.exact and not self._counts())
         self.wire.begin()
         if self.sharded is not None:
@@ -289,7 +294,7 @@ class Reduction:
             torch._foreach_mul_([sent.bucket.flat for sent in self._sent], clip)
         if self.local is not None:
             self.local.end_backward()
-        self.layout = [sent.bucket.params for sent in self._sent]
+        self.layout, self.ranks = [sent.bucket.params for sent in self._sent], comm.size
         totals = self.totals
         totals["backwards"] += 1
         totals["buckets"] += len(self._sent)
