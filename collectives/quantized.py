@@ -46,7 +46,7 @@ class Quantized(Wire):
         self.residuals = Residuals() if error_feedback else None
         self.seed = seed
         self.steps = 0
-        self._loaded_at = 0
+        self._loaded_at = -3  # never
         self._plans: dict[tuple, _Plan] = {}
 
     def begin(self):
@@ -76,7 +76,7 @@ class Quantized(Wire):
     def reduce(self, comm, bucket, factor, *, health=None):
         flat, size = bucket.flat, comm.size
         if size == 1:
-            return Plain().reduce(comm, bucket, factor, health=health)
+            return self._alone(comm, bucket, factor, health)
         if health is None and self._is_cast(comm, flat, factor):
             return self._cast(comm, flat, factor)
         share = -(-flat.numel() // (size * self.align)) * self.align
@@ -84,7 +84,7 @@ class Quantized(Wire):
 
     def scatter(self, comm, bucket, factor, share, *, health=None):
         if comm.size == 1:
-            return Plain().reduce(comm, bucket, factor, health=health)
+            return self._alone(comm, bucket, factor, health)
         end = comm.size * share
         sent = self._exchange(comm, bucket, factor, share, end, health, gather=False)
         behind = bucket.flat[end:]
@@ -92,6 +92,14 @@ class Quantized(Wire):
             rest = Bucket(behind, bucket.params[-1:], [0], bucket.index)
             sent += Plain().reduce(comm, rest, factor, health=health)
         return sent
+
+    def _alone(self, comm, bucket, factor, health) -> int:
+        """Lose nothing, where there is nobody to send to; and pay back what was lost among more ranks and loaded."""
+        if self.residuals is not None and self._loaded_at < self.steps <= self._loaded_at + 2:
+            lost = self.residuals.of(bucket)
+            bucket.flat.add_(lost, alpha=1.0 / factor.before)
+            lost.zero_()
+        return Plain().reduce(comm, bucket, factor, health=health)
 
     # ---- The engine's own cast, where it does all that is wanted.
 

@@ -95,9 +95,12 @@ class Reduction:
         self._replays = False
         self._finds_unused = False
         self._task = -1
-        # Parameters of each bucket of the last backward; their names, of one that was saved, and how often it was used.
+        # Parameters of each bucket of the last backward, and how many ranks it had; the same of one that was saved, by
+        # name, and how often it was used.
         self.layout: list[list[weakref.ref]] = []
+        self.ranks = 0
         self.saved_layout: list[list[str]] | None = None
+        self.saved_ranks = 0
         self._replayed = 0
 
     @property
@@ -157,11 +160,23 @@ class Reduction:
         if self._sent or not comm._on_host:
             return False
         if self._direct is not comm:  # seen for the first time
+            self._meet(comm)
             self._overlaps = overlaps(comm)
             self._direct = comm
         return not self._overlaps
 
+    def _meet(self, comm) -> None:
+        """Compare the ranks' options, once for each communicator."""
+        if comm not in self._agreed:
+            if self.saved_ranks != comm.size:
+                self.saved_layout = None  # nothing can be bit for bit then, and new ranks have saved nothing
+            if self.told is not None:
+                agree_on_options(comm, self.told())
+            self._agreed.add(comm)
+
     def _at_once(self, comm, bucket, buffer, last, begun) -> torch.futures.Future:
+        if bucket.index == 0:
+            self._look_at_join(bucket.params[0])
         try:
             nbytes = self.wire.reduce(comm, bucket, Factor(over=comm.size) if self.average else Factor())
         except CollectivesError as error:
@@ -196,10 +211,7 @@ class Reduction:
             self._end(comm)
         self._owner = weakref.ref(owner)
         self._task = torch._C._current_graph_task_id()
-        if comm not in self._agreed:
-            if self.told is not None:
-                agree_on_options(comm, self.told())
-            self._agreed.add(comm)
+        self._meet(comm)
         self.lanes = lanes_of(comm, self.streams)
         self._overlaps = comm._on_host and overlaps(comm)
         self.bytes_on_wire = 0
@@ -358,6 +370,7 @@ class Reduction:
         if self.local is not None:
             self.local.end_backward()
         self.layout = [[weakref.ref(param) for param in sent.bucket.params] for sent in self._sent]
+        self.ranks = comm.size
         totals = self.totals
         totals["backwards"] += 1
         totals["buckets"] += len(self._sent)

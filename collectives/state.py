@@ -289,6 +289,7 @@ class HookState:
             names = self.reduction.saved_layout or []  # of a state that was loaded and not used since
         return {
             "layout": None if not names or any(None in bucket for bucket in names) else names,
+            "ranks": self.reduction.ranks,
             "options": self._options,
             "size": size,
             "wire": self._wire.state_dict(),
@@ -342,7 +343,7 @@ class HookState:
         self._saved_optimizer = state["optimizer"]
         if self._local is not None:
             self._local.load_state_dict(state["local"])
-        self.reduction.saved_layout = state["layout"]
+        self.reduction.saved_layout, self.reduction.saved_ranks = state["layout"], state["ranks"]
         self.reduction.totals.update(state["totals"])
 
     def __repr__(self):

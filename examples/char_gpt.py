@@ -221,7 +221,7 @@ def save_plot(path, losses, results, title):
     left.set(xlabel="step", ylabel="loss (nats a character)", title=f"Training loss, mean of {width} steps")
     left.legend()
     right.set(xlabel="MiB sent by a rank in a step", ylabel="loss (nats a character)", title="Held-out text")
-    right.set_xlim(left=0)
+    right.set(xlim=(0, None), ylim=(0, None))
     right.legend()
     jobs.save(figure, path)
 

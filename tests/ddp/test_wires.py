@@ -348,6 +348,41 @@ def test_residuals_of_another_number_of_ranks(tmp_path):
     assert after[0][0]["wire"]["residuals"].keys() == whole["wire"]["residuals"].keys() == names
 
 
+@over_gloo
+def begun(ctx, folder):
+    model, state = make_model(), HookState(wire="int8", error_feedback=True, max_norm=1.0)
+    ddp = wrap(model, "torch", state)
+    train(ddp, 3, ctx.rank)
+    torch.save({"state": state, "model": ddp.module.state_dict()}, folder / f"{ctx.rank}.pt")
+
+
+@over_gloo
+def gone_on(ctx, folder):
+    """Go on with what was saved on 2 ranks; a third has no state. Give the first gradients, and what they lacked."""
+    saved = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    model, alone = make_model(), make_model()
+    for each in (model, alone):
+        each.load_state_dict(saved[0]["model"])
+    state = HookState(wire="int8", error_feedback=True, max_norm=1.0)
+    if ctx.rank < 2:
+        state = saved[ctx.rank]["state"]
+    owed = saved[0]["state"]._wire.state_dict()["residuals"]
+    loss_of(alone, 0, ctx.rank).backward()
+    wanted = [p.grad + owed[name].view_as(p) for name, p in alone.named_parameters()]
+    seen, params = train(wrap(model, "torch", state), 4, ctx.rank)
+    norm = math.sqrt(sum(grad.square().sum().item() for grad in wanted))
+    return seen[0], [grad * min(1.0, 1.0 / norm) for grad in wanted], params, max(map(torch.max, owed.values()))
+
+
+def test_states_go_on_with_another_number_of_ranks(tmp_path):
+    run(begun, 2, tmp_path / "store", tmp_path)
+    assert same_bits([params for _, _, params, _ in run(gone_on, 3, tmp_path / "three", tmp_path)])
+    ((seen, wanted, _, owed),) = run(gone_on, 1, tmp_path / "one", tmp_path)
+    assert owed > 0
+    for a, b in zip(seen, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
 # ---- What is refused when it is made.
 
 

@@ -7,66 +7,24 @@ import os
 import pty
 import re
 import shutil
-import signal
-import socket
 import struct
 import subprocess
 import sys
 import termios
 import threading
-from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_digits.py"
+from tests.examples.running import EXAMPLES, SECONDS, clean_environment, run_example, torchrun
+
+NAME = "train_digits.py"
 KEYS = ["ranks", "engine", "test_accuracy", "identical_parameters", "step_ms_gloo", "step_ms_collectives"]
-SECONDS = 150  # limit of one run; it takes 10 to 20 on two idle cores
-
-
-def clean_environment():
-    """Return this process's environment with nothing in it that a launcher sets."""
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith((*launchers, "COLLECTIVES_"))}
-    return {**kept, "OMP_NUM_THREADS": "1"}
-
-
-def run_example(launcher, *options, cwd):
-    """Run the example in ``cwd`` with its output in pipes; nothing of it outlives the time limit."""
-    words = [*launcher, sys.executable, str(EXAMPLE), *options]
-    with subprocess.Popen(
-        words,
-        cwd=cwd,
-        env=clean_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # a launcher ends its ranks at this, which SIGKILL would leave behind
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=20)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            pytest.fail(f"{words} did not end within {SECONDS} s")
-    return process.returncode, out, err
-
-
-def torchrun(ranks):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
-    return [*run, "--no-python"]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("digits")
-    code, out, err = run_example(torchrun(2), "--epochs", "6", "--plot", "plots/digits.png", cwd=folder)
+    code, out, err = run_example(torchrun(2), NAME, "--epochs", "6", "--plot", "plots/digits.png", cwd=folder)
     assert code == 0, out + err
     return folder, out, err
 
@@ -118,7 +76,7 @@ def test_the_plot_is_saved_and_its_path_printed(two_ranks):
 def test_runs_under_mpirun_with_no_master_address(launcher, tmp_path):
     if shutil.which(launcher[0]) is None:
         pytest.skip(f"{launcher[0]} is not installed")
-    code, out, err = run_example(launcher, "--epochs", "4", cwd=tmp_path)
+    code, out, err = run_example(launcher, NAME, "--epochs", "4", cwd=tmp_path)
     assert code == 0, out + err
     result = json.loads(out.splitlines()[-1])
     assert (result["ranks"], result["identical_parameters"]) == (2, True)
@@ -138,7 +96,7 @@ def test_alone_on_a_terminal_shows_a_bar_and_fails_below_the_threshold(tmp_path)
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        words = [sys.executable, str(EXAMPLE), "--steps", "2"]
+        words = [sys.executable, str(EXAMPLES / NAME), "--steps", "2"]
         environment = {**clean_environment(), "TERM": "xterm"}
         process = subprocess.Popen(words, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
         try:

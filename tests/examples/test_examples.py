@@ -1,0 +1,72 @@
+"""The other examples, each under torchrun on 2 ranks with few steps: what they find is so."""
+
+import json
+
+import pytest
+import torch
+
+from tests.examples.running import run_example, torchrun
+
+
+def result_of(name, *options, cwd, code=0):
+    """Run an example; give its result, after what all of them promise."""
+    found, out, err = run_example(torchrun(2), name, *options, cwd=cwd)
+    assert found == code, out + err
+    *_, plot, last = out.splitlines()
+    assert plot == f"plot: out/{name.removesuffix('.py')}.png"
+    assert (cwd / plot.removeprefix("plot: ")).read_bytes().startswith(b"\x89PNG")
+    assert "\r" not in out + err  # no bar in a pipe
+    result = json.loads(last)
+    assert result["ranks"] == 2 and result["identical_parameters"] is True
+    return result
+
+
+def test_gradient_accumulation(tmp_path):
+    result = result_of("gradient_accumulation.py", "--batch-size", "256", "--micro-batches", "4", cwd=tmp_path)
+    assert result["test_accuracy"] >= 0.95
+    assert 0 < result["gradient_difference"] < 1e-5  # two orders of summing: equal bits would be one and the same thing
+    assert result["bytes_a_step_without_no_sync"] == 4 * result["bytes_a_step"] > 0
+    assert result["learning_rate"] == pytest.approx(0.02 * 2 * 256 / 64)
+    assert 0 < result["steps_clipped"] < 40
+
+
+def test_activation_checkpointing(tmp_path):
+    options = ("--steps", "4", "--layers", "6", "--width", "64", "--context", "32")
+    result = result_of("activation_checkpointing.py", *options, cwd=tmp_path)
+    assert result["equal_gradients"] is True and result["equal_parameters"] is True
+    assert result["loss_last"]["checkpointed"] == result["loss_last"]["plain"] < result["loss_first"]
+    # All that a block of n x 64 numbers keeps is n x 64 numbers, of more than 10 times as many.
+    inputs = 6 * 8 * 32 * 64 * 4
+    assert inputs < result["saved_bytes"]["checkpointed"] < 0.25 * result["saved_bytes"]["plain"]
+    assert result["saved_bytes"]["plain"] > 10 * inputs
+    assert result["optimizer_share"]["plain"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_save_and_resume(tmp_path):
+    name, small = "save_and_resume.py", ("--steps", "16", "--hidden", "64")
+    result = result_of(name, *small, cwd=tmp_path)
+    assert result["bit_for_bit"] is True and result["losses_equal_without_hook_states"] is False
+    assert (result["resumed_at"], result["steps"]) == (8, 16)
+    folder = tmp_path / "out" / "save_and_resume"
+    written = {path.name for path in folder.iterdir()}
+    assert written == {"training.pt", "hook_of_rank_0.pt", "hook_of_rank_1.pt", "end.json"}
+
+    again = result_of(name, *small, "--resume", cwd=tmp_path)
+    assert again["bit_for_bit"] is True and again["loss_last"] == result["loss_last"]
+
+    saved = torch.load(folder / "training.pt")
+    saved["model"]["0.bias"] += 1e-3
+    torch.save(saved, folder / "training.pt")
+    other = result_of(name, *small, "--resume", cwd=tmp_path, code=1)
+    assert other["bit_for_bit"] is False
+
+
+def test_char_gpt(tmp_path):
+    model = ("--layers", "1", "--width", "64", "--context", "32", "--held-out", "64", "--limit", "300000")
+    result = result_of("char_gpt.py", *model, "--steps", "80", "--compare", "bf16,int8", cwd=tmp_path)
+    losses = result["losses"]
+    assert list(losses) == ["fp32", "bf16", "int8"]
+    assert losses["fp32"] < result["loss_of_frequencies"] - 0.2
+    assert all(0.99 < ratio <= 1.01 for ratio in result["loss_ratios"].values())
+    assert result["bytes_ratios"]["bf16"] == pytest.approx(0.5, abs=2e-3)
+    assert 0.25 < result["bytes_ratios"]["int8"] <= 0.27
