@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # DDP's constructor does, which takes seconds: once here, not in each rank
 import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent

@@ -156,8 +156,8 @@ def beyond(row, baseline):
 
 
 def measure(arguments):
-    for bucket_view in (False, True):
-        arguments.bucket_view = bucket_view
+    for gradients in arguments.gradients:
+        arguments.bucket_view = gradients == "views"
         baseline = None
         for setting in ("nothing", *arguments.settings):
             arguments.setting = setting
@@ -177,6 +177,10 @@ def main():
     parser.add_argument("--width", type=int, default=1024, help="of the model's Linears (default: %(default)s)")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="with optimizer= (default: %(default)s)")
     parser.add_argument("--settings", nargs="*", choices=list(KINDS), default=list(KINDS), help="default: all")
+    parser.add_argument(
+        "--gradients", nargs="*", choices=["copies", "views"], default=["copies", "views"],
+        help="of the buckets: DDP's gradient_as_bucket_view (default: both)",
+    )  # fmt: skip
     add_options(parser, "ddp_memory.jsonl")
     arguments = parser.parse_args()
     where = provenance()

@@ -1,0 +1,49 @@
+"""Run programs of benchmarks/ddp in one process, as their command lines say; print one JSON line for each.
+
+    python ddp_programs.py FOLDER PROGRAM words ... , PROGRAM words ... , spoil PROGRAM words ...
+
+With `spoil` rank 1 changes one element of what each of our reductions gives. Rows go to FOLDER.
+"""
+
+import contextlib
+import importlib
+import itertools
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "ddp"))
+from collectives.reduction import Reduction  # noqa: E402
+
+right = Reduction.start
+
+
+def spoil(self, comm, bucket, buffer, last):
+    future = right(self, comm, bucket, buffer, last)
+    if comm.rank == 1:
+        bucket.flat[5] += 1.0
+    return future
+
+
+def run(words, output):
+    spoils = words[0] == "spoil"
+    name, *rest = words[1:] if spoils else words
+    sys.argv = [name, *rest, "--output", str(output)]
+    with contextlib.ExitStack() as stack:
+        if spoils:
+            stack.enter_context(mock.patch.object(Reduction, "start", spoil))
+        told = stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # stdout is ours
+        assert told is sys.stderr
+        try:
+            code = importlib.import_module(name).main()
+        except SystemExit as end:
+            code = end.code
+    rows = output.read_text().splitlines() if output.exists() else []
+    return {"code": code, "rows": [json.loads(row) for row in rows]}
+
+
+folder, *everything = sys.argv[1:]
+runs = [list(words) for comma, words in itertools.groupby(everything, ",".__eq__) if not comma]
+for number, words in enumerate(runs):
+    print(json.dumps(run(words, Path(folder) / f"{number}.jsonl")), flush=True)
