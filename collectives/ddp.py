@@ -14,6 +14,7 @@ from .communicator import Communicator
 from .compiled import reduce_tuple
 from .errors import CollectivesError, InvalidArgument
 from .lanes import close_lanes
+from .memory import mapped_apart
 from .names import tell
 from .reduction import Failed
 from .state import HookState, kind_of
@@ -23,6 +24,7 @@ from .wire import Bucket
 __all__ = ["DistributedDataParallel", "HookState", "fused_allreduce"]
 
 _default_state = HookState()
+_BUCKETS_MADE = 8  # forwards with autograd after which DDP's buckets are there, some of them under no_sync()
 
 
 def fused_allreduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -82,12 +84,23 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     So `fused_allreduce` averages over the right ranks also where the module was built over a subgroup. Gradients are
     views of DDP's buckets (``gradient_as_bucket_view``, True unless it is given), which saves two passes over them, and
-    which the hook makes memory that the ranks share; as in torch, such a gradient can't be ``detach_()``-ed.
+    which the hook makes memory that the ranks share; as in torch, such a gradient can't be ``detach_()``-ed. So that it
+    can be shared, large memory that is made in the first forwards is apart from malloc's heap; see `memory`.
     """
 
     def __init__(self, module, *arguments, gradient_as_bucket_view: bool = True, **options):
         super().__init__(module, *arguments, gradient_as_bucket_view=gradient_as_bucket_view, **options)
+        self._forwards = 0
         tell(module)
+
+    @torch._disable_dynamo(recursive=False)
+    def _pre_forward(self, *inputs, **arguments):
+        # DDP makes its buckets again in its second or third forward, and keeps those.
+        if self._forwards < _BUCKETS_MADE and self.device_type == "cpu":
+            self._forwards += torch.is_grad_enabled()
+            with mapped_apart():
+                return super()._pre_forward(*inputs, **arguments)
+        return super()._pre_forward(*inputs, **arguments)
 
     def register_comm_hook(self, state, hook=None):
         """Register a communication hook, by ``(hook)`` or torch's ``(state, hook)``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -11,7 +12,7 @@ import torch
 
 from .errors import CollectivesError
 
-__all__ = ["Registration", "ReturningBuffers", "allocate", "memory_of", "whole_allocation"]
+__all__ = ["Registration", "ReturningBuffers", "allocate", "mapped_apart", "memory_of", "whole_allocation"]
 
 
 def memory_of(array):
@@ -49,6 +50,32 @@ def whole_allocation(array, ptr: int, nbytes: int) -> tuple[int, int]:
         storage = array.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
     return ptr, nbytes
+
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # mallopt's numbers, <malloc.h>
+
+
+@contextlib.contextmanager
+def mapped_apart():
+    """Let malloc give all larger allocations that are made inside mappings of their own, which alone can be shared.
+
+    Behind it, malloc is as glibc makes it by itself in a process that has freed something large: up to 32 MiB come
+    from the heap, and 64 MiB stay at its top. Where the user has set these (MALLOC_*, GLIBC_TUNABLES), and with another
+    libc, nothing is changed. Free memory of the heap is used first all the same.
+    """
+    named = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    )
+    mallopt = None if named else getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, _LEAST_SHARED)
+    try:
+        yield
+    finally:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_TRIM_THRESHOLD, 64 << 20)
 
 
 _LEAST_SHARED = 64 << 10  # bytes; malloc gives smaller ones no mapping of their own
