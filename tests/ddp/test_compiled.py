@@ -69,9 +69,8 @@ def test_compiled_models_get_the_same_gradients(tmp_path):
 
 
 def test_pairs_refuse_what_needs_all_gradients():
-    state = collectives.HookState()
+    state = collectives.HookState(max_norm=1.0)
     gradient = torch.ones(3)
-    state.max_norm = 1.0
     with pytest.raises(collectives.errors.InvalidUsage, match="max_norm=1.0 can't be used .* only after the last one"):
         reduce_tuple(state, (gradient, gradient))
     del state
