@@ -417,7 +417,7 @@ cdef class Comm:
 
     def all_reduce_share(self, size_t send, size_t recv, size_t count, int dtype, int op, size_t share,
                          size_t stream=0):
-        """Reduce as ``all_reduce``, and add the sum of squares and the non-finite count of this rank's share to ``share``.
+        """Reduce as ``all_reduce``; add the squares and the non-finite count of this rank's share to ``share``.
 
         ``share``: address of two doubles, valid until the operation is done; the shares of all ranks together have each
         element of the result once. ``dtype``: a floating type. Host engine only. C: ``collHostAllReduceShare``.
