@@ -7,14 +7,15 @@ Also runs under mpirun, under srun, or alone. Each block goes through torch.util
 dropped after the forward, and computed again when the backward comes to it. Meanwhile the hook steps the optimizer for
 the blocks behind it, each rank its part of the parameters. The same steps are made with all activations kept, from the
 same initial parameters; gradients and parameters must be equal bit for bit. The bytes that autograd saves in a forward
-are counted; with --only one of the two is trained, and what the process's memory grows by at its peak is told. The last
-line on stdout is one JSON object; the exit status is 1 if the two trainings or the ranks' parameters differ, or if no
-memory is saved.
+are counted; with --only one of the two is trained, and what the process's memory grows by at its peak is told (glibc's
+malloc keeps much of what is freed, but not with MALLOC_MMAP_THRESHOLD_=65536). The last line on stdout is one JSON
+object; the exit status is 1 if the two trainings or the ranks' parameters differ, or if no memory is saved.
 """
 
 import argparse
 import contextlib
 import copy
+import importlib
 import resource
 import sys
 import time
@@ -158,6 +159,8 @@ def train(arguments, comm):
         f"{parameters:,} parameters, {arguments.steps} steps of {comm.size} x {arguments.batch_size} texts of "
         f"{arguments.context} characters",
     )
+    if arguments.only:
+        importlib.import_module("torch._dynamo")  # some 100 MiB, which come with the first checkpoint or optimizer
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     models, losses, results = {}, {}, {}
     for way in [arguments.only] if arguments.only else WAYS:
