@@ -12,6 +12,7 @@ is added to the residual, two read the sum for P and Q, one writes the result an
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -316,6 +317,14 @@ class PowerSGD(Wire):
             _orthonormalise(drawn)
             self._random[key] = drawn[0].to(device, dtype)
         return self._random[key]
+
+    def starts_from(self) -> int:
+        """Give a checksum of loaded Qs: ranks that multiplied by others would sum what doesn't belong together."""
+        number = 0
+        for name in sorted(self._loaded):
+            values = self._loaded[name].detach().cpu().contiguous()
+            number = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), zlib.crc32(name.encode(), number))
+        return number
 
     def state_dict(self) -> dict:
         """Give rank, Qs and residuals, as copies on the host by parameter name.

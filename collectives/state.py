@@ -133,6 +133,7 @@ class HookState:
         told = {name: value for name, value in self._options.items() if name != "zero_copy"}
         told["optimizer"] = type(self._optimizer).__name__ if self._optimizer is not None else None
         told["loaded from a saved state"] = self.reduction.saved_layout is not None
+        told["what the wire starts from"] = self._wire.starts_from()
         return told
 
     # ---- What is known after a step.

@@ -197,6 +197,10 @@ class Wire:
     def begin(self) -> None:
         """Begin a backward."""
 
+    def starts_from(self) -> int:
+        """Give a number for what was loaded and must be the same on all ranks; 0 where that is nothing."""
+        return 0
+
     def state_dict(self) -> dict:
         """Give what must be kept from one step to the next."""
         return {}

@@ -383,6 +383,25 @@ def test_states_go_on_with_another_number_of_ranks(tmp_path):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
+@over_gloo
+def loaded_on_one_rank(ctx):
+    """PowerSGD's Qs loaded on rank 1 alone."""
+    state = HookState(wire="powersgd:1", error_feedback=True)
+    ddp = wrap(make_model(), "torch", state)
+    loss_of(ddp, 0, ctx.rank).backward()
+    kept = state.state_dict()
+    other = HookState(wire="powersgd:1", error_feedback=True)
+    if ctx.rank == 1:
+        other.load_state_dict(kept)
+    ddp = wrap(make_model(), "torch", other)
+    with pytest.raises(errors.InvalidUsage, match="what the wire starts from: 0 on rank 0"):
+        loss_of(ddp, 1, ctx.rank).backward()
+
+
+def test_factors_that_one_rank_alone_has_loaded_are_refused(tmp_path):
+    run(loaded_on_one_rank, 2, tmp_path / "store")
+
+
 # ---- What is refused when it is made.
 
 
