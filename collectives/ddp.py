@@ -70,12 +70,14 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
             if state.comm is None:
                 drop(comm)
         raise _explained(cause, failed) from cause
-    except BaseException:
+    except BaseException as error:
         # KeyboardInterrupt, MemoryError: the other ranks are further on or wait for this one, and a later backward's
         # buckets would meet theirs of this one. With the end of the communicator they get an error instead.
         if comm is not None:
             close_lanes(comm, abort=True)
             drop(comm)
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"collectives: in gradient bucket {ours.index}, of {ours.describe()}")
         raise
 
 
