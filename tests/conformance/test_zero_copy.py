@@ -307,7 +307,7 @@ def returning(ctx):
     def seen(buffers, comm, buffer):
         for _ in range(2):
             buffers.begin()
-            buffers.see(comm, buffer, owner)
+            buffers.see(comm, buffer, lambda: owner)
         assert library.memory_shared(buffer.data_ptr(), buffer.nbytes)
 
     before = resident()
@@ -322,7 +322,7 @@ def returning(ctx):
     comm.close()
     assert not library.memory_shared(last.data_ptr(), last.nbytes)
     comm = ctx.new_communicator()
-    buffers.see(comm, last, owner)
+    buffers.see(comm, last, lambda: owner)
     seen(buffers, comm, last)
     del buffers
     gc.collect()
@@ -349,7 +349,7 @@ def let_go_in_flight(ctx):
     buffers = ReturningBuffers()
     for _ in range(2):
         buffers.begin()
-        buffers.see(comm, theirs, owner)
+        buffers.see(comm, theirs, lambda: owner)
     ctx.barrier()
     works = []
     if ctx.rank == 0:

@@ -149,10 +149,9 @@ class Net(nn.Module):
 
 def bucket_over(module, indices=None, index=0):
     params = list(module.parameters())
-    bucket = make([param.shape for param in (params if indices is None else [params[i] for i in indices])])
-    bucket.params = params if indices is None else [params[i] for i in indices]
-    bucket.index = index
-    return bucket
+    params = params if indices is None else [params[i] for i in indices]
+    bucket = make([param.shape for param in params])
+    return Bucket(bucket.flat, params, bucket.offsets, index)
 
 
 def resumed(ctx, rank):
