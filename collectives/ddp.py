@@ -86,8 +86,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     So `fused_allreduce` averages over the right ranks also where the module was built over a subgroup. Gradients are
     views of DDP's buckets (``gradient_as_bucket_view``, True unless it is given), which saves two passes over them, and
-    which the hook makes memory that the ranks share; as in torch, such a gradient can't be ``detach_()``-ed. So that it
-    can be shared, large memory that is made in the first forwards is apart from malloc's heap; see `memory`.
+    which the hook makes memory that the ranks share; as in torch, such a gradient can't be ``detach_()``-ed. So that
+    they can be shared, the buckets are made apart from malloc's heap; see `memory.mapped_apart`.
     """
 
     def __init__(self, module, *arguments, gradient_as_bucket_view: bool = True, **options):
@@ -97,12 +97,18 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @torch._disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs, **arguments):
-        # DDP makes its buckets again in its second or third forward, and keeps those.
-        if self._forwards < _BUCKETS_MADE and self.device_type == "cpu":
-            self._forwards += torch.is_grad_enabled()
-            with mapped_apart():
-                return super()._pre_forward(*inputs, **arguments)
+        if self._forwards < _BUCKETS_MADE and self.device_type == "cpu" and torch.is_grad_enabled():
+            self._forwards += 1
+            # DDP makes its buckets again in its second or third forward, and keeps those; here, so that they can be
+            # shared. Not where ranks that have joined do so in an order of their own.
+            if not (self._use_python_reducer or self._delay_all_reduce_all_params or self._join_config.enable):
+                mapped_apart(self._make_buckets)
         return super()._pre_forward(*inputs, **arguments)
+
+    def _make_buckets(self) -> None:
+        if self.reducer._rebuild_buckets():
+            self._has_rebuilt_buckets = True
+            self._forwards = _BUCKETS_MADE
 
     def register_comm_hook(self, state, hook=None):
         """Register a communication hook, by ``(hook)`` or torch's ``(state, hook)``.

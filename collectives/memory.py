@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import sys
+import threading
 import weakref
 
 import torch
@@ -55,27 +55,38 @@ def whole_allocation(array, ptr: int, nbytes: int) -> tuple[int, int]:
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # mallopt's numbers, <malloc.h>
 
 
-@contextlib.contextmanager
-def mapped_apart():
-    """Let malloc give all larger allocations that are made inside mappings of their own, which alone can be shared.
+def mapped_apart(make) -> None:
+    """Call a function so that malloc gives the larger memory that it asks for mappings of their own.
 
-    Behind it, malloc is as glibc makes it by itself in a process that has freed something large: up to 32 MiB come
-    from the heap, and 64 MiB stay at its top. Where the user has set these (MALLOC_*, GLIBC_TUNABLES), and with another
-    libc, nothing is changed. Free memory of the heap is used first all the same.
+    Only such memory can be shared where it lies. The function is called by a thread of its own, since malloc takes what
+    is free in the heap first, and a new thread has none. Behind it malloc is as glibc makes it by itself in a process
+    that has freed something large: up to 32 MiB come from the heap, and 64 MiB stay at its top. Where the user has set
+    these (MALLOC_*, GLIBC_TUNABLES), and with another libc, the function is just called.
     """
-    named = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
-        "GLIBC_TUNABLES", ""
-    )
-    mallopt = None if named else getattr(ctypes.CDLL(None), "mallopt", None)
+    tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    tuned = tuned or any(name.startswith("MALLOC_") for name in os.environ)
+    mallopt = None if tuned else getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
-        yield
+        make()
         return
+    failed = []
+
+    def work():
+        try:
+            make()
+        except BaseException as error:  # the caller's
+            failed.append(error)
+
     mallopt(_MMAP_THRESHOLD, _LEAST_SHARED)
     try:
-        yield
+        thread = threading.Thread(target=work, name="collectives, making buckets")
+        thread.start()
+        thread.join()
     finally:
         mallopt(_MMAP_THRESHOLD, 32 << 20)
         mallopt(_TRIM_THRESHOLD, 64 << 20)
+    if failed:
+        raise failed[0]
 
 
 _LEAST_SHARED = 64 << 10  # bytes; malloc gives smaller ones no mapping of their own
