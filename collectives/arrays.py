@@ -31,6 +31,7 @@ __all__ = [
     "Place",
     "Reader",
     "dtype_name",
+    "kind_of",
     "parse_op",
     "parse_rank",
     "premul_scalar",
@@ -172,7 +173,7 @@ class Reader:
         cupy = sys.modules.get("cupy")
         if cupy is not None and isinstance(array, cupy.ndarray):
             return self._cupy(array, op, what)
-        raise self._wrong(op, f"{what} must be a torch tensor, a NumPy array or a CuPy array, not {_kind(array)}")
+        raise self._wrong(op, f"{what} must be a torch tensor, a NumPy array or a CuPy array, not {kind_of(array)}")
 
     def _torch(self, array, op, what):
         if array.is_meta:
@@ -202,9 +203,9 @@ class Reader:
         try:
             ptr = array.data_ptr()
         except RuntimeError as error:
-            raise self._wrong(op, f"{what} ({_kind(array)}) has no memory of its own: {error}") from error
+            raise self._wrong(op, f"{what} ({kind_of(array)}) has no memory of its own: {error}") from error
         if count and not ptr:
-            raise self._wrong(op, f"{what} ({_kind(array)}) has no memory of its own: pass the plain local tensor")
+            raise self._wrong(op, f"{what} ({kind_of(array)}) has no memory of its own: pass the plain local tensor")
         code = TORCH_CODES.get(array.dtype)
         nbytes = count * array.element_size()
         name = _TORCH_NAMES.get(array.dtype) or str(array.dtype)
@@ -308,7 +309,8 @@ def _placed(ptr, count, nbytes, name, code):
     return Place(ptr, count, nbytes, name, count, code)
 
 
-def _kind(thing) -> str:
+def kind_of(thing) -> str:
+    """Name an object's type as messages do."""
     module = type(thing).__module__
     name = type(thing).__qualname__
     return name if module == "builtins" else f"{module}.{name}"
@@ -319,7 +321,7 @@ def shown(value) -> str:
     try:
         return f"{value!r:.40}"
     except Exception:  # an integer of thousands of digits, say, isn't printed
-        return f"this {_kind(value)}"
+        return f"this {kind_of(value)}"
 
 
 def parse_op(op, *, rank: int, name: str) -> tuple[int, float | None]:
@@ -387,7 +389,7 @@ def premul_scalar(scalar, code: int, *, rank: int, name: str) -> int | float:
 def parse_rank(value, size: int, what: str, *, rank: int, name: str) -> int:
     """Give a root or peer as an int in [0, size), or raise `InvalidArgument`."""
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        raise InvalidArgument(f"{what} must be an int, not {_kind(value)} {value!r}", op=name, rank=rank)
+        raise InvalidArgument(f"{what} must be an int, not {kind_of(value)} {value!r}", op=name, rank=rank)
     try:
         number = operator.index(value)
     except TypeError as error:

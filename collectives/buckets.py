@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import os
 import threading
 import time
 import weakref
@@ -20,9 +19,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .arrays import kind_of
 from .communicator import Communicator
 from .errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
-from .gradients import GradientBucket, called, check_apart, fill, kind_of, read_params
+from .gradients import GradientBucket, called, check_apart, fill, read_params
+from .lanes import has_spare_cores
 from .names import names_of
 from .timeline import recording
 from .torch_groups import communicator_over, drop
@@ -523,7 +524,4 @@ def _digest(thing) -> int:
 
 def _spare_cores(comm: Communicator) -> bool:
     """Tell whether a thread that reduces would have a core: beside a busy one it gains nothing."""
-    if comm.device.type != "cpu":
-        return True
-    cores = len(os.sched_getaffinity(0)) // comm.local_size
-    return torch.get_num_threads() < cores
+    return comm.device.type != "cpu" or has_spare_cores(comm)

@@ -58,7 +58,7 @@ def _reduce_grad(grad: torch.Tensor, number: int) -> None:
             "this graph was compiled with a HookState that is gone: compile again (torch.compiler.reset())"
         )
     for name, (without, reason) in _REFUSED.items():
-        value = getattr(state, name, without)
+        value = getattr(state, name)
         if value != without and value is not False:
             raise InvalidUsage(
                 f"{name}={value!r} can't be used where DDP's hook is called for one parameter at a time "
@@ -84,8 +84,8 @@ def _all_reduce(state, data: torch.Tensor) -> None:
     try:
         if comm is None:
             comm = owned = communicator_over(state.own_group(), data.device)
-        algorithm = getattr(state, "algorithm", "native")
-        if getattr(state, "deterministic", False):  # in rank order, which the host engine's own always is
+        algorithm = state.algorithm
+        if state.deterministic:  # in rank order, which the host engine's own always is
             algorithm = "native" if data.is_cpu else "direct"
         elif algorithm == "native":
             algorithm = None  # what tuning or COLLECTIVES_ALGORITHM says

@@ -10,6 +10,7 @@ reduced beside the backward; otherwise where the hook is called.
 import torch
 import torch.distributed as dist
 
+from .arrays import kind_of
 from .communicator import Communicator
 from .compiled import reduce_tuple
 from .errors import CollectivesError, InvalidArgument
@@ -17,7 +18,7 @@ from .lanes import close_lanes
 from .memory import mapped_apart
 from .names import tell
 from .reduction import Failed
-from .state import HookState, kind_of
+from .state import HookState
 from .torch_groups import communicator_over, drop
 from .wire import Bucket
 

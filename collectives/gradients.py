@@ -12,13 +12,14 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .arrays import kind_of
 from .errors import InvalidArgument
 from .kernels import Table, abi, pack, unpack
 from .kernels.table import Held
 from .layout import bucket_layout
 from .names import names_of
 
-__all__ = ["GradientBucket", "called", "check_apart", "fill", "kind_of", "read_params"]
+__all__ = ["GradientBucket", "called", "check_apart", "fill", "read_params"]
 
 _OP = "GradientBuckets"
 # Bytes. From here on the copies to a flat buffer and back take longer than a call of its own with the engine's staging:
@@ -381,7 +382,3 @@ def _marks(grads) -> list:
 
 def called(name, number, param) -> str:
     return f"parameter {name or number} of shape {tuple(param.shape) if not torch.nn.parameter.is_lazy(param) else '?'}"
-
-
-def kind_of(thing) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}".removeprefix("builtins.")

@@ -12,7 +12,7 @@ import torch
 from .communicator import Communicator
 from .errors import InvalidArgument
 
-__all__ = ["Lane", "close_lanes", "lanes_of", "overlaps"]
+__all__ = ["Lane", "close_lanes", "has_spare_cores", "lanes_of", "overlaps"]
 
 
 def overlaps(comm: Communicator) -> bool:
@@ -26,6 +26,11 @@ def overlaps(comm: Communicator) -> bool:
         return named == "1"
     if named:
         raise InvalidArgument(f"COLLECTIVES_OVERLAP={named}: must be 0 or 1")
+    return has_spare_cores(comm)
+
+
+def has_spare_cores(comm: Communicator) -> bool:
+    """Tell whether each rank of this machine has more cores than torch computes with."""
     return len(os.sched_getaffinity(0)) // comm.local_size > torch.get_num_threads()
 
 

@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 
 from .errors import InvalidArgument
-from .kernels import Statistics, reduce_n
 from .names import names_of
-from .wire import Bucket, Factor, Residuals, Wire
+from .wire import Bucket, Factor, Residuals, Wire, add_share
 
 __all__ = ["PowerSGD"]
 
@@ -387,11 +386,7 @@ def _reduce_rest(comm, plan: _Plan, flat: torch.Tensor, factor: Factor) -> int:
 def _add_share(flat: torch.Tensor, comm, health: torch.Tensor) -> None:
     part = flat.numel() // comm.size
     own = flat[comm.rank * part : (comm.rank + 1) * part if comm.rank < comm.size - 1 else flat.numel()]
-    if own.numel():
-        found = Statistics(flat.device)
-        reduce_n([own], own, statistics=found)
-        health[0] += found.sum_of_squares[0]
-        health[1] += found.nonfinite[0]
+    add_share(own, health)
 
 
 def _side_by_side(shapes: list[tuple[int, int]]) -> tuple[list[int], int, list[tuple[int, int, int, int]]]:

@@ -11,6 +11,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from .arrays import kind_of
 from .communicator import Communicator
 from .compiled import enroll
 from .errors import InvalidArgument, InvalidUsage
@@ -461,8 +462,3 @@ def _streams(value) -> int:
     if _whole("streams", value, 1) > 64:
         raise InvalidArgument(f"streams must be at most 64, not {value}")
     return value
-
-
-def kind_of(thing) -> str:
-    """Name an object's type as messages do."""
-    return f"{type(thing).__module__}.{type(thing).__qualname__}".removeprefix("builtins.")
