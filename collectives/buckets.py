@@ -26,7 +26,7 @@ from .gradients import GradientBucket, called, check_apart, fill, read_params
 from .lanes import has_spare_cores
 from .names import names_of
 from .timeline import recording
-from .torch_groups import communicator_over, drop
+from .torch_groups import communicator_over, default_group, drop
 from .wire import Bucket, Factor, Plain
 from .wires import make_wire
 
@@ -239,13 +239,7 @@ class GradientBuckets:
     def _own_group(self):
         if self._group is not None:
             return self._group
-        if not dist.is_initialized():
-            raise InvalidUsage(
-                "these buckets' communicator is opened over torch.distributed's default group, which isn't "
-                "initialised: call torch.distributed.init_process_group(), or pass comm=collectives.init()",
-                op=_OP,
-            )
-        return dist.group.WORLD
+        return default_group("these buckets'", "pass comm=collectives.init()", op=_OP)
 
     def _agree(self, comm: Communicator, wish: bool) -> bool:
         """Raise `Mismatch` where the ranks' parameters or settings differ; tell whether all ranks wish to overlap."""

@@ -23,6 +23,7 @@ from .names import names_of
 from .optim import _Optimizer
 from .overlap import ShardedStep
 from .reduction import Reduction
+from .torch_groups import default_group
 from .wire import Bucket, Plain, Wire, parse_wire
 from .wires import make_wire
 
@@ -189,12 +190,7 @@ class HookState:
         """Give the process group to open a communicator over; `InvalidUsage` where there is none."""
         if self._group is not None:
             return self._group
-        if not dist.is_initialized():
-            raise InvalidUsage(
-                "the hook's communicator is opened over torch.distributed's default group, which isn't initialised: "
-                "call torch.distributed.init_process_group(), or give HookState a comm or process_group"
-            )
-        world = dist.group.WORLD
+        world = default_group("the hook's", "give HookState a comm or process_group")
         if self._pickled_size not in (None, world.size()):
             raise InvalidUsage(
                 f"this HookState was pickled with a group of {self._pickled_size} ranks and the default group has "

@@ -10,14 +10,26 @@ import torch.distributed as dist
 
 from .communicator import Communicator
 from .engine import get_engine
+from .errors import InvalidUsage
 from .rendezvous import meet_over_store
 
-__all__ = ["communicator_over", "drop", "opened"]
+__all__ = ["communicator_over", "default_group", "drop", "opened"]
 
 _OPEN_SECONDS = 300.0  # how far apart the ranks may reach the first bucket of the first backward
 
 _opened: dict = {}  # (id of the group, device) -> (weak reference to the group, communicator)
 _lock = threading.Lock()
+
+
+def default_group(whose: str, instead: str, *, op: str | None = None):
+    """Give torch.distributed's default group; `InvalidUsage` where there is none, with what to give `instead`."""
+    if not dist.is_initialized():
+        raise InvalidUsage(
+            f"{whose} communicator is opened over torch.distributed's default group, which isn't initialised: "
+            f"call torch.distributed.init_process_group(), or {instead}",
+            op=op,
+        )
+    return dist.group.WORLD
 
 
 def communicator_over(group, device: torch.device) -> Communicator:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import jobs
 import torch
-from char_gpt import GPT, Texts, loss_of
+from char_gpt import loss_of, prepare
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -149,10 +149,7 @@ def save_plot(path, losses, results, title):
 
 def train(arguments, comm):
     """Train both ways, or one; return the result's dictionary, and whether it is a success."""
-    torch.manual_seed(arguments.seed)
-    texts = Texts(arguments, comm)
-    initial = GPT(arguments.layers, arguments.width, arguments.context).to(comm.device)
-    parameters = sum(parameter.numel() for parameter in initial.parameters())
+    texts, initial, parameters = prepare(arguments, comm)
     jobs.say(
         comm,
         f"{comm.size} ranks, engine {comm.engine.name}, device {comm.device}: {arguments.layers} layers, "

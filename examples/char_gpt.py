@@ -210,6 +210,14 @@ def train_on(wire, initial, texts, arguments, comm):
     return model, losses.tolist(), found
 
 
+def prepare(arguments, comm):
+    """Give the texts, the model that the training starts from, and the number of its parameters."""
+    torch.manual_seed(arguments.seed)
+    texts = Texts(arguments, comm)
+    model = GPT(arguments.layers, arguments.width, arguments.context).to(comm.device)
+    return texts, model, sum(parameter.numel() for parameter in model.parameters())
+
+
 def save_plot(path, losses, results, title):
     """Draw the losses, smoothed, and the held-out loss over the bytes."""
     figure, left, right = jobs.new_figure(title)
@@ -228,10 +236,7 @@ def save_plot(path, losses, results, title):
 
 def train(arguments, comm):
     """Train on each wire; return the result's dictionary, and whether it is a success."""
-    torch.manual_seed(arguments.seed)
-    texts = Texts(arguments, comm)
-    initial = GPT(arguments.layers, arguments.width, arguments.context).to(comm.device)
-    parameters = sum(parameter.numel() for parameter in initial.parameters())
+    texts, initial, parameters = prepare(arguments, comm)
     jobs.say(
         comm,
         f"{comm.size} ranks, engine {comm.engine.name}, device {comm.device}: {len(texts.text):,} characters to train "

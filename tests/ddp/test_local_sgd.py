@@ -20,11 +20,7 @@ from tests.ddp.training import BUCKET_MB, loss_of, make_model, over_gloo, run, w
 
 def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     local, comm = state
-    params, offsets, total = bucket.parameters(), [], 0
-    for param in params:
-        offsets.append(total)
-        total += param.numel()
-    if local.sees(comm, Bucket(bucket.buffer(), params, offsets, bucket.index())):
+    if local.sees(comm, Bucket(bucket.buffer(), bucket.parameters(), None, bucket.index())):
         comm.all_reduce(bucket.buffer(), "avg")
     if bucket.is_last():
         local.end_backward()

@@ -20,6 +20,17 @@ def scheduler_of(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
+def backwards(ctx, ddp, amp, step, accumulate):
+    """Those of one step, of which the last is synchronised; with a scaler one rank's loss is infinite in step 3."""
+    for part in range(accumulate - 1):
+        with ddp.no_sync():
+            amp.scale(loss_of(ddp, 100 + step * accumulate + part, ctx.rank)).backward()
+    loss = loss_of(ddp, step, ctx.rank)
+    if amp.is_enabled() and step == 3 and ctx.rank == 1:
+        loss = loss * math.inf
+    amp.scale(loss).backward()
+
+
 @over_gloo
 def inside(ctx, kind, options, *, steps=6, accumulate=1, calls_step=False, scaler=False, **how):
     """Train with the optimizer in the hook; give parameters, full state, norms."""
@@ -31,13 +42,7 @@ def inside(ctx, kind, options, *, steps=6, accumulate=1, calls_step=False, scale
     amp = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaler)
     norms = []
     for step in range(steps):
-        for part in range(accumulate - 1):
-            with ddp.no_sync():
-                amp.scale(loss_of(ddp, 100 + step * accumulate + part, ctx.rank)).backward()
-        loss = loss_of(ddp, step, ctx.rank)
-        if scaler and step == 3 and ctx.rank == 1:
-            loss = loss * math.inf
-        amp.scale(loss).backward()
+        backwards(ctx, ddp, amp, step, accumulate)
         if scaler:
             amp.step(optimizer)
             amp.update()
@@ -61,13 +66,7 @@ def outside(ctx, kind, options, *, steps=6, accumulate=1, calls_step=True, scale
     amp = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaler)
     norms = []
     for step in range(steps):
-        for part in range(accumulate - 1):
-            with ddp.no_sync():
-                amp.scale(loss_of(ddp, 100 + step * accumulate + part, ctx.rank)).backward()
-        loss = loss_of(ddp, step, ctx.rank)
-        if scaler and step == 3 and ctx.rank == 1:
-            loss = loss * math.inf
-        amp.scale(loss).backward()
+        backwards(ctx, ddp, amp, step, accumulate)
         if "max_norm" in options:
             amp.unscale_(optimizer)
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), options["max_norm"]).item())

@@ -296,11 +296,7 @@ def test_gradients_of_low_rank_and_of_all_sizes():
 
 def wrapped_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     wire, comm = state
-    params, offsets, total = bucket.parameters(), [], 0
-    for param in params:
-        offsets.append(total)
-        total += param.numel()
-    wire.reduce(comm, Bucket(bucket.buffer(), params, offsets, bucket.index()), Factor(over=comm.size))
+    wire.reduce(comm, Bucket(bucket.buffer(), bucket.parameters(), None, bucket.index()), Factor(over=comm.size))
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
