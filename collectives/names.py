@@ -12,7 +12,7 @@ import weakref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["known_names", "module_of", "names_of", "tell"]
+__all__ = ["known_names", "module_of", "names_of", "tell", "tell_names"]
 
 _told: list = []  # weak references to modules, oldest first
 _names = WeakIdKeyDictionary()  # parameter -> name
@@ -27,11 +27,17 @@ def tell(module: torch.nn.Module) -> None:
     """Let the parameters of a module be found, by the names that ``module.named_parameters()`` gives them."""
     _told[:] = [reference for reference in _told if reference() is not None]
     _told.append(weakref.ref(module))
+    tell_names(module.named_parameters())
+
+
+def tell_names(named) -> None:
+    """Let parameters be found by names: (name, parameter) of each."""
+    named = list(named)
     taken = set(_names.values())
-    if not taken.isdisjoint(name for name, _ in module.named_parameters()):
+    if not taken.isdisjoint(name for name, _ in named):
         gc.collect()  # a module that nobody holds any more, but in a cycle
         taken = set(_names.values())
-    for name, parameter in module.named_parameters():
+    for name, parameter in named:
         number, free = 1, name
         while free in taken:
             number += 1

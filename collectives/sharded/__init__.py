@@ -10,6 +10,7 @@ from .api import (
     ShardingStrategy,
 )
 from .module import ShardedModule, UnshardHandle, fully_shard, register_forward_method
+from .scaler import ShardedGradScaler
 from .unit import Unit
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardedGradScaler",
     "ShardedModule",
     "ShardingStrategy",
     "Unit",

@@ -22,10 +22,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..arrays import kind_of
 from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
+from ..state import HookState
 from ..torch_groups import communicator_over, default_group
 from .api import MixedPrecisionPolicy, OffloadPolicy
+from .clip import clip_grad_norm_, watch_clipping
+from .hooks import hooks_of
 from .order import Order, order_of, units_of_parameters
 from .param import Ranks
+from .scaler import watch_scalers
 from .unit import State, Unit, managed_parameters
 
 __all__ = ["ShardedModule", "UnshardHandle", "fully_shard", "ranks_of", "register_forward_method", "units_in"]
@@ -64,6 +68,10 @@ def fully_shard(
     of another unit, by name; `InvalidArgument` for parameters that can't be sharded.
     """
     _check_module(module)
+    if comm is None and mesh is None and isinstance(hook_state, HookState):
+        comm = hook_state.comm  # or its process group's
+        if comm is None and hook_state.process_group is not None:
+            comm = communicator_over(hook_state.process_group, _device_of(module, None))
     ranks = ranks_of(module, comm, mesh)
     unit = shard(
         module, ShardedModule, ranks, mp_policy=mp_policy, offload_policy=offload_policy,
@@ -139,6 +147,9 @@ def shard(
 ) -> Unit:
     """Make a module a unit, and its class one that derives from `face`. What `fully_shard` does, behind its checks."""
     _look_at_optimizers()
+    watch_clipping()
+    watch_scalers()
+    hooks = hooks_of(hook_state, ranks.world)
     order = order_of(ranks.world)
     keep = _parse_reshard(reshard_after_forward, ranks)
     found = managed_parameters(module, ignored_params, stop=lambda each: isinstance(each, ShardedModule))
@@ -156,11 +167,15 @@ def shard(
         for names, _, param in found
     )
     described += f"; {strategy or 'sharded'}, over {ranks.size} of {ranks.world.size}, {mp_policy}, {keep}"
+    described += "" if hooks is None else f"; {hooks.describe()}"
     unit = Unit(
         None, ranks, parameters=found, name=type(module).__name__, mp_policy=mp_policy, offload_policy=offload_policy,
-        persistent=persistent, loans=order.loans,
+        persistent=persistent, loans=order.loans, align=0 if hooks is None else hooks.align,
+        codec=None if hooks is None else hooks.codec,
     )  # fmt: skip
     order.add(unit, described)
+    if hooks is not None:
+        hooks.add(unit)
     unit.reshard_after_forward = keep
     unit.module = weakref.ref(module)
     for names, _, param in found:
@@ -238,7 +253,7 @@ def run_forward(module: ShardedModule, forward, args: tuple, kwargs: dict) -> An
             _watch_inputs(unit, order, (args, kwargs))
         lets_go = not in_backward and order.reshards_after_forward(unit)
         saves = torch.is_grad_enabled() and unit.groups and unit.gathers and (in_backward or lets_go)
-        with unit.saving(functools.partial(order.need, unit)) if saves else contextlib.nullcontext():
+        with unit.saving(functools.partial(order.demand, unit)) if saves else contextlib.nullcontext():
             output = forward(*args, **kwargs)
         if lets_go:
             unit.reshard()
@@ -403,6 +418,16 @@ class ShardedModule:
             unit.divide_factor = float(factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        """Clip the gradients of this module's parameters, sharded or not, by their norm over all ranks; give the norm.
+
+        A collective. ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)`` does the same. `error_if_nonfinite`:
+        RuntimeError on all ranks alike. Raises `InvalidUsage` where a HookState's optimizer has taken the gradients.
+        """
+        return clip_grad_norm_(self, units_in(self), max_norm, norm_type, error_if_nonfinite, foreach)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last one of this step; False leaves open what would end it."""

@@ -28,7 +28,7 @@ from .control import control_of
 from .loans import Loans
 from .unit import State, Unit
 
-__all__ = ["Order", "order_of", "units_of_parameters"]
+__all__ = ["Order", "all_orders", "order_of", "orders_of_parameters", "units_of_parameters"]
 
 _DONE, _REDUCE, _GATHER, _MAKE = 1, 2, 3, 4
 _KIND, _COUNT = 32, 20  # bits below
@@ -176,6 +176,12 @@ class Order:
             self.gather(unit)
             unit.show()
 
+    def demand(self, unit: Unit) -> None:
+        """Have a unit unsharded with the parameters that the forward has used."""
+        if unit.hook is not None:
+            unit.hook.check_use(unit)
+        self.need(unit)
+
     def _advance(self, unit: Unit, named: list[Unit] | None, order: list[Unit]) -> None:
         """Gather in advance what comes behind a unit: those that were named for it, or the next of the last time."""
         if named is None:
@@ -206,7 +212,7 @@ class Order:
             raise
         if unit.groups and not in_backward and unit not in self._seen_forward:
             self._seen_forward.append(unit)
-        self.need(unit)
+        self.demand(unit) if in_backward else self.need(unit)
         if not in_backward:
             self._advance(unit, unit.forward_prefetch, self.forward_order if unit.prefetches_forward else [])
 
@@ -233,6 +239,8 @@ class Order:
         self.task = None
         self.depth = 0
         self._finish()
+        for hook in self._hooks():
+            hook.reset()
         for unit in self.units:
             unit.reshard()
             unit.end_backward(drop=True)
@@ -272,7 +280,13 @@ class Order:
         if unit.prefetches_late:
             self._advance(unit, unit.backward_prefetch, self.backward_order if unit.prefetches_backward else [])
 
+    def _hooks(self) -> list:
+        """Give what the units have of HookStates, each once, in the same order on all ranks."""
+        return list({id(unit.hook): unit.hook for unit in self.units if unit.hook is not None}.values())
+
     def _reduce(self, unit: Unit) -> None:
+        if unit.hook is not None and unit.hook.steps:
+            self._finish()  # the unit before this one: its optimizer's step lets its gradients go
         self._unfinished += unit.start_reduce(async_op=self.beside)
         if not self.beside:
             self._finish()
@@ -294,6 +308,8 @@ class Order:
         if any(unit.syncs for unit in units):
             self._flush(units)
         self._finish()
+        for hook in self._hooks():
+            hook.end()
         self.task = None
         for unit in units:
             if unit.reshard_after_backward:
@@ -329,6 +345,19 @@ class Order:
                 if slot.fresh and not was:
                     slot.piece.grad = None
                 slot.fresh = False
+
+
+def all_orders() -> list[Order]:
+    """Give the orders of all communicators that are open."""
+    return [order for order in _orders.values() if not order.comm.closed]
+
+
+def orders_of_parameters(params) -> list[Order]:
+    """Give the orders of the units whose pieces are among parameters."""
+    members = set(map(id, params))
+    return [
+        order for order in all_orders() if any(id(slot.piece) in members for unit in order.units for slot in unit.slots)
+    ]
 
 
 def units_of_parameters(params) -> list[Unit]:

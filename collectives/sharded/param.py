@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from ..communicator import Communicator
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import pack
 from ..layout import bucket_layout, padded
+from .codec import Codec
 from .loans import LEAST_LENT, Loans
 
 __all__ = ["Group", "Ranks", "Slot"]
@@ -81,13 +82,14 @@ class Group:
     """Parameters that lie in one flat buffer; see the module.
 
     `device`: where the unit computes; `store`: where the shard lies. `persistent`: the gathered buffer stays, and the
-    shard is part of it. `align`: the shard is a multiple of so many elements; 0: of 16 bytes.
+    shard is part of it. `align`: the shard is a multiple of so many elements; 0: of 16 bytes. `codec`: in which format
+    it is gathered, where that is fewer bytes; None: as `gather_dtype`.
     """
 
     def __init__(
         self, slots: list[Slot], originals: list[nn.Parameter], ranks: Ranks, loans: Loans, *, device: torch.device,
         store: torch.device, pinned: bool, gather_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
-        persistent: bool, align: int = 0,
+        persistent: bool, align: int = 0, codec: Codec | None = None,
     ):  # fmt: skip
         self.slots = slots
         self.ranks = ranks
@@ -101,7 +103,9 @@ class Group:
         casts = self.dtype.is_floating_point
         self.gather_dtype = gather_dtype if casts and gather_dtype is not None else self.dtype
         self.reduce_dtype = reduce_dtype if casts and reduce_dtype is not None else self.gather_dtype
-        self.persistent = persistent and self.gather_dtype == self.dtype and self.store == device
+        self.codec = codec if codec is not None and casts and codec.saves(self.gather_dtype) else None
+        as_it_is = self.gather_dtype == self.dtype and self.store == device and self.codec is None
+        self.persistent = persistent and as_it_is
         # Each parameter, and each rank's shard, begins at a multiple of 16 bytes in all the dtypes on the way.
         narrowest = min(self.dtype.itemsize, self.gather_dtype.itemsize, self.reduce_dtype.itemsize)
         self.layout = bucket_layout([slot.count for slot in slots], narrowest)
@@ -243,6 +247,11 @@ class Group:
 
     def _gather(self, out: torch.Tensor, async_op: bool, custom):
         ranks, inp = self.ranks, self.flat
+        if self.codec is not None and ranks.shard is not None:
+            if custom is not None:
+                raise InvalidUsage("a custom all-gather sends parameters as they are: leave HookState's gather out")
+            shard = self.flat if self.store == self.device else self.flat.to(self.device)
+            return self.codec.gather(ranks.shard, shard, out, self.lend, async_op=async_op)
         if not self.persistent and (self.gather_dtype != self.dtype or self.store != self.device):
             inp = out[ranks.rank * self.share :][: self.share]
             inp.copy_(self.flat, non_blocking=True)
@@ -277,7 +286,12 @@ class Group:
         """Take over into the shard what was written to the full parameters."""
         if self.gathered is None or self.gathered.data_ptr() == self.flat.data_ptr() or self.persistent:
             return
-        self.flat.copy_(self.gathered[self.ranks.rank * self.share :][: self.share])
+        own = self.gathered[self.ranks.rank * self.share :][: self.share]
+        if self.codec is not None and self.ranks.shard is not None:
+            # What nobody has written to is the shard, rounded.
+            shard = self.flat.to(own.device)
+            own = torch.where(own == self.codec.rounded(shard, own.dtype), shard, own.to(shard.dtype))
+        self.flat.copy_(own)
 
     # ---- Gradients.
 
