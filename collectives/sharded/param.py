@@ -181,6 +181,8 @@ class Group:
         """Look whether the pieces still lie in the shard. Where others do, of the same size, take their values over;
         raise `InvalidArgument`, which names the parameter, for those of other sizes or types.
         """
+        if self.grad is not None and self.ranks.shard is not None and all(piece.grad is None for piece in self._pieces):
+            self.grad = None  # by zero_grad: others can have its memory until the backward
         if list(map(_data_ptr, self._pieces)) == self._addresses and list(map(_numel, self._pieces)) == self._counts:
             return
         device = None
