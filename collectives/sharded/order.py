@@ -69,6 +69,8 @@ class Order:
         self.limited = True  # on a GPU, by `limit_all_gathers`
         self._freed: deque = deque()  # events behind which gathered parameters were let go
         self.backward_order: list[Unit] = []  # of the last backward, without its repetitions
+        self.begins = self._begins = 0  # how many of them it came to before it had let go of any
+        self._left = False  # it has let go of one
         self.forward_order: list[Unit] = []
         self._seen_forward: list[Unit] = []
         self._seen_backward: list[Unit] = []
@@ -237,7 +239,7 @@ class Order:
         """Tell whether a unit lets go behind its forward. What the backward begins with, it doesn't."""
         if not unit.reshard_after_forward:
             return False
-        return not torch.is_grad_enabled() or unit not in self.backward_order[:2]
+        return not torch.is_grad_enabled() or unit not in self.backward_order[: self.begins + self.beside]
 
     def interrupt(self, error: BaseException, in_backward: bool) -> None:
         """Go back to where a forward can begin, after an exception has left one."""
@@ -262,6 +264,8 @@ class Order:
         if self.task is None:
             self.task = torch._C._current_graph_task_id()
             self._seen_backward = []
+            self._left = False
+            self._begins = 0
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def backward(self, unit: Unit) -> None:
@@ -269,6 +273,7 @@ class Order:
         self.begin_backward()
         if unit.groups and unit not in self._seen_backward:
             self._seen_backward.append(unit)
+            self._begins += not self._left
             self.need(unit)
             if not unit.prefetches_late:
                 self._advance(unit, unit.backward_prefetch, self.backward_order if unit.prefetches_backward else [])
@@ -280,17 +285,21 @@ class Order:
         if unit.syncs:
             if self.agree(_REDUCE, unit.index) == LATER:
                 return  # the end of the backward sees to it
+            if unit.reshard_after_backward:
+                unit.reshard()  # before, since the gradients can be packed where the parameters were
             self._reduce(unit)
         self.leave_backward(unit)
 
     def leave_backward(self, unit: Unit) -> None:
         """Let a unit's parameters go, of which this backward has no more need."""
+        self._left = True
         if unit.reshard_after_backward:
             unit.reshard()
         if unit.prefetches_late:
             self._advance(unit, unit.backward_prefetch, self.backward_order if unit.prefetches_backward else [])
 
     def _reduce(self, unit: Unit) -> None:
+        self._finish()  # one at a time is under way, since each has a buffer
         self._unfinished += unit.start_reduce(async_op=self.beside)
         if not self.beside:
             self._finish()
@@ -305,7 +314,7 @@ class Order:
         if self.task is None:
             return  # it was interrupted
         units = self.units
-        self.backward_order = self._seen_backward
+        self.backward_order, self.begins = self._seen_backward, self._begins
         if not self.last_backward:
             self.task = None
             return
