@@ -140,7 +140,7 @@ class Hooks:
         named = {}
         for reference in reversed(self._untold):
             unit = reference()
-            module = None if unit is None else getattr(unit, "module", lambda: None)()
+            module = None if unit is None or unit.module is None else unit.module()
             if unit is None or unit in named:
                 continue
             named[unit] = ""
