@@ -17,7 +17,7 @@ import torch
 from ..arrays import kind_of
 from ..errors import InvalidArgument, InvalidUsage
 from ..lanes import lanes_of
-from ..names import tell_names
+from ..names import tell_later, tell_names
 from ..state import HookState, _streams
 from ..torch_groups import communicator_over
 from ..wire import Bucket, Factor, Plain, _after, _counts_itself, _op, _ring_bytes, add_share
@@ -127,6 +127,8 @@ class Hooks:
             self._numbers[group] = self._next
             self._next += 1
         self._units.append(weakref.ref(unit))
+        if not self._untold:
+            tell_later(self._tell)
         self._untold.append(weakref.ref(unit))
         unit.hook = self
 
@@ -185,8 +187,6 @@ class Hooks:
     def _begin(self) -> None:
         state, reduction = self.state, self.state.reduction
         self.reset()
-        if self._untold:
-            self._tell()
         reduction._meet(self.comm)
         if not reduction.lanes or reduction.lanes[0].comm is not self.comm:
             reduction.lanes = lanes_of(self.comm, 1)

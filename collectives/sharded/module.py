@@ -241,15 +241,16 @@ def _class_of(face: type, cls: type) -> type:
 def _watch_gradients(unit: Unit, order: Order) -> None:
     here = weakref.ref(unit)
 
-    def came(slot, _param):
+    def came(at, _param):  # the hook holds no slot: the collector doesn't see what autograd's hooks hold
         unit = here()
+        slot = unit.slots[at]
         order.begin_backward()
         if unit.note(slot):
             order.arrived(unit)
 
-    for group in unit.trainable:
-        for slot in group.slots:
-            slot.full.register_post_accumulate_grad_hook(functools.partial(came, slot))
+    for at, slot in enumerate(unit.slots):
+        if slot.full.requires_grad:
+            slot.full.register_post_accumulate_grad_hook(functools.partial(came, at))
 
 
 def units_in(module: nn.Module, *, recurse: bool = True) -> list[Unit]:

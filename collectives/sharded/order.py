@@ -68,10 +68,10 @@ class Order:
         self.last_backward = True
         self.limited = True  # on a GPU, by `limit_all_gathers`
         self._freed: deque = deque()  # events behind which gathered parameters were let go
-        self.backward_order: list[Unit] = []  # of the last backward, without its repetitions
+        self._backward_order: list[weakref.ref] = []
         self.begins = self._begins = 0  # how many of them it came to before it had let go of any
         self._left = False  # it has let go of one
-        self.forward_order: list[Unit] = []
+        self._forward_order: list[weakref.ref] = []
         self._seen_forward: list[Unit] = []
         self._seen_backward: list[Unit] = []
         self.task: int | None = None  # the backward under way
@@ -89,7 +89,19 @@ class Order:
     @property
     def units(self) -> list[Unit]:
         """Those that still live."""
-        return [unit for unit in (reference() for reference in self._units) if unit is not None]
+        return _living(self._units)
+
+    # A unit holds its modules: what the order keeps from one step to the next must not hold units.
+
+    @property
+    def forward_order(self) -> list[Unit]:
+        """The units of the last forward, each once."""
+        return _living(self._forward_order)
+
+    @property
+    def backward_order(self) -> list[Unit]:
+        """The units of the last backward, each once."""
+        return _living(self._backward_order)
 
     # ---- Agreeing.
 
@@ -239,7 +251,7 @@ class Order:
     def end_forward(self, unit: Unit, in_backward: bool) -> None:
         self.depth -= 1
         if self.depth == 0 and not in_backward:
-            self.forward_order = self._seen_forward
+            self._forward_order, self._seen_forward = list(map(weakref.ref, self._seen_forward)), []
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Tell whether a unit lets go behind its forward. What the backward begins with, it doesn't."""
@@ -326,7 +338,8 @@ class Order:
         if self.task is None:
             return  # it was interrupted
         units = self.units
-        self.backward_order, self.begins = self._seen_backward, self._begins
+        self._backward_order, self.begins = list(map(weakref.ref, self._seen_backward)), self._begins
+        self._seen_backward = []
         if not self.last_backward:
             self.task = None
             return
@@ -370,6 +383,10 @@ class Order:
                 if slot.fresh and not was:
                     slot.piece.grad = None
                 slot.fresh = False
+
+
+def _living(references) -> list[Unit]:
+    return [unit for unit in (reference() for reference in references) if unit is not None]
 
 
 def all_orders() -> list[Order]:

@@ -1,6 +1,8 @@
 """A HookState over units does what it does over DDP's buckets; parameters that are gathered in fewer bits."""
 
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -142,8 +144,13 @@ def feed_back(ctx):
             total += each
     kept = pickle.loads(pickle.dumps(state))._wire.state_dict()["residuals"]
     mean = state.state_dict()["wire"]["residuals"]
+    saved = state.state_dict()
+    gone = [weakref.ref(each) for each in (model, model._unit, model._unit.slots[0].piece, model._unit.slots[0].full)]
+    del model, units, group
+    gc.collect()
+    assert [each() for each in gone] == [None] * 4
     again = HookState(wire="int8", error_feedback=True)
-    again.load_state_dict(state.state_dict())
+    again.load_state_dict(saved)
     other = shard(again)
     loss_of(other, 0, ctx.rank).backward()
     taken = again._wire.residuals.unclaimed()
@@ -193,8 +200,9 @@ def gather_in_fewer_bits(ctx):
     for model in models:
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), ctx.rank, 2)
     assert all(map(torch.equal, *map(full, models)))
+    ddp = hooked(HookState(gather="int8"))
     with pytest.raises(InvalidArgument, match="fully_shard's parameters travel"):
-        loss_of(hooked(HookState(gather="int8")), 0, ctx.rank).backward()
+        loss_of(ddp, 0, ctx.rank).backward()
     return rows
 
 
@@ -310,8 +318,9 @@ def steps_in_backward(ctx):
         optimizer.step()
     with pytest.raises(InvalidUsage, match="stepped inside of the backward"):
         model.clip_grad_norm_(1.0)
+    ddp = hooked(state)
     with pytest.raises(InvalidUsage, match="serves sharded modules"):
-        loss_of(hooked(state), 0, ctx.rank).backward()
+        loss_of(ddp, 0, ctx.rank).backward()
 
     state = HookState(check_finite=True)
     model = shard(state)
