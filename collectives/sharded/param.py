@@ -151,7 +151,7 @@ class Group:
     def _make_shard(self, data: list[torch.Tensor], device: torch.device) -> None:
         self.flat = self._new_shard(device if device.type == "meta" else self.store)
         if device.type != "meta":
-            self.flat[max(0, self.layout.total - self.ranks.rank * self.share) :].zero_()  # padding, which travels too
+            self.flat.zero_()  # padding travels, too, and in 8 bits it shares a scale with its neighbours
         low = self.ranks.rank * self.share
         for slot, values in zip(self.slots, data, strict=True):
             begin = min(max(slot.offset, low), low + self.share)

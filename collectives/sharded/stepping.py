@@ -23,7 +23,7 @@ class UnitStep:
 
     def __init__(self, optimizer: _Optimizer, units):
         self.optimizer = optimizer
-        self.applied = False  # in the backward that has begun last
+        self.applied = False  # in the last backward, and not ended by step()
         self._units = units
         self._pending: list | None = None
         self._norm = self._max_norm = self._found = None
@@ -38,13 +38,19 @@ class UnitStep:
     # ---- A backward.
 
     def begin(self) -> None:
-        """Begin a backward. Raises `InvalidUsage` where the last one's step still waits."""
+        """Begin a backward. Raises `InvalidUsage` where the last one's step has not been ended."""
         if self._pending is not None:
             raise InvalidUsage(
                 "the last backward's updates still wait for optimizer.step(): call it after each backward that "
                 "synchronises (scaler.step(optimizer) with a GradScaler)"
             )
-        self.applied = False
+        if self.applied:
+            raise InvalidUsage(
+                "a backward comes behind one that has stepped the optimizer: call optimizer.step() in between, which "
+                "ends the step; accumulate gradients with set_requires_gradient_sync(False); and activation "
+                "checkpointing with use_reentrant=True, which makes several backwards of one, can't be had with "
+                "HookState's optimizer"
+            )
 
     def discard(self) -> None:
         """Drop the updates that wait."""
