@@ -73,7 +73,8 @@ class MemoryPlan:
             ("activations", self.activations, "as given"),
             ("on the host", self.on_host, "beside the GPU"),
         ]
-        lines = [f"{self.strategy} on {self.ranks} ranks, {len(self.units)} units, {self.replicas} replicas"]
+        several = f", each shard on {self.replicas} of them" if self.replicas > 1 else ""
+        lines = [f"{self.strategy} on {self.ranks} ranks{several}; {len(self.units)} units"]
         lines += [f"{name:<15}{_shown(count):>12}  {what}" for name, count, what in rows if count]
         lines += [f"{'peak':<15}{_shown(self.peak):>12}  {where}"]
         lines += [f"  {phase:<13}{_shown(count):>12}" for phase, count in self.peaks.items()]
