@@ -26,7 +26,7 @@ from ..torch_groups import communicator_over, default_group
 from .api import MixedPrecisionPolicy, OffloadPolicy
 from .order import Order, order_of, units_of_parameters
 from .param import Ranks
-from .unit import State, Unit, managed_parameters
+from .unit import State, Unit, check_parameter, managed_parameters
 
 __all__ = ["ShardedModule", "UnshardHandle", "fully_shard", "ranks_of", "register_forward_method", "units_in"]
 
@@ -146,6 +146,7 @@ def shard(
     keep = _parse_reshard(reshard_after_forward, ranks)
     found = managed_parameters(module, ignored_params, stop=lambda each: isinstance(each, ShardedModule))
     for names, _, param in found:
+        check_parameter(param, names[0])
         if param in _replaced:
             raise InvalidUsage(
                 f"{names[0]} of this {type(module).__name__} is tied to {_replaced[param]}, which was sharded before "

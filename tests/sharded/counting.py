@@ -1,6 +1,5 @@
 """Counting the bytes of tensors that live: what operations make, and what the host engine lends."""
 
-import weakref
 from unittest import mock
 
 import torch
