@@ -121,7 +121,7 @@ class Group:
         self.whole: torch.Tensor | None = None  # the persistent one
         self.near: torch.Tensor | None = None  # a larger part than the shard, kept for the backward
         self.grad: torch.Tensor | None = None  # the gradients' shard, once there was one
-        self._stub = torch.empty(1, dtype=self.gather_dtype, device=device)
+        self._stub = torch.empty((), dtype=self.gather_dtype, device=device)
         self._simple = self.reduce_dtype.itemsize == narrowest  # whether the kernel's own padding is this layout's
         for slot, offset in zip(slots, self.layout.offsets, strict=True):
             slot.offset = offset
@@ -316,8 +316,8 @@ class Group:
 
     def gather_gradients(self, shown: bool) -> None:
         """Gather the pieces' gradients into the full ones, but for parameters that have none on any rank."""
-        there = torch.tensor([slot.piece.grad is not None and slot.piece.numel() > 0 for slot in self.slots])
-        there = there.to(dtype=torch.uint8, device=self.device)
+        there = [slot.piece.grad is not None and (slot.piece.numel() > 0 or not slot.count) for slot in self.slots]
+        there = torch.tensor(there, dtype=torch.uint8, device=self.device)
         flat = torch.zeros(self.share, dtype=self.dtype, device=self.device)
         for slot in self.slots:
             if slot.piece.grad is not None:
