@@ -119,7 +119,7 @@ def all_cases(ctx, cases):
 
 
 def test_measured_peak_is_the_planned_one(tmp_path):
-    for found in run(all_cases, 2, str(tmp_path / "store"), list(CASES)):
+    for found in run(all_cases, 2, str(tmp_path / "store"), list(CASES), timeout=180):
         for case, (peaks, planned, as_is, text) in found.items():
             assert planned == as_is, case
             told = case, peaks, planned, text
