@@ -274,7 +274,9 @@ class Hooks:
 
     def _all_in(self, unit) -> None:
         """Step a unit whose gradients are there, unless the step must wait for others."""
-        if self.steps and not self._waits() and all(slot.arrived for group in unit.trainable for slot in group.slots):
+        if not self.steps or self._waits() or len(unit.trainable) < len(unit.groups):
+            return  # what is frozen may still be needed as it is
+        if all(slot.arrived for slot in unit.slots):
             self._step.update(unit)
             self._stepped.add(unit)
 

@@ -30,7 +30,7 @@ from .hooks import hooks_of
 from .order import Order, order_of, units_of_parameters
 from .param import Ranks
 from .scaler import watch_scalers
-from .unit import State, Unit, managed_parameters
+from .unit import State, Unit, check_parameter, managed_parameters
 
 __all__ = ["ShardedModule", "UnshardHandle", "fully_shard", "ranks_of", "register_forward_method", "units_in"]
 
@@ -157,6 +157,7 @@ def shard(
     keep = _parse_reshard(reshard_after_forward, ranks)
     found = managed_parameters(module, ignored_params, stop=lambda each: isinstance(each, ShardedModule))
     for names, _, param in found:
+        check_parameter(param, names[0])
         if param in _replaced:
             raise InvalidUsage(
                 f"{names[0]} of this {type(module).__name__} is tied to {_replaced[param]}, which was sharded before "
@@ -346,8 +347,8 @@ def _watch_inputs(unit: Unit, order: Order, inputs) -> None:
                     order.leave_backward(unit)
 
     watched = [tensor for tensor in _tensors(inputs) if tensor.requires_grad and not tensor.is_leaf]
+    unit.calls += 1  # one without such inputs is never seen to end, so that nothing ends too early
     if watched:
-        unit.calls += 1
         torch.autograd.graph.register_multi_grad_hook(watched, lambda _grads: ends(None))
 
 

@@ -64,6 +64,7 @@ class Order:
         # Gathers and reductions run beside the computation where there is something to run them on.
         self.beside = not comm._on_host or overlaps(comm)
         self.interrupted = 0  # forwards and backwards that an exception has left
+        self._told: BaseException | None = None  # an error of which the others know
         self.depth = 0  # forwards of units that this thread is in
         self.last_backward = True
         self.limited = True  # on a GPU, by `limit_all_gathers`
@@ -122,20 +123,16 @@ class Order:
             most, least, lowest, newest, oldest, failed = row.tolist()
             if failed:
                 self._reset()
-                raise RemoteError(
-                    f"rank {failed - 1} could not go on, in its forward, and raised the reason there",
-                    op="fully_shard", rank=self.comm.rank,
-                )  # fmt: skip
+                raise self._remote(f"rank {failed - 1} could not go on, in its forward, and raised the reason there")
             if newest >> _COUNT != -oldest >> _COUNT:
                 self._reset()
                 self.interrupted = newest >> _COUNT
                 ahead = newest & (1 << _COUNT) - 1
                 where = "here" if ahead == self.comm.rank else f"on rank {ahead}"
-                raise RemoteError(
+                raise self._remote(
                     f"a forward or backward was interrupted by an exception {where} and not on all ranks: their "
-                    "gradients would be of different batches; catch exceptions on all ranks, or on none",
-                    op="fully_shard", rank=self.comm.rank,
-                )  # fmt: skip
+                    "gradients would be of different batches; catch exceptions on all ranks, or on none"
+                )
             if most == -least:
                 return ALIKE
             if most >> _KIND == _MAKE:
@@ -146,6 +143,11 @@ class Order:
                 self._help(-lowest)
             elif kind == _REDUCE:
                 return LATER
+
+    def _remote(self, text: str) -> RemoteError:
+        """Give an error of which all ranks know."""
+        self._told = RemoteError(text, op="fully_shard", rank=self.comm.rank)
+        return self._told
 
     def _differ(self, described: str) -> None:
         """Raise an error that says which ranks shard what."""
@@ -163,11 +165,13 @@ class Order:
             shown = "; ".join([each[0], *each[max(1, at) : at + 1]])
             ranks.setdefault(shown[:200], []).append(rank)
         found = " | ".join(f"rank {', '.join(map(str, who[:8]))} {what}" for what, who in ranks.items())
-        raise InvalidUsage(
+        self._reset()
+        self._told = InvalidUsage(
             f"the ranks don't shard the same modules ({found}): build the same model, and give all ranks the same wrap "
             "policy and arguments",
             op="fully_shard", rank=self.comm.rank,
         )  # fmt: skip
+        raise self._told
 
     def fail(self) -> None:
         """Tell the others, in what they do next, that this rank can't go on."""
@@ -239,8 +243,9 @@ class Order:
         """Have a unit unsharded for its forward, and gather what comes next."""
         try:
             unit.check()
-        except Exception:
+        except Exception as error:
             self.fail()
+            self._told = error
             raise
         if unit.groups and not in_backward and unit not in self._seen_forward:
             self._seen_forward.append(unit)
@@ -261,15 +266,15 @@ class Order:
 
     def interrupt(self, error: BaseException, in_backward: bool) -> None:
         """Go back to where a forward can begin, after an exception has left one."""
-        self.depth = max(0, self.depth - 1)
+        self.depth -= 1
         if self.depth == 0 and not in_backward:
-            if torch.is_grad_enabled() and getattr(error, "op", None) != "fully_shard":
+            if torch.is_grad_enabled() and error is not self._told:
                 self.interrupted += 1
+            self._told = None
             self._reset()
 
     def _reset(self) -> None:
         self.task = None
-        self.depth = 0
         self._finish()
         for hook in self._hooks():
             hook.reset()
@@ -302,13 +307,16 @@ class Order:
 
     def arrived(self, unit: Unit) -> None:
         """Reduce a unit whose gradients have all come."""
+        # Frozen parameters may still be needed, until the gradients of the inputs are there.
+        stays = unit.calls > 0 and len(unit.trainable) < len(unit.groups)
         if unit.syncs:
             if self.agree(_REDUCE, unit.index) == LATER:
                 return  # the end of the backward sees to it
-            if unit.reshard_after_backward:
+            if unit.reshard_after_backward and not stays:
                 unit.reshard()  # before, since the gradients can be packed where the parameters were
             self._reduce(unit)
-        self.leave_backward(unit)
+        if not stays:
+            self.leave_backward(unit)
 
     def leave_backward(self, unit: Unit) -> None:
         """Let a unit's parameters go, of which this backward has no more need."""
