@@ -357,6 +357,18 @@ def steps_in_backward(ctx):
         x.sum().backward()
 
     found = []
+    for fused in (True, False):  # frozen parameters are needed behind the gradients of the others
+        state, model = HookState(), make_model()
+        model[2].requires_grad_(False)
+        fully_shard(model, hook_state=state)
+        optimizer = adamw(param for param in model.parameters() if param.requires_grad)
+        if fused:
+            state.optimizer = optimizer
+        train(model, optimizer, ctx.rank, 2)
+        found.append(full(model))
+    assert all(map(torch.equal, *found))
+
+    found = []
     for strategy in ("FULL_SHARD", "SHARD_OPTIMIZER", "NO_SHARD"):
         state = HookState(max_norm=0.1)
         model = ShardedDataParallel(make_model(), sharding_strategy=ShardingStrategy[strategy], hook_state=state)
