@@ -100,6 +100,7 @@ class Unit:
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.order = self.module = self.freed = None
+        self.form = None  # in which state dicts are given; None: full tensors
         self.calls = 0  # forwards whose backward is still to end
         self.neighbours: Communicator | None = None  # those who keep the parameters together after a forward
         self._works: list = []
@@ -180,6 +181,8 @@ class Unit:
 
     def check(self) -> None:
         """Look whether the modules hold the pieces and these lie in the shards; see `Group.check`."""
+        if any(slot.shown is not None for slot in self.slots):  # an exception has left a load_state_dict
+            self.register_form()
         if self.state is State.SHARDED:
             for parameters, attribute, slot in self._plain:
                 if parameters.get(attribute) is not slot.piece:
@@ -194,6 +197,16 @@ class Unit:
     def full_gradient_bytes(self) -> int:
         """What full gradients of all parameters take."""
         return sum(group.layout.total * group.reduce_dtype.itemsize for group in self.trainable)
+
+    def register_shown(self) -> None:
+        """Give the modules what the slots have as `shown`, until `register_form`."""
+        self._register("shown")
+
+    def register_form(self) -> None:
+        """Give the modules the pieces, or, where something is gathered, the full parameters."""
+        self._register("full" if self.state is State.UNSHARDED else "piece")
+        for slot in self.slots:
+            slot.shown = None
 
     # ---- Gathering.
 
@@ -234,10 +247,13 @@ class Unit:
         self.state = State.UNSHARDED
 
     @torch.no_grad()
-    def help_gather(self) -> None:
+    def help_gather(self, masters: bool = False) -> None:
         """Take part in a gather that other ranks need; what this rank holds stays as it is."""
         for group in self.groups:
-            group.help_gather(self.custom_all_gather)
+            if masters:
+                group.gather_masters()
+            else:
+                group.help_gather(self.custom_all_gather)
 
     def unshard(self) -> None:
         """Gather the parameters and give them to the modules. A collective; blocks on the host."""

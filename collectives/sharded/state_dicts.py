@@ -1,0 +1,158 @@
+"""What a sharded module's state_dict() gives and load_state_dict() takes: full tensors, or this rank's pieces.
+
+While a unit's part of a state dict is made or loaded, its modules hold, in the places of the pieces, what they are to
+give or to fill: full tensors, gathered unit by unit, or `Piece` objects. So the modules' own hooks and key names work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+
+import torch
+from torch import nn
+
+from ..errors import InvalidArgument, InvalidUsage
+from .api import StateDictConfig, StateDictType
+from .piece import Piece
+from .unit import Unit
+
+__all__ = ["Form", "begin_load", "end_load", "form_of", "make_state_dict", "making", "piece_of", "shown_masters"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How tensors are given: `full`, or as pieces; `on_cpu`: on the host; `rank0_only`: nothing on the others."""
+
+    full: bool = True
+    on_cpu: bool = False
+    rank0_only: bool = False
+
+    @staticmethod
+    def of(kind: StateDictType, config: StateDictConfig) -> Form:
+        """Read FSDP1's settings."""
+        full = kind.name == StateDictType.FULL_STATE_DICT.name
+        return Form(full, config.offload_to_cpu, full and getattr(config, "rank0_only", False))
+
+
+_now = threading.local()  # .form: what `making` has set in this thread
+
+
+@contextlib.contextmanager
+def making(form: Form):
+    """Let state dicts have a form inside of the block, whatever units have as theirs."""
+    before, _now.form = getattr(_now, "form", None), form
+    try:
+        yield
+    finally:
+        _now.form = before
+
+
+def form_of(unit: Unit) -> Form:
+    """Give the form in which a unit's state dict is to be made now."""
+    return getattr(_now, "form", None) or unit.form or Form()
+
+
+def piece_of(slot, tensor: torch.Tensor | None = None) -> Piece:
+    """Give a slot's piece, or a tensor of its shape, as an entry of a state dict."""
+    here = slot.piece if tensor is None else tensor
+    return Piece(here, slot.shape, slot.start)
+
+
+def _show_pieces(unit: Unit) -> None:
+    for slot in unit.slots:
+        slot.shown = nn.Parameter(piece_of(slot), requires_grad=slot.piece.requires_grad)
+    unit.register_shown()
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _show_masters(unit: Unit, device: torch.device | None, copies: bool) -> None:
+    """Gather a unit and have its modules hold the full parameters, as copies of their own or views of the buffer."""
+    for group, flat in zip(unit.groups, unit.order.gather_masters(unit), strict=True):
+        for slot in group.slots:
+            full = flat[slot.offset : slot.offset + slot.count].view(slot.shape)
+            if copies:
+                full = full.to(flat.device if device is None else device, copy=True)
+            slot.shown = nn.Parameter(full, requires_grad=slot.piece.requires_grad)
+    unit.register_shown()
+
+
+@contextlib.contextmanager
+def shown_masters(units: list[Unit]):
+    """Have modules hold full parameters, in the dtypes of the pieces, inside of the block; keep what is written there.
+
+    A collective.
+    """
+    try:
+        for unit in units:
+            unit.reshard()
+            _show_masters(unit, None, copies=False)
+        yield
+    finally:
+        for unit in units:
+            if any(slot.shown is not None for slot in unit.slots):
+                _take(unit)
+                unit.register_form()
+
+
+@torch.no_grad()
+def _take(unit: Unit) -> None:
+    """Take over into the pieces what the modules hold in the place of what was shown to them."""
+    for slot in unit.slots:
+        holder, attribute = slot.places[0]
+        held = holder._parameters[attribute]
+        if held.is_meta and not slot.piece.is_meta:
+            raise InvalidUsage(f"{slot.name} was left on the meta device by its initialisation")
+        piece_of(slot).copy_(held)
+        if not slot.piece.is_inference():
+            torch.autograd.graph.increment_version(slot.piece)
+
+
+# ---- Giving.
+
+
+def make_state_dict(unit: Unit, make, args: tuple, kwargs: dict):
+    """Call a module's own `state_dict` with its unit's parameters in the form that is asked for."""
+    form = form_of(unit)
+    first = unit.ranks.world.rank == 0
+    if form.full and (first or not form.rank0_only):
+        _show_masters(unit, torch.device("cpu") if form.on_cpu else None, copies=True)
+    else:
+        if form.full:
+            unit.order.gather_masters(unit)  # rank 0 needs it
+        _show_pieces(unit)
+    try:
+        made = make(*args, **kwargs)
+    finally:
+        unit.register_form()
+    prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+    if form.rank0_only and not first:
+        for key in [key for key in made if key.startswith(prefix)]:
+            del made[key]
+    elif form.on_cpu:
+        for key, value in made.items():
+            if key.startswith(prefix) and isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                made[key] = value.cpu()
+    return made
+
+
+# ---- Taking.
+
+
+def begin_load(unit: Unit) -> None:
+    """Have a unit's modules hold what takes from full tensors, and from pieces, this rank's part. A local call."""
+    unit.reshard()
+    for group in unit.groups:
+        group.give_memory()
+    _show_pieces(unit)
+
+
+def end_load(unit: Unit) -> None:
+    """Take over what was assigned, and give the modules their pieces again."""
+    if any(slot.shown is not None for slot in unit.slots):
+        try:
+            _take(unit)
+        finally:
+            unit.register_form()
