@@ -261,7 +261,7 @@ def run_forward(module: ShardedModule, forward, args: tuple, kwargs: dict) -> An
         if watches:
             _watch_inputs(unit, order, (args, kwargs))
         lets_go = not in_backward and order.reshards_after_forward(unit)
-        saves = torch.is_grad_enabled() and unit.groups and unit.gathers and (in_backward or lets_go)
+        saves = torch.is_grad_enabled() and lets_go and unit.gathers
         with unit.saving(functools.partial(order.need, unit)) if saves else contextlib.nullcontext():
             output = forward(*args, **kwargs)
         if lets_go:

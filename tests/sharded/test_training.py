@@ -1,7 +1,6 @@
 """Training in shards is training by our DDP hook, bit for bit."""
 
 import pytest
-import torch
 from torch import nn
 
 from collectives.sharded import ModuleWrapPolicy, ShardedDataParallel, ShardingStrategy, fully_shard
