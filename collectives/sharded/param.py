@@ -291,6 +291,19 @@ class Group:
         ranks.shard.all_gather(out.view(torch.uint8), inp.view(torch.uint8))
         return out
 
+    def gather_beside(self, values, dtype: torch.dtype) -> torch.Tensor:
+        """Gather what lies as some of the pieces do, given as (slot, tensor or None for 0); as `gather_masters`."""
+        ranks = self.ranks
+        own = torch.zeros(self.share, dtype=dtype, device=self.device)
+        for slot, value in values:
+            if value is not None:
+                own[slot.begin : slot.begin + value.numel()].copy_(value.detach().reshape(-1))
+        if ranks.shard is None:
+            return own
+        out = self.lend(self.total, dtype)
+        ranks.shard.all_gather(out.view(torch.uint8), own.view(torch.uint8))
+        return out
+
     def lend(self, n: int, dtype: torch.dtype, custom=None) -> torch.Tensor:
         """Give a buffer on the unit's device for as long as somebody views it."""
         if custom is not None and hasattr(custom, "allocate"):

@@ -18,7 +18,10 @@ from .api import StateDictConfig, StateDictType
 from .piece import Piece
 from .unit import Unit
 
-__all__ = ["Form", "begin_load", "end_load", "form_of", "make_state_dict", "making", "piece_of", "shown_masters"]
+__all__ = [
+    "Form", "Taking", "begin_load", "end_load", "form_of", "make_state_dict", "making", "piece_of", "read_options",
+    "shown_masters",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,3 +159,31 @@ def end_load(unit: Unit) -> None:
             _take(unit)
         finally:
             unit.register_form()
+
+
+# ---- Torch's options.
+
+
+@dataclasses.dataclass(frozen=True)
+class Taking:
+    """What of torch's StateDictOptions is about loading, or about what is given at all."""
+
+    strict: bool = True
+    broadcast: bool = False
+    ignore_frozen: bool = False
+
+
+def read_options(options, full_state_dict: bool, cpu_offload: bool, rank0_only: bool) -> tuple[Form, Taking]:
+    """Read keyword arguments, or torch's StateDictOptions in their place, in which full on the host is rank 0's."""
+    if options is None:
+        if rank0_only and not full_state_dict:
+            raise InvalidArgument("rank0_only gives full tensors to rank 0: give full_state_dict=True, too")
+        return Form(bool(full_state_dict), bool(cpu_offload), bool(rank0_only)), Taking()
+    if not hasattr(options, "full_state_dict"):
+        raise InvalidArgument(f"options must be a StateDictOptions, not {type(options).__name__}")
+    if getattr(options, "flatten_optimizer_state_dict", False):
+        raise InvalidArgument("flatten_optimizer_state_dict is not offered: leave it out")
+    full, on_cpu = options.full_state_dict, options.cpu_offload
+    return Form(full, on_cpu, full and on_cpu), Taking(
+        options.strict, options.broadcast_from_rank0, options.ignore_frozen_params
+    )
