@@ -27,7 +27,7 @@ from .api import MixedPrecisionPolicy, OffloadPolicy
 from .order import Order, order_of, units_of_parameters
 from .param import Ranks
 from .state_dicts import begin_load, end_load, make_state_dict, shown_masters
-from .unit import State, Unit, managed_parameters
+from .unit import State, Unit, check_parameter, managed_parameters
 
 __all__ = ["ShardedModule", "UnshardHandle", "fully_shard", "ranks_of", "register_forward_method", "units_in"]
 
@@ -147,6 +147,7 @@ def shard(
     keep = _parse_reshard(reshard_after_forward, ranks)
     found = managed_parameters(module, ignored_params, stop=lambda each: isinstance(each, ShardedModule))
     for names, _, param in found:
+        check_parameter(param, names[0])
         if param in _replaced:
             raise InvalidUsage(
                 f"{names[0]} of this {type(module).__name__} is tied to {_replaced[param]}, which was sharded before "

@@ -71,11 +71,14 @@ class Order:
         # Gathers and reductions run beside the computation where there is something to run them on.
         self.beside = not comm._on_host or overlaps(comm)
         self.interrupted = 0  # forwards and backwards that an exception has left
+        self._told: BaseException | None = None  # an error of which the others know
         self.depth = 0  # forwards of units that this thread is in
         self.last_backward = True
         self.limited = True  # on a GPU, by `limit_all_gathers`
         self._freed: deque = deque()  # events behind which gathered parameters were let go
         self.backward_order: list[Unit] = []  # of the last backward, without its repetitions
+        self.begins = self._begins = 0  # how many of them it came to before it had let go of any
+        self._left = False  # it has let go of one
         self.forward_order: list[Unit] = []
         self._seen_forward: list[Unit] = []
         self._seen_backward: list[Unit] = []
@@ -115,20 +118,16 @@ class Order:
             most, least, lowest, newest, oldest, failed = row.tolist()
             if failed:
                 self._reset()
-                raise RemoteError(
-                    f"rank {failed - 1} could not go on, in its forward, and raised the reason there",
-                    op="fully_shard", rank=self.comm.rank,
-                )  # fmt: skip
+                raise self._remote(f"rank {failed - 1} could not go on, in its forward, and raised the reason there")
             if newest >> _COUNT != -oldest >> _COUNT:
                 self._reset()
                 self.interrupted = newest >> _COUNT
                 ahead = newest & (1 << _COUNT) - 1
                 where = "here" if ahead == self.comm.rank else f"on rank {ahead}"
-                raise RemoteError(
+                raise self._remote(
                     f"a forward or backward was interrupted by an exception {where} and not on all ranks: their "
-                    "gradients would be of different batches; catch exceptions on all ranks, or on none",
-                    op="fully_shard", rank=self.comm.rank,
-                )  # fmt: skip
+                    "gradients would be of different batches; catch exceptions on all ranks, or on none"
+                )
             if most == -least:
                 return ALIKE
             if most >> _KIND == _MAKE:
@@ -141,6 +140,11 @@ class Order:
                 self._differ(described or _DOES[kind], _SAME_CALL)
             elif kind == _REDUCE:
                 return LATER
+
+    def _remote(self, text: str) -> RemoteError:
+        """Give an error of which all ranks know."""
+        self._told = RemoteError(text, op="fully_shard", rank=self.comm.rank)
+        return self._told
 
     def _differ(self, described: str, what: tuple[str, str]) -> None:
         """Raise an error that says which ranks do what."""
@@ -158,9 +162,9 @@ class Order:
             shown = "; ".join([each[0], *each[max(1, at) : at + 1]])
             ranks.setdefault(shown[:200], []).append(rank)
         found = " | ".join(f"rank {', '.join(map(str, who[:8]))} {what}" for what, who in ranks.items())
-        raise InvalidUsage(
-            f"{what[0]} ({found}): {what[1]}", op="fully_shard", rank=self.comm.rank
-        )
+        self._reset()
+        self._told = InvalidUsage(f"{what[0]} ({found}): {what[1]}", op="fully_shard", rank=self.comm.rank)
+        raise self._told
 
     def fail(self) -> None:
         """Tell the others, in what they do next, that this rank can't go on."""
@@ -249,8 +253,9 @@ class Order:
         """Have a unit unsharded for its forward, and gather what comes next."""
         try:
             unit.check()
-        except Exception:
+        except Exception as error:
             self.fail()
+            self._told = error
             raise
         if unit.groups and not in_backward and unit not in self._seen_forward:
             self._seen_forward.append(unit)
@@ -267,14 +272,15 @@ class Order:
         """Tell whether a unit lets go behind its forward. What the backward begins with, it doesn't."""
         if not unit.reshard_after_forward:
             return False
-        return not torch.is_grad_enabled() or unit not in self.backward_order[:2]
+        return not torch.is_grad_enabled() or unit not in self.backward_order[: self.begins + self.beside]
 
     def interrupt(self, error: BaseException, in_backward: bool) -> None:
         """Go back to where a forward can begin, after an exception has left one."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0 and not in_backward:
-            if torch.is_grad_enabled() and getattr(error, "op", None) != "fully_shard":
+            if torch.is_grad_enabled() and error is not self._told:
                 self.interrupted += 1
+            self._told = None
             self._reset()
 
     def _reset(self) -> None:
@@ -292,6 +298,8 @@ class Order:
         if self.task is None:
             self.task = torch._C._current_graph_task_id()
             self._seen_backward = []
+            self._left = False
+            self._begins = 0
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def backward(self, unit: Unit) -> None:
@@ -299,6 +307,7 @@ class Order:
         self.begin_backward()
         if unit.groups and unit not in self._seen_backward:
             self._seen_backward.append(unit)
+            self._begins += not self._left
             self.need(unit)
             if not unit.prefetches_late:
                 self._advance(unit, unit.backward_prefetch, self.backward_order if unit.prefetches_backward else [])
@@ -310,17 +319,21 @@ class Order:
         if unit.syncs:
             if self.agree(_REDUCE, unit.index) == LATER:
                 return  # the end of the backward sees to it
+            if unit.reshard_after_backward:
+                unit.reshard()  # before, since the gradients can be packed where the parameters were
             self._reduce(unit)
         self.leave_backward(unit)
 
     def leave_backward(self, unit: Unit) -> None:
         """Let a unit's parameters go, of which this backward has no more need."""
+        self._left = True
         if unit.reshard_after_backward:
             unit.reshard()
         if unit.prefetches_late:
             self._advance(unit, unit.backward_prefetch, self.backward_order if unit.prefetches_backward else [])
 
     def _reduce(self, unit: Unit) -> None:
+        self._finish()  # one at a time is under way, since each has a buffer
         self._unfinished += unit.start_reduce(async_op=self.beside)
         if not self.beside:
             self._finish()
@@ -335,7 +348,7 @@ class Order:
         if self.task is None:
             return  # it was interrupted
         units = self.units
-        self.backward_order = self._seen_backward
+        self.backward_order, self.begins = self._seen_backward, self._begins
         if not self.last_backward:
             self.task = None
             return

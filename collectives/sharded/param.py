@@ -16,10 +16,10 @@ from torch import nn
 from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import pack
-from ..layout import bucket_layout, padded
+from ..layout import Layout, bucket_layout, padded
 from .loans import LEAST_LENT, Loans
 
-__all__ = ["Group", "Ranks", "Slot"]
+__all__ = ["Group", "Ranks", "Slot", "shard_layout"]
 
 _data_ptr, _numel = torch._C.TensorBase.data_ptr, torch._C.TensorBase.numel
 
@@ -43,6 +43,17 @@ class Ranks(NamedTuple):
     @property
     def size(self) -> int:
         return 1 if self.shard is None else self.shard.size
+
+
+def shard_layout(counts: list[int], dtypes, ranks: int, align: int = 0) -> tuple[Layout, int]:
+    """Place parameters of so many elements in a flat buffer; give their places and the elements of a rank's shard.
+
+    Each parameter, and each shard, begins at a multiple of 16 bytes in all the `dtypes` that are on the way.
+    """
+    narrowest = min(dtype.itemsize for dtype in dtypes)
+    layout = bucket_layout(counts, narrowest)
+    each = -(-layout.total // ranks)
+    return layout, max(padded(each, narrowest), -(-each // align) * align if align else 0)
 
 
 class Slot:
@@ -103,11 +114,9 @@ class Group:
         self.gather_dtype = gather_dtype if casts and gather_dtype is not None else self.dtype
         self.reduce_dtype = reduce_dtype if casts and reduce_dtype is not None else self.gather_dtype
         self.persistent = persistent and self.gather_dtype == self.dtype and self.store == device
-        # Each parameter, and each rank's shard, begins at a multiple of 16 bytes in all the dtypes on the way.
-        narrowest = min(self.dtype.itemsize, self.gather_dtype.itemsize, self.reduce_dtype.itemsize)
-        self.layout = bucket_layout([slot.count for slot in slots], narrowest)
-        each = -(-self.layout.total // ranks.size)
-        self.share = max(padded(each, narrowest), -(-each // align) * align if align else 0)
+        dtypes = (self.dtype, self.gather_dtype, self.reduce_dtype)
+        narrowest = min(dtype.itemsize for dtype in dtypes)
+        self.layout, self.share = shard_layout([slot.count for slot in slots], dtypes, ranks.size, align)
         self.total = ranks.size * self.share
         self.gathered: torch.Tensor | None = None  # the flat buffer, while there is one
         self.whole: torch.Tensor | None = None  # the persistent one
@@ -183,6 +192,8 @@ class Group:
         raise `InvalidArgument`, which names the parameter, for those of other sizes or types.
         """
         pieces = [slot.piece for slot in self.slots]
+        if self.grad is not None and self.ranks.shard is not None and all(piece.grad is None for piece in pieces):
+            self.grad = None  # by zero_grad: others can have its memory until the backward
         if list(map(_data_ptr, pieces)) == self._addresses and list(map(_numel, pieces)) == self._counts:
             return
         for slot, count in zip(self.slots, self._counts, strict=True):
@@ -346,8 +357,8 @@ class Group:
 
     def gather_gradients(self, shown: bool) -> None:
         """Gather the pieces' gradients into the full ones, but for parameters that have none on any rank."""
-        there = torch.tensor([slot.piece.grad is not None and slot.piece.numel() > 0 for slot in self.slots])
-        there = there.to(dtype=torch.uint8, device=self.device)
+        there = [slot.piece.grad is not None and (slot.piece.numel() > 0 or not slot.count) for slot in self.slots]
+        there = torch.tensor(there, dtype=torch.uint8, device=self.device)
         flat = torch.zeros(self.share, dtype=self.dtype, device=self.device)
         for slot in self.slots:
             if slot.piece.grad is not None:

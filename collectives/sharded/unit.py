@@ -18,7 +18,7 @@ from .api import CPUOffloadPolicy, MixedPrecisionPolicy
 from .loans import Loans
 from .param import Group, Ranks, Slot
 
-__all__ = ["State", "Unit", "managed_parameters"]
+__all__ = ["State", "Unit", "check_parameter", "managed_parameters"]
 
 
 class State(enum.Enum):
@@ -60,6 +60,16 @@ def managed_parameters(
 
     visit(module, "")
     return list(found.values())
+
+
+def check_parameter(param: nn.Parameter, name: str) -> None:
+    """Raise `InvalidArgument`, with its name, for a parameter that can't be sharded."""
+    if param.layout != torch.strided:
+        raise InvalidArgument(f"{name} is {param.layout}: only strided parameters can be sharded: ignored_params")
+    if type(param).__name__ == "DTensor" or hasattr(param, "placements"):
+        raise InvalidArgument(f"{name} is a DTensor: it is distributed already; see ignored_params")
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise InvalidArgument(f"{name} has no shape yet: run a forward of its lazy module before it is sharded")
 
 
 class Unit:
@@ -109,7 +119,7 @@ class Unit:
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
         kinds: dict[tuple, list] = {}
         for names, places, param in found:
-            self._look_at(param, names[0])
+            check_parameter(param, names[0])
             kinds.setdefault((param.dtype, param.requires_grad), []).append((Slot(names, places, param), param))
         self.groups = [
             Group(
@@ -131,14 +141,6 @@ class Unit:
                 )
         self._register("piece")
         self.end_backward()
-
-    def _look_at(self, param: nn.Parameter, name: str) -> None:
-        if param.layout != torch.strided:
-            raise InvalidArgument(f"{name} is {param.layout}: only strided parameters can be sharded: ignored_params")
-        if type(param).__name__ == "DTensor" or hasattr(param, "placements"):
-            raise InvalidArgument(f"{name} is a DTensor: it is distributed already; see ignored_params")
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise InvalidArgument(f"{name} has no shape yet: run a forward of its lazy module before it is sharded")
 
     def __repr__(self):
         count = sum(slot.count for slot in self.slots)

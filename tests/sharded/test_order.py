@@ -61,7 +61,11 @@ def equal(ours, theirs, close=False):
         mine = ours[name]
         if (mine is None) != (value is None):
             wrong.append((name, None if mine is None else "a gradient", None if value is None else "a gradient"))
-        elif value is not None and not (torch.allclose(mine, value, 1e-5, 1e-6) if close else torch.equal(mine, value)):
+        elif value is not None and not torch.equal(mine, value):
+            # Sums of bf16 cancel: within two roundings of the largest.
+            absolute = 2**-7 * value.abs().max().item() if value.dtype == torch.bfloat16 else 1e-6
+            if close and torch.allclose(mine, value, 1e-5, absolute):
+                continue
             wrong.append((name, (mine - value).abs().max().item()))
     return wrong
 
