@@ -1,7 +1,7 @@
-"""Checkpoints of sharded modules in torch.distributed.checkpoint's format: saved on n ranks, loaded on m, or unsharded.
+"""Checkpoints of sharded modules in torch.distributed.checkpoint's format: of n ranks, for m, or for one unsharded.
 
-A checkpoint is a directory: DCP's ``.metadata`` and ``__<rank>_0.distcp``, and `CHECKSUMS`, which ``sha256sum -c`` reads.
-It is written under another name, flushed to the disk, and renamed when it is whole.
+A checkpoint is a directory: DCP's ``.metadata`` and ``__<rank>_0.distcp``, and `CHECKSUMS`, for ``sha256sum -c``. It is
+written under another name, flushed to the disk, and renamed when it is whole.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ def save(
     except BaseException:
         if meeting.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
+        if meeting.failed:
+            meeting.tell(None)  # it is gone when this is raised, on all ranks
         raise
 
 

@@ -1,9 +1,8 @@
-"""What is in a checkpoint of torch.distributed.checkpoint's format: whether it is whole, whose it is, and reading it."""
+"""What is in a checkpoint of torch.distributed.checkpoint: whether it is whole, whose it is, and reading it."""
 
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,9 @@ class Contents:
             digest, _, name = line.partition("  ")
             sums[name] = digest
         if {*ends, METADATA} - sums.keys():
-            raise _wrong(f"{self.folder / checksums} is damaged: it has none of {_some({*ends, METADATA} - sums.keys())}")
+            raise _wrong(
+                f"{self.folder / checksums} is damaged: it has none of {_some({*ends, METADATA} - sums.keys())}"
+            )
         for name in sorted({*ends, METADATA})[rank::ranks]:
             if digest_of(self.folder / name) != sums[name]:
                 raise _wrong(f"{self.folder / name} is damaged: its checksum is not that in {checksums}")
@@ -164,7 +165,7 @@ class Contents:
                 if rest[0] == "state" and len(rest) == 3 and rest[2] != "step":
                     named = by_name.get(rest[1])
                     if named is not None and named.shape == entry.size:
-                        here = torch.empty(named.param.shape, dtype=value.dtype, device=named.param.device)
+                        here = torch.empty(named.param.shape, dtype=value.dtype, device=named.device)
                         value = named.entry(here)
             if rest[0] == "state" and rest[1] not in by_name and not str(rest[1]).isdigit():
                 unknown.add(str(rest[1]))

@@ -37,6 +37,7 @@ class Meeting:
         self.rank = 0 if alone else order.comm.rank
         self.size = 1 if alone else order.comm.size
         self.comm = None if alone else order.comm
+        self.failed = False  # all ranks know of a failure of one, and have raised
         if not alone:
             order.meet(f"{op}({what})")
 
@@ -67,6 +68,7 @@ class Meeting:
             failed = error
         portable = failed if isinstance(failed, CollectivesError) else None
         told = self.tell((failed is not None, portable, f"{type(failed).__name__}: {failed}", result))
+        self.failed = any(has_failed for has_failed, *_ in told)
         if failed is not None:
             raise failed
         for rank, (has_failed, error, text, _) in enumerate(told):

@@ -37,6 +37,11 @@ class Named:
         """The whole parameter's."""
         return self.param.shape if self.slot is None else self.slot.shape
 
+    @property
+    def device(self) -> torch.device:
+        """Where state for it can be put now; optimizers move what they load to where the parameter is."""
+        return torch.device("cpu") if self.param.is_meta else self.param.device
+
     def holds(self, key: str, value) -> bool:
         """Tell whether an entry of the parameter's optimizer state has an element for each of the parameter's here."""
         return isinstance(value, torch.Tensor) and key != "step" and value.shape == self.param.shape
@@ -54,7 +59,7 @@ class Named:
             )
         if self.slot is None:
             return value.detach().clone()
-        here = torch.empty(self.param.shape, dtype=value.dtype, device=self.param.device)
+        here = torch.empty(self.param.shape, dtype=value.dtype, device=self.device)
         piece_of(self.slot, here).copy_(value)
         return here
 
@@ -81,4 +86,3 @@ def named_parameters(model: nn.Module) -> dict[int, Named]:
         if id(param) not in of_units:
             found[id(param)] = Named(clean(name), param, None)
     return found
-

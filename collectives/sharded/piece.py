@@ -152,8 +152,8 @@ class Piece(torch.Tensor):
 
 
 _ONLY = (
-    "{} of a rank's piece of a tensor: only copying and checkpoints take one; for what is in it take its to_local(), or "
-    "the full state dict"
+    "{} of a rank's piece of a tensor: only copying and checkpoints take one; for what is in it take its to_local(), "
+    "or the full state dict"
 )
 
 
