@@ -333,8 +333,8 @@ def _watch_inputs(unit: Unit, order: Order, inputs) -> None:
                     order.leave_backward(unit)
 
     watched = [tensor for tensor in _tensors(inputs) if tensor.requires_grad and not tensor.is_leaf]
+    unit.calls += 1  # one without such inputs is never seen to end, so that nothing ends too early
     if watched:
-        unit.calls += 1
         torch.autograd.graph.register_multi_grad_hook(watched, lambda _grads: ends(None))
 
 

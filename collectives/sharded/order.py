@@ -276,7 +276,7 @@ class Order:
 
     def interrupt(self, error: BaseException, in_backward: bool) -> None:
         """Go back to where a forward can begin, after an exception has left one."""
-        self.depth = max(0, self.depth - 1)
+        self.depth -= 1
         if self.depth == 0 and not in_backward:
             if torch.is_grad_enabled() and error is not self._told:
                 self.interrupted += 1
@@ -285,7 +285,6 @@ class Order:
 
     def _reset(self) -> None:
         self.task = None
-        self.depth = 0
         self._finish()
         for unit in self.units:
             unit.reshard()

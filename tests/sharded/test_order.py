@@ -1,6 +1,7 @@
 """What ranks do differently, and what goes wrong on the way: no rank waits for ever, and the gradients are right."""
 
 import contextlib
+import os
 
 import torch
 import torch.distributed as dist
@@ -279,6 +280,19 @@ def exceptions(ctx):
     return found
 
 
+def beside(ctx, path):
+    """All of it with gathers in advance, and reductions beside the backward."""
+    os.environ["COLLECTIVES_OVERLAP"] = "1"
+    try:
+        found = {}
+        for each in (branches, alone, several, checkpointing, exceptions):
+            for way, wrong in each(ctx, f"{path}.{each.__name__}").items():
+                found[each.__name__, way] = wrong
+        return found
+    finally:
+        del os.environ["COLLECTIVES_OVERLAP"]
+
+
 def check(function, tmp_path, ranks=RANKS):
     for rank, found in enumerate(run(function, ranks, str(tmp_path / "store"))):
         assert found
@@ -304,3 +318,7 @@ def test_activation_checkpointing(tmp_path):
 
 def test_exceptions(tmp_path):
     check(exceptions, tmp_path)
+
+
+def test_all_of_it_beside_the_computation(tmp_path):
+    check(beside, tmp_path)
