@@ -24,6 +24,7 @@ from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_groups import communicator_over, default_group
 from .api import MixedPrecisionPolicy, OffloadPolicy
+from .materialize import wrap_inits
 from .order import Order, order_of, units_of_parameters
 from .param import Ranks
 from .state_dicts import begin_load, end_load, make_state_dict, shown_masters
@@ -179,6 +180,8 @@ def shard(
                 buffer_holder._buffers[name] = buffer.to(unit.device)
     module.__class__ = _class_of(face, type(module))
     object.__setattr__(module, "_unit", unit)
+    if any(param.is_meta for _, _, param in found):
+        wrap_inits(unit)
     module.register_load_state_dict_post_hook(lambda module, _keys: end_load(module._unit))
     object.__setattr__(module, "_order", order)
     return unit
@@ -468,6 +471,8 @@ class ShardedModule:
             unit.drop_gradients()
 
     def _apply(self, fn, recurse=True):
+        if self._unit.shows:  # full parameters, in an initialisation
+            return super()._apply(fn, recurse)
         self._unit.reshard()
         result = super()._apply(fn, recurse)
         self._unit.find_pieces()
@@ -480,9 +485,9 @@ class ShardedModule:
         """
         return make_state_dict(self._unit, super().state_dict, args, kwargs)
 
-    def _load_from_state_dict(self, *args, **kwargs):
-        begin_load(self._unit)
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        begin_load(self._unit, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def apply(self, fn):
         """Call `fn` of each module inside, whose parameters are full ones then; keep what it writes. A collective."""

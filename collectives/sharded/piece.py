@@ -63,6 +63,7 @@ class Piece(torch.Tensor):
 
     local: torch.Tensor
     start: int
+    filled = True  # False: nothing was copied to it since it got memory
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, shape, start: int):
@@ -177,4 +178,5 @@ def _copy(to, source):
         part = to.of(source)
     if part.data_ptr() != to.local.data_ptr() or part.dtype != to.local.dtype:
         to.local.copy_(part)
+    to.filled = True
     return to

@@ -20,7 +20,7 @@ from .unit import Unit
 
 __all__ = [
     "Form", "Taking", "begin_load", "end_load", "form_of", "make_state_dict", "making", "piece_of", "read_options",
-    "shown_masters",
+    "shown_masters", "take_shown",
 ]  # fmt: skip
 
 
@@ -95,16 +95,16 @@ def shown_masters(units: list[Unit]):
         yield
     finally:
         for unit in units:
-            if any(slot.shown is not None for slot in unit.slots):
-                _take(unit)
+            if unit.shows:
+                take_shown(unit.slots)
                 unit.register_form()
 
 
 @torch.no_grad()
-def _take(unit: Unit) -> None:
-    """Take over into the pieces what the modules hold in the place of what was shown to them."""
-    for slot in unit.slots:
-        holder, attribute = slot.places[0]
+def take_shown(slots: list, module: nn.Module | None = None) -> None:
+    """Take over into the pieces what a module, or each slot's first one, holds in the place of what was shown to it."""
+    for slot in slots:
+        holder, attribute = next(place for place in slot.places if module is None or place[0] is module)
         held = holder._parameters[attribute]
         if held.is_meta and not slot.piece.is_meta:
             raise InvalidUsage(f"{slot.name} was left on the meta device by its initialisation")
@@ -144,21 +144,40 @@ def make_state_dict(unit: Unit, make, args: tuple, kwargs: dict):
 # ---- Taking.
 
 
-def begin_load(unit: Unit) -> None:
-    """Have a unit's modules hold what takes from full tensors, and from pieces, this rank's part. A local call."""
+def begin_load(unit: Unit, state_dict: dict, prefix: str) -> None:
+    """Have a unit's modules hold what takes from full tensors, and from pieces, this rank's part. A local call.
+
+    What is on the meta device gets memory.
+    """
     unit.reshard()
+    empty = [slot for group in unit.groups if group.flat.is_meta for slot in group.slots]
     for group in unit.groups:
         group.give_memory()
+    for name, module in unit.module().named_modules(prefix=prefix.removesuffix(".")):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and f"{name}.{key}".removeprefix(".") in state_dict:
+                module._buffers[key] = torch.empty_like(buffer, device=unit.device)
     _show_pieces(unit)
+    for slot in empty:
+        slot.shown.filled = not slot.count
 
 
 def end_load(unit: Unit) -> None:
     """Take over what was assigned, and give the modules their pieces again."""
-    if any(slot.shown is not None for slot in unit.slots):
-        try:
-            _take(unit)
-        finally:
-            unit.register_form()
+    if not unit.shows:
+        return
+    try:
+        for slot in unit.slots:
+            holder, attribute = slot.places[0]
+            if not slot.shown.filled and holder._parameters[attribute] is slot.shown:
+                raise InvalidUsage(
+                    f"{slot.name} was on the meta device and is not in the state dict: give it values first, by "
+                    "materialize()",
+                    op="load_state_dict",
+                )
+        take_shown(unit.slots)
+    finally:
+        unit.register_form()
 
 
 # ---- Torch's options.

@@ -183,7 +183,7 @@ class Unit:
 
     def check(self) -> None:
         """Look whether the modules hold the pieces and these lie in the shards; see `Group.check`."""
-        if any(slot.shown is not None for slot in self.slots):  # an exception has left a load_state_dict
+        if self.shows:  # an exception has left a load_state_dict
             self.register_form()
         if self.state is State.SHARDED:
             for parameters, attribute, slot in self._plain:
@@ -200,15 +200,21 @@ class Unit:
         """What full gradients of all parameters take."""
         return sum(group.layout.total * group.reduce_dtype.itemsize for group in self.trainable)
 
-    def register_shown(self) -> None:
-        """Give the modules what the slots have as `shown`, until `register_form`."""
-        self._register("shown")
+    def register_shown(self, slots: list[Slot] | None = None) -> None:
+        """Give the modules what slots, or all, have as `shown`, until `register_form`."""
+        for slot in self.slots if slots is None else slots:
+            _put(slot, slot.shown)
 
-    def register_form(self) -> None:
+    def register_form(self, slots: list[Slot] | None = None) -> None:
         """Give the modules the pieces, or, where something is gathered, the full parameters."""
-        self._register("full" if self.state is State.UNSHARDED else "piece")
-        for slot in self.slots:
+        for slot in self.slots if slots is None else slots:
+            _put(slot, slot.full if self.state is State.UNSHARDED else slot.piece)
             slot.shown = None
+
+    @property
+    def shows(self) -> bool:
+        """Tell whether modules hold what was shown to them."""
+        return any(slot.shown is not None for slot in self.slots)
 
     # ---- Gathering.
 
@@ -457,6 +463,14 @@ class Unit:
 
         with torch.autograd.graph.saved_tensors_hooks(save, load):
             yield
+
+
+def _put(slot: Slot, param) -> None:
+    for holder, attribute in slot.places:
+        if type(holder).__setattr__ is nn.Module.__setattr__:
+            holder._parameters[attribute] = param
+        else:
+            setattr(holder, attribute, param)
 
 
 class _Saved:
