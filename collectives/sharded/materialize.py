@@ -55,7 +55,9 @@ def _on_full(module: nn.Module, method: Callable, unit: Unit) -> Callable:
 
 
 def materialize(
-    module: nn.Module, device: torch.device | str | None = None, param_init_fn: Callable[[nn.Module], None] | None = None
+    module: nn.Module,
+    device: torch.device | str | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """Give what of a module is on the meta device memory and values, module by module; give the module.
 
@@ -93,7 +95,7 @@ def _has_meta(module: nn.Module, units: list[Unit]) -> bool:
 
 def _initialise(module: nn.Module, held: list, device: torch.device, init) -> None:
     """Initialise what a module holds itself, with full parameters in the pieces' places."""
-    for unit, slot in held:
+    for _, slot in held:
         full = torch.empty(slot.shape, dtype=slot.piece.dtype, device="meta")
         slot.shown = nn.Parameter(full, requires_grad=slot.piece.requires_grad)
     try:

@@ -20,7 +20,8 @@ from .piece import Piece
 from .state_dicts import Form, read_options
 
 __all__ = [
-    "get_optimizer_state_dict", "local_state_dict", "optimizers_of", "pieces_of_state", "set_optimizer_state_dict",
+    "from_rank_0", "full_state", "get_optimizer_state_dict", "local_state_dict", "on_cpu", "optimizers_of",
+    "pieces_of_state", "set_optimizer_state_dict",
 ]  # fmt: skip
 
 
@@ -51,25 +52,34 @@ def get_optimizer_state_dict(
     form, _ = read_options(options, full_state_dict, cpu_offload, rank0_only)
     optimizers = optimizers_of(optimizers)
     if form.full:
-        return _full(model, [(each, None) for each in optimizers], form)
+        return full_state(model, [(each, None) for each in optimizers], form)
     made = pieces_of_state(model, optimizers, fill=True)
-    if form.on_cpu:
-        made["state"] = {name: {key: _on_cpu(v) for key, v in state.items()} for name, state in made["state"].items()}
-    return made
+    return on_cpu(made) if form.on_cpu else made
+
+
+def on_cpu(made: dict[str, Any]) -> dict[str, Any]:
+    """Give state by names with its tensors on the host."""
+    states = {name: {key: _on_cpu(v) for key, v in state.items()} for name, state in made["state"].items()}
+    return {**made, "state": states}
 
 
 def _on_cpu(value):
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def pieces_of_state(model: nn.Module, optimizers, *, fill: bool = False) -> dict[str, Any]:
-    """Give optimizers' state by names, in pieces, where it lies. A local call. `fill`: begin state where none is."""
+def pieces_of_state(
+    model: nn.Module, optimizers, *, fill: bool = False, raw: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Give optimizers' state by names, in pieces, where it lies. A local call.
+
+    `fill`: begin state where none is. `raw`: what the optimizer's own ``state_dict()`` gave.
+    """
     by_id = named_parameters(model)
     made: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
         if fill:
             _begin_state(optimizer)
-        named, groups = _by_name(optimizer, by_id)
+        named, groups = _by_name(optimizer, by_id, raw)
         made["param_groups"] += groups
         for name, state in named.items():
             here = by_id[id(name.param)]
@@ -141,7 +151,8 @@ def _begin_state(optimizer) -> None:
             state["step"] = 0
 
 
-def _full(model: nn.Module, given: list[tuple[torch.optim.Optimizer, dict | None]], form: Form) -> dict[str, Any]:
+def full_state(model: nn.Module, given: list[tuple[torch.optim.Optimizer, dict | None]], form: Form) -> dict[str, Any]:
+    """Give optimizers' state by names, of full tensors; each with its own state dict, or None. A collective."""
     meeting = Meeting(order_in(model), "get_optimizer_state_dict")
     by_id = named_parameters(model)
     here: dict[str, dict] = {}
@@ -243,13 +254,14 @@ def set_optimizer_state_dict(
     _, settings = read_options(options, True, False, False)
     optimizers = optimizers_of(optimizers)
     if broadcast_from_rank0 or settings.broadcast:
-        optim_state_dict = _from_rank_0(model, optim_state_dict)
+        optim_state_dict = from_rank_0(model, optim_state_dict)
     loads = [local_state_dict(model, each, optim_state_dict) for each in optimizers]
     for optimizer, local in zip(optimizers, loads, strict=True):
         optimizer.load_state_dict(local)
 
 
-def _from_rank_0(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+def from_rank_0(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Any]:
+    """Give each rank its pieces of the full state, by names, that rank 0 has. A collective."""
     meeting = Meeting(order_in(model), "set_optimizer_state_dict")
     by_name = {named.name: named for named in named_parameters(model).values()}
 

@@ -110,7 +110,7 @@ class Unit:
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.order = self.module = self.freed = None
-        self.form = None  # in which state dicts are given; None: full tensors
+        self.form = self.settings = None  # in which state dicts are given, and as it was set; None: full tensors
         self.calls = 0  # forwards whose backward is still to end
         self.neighbours: Communicator | None = None  # those who keep the parameters together after a forward
         self._works: list = []
