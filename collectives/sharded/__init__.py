@@ -20,6 +20,7 @@ from .api import (
 from .checkpoint import load, save
 from .data_parallel import ShardedDataParallel
 from .materialize import materialize
+from .memory import MemoryPlan, memory_plan
 from .model_state import get_model_state_dict, set_model_state_dict
 from .module import ShardedModule, UnshardHandle, fully_shard, register_forward_method
 from .optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
@@ -43,6 +44,7 @@ __all__ = [
     "CustomPolicy",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "MemoryPlan",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
@@ -67,6 +69,7 @@ __all__ = [
     "lambda_auto_wrap_policy",
     "load",
     "materialize",
+    "memory_plan",
     "register_forward_method",
     "save",
     "set_model_state_dict",
