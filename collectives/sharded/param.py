@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..communicator import Communicator
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import pack
 from ..layout import Layout, bucket_layout, padded
 from .loans import LEAST_LENT, Loans
@@ -63,7 +63,7 @@ class Slot:
 
     __slots__ = (
         "arrived", "begin", "came", "count", "expected", "fresh", "full", "kept", "names", "offset", "piece", "places",
-        "shape", "start",
+        "shape", "shown", "start",
     )  # fmt: skip
 
     def __init__(self, names: list[str], places: list[tuple[nn.Module, str]], original: nn.Parameter):
@@ -74,6 +74,7 @@ class Slot:
         self.offset = self.begin = self.start = 0
         self.piece: nn.Parameter | None = None
         self.full: nn.Parameter | None = None
+        self.shown: torch.Tensor | None = None  # what the modules hold while a state dict is made or loaded
         self.kept: torch.Tensor | None = None  # gradients that wait for a synchronised backward, in the wider dtype
         self.came = False  # a gradient has come in this backward
         self.arrived = False  # or in one before, since the last that was synchronised
@@ -229,6 +230,17 @@ class Group:
             slot.piece.data = place
         self._note()
 
+    def give_memory(self) -> None:
+        """Give a shard on the meta device memory, of zeros. The pieces stay the objects that they are."""
+        if self.flat.device.type != "meta":
+            return
+        self.flat = self._new_shard(self.store).zero_()
+        for slot in self.slots:
+            piece = nn.Parameter(self._piece_of(self.flat, slot, slot.piece.numel()), requires_grad=self.requires_grad)
+            piece.__dict__.update(slot.piece.__dict__)
+            torch.utils.swap_tensors(slot.piece, piece)
+        self._note()
+
     # ---- Gathering.
 
     def start_gather(self, *, async_op: bool = False, custom=None):
@@ -273,6 +285,35 @@ class Group:
         if custom is not None:
             return custom(out, inp, ranks.group or ranks.shard, async_op)
         return ranks.shard.all_gather(out, inp, async_op=async_op)
+
+    def gather_masters(self) -> torch.Tensor:
+        """Gather the pieces as they are, in their own dtype; give the flat buffer. A collective of ``ranks.shard``.
+
+        It goes by the engine's own all-gather, also where people have set another, since that may round.
+        """
+        if self.flat.device.type == "meta":
+            raise InvalidUsage(f"{self.slots[0].name} is on the meta device and has no values yet: materialize() it")
+        ranks = self.ranks
+        if ranks.shard is None:
+            return self.flat
+        out, inp = self.whole if self.persistent else self.lend(self.total, self.dtype), self.flat
+        if self.store != self.device:
+            inp = out[ranks.rank * self.share :][: self.share].copy_(self.flat)
+        ranks.shard.all_gather(out.view(torch.uint8), inp.view(torch.uint8))
+        return out
+
+    def gather_beside(self, values, dtype: torch.dtype) -> torch.Tensor:
+        """Gather what lies as some of the pieces do, given as (slot, tensor or None for 0); as `gather_masters`."""
+        ranks = self.ranks
+        own = torch.zeros(self.share, dtype=dtype, device=self.device)
+        for slot, value in values:
+            if value is not None:
+                own[slot.begin : slot.begin + value.numel()].copy_(value.detach().reshape(-1))
+        if ranks.shard is None:
+            return own
+        out = self.lend(self.total, dtype)
+        ranks.shard.all_gather(out.view(torch.uint8), own.view(torch.uint8))
+        return out
 
     def lend(self, n: int, dtype: torch.dtype, custom=None) -> torch.Tensor:
         """Give a buffer on the unit's device for as long as somebody views it."""
