@@ -8,8 +8,9 @@ sys.path += [str(HERE.parent / "ddp"), str(HERE.parents[1] / "examples")]
 from char_gpt import GPT, cut, load_text, loss_of  # noqa: E402
 from expected import Wrong  # noqa: E402
 from launch import add_options, end_on_signals, keep, provenance, rows_of, slowest  # noqa: E402
+from resident import forget_peak, give_back_what_is_freed, proportional, resident  # noqa: E402
 
 __all__ = [
-    "GPT", "Wrong", "add_options", "cut", "end_on_signals", "keep", "load_text", "loss_of", "provenance", "rows_of",
-    "slowest",
+    "GPT", "Wrong", "add_options", "cut", "end_on_signals", "forget_peak", "give_back_what_is_freed", "keep",
+    "load_text", "loss_of", "proportional", "provenance", "resident", "rows_of", "slowest",
 ]  # fmt: skip

@@ -6,16 +6,16 @@
 
 A step is forward, backward and AdamW on one thread a rank. The ways: `alone`, the plain module on each rank, nothing
 sharded and nothing synced, on both ranks at one time, so that cores and memory are shared as in the others; `ddp`,
-`collectives.DistributedDataParallel` with `fused_allreduce`; `fsdp2`, torch's `fully_shard` over Gloo; `fsdp2_ours`, the
-same with `collectives.sharded.fsdp2`; `ours`, `collectives.sharded.fully_shard`, of the same units; `keep`: with
+`collectives.DistributedDataParallel` with `fused_allreduce`; `fsdp2`, torch's `fully_shard` over Gloo; `fsdp2_ours`,
+the same with `collectives.sharded.fsdp2`; `ours`, `collectives.sharded.fully_shard`, of the same units; `keep`: with
 reshard_after_forward=False; `shard_optimizer` and `no_shard`: strategies of `ShardedDataParallel`. The optimizer is
 torch's AdamW(foreach=True) for all ways, or `collectives.optim.AdamW` for all.
 
 The ways take turns, one block of steps each, forwards in one round and backwards in the next; the first steps of a
 block aren't counted. A time is the median of a block, of the slower rank; each ratio is taken in each round, and the
 median over the rounds is given, with the least and the most. `added`: what a way adds to `alone`, by what `fsdp2` adds,
-(way - alone) / (fsdp2 - alone); alone steps all parameters, a sharded rank only its own, so that the optimizer's part
-is less than nothing: `added_backprop` leaves the optimizer out. `to_ddp`: the way's step by DDP's.
+(way - alone) / (fsdp2 - alone). Alone a rank steps all parameters, sharded only its own, which takes off of what is
+added; `added_backprop` leaves the optimizer out. `to_ddp`: the way's step by DDP's.
 
 Before anything is timed and after it the parameters are compared, which all have made the same steps: those of `ddp`
 and of all of ours must be the same to the bit, those of FSDP2 as close as an order of summation makes them, and a rank
@@ -30,7 +30,7 @@ import sys
 import torch
 import torch.distributed as dist
 from beside import Wrong, add_options, end_on_signals, keep, provenance, rows_of, slowest
-from ways import GROUPS, MODELS, OPTIMIZERS, WAYS, Way
+from ways import GROUPS, MODELS, OPTIMIZERS, PARTS, WAYS, Way
 
 LR = 1e-4
 CHECKED = 3  # steps before the first comparison
@@ -38,14 +38,13 @@ SKIPPED = 2  # steps at the start of a block
 BLOCK_SECONDS = 0.7  # one block, about
 CLOSE = 0.05  # of the largest change of a parameter
 ADDED, TO_DDP = 0.3, 1.2  # asked of `ours`
-PARTS = ("forward", "backward", "optimizer")
 
 
-def verify(ways):
+def verify(ways, kind):
     """Compare the parameters of all ways; give how far each is from the first exact one, by the largest change."""
     reference = next((way for way in ways if way.exact), None) or next(way for way in ways if way.name != "alone")
     right = reference.parameters()
-    moved = {key: (right[key] - first).abs().max().item() for key, first in reference.initial.items()}
+    moved = {key: (right[key] - first).abs().max().item() for key, first in kind.build().state_dict().items()}
     apart = {}
     for way in ways:
         found = way.parameters()
@@ -73,7 +72,7 @@ def measure(name, optimizer, rank, arguments):
         for _ in range(CHECKED):
             way.step(batches)
         way.rest()
-    verify(ways)
+    verify(ways, kind)
     once = []
     for way in ways:
         once.append(statistics.median(sum(way.step(batches)) for _ in range(3)))
@@ -87,11 +86,11 @@ def measure(name, optimizer, rank, arguments):
             times = [*zip(*parts, strict=True), [sum(of_step) for of_step in parts]]
             rounds[way.name].append(slowest([statistics.median(of_part) * 1e3 for of_part in times]))
             way.rest()
-    apart = verify(ways)
+    apart = verify(ways, kind)
     medians = {way: [statistics.median(part) for part in zip(*times, strict=True)] for way, times in rounds.items()}
     return {
         "benchmark": "sharded/step", "model": name, "optimizer": optimizer,
-        "parameter_bytes": sum(value.nbytes for value in ways[0].initial.values()), "batch": kind.batch,
+        "parameter_bytes": sum(value.nbytes for value in kind.build().parameters()), "batch": kind.batch,
         "ranks": dist.get_world_size(), "threads": torch.get_num_threads(), "steps": steps * arguments.rounds,
         **{f"{way}_ms": round(times[-1], 3) for way, times in medians.items()},
         "parts_ms": {
@@ -110,9 +109,11 @@ def ratios(rounds):
         if way == "alone":
             continue
         if alone and fsdp2:
-            triples = list(zip(times, alone, fsdp2, strict=True))
-            found["added"][way] = [(t[3] - a[3]) / (f[3] - a[3]) for t, a, f in triples]
-            found["added_backprop"][way] = [(sum(t[:2]) - sum(a[:2])) / (sum(f[:2]) - sum(a[:2])) for t, a, f in triples]
+            for name, some in (("added", slice(3, 4)), ("added_backprop", slice(0, 2))):
+                found[name][way] = [
+                    (sum(t[some]) - sum(a[some])) / (sum(f[some]) - sum(a[some]))
+                    for t, a, f in zip(times, alone, fsdp2, strict=True)
+                ]
         if ddp:
             found["to_ddp"][way] = [t[3] / d[3] for t, d in zip(times, ddp, strict=True)]
     return {

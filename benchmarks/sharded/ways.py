@@ -92,6 +92,8 @@ def _fsdp2(model, units, ours=False, **options):
         warnings.simplefilter("ignore")  # of torch's own
         for module in (*units, model):
             torch_fully_shard(module, **options)
+    # FSDP2 warns in each first forward that the logits are a view, which nobody writes to here.
+    warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
     if ours:
         gather, scatter = fsdp2.AllGather(), fsdp2.ReduceScatter()
         for module in model.modules():
@@ -137,6 +139,7 @@ OPTIMIZERS = {
     "torch": functools.partial(torch.optim.AdamW, foreach=True),
     "ours": optim.AdamW,
 }
+PARTS = ("forward", "backward", "optimizer")  # of a step
 # Ways whose parameters must be the same to the bit; others sum in an order of their own.
 EXACT = ("ddp", "ours")
 
@@ -148,25 +151,38 @@ class Way:
         self.name = name
         self.kind = kind
         self.model = kind.build()
-        self.initial = {key: value.detach().clone() for key, value in self.model.state_dict().items()}
         self.module = WAYS[name](self.model, kind.units(self.model))
         self.optimizer = OPTIMIZERS[optimizer](self.module.parameters(), lr=lr)
         self.exact = name.split("_")[0] in EXACT
         self.made = 0  # steps
 
-    def step(self, batches):
-        """Make a step on the batch whose turn it is; return the seconds of forward, backward and optimizer."""
+    def step(self, batches, ended=None):
+        """Make a step on the batch whose turn it is; return the seconds of forward, backward and optimizer.
+
+        ``ended``: a function that is called with the name of each part when it has ended.
+        """
         batch = batches[self.made % len(batches)]
         self.made += 1
-        times = [time.perf_counter()]
+        parts = self._parts(batch)
+        seconds = []
+        for name in PARTS:
+            start = time.perf_counter()
+            next(parts)
+            seconds.append(time.perf_counter() - start)
+            if ended is not None:
+                ended(name)
+        parts.close()
+        return seconds
+
+    def _parts(self, batch):
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.kind.loss(self.module, *batch)
-        times.append(time.perf_counter())
+        yield
         loss.backward()
-        times.append(time.perf_counter())
+        yield
+        del loss
         self.optimizer.step()
-        times.append(time.perf_counter())
-        return [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
+        yield
 
     @torch.no_grad()
     def parameters(self):
