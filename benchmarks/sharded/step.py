@@ -11,11 +11,11 @@ the same with `collectives.sharded.fsdp2`; `ours`, `collectives.sharded.fully_sh
 reshard_after_forward=False; `shard_optimizer` and `no_shard`: strategies of `ShardedDataParallel`. The optimizer is
 torch's AdamW(foreach=True) for all ways, or `collectives.optim.AdamW` for all.
 
-The ways take turns, one block of steps each, forwards in one round and backwards in the next; the first steps of a
-block aren't counted. A time is the median of a block, of the slower rank; each ratio is taken in each round, and the
-median over the rounds is given, with the least and the most. `added`: what a way adds to `alone`, by what `fsdp2` adds,
-(way - alone) / (fsdp2 - alone). Alone a rank steps all parameters, sharded only its own, which takes off of what is
-added; `added_backprop` leaves the optimizer out. `to_ddp`: the way's step by DDP's.
+The ways take turns, a few steps each, forwards in one round and backwards in the next; the first step of a turn isn't
+counted. A turn's time is the median of its steps, of the slower rank; a way's the median of its turns. `added`: what a
+way adds to `alone`, by what `fsdp2` adds, (way - alone) / (fsdp2 - alone), of these times, and the quartiles of the same
+taken in each round. Alone a rank steps all parameters, sharded only its own, which takes off of what is added;
+`added_backprop` leaves the optimizer out. `to_ddp`: the way's step by DDP's, likewise.
 
 Before anything is timed and after it the parameters are compared, which all have made the same steps: those of `ddp`
 and of all of ours must be the same to the bit, those of FSDP2 as close as an order of summation makes them, and a rank
@@ -34,8 +34,8 @@ from ways import GROUPS, MODELS, OPTIMIZERS, PARTS, WAYS, Way
 
 LR = 1e-4
 CHECKED = 3  # steps before the first comparison
-SKIPPED = 2  # steps at the start of a block
-BLOCK_SECONDS = 0.7  # one block, about
+SKIPPED = 1  # steps at the start of a turn
+TURN_SECONDS = 0.3  # about
 CLOSE = 0.05  # of the largest change of a parameter
 ADDED, TO_DDP = 0.3, 1.2  # asked of `ours`
 
@@ -77,7 +77,7 @@ def measure(name, optimizer, rank, arguments):
     for way in ways:
         once.append(statistics.median(sum(way.step(batches)) for _ in range(3)))
         way.rest()
-    steps = max(3, min(200, int(arguments.block_seconds / slowest([statistics.mean(once)])[0])))  # one for all ranks
+    steps = max(2, min(200, int(arguments.turn_seconds / slowest([statistics.mean(once)])[0])))  # one for all ranks
     rounds = {way.name: [] for way in ways}  # of the medians of the parts and of the whole
     for number in range(arguments.rounds):
         for way in ways if number % 2 == 0 else reversed(ways):
@@ -102,27 +102,29 @@ def measure(name, optimizer, rank, arguments):
 
 
 def ratios(rounds):
-    """Give `added`, `added_backprop` and `to_ddp` by way, each as [median, least, most] of the rounds."""
+    """Give `added`, `added_backprop` and `to_ddp` by way: [of the medians, and the quartiles of the rounds']."""
     found = {"added": {}, "added_backprop": {}, "to_ddp": {}}
     alone, fsdp2, ddp = (rounds.get(way) for way in ("alone", "fsdp2", "ddp"))
     for way, times in rounds.items():
         if way == "alone":
             continue
         if alone and fsdp2:
-            for name, some in (("added", slice(3, 4)), ("added_backprop", slice(0, 2))):
-                found[name][way] = [
-                    (sum(t[some]) - sum(a[some])) / (sum(f[some]) - sum(a[some]))
-                    for t, a, f in zip(times, alone, fsdp2, strict=True)
-                ]
+            found["added"][way] = compared(times, fsdp2, alone, slice(3, 4))
+            found["added_backprop"][way] = compared(times, fsdp2, alone, slice(0, 2))
         if ddp:
-            found["to_ddp"][way] = [t[3] / d[3] for t, d in zip(times, ddp, strict=True)]
-    return {
-        name: {
-            way: [round(value, 4) for value in (statistics.median(values), min(values), max(values))]
-            for way, values in by_way.items()
-        }
-        for name, by_way in found.items()
-    }
+            found["to_ddp"][way] = compared(times, ddp, [[0.0] * 4] * len(times), slice(3, 4))
+    return found
+
+
+def compared(way, peer, base, parts):
+    """Give (way - base) / (peer - base) for the sum of some parts: of the medians, and the quartiles of the rounds'."""
+    sums = [[sum(times[parts]) for times in each] for each in (way, peer, base)]
+    medians = [statistics.median(each) for each in sums]
+    by_round = [(w - b) / (p - b) for w, p, b in zip(*sums, strict=True)]
+    quarters = statistics.quantiles(by_round, n=4) if len(by_round) > 1 else [by_round[0]] * 3
+    return [
+        round(value, 4) for value in ((medians[0] - medians[2]) / (medians[1] - medians[2]), quarters[0], quarters[2])
+    ]
 
 
 def work(rank, arguments):
@@ -137,8 +139,8 @@ def show(row):
     for way, parts in row["parts_ms"].items():
         told = f"  {way:20s} {row[f'{way}_ms']:8.2f} ms = " + " + ".join(f"{parts[part]:7.2f}" for part in PARTS)
         if way in row["added"]:
-            (added, least, most), backprop = row["added"][way], row["added_backprop"][way][0]
-            told += f"   adds {added:6.2f} ({least:.2f} to {most:.2f}) of fsdp2's, {backprop:6.2f} without optimizer"
+            (added, low, high), backprop = row["added"][way], row["added_backprop"][way][0]
+            told += f"   adds {added:6.2f} ({low:.2f} to {high:.2f}) of fsdp2's, {backprop:6.2f} without optimizer"
         if way in row["to_ddp"]:
             told += f"   {row['to_ddp'][way][0]:5.2f} of ddp"
         print(told, flush=True)
@@ -153,8 +155,8 @@ def main():
     option("--models", nargs="+", choices=MODELS, default=["8xLinear1024", "gpt6x384"], help="(default: %(default)s)")
     option("--ways", nargs="+", choices=[*GROUPS, *WAYS], default=["all"], help="(default: %(default)s)")
     option("--optimizers", nargs="+", choices=OPTIMIZERS, default=["torch"], help="AdamW's (default: %(default)s)")
-    option("--rounds", type=int, default=7, help="turns of every way (default: %(default)s)")
-    option("--block-seconds", type=float, default=BLOCK_SECONDS, help="one turn (default: %(default)s)")
+    option("--rounds", type=int, default=20, help="turns of every way (default: %(default)s)")
+    option("--turn-seconds", type=float, default=TURN_SECONDS, help="one turn (default: %(default)s)")
     add_options(parser, "sharded_step.jsonl")
     arguments = parser.parse_args()
     # By name, each once, in the order of the groups.
