@@ -13,13 +13,8 @@ views them is gone, whoever holds it: so the pages are mapped once and not in ev
 
 from __future__ import annotations
 
-import bisect
-import ctypes
 import math
-import os
-import threading
 import weakref
-from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -27,6 +22,7 @@ import torch.distributed as dist
 from ..communicator import Communicator
 from ..errors import CollectivesError, EngineUnavailable, InvalidArgument, InvalidUsage
 from ..torch_groups import communicator_over, drop
+from .loans import LEAST_LENT, Loans
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_api as _protocol
@@ -37,61 +33,14 @@ if not hasattr(_protocol, "AllGather"):  # torch before 2.9
 
 __all__ = ["AllGather", "ReduceScatter"]
 
-# Bytes from which a buffer is lent: a smaller one shares malloc's pages, and its staging copy stays in the cache.
-_LEAST_LENT = 64 << 10
-
 # torch's interfaces, where it has them: without, the classes below can be imported and tell so when they are made.
 _AllGatherBase = getattr(_protocol, "AllGather", object)
 _ReduceScatterBase = getattr(_protocol, "ReduceScatter", object)
 _WorkBase = dist.Work if dist.is_available() else object
 
 
-class _Loans:
-    """Host memory of the engine, lent again and again.
-
-    What is held is never more than what was lent at one time: before it grows past that, what is free is given back.
-    """
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        # Blocks whose tensors are gone. Finalizers fill it, at any place of any thread: they must not wait for a lock.
-        self._returned: deque[torch.Tensor] = deque()
-        self._free: list[torch.Tensor] = []  # by size
-        self._held = self._lent = self._most = 0  # bytes: of all blocks, of those lent, and of those at the most
-        self._owner = os.getpid()
-
-    def take(self, comm: Communicator, n: int, dtype: torch.dtype) -> torch.Tensor:
-        """Lend a tensor of `n` elements, of undefined contents."""
-        if self._owner != os.getpid():
-            self.__init__()  # a forked child has the parent's memory before it, in which the parent goes on working
-        nbytes = n * dtype.itemsize
-        with self._lock:
-            block = self._block(comm, nbytes)
-        loan = (ctypes.c_char * nbytes).from_address(block.data_ptr())
-        weakref.finalize(loan, self._returned.append, block).atexit = False
-        return torch.frombuffer(loan, dtype=dtype)  # its storage holds the loan
-
-    def _block(self, comm: Communicator, nbytes: int) -> torch.Tensor:
-        while self._returned:
-            block = self._returned.popleft()
-            self._lent -= block.numel()
-            bisect.insort(self._free, block, key=torch.Tensor.numel)
-        at = bisect.bisect_left(self._free, nbytes, key=torch.Tensor.numel)
-        if at < len(self._free):
-            block = self._free.pop(at)
-        else:  # all that is free is too small
-            self._most = max(self._most, self._lent + nbytes)
-            while self._free and self._held + nbytes > self._most:
-                self._held -= self._free.pop(0).numel()
-            block = comm.empty(nbytes, torch.uint8)
-            self._held += nbytes
-        self._lent += block.numel()
-        self._most = max(self._most, self._lent)
-        return block
-
-
 # The one that all objects of this file share; it ends with the last of them.
-_shared: weakref.WeakValueDictionary[str, _Loans] = weakref.WeakValueDictionary()
+_shared: weakref.WeakValueDictionary[str, Loans] = weakref.WeakValueDictionary()
 
 
 class _Work(_WorkBase):
@@ -124,7 +73,7 @@ class _Collective:
             raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {type(comm).__name__}")
         self._given = comm
         self._seen = comm  # the communicator that was used last; None before the first call
-        self._loans = _shared.setdefault("host", _Loans())
+        self._loans = _shared.setdefault("host", Loans())
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Give an uninitialised tensor of a shape; on the host memory that the peers can read, once a call was made."""
@@ -136,7 +85,7 @@ class _Collective:
     def _lends(self, n: int, dtype: torch.dtype, device: torch.device) -> bool:
         # On CUDA torch's own allocator knows the streams, and can take the memory back for something else.
         comm = self._seen
-        return comm is not None and not comm.closed and device.type == "cpu" and n * dtype.itemsize >= _LEAST_LENT
+        return comm is not None and not comm.closed and device.type == "cpu" and n * dtype.itemsize >= LEAST_LENT
 
     def _run(self, name: str, out: torch.Tensor, inp: torch.Tensor, group, *op, async_op: bool):
         owned = None

@@ -145,11 +145,11 @@ def lend(ctx):
     model = shard(make_model(), True)
     (loans,) = fsdp2._shared.values()
     train(model, ctx.rank, steps=2)
-    held, blocks = loans._held, {block.data_ptr() for block in (*loans._free, *loans._returned)}
+    held, blocks = loans.held, {block.data_ptr() for block in (*loans._free, *loans._returned)}
     least = 4 * WIDTHS[1] * (WIDTHS[0] + 1)  # what a lent buffer has at least: the first layer's parameters
     train(model, ctx.rank, steps=4)
     # Nothing is new, nothing is still lent, though gradients live on: those lie elsewhere.
-    assert loans._held == held == loans._most >= least
+    assert loans.held == held == loans.most >= least
     assert {block.data_ptr() for block in (*loans._free, *loans._returned)} == blocks
     assert sum(block.numel() for block in (*loans._free, *loans._returned)) == held
     assert held < 3 * least, "all-gather and reduce-scatter take turns with two blocks at the most"
@@ -227,13 +227,13 @@ def test_objects():
 
 def test_a_forked_child_takes_nothing_of_its_parent():
     comm = types.SimpleNamespace(empty=lambda n, dtype: torch.empty(n, dtype=dtype))
-    loans = fsdp2._Loans()
+    loans = fsdp2.Loans()
     block = loans.take(comm, 100_000, torch.uint8)
     address = block.data_ptr()
     del block
     child = os.fork()
     if not child:
         mine = loans.take(comm, 50_000, torch.uint8)
-        os._exit(int(mine.data_ptr() == address or loans._held != 50_000))
+        os._exit(int(mine.data_ptr() == address or loans.held != 50_000))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert loans.take(comm, 50_000, torch.uint8).data_ptr() == address

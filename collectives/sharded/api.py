@@ -1,0 +1,182 @@
+"""What a sharded module is told: precision, offloading, strategy, prefetch; FSDP2's names first, then FSDP1's."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import torch
+
+from ..errors import InvalidArgument
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
+
+def _check_dtypes(policy, *names: str) -> None:
+    for name in names:
+        dtype = getattr(policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise InvalidArgument(f"{name} must be a floating torch.dtype or None, not {dtype!r:.60}")
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Say in which dtypes a unit computes; its pieces, and so the optimizer, stay in the parameters' own.
+
+    `param_dtype`: of the gathered parameters, and so of the computation and the gradients; None: the parameters' own.
+    `reduce_dtype`: in which gradients are reduced; None: `param_dtype`. `output_dtype`: to which floating outputs are
+    cast; None: not. `cast_forward_inputs`: cast floating inputs to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self):
+        _check_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype")
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadPolicy:
+    """Keep the pieces on the device that computes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep the pieces, their gradients and so the optimizer's state and step on the host; in page-locked memory."""
+
+    pin_memory: bool = True
+
+
+# ---- FSDP1's names.
+
+
+class ShardingStrategy(enum.Enum):
+    """What is kept in pieces.
+
+    FULL_SHARD: parameters, gradients and optimizer state; parameters are gathered for the forward and again for the
+    backward. SHARD_GRAD_OP: they stay gathered from the forward to the end of the backward. SHARD_OPTIMIZER: each rank
+    holds all parameters, always; gradients and optimizer state are in pieces, and what others have updated is gathered
+    where it lies. NO_SHARD: as DDP. HYBRID_SHARD: FULL_SHARD inside a group, and replicas over such groups;
+    _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP inside a group.
+    """
+
+    FULL_SHARD = enum.auto()
+    SHARD_GRAD_OP = enum.auto()
+    NO_SHARD = enum.auto()
+    HYBRID_SHARD = enum.auto()
+    _HYBRID_SHARD_ZERO2 = enum.auto()
+    SHARD_OPTIMIZER = enum.auto()
+
+
+class BackwardPrefetch(enum.Enum):
+    """When a backward gathers the next unit: before the current one's gradients are computed, or behind that."""
+
+    BACKWARD_PRE = enum.auto()
+    BACKWARD_POST = enum.auto()
+
+
+@dataclasses.dataclass
+class MixedPrecision:
+    """Say in which dtypes modules compute, by FSDP1's names: see `MixedPrecisionPolicy`.
+
+    `buffer_dtype`: to which floating buffers are cast, once; None: not. `cast_forward_inputs` is of each unit,
+    `cast_root_forward_inputs` of the outermost. `keep_low_precision_grads`: leave the pieces' gradients in the dtype of
+    the reduction, which torch's optimizers don't take: refused. `_module_classes_to_ignore`: modules of these classes
+    become units that compute in their own dtype.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: tuple[type, ...] = (torch.nn.modules.batchnorm._BatchNorm,)
+
+    def __post_init__(self):
+        _check_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
+        if self.keep_low_precision_grads:
+            raise InvalidArgument(
+                "keep_low_precision_grads: gradients of another dtype than their parameters are not supported: leave "
+                "it out, and the pieces' gradients are of the parameters' own dtype"
+            )
+
+
+@dataclasses.dataclass
+class CPUOffload:
+    """Say whether pieces, gradients and optimizer state stay on the host: see `CPUOffloadPolicy`."""
+
+    offload_params: bool = False
+
+
+class StateDictType(enum.Enum):
+    """What `state_dict` gives: full tensors, or this rank's pieces as they lie (LOCAL is the same as SHARDED)."""
+
+    FULL_STATE_DICT = enum.auto()
+    LOCAL_STATE_DICT = enum.auto()
+    SHARDED_STATE_DICT = enum.auto()
+
+
+@dataclasses.dataclass
+class StateDictConfig:
+    """`offload_to_cpu`: give tensors on the host."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclasses.dataclass
+class FullStateDictConfig(StateDictConfig):
+    """`rank0_only`: give the tensors to rank 0 only; the other ranks get an empty dictionary."""
+
+    rank0_only: bool = False
+
+
+@dataclasses.dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """For SHARDED_STATE_DICT."""
+
+
+@dataclasses.dataclass
+class OptimStateDictConfig:
+    """`offload_to_cpu`: give tensors on the host."""
+
+    offload_to_cpu: bool = True
+
+
+@dataclasses.dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """`rank0_only`: give the state to rank 0 only; the other ranks get an empty dictionary."""
+
+    rank0_only: bool = False
+
+
+@dataclasses.dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """For SHARDED_STATE_DICT."""
+
+
+@dataclasses.dataclass
+class StateDictSettings:
+    """What `ShardedDataParallel.set_state_dict_type` has set."""
+
+    state_dict_type: StateDictType
+    state_dict_config: StateDictConfig
+    optim_state_dict_config: OptimStateDictConfig

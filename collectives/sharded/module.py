@@ -1,0 +1,477 @@
+"""fully_shard: a module becomes a unit, in place, and its forward and backward gather, let go and reduce.
+
+The module's class becomes one that derives from `ShardedModule` and from the module's own; nothing is wrapped, and no
+name changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..arrays import kind_of
+from ..communicator import Communicator
+from ..errors import InvalidArgument, InvalidUsage
+from ..torch_groups import communicator_over, default_group
+from .api import MixedPrecisionPolicy, OffloadPolicy
+from .order import Order, order_of, units_of_parameters
+from .param import Ranks
+from .unit import State, Unit, managed_parameters
+
+__all__ = ["ShardedModule", "UnshardHandle", "fully_shard", "ranks_of", "register_forward_method", "units_in"]
+
+# Parameters that were replaced by pieces -> their names: an optimizer, or another module, may still hold them.
+_replaced = WeakIdKeyDictionary()
+_classes: dict[tuple[type, type], type] = {}
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    comm: Communicator | None = None,
+    mesh=None,
+    reshard_after_forward: bool | int = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params=None,
+    hook_state=None,
+) -> nn.Module:
+    """Shard a module's parameters, gradients and optimizer state over ranks, in place; give the module.
+
+    The module becomes a unit of all its parameters but those of submodules that are units already and those in
+    `ignored_params`: call it on the inner modules first. Outside of forward and backward, ``parameters()`` are this
+    rank's pieces: make the optimizer behind this call. A collective, which all ranks must call alike; blocks. Forward
+    and backward are collectives, too; ranks need not run the same units.
+
+    `comm`: the ranks that have a piece each; `mesh`: a one-dimensional DeviceMesh, or a two-dimensional one whose
+    second dimension shards, with replicas over the first; None: torch.distributed's default group.
+    `reshard_after_forward`: True: gather again for the backward; False: keep gathered until then; an int, which divides
+    the number of ranks: keep 1/int of the parameters, so that the backward's gather is among so many neighbours.
+    `mp_policy`: a `MixedPrecisionPolicy`. `offload_policy`: `CPUOffloadPolicy()`: pieces on the host. `hook_state`: a
+    `collectives.HookState` whose wire, clipping and optimizer are to be used.
+
+    Raises `InvalidUsage` on all ranks where they don't shard the same parameters, or for a weight that is tied to one
+    of another unit, by name; `InvalidArgument` for parameters that can't be sharded.
+    """
+    _check_module(module)
+    ranks = ranks_of(module, comm, mesh)
+    unit = shard(
+        module, ShardedModule, ranks, mp_policy=mp_policy, offload_policy=offload_policy,
+        ignored_params=() if ignored_params is None else ignored_params, hook_state=hook_state,
+        reshard_after_forward=reshard_after_forward,
+    )  # fmt: skip
+    return unit.module()
+
+
+def _check_module(module) -> None:
+    if not isinstance(module, nn.Module):
+        raise InvalidArgument(f"module must be a torch.nn.Module, not {kind_of(module)}", op="fully_shard")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        raise InvalidArgument(
+            f"a {type(module).__name__} has no forward, in which its parameters would be gathered: shard its members",
+            op="fully_shard",
+        )
+    if isinstance(module, ShardedModule):
+        raise InvalidUsage(f"this {type(module).__name__} is sharded already", op="fully_shard")
+
+
+def ranks_of(module: nn.Module, comm: Communicator | None, mesh, *, replicated: bool = False) -> Ranks:
+    """Give the ranks over which to shard a module; opens communicators at first use, which blocks.
+
+    `replicated`: each rank has all of it.
+    """
+    if comm is not None and mesh is not None:
+        raise InvalidArgument("comm and mesh both say which ranks share the parameters: give one", op="fully_shard")
+    if comm is not None:
+        if not isinstance(comm, Communicator):
+            raise InvalidArgument(f"comm must be a collectives.Communicator, not {kind_of(comm)}", op="fully_shard")
+        return Ranks(None if replicated or comm.size == 1 else comm, None, comm)
+    if mesh is None:
+        group = default_group("a sharded module's", "give fully_shard a comm or mesh", op="fully_shard")
+        world = communicator_over(group, _device_of(module, None))
+        return Ranks(None if replicated or world.size == 1 else world, None, world, group)
+    if not hasattr(mesh, "get_group") or mesh.ndim > 2:
+        raise InvalidArgument(f"mesh must be a DeviceMesh of one or two dimensions, not {mesh!r:.80}", op="fully_shard")
+    device = _device_of(module, mesh.device_type)
+    if mesh.ndim == 1:
+        world = communicator_over(mesh.get_group(), device)
+        return Ranks(None if replicated or world.size == 1 else world, None, world, mesh.get_group())
+    whole = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
+    world = communicator_over(whole, device)
+    shards, replicas = communicator_over(mesh.get_group(1), device), communicator_over(mesh.get_group(0), device)
+    return Ranks(
+        None if shards.size == 1 else shards, None if replicas.size == 1 else replicas, world, mesh.get_group(1)
+    )
+
+
+def _device_of(module: nn.Module, kind: str | None) -> torch.device:
+    """Give where a module computes: where its parameters are; those without memory, on a GPU if there is one."""
+    for param in module.parameters():
+        if param.device.type != "meta" and kind in (None, param.device.type):
+            return param.device
+    if kind == "cuda" or (kind is None and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def shard(
+    module: nn.Module,
+    face: type,
+    ranks: Ranks,
+    *,
+    reshard_after_forward: bool | int = True,
+    ignored_params=(),
+    hook_state=None,
+    mp_policy=None,
+    offload_policy=None,
+    persistent: bool = False,
+    strategy: str = "",
+) -> Unit:
+    """Make a module a unit, and its class one that derives from `face`. What `fully_shard` does, behind its checks."""
+    _look_at_optimizers()
+    order = order_of(ranks.world)
+    keep = _parse_reshard(reshard_after_forward, ranks)
+    found = managed_parameters(module, ignored_params, stop=lambda each: isinstance(each, ShardedModule))
+    for names, _, param in found:
+        if param in _replaced:
+            raise InvalidUsage(
+                f"{names[0]} of this {type(module).__name__} is tied to {_replaced[param]}, which was sharded before "
+                "as a part of another unit: tied weights must be of one unit; shard the smallest module that holds "
+                "both, and not the inner one, or leave it out by ignored_params",
+                op="fully_shard", rank=ranks.world.rank,
+            )  # fmt: skip
+    described = f"{type(module).__name__}: " + "; ".join(
+        f"{' = '.join(names)} {list(param.shape)} {str(param.dtype).removeprefix('torch.')}"
+        f"{'' if param.requires_grad else ' frozen'}"
+        for names, _, param in found
+    )
+    described += f"; {strategy or 'sharded'}, over {ranks.size} of {ranks.world.size}, {mp_policy}, {keep}"
+    unit = Unit(
+        None, ranks, parameters=found, name=type(module).__name__, mp_policy=mp_policy, offload_policy=offload_policy,
+        persistent=persistent, loans=order.loans,
+    )  # fmt: skip
+    order.add(unit, described)
+    unit.reshard_after_forward = keep
+    unit.module = weakref.ref(module)
+    for names, _, param in found:
+        _replaced[param] = f"{names[0]} of {type(module).__name__}"
+        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+    _watch_gradients(unit, order)
+    for buffer_holder in module.modules():
+        for name, buffer in buffer_holder._buffers.items():
+            if buffer is not None and buffer.device.type != "meta" and buffer.device != unit.device:
+                buffer_holder._buffers[name] = buffer.to(unit.device)
+    module.__class__ = _class_of(face, type(module))
+    object.__setattr__(module, "_unit", unit)
+    object.__setattr__(module, "_order", order)
+    return unit
+
+
+def _parse_reshard(value, ranks: Ranks) -> bool | int:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, int) or value < 2 or ranks.size % value:
+        raise InvalidArgument(
+            f"reshard_after_forward must be True, False, or an int from 2 that divides {ranks.size} ranks, "
+            f"not {value!r:.40}",
+            op="fully_shard",
+        )
+    return True if value == ranks.size else value
+
+
+def _class_of(face: type, cls: type) -> type:
+    """Give the class that derives from a face and from a module's own."""
+    if (face, cls) not in _classes:
+
+        def new(self, *args, **kwargs):  # nn.Sequential makes one of its own class where it is sliced
+            return cls(*args, **kwargs)
+
+        body = {"__new__": new, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _classes[face, cls] = type(cls.__name__, (face, cls), body)
+    return _classes[face, cls]
+
+
+def _watch_gradients(unit: Unit, order: Order) -> None:
+    here = weakref.ref(unit)
+
+    def came(slot, _param):
+        unit = here()
+        order.begin_backward()
+        if unit.note(slot):
+            order.arrived(unit)
+
+    for group in unit.trainable:
+        for slot in group.slots:
+            slot.full.register_post_accumulate_grad_hook(functools.partial(came, slot))
+
+
+def units_in(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
+    """Give the units of a module and of those inside, outermost first."""
+    members = module.modules() if recurse else [module]
+    return [each._unit for each in members if isinstance(each, ShardedModule)]
+
+
+# ---- Forward and backward.
+
+
+@torch._dynamo.disable(recursive=False)
+def run_forward(module: ShardedModule, forward, args: tuple, kwargs: dict) -> Any:
+    """Call a forward with the module's unit unsharded, and have what follows done in the backward."""
+    unit, order = module._unit, module._order
+    in_backward = torch._C._current_graph_task_id() != -1  # activation checkpointing computes again
+    order.begin_forward(unit, in_backward)
+    try:
+        args, kwargs = _cast_inputs(unit, args, kwargs)
+        order.forward(unit, in_backward)
+        watches = torch.is_grad_enabled() and (not in_backward or not unit.calls)
+        if watches:
+            _watch_inputs(unit, order, (args, kwargs))
+        lets_go = not in_backward and order.reshards_after_forward(unit)
+        saves = torch.is_grad_enabled() and unit.groups and unit.gathers and (in_backward or lets_go)
+        with unit.saving(functools.partial(order.need, unit)) if saves else contextlib.nullcontext():
+            output = forward(*args, **kwargs)
+        if lets_go:
+            unit.reshard()
+        if torch.is_grad_enabled():
+            _watch_outputs(unit, order, output)
+        if unit.mp_policy.output_dtype is not None:
+            output = _cast(output, unit.mp_policy.output_dtype)
+    except BaseException as error:
+        order.interrupt(error, in_backward)
+        raise
+    order.end_forward(unit, in_backward)
+    return output
+
+
+def _cast_inputs(unit: Unit, args, kwargs):
+    policy = unit.mp_policy
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return args, kwargs
+    return _cast((args, kwargs), policy.param_dtype)
+
+
+def _cast(tree, dtype: torch.dtype):
+    def cast(value):
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return _map(cast, tree)
+
+
+def _map(function, tree):
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {field.name: _map(function, getattr(tree, field.name)) for field in dataclasses.fields(tree)}
+        return dataclasses.replace(tree, **{name: value for name, value in fields.items() if value is not None})
+    return tree_map(function, tree)
+
+
+def _tensors(tree) -> list[torch.Tensor]:
+    leaves = []
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, torch.Tensor):
+            leaves.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            leaves += _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return leaves
+
+
+def _watch_outputs(unit: Unit, order: Order, output) -> None:
+    """Have the unit unsharded as soon as a gradient of its outputs is there."""
+
+    def begins(_grad):
+        order.backward(unit)
+
+    for tensor in _tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(begins)
+
+
+def _watch_inputs(unit: Unit, order: Order, inputs) -> None:
+    """Let the unit go once the gradients of its inputs are there: then its own are, too."""
+
+    def ends(_grad):
+        if order.task is not None and unit.calls:
+            unit.calls -= 1
+            if not unit.calls:
+                if unit.syncs and unit.has_gradients():
+                    order.arrived(unit)
+                else:
+                    order.leave_backward(unit)
+
+    watched = [tensor for tensor in _tensors(inputs) if tensor.requires_grad and not tensor.is_leaf]
+    if watched:
+        unit.calls += 1
+        torch.autograd.graph.register_multi_grad_hook(watched, lambda _grads: ends(None))
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let another method of a sharded module be a forward: parameters are gathered for it. Others are left alone."""
+    if not isinstance(module, ShardedModule):
+        return
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise InvalidArgument(f"{type(module).__name__} has no method {name!r:.60}", op="register_forward_method")
+
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        return run_forward(module, method, args, kwargs)
+
+    object.__setattr__(module, name, call)
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` gives."""
+
+    def __init__(self, unit: Unit):
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait for the gather, and give the module the full parameters."""
+        if self._unit.state is State.GATHERING:
+            self._unit.show()
+
+
+class ShardedModule:
+    """What `fully_shard` adds to a module's class; the names are FSDP2's."""
+
+    _unit: Unit
+    _order: Order
+
+    def __call__(self, *args, **kwargs):
+        return run_forward(self, super().__call__, args, kwargs)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters, not those of inner units. A collective.
+
+        With `async_op` it gives a handle, whose `wait()` is to come before the parameters are used; so does a forward.
+        """
+        self._order.gather(self._unit, beside=async_op)
+        if async_op:
+            return UnshardHandle(self._unit)
+        self._unit.show()
+        return None
+
+    def reshard(self) -> None:
+        """Give the module its pieces again; a local call. What was written to the full parameters is lost."""
+        self._unit.reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Say whether backwards reduce gradients; False: full ones add up, on each rank alone, until one does."""
+        for unit in units_in(self, recurse=recurse):
+            unit.syncs = bool(requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """FSDP2's name for leaving out the sum over replicas; here they are summed with the pieces: True only."""
+        if not requires_all_reduce:
+            raise InvalidArgument("gradients are reduced over pieces and replicas at once: set_requires_gradient_sync")
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Say whether to let go of the parameters behind a forward, as `fully_shard` takes it."""
+        for unit in units_in(self, recurse=recurse):
+            unit.reshard_after_forward = _parse_reshard(reshard_after_forward, unit.ranks)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Say whether to let go of the parameters behind a backward; False: the next forward needs no gather.
+
+        That is for accumulation: an optimizer's step lets go of them all the same.
+        """
+        for unit in units_in(self, recurse=recurse):
+            unit.reshard_after_backward = bool(reshard_after_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
+        """Name the modules to gather in advance when this one's forward begins."""
+        self._unit.forward_prefetch = [_sharded(module)._unit for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
+        """Name the modules to gather in advance when this one's backward begins."""
+        self._unit.backward_prefetch = [_sharded(module)._unit for module in modules]
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide gradients by this in place of the number of ranks; in each rank, before the sum."""
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
+            raise InvalidArgument(f"factor must be a number above 0, not {factor!r:.40}")
+        for unit in units_in(self):
+            unit.divide_factor = float(factor)
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward is the last one of this step; False leaves open what would end it."""
+        self._order.last_backward = bool(is_last_backward)
+
+    def set_custom_all_gather(self, comm) -> None:
+        """Gather this module's parameters by somebody else's ``comm(output, input, group, async_op)``.
+
+        It may have FSDP2's ``allocate(size, *, dtype, device)``; it gives None, or what has a ``wait()``.
+        """
+        self._unit.custom_all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm) -> None:
+        """Reduce this module's gradients by somebody else's ``comm(output, input, group, op, async_op)``."""
+        self._unit.custom_reduce_scatter = comm
+
+    def set_custom_all_reduce(self, comm) -> None:
+        """Reduce over replicas by somebody else's ``comm(tensor, group, op, async_op)``, in place."""
+        self._unit.custom_all_reduce = comm
+
+    def extra_repr(self) -> str:
+        """Tell the unit beside what the module tells of itself."""
+        own, unit = super().extra_repr(), self._unit
+        count = sum(slot.count for slot in unit.slots)
+        here = sum(slot.piece.numel() for slot in unit.slots)
+        told = f"unit {unit.index}: {here} of {count} elements on rank {unit.ranks.world.rank}"
+        return f"{own}, {told}" if own else told
+
+    def __deepcopy__(self, memo):
+        raise InvalidUsage(_NO_COPY, op="deepcopy")
+
+    def __reduce_ex__(self, protocol):
+        raise InvalidUsage(_NO_COPY, op="pickle")
+
+
+_NO_COPY = (
+    "a sharded module can't be copied or pickled, since its parameters are on other ranks, too: save its state_dict(), "
+    "or copy it before it is sharded"
+)
+
+
+def _sharded(module) -> ShardedModule:
+    if not isinstance(module, ShardedModule):
+        raise InvalidArgument(f"only sharded modules can be gathered in advance, not {kind_of(module)}")
+    return module
+
+
+# ---- Optimizers.
+
+
+def _before_step(optimizer, _args, _kwargs) -> None:
+    """Refuse what an optimizer can't have meant."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in _replaced:
+                raise InvalidUsage(
+                    f"the optimizer holds {_replaced[param]}, which was sharded after the optimizer was made: make the "
+                    "optimizer from the sharded module's parameters()",
+                    op=f"{type(optimizer).__name__}.step",
+                )
+
+
+def _after_step(optimizer, _args, _kwargs) -> None:
+    """Let go of what is gathered, since the pieces are newer."""
+    for unit in units_of_parameters(param for group in optimizer.param_groups for param in group["params"]):
+        unit.reshard()
+
+
+@functools.cache
+def _look_at_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,338 @@
+"""Order: what the ranks agree on before each gather and reduction, and what a backward still owes at its end.
+
+Ranks need not run the same units. Before a collective each tells, in one small all-reduce, which one it has come to:
+
+- all the same: they do it.
+- some want a gather: all take part in the one of the lowest unit; those that didn't want it let the result go.
+- else reductions of different units: these wait for the end of the backward.
+- at the end of its backward a rank helps with the others' gathers until all are there; what gradients still wait on
+  any rank are then reduced, by all, with zeros from those that have none.
+
+So branches, unused units, one rank that evaluates alone, or more micro-batches on one rank can't block the others for
+ever. The price is one all-reduce of some 60 bytes a collective, and that a GPU's rank waits on the host for the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+import zlib
+
+import numpy
+import torch
+
+from ..communicator import Communicator
+from ..errors import InvalidUsage, RemoteError
+from ..lanes import overlaps
+from .control import control_of
+from .loans import Loans
+from .unit import State, Unit
+
+__all__ = ["Order", "order_of", "units_of_parameters"]
+
+_DONE, _REDUCE, _GATHER, _MAKE = 1, 2, 3, 4
+_KIND, _COUNT = 32, 20  # bits below
+_NONE = -(1 << 62)
+
+# id of a communicator -> its order, which holds it
+_orders: dict[int, Order] = {}
+
+
+def order_of(comm: Communicator) -> Order:
+    """Give the order of a communicator's units; the first call, which all ranks must make, opens it."""
+    for key, order in list(_orders.items()):
+        if order.comm.closed:
+            del _orders[key]
+    if id(comm) not in _orders:
+        _orders[id(comm)] = Order(comm)
+    return _orders[id(comm)]
+
+
+class Order:
+    """The units of a communicator and the order of their collectives, in forward and backward; see the module."""
+
+    def __init__(self, comm: Communicator):
+        self.comm = comm
+        self.loans = Loans()
+        self.control = control_of(comm)
+        self._units: list[weakref.ref] = []
+        self._slots = 0  # of all units
+        self._row = numpy.zeros(6, dtype=numpy.int64)
+        # Gathers and reductions run beside the computation where there is something to run them on.
+        self.beside = not comm._on_host or overlaps(comm)
+        self.interrupted = 0  # forwards and backwards that an exception has left
+        self.depth = 0  # forwards of units that this thread is in
+        self.last_backward = True
+        self.backward_order: list[Unit] = []  # of the last backward, without its repetitions
+        self.forward_order: list[Unit] = []
+        self._seen_forward: list[Unit] = []
+        self._seen_backward: list[Unit] = []
+        self.task: int | None = None  # the backward under way
+        self._unfinished: list = []  # functions that wait for reductions and end them
+
+    def add(self, unit: Unit, described: str) -> None:
+        """Take a unit up; `InvalidUsage` on all ranks where they don't make the same one now."""
+        self.agree(_MAKE, zlib.crc32(described.encode()), f"shards {described}")
+        unit.index = len(self._units)
+        unit.first_slot = self._slots
+        self._slots += len(unit.slots)
+        self._units.append(weakref.ref(unit))
+
+    @property
+    def units(self) -> list[Unit]:
+        """Those that still live."""
+        return [unit for unit in (reference() for reference in self._units) if unit is not None]
+
+    # ---- Agreeing.
+
+    def agree(self, kind: int, index: int = 0, described: str = "") -> bool:
+        """Tell the others what this rank has come to, and help until all do it; False: a reduction that must wait."""
+        if self.control is None:
+            return True
+        code, row = kind << _KIND | index, self._row
+        count = self.interrupted << _COUNT | self.comm.rank
+        wish = -index if kind == _GATHER else _NONE
+        while True:
+            row[:] = (code, -code, wish, count, -count, 0)
+            self.control.all_reduce(row, "max")
+            most, least, lowest, newest, oldest, failed = row.tolist()
+            if failed:
+                self._reset()
+                raise RemoteError(
+                    f"rank {failed - 1} could not go on, in its forward, and raised the reason there",
+                    op="fully_shard", rank=self.comm.rank,
+                )  # fmt: skip
+            if newest >> _COUNT != -oldest >> _COUNT:
+                self._reset()
+                self.interrupted = newest >> _COUNT
+                ahead = newest & (1 << _COUNT) - 1
+                where = "here" if ahead == self.comm.rank else f"on rank {ahead}"
+                raise RemoteError(
+                    f"a forward or backward was interrupted by an exception {where} and not on all ranks: their "
+                    "gradients would be of different batches; catch exceptions on all ranks, or on none",
+                    op="fully_shard", rank=self.comm.rank,
+                )  # fmt: skip
+            if most == -least:
+                return True
+            if most >> _KIND == _MAKE:
+                self._differ(described or ("", "ends a backward", "reduces", "is in a forward")[kind])
+            if lowest != _NONE:
+                if wish == lowest:
+                    return True
+                self._help(-lowest)
+            elif kind == _REDUCE:
+                return False
+
+    def _differ(self, described: str) -> None:
+        """Raise an error that says which ranks shard what."""
+        text = described.encode()
+        length = numpy.array([len(text)], dtype=numpy.int64)
+        self.control.all_reduce(length, "max")
+        table = numpy.zeros((self.comm.size, int(length[0])), dtype=numpy.uint8)
+        table[self.comm.rank, : len(text)] = numpy.frombuffer(text, dtype=numpy.uint8)
+        self.control.all_reduce(table, "max")
+        told = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in table]
+        parts = [each.split("; ") for each in told]
+        at = next(i for i, rows in enumerate(itertools.zip_longest(*parts)) if len(set(rows)) > 1)
+        ranks: dict[str, list[int]] = {}
+        for rank, each in enumerate(parts):
+            shown = "; ".join([each[0], *each[max(1, at) : at + 1]])
+            ranks.setdefault(shown[:200], []).append(rank)
+        found = " | ".join(f"rank {', '.join(map(str, who[:8]))} {what}" for what, who in ranks.items())
+        raise InvalidUsage(
+            f"the ranks don't shard the same modules ({found}): build the same model, and give all ranks the same wrap "
+            "policy and arguments",
+            op="fully_shard", rank=self.comm.rank,
+        )  # fmt: skip
+
+    def fail(self) -> None:
+        """Tell the others, in what they do next, that this rank can't go on."""
+        if self.control is not None:
+            self._row[:] = (0, 0, _NONE, 0, 0, self.comm.rank + 1)
+            self.control.all_reduce(self._row, "max")
+        self._reset()
+
+    def _help(self, index: int) -> None:
+        unit = self._units[index]() if index < len(self._units) else None
+        if unit is None:
+            raise InvalidUsage(
+                f"another rank gathers unit {index}, of a module that is gone here: keep it as long as the others do",
+                op="fully_shard", rank=self.comm.rank,
+            )  # fmt: skip
+        unit.help_gather()
+
+    # ---- Gathering.
+
+    def gather(self, unit: Unit, *, beside: bool = False) -> None:
+        """Begin to gather a unit, if nothing has; `beside`: in advance, while something else is computed."""
+        if unit.state is State.SHARDED:
+            if unit.gathers:
+                self.agree(_GATHER, unit.index)
+            unit.start_gather(async_op=beside)
+
+    def need(self, unit: Unit) -> None:
+        """Have a unit unsharded."""
+        if unit.state is not State.UNSHARDED:
+            self.gather(unit)
+            unit.show()
+
+    def _advance(self, unit: Unit, named: list[Unit] | None, order: list[Unit]) -> None:
+        """Gather in advance what comes behind a unit: those that were named for it, or the next of the last time."""
+        if named is None:
+            if not self.beside or unit not in order:
+                return
+            at = order.index(unit) + 1
+            named = [] if any(each.state is State.GATHERING for each in order) else order[at : at + 1]
+        for each in named:
+            self.gather(each, beside=True)
+
+    # ---- Forward.
+
+    def begin_forward(self, unit: Unit, in_backward: bool) -> None:
+        if not in_backward and self.task is not None:  # the backward before never came to its end
+            self._reset()
+            self.interrupted += 1
+        if self.depth == 0 and not in_backward:
+            self._seen_forward = []
+        self.depth += 1
+
+    def forward(self, unit: Unit, in_backward: bool) -> None:
+        """Have a unit unsharded for its forward, and gather what comes next."""
+        try:
+            for group in unit.groups:
+                group.check()
+        except Exception:
+            self.fail()
+            raise
+        if unit.groups and not in_backward and unit not in self._seen_forward:
+            self._seen_forward.append(unit)
+        self.need(unit)
+        if not in_backward:
+            self._advance(unit, unit.forward_prefetch, self.forward_order if unit.prefetches_forward else [])
+
+    def end_forward(self, unit: Unit, in_backward: bool) -> None:
+        self.depth -= 1
+        if self.depth == 0 and not in_backward:
+            self.forward_order = self._seen_forward
+
+    def reshards_after_forward(self, unit: Unit) -> bool:
+        """Tell whether a unit lets go behind its forward. What the backward begins with, it doesn't."""
+        if not unit.reshard_after_forward:
+            return False
+        return not torch.is_grad_enabled() or unit not in self.backward_order[:2]
+
+    def interrupt(self, error: BaseException, in_backward: bool) -> None:
+        """Go back to where a forward can begin, after an exception has left one."""
+        self.depth = max(0, self.depth - 1)
+        if self.depth == 0 and not in_backward:
+            if torch.is_grad_enabled() and getattr(error, "op", None) != "fully_shard":
+                self.interrupted += 1
+            self._reset()
+
+    def _reset(self) -> None:
+        self.task = None
+        self.depth = 0
+        self._finish()
+        for unit in self.units:
+            unit.reshard()
+            unit.end_backward(drop=True)
+
+    # ---- Backward.
+
+    def begin_backward(self) -> None:
+        """Note that a backward is under way; called by whatever of it comes first."""
+        if self.task is None:
+            self.task = torch._C._current_graph_task_id()
+            self._seen_backward = []
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def backward(self, unit: Unit) -> None:
+        """Have a unit unsharded for its backward, and gather what comes next."""
+        self.begin_backward()
+        if unit.groups and unit not in self._seen_backward:
+            self._seen_backward.append(unit)
+            self.need(unit)
+            if not unit.prefetches_late:
+                self._advance(unit, unit.backward_prefetch, self.backward_order if unit.prefetches_backward else [])
+        else:
+            self.need(unit)
+
+    def arrived(self, unit: Unit) -> None:
+        """Reduce a unit whose gradients have all come."""
+        if unit.syncs:
+            if not self.agree(_REDUCE, unit.index):
+                return  # the end of the backward sees to it
+            self._reduce(unit)
+        self.leave_backward(unit)
+
+    def leave_backward(self, unit: Unit) -> None:
+        """Let a unit's parameters go, of which this backward has no more need."""
+        if unit.reshard_after_backward:
+            unit.reshard()
+        if unit.prefetches_late:
+            self._advance(unit, unit.backward_prefetch, self.backward_order if unit.prefetches_backward else [])
+
+    def _reduce(self, unit: Unit) -> None:
+        self._unfinished += unit.start_reduce(async_op=self.beside)
+        if not self.beside:
+            self._finish()
+
+    def _finish(self) -> None:
+        unfinished, self._unfinished = self._unfinished, []
+        for finish in unfinished:
+            finish()
+
+    def _end_backward(self) -> None:
+        """Do what is left at the end of a backward."""
+        if self.task is None:
+            return  # it was interrupted
+        units = self.units
+        self.backward_order = self._seen_backward
+        if not self.last_backward:
+            self.task = None
+            return
+        if any(unit.syncs for unit in units):
+            self._flush(units)
+        self._finish()
+        self.task = None
+        for unit in units:
+            if unit.reshard_after_backward:
+                unit.reshard()
+            unit.end_backward()
+
+    def _flush(self, units: list[Unit]) -> None:
+        """Reduce what still waits on any rank, and take the zeros off parameters that no rank has used."""
+        count = len(self._units)
+        flags = numpy.zeros(count + self._slots, dtype=numpy.uint8)
+        for unit in units:
+            if unit.syncs:
+                flags[unit.index] = unit.has_gradients()
+                begin = count + unit.first_slot
+                flags[begin : begin + len(unit.slots)] = [slot.arrived for slot in unit.slots]
+        if self.control is not None:
+            self.agree(_DONE)
+            self.control.all_reduce(flags, "max")
+        for index in numpy.flatnonzero(flags[:count]).tolist():
+            unit = self._units[index]()
+            if unit is None:
+                raise InvalidUsage(
+                    f"other ranks have gradients of unit {index}, of a module that is gone here", op="fully_shard",
+                    rank=self.comm.rank,
+                )  # fmt: skip
+            for slot in unit.slots:
+                slot.arrived |= slot.full.grad is not None
+            self._reduce(unit)
+        used = flags[count:].tolist()
+        self._finish()
+        for unit in units:
+            for slot, was in zip(unit.slots, used[unit.first_slot : unit.first_slot + len(unit.slots)], strict=True):
+                if slot.fresh and not was:
+                    slot.piece.grad = None
+                slot.fresh = False
+
+
+def units_of_parameters(params) -> list[Unit]:
+    """Give the units whose pieces are among parameters."""
+    members = set(map(id, params))
+    units = [unit for order in _orders.values() for unit in order.units]
+    return [unit for unit in units if any(id(slot.piece) in members for slot in unit.slots)]

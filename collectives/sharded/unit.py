@@ -1,0 +1,391 @@
+"""Unit: parameters that are gathered together, used, let go, and whose gradients are reduced together.
+
+It knows nothing of forward and backward: `module` calls it in their order, and people's own wrappers in theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..communicator import Communicator
+from ..errors import InvalidArgument, InvalidUsage
+from .api import CPUOffloadPolicy, MixedPrecisionPolicy
+from .loans import Loans
+from .param import Group, Ranks, Slot
+
+__all__ = ["State", "Unit", "managed_parameters"]
+
+
+class State(enum.Enum):
+    """Who holds what.
+
+    SHARDED: the modules hold the pieces, and nothing is gathered. GATHERING: a gather is under way into a buffer that
+    nobody views yet. UNSHARDED: the modules hold the full parameters, views of that buffer.
+    """
+
+    SHARDED = enum.auto()
+    GATHERING = enum.auto()
+    UNSHARDED = enum.auto()
+
+
+def managed_parameters(
+    module: nn.Module, ignored: Iterable[nn.Parameter] = (), stop=lambda module: False
+) -> list[tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]]:
+    """Give (names, places, parameter) of a module's parameters, each once; not below modules where `stop` holds."""
+    ignored = set(map(id, ignored))
+    found: dict[int, tuple] = {}
+    seen: set[int] = set()
+
+    def visit(each: nn.Module, prefix: str) -> None:
+        if id(each) in seen:
+            for name, param in each.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+                if id(param) in found:
+                    found[id(param)][0].append(name)
+            return
+        seen.add(id(each))
+        for attribute, param in each._parameters.items():
+            if param is None or id(param) in ignored:
+                continue
+            names, places, _ = found.setdefault(id(param), ([], [], param))
+            names.append(prefix + attribute)
+            places.append((each, attribute))
+        for name, child in each._modules.items():
+            if child is not None and not stop(child):
+                visit(child, f"{prefix}{name}.")
+
+    visit(module, "")
+    return list(found.values())
+
+
+class Unit:
+    """Parameters in shards that are gathered together and whose gradients are reduced together.
+
+    `module`: whose parameters these are, without those of `ignored_params`; or `parameters`: a list of (names, places,
+    parameter) as `managed_parameters` gives it. `ranks`: a `Communicator`, or `Ranks`. The module is changed in place:
+    it holds pieces, one-dimensional in memory (``(k, 1, ..., 1)`` of k elements), until `unshard()`, and again after
+    `reshard()`; both are Parameters and keep their identity. `mp_policy`, `offload_policy`: as `fully_shard` takes
+    them. `persistent`: keep what is gathered, with the shard as its part (the memory of all parameters on each rank).
+    `device`: where it computes; None: the communicator's.
+
+    A local call; all ranks must make units of the same parameters. Raises `InvalidArgument` for parameters that can't
+    be sharded, by name.
+    """
+
+    def __init__(
+        self, module: nn.Module | None, ranks: Ranks | Communicator, *, parameters=None, ignored_params=(),
+        name: str = "", mp_policy: MixedPrecisionPolicy | None = None, offload_policy=None, persistent: bool = False,
+        loans: Loans | None = None, align: int = 0,
+    ):  # fmt: skip
+        if isinstance(ranks, Communicator):
+            ranks = Ranks(ranks if ranks.size > 1 else None, None, ranks)
+        self.ranks = ranks
+        self.name = name
+        self.device = ranks.world.device
+        self.mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+        self.persistent = persistent
+        self.loans = Loans() if loans is None else loans
+        self.state = State.SHARDED
+        self.index = self.first_slot = 0  # its place among the units of a communicator, the same on all ranks
+        self.divide_factor: float | None = None
+        self.custom_all_gather = self.custom_reduce_scatter = self.custom_all_reduce = None
+        # What `module` does with it in forward and backward.
+        self.reshard_after_forward = self.reshard_after_backward = self.syncs = True
+        self.prefetches_forward = self.prefetches_backward = True
+        self.prefetches_late = False  # in backward, behind a unit's gradients
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+        self.calls = 0  # forwards whose backward is still to end
+        self._works: list = []
+        offloads = isinstance(offload_policy, CPUOffloadPolicy)
+        store = torch.device("cpu") if offloads else self.device
+        found = managed_parameters(module, ignored_params) if parameters is None else parameters
+        kinds: dict[tuple, list] = {}
+        for names, places, param in found:
+            self._look_at(param, names[0])
+            kinds.setdefault((param.dtype, param.requires_grad), []).append((Slot(names, places, param), param))
+        self.groups = [
+            Group(
+                [slot for slot, _ in members], [param for _, param in members], ranks, self.loans, device=self.device,
+                store=store, pinned=offloads and offload_policy.pin_memory, gather_dtype=self.mp_policy.param_dtype,
+                reduce_dtype=self.mp_policy.reduce_dtype, persistent=persistent, align=align,
+            )
+            for members in kinds.values()
+        ]  # fmt: skip
+        self.slots = [slot for group in self.groups for slot in group.slots]
+        self.trainable = [group for group in self.groups if group.requires_grad]
+        # Registering goes by the modules' dictionaries, but where a module looks at what is set (nn.LSTM).
+        self._plain, self._watched = [], []
+        for slot in self.slots:
+            for holder, attribute in slot.places:
+                usual = type(holder).__setattr__ is nn.Module.__setattr__
+                self._plain.append((holder._parameters, attribute, slot)) if usual else self._watched.append(
+                    (holder, attribute, slot)
+                )
+        self._register("piece")
+        self.end_backward()
+
+    def _look_at(self, param: nn.Parameter, name: str) -> None:
+        if param.layout != torch.strided:
+            raise InvalidArgument(f"{name} is {param.layout}: only strided parameters can be sharded: ignored_params")
+        if type(param).__name__ == "DTensor" or hasattr(param, "placements"):
+            raise InvalidArgument(f"{name} is a DTensor: it is distributed already; see ignored_params")
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise InvalidArgument(f"{name} has no shape yet: run a forward of its lazy module before it is sharded")
+
+    def __repr__(self):
+        count = sum(slot.count for slot in self.slots)
+        return f"<Unit {self.name or self.index} of {len(self.slots)} parameters, {count} elements, {self.state.name}>"
+
+    # ---- What it is.
+
+    def describe(self) -> str:
+        """Give what must be the same on all ranks."""
+        kinds = [
+            f"{group.dtype}{'' if group.requires_grad else ' frozen'}: "
+            + ", ".join(f"{'='.join(slot.names)}{list(slot.shape)}" for slot in group.slots)
+            for group in self.groups
+        ]
+        return "; ".join(kinds)
+
+    @property
+    def gathers(self) -> bool:
+        """Tell whether unsharding takes a collective."""
+        return self.ranks.shard is not None and bool(self.groups)
+
+    def pieces(self) -> list[nn.Parameter]:
+        """Give this rank's pieces, in the order of the parameters' groups."""
+        return [slot.piece for slot in self.slots]
+
+    def _register(self, form: str) -> None:
+        for parameters, attribute, slot in self._plain:
+            parameters[attribute] = getattr(slot, form)
+        for holder, attribute, slot in self._watched:
+            setattr(holder, attribute, getattr(slot, form))
+
+    # ---- Gathering.
+
+    @torch.inference_mode(False)  # what is gathered may outlive the mode, in which alone it could be saved for backward
+    @torch.no_grad()
+    def start_gather(self, *, async_op: bool = False) -> None:
+        """Begin to gather the parameters; with `async_op` return before that is done. A collective of `ranks.shard`."""
+        if self.state is not State.SHARDED:
+            return
+        works = []
+        for group in self.groups:
+            work = group.start_gather(async_op=async_op, custom=self.custom_all_gather)
+            if work is not None:
+                works.append(work)
+        self._works = works
+        self.state = State.GATHERING
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def show(self) -> None:
+        """Wait for what `start_gather` began, and give the modules the full parameters."""
+        if self.state is State.UNSHARDED:
+            return
+        if self.state is State.SHARDED:
+            raise InvalidUsage(f"{self!r} has nothing gathered: unshard() it")
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        for group in self.groups:
+            group.show()
+        self._register("full")
+        self.state = State.UNSHARDED
+
+    @torch.no_grad()
+    def help_gather(self) -> None:
+        """Take part in a gather that other ranks need; what this rank holds stays as it is."""
+        for group in self.groups:
+            group.help_gather(self.custom_all_gather)
+
+    def unshard(self) -> None:
+        """Gather the parameters and give them to the modules. A collective; blocks on the host."""
+        self.start_gather()
+        self.show()
+
+    def reshard(self, *, write_back: bool = False) -> None:
+        """Give the modules the pieces again and let go of what was gathered; a local call.
+
+        `write_back`: take over what was written to the full parameters.
+        """
+        if self.state is State.GATHERING:
+            self.show()  # what is under way must end
+        if self.state is State.SHARDED:
+            return
+        self._register("piece")
+        for group in self.groups:
+            if write_back:
+                group.write_back()
+            group.hide()
+        self.state = State.SHARDED
+
+    @contextlib.contextmanager
+    def unsharded(self, *, write_back: bool = False):
+        """Unshard inside of a ``with`` block."""
+        before = self.state
+        self.unshard()
+        try:
+            yield self
+        finally:
+            if before is State.SHARDED:
+                self.reshard(write_back=write_back)
+            elif write_back:
+                for group in self.groups:
+                    group.write_back()
+
+    # ---- Gradients.
+
+    def has_gradients(self) -> bool:
+        """Tell whether full gradients wait to be reduced."""
+        return any(group.has_gradients() for group in self.trainable)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def start_reduce(self, *, async_op: bool = False) -> list:
+        """Begin to average the full gradients into the pieces' gradients; give functions that wait for it and end it.
+
+        A collective of all ranks; a rank without gradients sends zeros. The full gradients are gone afterwards.
+        """
+        return [self._reduce(group, async_op) for group in self.trainable]
+
+    def reduce(self) -> None:
+        """Average the full gradients over the ranks into the pieces' gradients, or add to those that are there."""
+        for finish in self.start_reduce():
+            finish()
+
+    def _reduce(self, group: Group, async_op: bool):
+        flat = group.take_gradients(self.custom_reduce_scatter)
+        part, in_place = self._average(group, flat, async_op)
+        work = None
+        if isinstance(part, tuple):
+            part, work = part
+
+        def finish():
+            if work is not None:
+                work.wait()
+            group.take_in(part, in_place)
+
+        return finish
+
+    def _average(self, group: Group, flat: torch.Tensor, async_op: bool):
+        ranks = self.ranks
+        op = "avg" if self.divide_factor is None else 1.0 / self.divide_factor
+        send = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        own = slice(ranks.rank * group.share, (ranks.rank + 1) * group.share)
+        if ranks.shard is None or (ranks.replicas is not None and ranks.world._on_host):
+            # On one machine's memory a sum over all ranks at once is in rank order, as DDP's is.
+            work = self._all_reduce(ranks.world, send, op, async_op)
+            in_place = flat is group.grad
+            return ((flat if in_place else flat[own]), work), in_place
+        out, in_place = group.output()
+        to = torch.view_as_real(out).view(-1) if out.is_complex() else out
+        if self.custom_reduce_scatter is not None:
+            work = self.custom_reduce_scatter(to, send, ranks.group or ranks.shard, _torchs(op), async_op)
+        else:
+            work = ranks.shard.reduce_scatter(to, send, op, async_op=async_op)
+        if ranks.replicas is not None:
+            if work is not None:
+                work.wait()
+            work = self._all_reduce(ranks.replicas, to, "avg" if op == "avg" else "sum", async_op)
+        return (out, work), in_place
+
+    def _all_reduce(self, comm: Communicator, flat: torch.Tensor, op, async_op: bool):
+        if self.custom_all_reduce is not None:
+            return self.custom_all_reduce(flat, comm, _torchs(op), async_op)
+        return comm.all_reduce(flat, op, async_op=async_op)
+
+    def note(self, slot: Slot) -> bool:
+        """Note that a parameter's gradient has come in this backward; tell whether it was the last one expected."""
+        slot.arrived = True
+        if slot.came:
+            return False
+        slot.came = True
+        self._missing -= slot.expected
+        return slot.expected and not self._missing
+
+    def end_backward(self, *, drop: bool = False) -> None:
+        """Begin to count anew; `drop`: without what the last backward has brought."""
+        if any(slot.came for slot in self.slots):
+            for slot in self.slots:
+                if not drop:
+                    slot.expected = slot.came
+                elif slot.came:
+                    slot.full.grad = None
+                    slot.arrived = slot.kept is not None
+                slot.came = False
+        if self.syncs:
+            for slot in self.slots:
+                slot.arrived = False
+        else:
+            for group in self.trainable:
+                group.keep()
+        self._missing = sum(slot.expected for slot in self.slots)
+        self.calls = 0
+
+    # ---- What autograd saves.
+
+    @contextlib.contextmanager
+    def saving(self, demand):
+        """Let what autograd saves of the gathered parameters be looked up when it is needed, not kept.
+
+        `demand`: a function that has this unit unsharded. Other tensors go to the hooks that were there before.
+        """
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        here = {}
+        for group in self.groups:
+            if group.gathered is not None:
+                here[group.gathered.untyped_storage().data_ptr()] = group
+
+        def save(tensor):
+            group = here.get(_storage_address(tensor))
+            if group is None:
+                return tensor if outer is None else outer[0](tensor)
+            base = group.gathered.storage_offset() * group.gathered.element_size()
+            offset = tensor.storage_offset() - base // tensor.element_size()
+            return _Saved(group, tensor.dtype, tensor.size(), tensor.stride(), offset)
+
+        def load(saved):
+            if type(saved) is not _Saved:
+                return saved if outer is None else outer[1](saved)
+            demand()
+            flat = saved.group.gathered
+            flat = flat if flat.dtype == saved.dtype else flat.view(saved.dtype)
+            return flat.as_strided(saved.size, saved.stride, flat.storage_offset() + saved.offset)
+
+        with torch.autograd.graph.saved_tensors_hooks(save, load):
+            yield
+
+
+class _Saved:
+    """A tensor that autograd has saved of a group's gathered parameters: where it lies in them."""
+
+    __slots__ = ("dtype", "group", "offset", "size", "stride")
+
+    def __init__(self, group, dtype, size, stride, offset):
+        self.group = group
+        self.dtype = dtype
+        self.size = size
+        self.stride = stride
+        self.offset = offset
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse ones, and others that have none
+        return 0
+
+
+def _torchs(op):
+    """Give an operation as torch.distributed has it."""
+    from torch.distributed import ReduceOp
+    from torch.distributed.distributed_c10d import _make_nccl_premul_sum
+
+    return {"avg": ReduceOp.AVG, "sum": ReduceOp.SUM}[op] if isinstance(op, str) else _make_nccl_premul_sum(op)
