@@ -13,8 +13,8 @@ torch's AdamW(foreach=True) for all ways, or `collectives.optim.AdamW` for all.
 
 The ways take turns, a few steps each, forwards in one round and backwards in the next; the first step of a turn isn't
 counted. A turn's time is the median of its steps, of the slower rank; a way's the median of its turns. `added`: what a
-way adds to `alone`, by what `fsdp2` adds, (way - alone) / (fsdp2 - alone), of these times, and the quartiles of the same
-taken in each round. Alone a rank steps all parameters, sharded only its own, which takes off of what is added;
+way adds to `alone`, by what `fsdp2` adds, (way - alone) / (fsdp2 - alone), of these times, and the quartiles of what it
+is in each round. Alone a rank steps all parameters, sharded only its own, which takes off of what is added;
 `added_backprop` leaves the optimizer out. `to_ddp`: the way's step by DDP's, likewise.
 
 Before anything is timed and after it the parameters are compared, which all have made the same steps: those of `ddp`
@@ -44,7 +44,7 @@ def verify(ways, kind):
     """Compare the parameters of all ways; give how far each is from the first exact one, by the largest change."""
     reference = next((way for way in ways if way.exact), None) or next(way for way in ways if way.name != "alone")
     right = reference.parameters()
-    moved = {key: (right[key] - first).abs().max().item() for key, first in kind.build().state_dict().items()}
+    moved = {key: (right[key] - first).abs().max().item() for key, first in kind.build().named_parameters()}
     apart = {}
     for way in ways:
         found = way.parameters()

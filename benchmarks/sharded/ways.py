@@ -9,7 +9,6 @@ from beside import GPT, cut, load_text, loss_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 
 import collectives
 from collectives import optim
@@ -187,10 +186,13 @@ class Way:
     @torch.no_grad()
     def parameters(self):
         """Give the whole parameters by name; all ranks must call it."""
-        found = self.model.state_dict()
-        return {
-            key: value.full_tensor() if isinstance(value, DTensor) else value.detach() for key, value in found.items()
-        }
+        sharded = [module for module in self.model.modules() if hasattr(module, "unshard")]
+        for module in sharded:
+            module.unshard()
+        found = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        for module in sharded:
+            module.reshard()
+        return found
 
     def rest(self):
         """Let go of the gradients: other ways are next."""
