@@ -17,20 +17,23 @@ __all__ = ["LEAST_LENT", "Loans"]
 
 # Bytes from which a buffer is lent: a smaller one shares malloc's pages, and its staging copy stays in the cache.
 LEAST_LENT = 64 << 10
+_LOOSE = 1.25  # how much more than was lent may be held
 
 
 class Loans:
     """Memory that the peers read and write in place, mapped once and not in every step.
 
-    A tensor that is lent comes back when the last tensor that views it is gone, whoever holds it. What is held is never
-    more than what was lent at one time: before it grows past that, what is free is given back. `held`, `lent` and
-    `most` count it in bytes: all blocks, those lent, and those lent at the most.
+    A tensor that is lent comes back when the last tensor that views it is gone, whoever holds it. `lent` and `most`
+    count bytes that were asked for: now, and at one time at the most; `held` counts all blocks. Before it grows past
+    `most`, what is free is given back. A block may be larger than what is lent of it, until `held` passes `most` by a
+    quarter: then blocks of the right size take its place (with no such margin, units of many sizes would map memory in
+    every step).
     """
 
     def __init__(self):
         self._lock = threading.Lock()
         # Blocks whose tensors are gone. Finalizers fill it, at any place of any thread: they must not wait for a lock.
-        self._returned: deque[torch.Tensor] = deque()
+        self._returned: deque[tuple[torch.Tensor, int]] = deque()
         self._free: list[torch.Tensor] = []  # by size
         self.held = self.lent = self.most = 0
         self._owner = os.getpid()
@@ -43,23 +46,20 @@ class Loans:
         with self._lock:
             block = self._block(comm, nbytes)
         loan = (ctypes.c_char * nbytes).from_address(block.data_ptr())
-        weakref.finalize(loan, self._returned.append, block).atexit = False
+        weakref.finalize(loan, self._returned.append, (block, nbytes)).atexit = False
         return torch.frombuffer(loan, dtype=dtype)  # its storage holds the loan
 
     def _block(self, comm: Communicator, nbytes: int) -> torch.Tensor:
         while self._returned:
-            block = self._returned.popleft()
-            self.lent -= block.numel()
+            block, asked = self._returned.popleft()
+            self.lent -= asked
             bisect.insort(self._free, block, key=torch.Tensor.numel)
-        at = bisect.bisect_left(self._free, nbytes, key=torch.Tensor.numel)
-        if at < len(self._free):
-            block = self._free.pop(at)
-        else:  # all that is free is too small
-            self.most = max(self.most, self.lent + nbytes)
-            while self._free and self.held + nbytes > self.most:
-                self.held -= self._free.pop(0).numel()
-            block = comm.empty(nbytes, torch.uint8)
-            self.held += nbytes
-        self.lent += block.numel()
+        self.lent += nbytes
         self.most = max(self.most, self.lent)
-        return block
+        at = bisect.bisect_left(self._free, nbytes, key=torch.Tensor.numel)
+        if at < len(self._free) and (self._free[at].numel() == nbytes or self.held <= _LOOSE * self.most):
+            return self._free.pop(at)
+        while self._free and self.held + nbytes > self.most:
+            self.held -= self._free.pop(0).numel()
+        self.held += nbytes
+        return comm.empty(nbytes, torch.uint8)

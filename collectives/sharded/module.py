@@ -26,7 +26,7 @@ from ..torch_groups import communicator_over, default_group
 from .api import MixedPrecisionPolicy, OffloadPolicy
 from .order import Order, order_of, units_of_parameters
 from .param import Ranks
-from .unit import State, Unit, managed_parameters
+from .unit import State, Unit, check_parameter, managed_parameters
 
 __all__ = ["ShardedModule", "UnshardHandle", "fully_shard", "ranks_of", "register_forward_method", "units_in"]
 
@@ -85,10 +85,12 @@ def _check_module(module) -> None:
         raise InvalidUsage(f"this {type(module).__name__} is sharded already", op="fully_shard")
 
 
-def ranks_of(module: nn.Module, comm: Communicator | None, mesh, *, replicated: bool = False) -> Ranks:
+def ranks_of(
+    module: nn.Module, comm: Communicator | None, mesh, *, group=None, replicated: bool = False, device=None
+) -> Ranks:
     """Give the ranks over which to shard a module; opens communicators at first use, which blocks.
 
-    `replicated`: each rank has all of it.
+    `replicated`: each rank has all of it. `device`: where it computes; None: where its parameters are.
     """
     if comm is not None and mesh is not None:
         raise InvalidArgument("comm and mesh both say which ranks share the parameters: give one", op="fully_shard")
@@ -97,12 +99,13 @@ def ranks_of(module: nn.Module, comm: Communicator | None, mesh, *, replicated: 
             raise InvalidArgument(f"comm must be a collectives.Communicator, not {kind_of(comm)}", op="fully_shard")
         return Ranks(None if replicated or comm.size == 1 else comm, None, comm)
     if mesh is None:
-        group = default_group("a sharded module's", "give fully_shard a comm or mesh", op="fully_shard")
-        world = communicator_over(group, _device_of(module, None))
+        if group is None:
+            group = default_group("a sharded module's", "give fully_shard a comm or mesh", op="fully_shard")
+        world = communicator_over(group, device or _device_of(module, None))
         return Ranks(None if replicated or world.size == 1 else world, None, world, group)
     if not hasattr(mesh, "get_group") or mesh.ndim > 2:
         raise InvalidArgument(f"mesh must be a DeviceMesh of one or two dimensions, not {mesh!r:.80}", op="fully_shard")
-    device = _device_of(module, mesh.device_type)
+    device = device or _device_of(module, mesh.device_type)
     if mesh.ndim == 1:
         world = communicator_over(mesh.get_group(), device)
         return Ranks(None if replicated or world.size == 1 else world, None, world, mesh.get_group())
@@ -143,6 +146,7 @@ def shard(
     keep = _parse_reshard(reshard_after_forward, ranks)
     found = managed_parameters(module, ignored_params, stop=lambda each: isinstance(each, ShardedModule))
     for names, _, param in found:
+        check_parameter(param, names[0])
         if param in _replaced:
             raise InvalidUsage(
                 f"{names[0]} of this {type(module).__name__} is tied to {_replaced[param]}, which was sharded before "
@@ -161,8 +165,9 @@ def shard(
         persistent=persistent, loans=order.loans,
     )  # fmt: skip
     order.add(unit, described)
-    unit.reshard_after_forward = keep
+    _set_reshard(unit, keep)
     unit.module = weakref.ref(module)
+    unit.order = order
     for names, _, param in found:
         _replaced[param] = f"{names[0]} of {type(module).__name__}"
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
@@ -187,6 +192,24 @@ def _parse_reshard(value, ranks: Ranks) -> bool | int:
             op="fully_shard",
         )
     return True if value == ranks.size else value
+
+
+def _set_reshard(unit: Unit, keep: bool | int) -> None:
+    unit.reshard_after_forward = bool(keep)
+    unit.neighbours = None
+    if keep is not True and keep:
+        unit.neighbours = _neighbours(unit.ranks.shard, keep)
+
+
+def _neighbours(comm: Communicator, size: int) -> Communicator:
+    """Give the communicator of so many ranks beside each other; one for all units."""
+    known = _near.setdefault(comm, {})
+    if size not in known or known[size].closed:
+        known[size] = comm.split(comm.rank // size)
+    return known[size]
+
+
+_near: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> {size: its neighbours}
 
 
 def _class_of(face: type, cls: type) -> type:
@@ -237,11 +260,11 @@ def run_forward(module: ShardedModule, forward, args: tuple, kwargs: dict) -> An
         if watches:
             _watch_inputs(unit, order, (args, kwargs))
         lets_go = not in_backward and order.reshards_after_forward(unit)
-        saves = torch.is_grad_enabled() and unit.groups and unit.gathers and (in_backward or lets_go)
+        saves = torch.is_grad_enabled() and lets_go and unit.gathers
         with unit.saving(functools.partial(order.need, unit)) if saves else contextlib.nullcontext():
             output = forward(*args, **kwargs)
         if lets_go:
-            unit.reshard()
+            unit.reshard(keep_near=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             _watch_outputs(unit, order, output)
         if unit.mp_policy.output_dtype is not None:
@@ -308,8 +331,8 @@ def _watch_inputs(unit: Unit, order: Order, inputs) -> None:
                     order.leave_backward(unit)
 
     watched = [tensor for tensor in _tensors(inputs) if tensor.requires_grad and not tensor.is_leaf]
+    unit.calls += 1  # one without such inputs is never seen to end, so that nothing ends too early
     if watched:
-        unit.calls += 1
         torch.autograd.graph.register_multi_grad_hook(watched, lambda _grads: ends(None))
 
 
@@ -364,10 +387,20 @@ class ShardedModule:
         """Give the module its pieces again; a local call. What was written to the full parameters is lost."""
         self._unit.reshard()
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Say whether backwards reduce gradients; False: full ones add up, on each rank alone, until one does."""
-        for unit in units_in(self, recurse=recurse):
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True, keep_bytes: int | None = None
+    ) -> None:
+        """Say whether backwards reduce gradients; False: full ones add up, on each rank alone, until one does.
+
+        `keep_bytes`: so many bytes of full gradients may be kept; units beyond them reduce in each backward, and add up
+        in pieces. The innermost and first come first; None: no limit.
+        """
+        left = None if keep_bytes is None else int(keep_bytes)
+        for unit in reversed(units_in(self, recurse=recurse)):
             unit.syncs = bool(requires_gradient_sync)
+            if left is not None and not unit.syncs:
+                left -= unit.full_gradient_bytes
+                unit.syncs = left < 0
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """FSDP2's name for leaving out the sum over replicas; here they are summed with the pieces: True only."""
@@ -375,9 +408,12 @@ class ShardedModule:
             raise InvalidArgument("gradients are reduced over pieces and replicas at once: set_requires_gradient_sync")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether to let go of the parameters behind a forward, as `fully_shard` takes it."""
+        """Say whether to let go of the parameters behind a forward, as `fully_shard` takes it.
+
+        An int is a collective, which all ranks must call.
+        """
         for unit in units_in(self, recurse=recurse):
-            unit.reshard_after_forward = _parse_reshard(reshard_after_forward, unit.ranks)
+            _set_reshard(unit, _parse_reshard(reshard_after_forward, unit.ranks))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Say whether to let go of the parameters behind a backward; False: the next forward needs no gather.
@@ -422,6 +458,29 @@ class ShardedModule:
     def set_custom_all_reduce(self, comm) -> None:
         """Reduce over replicas by somebody else's ``comm(tensor, group, op, async_op)``, in place."""
         self._unit.custom_all_reduce = comm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the pieces' gradients, and drop full ones that wait for a synchronised backward."""
+        super().zero_grad(set_to_none)
+        for unit in units_in(self):
+            unit.drop_gradients()
+
+    def apply(self, fn):
+        """Call a function on this module and those inside, each with its unit unsharded; what it writes is kept.
+
+        A collective.
+        """
+        self._order.need(self._unit)
+        try:
+            return super().apply(fn)
+        finally:
+            self._unit.reshard(write_back=True)
+
+    def _apply(self, fn, recurse=True):
+        self._unit.reshard()
+        result = super()._apply(fn, recurse)
+        self._unit.find_pieces()
+        return result
 
     def extra_repr(self) -> str:
         """Tell the unit beside what the module tells of itself."""

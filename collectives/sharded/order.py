@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import weakref
 import zlib
+from collections import deque
 
 import numpy
 import torch
@@ -31,7 +32,9 @@ from .unit import State, Unit
 __all__ = ["Order", "order_of", "units_of_parameters"]
 
 _DONE, _REDUCE, _GATHER, _MAKE = 1, 2, 3, 4
-_KIND, _COUNT = 32, 20  # bits below
+_MOST_FREED = 2
+LATER, ALIKE, HELPED = range(3)
+_KIND, _COUNT = 33, 20  # bits below
 _NONE = -(1 << 62)
 
 # id of a communicator -> its order, which holds it
@@ -61,9 +64,14 @@ class Order:
         # Gathers and reductions run beside the computation where there is something to run them on.
         self.beside = not comm._on_host or overlaps(comm)
         self.interrupted = 0  # forwards and backwards that an exception has left
+        self._told: BaseException | None = None  # an error of which the others know
         self.depth = 0  # forwards of units that this thread is in
         self.last_backward = True
+        self.limited = True  # on a GPU, by `limit_all_gathers`
+        self._freed: deque = deque()  # events behind which gathered parameters were let go
         self.backward_order: list[Unit] = []  # of the last backward, without its repetitions
+        self.begins = self._begins = 0  # how many of them it came to before it had let go of any
+        self._left = False  # it has let go of one
         self.forward_order: list[Unit] = []
         self._seen_forward: list[Unit] = []
         self._seen_backward: list[Unit] = []
@@ -75,6 +83,7 @@ class Order:
         self.agree(_MAKE, zlib.crc32(described.encode()), f"shards {described}")
         unit.index = len(self._units)
         unit.first_slot = self._slots
+        unit.freed = self._freed
         self._slots += len(unit.slots)
         self._units.append(weakref.ref(unit))
 
@@ -85,11 +94,15 @@ class Order:
 
     # ---- Agreeing.
 
-    def agree(self, kind: int, index: int = 0, described: str = "") -> bool:
-        """Tell the others what this rank has come to, and help until all do it; False: a reduction that must wait."""
+    def agree(self, kind: int, index: int = 0, described: str = "", *, near: bool = False) -> int:
+        """Tell the others what this rank has come to, and help until all do it.
+
+        Give `ALIKE`: all do; `HELPED`: a gather, in which others only help or have kept other parts (`near`); `LATER`:
+        a reduction that must wait.
+        """
         if self.control is None:
-            return True
-        code, row = kind << _KIND | index, self._row
+            return ALIKE
+        code, row = kind << _KIND | index << 1 | near, self._row
         count = self.interrupted << _COUNT | self.comm.rank
         wish = -index if kind == _GATHER else _NONE
         while True:
@@ -98,30 +111,31 @@ class Order:
             most, least, lowest, newest, oldest, failed = row.tolist()
             if failed:
                 self._reset()
-                raise RemoteError(
-                    f"rank {failed - 1} could not go on, in its forward, and raised the reason there",
-                    op="fully_shard", rank=self.comm.rank,
-                )  # fmt: skip
+                raise self._remote(f"rank {failed - 1} could not go on, in its forward, and raised the reason there")
             if newest >> _COUNT != -oldest >> _COUNT:
                 self._reset()
                 self.interrupted = newest >> _COUNT
                 ahead = newest & (1 << _COUNT) - 1
                 where = "here" if ahead == self.comm.rank else f"on rank {ahead}"
-                raise RemoteError(
+                raise self._remote(
                     f"a forward or backward was interrupted by an exception {where} and not on all ranks: their "
-                    "gradients would be of different batches; catch exceptions on all ranks, or on none",
-                    op="fully_shard", rank=self.comm.rank,
-                )  # fmt: skip
+                    "gradients would be of different batches; catch exceptions on all ranks, or on none"
+                )
             if most == -least:
-                return True
+                return ALIKE
             if most >> _KIND == _MAKE:
                 self._differ(described or ("", "ends a backward", "reduces", "is in a forward")[kind])
             if lowest != _NONE:
                 if wish == lowest:
-                    return True
+                    return HELPED
                 self._help(-lowest)
             elif kind == _REDUCE:
-                return False
+                return LATER
+
+    def _remote(self, text: str) -> RemoteError:
+        """Give an error of which all ranks know."""
+        self._told = RemoteError(text, op="fully_shard", rank=self.comm.rank)
+        return self._told
 
     def _differ(self, described: str) -> None:
         """Raise an error that says which ranks shard what."""
@@ -139,11 +153,13 @@ class Order:
             shown = "; ".join([each[0], *each[max(1, at) : at + 1]])
             ranks.setdefault(shown[:200], []).append(rank)
         found = " | ".join(f"rank {', '.join(map(str, who[:8]))} {what}" for what, who in ranks.items())
-        raise InvalidUsage(
+        self._reset()
+        self._told = InvalidUsage(
             f"the ranks don't shard the same modules ({found}): build the same model, and give all ranks the same wrap "
             "policy and arguments",
             op="fully_shard", rank=self.comm.rank,
         )  # fmt: skip
+        raise self._told
 
     def fail(self) -> None:
         """Tell the others, in what they do next, that this rank can't go on."""
@@ -151,6 +167,12 @@ class Order:
             self._row[:] = (0, 0, _NONE, 0, 0, self.comm.rank + 1)
             self.control.all_reduce(self._row, "max")
         self._reset()
+
+    def help(self, unit: Unit) -> None:
+        """Take part in a gather of which this rank has no need."""
+        if unit.gathers:
+            self.agree(_GATHER, unit.index)
+            unit.help_gather()
 
     def _help(self, index: int) -> None:
         unit = self._units[index]() if index < len(self._units) else None
@@ -166,9 +188,12 @@ class Order:
     def gather(self, unit: Unit, *, beside: bool = False) -> None:
         """Begin to gather a unit, if nothing has; `beside`: in advance, while something else is computed."""
         if unit.state is State.SHARDED:
+            if self.limited and self._freed is not None and len(self._freed) >= _MOST_FREED:
+                self._freed.popleft().synchronize()
+            near = unit.is_near
             if unit.gathers:
-                self.agree(_GATHER, unit.index)
-            unit.start_gather(async_op=beside)
+                near = self.agree(_GATHER, unit.index, near=near) == ALIKE and near
+            unit.start_gather(async_op=beside, near=near)
 
     def need(self, unit: Unit) -> None:
         """Have a unit unsharded."""
@@ -199,10 +224,10 @@ class Order:
     def forward(self, unit: Unit, in_backward: bool) -> None:
         """Have a unit unsharded for its forward, and gather what comes next."""
         try:
-            for group in unit.groups:
-                group.check()
-        except Exception:
+            unit.check()
+        except Exception as error:
             self.fail()
+            self._told = error
             raise
         if unit.groups and not in_backward and unit not in self._seen_forward:
             self._seen_forward.append(unit)
@@ -219,19 +244,19 @@ class Order:
         """Tell whether a unit lets go behind its forward. What the backward begins with, it doesn't."""
         if not unit.reshard_after_forward:
             return False
-        return not torch.is_grad_enabled() or unit not in self.backward_order[:2]
+        return not torch.is_grad_enabled() or unit not in self.backward_order[: self.begins + self.beside]
 
     def interrupt(self, error: BaseException, in_backward: bool) -> None:
         """Go back to where a forward can begin, after an exception has left one."""
-        self.depth = max(0, self.depth - 1)
+        self.depth -= 1
         if self.depth == 0 and not in_backward:
-            if torch.is_grad_enabled() and getattr(error, "op", None) != "fully_shard":
+            if torch.is_grad_enabled() and error is not self._told:
                 self.interrupted += 1
+            self._told = None
             self._reset()
 
     def _reset(self) -> None:
         self.task = None
-        self.depth = 0
         self._finish()
         for unit in self.units:
             unit.reshard()
@@ -244,6 +269,8 @@ class Order:
         if self.task is None:
             self.task = torch._C._current_graph_task_id()
             self._seen_backward = []
+            self._left = False
+            self._begins = 0
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def backward(self, unit: Unit) -> None:
@@ -251,6 +278,7 @@ class Order:
         self.begin_backward()
         if unit.groups and unit not in self._seen_backward:
             self._seen_backward.append(unit)
+            self._begins += not self._left
             self.need(unit)
             if not unit.prefetches_late:
                 self._advance(unit, unit.backward_prefetch, self.backward_order if unit.prefetches_backward else [])
@@ -260,19 +288,23 @@ class Order:
     def arrived(self, unit: Unit) -> None:
         """Reduce a unit whose gradients have all come."""
         if unit.syncs:
-            if not self.agree(_REDUCE, unit.index):
+            if self.agree(_REDUCE, unit.index) == LATER:
                 return  # the end of the backward sees to it
+            if unit.reshard_after_backward:
+                unit.reshard()  # before, since the gradients can be packed where the parameters were
             self._reduce(unit)
         self.leave_backward(unit)
 
     def leave_backward(self, unit: Unit) -> None:
         """Let a unit's parameters go, of which this backward has no more need."""
+        self._left = True
         if unit.reshard_after_backward:
             unit.reshard()
         if unit.prefetches_late:
             self._advance(unit, unit.backward_prefetch, self.backward_order if unit.prefetches_backward else [])
 
     def _reduce(self, unit: Unit) -> None:
+        self._finish()  # one at a time is under way, since each has a buffer
         self._unfinished += unit.start_reduce(async_op=self.beside)
         if not self.beside:
             self._finish()
@@ -287,7 +319,7 @@ class Order:
         if self.task is None:
             return  # it was interrupted
         units = self.units
-        self.backward_order = self._seen_backward
+        self.backward_order, self.begins = self._seen_backward, self._begins
         if not self.last_backward:
             self.task = None
             return

@@ -16,10 +16,10 @@ from torch import nn
 from ..communicator import Communicator
 from ..errors import InvalidArgument
 from ..kernels import pack
-from ..layout import bucket_layout, padded
+from ..layout import Layout, bucket_layout, padded
 from .loans import LEAST_LENT, Loans
 
-__all__ = ["Group", "Ranks", "Slot"]
+__all__ = ["Group", "Ranks", "Slot", "shard_layout"]
 
 _data_ptr, _numel = torch._C.TensorBase.data_ptr, torch._C.TensorBase.numel
 
@@ -43,6 +43,17 @@ class Ranks(NamedTuple):
     @property
     def size(self) -> int:
         return 1 if self.shard is None else self.shard.size
+
+
+def shard_layout(counts: list[int], dtypes, ranks: int, align: int = 0) -> tuple[Layout, int]:
+    """Place parameters of so many elements in a flat buffer; give their places and the elements of a rank's shard.
+
+    Each parameter, and each shard, begins at a multiple of 16 bytes in all the `dtypes` that are on the way.
+    """
+    narrowest = min(dtype.itemsize for dtype in dtypes)
+    layout = bucket_layout(counts, narrowest)
+    each = -(-layout.total // ranks)
+    return layout, max(padded(each, narrowest), -(-each // align) * align if align else 0)
 
 
 class Slot:
@@ -102,16 +113,15 @@ class Group:
         self.gather_dtype = gather_dtype if casts and gather_dtype is not None else self.dtype
         self.reduce_dtype = reduce_dtype if casts and reduce_dtype is not None else self.gather_dtype
         self.persistent = persistent and self.gather_dtype == self.dtype and self.store == device
-        # Each parameter, and each rank's shard, begins at a multiple of 16 bytes in all the dtypes on the way.
-        narrowest = min(self.dtype.itemsize, self.gather_dtype.itemsize, self.reduce_dtype.itemsize)
-        self.layout = bucket_layout([slot.count for slot in slots], narrowest)
-        each = -(-self.layout.total // ranks.size)
-        self.share = max(padded(each, narrowest), -(-each // align) * align if align else 0)
+        dtypes = (self.dtype, self.gather_dtype, self.reduce_dtype)
+        narrowest = min(dtype.itemsize for dtype in dtypes)
+        self.layout, self.share = shard_layout([slot.count for slot in slots], dtypes, ranks.size, align)
         self.total = ranks.size * self.share
         self.gathered: torch.Tensor | None = None  # the flat buffer, while there is one
         self.whole: torch.Tensor | None = None  # the persistent one
+        self.near: torch.Tensor | None = None  # a larger part than the shard, kept for the backward
         self.grad: torch.Tensor | None = None  # the gradients' shard, once there was one
-        self._stub = torch.empty(1, dtype=self.gather_dtype, device=device)
+        self._stub = torch.empty((), dtype=self.gather_dtype, device=device)
         self._simple = self.reduce_dtype.itemsize == narrowest  # whether the kernel's own padding is this layout's
         for slot, offset in zip(slots, self.layout.offsets, strict=True):
             slot.offset = offset
@@ -167,9 +177,8 @@ class Group:
         self._note()
 
     def _note(self) -> None:
-        self._pieces = [slot.piece for slot in self.slots]
-        self._addresses = list(map(_data_ptr, self._pieces))
-        self._counts = list(map(_numel, self._pieces))
+        self._addresses = [slot.piece.data_ptr() for slot in self.slots]
+        self._counts = [slot.piece.numel() for slot in self.slots]
 
     def _hidden(self, slot: Slot) -> torch.Tensor:
         """Give what takes a full parameter's place while nothing is gathered: its shape, and the memory of one."""
@@ -181,9 +190,11 @@ class Group:
         """Look whether the pieces still lie in the shard. Where others do, of the same size, take their values over;
         raise `InvalidArgument`, which names the parameter, for those of other sizes or types.
         """
-        if list(map(_data_ptr, self._pieces)) == self._addresses and list(map(_numel, self._pieces)) == self._counts:
+        pieces = [slot.piece for slot in self.slots]
+        if self.grad is not None and self.ranks.shard is not None and all(piece.grad is None for piece in pieces):
+            self.grad = None  # by zero_grad: others can have its memory until the backward
+        if list(map(_data_ptr, pieces)) == self._addresses and list(map(_numel, pieces)) == self._counts:
             return
-        device = None
         for slot, count in zip(self.slots, self._counts, strict=True):
             data = slot.piece.data
             if data.numel() != count:
@@ -196,18 +207,19 @@ class Group:
                     f"{slot.name} was made {data.dtype} after it was sharded as {self.dtype}: convert the module "
                     "before fully_shard, or compute in another dtype by mp_policy"
                 )
-            if count:
-                device = data.device if device is None else device
-                if data.device != device:
-                    raise InvalidArgument(
-                        f"{slot.name} is on {data.device} and others of its unit are on {device}: move the whole module"
-                    )
+            if count and data.device.type not in (self.store.type, "meta"):
+                raise InvalidArgument(
+                    f"{slot.name} was moved to {data.device} after it was sharded on {self.store}: move the module "
+                    "before fully_shard"
+                )
         self.adopt()
 
     @torch.no_grad()
     def adopt(self) -> None:
         """Bring pieces that were given other memory back into the shard, which is made again if it was meta."""
-        if self.flat.device.type == "meta" or (self.store.type != "cpu" and self.flat.device != self.store):
+        if any(slot.piece.device.type == "meta" for slot in self.slots if slot.piece.numel()):
+            return  # start_gather says so
+        if self.flat.device.type == "meta":
             self.flat = self._new_shard(self.store).zero_()
         for slot in self.slots:
             count = slot.piece.numel()
@@ -232,6 +244,16 @@ class Group:
             return None
         self.gathered = self.whole if self.persistent else self.lend(self.total, self.gather_dtype, custom)
         return self._gather(self.gathered, async_op, custom)
+
+    def keep_near(self, neighbours: Communicator) -> None:
+        """Keep this rank's part, among its neighbours, of what is gathered."""
+        part = self.total // neighbours.size
+        self.near = self.gathered[neighbours.rank * part :][:part].clone()
+
+    def start_gather_near(self, neighbours: Communicator, async_op: bool):
+        """Begin to gather from what the neighbours have kept."""
+        self.gathered = self.lend(self.total, self.gather_dtype)
+        return neighbours.all_gather(self.gathered, self.near, async_op=async_op)
 
     def help_gather(self, custom=None) -> None:
         """Take part in a gather that only others need."""
@@ -279,7 +301,43 @@ class Group:
             return
         self.flat.copy_(self.gathered[self.ranks.rank * self.share :][: self.share])
 
+    @torch.no_grad()
+    def move(self, device: torch.device) -> None:
+        """Move the full parameters away from the gathered buffer, or back into it."""
+        for slot in self.slots:
+            if device != self.device:
+                slot.full.data = slot.full.data.to(device)
+            else:
+                self.gathered[slot.offset : slot.offset + slot.count].view(slot.shape).copy_(slot.full.data)
+        if device == self.device:
+            self.show()
+
     # ---- Gradients.
+
+    def gather_gradients(self, shown: bool) -> None:
+        """Gather the pieces' gradients into the full ones, but for parameters that have none on any rank."""
+        there = [slot.piece.grad is not None and (slot.piece.numel() > 0 or not slot.count) for slot in self.slots]
+        there = torch.tensor(there, dtype=torch.uint8, device=self.device)
+        flat = torch.zeros(self.share, dtype=self.dtype, device=self.device)
+        for slot in self.slots:
+            if slot.piece.grad is not None:
+                self._piece_of(flat, slot, slot.piece.numel()).copy_(slot.piece.grad)
+        whole = flat
+        if self.ranks.shard is not None:
+            whole = torch.empty(self.total, dtype=self.dtype, device=self.device)
+            self.ranks.shard.all_gather(whole, flat)
+            self.ranks.shard.all_reduce(there, "max")
+        for slot, has in zip(self.slots, there.tolist(), strict=True):
+            if has and shown:
+                part = whole[slot.offset : slot.offset + slot.count].view(slot.shape)
+                slot.full.grad = part.to(self.gather_dtype)
+
+    def let_gradients_go(self, write_back: bool) -> None:
+        for slot in self.slots:
+            grad, slot.full.grad = slot.full.grad, None
+            if write_back and grad is not None and slot.piece.grad is not None:
+                here = grad.reshape(-1)[slot.start : slot.start + slot.piece.numel()]
+                slot.piece.grad.copy_(here.view(slot.piece.shape))
 
     def keep(self) -> None:
         """Leave the full gradients for a later backward to be added to, in the dtype of the reduction."""

@@ -18,7 +18,7 @@ from .api import CPUOffloadPolicy, MixedPrecisionPolicy
 from .loans import Loans
 from .param import Group, Ranks, Slot
 
-__all__ = ["State", "Unit", "managed_parameters"]
+__all__ = ["State", "Unit", "check_parameter", "managed_parameters"]
 
 
 class State(enum.Enum):
@@ -62,6 +62,16 @@ def managed_parameters(
     return list(found.values())
 
 
+def check_parameter(param: nn.Parameter, name: str) -> None:
+    """Raise `InvalidArgument`, with its name, for a parameter that can't be sharded."""
+    if param.layout != torch.strided:
+        raise InvalidArgument(f"{name} is {param.layout}: only strided parameters can be sharded: ignored_params")
+    if type(param).__name__ == "DTensor" or hasattr(param, "placements"):
+        raise InvalidArgument(f"{name} is a DTensor: it is distributed already; see ignored_params")
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise InvalidArgument(f"{name} has no shape yet: run a forward of its lazy module before it is sharded")
+
+
 class Unit:
     """Parameters in shards that are gathered together and whose gradients are reduced together.
 
@@ -99,14 +109,16 @@ class Unit:
         self.prefetches_late = False  # in backward, behind a unit's gradients
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
+        self.order = self.module = self.freed = None
         self.calls = 0  # forwards whose backward is still to end
+        self.neighbours: Communicator | None = None  # those who keep the parameters together after a forward
         self._works: list = []
         offloads = isinstance(offload_policy, CPUOffloadPolicy)
         store = torch.device("cpu") if offloads else self.device
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
         kinds: dict[tuple, list] = {}
         for names, places, param in found:
-            self._look_at(param, names[0])
+            check_parameter(param, names[0])
             kinds.setdefault((param.dtype, param.requires_grad), []).append((Slot(names, places, param), param))
         self.groups = [
             Group(
@@ -128,14 +140,6 @@ class Unit:
                 )
         self._register("piece")
         self.end_backward()
-
-    def _look_at(self, param: nn.Parameter, name: str) -> None:
-        if param.layout != torch.strided:
-            raise InvalidArgument(f"{name} is {param.layout}: only strided parameters can be sharded: ignored_params")
-        if type(param).__name__ == "DTensor" or hasattr(param, "placements"):
-            raise InvalidArgument(f"{name} is a DTensor: it is distributed already; see ignored_params")
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise InvalidArgument(f"{name} has no shape yet: run a forward of its lazy module before it is sharded")
 
     def __repr__(self):
         count = sum(slot.count for slot in self.slots)
@@ -167,17 +171,49 @@ class Unit:
         for holder, attribute, slot in self._watched:
             setattr(holder, attribute, getattr(slot, form))
 
+    def find_pieces(self) -> None:
+        """Take up what the modules now hold in the pieces' places, after ``module.to_empty()`` and its like."""
+        for slot in self.slots:
+            holder, attribute = slot.places[0]
+            slot.piece = holder._parameters[attribute]
+            for other, name in slot.places[1:]:
+                other._parameters[name] = slot.piece
+        self.check()
+
+    def check(self) -> None:
+        """Look whether the modules hold the pieces and these lie in the shards; see `Group.check`."""
+        if self.state is State.SHARDED:
+            for parameters, attribute, slot in self._plain:
+                if parameters.get(attribute) is not slot.piece:
+                    raise InvalidArgument(
+                        f"{slot.name} was exchanged for another parameter after it was sharded: change modules before "
+                        "fully_shard, and values in place"
+                    )
+        for group in self.groups:
+            group.check()
+
+    @property
+    def full_gradient_bytes(self) -> int:
+        """What full gradients of all parameters take."""
+        return sum(group.layout.total * group.reduce_dtype.itemsize for group in self.trainable)
+
     # ---- Gathering.
 
     @torch.inference_mode(False)  # what is gathered may outlive the mode, in which alone it could be saved for backward
     @torch.no_grad()
-    def start_gather(self, *, async_op: bool = False) -> None:
-        """Begin to gather the parameters; with `async_op` return before that is done. A collective of `ranks.shard`."""
+    def start_gather(self, *, async_op: bool = False, near: bool = False) -> None:
+        """Begin to gather the parameters; with `async_op` return before that is done. A collective of `ranks.shard`.
+
+        `near`: of the neighbours, from what they have kept.
+        """
         if self.state is not State.SHARDED:
             return
         works = []
         for group in self.groups:
-            work = group.start_gather(async_op=async_op, custom=self.custom_all_gather)
+            if near:
+                work = group.start_gather_near(self.neighbours, async_op)
+            else:
+                work = group.start_gather(async_op=async_op, custom=self.custom_all_gather)
             if work is not None:
                 works.append(work)
         self._works = works
@@ -210,21 +246,44 @@ class Unit:
         self.start_gather()
         self.show()
 
-    def reshard(self, *, write_back: bool = False) -> None:
+    @property
+    def is_near(self) -> bool:
+        """Tell whether the neighbours' parts are kept."""
+        return any(group.near is not None for group in self.groups)
+
+    def reshard(self, *, write_back: bool = False, keep_near: bool = False) -> None:
         """Give the modules the pieces again and let go of what was gathered; a local call.
 
-        `write_back`: take over what was written to the full parameters.
+        `write_back`: take over what was written to the full parameters. `keep_near`: keep this rank's part among its
+        neighbours.
         """
         if self.state is State.GATHERING:
             self.show()  # what is under way must end
+        for group in self.groups:
+            group.near = None
         if self.state is State.SHARDED:
             return
         self._register("piece")
         for group in self.groups:
             if write_back:
                 group.write_back()
+            if keep_near and self.neighbours is not None:
+                group.keep_near(self.neighbours)
             group.hide()
         self.state = State.SHARDED
+        if self.freed is not None and self.device.type == "cuda":
+            self.freed.append(torch.cuda.current_stream(self.device).record_event())
+
+    def write_back(self) -> None:
+        """Take over into the pieces what was written to the full parameters."""
+        for group in self.groups:
+            group.write_back()
+
+    def move_full(self, device: torch.device) -> None:
+        """Move the full parameters to another device, or back to where they are gathered."""
+        if device != self.device or any(slot.full.device != device for slot in self.slots):
+            for group in self.groups:
+                group.move(device)
 
     @contextlib.contextmanager
     def unsharded(self, *, write_back: bool = False):
@@ -237,8 +296,7 @@ class Unit:
             if before is State.SHARDED:
                 self.reshard(write_back=write_back)
             elif write_back:
-                for group in self.groups:
-                    group.write_back()
+                self.write_back()
 
     # ---- Gradients.
 
@@ -301,6 +359,24 @@ class Unit:
             return self.custom_all_reduce(flat, comm, _torchs(op), async_op)
         return comm.all_reduce(flat, op, async_op=async_op)
 
+    @torch.no_grad()
+    def gather_gradients(self, *, shown: bool = True) -> None:
+        """Give the full parameters the full gradients that the pieces have. A collective."""
+        for group in self.trainable:
+            group.gather_gradients(shown)
+
+    @torch.no_grad()
+    def let_gradients_go(self, *, write_back: bool) -> None:
+        """Take the full gradients away again; `write_back`: keep in the pieces' what was written to them."""
+        for group in self.trainable:
+            group.let_gradients_go(write_back)
+
+    def drop_gradients(self) -> None:
+        """Drop full gradients that wait to be reduced."""
+        for slot in self.slots:
+            slot.full.grad = slot.kept = None
+            slot.arrived = False
+
     def note(self, slot: Slot) -> bool:
         """Note that a parameter's gradient has come in this backward; tell whether it was the last one expected."""
         slot.arrived = True
@@ -335,9 +411,13 @@ class Unit:
     def saving(self, demand):
         """Let what autograd saves of the gathered parameters be looked up when it is needed, not kept.
 
-        `demand`: a function that has this unit unsharded. Other tensors go to the hooks that were there before.
+        `demand`: a function that has this unit unsharded. Other tensors go to the hooks that were there before. Those
+        of torch's checkpointing keep nothing, and must see all: there is nothing to do then.
         """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is not None and outer[0].__module__ == "torch.utils.checkpoint":
+            yield
+            return
         here = {}
         for group in self.groups:
             if group.gathered is not None:

@@ -1,0 +1,160 @@
+"""What ShardedDataParallel is given, in the terms of units: who shares the parameters, precision, which submodules."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..arrays import kind_of
+from ..communicator import Communicator, parse_device
+from ..errors import InvalidArgument
+from ..torch_groups import communicator_over
+from .api import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from .module import ShardedModule, ranks_of
+from .param import Ranks
+from .wrap import units_of
+
+__all__ = ["Precision", "ignored", "member", "offload", "parse_device_id", "ranks_for", "settings_of", "units_for"]
+
+_NAME = "ShardedDataParallel"
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_STAY_GATHERED = (
+    ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2, ShardingStrategy.SHARD_OPTIMIZER,
+    ShardingStrategy.NO_SHARD,
+)  # fmt: skip
+
+
+def member(kind, value, what: str):
+    """Give a member of our own enum for it, for torch's of that name, or for the name."""
+    name = getattr(value, "name", value)
+    if isinstance(name, str) and name in kind.__members__:
+        return kind[name]
+    names = ", ".join(each for each in kind.__members__ if not each.startswith("_"))
+    raise InvalidArgument(f"{what} must be a {kind.__name__} ({names}), not {value!r:.60}", op=_NAME)
+
+
+def settings_of(strategy: ShardingStrategy) -> dict:
+    """Give what a strategy means for a unit."""
+    return {
+        "reshard_after_forward": strategy not in _STAY_GATHERED,
+        "persistent": strategy is ShardingStrategy.SHARD_OPTIMIZER,
+        "strategy": strategy.name,
+    }
+
+
+def parse_device_id(device) -> torch.device | None:
+    """Give the device that FSDP1's ``device_id`` names."""
+    if device is None:
+        return None
+    if isinstance(device, int) and not isinstance(device, bool):
+        if device >= torch.cuda.device_count():
+            raise InvalidArgument(
+                f"device_id={device}: there are {torch.cuda.device_count()} GPUs here; leave it out, or give "
+                "torch.device('cpu')",
+                op=_NAME,
+            )
+        return torch.device("cuda", device)
+    device = parse_device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def ranks_for(module: nn.Module, strategy, group, mesh, comm: Communicator | None, device) -> Ranks:
+    """Give the ranks that share the parameters, and those that have replicas. A collective at first use."""
+    if sum(each is not None for each in (group, mesh, comm)) > 1:
+        raise InvalidArgument("process_group, device_mesh and comm all say which ranks: give one of them", op=_NAME)
+    if mesh is not None and mesh.ndim == 2 and strategy not in _HYBRID:
+        raise InvalidArgument(f"a mesh of two dimensions is for HYBRID_SHARD, not {strategy.name}", op=_NAME)
+    if isinstance(group, tuple):
+        return _of_two_groups(module, strategy, group, device)
+    whole = strategy is ShardingStrategy.NO_SHARD
+    ranks = ranks_of(module, comm, mesh, group=group, replicated=whole, device=device)
+    if strategy in _HYBRID and ranks.replicas is None and ranks.shard is not None:
+        world, here = ranks.world, ranks.world.local_size
+        if world.size % here:
+            raise InvalidArgument(f"{world.size} ranks are no multiple of the {here} of this machine", op=_NAME)
+        if here < world.size:  # pieces inside of a machine, replicas on the others
+            return Ranks(world.split(world.rank // here), world.split(world.rank % here), world)
+    return ranks
+
+
+def _of_two_groups(module, strategy, groups: tuple, device) -> Ranks:
+    if strategy not in _HYBRID or len(groups) != 2:
+        raise InvalidArgument("two process groups are for HYBRID_SHARD: the pieces' and the replicas'", op=_NAME)
+    world = ranks_of(module, None, None, group=dist.group.WORLD, device=device).world
+    shards, replicas = (communicator_over(each, world.device) for each in groups)
+    if shards.size * replicas.size != world.size:
+        raise InvalidArgument(
+            f"groups of {shards.size} and {replicas.size} ranks don't make up the default group's {world.size}",
+            op=_NAME,
+        )
+    return Ranks(None if shards.size == 1 else shards, None if replicas.size == 1 else replicas, world, groups[0])
+
+
+def ignored(module: nn.Module, modules, states) -> tuple[set[nn.Module], list[nn.Parameter]]:
+    """Give the modules, and the parameters, that are to stay as they are."""
+    modules, states = list(modules or ()), list(states or ())
+    parameters = [each for each in states if isinstance(each, nn.Parameter)]
+    modules += [each for each in states if isinstance(each, nn.Module)]
+    if not all(isinstance(each, nn.Module) for each in modules) or len(parameters) + len(modules) < len(states):
+        raise InvalidArgument("ignored_modules must be modules, ignored_states modules or parameters", op=_NAME)
+    if module in modules:
+        raise InvalidArgument("ignored_modules holds the module itself: there is nothing left to shard", op=_NAME)
+    return set(modules), parameters + [param for each in modules for param in each.parameters()]
+
+
+def offload(given) -> CPUOffloadPolicy | None:
+    """Give the policy for FSDP1's ``cpu_offload``."""
+    if given is None or isinstance(given, CPUOffloadPolicy):
+        return given
+    if not hasattr(given, "offload_params"):
+        raise InvalidArgument(f"cpu_offload must be a CPUOffload, not {kind_of(given)}", op=_NAME)
+    return CPUOffloadPolicy() if given.offload_params else None
+
+
+class Precision:
+    """FSDP1's ``mixed_precision`` as policies: of `inner` units, of the `root`, of modules that stay `as_they_are`."""
+
+    def __init__(self, given):
+        self.buffer_dtype = None
+        self.apart: tuple[type, ...] = ()
+        self.inner = self.root = MixedPrecisionPolicy()
+        if given is None:
+            return
+        if isinstance(given, MixedPrecisionPolicy):
+            self.inner = self.root = given
+            return
+        if not all(hasattr(given, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")):
+            raise InvalidArgument(f"mixed_precision must be a MixedPrecision, not {kind_of(given)}", op=_NAME)
+        if not isinstance(given, MixedPrecision):  # torch's
+            names = [field.name for field in dataclasses.fields(MixedPrecision)]
+            given = MixedPrecision(**{name: getattr(given, name) for name in names if hasattr(given, name)})
+        self.buffer_dtype = given.buffer_dtype
+        casts = given.cast_forward_inputs, given.cast_root_forward_inputs
+        self.inner, self.root = (
+            MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=each) for each in casts
+        )
+        if given.param_dtype is not None:
+            self.apart = tuple(given._module_classes_to_ignore or ())
+
+    def as_they_are(self, module: nn.Module) -> MixedPrecisionPolicy:
+        """Give the policy of a unit that computes in its own dtype, between others."""
+        own = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
+        return MixedPrecisionPolicy(own, output_dtype=self.inner.param_dtype)
+
+
+def units_for(module: nn.Module, policy, precision: Precision, modules, parameters) -> list[tuple[nn.Module, dict]]:
+    """Give the submodules that are to be units, children first, with the settings of each."""
+    chosen = [] if policy is None else units_of(module, policy, modules, parameters)
+    how = {each: own for each, own in chosen if not isinstance(each, ShardedModule)}
+    if precision.apart:
+        for each in module.modules():
+            if isinstance(each, precision.apart) and each is not module and each not in modules:
+                if any(True for _ in each.parameters()) and not isinstance(each, ShardedModule):
+                    how[each] = {**how.get(each, {}), "mp_policy": precision.as_they_are(each)}
+    inside_first = units_of(module, lambda module, recurse, nonwrapped_numel: recurse or module in how, modules)
+    return [(each, how[each]) for each, _ in inside_first]

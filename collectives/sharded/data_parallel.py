@@ -1,0 +1,216 @@
+"""ShardedDataParallel: FSDP1's face over the same units: strategies, wrap policies, `no_sync`, `summon_full_params`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..arrays import kind_of
+from ..communicator import Communicator
+from ..errors import InvalidArgument, InvalidUsage
+from .api import BackwardPrefetch, ShardingStrategy
+from .arguments import Precision, ignored, member, offload, parse_device_id, ranks_for, settings_of, units_for
+from .module import ShardedModule, shard, units_in
+from .unit import State, managed_parameters
+
+__all__ = ["ShardedDataParallel"]
+
+
+class ShardedDataParallel(ShardedModule):
+    """Shard a module, as FullyShardedDataParallel does; in place: gives the module itself, whose names don't change.
+
+    `process_group`: of the ranks; two of them, (the pieces', the replicas'), for HYBRID_SHARD; `device_mesh` or `comm`
+    in its place; None: the default group. `sharding_strategy`: a `ShardingStrategy`, FULL_SHARD unless given; torch's
+    own enums are taken, too. `cpu_offload`: ``CPUOffload(offload_params=True)``. `auto_wrap_policy`: which submodules
+    become units of their own, see `collectives.sharded.wrap`; None: all is one unit, but for submodules that are
+    sharded already. `backward_prefetch`, `forward_prefetch`: gather the next unit in advance, where there is something
+    beside which to do it: a GPU, or spare cores. `limit_all_gathers`: on a GPU, wait on the host before more than two
+    units are gathered in advance. `mixed_precision`: a `MixedPrecision`. `device_id`: where it computes; the module is
+    moved there, unit by unit. `sync_module_states`: take rank 0's parameters and buffers. `param_init_fn`: gives
+    modules on the meta device memory and values; None: ``to_empty`` and ``reset_parameters()``. `ignored_modules`,
+    `ignored_states`: modules, or parameters, that stay as they are. `use_orig_params` changes nothing: the optimizer
+    always sees each parameter's piece. `hook_state`: a `collectives.HookState`.
+
+    A collective, which blocks. Raises what `collectives.sharded.fully_shard` raises, on all ranks.
+    """
+
+    def __new__(
+        cls, module: nn.Module, process_group=None, sharding_strategy=None, cpu_offload=None, auto_wrap_policy=None,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE, mixed_precision=None, ignored_modules=None, param_init_fn=None,
+        device_id=None, sync_module_states: bool = False, forward_prefetch: bool = False,
+        limit_all_gathers: bool = True, use_orig_params: bool = False, ignored_states=None, device_mesh=None, *,
+        comm: Communicator | None = None, hook_state=None,
+    ):  # fmt: skip
+        if not isinstance(module, nn.Module):
+            raise InvalidArgument(f"module must be a torch.nn.Module, not {kind_of(module)}", op="ShardedDataParallel")
+        if isinstance(module, ShardedModule):
+            raise InvalidUsage(f"this {type(module).__name__} is sharded already", op="ShardedDataParallel")
+        strategy = member(ShardingStrategy, sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy")
+        prefetch = backward_prefetch
+        if prefetch is not None:
+            prefetch = member(BackwardPrefetch, prefetch, "backward_prefetch")
+        device, precision = parse_device_id(device_id), Precision(mixed_precision)
+        modules, parameters = ignored(module, ignored_modules, ignored_states)
+        ranks = {strategy: ranks_for(module, strategy, process_group, device_mesh, comm, device)}
+        for each, own in [*units_for(module, auto_wrap_policy, precision, modules, parameters), (module, {})]:
+            its = member(ShardingStrategy, own.get("sharding_strategy", strategy), "sharding_strategy")
+            if its not in ranks:
+                ranks[its] = ranks_for(module, its, process_group, device_mesh, comm, device)
+            policy = precision.root if each is module else precision.inner
+            if "mixed_precision" in own:
+                policy = Precision(own["mixed_precision"]).inner
+            policy = own.get("mp_policy", policy)
+            give_memory(each, ranks[its].world.device, param_init_fn, parameters)
+            if sync_module_states:
+                take_from_rank_0(each, ranks[its].world, parameters)
+            unit = shard(
+                each, cls, ranks[its], mp_policy=policy, offload_policy=offload(own.get("cpu_offload", cpu_offload)),
+                hook_state=hook_state, ignored_params=parameters, **settings_of(its),
+            )  # fmt: skip
+            unit.prefetches_forward = bool(forward_prefetch)
+            unit.prefetches_backward = prefetch is not None
+            unit.prefetches_late = prefetch is BackwardPrefetch.BACKWARD_POST
+            unit.order.limited = bool(limit_all_gathers)
+        if precision.buffer_dtype is not None:
+            _cast_buffers(module, precision.buffer_dtype, modules)
+        return module
+
+    def __init__(self, *args, **kwargs):
+        pass  # all is done where it is made; the module keeps what its own __init__ gave it
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # FSDP1 wraps, so that programs unwrap
+                return self
+            raise
+
+    @contextlib.contextmanager
+    def no_sync(self, *, keep_bytes: int | None = None):
+        """Let gradients add up on each rank alone inside of the block; the next backward behind it reduces the sum.
+
+        `keep_bytes`: as in `set_requires_gradient_sync`.
+        """
+        units = units_in(self)
+        before = [unit.syncs for unit in units]
+        self.set_requires_gradient_sync(False, keep_bytes=keep_bytes)
+        try:
+            yield
+        finally:
+            for unit, synced in zip(units, before, strict=True):
+                unit.syncs = synced
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedModule]:
+        """Give the modules that are units, outermost first; `root_only`: those that are in no other one."""
+        found, inside = [], set()
+        for each in module.modules():
+            if isinstance(each, ShardedModule):
+                if not (root_only and id(each) in inside):
+                    found.append(each)
+                inside.update(id(part) for part in each.modules() if part is not each)
+        return found
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module, recurse: bool = True, writeback: bool = True, rank0_only: bool = False,
+        offload_to_cpu: bool = False, with_grads: bool = False,
+    ):  # fmt: skip
+        """Give a module its full parameters inside of the block. A collective; takes the memory of all of them.
+
+        `recurse`: those of inner units, too. `writeback`: keep what is written to them; each rank keeps its own piece.
+        `rank0_only`: on rank 0 only, without `writeback`. `offload_to_cpu`: on the host. `with_grads`: the full
+        gradients, too. Raises `InvalidUsage` in a forward or backward.
+        """
+        if rank0_only and writeback:
+            raise InvalidArgument("rank0_only leaves the other ranks nothing to write back: give writeback=False")
+        units = units_in(module, recurse=recurse)
+        for unit in units:
+            if unit.order.depth or torch._C._current_graph_task_id() != -1:
+                raise InvalidUsage("summon_full_params inside of a forward or backward", op="summon_full_params")
+        opened = [unit for unit in units if not rank0_only or unit.ranks.world.rank == 0]
+        before = {unit: unit.state for unit in units}
+        try:
+            for unit in units:
+                if unit in opened:
+                    unit.order.need(unit)
+                else:
+                    unit.order.help(unit)
+                if with_grads:
+                    unit.gather_gradients(shown=unit in opened)
+            if offload_to_cpu:
+                for unit in opened:
+                    unit.move_full(torch.device("cpu"))
+            yield
+        finally:
+            for unit in opened:
+                unit.move_full(unit.device)
+                if with_grads:
+                    unit.let_gradients_go(write_back=writeback)
+                if writeback:
+                    unit.write_back()
+                if before[unit] is not State.UNSHARDED:
+                    unit.reshard()
+
+
+def _own_modules(module: nn.Module) -> Iterable[nn.Module]:
+    """Give a module and those inside that are no units."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, ShardedModule):
+            yield from _own_modules(child)
+
+
+def give_memory(module: nn.Module, device: torch.device, init, ignored) -> None:
+    """Give what of a unit is on the meta device memory and values."""
+    ignored = set(map(id, ignored))
+    for each in _own_modules(module):
+        own = [*each._parameters.values(), *each._buffers.values()]
+        if not any(tensor is not None and tensor.is_meta and id(tensor) not in ignored for tensor in own):
+            continue
+        if init is not None:
+            init(each)
+        else:
+            if not hasattr(each, "reset_parameters"):
+                raise InvalidArgument(
+                    f"{type(each).__name__} is on the meta device and has no reset_parameters(): give param_init_fn",
+                    op="ShardedDataParallel",
+                )
+            each.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                each.reset_parameters()
+        own = [*each._parameters.values(), *each._buffers.values()]
+        if any(tensor is not None and tensor.is_meta for tensor in own):
+            raise InvalidArgument(
+                f"param_init_fn left parameters or buffers of {type(each).__name__} on the meta device",
+                op="ShardedDataParallel",
+            )
+
+
+@torch.no_grad()
+def take_from_rank_0(module: nn.Module, world: Communicator, ignored) -> None:
+    """Broadcast rank 0's parameters and buffers of one unit."""
+    found = managed_parameters(module, stop=lambda each: isinstance(each, ShardedModule))
+    ignored = set(map(id, ignored))
+    tensors = [param.data for _, _, param in found if id(param) not in ignored]
+    for each in _own_modules(module):
+        tensors += [buffer for buffer in each._buffers.values() if buffer is not None]
+    for tensor in tensors:
+        there = tensor.to(world.device).contiguous()
+        world.broadcast(there)
+        if there.data_ptr() != tensor.data_ptr():
+            tensor.copy_(there)
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype, ignored: set[nn.Module]) -> None:
+    inside = {id(part) for each in ignored for part in each.modules()}
+    for each in module.modules():
+        if id(each) not in inside:
+            for name, buffer in each._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    each._buffers[name] = buffer.to(dtype)

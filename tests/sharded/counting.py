@@ -1,0 +1,78 @@
+"""Counting the bytes of tensors that live: what operations make, and what the host engine lends."""
+
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from collectives import communicator
+
+
+class Counted(TorchDispatchMode):
+    """Inside of it every new storage on the host counts from its making to its end: `now`, and `most` at one time.
+
+    The engine's blocks count with all their bytes; what is lent of them, which views them, doesn't count again. `at`
+    is what was said by `mark` last, when `most` was reached. What an operation needs inside itself isn't seen.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.at = self._mark = ""
+        self._known = {}
+
+    def __enter__(self):
+        allocate = communicator.allocate
+
+        def counted(*args):
+            tensor = allocate(*args)
+            self._take(tensor.untyped_storage())
+            return tensor
+
+        self._patch = mock.patch.object(communicator, "allocate", counted)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._patch.stop()
+        return super().__exit__(*error)
+
+    def mark(self, text: str) -> None:
+        """Say where the step is, and count the peak anew."""
+        self._mark = text
+        self._sweep()
+
+    def begin(self) -> None:
+        """Forget the peak so far."""
+        self._sweep()
+        self.most = self.now
+
+    def _take(self, storage) -> None:
+        self._sweep()
+        nbytes = storage.nbytes()
+        if not nbytes or storage._cdata in self._known:
+            return
+        self._known[storage._cdata] = (torch.multiprocessing.reductions.StorageWeakRef(storage), nbytes)
+        self.now += nbytes
+        if self.now > self.most:
+            self.most, self.at = self.now, self._mark
+
+    def _sweep(self) -> None:
+        for key, (reference, nbytes) in list(self._known.items()):
+            if reference.expired():
+                del self._known[key]
+                self.now -= nbytes
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        given = {_address(leaf) for leaf in tree_leaves((args, kwargs))}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and _address(leaf) not in given:
+                self._take(leaf.untyped_storage())
+        return result
+
+
+def _address(leaf):
+    return leaf.untyped_storage()._cdata if isinstance(leaf, torch.Tensor) else None

@@ -1,0 +1,58 @@
+"""What the tests of sharded modules train: small models, beside the same by our DDP hook."""
+
+import torch
+from torch import nn
+
+import collectives
+from collectives.sharded import ShardedDataParallel
+from tests.ddp.training import batch
+
+RULES = {
+    "sgd": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, weight_decay=0.01, foreach=False),
+    "sgd, foreach": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, weight_decay=0.01, foreach=True),
+    "adamw": lambda params: torch.optim.AdamW(params, 0.01, foreach=False),
+    "adamw, foreach": lambda params: torch.optim.AdamW(params, 0.01, foreach=True),
+    "our sgd": lambda params: collectives.optim.SGD(params, 0.1, momentum=0.9, weight_decay=0.01),
+    "our adamw": lambda params: collectives.optim.AdamW(params, 0.01),
+}
+
+
+def steps_of(model, optimizer, count, rank, *, micro=1, first=0):
+    """Train so many steps, each with `micro` backwards of which the last is synchronised; give the losses."""
+    losses = []
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        for part in range(micro):
+            x, y = batch(10 * step + part, rank)
+            unsynced = getattr(model, "no_sync", None) if part < micro - 1 else None
+            if unsynced is None:
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+            else:
+                with unsynced():
+                    loss = nn.functional.cross_entropy(model(x), y)
+                    loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def by_ddp(make, rule, rank, count=20, **how):
+    """Train by our DDP hook; give the parameters by name."""
+    model = make()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    ddp.register_comm_hook(None, collectives.fused_allreduce)
+    losses = steps_of(ddp, RULES[rule](ddp.parameters()), count, rank, **how)
+    return {name: param.detach().clone() for name, param in model.named_parameters()}, losses
+
+
+def full(model):
+    """Give copies of the full parameters by name."""
+    with ShardedDataParallel.summon_full_params(model, writeback=False):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def same(ours, theirs):
+    """Tell which parameters differ in a bit."""
+    assert ours.keys() == theirs.keys()
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
