@@ -73,6 +73,7 @@ class _Batch:
 
     def stepped(self, found) -> None:
         """Count a step, unless ``found`` has left it out, and let autograd notice that the parameters have changed."""
+        self.table.grads = ()  # so that zero_grad frees them; the rows have the addresses
         _count(self.steps, found)
         increment_version(self.counted)
         if self.table.masters is not None:

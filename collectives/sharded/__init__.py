@@ -18,6 +18,7 @@ from .api import (
     StateDictType,
 )
 from .data_parallel import ShardedDataParallel
+from .memory import MemoryPlan, memory_plan
 from .module import ShardedModule, UnshardHandle, fully_shard, register_forward_method
 from .unit import Unit
 from .wrap import (
@@ -38,6 +39,7 @@ __all__ = [
     "CustomPolicy",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "MemoryPlan",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
@@ -57,6 +59,7 @@ __all__ = [
     "enable_wrap",
     "fully_shard",
     "lambda_auto_wrap_policy",
+    "memory_plan",
     "register_forward_method",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",

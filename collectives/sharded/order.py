@@ -287,13 +287,16 @@ class Order:
 
     def arrived(self, unit: Unit) -> None:
         """Reduce a unit whose gradients have all come."""
+        # Frozen parameters may still be needed, until the gradients of the inputs are there.
+        stays = unit.calls > 0 and len(unit.trainable) < len(unit.groups)
         if unit.syncs:
             if self.agree(_REDUCE, unit.index) == LATER:
                 return  # the end of the backward sees to it
-            if unit.reshard_after_backward:
+            if unit.reshard_after_backward and not stays:
                 unit.reshard()  # before, since the gradients can be packed where the parameters were
             self._reduce(unit)
-        self.leave_backward(unit)
+        if not stays:
+            self.leave_backward(unit)
 
     def leave_backward(self, unit: Unit) -> None:
         """Let a unit's parameters go, of which this backward has no more need."""

@@ -3,6 +3,7 @@
 from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -12,14 +13,13 @@ from collectives import communicator
 class Counted(TorchDispatchMode):
     """Inside of it every new storage on the host counts from its making to its end: `now`, and `most` at one time.
 
-    The engine's blocks count with all their bytes; what is lent of them, which views them, doesn't count again. `at`
-    is what was said by `mark` last, when `most` was reached. What an operation needs inside itself isn't seen.
+    The engine's blocks count with all their bytes; what is lent of them, which views them, doesn't count again. What an
+    operation needs inside itself isn't seen.
     """
 
     def __init__(self):
         super().__init__()
         self.now = self.most = 0
-        self.at = self._mark = ""
         self._known = {}
 
     def __enter__(self):
@@ -38,11 +38,6 @@ class Counted(TorchDispatchMode):
         self._patch.stop()
         return super().__exit__(*error)
 
-    def mark(self, text: str) -> None:
-        """Say where the step is, and count the peak anew."""
-        self._mark = text
-        self._sweep()
-
     def begin(self) -> None:
         """Forget the peak so far."""
         self._sweep()
@@ -53,10 +48,9 @@ class Counted(TorchDispatchMode):
         nbytes = storage.nbytes()
         if not nbytes or storage._cdata in self._known:
             return
-        self._known[storage._cdata] = (torch.multiprocessing.reductions.StorageWeakRef(storage), nbytes)
+        self._known[storage._cdata] = (StorageWeakRef(storage), nbytes)
         self.now += nbytes
-        if self.now > self.most:
-            self.most, self.at = self.now, self._mark
+        self.most = max(self.most, self.now)
 
     def _sweep(self) -> None:
         for key, (reference, nbytes) in list(self._known.items()):

@@ -1,0 +1,167 @@
+"""What an optimizer keeps for a parameter and needs while it steps: found by steps of tiny parameters on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .. import optim
+from ..errors import InvalidArgument
+
+__all__ = ["Cost", "OptimizerCosts"]
+
+_COUNT = 60  # elements of a tiny parameter; no number that states have by themselves
+_NAMED = {
+    "sgd": (optim.SGD, {}),
+    "sgd+momentum": (optim.SGD, {"momentum": 0.9}),
+    "adam": (optim.Adam, {}),
+    "adamw": (optim.AdamW, {}),
+}
+
+
+class Cost(NamedTuple):
+    """What a parameter costs. `states`: bytes an element of each tensor that is as long as it; `apart`: bytes besides,
+    on the host. What a step makes and drops, in bytes an element: `of_all`: for all parameters together; `of_each`: for
+    one after the other; `of_last`: of it what goes when the next one's is there.
+    """
+
+    states: tuple[int, ...] = ()
+    apart: int = 0
+    of_all: float = 0.0
+    of_each: float = 0.0
+    of_last: float = 0.0
+
+
+class OptimizerCosts:
+    """The costs of parameters in an optimizer: an instance, a class, a function of parameters, a name, or None.
+
+    `gpu`: whether it is to step on a GPU, where torch's optimizers work on all parameters at once.
+    """
+
+    def __init__(self, optimizer, *, master_weights: bool | None, gpu: bool):
+        self._known: dict = {}
+        self._gpu = gpu
+        more = {} if master_weights is None else {"master_weights": bool(master_weights)}
+        self._groups: dict[int, dict] = {}  # by the parameter's id
+        self._first: dict = {}
+        if isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer)
+            for group in optimizer.param_groups:
+                settings = {key: group[key] for key in optimizer.defaults if key in group} | more
+                self._first = self._first or settings
+                self._groups |= {id(param): settings for param in group["params"]}
+        elif isinstance(optimizer, str):
+            if optimizer not in _NAMED:
+                raise InvalidArgument(
+                    f"optimizer must be {', '.join(map(repr, _NAMED))}, an optimizer, its class, or a function of "
+                    f"parameters, not {optimizer!r:.60}",
+                    op="memory_plan",
+                )
+            kind, self._first = _NAMED[optimizer][0], _NAMED[optimizer][1] | more
+        elif optimizer is None or callable(optimizer):
+            kind, self._first = optimizer, more
+        else:
+            raise InvalidArgument(f"optimizer must be an optimizer, not {optimizer!r:.60}", op="memory_plan")
+        self._kind = kind
+
+    def has(self, params: Iterable[nn.Parameter]) -> bool:
+        """Tell whether the optimizer holds any of these."""
+        return any(id(param) in self._groups for param in params)
+
+    def of(self, param: nn.Parameter, *, known: bool) -> Cost:
+        """Give the cost of a parameter; `known`: one that the optimizer doesn't hold costs nothing."""
+        if self._kind is None or (known and id(param) not in self._groups):
+            return Cost()
+        settings = self._groups.get(id(param), self._first)
+        key = id(settings), param.dtype
+        if key not in self._known:
+            self._known[key] = _probe(self._make(settings), param.dtype)
+        return self._known[key]
+
+    def _make(self, settings: dict) -> Callable:
+        changes = dict(settings)
+        for name in ("lr", "capturable"):  # what may be of a GPU, and changes no size
+            if isinstance(changes.get(name), torch.Tensor):
+                changes[name] = changes[name].item()
+        if changes.get("capturable"):
+            changes["capturable"] = False
+
+        def make(params):
+            given = {} if self._groups else changes  # an instance's groups say more than its class takes
+            try:
+                made = self._kind(params, **given)
+            except TypeError:
+                try:
+                    made = self._kind(params, lr=1e-3, **given)
+                except TypeError as error:
+                    raise InvalidArgument(
+                        f"{self._kind!r:.60} can't be made from parameters alone ({error}): give memory_plan a "
+                        "function of parameters that makes the optimizer",
+                        op="memory_plan",
+                    ) from error
+            if not isinstance(made, torch.optim.Optimizer):
+                raise InvalidArgument(f"{made!r:.60} is no optimizer", op="memory_plan")
+            for group in made.param_groups:
+                group.update(changes)
+                if self._gpu and group.get("foreach", 0) is None and not group.get("fused"):
+                    group["foreach"] = True
+            return made
+
+        return make
+
+
+def _probe(make: Callable, dtype: torch.dtype) -> Cost:
+    optimizer, one = _step(make, 1, dtype)
+    two, four = (_step(make, count, dtype)[1] for count in (2, 4))
+    states, apart = [], 0
+    (param,) = optimizer.param_groups[0]["params"]
+    for value in optimizer.state[param].values():
+        if isinstance(value, torch.Tensor):
+            if value.numel() == _COUNT:
+                states.append(value.element_size())
+            else:
+                apart += value.nbytes
+    of_all = (four - two) / 2
+    of_last = two - one - of_all
+    return Cost(tuple(states), apart, of_all / _COUNT, (one - of_all) / _COUNT, of_last / _COUNT)
+
+
+def _step(make: Callable, count: int, dtype: torch.dtype):
+    """Make two steps; give the optimizer, and the bytes that the second has made and dropped, at one time."""
+    params = [nn.Parameter(torch.ones(_COUNT, dtype=dtype)) for _ in range(count)]
+    optimizer = make(params)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        with _Made() as made:
+            optimizer.step()
+    return optimizer, made.most
+
+
+class _Made(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside of it and live, at one time at the most."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)}
+        result = function(*args, **(kwargs or {}))
+        self._live = {key: live for key, live in self._live.items() if not live[0].expired()}
+        for leaf in tree_leaves(result):
+            if _is_plain(leaf) and (storage := leaf.untyped_storage())._cdata not in given and leaf.numel() >= _COUNT:
+                self._live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.most = max(self.most, sum(nbytes for _, nbytes in self._live.values()))
+        return result
+
+
+def _is_plain(leaf) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided

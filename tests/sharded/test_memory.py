@@ -1,0 +1,211 @@
+"""The bytes that memory_plan predicts are those that a step takes."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import collectives
+from collectives.errors import InvalidArgument
+from collectives.sharded import (
+    MixedPrecisionPolicy,
+    ModuleWrapPolicy,
+    ShardedDataParallel,
+    ShardingStrategy,
+    memory_plan,
+)
+from collectives.sharded.loans import Loans
+from tests.ddp.training import over_gloo, run
+from tests.sharded.counting import Counted
+from tests.unit.test_communicator_gpu import FIRST_TOGETHER, TOGETHER
+
+WIDTH = 192
+
+
+def equal_units():
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+
+
+class Mixed(nn.Module):
+    """Units of many sizes inside of one with parameters of its own; a tied weight, a frozen unit, two dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(400, 96)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(96, wide), nn.Linear(wide, 96)) for wide in (200, 600, 300))
+        self.blocks[1][0].requires_grad_(False)
+        self.narrow = nn.Linear(96, 300).to(torch.bfloat16)
+        self.head = nn.Linear(96, 400, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum() + self.narrow(x.to(torch.bfloat16)).sum()
+
+
+MODELS = {
+    "equal": (equal_units, lambda model: list(model), lambda: torch.ones(1, WIDTH)),
+    "mixed": (Mixed, lambda model: list(model.blocks), lambda: torch.zeros(1, dtype=torch.int64)),
+}
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+S = ShardingStrategy
+CASES = {  # model, strategy, whether collectives run beside the computation, precision, optimizer, backwards a step
+    "full shard": ("equal", S.FULL_SHARD, False, None, torch.optim.AdamW, 1),
+    "full shard, ours": ("equal", S.FULL_SHARD, False, None, collectives.optim.AdamW, 1),
+    "full shard beside": ("equal", S.FULL_SHARD, True, None, torch.optim.AdamW, 1),
+    "gathered until backward": ("equal", S.SHARD_GRAD_OP, True, None, torch.optim.AdamW, 1),
+    "optimizer": ("equal", S.SHARD_OPTIMIZER, False, None, torch.optim.AdamW, 1),
+    "nothing": ("equal", S.NO_SHARD, False, None, torch.optim.AdamW, 1),
+    "half": ("equal", S.FULL_SHARD, False, HALF, torch.optim.AdamW, 1),
+    "accumulated": ("equal", S.FULL_SHARD, False, None, collectives.optim.SGD, 3),
+    "mixed": ("mixed", S.FULL_SHARD, False, None, torch.optim.AdamW, 1),
+    "mixed beside": ("mixed", S.FULL_SHARD, True, None, collectives.optim.AdamW, 1),
+    "mixed half, accumulated": ("mixed", S.SHARD_GRAD_OP, False, HALF, torch.optim.AdamW, 3),
+}
+
+
+def measured(ctx, case):
+    """Give what a step takes by counting, as planned on the meta device, and as planned of the sharded module."""
+    kind, strategy, beside, precision, optimizer, micro = CASES[case]
+    make, units, data = MODELS[kind]
+    with torch.device("meta"):
+        bare = make()
+    how = {"overlap": beside, "accumulate": micro > 1}
+    plan = memory_plan(bare, ctx.size, optimizer, strategy, units=units(bare), mp_policy=precision, device="cpu", **how)
+    x = data()
+    with Counted() as counted:
+        model = make()
+        inner = units(model)
+
+        def policy(module, recurse, nonwrapped_numel):
+            return recurse or module in inner
+
+        model = ShardedDataParallel(
+            model, sharding_strategy=strategy, auto_wrap_policy=policy, mixed_precision=precision, forward_prefetch=True
+        )
+        model._order.beside, model._order.loans = beside, Loans()
+        for each in model.modules():
+            if isinstance(each, ShardedDataParallel):
+                each._unit.loans = model._order.loans
+                for group in each._unit.groups:
+                    group.loans = model._order.loans
+        stepper = optimizer(model.parameters(), lr=1e-3)
+        peaks = {}
+        for _ in range(4):
+            counted.begin()
+            for part in range(micro):
+                with model.no_sync() if part < micro - 1 else torch.enable_grad():
+                    model(x).sum().backward()
+            peaks["backward"] = counted.most
+            counted.begin()
+            stepper.step()
+            peaks["step"] = counted.most
+            stepper.zero_grad()
+        as_is = memory_plan(model, ctx.size, stepper, **how)
+    return peaks, plan.peaks, as_is.peaks, str(plan)
+
+
+@over_gloo
+def all_cases(ctx, cases):
+    torch.set_num_threads(1)
+    found = {}
+    for case in cases:
+        found[case] = measured(ctx, case)
+        gc.collect()
+    return found
+
+
+def test_measured_peak_is_the_planned_one(tmp_path):
+    for found in run(all_cases, 2, str(tmp_path / "store"), list(CASES), timeout=180):
+        for case, (peaks, planned, as_is, text) in found.items():
+            assert planned == as_is, case
+            told = case, peaks, planned, text
+            assert peaks["backward"] == pytest.approx(max(planned["forward"], planned["backward"]), rel=0.01), told
+            assert peaks["step"] == pytest.approx(planned["step"], rel=0.01), told
+        # 16 bytes a parameter and rank, and two units at the last one's reduction, whose gradients have no shard yet.
+        unit = 4 * (WIDTH + 1) * WIDTH
+        for case in ("full shard", "full shard, ours"):
+            assert found[case][0]["backward"] == pytest.approx(16 * 8 * unit / 4 / 2 + 2 * unit - unit / 2, rel=0.01)
+
+
+def test_plan_for_any_number_of_ranks():
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(64)])
+    count, unit = 64 * 4096**2, 4 * 4096**2
+    policy = ModuleWrapPolicy({nn.Linear})
+    plan = memory_plan(model, 1024, units=policy, device="cuda")
+    assert (plan.parameters, plan.gradients, plan.optimizer) == (
+        4 * count // 1024,
+        4 * count // 1024,
+        8 * count // 1024,
+    )
+    # Beside a unit's parameters and gradients there are the next one's parameters, and gradients on their way.
+    assert (plan.peak_in, plan.gathered, plan.full_gradients, plan.flat) == ("backward", 2 * unit, unit, unit)
+    assert plan.peak == pytest.approx(16 * count / 1024 + 4 * unit, rel=0.02)
+    assert len(plan.units) == 65 and plan.units[1] == ("0", 4096**2, unit)
+    halves = memory_plan(model.to(torch.bfloat16), 8, "adamw", units=policy, master_weights=True, device="cpu")
+    assert (halves.parameters, halves.optimizer) == (2 * count // 8, 12 * count // 8 + 64 * 4)
+    assert memory_plan(model, 8, "sgd", "NO_SHARD", units=policy, device="cpu").parameters == 2 * count
+    offloaded = memory_plan(model, 8, None, units=policy, offload=True, device="cuda", activations=1 << 20)
+    assert offloaded.on_host == 4 * count // 8 and offloaded.parameters == 0 and offloaded.activations == 1 << 20
+    told = str(plan)
+    assert f"{plan.peak / 2**20:,.2f} MiB  in the backward of {plan.peak_at}" in told and "gathered" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ranks": 0}, "ranks must be an int from 1"),
+        ({"optimizer": "adamx"}, "'adamw'"),
+        ({"optimizer": torch.optim.LBFGS, "strategy": "SOME"}, "strategy must be one of FULL_SHARD"),
+        ({"units": [nn.Linear(1, 1)]}, "submodules of the module"),
+        ({"replicas": 2}, "is for HYBRID_SHARD"),
+        ({"reshard_after_forward": 3}, "must divide 4 ranks"),
+        ({"optimizer": lambda params: 3}, "is no optimizer"),
+    ],
+)
+def test_refused(given, message):
+    with pytest.raises(InvalidArgument, match=message):
+        memory_plan(**{"module": nn.Sequential(nn.Linear(2, 2)), "ranks": 4, **given})
+
+
+@over_gloo
+def measured_on_gpu(ctx):
+    wide, found = 1024, {}
+    torch.nn.functional.linear(
+        torch.ones(1, wide).cuda(), torch.ones(wide, wide).cuda().requires_grad_()
+    ).sum().backward()
+    for strategy in (S.FULL_SHARD, S.SHARD_GRAD_OP):
+        gc.collect()
+        before = torch.cuda.memory_allocated()  # cuBLAS's
+        model = nn.Sequential(*[nn.Linear(wide, wide) for _ in range(8)]).cuda()
+        x = torch.ones(1, wide).cuda()
+        model = ShardedDataParallel(model, sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        plan = memory_plan(model, ctx.size, optimizer)
+        found[strategy.name] = torch.cuda.max_memory_allocated() - before, plan.peak, str(plan)
+        del model, optimizer
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_measured_on_gpu(tmp_path, ranks):
+    from collectives.engine import get_engine
+
+    if ranks > 1 and get_engine("nccl").library.version < FIRST_TOGETHER:
+        pytest.skip("several ranks on one GPU need NCCL 2.30")
+    env = TOGETHER if ranks > 1 else {}
+    path = str(tmp_path / "store")
+    for found in run(measured_on_gpu, ranks, path, engine="nccl", timeout=120, env=env, fresh=True):
+        for name, (most, planned, text) in found.items():
+            assert most == pytest.approx(planned, rel=0.02), (name, most, planned, text)
