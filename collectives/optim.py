@@ -239,6 +239,7 @@ class _Optimizer(torch.optim.Optimizer):
         for launch, batch, how in plans:
             launch(checked=True)  # by _batch
             batch.stepped(how["found_nonfinite"])
+            batch.table.grads = ()  # who sets them to None wants their memory; the rows have the addresses
         return loss
 
     # ---- What a subclass has of its own.
