@@ -342,21 +342,10 @@ class Group:
             return
         self.flat.copy_(self.gathered[self.ranks.rank * self.share :][: self.share])
 
-    @torch.no_grad()
-    def move(self, device: torch.device) -> None:
-        """Move the full parameters away from the gathered buffer, or back into it."""
-        for slot in self.slots:
-            if device != self.device:
-                slot.full.data = slot.full.data.to(device)
-            else:
-                self.gathered[slot.offset : slot.offset + slot.count].view(slot.shape).copy_(slot.full.data)
-        if device == self.device:
-            self.show()
-
     # ---- Gradients.
 
-    def gather_gradients(self, shown: bool) -> None:
-        """Gather the pieces' gradients into the full ones, but for parameters that have none on any rank."""
+    def gather_gradients(self) -> None:
+        """Gather the pieces' gradients for what is shown, but for parameters that have none on any rank."""
         there = [slot.piece.grad is not None and (slot.piece.numel() > 0 or not slot.count) for slot in self.slots]
         there = torch.tensor(there, dtype=torch.uint8, device=self.device)
         flat = torch.zeros(self.share, dtype=self.dtype, device=self.device)
@@ -369,15 +358,14 @@ class Group:
             self.ranks.shard.all_gather(whole, flat)
             self.ranks.shard.all_reduce(there, "max")
         for slot, has in zip(self.slots, there.tolist(), strict=True):
-            if has and shown:
+            if has and slot.shown is not None:
                 part = whole[slot.offset : slot.offset + slot.count].view(slot.shape)
-                slot.full.grad = part.to(self.gather_dtype)
+                slot.shown.grad = part.to(slot.shown.device)
 
-    def let_gradients_go(self, write_back: bool) -> None:
+    def take_gradients_back(self) -> None:
         for slot in self.slots:
-            grad, slot.full.grad = slot.full.grad, None
-            if write_back and grad is not None and slot.piece.grad is not None:
-                here = grad.reshape(-1)[slot.start : slot.start + slot.piece.numel()]
+            if slot.shown.grad is not None and slot.piece.grad is not None:
+                here = slot.shown.grad.reshape(-1)[slot.start : slot.start + slot.piece.numel()]
                 slot.piece.grad.copy_(here.view(slot.piece.shape))
 
     def keep(self) -> None:

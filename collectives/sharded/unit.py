@@ -185,6 +185,8 @@ class Unit:
         """Look whether the modules hold the pieces and these lie in the shards; see `Group.check`."""
         if self.shows:  # an exception has left a load_state_dict
             self.register_form()
+        if self.shows:
+            raise InvalidUsage(f"{self!r} holds full parameters by summon_full_params: leave its block first")
         if self.state is State.SHARDED:
             for parameters, attribute, slot in self._plain:
                 if parameters.get(attribute) is not slot.piece:
@@ -301,12 +303,6 @@ class Unit:
         for group in self.groups:
             group.write_back()
 
-    def move_full(self, device: torch.device) -> None:
-        """Move the full parameters to another device, or back to where they are gathered."""
-        if device != self.device or any(slot.full.device != device for slot in self.slots):
-            for group in self.groups:
-                group.move(device)
-
     @contextlib.contextmanager
     def unsharded(self, *, write_back: bool = False):
         """Unshard inside of a ``with`` block."""
@@ -382,16 +378,16 @@ class Unit:
         return comm.all_reduce(flat, op, async_op=async_op)
 
     @torch.no_grad()
-    def gather_gradients(self, *, shown: bool = True) -> None:
-        """Give the full parameters the full gradients that the pieces have. A collective."""
+    def gather_gradients(self) -> None:
+        """Give the parameters that are shown the full gradients that the pieces have. A collective."""
         for group in self.trainable:
-            group.gather_gradients(shown)
+            group.gather_gradients()
 
     @torch.no_grad()
-    def let_gradients_go(self, *, write_back: bool) -> None:
-        """Take the full gradients away again; `write_back`: keep in the pieces' what was written to them."""
+    def take_gradients_back(self) -> None:
+        """Keep in the pieces' gradients what was written to those that were shown."""
         for group in self.trainable:
-            group.let_gradients_go(write_back)
+            group.take_gradients_back()
 
     def drop_gradients(self) -> None:
         """Drop full gradients that wait to be reduced."""
