@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node 2 examples/char_gpt.py --wire int8
     torchrun --nproc-per-node 2 examples/char_gpt.py --compare bf16,int8
+    torchrun --nproc-per-node 2 examples/char_gpt.py --sharded
 
 Also runs under mpirun, under srun, or alone. The gradients travel by the wire that is named, clipped by the hook; with
---compare the same steps are made on fp32 and then on each of the wires, from the same initial parameters. The last line
-on stdout is one JSON object; the exit status is 1 if the parameters differ between ranks, if the loss on held-out text
-isn't below that of the letters' frequencies alone, or if a compared wire's loss is above fp32's by more than the
-tolerance, or its bytes are more than it promises.
+--compare the same steps are made on fp32 and then on each of the wires, from the same initial parameters. With
+--sharded a rank keeps its share alone of parameters, gradients and optimizer state, and has one block or two in full at
+a time. The last line on stdout is one JSON object; the exit status is 1 if the parameters differ between ranks, if the
+loss on held-out text isn't below that of the letters' frequencies alone, or if a compared wire's loss is above fp32's
+by more than the tolerance, or its bytes are more than it promises.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import collectives
 from collectives.optim import AdamW
+from collectives.sharded import fully_shard, get_model_state_dict
 
 CHARACTERS = 128  # ASCII; what isn't becomes a question mark
 HELD_OUT = 10  # every tenth file
@@ -37,6 +40,7 @@ def parse_arguments():
     option, count = parser.add_argument, jobs.at_least_1
     option("--wire", default="fp32", help="fp32, bf16, fp16, fp8_e4m3, fp8_e5m2, int8 or powersgd:RANK")
     option("--compare", type=lambda text: text.split(","), help="wires, with commas between, to compare with fp32")
+    option("--sharded", action="store_true", help="shard each block and the rest, in place of DDP")
     option("--error-feedback", action=argparse.BooleanOptionalAction, default=True, help="of the wires but fp32")
     option("--tolerance", type=float, default=0.01, help="by which a wire's loss may be higher (default: %(default)s)")
     option("--steps", type=count, default=200, help="(default: %(default)s)")
@@ -173,14 +177,36 @@ class Texts:
         return functional.nll_loss((often / often.sum()).log().expand(len(self.held_out), -1), self.held_out).item()
 
 
+def shard(model, state):
+    """Shard a GPT in place: each block a unit, the tables and the head another; return it."""
+    for block in model.blocks:
+        fully_shard(block, hook_state=state)
+    return fully_shard(model, hook_state=state)
+
+
+def unsharded(model, initial, comm):
+    """Return, on rank 0, a model of its own with the parameters of a sharded one; on the others the initial one."""
+    found = copy.deepcopy(initial)
+    parameters = get_model_state_dict(model, full_state_dict=True, cpu_offload=True, rank0_only=True)
+    if comm.rank == 0:
+        found.load_state_dict(parameters)
+    return found
+
+
 def train_on(wire, initial, texts, arguments, comm):
-    """Make all steps on one wire; return the model, the losses (mean of the ranks), and what else is reported."""
+    """Make all steps on one wire; return the losses (mean of the ranks), what else is reported, and the model.
+
+    The model is rank 0's, with nothing sharded.
+    """
     compressed = wire != "fp32"
     state = collectives.HookState(wire=wire, error_feedback=compressed and arguments.error_feedback, max_norm=1.0)
     model = copy.deepcopy(initial)
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(state, collectives.fused_allreduce)
-    optimizer = AdamW(ddp.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    if arguments.sharded:
+        trained = shard(model, state)
+    else:
+        trained = DistributedDataParallel(model)
+        trained.register_comm_hook(state, collectives.fused_allreduce)
+    optimizer = AdamW(trained.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, arguments.learning_rate, arguments.steps, pct_start=0.1, cycle_momentum=False
     )
@@ -189,7 +215,7 @@ def train_on(wire, initial, texts, arguments, comm):
     with jobs.progress(comm, wire, arguments.steps) as bar:
         for step in range(arguments.steps):
             optimizer.zero_grad()
-            loss = loss_of(ddp, *texts.of_step(step))
+            loss = loss_of(trained, *texts.of_step(step))
             loss.backward()
             optimizer.step()
             schedule.step()
@@ -207,7 +233,9 @@ def train_on(wire, initial, texts, arguments, comm):
         "identical": jobs.identical_on_all_ranks(model),
     }
     jobs.say(comm, f"{wire:>9}  held-out loss {found['loss']:.4f}  {found['bytes_a_step']:,} bytes a step")
-    return model, losses.tolist(), found
+    if arguments.sharded:
+        model = unsharded(model, initial, comm)
+    return losses.tolist(), found, model
 
 
 def prepare(arguments, comm):
@@ -246,7 +274,7 @@ def train(arguments, comm):
     wires = list(dict.fromkeys(["fp32", *arguments.compare])) if arguments.compare else [arguments.wire]
     losses, results = {}, {}
     for wire in wires:
-        model, losses[wire], results[wire] = train_on(wire, initial, texts, arguments, comm)
+        losses[wire], results[wire], model = train_on(wire, initial, texts, arguments, comm)
 
     of_frequencies = texts.loss_of_frequencies()
     identical = all(found["identical"] for found in results.values())
@@ -256,6 +284,7 @@ def train(arguments, comm):
         "engine": comm.engine.name,
         "steps": arguments.steps,
         "parameters": parameters,
+        "sharded": arguments.sharded,
         "error_feedback": arguments.error_feedback,
         "identical_parameters": identical,
         "loss_of_frequencies": round(of_frequencies, 4),

@@ -28,15 +28,14 @@ def run(train, arguments):
         torch.set_num_threads(max(1, min(len(os.sched_getaffinity(0)), os.cpu_count() // comm.local_size)))
     join_process_group(comm)
     result, passed = train(arguments, comm)
+    if comm.rank == 0:  # before the others leave: a launcher ends all ranks once one has failed
+        print(f"plot: {arguments.plot}")
+        print(json.dumps(result), flush=True)
     # Gloo may abort the process at its exit while a DDP object is alive: train() has dropped its own, now end in order.
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    rank = comm.rank
     comm.close()
-    if rank == 0:
-        print(f"plot: {arguments.plot}")
-        print(json.dumps(result), flush=True)
     return 0 if passed else 1
 
 
@@ -88,7 +87,7 @@ def fingerprint(model):
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest
 
 

@@ -17,15 +17,14 @@ where a setting takes more than it may.
 """
 
 import argparse
-import ctypes
 import gc
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from expected import Expected, check, same_everywhere
 from launch import add_options, end_on_signals, keep, provenance, rows_of, slowest
+from resident import forget_peak, give_back_what_is_freed, proportional, resident
 from torch.nn.parallel import DistributedDataParallel
 from ways import nothing
 
@@ -33,7 +32,6 @@ import collectives
 from collectives import optim
 
 STEPS = 6
-MMAP_THRESHOLD = -3  # of malloc.h
 SLACK = 1 << 20  # bytes: Python objects, tables of launches, communicators
 KINDS = {"default": "mean", "streams": "mean", "max_norm": "clipped", "bf16": "bf16", "int8_ef": "int8"}
 SETTINGS = {
@@ -51,22 +49,6 @@ def build(width):
     return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
 
 
-def proportional():
-    """This process's memory in bytes, what it shares divided by the number of those that share it."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) << 10
-    raise SystemExit("/proc/self/smaps_rollup has no Pss: the kernel is too old")
-
-
-def resident(name):
-    """VmRSS or VmHWM, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) << 10
-    raise SystemExit(f"/proc/self/status has no {name}")
-
-
 def make(setting, model, bucket_view, sizes):
     module = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
     state = None if SETTINGS[setting] is None else collectives.HookState(**SETTINGS[setting])
@@ -82,7 +64,7 @@ def make(setting, model, bucket_view, sizes):
 
 def memory_work(rank, arguments):
     """Yield one row of what the ranks keep and of the peak."""
-    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 64 << 10)  # what is freed goes back to the system
+    give_back_what_is_freed()
     setting, width, bucket_view = arguments.setting, arguments.width, arguments.bucket_view
     batch = torch.randn(8, width, generator=torch.Generator().manual_seed(rank))
     model = build(width)
@@ -93,7 +75,7 @@ def memory_work(rank, arguments):
         module.zero_grad(set_to_none=True)
         loss = module(batch).square().mean()
         dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")
+        forget_peak()
         loss.backward()
         if step >= STEPS // 2:  # DDP's buckets are the final ones, and shared
             peaks.append(resident("VmHWM"))

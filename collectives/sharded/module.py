@@ -27,9 +27,11 @@ from ..torch_groups import communicator_over, default_group
 from .api import MixedPrecisionPolicy, OffloadPolicy
 from .clip import clip_grad_norm_, watch_clipping
 from .hooks import hooks_of
+from .materialize import wrap_inits
 from .order import Order, order_of, units_of_parameters
 from .param import Ranks
 from .scaler import watch_scalers
+from .state_dicts import begin_load, end_load, make_state_dict, shown_masters
 from .unit import State, Unit, check_parameter, managed_parameters
 
 __all__ = ["ShardedModule", "UnshardHandle", "fully_shard", "ranks_of", "register_forward_method", "units_in"]
@@ -193,6 +195,9 @@ def shard(
                 buffer_holder._buffers[name] = buffer.to(unit.device)
     module.__class__ = _class_of(face, type(module))
     object.__setattr__(module, "_unit", unit)
+    if any(param.is_meta for _, _, param in found):
+        wrap_inits(unit)
+    module.register_load_state_dict_post_hook(lambda module, _keys: end_load(module._unit))
     object.__setattr__(module, "_order", order)
     return unit
 
@@ -491,22 +496,29 @@ class ShardedModule:
         for unit in units_in(self):
             unit.drop_gradients()
 
-    def apply(self, fn):
-        """Call a function on this module and those inside, each with its unit unsharded; what it writes is kept.
-
-        A collective.
-        """
-        self._order.need(self._unit)
-        try:
-            return super().apply(fn)
-        finally:
-            self._unit.reshard(write_back=True)
-
     def _apply(self, fn, recurse=True):
+        if self._unit.shows:  # full parameters, in an initialisation
+            return super()._apply(fn, recurse)
         self._unit.reshard()
         result = super()._apply(fn, recurse)
         self._unit.find_pieces()
         return result
+
+    def state_dict(self, *args, **kwargs):
+        """Give the full parameters and buffers; or pieces, by `set_state_dict_type`. A collective.
+
+        Tensors of its own, unsharded in turn, unit by unit; the keys and shapes are the unsharded module's.
+        """
+        return make_state_dict(self._unit, super().state_dict, args, kwargs)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        begin_load(self._unit, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def apply(self, fn):
+        """Call `fn` of each module inside, whose parameters are full ones then; keep what it writes. A collective."""
+        with shown_masters([self._unit]):
+            return super().apply(fn)
 
     def extra_repr(self) -> str:
         """Tell the unit beside what the module tells of itself."""

@@ -31,11 +31,18 @@ from .unit import State, Unit
 
 __all__ = ["Order", "all_orders", "order_of", "orders_of_parameters", "units_of_parameters"]
 
-_DONE, _REDUCE, _GATHER, _MAKE = 1, 2, 3, 4
+_DONE, _REDUCE, _GATHER, _MAKE, _MEET = 1, 2, 3, 4, 5
 _MOST_FREED = 2
 LATER, ALIKE, HELPED = range(3)
 _KIND, _COUNT = 33, 20  # bits below
+_MASTERS = 1 << 31  # in a gather's number: of the pieces in their own dtype
 _NONE = -(1 << 62)
+_DOES = ("", "ends a backward", "reduces", "is in a forward or gathers")
+_SAME_MODULES = (
+    "the ranks don't shard the same modules",
+    "build the same model, and give all ranks the same wrap policy and arguments",
+)
+_SAME_CALL = ("the ranks don't make the same call", "all ranks must make it, at the same place of the training")
 
 # id of a communicator -> its order, which holds it
 _orders: dict[int, Order] = {}
@@ -136,11 +143,13 @@ class Order:
             if most == -least:
                 return ALIKE
             if most >> _KIND == _MAKE:
-                self._differ(described or ("", "ends a backward", "reduces", "is in a forward")[kind])
+                self._differ(described or _DOES[kind], _SAME_MODULES)
             if lowest != _NONE:
                 if wish == lowest:
                     return HELPED
                 self._help(-lowest)
+            elif most >> _KIND == _MEET:
+                self._differ(described or _DOES[kind], _SAME_CALL)
             elif kind == _REDUCE:
                 return LATER
 
@@ -149,8 +158,8 @@ class Order:
         self._told = RemoteError(text, op="fully_shard", rank=self.comm.rank)
         return self._told
 
-    def _differ(self, described: str) -> None:
-        """Raise an error that says which ranks shard what."""
+    def _differ(self, described: str, what: tuple[str, str]) -> None:
+        """Raise an error that says which ranks do what."""
         text = described.encode()
         length = numpy.array([len(text)], dtype=numpy.int64)
         self.control.all_reduce(length, "max")
@@ -166,11 +175,7 @@ class Order:
             ranks.setdefault(shown[:200], []).append(rank)
         found = " | ".join(f"rank {', '.join(map(str, who[:8]))} {what}" for what, who in ranks.items())
         self._reset()
-        self._told = InvalidUsage(
-            f"the ranks don't shard the same modules ({found}): build the same model, and give all ranks the same wrap "
-            "policy and arguments",
-            op="fully_shard", rank=self.comm.rank,
-        )  # fmt: skip
+        self._told = InvalidUsage(f"{what[0]} ({found}): {what[1]}", op="fully_shard", rank=self.comm.rank)
         raise self._told
 
     def fail(self) -> None:
@@ -187,15 +192,38 @@ class Order:
             unit.help_gather()
 
     def _help(self, index: int) -> None:
+        masters, index = divmod(index, _MASTERS)
         unit = self._units[index]() if index < len(self._units) else None
         if unit is None:
             raise InvalidUsage(
                 f"another rank gathers unit {index}, of a module that is gone here: keep it as long as the others do",
                 op="fully_shard", rank=self.comm.rank,
             )  # fmt: skip
-        unit.help_gather()
+        unit.help_gather(masters)
+
+    def meet(self, described: str) -> None:
+        """Wait for all ranks to come to the same call, and help with what they do before; `InvalidUsage` where one
+        ends a backward or makes another call.
+        """
+        self.agree(_MEET, zlib.crc32(described.encode()), described)
 
     # ---- Gathering.
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def gather_masters(self, unit: Unit) -> list[torch.Tensor]:
+        """Gather a unit's pieces in their own dtype, beside what it has gathered for forward and backward.
+
+        Gives a flat buffer for each of the unit's groups, to be let go of at once.
+        """
+        try:
+            unit.check()
+        except Exception:
+            self.fail()
+            raise
+        if unit.gathers:
+            self.agree(_GATHER, _MASTERS | unit.index)
+        return [group.gather_masters() for group in unit.groups]
 
     def gather(self, unit: Unit, *, beside: bool = False) -> None:
         """Begin to gather a unit, if nothing has; `beside`: in advance, while something else is computed."""

@@ -64,7 +64,7 @@ class Slot:
 
     __slots__ = (
         "arrived", "begin", "came", "count", "expected", "fresh", "full", "kept", "names", "offset", "piece", "places",
-        "shape", "start",
+        "shape", "shown", "start",
     )  # fmt: skip
 
     def __init__(self, names: list[str], places: list[tuple[nn.Module, str]], original: nn.Parameter):
@@ -75,6 +75,7 @@ class Slot:
         self.offset = self.begin = self.start = 0
         self.piece: nn.Parameter | None = None
         self.full: nn.Parameter | None = None
+        self.shown: torch.Tensor | None = None  # what the modules hold while a state dict is made or loaded
         self.kept: torch.Tensor | None = None  # gradients that wait for a synchronised backward, in the wider dtype
         self.came = False  # a gradient has come in this backward
         self.arrived = False  # or in one before, since the last that was synchronised
@@ -233,6 +234,17 @@ class Group:
             slot.piece.data = place
         self._note()
 
+    def give_memory(self) -> None:
+        """Give a shard on the meta device memory, of zeros. The pieces stay the objects that they are."""
+        if self.flat.device.type != "meta":
+            return
+        self.flat = self._new_shard(self.store).zero_()
+        for slot in self.slots:
+            piece = nn.Parameter(self._piece_of(self.flat, slot, slot.piece.numel()), requires_grad=self.requires_grad)
+            piece.__dict__.update(slot.piece.__dict__)
+            torch.utils.swap_tensors(slot.piece, piece)
+        self._note()
+
     # ---- Gathering.
 
     def start_gather(self, *, async_op: bool = False, custom=None):
@@ -283,6 +295,35 @@ class Group:
             return custom(out, inp, ranks.group or ranks.shard, async_op)
         return ranks.shard.all_gather(out, inp, async_op=async_op)
 
+    def gather_masters(self) -> torch.Tensor:
+        """Gather the pieces as they are, in their own dtype; give the flat buffer. A collective of ``ranks.shard``.
+
+        It goes by the engine's own all-gather, also where people have set another, since that may round.
+        """
+        if self.flat.device.type == "meta":
+            raise InvalidUsage(f"{self.slots[0].name} is on the meta device and has no values yet: materialize() it")
+        ranks = self.ranks
+        if ranks.shard is None:
+            return self.flat
+        out, inp = self.whole if self.persistent else self.lend(self.total, self.dtype), self.flat
+        if self.store != self.device:
+            inp = out[ranks.rank * self.share :][: self.share].copy_(self.flat)
+        ranks.shard.all_gather(out.view(torch.uint8), inp.view(torch.uint8))
+        return out
+
+    def gather_beside(self, values, dtype: torch.dtype) -> torch.Tensor:
+        """Gather what lies as some of the pieces do, given as (slot, tensor or None for 0); as `gather_masters`."""
+        ranks = self.ranks
+        own = torch.zeros(self.share, dtype=dtype, device=self.device)
+        for slot, value in values:
+            if value is not None:
+                own[slot.begin : slot.begin + value.numel()].copy_(value.detach().reshape(-1))
+        if ranks.shard is None:
+            return own
+        out = self.lend(self.total, dtype)
+        ranks.shard.all_gather(out.view(torch.uint8), own.view(torch.uint8))
+        return out
+
     def lend(self, n: int, dtype: torch.dtype, custom=None) -> torch.Tensor:
         """Give a buffer on the unit's device for as long as somebody views it."""
         if custom is not None and hasattr(custom, "allocate"):
@@ -315,21 +356,10 @@ class Group:
             own = torch.where(own == self.codec.rounded(shard, own.dtype), shard, own.to(shard.dtype))
         self.flat.copy_(own)
 
-    @torch.no_grad()
-    def move(self, device: torch.device) -> None:
-        """Move the full parameters away from the gathered buffer, or back into it."""
-        for slot in self.slots:
-            if device != self.device:
-                slot.full.data = slot.full.data.to(device)
-            else:
-                self.gathered[slot.offset : slot.offset + slot.count].view(slot.shape).copy_(slot.full.data)
-        if device == self.device:
-            self.show()
-
     # ---- Gradients.
 
-    def gather_gradients(self, shown: bool) -> None:
-        """Gather the pieces' gradients into the full ones, but for parameters that have none on any rank."""
+    def gather_gradients(self) -> None:
+        """Gather the pieces' gradients for what is shown, but for parameters that have none on any rank."""
         there = [slot.piece.grad is not None and (slot.piece.numel() > 0 or not slot.count) for slot in self.slots]
         there = torch.tensor(there, dtype=torch.uint8, device=self.device)
         flat = torch.zeros(self.share, dtype=self.dtype, device=self.device)
@@ -342,15 +372,14 @@ class Group:
             self.ranks.shard.all_gather(whole, flat)
             self.ranks.shard.all_reduce(there, "max")
         for slot, has in zip(self.slots, there.tolist(), strict=True):
-            if has and shown:
+            if has and slot.shown is not None:
                 part = whole[slot.offset : slot.offset + slot.count].view(slot.shape)
-                slot.full.grad = part.to(self.gather_dtype)
+                slot.shown.grad = part.to(slot.shown.device)
 
-    def let_gradients_go(self, write_back: bool) -> None:
+    def take_gradients_back(self) -> None:
         for slot in self.slots:
-            grad, slot.full.grad = slot.full.grad, None
-            if write_back and grad is not None and slot.piece.grad is not None:
-                here = grad.reshape(-1)[slot.start : slot.start + slot.piece.numel()]
+            if slot.shown.grad is not None and slot.piece.grad is not None:
+                here = slot.shown.grad.reshape(-1)[slot.start : slot.start + slot.piece.numel()]
                 slot.piece.grad.copy_(here.view(slot.piece.shape))
 
     def keep(self) -> None:

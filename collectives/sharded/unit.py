@@ -112,6 +112,7 @@ class Unit:
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.order = self.module = self.freed = None
+        self.form = self.settings = None  # in which state dicts are given, and as it was set; None: full tensors
         self.calls = 0  # forwards whose backward is still to end
         self.neighbours: Communicator | None = None  # those who keep the parameters together after a forward
         self._works: list = []
@@ -185,6 +186,10 @@ class Unit:
 
     def check(self) -> None:
         """Look whether the modules hold the pieces and these lie in the shards; see `Group.check`."""
+        if self.shows:  # an exception has left a load_state_dict
+            self.register_form()
+        if self.shows:
+            raise InvalidUsage(f"{self!r} holds full parameters by summon_full_params: leave its block first")
         if self.state is State.SHARDED:
             for parameters, attribute, slot in self._plain:
                 if parameters.get(attribute) is not slot.piece:
@@ -199,6 +204,22 @@ class Unit:
     def full_gradient_bytes(self) -> int:
         """What full gradients of all parameters take."""
         return sum(group.layout.total * group.reduce_dtype.itemsize for group in self.trainable)
+
+    def register_shown(self, slots: list[Slot] | None = None) -> None:
+        """Give the modules what slots, or all, have as `shown`, until `register_form`."""
+        for slot in self.slots if slots is None else slots:
+            _put(slot, slot.shown)
+
+    def register_form(self, slots: list[Slot] | None = None) -> None:
+        """Give the modules the pieces, or, where something is gathered, the full parameters."""
+        for slot in self.slots if slots is None else slots:
+            _put(slot, slot.full if self.state is State.UNSHARDED else slot.piece)
+            slot.shown = None
+
+    @property
+    def shows(self) -> bool:
+        """Tell whether modules hold what was shown to them."""
+        return any(slot.shown is not None for slot in self.slots)
 
     # ---- Gathering.
 
@@ -239,10 +260,13 @@ class Unit:
         self.state = State.UNSHARDED
 
     @torch.no_grad()
-    def help_gather(self) -> None:
+    def help_gather(self, masters: bool = False) -> None:
         """Take part in a gather that other ranks need; what this rank holds stays as it is."""
         for group in self.groups:
-            group.help_gather(self.custom_all_gather)
+            if masters:
+                group.gather_masters()
+            else:
+                group.help_gather(self.custom_all_gather)
 
     def unshard(self) -> None:
         """Gather the parameters and give them to the modules. A collective; blocks on the host."""
@@ -281,12 +305,6 @@ class Unit:
         """Take over into the pieces what was written to the full parameters."""
         for group in self.groups:
             group.write_back()
-
-    def move_full(self, device: torch.device) -> None:
-        """Move the full parameters to another device, or back to where they are gathered."""
-        if device != self.device or any(slot.full.device != device for slot in self.slots):
-            for group in self.groups:
-                group.move(device)
 
     @contextlib.contextmanager
     def unsharded(self, *, write_back: bool = False):
@@ -365,16 +383,16 @@ class Unit:
         return comm.all_reduce(flat, op, async_op=async_op)
 
     @torch.no_grad()
-    def gather_gradients(self, *, shown: bool = True) -> None:
-        """Give the full parameters the full gradients that the pieces have. A collective."""
+    def gather_gradients(self) -> None:
+        """Give the parameters that are shown the full gradients that the pieces have. A collective."""
         for group in self.trainable:
-            group.gather_gradients(shown)
+            group.gather_gradients()
 
     @torch.no_grad()
-    def let_gradients_go(self, *, write_back: bool) -> None:
-        """Take the full gradients away again; `write_back`: keep in the pieces' what was written to them."""
+    def take_gradients_back(self) -> None:
+        """Keep in the pieces' gradients what was written to those that were shown."""
         for group in self.trainable:
-            group.let_gradients_go(write_back)
+            group.take_gradients_back()
 
     def drop_gradients(self) -> None:
         """Drop full gradients that wait to be reduced."""
@@ -446,6 +464,14 @@ class Unit:
 
         with torch.autograd.graph.saved_tensors_hooks(save, load):
             yield
+
+
+def _put(slot: Slot, param) -> None:
+    for holder, attribute in slot.places:
+        if type(holder).__setattr__ is nn.Module.__setattr__:
+            holder._parameters[attribute] = param
+        else:
+            setattr(holder, attribute, param)
 
 
 class _Saved:

@@ -31,12 +31,13 @@ def run_alone(text):
 
 
 def test_all_programs_are_found():
-    words = ["fused_allreduce", "HookState", "GradientBuckets", "collectives.init()", "kernels.pack"]
+    words = ["fused_allreduce", "HookState", "ShardedDataParallel", "GradientBuckets", "collectives.init()"]
+    words.append("kernels.pack")
     assert len(PROGRAMS) == len(words)
     assert all(word in program for word, program in zip(words, PROGRAMS, strict=True))
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["ddp", "state", "buckets", "without_ddp", "kernels"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["ddp", "state", "sharded", "buckets", "without_ddp", "kernels"])
 def test_programs_run(program):
     run_alone(program)
 

@@ -1,0 +1,159 @@
+"""Measure the peak memory of a rank that trains a sharded module, by torch's FSDP2 and by us.
+
+    python benchmarks/sharded/memory.py                       # 2 ranks, two models, both AdamWs
+    python benchmarks/sharded/memory.py --optimizers torch --ways fsdp2 ours
+
+Each way runs in processes of its own, where malloc gives every array of 64 KiB or more a mapping of its own, so that
+what is freed is no longer counted. A small model has been trained the same way before, so that libraries, threads,
+connections and staging slots are there; what they took is `runtime`, and is not in the other numbers. All is in bytes a
+rank, mean of the ranks.
+
+`peak`: of the steps after the third. What is counted is what the system holds for the rank: malloc's memory, torch's or
+Gloo's, and the memory that our engine shares. A shared page lies in memory once and is seen by all ranks that have read
+it, so that it counts in the resident set of each; here it is divided by their number, as in the proportional set
+(Pss_Anon + Pss_Shmem of smaps_rollup). That has no high-water mark. So: the resident set's (VmHWM, cleared before each
+of forward, backward and optimizer), less how much larger the resident set is than the proportional one right after.
+This is right as long as what is shared at the peak still is right after it; our buffers are, as they are kept and lent
+again: the proportional set read without pause by a thread while steps were made came to 0.2 MiB more than this at the
+most. Files are in neither, but where new pages of a library are read during a step.
+
+`live`: the peak less 16 bytes a parameter and rank (parameter, gradient, two states of AdamW), by the bytes of the
+largest unit: what is gathered, gradients that aren't reduced yet, buffers, activations. `kept`: between two steps,
+gradients set to None, less 12 bytes a parameter and rank: 0 where nothing but the shards is kept. `to_fsdp2`: the peak
+by FSDP2's. Rows go to benchmarks/results/sharded_memory.jsonl; the exit status is 1 where `ours` takes more than
+`fsdp2`.
+"""
+
+import argparse
+import gc
+import itertools
+import sys
+
+import torch
+import torch.distributed as dist
+from beside import (
+    add_options,
+    end_on_signals,
+    forget_peak,
+    give_back_what_is_freed,
+    keep,
+    proportional,
+    provenance,
+    resident,
+    rows_of,
+)
+from ways import GROUPS, MODELS, OPTIMIZERS, PARTS, WAYS, Way
+
+LR = 1e-4
+STEPS = 8
+FIRST = 3  # steps that aren't counted: buffers and states are made in them
+SMALL = {"8xLinear1024": "3xLinear128", "gpt6x384": "gpt2x64"}  # what makes the runtime ready for it
+
+
+class Meter:
+    """The peak of each part of a step; `part` is called where one ends and the next begins."""
+
+    def __init__(self):
+        self.peaks = dict.fromkeys(PARTS, 0)
+
+    def begin(self):
+        forget_peak()
+
+    def end(self, part):
+        peak = resident("VmHWM") - resident("VmRSS") + data()
+        self.peaks[part] = max(self.peaks[part], peak)
+        forget_peak()
+
+
+def data():
+    """Bytes of this process that are no file's, the shared ones by the number of those that share them."""
+    return proportional("Anon", "Shmem")
+
+
+def work(rank, arguments):
+    """Yield the row of one model, optimizer and way."""
+    model, optimizer, name = arguments
+    give_back_what_is_freed()
+    before = data()
+    small = MODELS[SMALL.get(model, model)]
+    train(Way(name, small, optimizer, LR), small.batches(rank), None)
+    gc.collect()
+    kind = MODELS[model]
+    batches = kind.batches(rank)
+    base = data()
+    meter = Meter()
+    way = Way(name, kind, optimizer, LR)
+    train(way, batches, meter)
+    gc.collect()
+    dist.barrier()
+    kept = data() - base
+    found = [base - before, kept, *(meter.peaks[part] - base for part in PARTS)]
+    mean = torch.tensor(found, dtype=torch.float64)
+    dist.all_reduce(mean, op=dist.ReduceOp.SUM)
+    runtime, kept, *peaks = (mean / dist.get_world_size()).long().tolist()
+    whole = kind.build()
+    own = sum(parameter.nbytes for parameter in whole.parameters())
+    largest = max(sum(parameter.nbytes for parameter in unit.parameters()) for unit in kind.units(whole))
+    share = own // (1 if name in ("alone", "ddp", "ours_no_shard") else dist.get_world_size())
+    yield {
+        "benchmark": "sharded/memory", "model": model, "optimizer": optimizer, "way": name,
+        "ranks": dist.get_world_size(), "batch": kind.batch, "parameter_bytes": own, "largest_unit": largest,
+        "runtime": runtime, "kept_bytes": kept, "kept": round((kept - 3 * share) / largest, 3),
+        "peak": max(peaks), "peaks": dict(zip(PARTS, peaks, strict=True)),
+        "live": round((max(peaks) - 4 * share) / largest, 3),
+    }  # fmt: skip
+
+
+def train(way, batches, meter):
+    """Make the steps; the gradients are let go of at the end."""
+    for step in range(STEPS):
+        counted = meter is not None and step >= FIRST
+        dist.barrier()
+        if counted:
+            meter.begin()
+        way.step(batches, meter.end if counted else None)
+        way.rest()
+
+
+def main():
+    end_on_signals()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    option = parser.add_argument
+    option("--ranks", type=int, default=2, help="ranks to start (default: %(default)s)")
+    option("--models", nargs="+", choices=MODELS, default=["8xLinear1024", "gpt6x384"], help="(default: %(default)s)")
+    option("--ways", nargs="+", choices=[*GROUPS, *WAYS], default=["all"], help="(default: %(default)s)")
+    option(
+        "--optimizers", nargs="+", choices=OPTIMIZERS, default=["torch", "ours"], help="AdamW's (default: %(default)s)"
+    )
+    add_options(parser, "sharded_memory.jsonl")
+    arguments = parser.parse_args()
+    ways = list(dict.fromkeys(way for named in arguments.ways for way in GROUPS.get(named, (named,))))
+    where = provenance()
+    rows, good = [], True
+    for model, optimizer in itertools.product(arguments.models, arguments.optimizers):
+        peaks = {}
+        for way in ways:
+            (row,) = rows_of(work, arguments.ranks, (model, optimizer, way))
+            peaks[way] = row["peak"]
+            if "fsdp2" in peaks:
+                row["to_fsdp2"] = round(row["peak"] / peaks["fsdp2"], 4)
+            rows.append({**row, **where})
+            show(row)
+        good &= peaks.get("ours", 0) <= peaks.get("fsdp2", float("inf"))
+    keep(rows, arguments)
+    return 0 if good else 1
+
+
+def show(row):
+    mib = {key: row[key] / 2**20 for key in ("peak", "runtime", "kept_bytes")}
+    parts = ", ".join(f"{part} {value / 2**20:.1f}" for part, value in row["peaks"].items())
+    print(
+        f"{row['model']:12s} AdamW of {row['optimizer']:5s} {row['way']:20s} peak {mib['peak']:7.1f} MiB ({parts}), "
+        f"{row['live']:6.3f} live units; kept {mib['kept_bytes']:7.1f} ({row['kept']:+.3f} units); runtime "
+        f"{mib['runtime']:.1f}" + (f"; {row['to_fsdp2']:.3f} of fsdp2" if "to_fsdp2" in row else ""),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Values for modules that were built on the meta device and sharded there.
+
+An initialisation looks at shapes: a piece's would give it the wrong fan-in. So it runs on full parameters, of which
+each rank then keeps its part. `materialize` does it module by module; and where a unit was made of meta parameters, its
+modules' own `INITS` do it when they are called, as FSDP2's programs do behind ``module.to_empty(device=...)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..errors import InvalidUsage
+from .state_dicts import shown_masters, take_shown
+from .unit import Unit
+
+__all__ = ["INITS", "materialize", "wrap_inits"]
+
+# Methods that people call to give a module's parameters their first values.
+INITS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights", "initialize_weights")
+
+
+def _units_in(module: nn.Module) -> list[Unit]:
+    return [each._unit for each in module.modules() if hasattr(each, "_unit")]
+
+
+def wrap_inits(unit: Unit) -> None:
+    """Let the initialising methods of a unit's modules run on full parameters. They are collectives then."""
+    for module in unit.module().modules():
+        for name in INITS:
+            method = getattr(module, name, None)
+            if callable(method) and not hasattr(method, "_runs_on_full"):
+                object.__setattr__(module, name, _on_full(module, method, unit))
+
+
+def _on_full(module: nn.Module, method: Callable, unit: Unit) -> Callable:
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        units = {id(each): each for each in (unit, *_units_in(module))}
+        missing = [each for each in units.values() if any(group.flat.is_meta for group in each.groups)]
+        if missing:
+            raise InvalidUsage(
+                f"{missing[0].slots[0].name} of {missing[0].name} is on the meta device: module.to_empty(device=...) "
+                "gives it memory, or materialize() memory and values",
+                op=method.__name__,
+            )
+        with shown_masters([each for each in units.values() if not each.shows]):
+            return method(*args, **kwargs)
+
+    call._runs_on_full = True
+    return call
+
+
+def materialize(
+    module: nn.Module,
+    device: torch.device | str | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """Give what of a module is on the meta device memory and values, module by module; give the module.
+
+    For each module inside that holds such parameters or buffers itself, outermost first: ``param_init_fn(module)``, as
+    FSDP1's, which must give them memory and values; or, where there is none, ``module.to_empty(recurse=False)`` and
+    ``module.reset_parameters()``. Both see full parameters, and each rank keeps its part: the peak is one module's. A
+    local call, in which all ranks draw the same random numbers, as one process without sharding would, if they begin
+    with the same seed. `device`: where it computes; None: where the units do. Raises `InvalidUsage` for a module that
+    has no ``reset_parameters``, and for one that the function leaves on the meta device.
+    """
+    units = _units_in(module)
+    for unit in units:
+        unit.reshard()
+    if device is None:
+        device = units[0].device if units else torch.device("cpu")
+    slots: dict[int, list] = {}
+    for unit in units:
+        for slot in unit.slots if any(group.flat.is_meta for group in unit.groups) else ():
+            for holder, _ in slot.places:
+                slots.setdefault(id(holder), []).append((unit, slot))
+    todo = [each for each in module.modules() if id(each) in slots or _has_meta(each, units)]
+    for unit in units:
+        for group in unit.groups:
+            group.give_memory()
+    for each in todo:
+        _initialise(each, slots.get(id(each), []), torch.device(device), param_init_fn)
+    return module
+
+
+def _has_meta(module: nn.Module, units: list[Unit]) -> bool:
+    own = [*module._parameters.values(), *module._buffers.values()]
+    of_units = {id(slot.piece) for unit in units for slot in unit.slots}
+    return any(tensor is not None and tensor.is_meta and id(tensor) not in of_units for tensor in own)
+
+
+def _initialise(module: nn.Module, held: list, device: torch.device, init) -> None:
+    """Initialise what a module holds itself, with full parameters in the pieces' places."""
+    for _, slot in held:
+        full = torch.empty(slot.shape, dtype=slot.piece.dtype, device="meta")
+        slot.shown = nn.Parameter(full, requires_grad=slot.piece.requires_grad)
+    try:
+        for unit, slot in held:
+            unit.register_shown([slot])
+        with torch.no_grad():
+            if init is not None:
+                init(module)
+            else:
+                reset = getattr(module, "reset_parameters", None)
+                if not callable(reset):
+                    raise InvalidUsage(
+                        f"{type(module).__name__} is on the meta device and has no reset_parameters(): give "
+                        "param_init_fn",
+                        op="materialize",
+                    )
+                module.to_empty(device=device, recurse=False)
+                reset()
+        take_shown([slot for _, slot in held], module)
+        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            raise InvalidUsage(f"param_init_fn left a buffer of {type(module).__name__} on the meta device")
+    finally:
+        for unit, slot in held:
+            unit.register_form([slot])

@@ -1,0 +1,94 @@
+"""Meeting: a call that all ranks make together, in which a failure of one is told to all of them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from ..errors import CollectivesError, InvalidUsage, RemoteError
+from .order import Order
+
+__all__ = ["Meeting", "order_in"]
+
+
+def order_in(module: nn.Module) -> Order | None:
+    """Give the order of a module's units; None where nothing in it is sharded."""
+    orders = {id(each._order): each._order for each in module.modules() if hasattr(each, "_order")}
+    if len(orders) > 1:
+        raise InvalidUsage("its units are over different communicators: call this for each part by itself")
+    return next(iter(orders.values()), None)
+
+
+class Meeting:
+    """All ranks in the same call of `op` with the same `what`, or `InvalidUsage` on all of them; blocks until then.
+
+    `order`: whose ranks; None: this process alone.
+    """
+
+    def __init__(self, order: Order | None, op: str, what: str = ""):
+        self.op = op
+        alone = order is None or order.control is None
+        self._control = None if alone else order.control
+        self.rank = 0 if alone else order.comm.rank
+        self.size = 1 if alone else order.comm.size
+        self.comm = None if alone else order.comm
+        self.failed = False  # all ranks know of a failure of one, and have raised
+        if not alone:
+            order.meet(f"{op}({what})")
+
+    def tell(self, value: Any) -> list:
+        """Give what all ranks have told here, in their order; it goes by pickle. A collective."""
+        if self._control is None:
+            return [value]
+        text = pickle.dumps(value)
+        lengths = numpy.zeros(self.size, dtype=numpy.int64)
+        lengths[self.rank] = len(text)
+        self._control.all_reduce(lengths, "max")
+        ends = numpy.cumsum(lengths).tolist()
+        table = numpy.zeros(ends[-1], dtype=numpy.uint8)
+        table[ends[self.rank] - len(text) : ends[self.rank]] = numpy.frombuffer(text, dtype=numpy.uint8)
+        self._control.all_reduce(table, "max")
+        begins = [0, *ends[:-1]]
+        return [pickle.loads(table[begin:end].tobytes()) for begin, end in zip(begins, ends, strict=True)]
+
+    def each(self, what: str, function: Callable[[], Any]) -> list:
+        """Call a function on each rank and give all results. Where one raises, all do, and say which rank it was.
+
+        An error of this package is raised on all ranks as it is; others as `RemoteError` on the ranks that had none.
+        """
+        failed = result = None
+        try:
+            result = function()
+        except Exception as error:
+            failed = error
+        portable = failed if isinstance(failed, CollectivesError) else None
+        told = self.tell((failed is not None, portable, f"{type(failed).__name__}: {failed}", result))
+        self.failed = any(has_failed for has_failed, *_ in told)
+        if failed is not None:
+            raise failed
+        for rank, (has_failed, error, text, _) in enumerate(told):
+            if error is not None:
+                raise type(error)(f"on rank {rank}: {error.message}", op=self.op, rank=self.rank, peers=(rank,))
+            if has_failed:
+                raise RemoteError(
+                    f"rank {rank} could not {what}: {text}", op=self.op, rank=self.rank, peers=(rank,)
+                )  # fmt: skip
+        return [result for *_, result in told]
+
+    def first(self, what: str, function: Callable[[], Any]) -> Any:
+        """Call a function on rank 0 alone and give its result to all; raises as `each` does."""
+        return self.each(what, function if self.rank == 0 else lambda: None)[0]
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give rank 0's tensor, of this shape and dtype, on the communicator's device."""
+        if self.comm is None:
+            return tensor
+        there = tensor.detach().to(self.comm.device).contiguous()
+        if there.numel():
+            self.comm.broadcast(there.view(-1).view(torch.uint8))
+        return there

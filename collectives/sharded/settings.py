@@ -1,0 +1,139 @@
+"""FSDP1's settings of state dicts, and its functions for optimizer state, for `ShardedDataParallel` to offer."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InvalidArgument
+from .api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from .optimizer_state import from_rank_0, full_state, local_state_dict, on_cpu, pieces_of_state
+from .state_dicts import Form
+
+__all__ = [
+    "full_optim_state_dict", "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load",
+    "scatter_full_optim_state_dict", "set_state_dict_type", "state_dict_type",
+]  # fmt: skip
+
+_DEFAULT = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+
+
+def _units_in(module: nn.Module) -> list:
+    return [each._unit for each in module.modules() if hasattr(each, "_unit")]
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """Give what `set_state_dict_type` has set: of the outermost unit inside."""
+    return next((unit.settings for unit in _units_in(module) if unit.settings is not None), _DEFAULT)
+
+
+def set_state_dict_type(
+    module: nn.Module, state_dict_type: StateDictType, state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:  # fmt: skip
+    """Say what ``state_dict()`` of a module's units gives, and `optim_state_dict`; give what was set before.
+
+    FULL_STATE_DICT: full tensors; SHARDED_STATE_DICT or LOCAL_STATE_DICT: pieces. Torch's own enum and configurations
+    are taken, too. What is loaded may be either, whatever is set. A local call, to be made on all ranks.
+    """
+    name = getattr(state_dict_type, "name", state_dict_type)
+    if name not in StateDictType.__members__:
+        raise InvalidArgument(f"state_dict_type must be a StateDictType, not {state_dict_type!r:.60}")
+    full = name == StateDictType.FULL_STATE_DICT.name
+    given = {"state_dict_config": state_dict_config, "optim_state_dict_config": optim_state_dict_config}
+    for what, config in given.items():
+        if config is not None and (not hasattr(config, "offload_to_cpu") or hasattr(config, "rank0_only") != full):
+            kind = "Full" if full else "Sharded"
+            raise InvalidArgument(f"{what} of {name} must be a {kind}...Config, not {type(config).__name__}")
+    settings = StateDictSettings(
+        StateDictType[name],
+        state_dict_config or (FullStateDictConfig() if full else ShardedStateDictConfig()),
+        optim_state_dict_config or (FullOptimStateDictConfig() if full else ShardedOptimStateDictConfig()),
+    )
+    before = get_state_dict_type(module)
+    for unit in _units_in(module):
+        unit.settings = settings
+        unit.form = Form.of(settings.state_dict_type, settings.state_dict_config)
+    return before
+
+
+@contextlib.contextmanager
+def state_dict_type(
+    module: nn.Module, state_dict_type: StateDictType, state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+):  # fmt: skip
+    """Do as `set_state_dict_type` inside of a block."""
+    units = _units_in(module)
+    before = [(unit.settings, unit.form) for unit in units]
+    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        for unit, (settings, form) in zip(units, before, strict=True):
+            unit.settings, unit.form = settings, form
+
+
+def optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None, group=None
+) -> dict[str, Any]:
+    """Give an optimizer's state by names, as `set_state_dict_type` says; of full tensors it is a collective.
+
+    `optim_state_dict`: what its own ``state_dict()`` gave; None: that now. `group` changes nothing.
+    """
+    settings = get_state_dict_type(model)
+    form = Form.of(settings.state_dict_type, settings.optim_state_dict_config)
+    if form.full:
+        return full_state(model, [(optim, optim_state_dict)], form)
+    made = pieces_of_state(model, [optim], raw=optim_state_dict)
+    return on_cpu(made) if form.on_cpu else made
+
+
+def full_optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, optim_input=None, rank0_only: bool = True, group=None
+) -> dict[str, Any]:
+    """Give an optimizer's full state by names, on the host; by `rank0_only` an empty dictionary on the other ranks."""
+    return full_state(model, [(optim, None)], Form(True, True, rank0_only))
+
+
+def optim_state_dict_to_load(
+    model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any],
+    is_named_optimizer: bool = False, load_directly: bool = False, group=None,
+) -> dict[str, Any]:  # fmt: skip
+    """Give what ``optim.load_state_dict`` takes on this rank, from full state or pieces by names.
+
+    `load_directly`: load it, too. Where FULL_STATE_DICT with ``rank0_only`` is set, rank 0 alone has it, and this is a
+    collective; else a local call.
+    """
+    settings = get_state_dict_type(model)
+    if getattr(settings.optim_state_dict_config, "rank0_only", False):
+        optim_state_dict = from_rank_0(model, optim_state_dict)
+    local = local_state_dict(model, optim, optim_state_dict)
+    if load_directly:
+        optim.load_state_dict(local)
+    return local
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any] | None, model: nn.Module, optim_input=None,
+    optim: torch.optim.Optimizer | None = None, group=None,
+) -> dict[str, Any]:  # fmt: skip
+    """Give what ``optim.load_state_dict`` takes, from full state that rank 0 has. A collective.
+
+    `optim` must be given; `optim_input` and `group` change nothing.
+    """
+    if optim is None:
+        raise InvalidArgument("give the optimizer as optim=", op="scatter_full_optim_state_dict")
+    given = from_rank_0(model, full_optim_state_dict)
+    return local_state_dict(model, optim, given)
