@@ -83,9 +83,9 @@ def test_sharded_digits(tmp_path):
     assert result["test_accuracy"] == dict.fromkeys(ways, result["test_accuracy"]["DDP"])
     assert result["loss_last"]["DDP"] < 0.5 * result["loss_first"]
     assert list(result["step_ms"]) == ways and min(result["step_ms"].values()) > 0
-    # 31 MB of parameters, gradients and moments in full, half of that in shards, and what is in use of it in full.
+    # 30 MiB of parameters, gradients and moments on a rank, or half of that and what is in use: measured 52 and 35.
     peak, kept = result["peak_mib"], 16 * result["parameters"] / 2**20
-    assert peak["DDP"] > kept > peak["wrap policy"] - 15 and peak["DDP"] > peak["wrap policy"] > kept / 2
+    assert peak["DDP"] > kept and peak["DDP"] > peak["wrap policy"] > kept / 2
 
 
 def test_sharded_t5(tmp_path):
