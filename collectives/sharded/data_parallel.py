@@ -11,10 +11,12 @@ from torch import nn
 from ..arrays import kind_of
 from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
+from . import settings
 from .api import BackwardPrefetch, ShardingStrategy
 from .arguments import Precision, ignored, member, offload, parse_device_id, ranks_for, settings_of, units_for
 from .module import ShardedModule, shard, units_in
-from .unit import State, managed_parameters
+from .state_dicts import shown_masters
+from .unit import managed_parameters
 
 __all__ = ["ShardedDataParallel"]
 
@@ -125,7 +127,8 @@ class ShardedDataParallel(ShardedModule):
 
         `recurse`: those of inner units, too. `writeback`: keep what is written to them; each rank keeps its own piece.
         `rank0_only`: on rank 0 only, without `writeback`. `offload_to_cpu`: on the host. `with_grads`: the full
-        gradients, too. Raises `InvalidUsage` in a forward or backward.
+        gradients, too. They are in the pieces' own dtype, whatever `mixed_precision` says. Raises `InvalidUsage` in a
+        forward or backward; there is none inside of the block.
         """
         if rank0_only and writeback:
             raise InvalidArgument("rank0_only leaves the other ranks nothing to write back: give writeback=False")
@@ -133,29 +136,18 @@ class ShardedDataParallel(ShardedModule):
         for unit in units:
             if unit.order.depth or torch._C._current_graph_task_id() != -1:
                 raise InvalidUsage("summon_full_params inside of a forward or backward", op="summon_full_params")
-        opened = [unit for unit in units if not rank0_only or unit.ranks.world.rank == 0]
-        before = {unit: unit.state for unit in units}
-        try:
-            for unit in units:
-                if unit in opened:
-                    unit.order.need(unit)
-                else:
-                    unit.order.help(unit)
-                if with_grads:
-                    unit.gather_gradients(shown=unit in opened)
-            if offload_to_cpu:
-                for unit in opened:
-                    unit.move_full(torch.device("cpu"))
+        device = torch.device("cpu") if offload_to_cpu else None
+        with shown_masters(units, keep=writeback, gradients=with_grads, device=device, rank0_only=rank0_only):
             yield
-        finally:
-            for unit in opened:
-                unit.move_full(unit.device)
-                if with_grads:
-                    unit.let_gradients_go(write_back=writeback)
-                if writeback:
-                    unit.write_back()
-                if before[unit] is not State.UNSHARDED:
-                    unit.reshard()
+
+    # FSDP1's names for what `collectives.sharded.settings` does.
+    state_dict_type = staticmethod(settings.state_dict_type)
+    set_state_dict_type = staticmethod(settings.set_state_dict_type)
+    get_state_dict_type = staticmethod(settings.get_state_dict_type)
+    optim_state_dict = staticmethod(settings.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(settings.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(settings.full_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(settings.scatter_full_optim_state_dict)
 
 
 def _own_modules(module: nn.Module) -> Iterable[nn.Module]:

@@ -83,20 +83,32 @@ def _show_masters(unit: Unit, device: torch.device | None, copies: bool) -> None
 
 
 @contextlib.contextmanager
-def shown_masters(units: list[Unit]):
-    """Have modules hold full parameters, in the dtypes of the pieces, inside of the block; keep what is written there.
+def shown_masters(
+    units: list[Unit], *, keep: bool = True, gradients: bool = False, device: torch.device | None = None,
+    rank0_only: bool = False,
+):  # fmt: skip
+    """Have modules hold full parameters, in the dtypes of the pieces, inside of the block.
 
-    A collective.
+    `keep`: what is written there. `gradients`: the full gradients, too. `device`: where copies are to lie; None: views
+    of what is gathered. `rank0_only`: the others hold their pieces. A collective.
     """
     try:
         for unit in units:
             unit.reshard()
-            _show_masters(unit, None, copies=False)
+            if rank0_only and unit.ranks.world.rank:
+                unit.order.gather_masters(unit)
+            else:
+                _show_masters(unit, device, copies=device is not None or not keep)
+            if gradients:
+                unit.gather_gradients()
         yield
     finally:
         for unit in units:
             if unit.shows:
-                take_shown(unit.slots)
+                if keep:
+                    take_shown(unit.slots)
+                    if gradients:
+                        unit.take_gradients_back()
                 unit.register_form()
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from .api import CPUOffloadPolicy, MixedPrecisionPolicy
+from .codec import Codec
 from .loans import Loans
 from .param import Group, Ranks, Slot
 
@@ -80,7 +81,7 @@ class Unit:
     it holds pieces, one-dimensional in memory (``(k, 1, ..., 1)`` of k elements), until `unshard()`, and again after
     `reshard()`; both are Parameters and keep their identity. `mp_policy`, `offload_policy`: as `fully_shard` takes
     them. `persistent`: keep what is gathered, with the shard as its part (the memory of all parameters on each rank).
-    `device`: where it computes; None: the communicator's.
+    `device`: where it computes; None: the communicator's. `codec`: in which format parameters travel; None: their own.
 
     A local call; all ranks must make units of the same parameters. Raises `InvalidArgument` for parameters that can't
     be sharded, by name.
@@ -89,7 +90,7 @@ class Unit:
     def __init__(
         self, module: nn.Module | None, ranks: Ranks | Communicator, *, parameters=None, ignored_params=(),
         name: str = "", mp_policy: MixedPrecisionPolicy | None = None, offload_policy=None, persistent: bool = False,
-        loans: Loans | None = None, align: int = 0,
+        loans: Loans | None = None, align: int = 0, codec: Codec | None = None,
     ):  # fmt: skip
         if isinstance(ranks, Communicator):
             ranks = Ranks(ranks if ranks.size > 1 else None, None, ranks)
@@ -103,6 +104,7 @@ class Unit:
         self.index = self.first_slot = 0  # its place among the units of a communicator, the same on all ranks
         self.divide_factor: float | None = None
         self.custom_all_gather = self.custom_reduce_scatter = self.custom_all_reduce = None
+        self.hook = None  # what reduces its gradients in place of this; see hooks.Hooks
         # What `module` does with it in forward and backward.
         self.reshard_after_forward = self.reshard_after_backward = self.syncs = True
         self.prefetches_forward = self.prefetches_backward = True
@@ -126,6 +128,7 @@ class Unit:
                 [slot for slot, _ in members], [param for _, param in members], ranks, self.loans, device=self.device,
                 store=store, pinned=offloads and offload_policy.pin_memory, gather_dtype=self.mp_policy.param_dtype,
                 reduce_dtype=self.mp_policy.reduce_dtype, persistent=persistent, align=align,
+                codec=codec,
             )
             for members in kinds.values()
         ]  # fmt: skip
@@ -185,6 +188,8 @@ class Unit:
         """Look whether the modules hold the pieces and these lie in the shards; see `Group.check`."""
         if self.shows:  # an exception has left a load_state_dict
             self.register_form()
+        if self.shows:
+            raise InvalidUsage(f"{self!r} holds full parameters by summon_full_params: leave its block first")
         if self.state is State.SHARDED:
             for parameters, attribute, slot in self._plain:
                 if parameters.get(attribute) is not slot.piece:
@@ -301,12 +306,6 @@ class Unit:
         for group in self.groups:
             group.write_back()
 
-    def move_full(self, device: torch.device) -> None:
-        """Move the full parameters to another device, or back to where they are gathered."""
-        if device != self.device or any(slot.full.device != device for slot in self.slots):
-            for group in self.groups:
-                group.move(device)
-
     @contextlib.contextmanager
     def unsharded(self, *, write_back: bool = False):
         """Unshard inside of a ``with`` block."""
@@ -333,6 +332,8 @@ class Unit:
 
         A collective of all ranks; a rank without gradients sends zeros. The full gradients are gone afterwards.
         """
+        if self.hook is not None:
+            return self.hook.start_reduce(self, async_op=async_op)
         return [self._reduce(group, async_op) for group in self.trainable]
 
     def reduce(self) -> None:
@@ -382,16 +383,16 @@ class Unit:
         return comm.all_reduce(flat, op, async_op=async_op)
 
     @torch.no_grad()
-    def gather_gradients(self, *, shown: bool = True) -> None:
-        """Give the full parameters the full gradients that the pieces have. A collective."""
+    def gather_gradients(self) -> None:
+        """Give the parameters that are shown the full gradients that the pieces have. A collective."""
         for group in self.trainable:
-            group.gather_gradients(shown)
+            group.gather_gradients()
 
     @torch.no_grad()
-    def let_gradients_go(self, *, write_back: bool) -> None:
-        """Take the full gradients away again; `write_back`: keep in the pieces' what was written to them."""
+    def take_gradients_back(self) -> None:
+        """Keep in the pieces' gradients what was written to those that were shown."""
         for group in self.trainable:
-            group.let_gradients_go(write_back)
+            group.take_gradients_back()
 
     def drop_gradients(self) -> None:
         """Drop full gradients that wait to be reduced."""

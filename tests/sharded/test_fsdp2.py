@@ -153,7 +153,7 @@ def lend(ctx):
     least = 4 * WIDTHS[1] * (WIDTHS[0] + 1)  # what a lent buffer has at least: the first layer's parameters
     train(model, ctx.rank, steps=4)
     # Nothing is new, nothing is still lent, though gradients live on: those lie elsewhere.
-    assert loans.held == held == loans.most >= least
+    assert loans.held == held >= loans.most >= least
     assert {block.data_ptr() for block in at_rest(loans)} == blocks
     assert sum(block.numel() for block in at_rest(loans)) == held
     assert held < 3 * least, "all-gather and reduce-scatter take turns with two blocks at the most"
@@ -230,7 +230,13 @@ def test_objects():
 
 
 def test_a_forked_child_takes_nothing_of_its_parent():
-    comm = types.SimpleNamespace(empty=lambda n, dtype: torch.empty(n, dtype=dtype))
+    made = []  # never freed, as the engine's is not in a child
+
+    def empty(n, dtype):
+        made.append(torch.empty(n, dtype=dtype))
+        return made[-1]
+
+    comm = types.SimpleNamespace(empty=empty)
     loans = fsdp2.Loans()
     block = loans.take(comm, 100_000, torch.uint8)
     address = block.data_ptr()
