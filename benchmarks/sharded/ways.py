@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import collectives
 from collectives import optim
-from collectives.sharded import fsdp2
+from collectives.sharded import ModuleWrapPolicy, ShardedDataParallel, ShardingStrategy, fsdp2, fully_shard
 
 CONTEXT = 64  # characters of a text, as in the example
 BATCHES = 4  # they come in turn
@@ -103,16 +103,12 @@ def _fsdp2(model, units, ours=False, **options):
 
 
 def _ours(model, units, **options):
-    from collectives.sharded import fully_shard
-
     for module in (*units, model):
         fully_shard(module, **options)
     return model
 
 
 def _face(model, units, strategy):
-    from collectives.sharded import ModuleWrapPolicy, ShardedDataParallel, ShardingStrategy
-
     policy = ModuleWrapPolicy({type(unit) for unit in units})
     return ShardedDataParallel(model, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=policy)
 
