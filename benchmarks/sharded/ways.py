@@ -70,6 +70,7 @@ MODELS = {
     "8xLinear1024": Linears(8, 1024, 32),
     "gpt6x384": CharGPT(6, 384, 8),
     "3xLinear128": Linears(3, 128, 32),
+    "3xLinear512": Linears(3, 512, 32),
     "gpt2x64": CharGPT(2, 64, 2),
 }
 
