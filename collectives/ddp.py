@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .arrays import kind_of
 from .communicator import Communicator
 from .compiled import reduce_tuple
-from .errors import CollectivesError, InvalidArgument
+from .errors import CollectivesError, InvalidArgument, InvalidUsage
 from .lanes import close_lanes
 from .memory import mapped_apart
 from .names import tell
@@ -46,6 +46,12 @@ def fused_allreduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torc
         elif isinstance(state, Communicator):
             hint = ": use HookState(comm=...)"
         raise InvalidArgument(f"the state of fused_allreduce must be None or a HookState, not {kind_of(state)}{hint}")
+    if state.gather is not None:
+        raise InvalidArgument(
+            f"gather={state.gather!r} is how fully_shard's parameters travel, and DDP's don't: give its HookState none"
+        )
+    if state.units is not None:
+        raise InvalidUsage("this HookState serves sharded modules: give the DDP object a state of its own")
     if isinstance(bucket, tuple):  # python_reducer: the gradient of one parameter, mostly while it is traced
         return reduce_tuple(state, bucket)
     if not isinstance(bucket, dist.GradBucket):

@@ -12,8 +12,9 @@ import weakref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["known_names", "module_of", "names_of", "tell"]
+__all__ = ["known_names", "module_of", "names_of", "tell", "tell_later", "tell_names"]
 
+_later: list = []  # functions, as weak references
 _told: list = []  # weak references to modules, oldest first
 _names = WeakIdKeyDictionary()  # parameter -> name
 _ddps = WeakIdKeyDictionary()  # parameter -> weak reference to its DistributedDataParallel object, or _nowhere
@@ -27,11 +28,17 @@ def tell(module: torch.nn.Module) -> None:
     """Let the parameters of a module be found, by the names that ``module.named_parameters()`` gives them."""
     _told[:] = [reference for reference in _told if reference() is not None]
     _told.append(weakref.ref(module))
+    tell_names(module.named_parameters())
+
+
+def tell_names(named) -> None:
+    """Let parameters be found by names: (name, parameter) of each."""
+    named = list(named)
     taken = set(_names.values())
-    if not taken.isdisjoint(name for name, _ in module.named_parameters()):
+    if not taken.isdisjoint(name for name, _ in named):
         gc.collect()  # a module that nobody holds any more, but in a cycle
         taken = set(_names.values())
-    for name, parameter in module.named_parameters():
+    for name, parameter in named:
         number, free = 1, name
         while free in taken:
             number += 1
@@ -40,12 +47,22 @@ def tell(module: torch.nn.Module) -> None:
             _names[parameter] = free
 
 
+def tell_later(method) -> None:
+    """Have a bound method called, which calls `tell_names`, when a name is first looked for that isn't known."""
+    _later.append(weakref.WeakMethod(method))
+
+
 def names_of(parameters) -> list[str | None]:
     """Give each parameter's name: its own in its module, or "2:" and that where another module has the same name.
 
     None for a parameter that is in no module that was told, nor in a DistributedDataParallel object.
     """
     parameters = list(parameters)
+    if any(parameter not in _names for parameter in parameters):
+        later, _later[:] = _later[:], []
+        for method in [reference() for reference in later]:
+            if method is not None:
+                method()
     if any(parameter not in _names for parameter in parameters):
         # A walk over all objects takes some ten milliseconds; it is made for each new module once.
         known = {id(reference()) for reference in _told}

@@ -113,7 +113,7 @@ class _Optimizer(torch.optim.Optimizer):
     _sharded = None  # the overlap.ShardedStep that steps it inside of a backward
 
     def __init__(self, params, defaults, *, seed):
-        self._batches: dict[tuple[int, int], _Batch] = {}
+        self._batches: dict[tuple, _Batch] = {}  # by group, device, and who steps some
         if defaults["differentiable"]:
             raise InvalidArgument("differentiable steps aren't offered: use torch.optim's")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
@@ -172,7 +172,11 @@ class _Optimizer(torch.optim.Optimizer):
         """
         if self._sharded is not None:
             self._sharded.refresh_masters()
-            return
+        else:
+            self._refresh_masters()
+
+    @torch.no_grad()
+    def _refresh_masters(self) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 master = self.state[param].get("master_param") if param in self.state else None
@@ -223,15 +227,25 @@ class _Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step_some(None, grad_scale=grad_scale, clip=clip, found_nonfinite=found_nonfinite)
+        return loss
+
+    @torch.no_grad()
+    def _step_some(self, wanted, key=None, *, grad_scale=None, clip=None, found_nonfinite=None) -> None:
+        """Step parameters that have a gradient. `wanted`: for each group the numbers of those to look at; None: all.
+
+        `key`: by which what was looked up for them is kept for the next time.
+        """
         found = self._found(found_nonfinite, getattr(self, "found_inf", None))
         if found is True:
-            return loss
+            return
         scalars = {**self._scales(grad_scale), "clip": 1.0 if clip is None else clip}
         plans = []  # all is checked before anything is written
         position = 0
         for number, group in enumerate(self.param_groups):
-            for device, members in _by_device(group["params"]).items():
-                batch = self._batch(number, group, device, members, position)
+            numbers = None if wanted is None else wanted.get(number, ())
+            for device, members in _by_device(group["params"], numbers).items():
+                batch = self._batch(number, group, device, members, position, key)
                 here = torch.device("cpu") if device < 0 else torch.device("cuda", device)
                 how = self._how(group, here, batch.params, scalars, found)
                 plans.append((self._plan(batch.table, group, **how), batch, how))
@@ -239,8 +253,6 @@ class _Optimizer(torch.optim.Optimizer):
         for launch, batch, how in plans:
             launch(checked=True)  # by _batch
             batch.stepped(how["found_nonfinite"])
-            batch.table.grads = ()  # who sets them to None wants their memory; the rows have the addresses
-        return loss
 
     # ---- What a subclass has of its own.
     def _columns(self, group) -> dict[str, str]:
@@ -293,7 +305,7 @@ class _Optimizer(torch.optim.Optimizer):
             divisor = divisor / given
         return {"grad_scale": divisor, "divide": True}
 
-    def _batch(self, number, group, device, members, position) -> _Batch:
+    def _batch(self, number, group, device, members, position, key) -> _Batch:
         """The table of a group's parameters with gradients on one device; the last step's where it still holds."""
         params = [group["params"][index] for index in members]
         columns = self._columns(group)
@@ -301,7 +313,7 @@ class _Optimizer(torch.optim.Optimizer):
         masters = ["master_param"] if group["master_weights"] else []
         keys = [*columns, *masters, *counts]
         grads = [_gradient(param, index, number) for param, index in zip(params, members, strict=True)]
-        batch = self._batches.get((number, device))
+        batch = self._batches.get((number, device, key))
         if batch is not None and batch.current(params, keys, self.state):
             batch.table.set_grads(grads)
         else:
@@ -320,7 +332,7 @@ class _Optimizer(torch.optim.Optimizer):
                 positions=_positions(group["params"], members, position),
                 name=lambda index: f"parameter {members[index]} of group {number}",
             )
-            batch = self._batches[number, device] = _Batch(params, keys, _held(states, keys), steps, table)
+            batch = self._batches[number, device, key] = _Batch(params, keys, _held(states, keys), steps, table)
             batch.versions = [known.get(id(param), -1) for param in params]
         if group["master_weights"]:
             for param, master, version in zip(batch.table.params, batch.table.masters, batch.versions, strict=True):
@@ -557,10 +569,10 @@ def _on(value, device):
     return value
 
 
-def _by_device(params) -> dict[int, list[int]]:
-    """The numbers of the parameters that have gradients, by device (-1: the CPU)."""
+def _by_device(params, numbers=None) -> dict[int, list[int]]:
+    """The numbers of the parameters that have gradients, or of some of them, by device (-1: the CPU)."""
     members: dict[int, list[int]] = {}
-    for index, param in enumerate(params):
+    for index, param in enumerate(params) if numbers is None else ((each, params[each]) for each in numbers):
         if param.grad is not None:
             members.setdefault(param.get_device(), []).append(index)
     return members

@@ -16,7 +16,7 @@ from .communicator import Communicator
 from .compiled import enroll
 from .errors import InvalidArgument, InvalidUsage
 from .hierarchical import Hierarchical
-from .layout import WIRE_BLOCKS
+from .layout import WIRE_BLOCKS, WIRE_FORMATS
 from .local_sgd import LocalSGD
 from .memory import ReturningBuffers
 from .names import names_of
@@ -66,6 +66,11 @@ class HookState:
     on their size, 32 MiB being enough, and on what was freed before). A child that is forked then can't change them,
     and is not to read them: it may see what the parent writes later.
 
+    ``fully_shard(module, hook_state=...)`` takes a state, too: its gradients go by that wire, and are clipped and
+    stepped as above; make `optimizer` from the sharded parameters and set it (``state.optimizer = optimizer``).
+    `gather` is for it alone: the format, one of the 16-bit and 8-bit wires', in which parameters are gathered, while
+    the rank that owns them keeps them as they are. One state may serve all units of a model, but not DDP beside them.
+
     After a step: `grad_norm`, `nonfinite`, `bytes_on_wire`, `stats()`. One state may serve several DDP modules of the
     same group. Picklable, with all that training needs to go on bit for bit: communicator and group are left out and
     opened again at first use; an optimizer is to be given again (``state.optimizer = optimizer``), and takes over what
@@ -78,17 +83,19 @@ class HookState:
         error_feedback: bool = False, stochastic_rounding: bool = False, average: bool = True,
         predivide: float | None = None, algorithm: str = "native", deterministic: bool = False,
         streams: int | None = None, max_norm: float | None = None, norm_type: float = 2, check_finite: bool = False,
-        optimizer=None, local_steps=None, hierarchical="auto", zero_copy: bool = True,
+        optimizer=None, local_steps=None, hierarchical="auto", zero_copy: bool = True, gather: str | None = None,
     ):  # fmt: skip
         if comm is not None and not isinstance(comm, Communicator):
             raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {kind_of(comm)}")
         if comm is not None and process_group is not None:
             raise InvalidArgument("comm and process_group both say which ranks average: give one of them")
+        self.units = None  # what `collectives.sharded` has made of it; then it is none for DDP
         self._options = {
             "wire": wire, "block": block, "error_feedback": error_feedback, "stochastic_rounding": stochastic_rounding,
             "average": average, "predivide": predivide, "algorithm": algorithm, "deterministic": deterministic,
             "streams": _streams(streams), "max_norm": max_norm, "norm_type": norm_type, "check_finite": check_finite,
             "local_steps": local_steps, "hierarchical": hierarchical, "zero_copy": zero_copy,
+            "gather": gather,
         }  # fmt: skip
         _check(self._options, optimizer)
         self.comm = comm
@@ -214,7 +221,7 @@ class HookState:
     @optimizer.setter
     def optimizer(self, optimizer):
         _check(self._options, optimizer)
-        sharded = ShardedStep(optimizer)
+        sharded = ShardedStep(optimizer) if self.units is None else self.units.stepping(optimizer)
         if self._saved_optimizer is not None:
             sharded.load_state_dict(self._saved_optimizer)
             self._saved_optimizer = None
@@ -367,7 +374,7 @@ def _scalers_in_use() -> list:
 _DEFAULTS = {
     "wire": "fp32", "block": 256, "error_feedback": False, "stochastic_rounding": False, "predivide": None,
     "algorithm": "native", "deterministic": False, "max_norm": None, "norm_type": 2, "check_finite": False,
-    "local_steps": None, "hierarchical": "auto",
+    "local_steps": None, "hierarchical": "auto", "gather": None,
 }  # fmt: skip
 
 
@@ -380,6 +387,10 @@ def _check(options: dict, optimizer) -> None:
     block = options["block"]
     if isinstance(block, bool) or not isinstance(block, int) or block not in WIRE_BLOCKS:
         raise InvalidArgument(f"block must be one of {', '.join(map(str, WIRE_BLOCKS))}, not {block!r:.60}")
+    gather = options["gather"]
+    if gather is not None and (not isinstance(gather, str) or gather not in WIRE_FORMATS):
+        formats = ", ".join(map(repr, WIRE_FORMATS))
+        raise InvalidArgument(f"gather must be None or one of {formats}, not {gather!r:.60}")
     algorithm = options["algorithm"]
     if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
         raise InvalidArgument(f"algorithm must be one of {', '.join(map(repr, _ALGORITHMS))}, not {algorithm!r:.60}")

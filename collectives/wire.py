@@ -126,6 +126,8 @@ class Residuals:
         names = names_of(bucket.params) if self._loaded else [None] * len(bucket.params)
         ends = [*bucket.offsets[1:], count]
         for param, name, begin, end in zip(bucket.params, names, bucket.offsets, ends, strict=True):
+            # Behind a parameter there may be padding, which loses nothing.
+            end = min(end, begin + (param.numel() << param.is_complex()))
             part, old = flat[begin:end], views.get(id(param))
             if old is not None and old[0]() is param and old[1].numel() == part.numel():
                 part.copy_(old[1])

@@ -25,6 +25,7 @@ from .model_state import get_model_state_dict, set_model_state_dict
 from .module import ShardedModule, UnshardHandle, fully_shard, register_forward_method
 from .optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
 from .piece import Piece
+from .scaler import ShardedGradScaler
 from .unit import Unit
 from .wrap import (
     CustomPolicy,
@@ -52,6 +53,7 @@ __all__ = [
     "OptimStateDictConfig",
     "Piece",
     "ShardedDataParallel",
+    "ShardedGradScaler",
     "ShardedModule",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",

@@ -22,11 +22,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..arrays import kind_of
 from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
+from ..state import HookState
 from ..torch_groups import communicator_over, default_group
 from .api import MixedPrecisionPolicy, OffloadPolicy
+from .clip import clip_grad_norm_, watch_clipping
+from .hooks import hooks_of
 from .materialize import wrap_inits
 from .order import Order, order_of, units_of_parameters
 from .param import Ranks
+from .scaler import watch_scalers
 from .state_dicts import begin_load, end_load, make_state_dict, shown_masters
 from .unit import State, Unit, check_parameter, managed_parameters
 
@@ -66,6 +70,10 @@ def fully_shard(
     of another unit, by name; `InvalidArgument` for parameters that can't be sharded.
     """
     _check_module(module)
+    if comm is None and mesh is None and isinstance(hook_state, HookState):
+        comm = hook_state.comm  # or its process group's
+        if comm is None and hook_state.process_group is not None:
+            comm = communicator_over(hook_state.process_group, _device_of(module, None))
     ranks = ranks_of(module, comm, mesh)
     unit = shard(
         module, ShardedModule, ranks, mp_policy=mp_policy, offload_policy=offload_policy,
@@ -144,6 +152,9 @@ def shard(
 ) -> Unit:
     """Make a module a unit, and its class one that derives from `face`. What `fully_shard` does, behind its checks."""
     _look_at_optimizers()
+    watch_clipping()
+    watch_scalers()
+    hooks = hooks_of(hook_state, ranks.world)
     order = order_of(ranks.world)
     keep = _parse_reshard(reshard_after_forward, ranks)
     found = managed_parameters(module, ignored_params, stop=lambda each: isinstance(each, ShardedModule))
@@ -162,11 +173,15 @@ def shard(
         for names, _, param in found
     )
     described += f"; {strategy or 'sharded'}, over {ranks.size} of {ranks.world.size}, {mp_policy}, {keep}"
+    described += "" if hooks is None else f"; {hooks.describe()}"
     unit = Unit(
         None, ranks, parameters=found, name=type(module).__name__, mp_policy=mp_policy, offload_policy=offload_policy,
-        persistent=persistent, loans=order.loans,
+        persistent=persistent, loans=order.loans, align=0 if hooks is None else hooks.align,
+        codec=None if hooks is None else hooks.codec,
     )  # fmt: skip
     order.add(unit, described)
+    if hooks is not None:
+        hooks.add(unit)
     _set_reshard(unit, keep)
     unit.module = weakref.ref(module)
     unit.order = order
@@ -232,15 +247,16 @@ def _class_of(face: type, cls: type) -> type:
 def _watch_gradients(unit: Unit, order: Order) -> None:
     here = weakref.ref(unit)
 
-    def came(slot, _param):
+    def came(at, _param):  # the hook holds no slot: the collector doesn't see what autograd's hooks hold
         unit = here()
+        slot = unit.slots[at]
         order.begin_backward()
         if unit.note(slot):
             order.arrived(unit)
 
-    for group in unit.trainable:
-        for slot in group.slots:
-            slot.full.register_post_accumulate_grad_hook(functools.partial(came, slot))
+    for at, slot in enumerate(unit.slots):
+        if slot.full.requires_grad:
+            slot.full.register_post_accumulate_grad_hook(functools.partial(came, at))
 
 
 def units_in(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
@@ -266,7 +282,7 @@ def run_forward(module: ShardedModule, forward, args: tuple, kwargs: dict) -> An
             _watch_inputs(unit, order, (args, kwargs))
         lets_go = not in_backward and order.reshards_after_forward(unit)
         saves = torch.is_grad_enabled() and lets_go and unit.gathers
-        with unit.saving(functools.partial(order.need, unit)) if saves else contextlib.nullcontext():
+        with unit.saving(functools.partial(order.demand, unit)) if saves else contextlib.nullcontext():
             output = forward(*args, **kwargs)
         if lets_go:
             unit.reshard(keep_near=torch.is_grad_enabled())
@@ -444,6 +460,16 @@ class ShardedModule:
             unit.divide_factor = float(factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        """Clip the gradients of this module's parameters, sharded or not, by their norm over all ranks; give the norm.
+
+        A collective. ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)`` does the same. `error_if_nonfinite`:
+        RuntimeError on all ranks alike. Raises `InvalidUsage` where a HookState's optimizer has taken the gradients.
+        """
+        return clip_grad_norm_(self, units_in(self), max_norm, norm_type, error_if_nonfinite, foreach)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last one of this step; False leaves open what would end it."""

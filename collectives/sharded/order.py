@@ -29,7 +29,7 @@ from .control import control_of
 from .loans import Loans
 from .unit import State, Unit
 
-__all__ = ["Order", "order_of", "units_of_parameters"]
+__all__ = ["Order", "all_orders", "order_of", "orders_of_parameters", "units_of_parameters"]
 
 _DONE, _REDUCE, _GATHER, _MAKE, _MEET = 1, 2, 3, 4, 5
 _MOST_FREED = 2
@@ -76,10 +76,10 @@ class Order:
         self.last_backward = True
         self.limited = True  # on a GPU, by `limit_all_gathers`
         self._freed: deque = deque()  # events behind which gathered parameters were let go
-        self.backward_order: list[Unit] = []  # of the last backward, without its repetitions
+        self._backward_order: list[weakref.ref] = []
         self.begins = self._begins = 0  # how many of them it came to before it had let go of any
         self._left = False  # it has let go of one
-        self.forward_order: list[Unit] = []
+        self._forward_order: list[weakref.ref] = []
         self._seen_forward: list[Unit] = []
         self._seen_backward: list[Unit] = []
         self.task: int | None = None  # the backward under way
@@ -97,7 +97,19 @@ class Order:
     @property
     def units(self) -> list[Unit]:
         """Those that still live."""
-        return [unit for unit in (reference() for reference in self._units) if unit is not None]
+        return _living(self._units)
+
+    # A unit holds its modules: what the order keeps from one step to the next must not hold units.
+
+    @property
+    def forward_order(self) -> list[Unit]:
+        """The units of the last forward, each once."""
+        return _living(self._forward_order)
+
+    @property
+    def backward_order(self) -> list[Unit]:
+        """The units of the last backward, each once."""
+        return _living(self._backward_order)
 
     # ---- Agreeing.
 
@@ -229,6 +241,12 @@ class Order:
             self.gather(unit)
             unit.show()
 
+    def demand(self, unit: Unit) -> None:
+        """Have a unit unsharded with the parameters that the forward has used."""
+        if unit.hook is not None:
+            unit.hook.check_use(unit)
+        self.need(unit)
+
     def _advance(self, unit: Unit, named: list[Unit] | None, order: list[Unit]) -> None:
         """Gather in advance what comes behind a unit: those that were named for it, or the next of the last time."""
         if named is None:
@@ -259,14 +277,14 @@ class Order:
             raise
         if unit.groups and not in_backward and unit not in self._seen_forward:
             self._seen_forward.append(unit)
-        self.need(unit)
+        self.demand(unit) if in_backward else self.need(unit)
         if not in_backward:
             self._advance(unit, unit.forward_prefetch, self.forward_order if unit.prefetches_forward else [])
 
     def end_forward(self, unit: Unit, in_backward: bool) -> None:
         self.depth -= 1
         if self.depth == 0 and not in_backward:
-            self.forward_order = self._seen_forward
+            self._forward_order, self._seen_forward = list(map(weakref.ref, self._seen_forward)), []
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Tell whether a unit lets go behind its forward. What the backward begins with, it doesn't."""
@@ -286,6 +304,8 @@ class Order:
     def _reset(self) -> None:
         self.task = None
         self._finish()
+        for hook in self._hooks():
+            hook.reset()
         for unit in self.units:
             unit.reshard()
             unit.end_backward(drop=True)
@@ -334,6 +354,10 @@ class Order:
         if unit.prefetches_late:
             self._advance(unit, unit.backward_prefetch, self.backward_order if unit.prefetches_backward else [])
 
+    def _hooks(self) -> list:
+        """Give what the units have of HookStates, each once, in the same order on all ranks."""
+        return list({id(unit.hook): unit.hook for unit in self.units if unit.hook is not None}.values())
+
     def _reduce(self, unit: Unit) -> None:
         self._finish()  # one at a time is under way, since each has a buffer
         self._unfinished += unit.start_reduce(async_op=self.beside)
@@ -350,13 +374,16 @@ class Order:
         if self.task is None:
             return  # it was interrupted
         units = self.units
-        self.backward_order, self.begins = self._seen_backward, self._begins
+        self._backward_order, self.begins = list(map(weakref.ref, self._seen_backward)), self._begins
+        self._seen_backward = []
         if not self.last_backward:
             self.task = None
             return
         if any(unit.syncs for unit in units):
             self._flush(units)
         self._finish()
+        for hook in self._hooks():
+            hook.end()
         self.task = None
         for unit in units:
             if unit.reshard_after_backward:
@@ -392,6 +419,23 @@ class Order:
                 if slot.fresh and not was:
                     slot.piece.grad = None
                 slot.fresh = False
+
+
+def _living(references) -> list[Unit]:
+    return [unit for unit in (reference() for reference in references) if unit is not None]
+
+
+def all_orders() -> list[Order]:
+    """Give the orders of all communicators that are open."""
+    return [order for order in _orders.values() if not order.comm.closed]
+
+
+def orders_of_parameters(params) -> list[Order]:
+    """Give the orders of the units whose pieces are among parameters."""
+    members = set(map(id, params))
+    return [
+        order for order in all_orders() if any(id(slot.piece) in members for unit in order.units for slot in unit.slots)
+    ]
 
 
 def units_of_parameters(params) -> list[Unit]:

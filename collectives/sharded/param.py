@@ -17,6 +17,7 @@ from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import pack
 from ..layout import Layout, bucket_layout, padded
+from .codec import Codec
 from .loans import LEAST_LENT, Loans
 
 __all__ = ["Group", "Ranks", "Slot", "shard_layout"]
@@ -93,13 +94,14 @@ class Group:
     """Parameters that lie in one flat buffer; see the module.
 
     `device`: where the unit computes; `store`: where the shard lies. `persistent`: the gathered buffer stays, and the
-    shard is part of it. `align`: the shard is a multiple of so many elements; 0: of 16 bytes.
+    shard is part of it. `align`: the shard is a multiple of so many elements; 0: of 16 bytes. `codec`: in which format
+    it is gathered, where that is fewer bytes; None: as `gather_dtype`.
     """
 
     def __init__(
         self, slots: list[Slot], originals: list[nn.Parameter], ranks: Ranks, loans: Loans, *, device: torch.device,
         store: torch.device, pinned: bool, gather_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
-        persistent: bool, align: int = 0,
+        persistent: bool, align: int = 0, codec: Codec | None = None,
     ):  # fmt: skip
         self.slots = slots
         self.ranks = ranks
@@ -113,7 +115,9 @@ class Group:
         casts = self.dtype.is_floating_point
         self.gather_dtype = gather_dtype if casts and gather_dtype is not None else self.dtype
         self.reduce_dtype = reduce_dtype if casts and reduce_dtype is not None else self.gather_dtype
-        self.persistent = persistent and self.gather_dtype == self.dtype and self.store == device
+        self.codec = codec if codec is not None and casts and codec.saves(self.gather_dtype) else None
+        as_it_is = self.gather_dtype == self.dtype and self.store == device and self.codec is None
+        self.persistent = persistent and as_it_is
         dtypes = (self.dtype, self.gather_dtype, self.reduce_dtype)
         narrowest = min(dtype.itemsize for dtype in dtypes)
         self.layout, self.share = shard_layout([slot.count for slot in slots], dtypes, ranks.size, align)
@@ -148,7 +152,7 @@ class Group:
     def _make_shard(self, data: list[torch.Tensor], device: torch.device) -> None:
         self.flat = self._new_shard(device if device.type == "meta" else self.store)
         if device.type != "meta":
-            self.flat[max(0, self.layout.total - self.ranks.rank * self.share) :].zero_()  # padding, which travels too
+            self.flat.zero_()  # padding travels, too, and in 8 bits it shares a scale with its neighbours
         low = self.ranks.rank * self.share
         for slot, values in zip(self.slots, data, strict=True):
             begin = min(max(slot.offset, low), low + self.share)
@@ -277,6 +281,11 @@ class Group:
 
     def _gather(self, out: torch.Tensor, async_op: bool, custom):
         ranks, inp = self.ranks, self.flat
+        if self.codec is not None and ranks.shard is not None:
+            if custom is not None:
+                raise InvalidUsage("a custom all-gather sends parameters as they are: leave HookState's gather out")
+            shard = self.flat if self.store == self.device else self.flat.to(self.device)
+            return self.codec.gather(ranks.shard, shard, out, self.lend, async_op=async_op)
         if not self.persistent and (self.gather_dtype != self.dtype or self.store != self.device):
             inp = out[ranks.rank * self.share :][: self.share]
             inp.copy_(self.flat, non_blocking=True)
@@ -340,7 +349,12 @@ class Group:
         """Take over into the shard what was written to the full parameters."""
         if self.gathered is None or self.gathered.data_ptr() == self.flat.data_ptr() or self.persistent:
             return
-        self.flat.copy_(self.gathered[self.ranks.rank * self.share :][: self.share])
+        own = self.gathered[self.ranks.rank * self.share :][: self.share]
+        if self.codec is not None and self.ranks.shard is not None:
+            # What nobody has written to is the shard, rounded.
+            shard = self.flat.to(own.device)
+            own = torch.where(own == self.codec.rounded(shard, own.dtype), shard, own.to(shard.dtype))
+        self.flat.copy_(own)
 
     # ---- Gradients.
 

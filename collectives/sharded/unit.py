@@ -15,6 +15,7 @@ from torch import nn
 from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from .api import CPUOffloadPolicy, MixedPrecisionPolicy
+from .codec import Codec
 from .loans import Loans
 from .param import Group, Ranks, Slot
 
@@ -80,7 +81,7 @@ class Unit:
     it holds pieces, one-dimensional in memory (``(k, 1, ..., 1)`` of k elements), until `unshard()`, and again after
     `reshard()`; both are Parameters and keep their identity. `mp_policy`, `offload_policy`: as `fully_shard` takes
     them. `persistent`: keep what is gathered, with the shard as its part (the memory of all parameters on each rank).
-    `device`: where it computes; None: the communicator's.
+    `device`: where it computes; None: the communicator's. `codec`: in which format parameters travel; None: their own.
 
     A local call; all ranks must make units of the same parameters. Raises `InvalidArgument` for parameters that can't
     be sharded, by name.
@@ -89,7 +90,7 @@ class Unit:
     def __init__(
         self, module: nn.Module | None, ranks: Ranks | Communicator, *, parameters=None, ignored_params=(),
         name: str = "", mp_policy: MixedPrecisionPolicy | None = None, offload_policy=None, persistent: bool = False,
-        loans: Loans | None = None, align: int = 0,
+        loans: Loans | None = None, align: int = 0, codec: Codec | None = None,
     ):  # fmt: skip
         if isinstance(ranks, Communicator):
             ranks = Ranks(ranks if ranks.size > 1 else None, None, ranks)
@@ -103,6 +104,7 @@ class Unit:
         self.index = self.first_slot = 0  # its place among the units of a communicator, the same on all ranks
         self.divide_factor: float | None = None
         self.custom_all_gather = self.custom_reduce_scatter = self.custom_all_reduce = None
+        self.hook = None  # what reduces its gradients in place of this; see hooks.Hooks
         # What `module` does with it in forward and backward.
         self.reshard_after_forward = self.reshard_after_backward = self.syncs = True
         self.prefetches_forward = self.prefetches_backward = True
@@ -126,6 +128,7 @@ class Unit:
                 [slot for slot, _ in members], [param for _, param in members], ranks, self.loans, device=self.device,
                 store=store, pinned=offloads and offload_policy.pin_memory, gather_dtype=self.mp_policy.param_dtype,
                 reduce_dtype=self.mp_policy.reduce_dtype, persistent=persistent, align=align,
+                codec=codec,
             )
             for members in kinds.values()
         ]  # fmt: skip
@@ -329,6 +332,8 @@ class Unit:
 
         A collective of all ranks; a rank without gradients sends zeros. The full gradients are gone afterwards.
         """
+        if self.hook is not None:
+            return self.hook.start_reduce(self, async_op=async_op)
         return [self._reduce(group, async_op) for group in self.trainable]
 
     def reduce(self) -> None:

@@ -1,0 +1,75 @@
+"""Codec: parameters travel in 16 or 8 bits, and their owner keeps them as they are.
+
+Each rank rounds its shard to a wire format, the ranks gather the bytes, and each dequantizes all of them, its own too:
+so all compute with the same values. Source: ZeRO++ (Wang 2023), whose blocks have a scale each, too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels import dequantize, quantize
+from ..layout import WIRE_FORMATS, wire_layout
+
+__all__ = ["Codec"]
+
+
+class Codec:
+    """A wire format for gathers; `sent` counts the bytes that this rank has sent, as rings send them.
+
+    `format`: of `layout.WIRE_FORMATS`; `block`: values that share a scale, where the format has scales.
+    """
+
+    def __init__(self, format: str, block: int = 256):
+        self.how = {"format": format, "block": block}
+        self.itemsize = WIRE_FORMATS[format].itemsize
+        self.sent = 0
+
+    def saves(self, dtype: torch.dtype) -> bool:
+        """Tell whether values of a dtype are fewer bytes this way."""
+        return dtype.is_floating_point and self.itemsize < dtype.itemsize
+
+    def gather(self, comm, shard: torch.Tensor, out: torch.Tensor, lend, *, async_op: bool):
+        """Gather every rank's `shard` into `out`, in rank order; with `async_op` give what has a ``wait()``.
+
+        `shard` and `out` are of any floating dtype; `lend(n, dtype)` gives memory for the bytes. A collective.
+        """
+        width = wire_layout(shard.numel(), **self.how).nbytes
+        wires = lend(comm.size * width, torch.uint8)
+        own = wires[comm.rank * width : (comm.rank + 1) * width]
+        if shard.numel():
+            quantize(shard, own, **self.how)
+        work = comm.all_gather(wires, own, async_op=async_op)
+        self.sent += (comm.size - 1) * width
+        pending = _Decoding(self.how, work, wires, out, comm.size)
+        if async_op:
+            return pending
+        pending.wait()
+        return None
+
+    def rounded(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Give what the others see of a shard."""
+        wire = torch.empty(wire_layout(shard.numel(), **self.how).nbytes, dtype=torch.uint8, device=shard.device)
+        out = torch.empty(shard.numel(), dtype=dtype, device=shard.device)
+        if shard.numel():
+            quantize(shard, wire, **self.how)
+            dequantize(wire, out, **self.how)
+        return out
+
+
+class _Decoding:
+    """A gather under way, and what is to be done with its bytes."""
+
+    def __init__(self, how, work, wires, out, size):
+        self._left = (how, work, wires, out, size)
+
+    def wait(self) -> None:
+        if self._left is None:
+            return
+        how, work, wires, out, size = self._left
+        self._left = None
+        if work is not None:
+            work.wait()
+        share, width = out.numel() // size, wires.numel() // size
+        for rank in range(size if share else 0):
+            dequantize(wires[rank * width : (rank + 1) * width], out[rank * share : (rank + 1) * share], **how)

@@ -1,0 +1,82 @@
+"""GradScalers over pieces: a non-finite gradient in one rank's piece is every rank's.
+
+A scaler looks at its own rank's gradients. Ranks that found different things would go on with different scales, and
+with a half-made step. So from the first sharded module on torch's scalers exchange what they have found, in one
+all-reduce of a number, where the optimizer holds pieces: at ``unscale_``, or at ``step`` for optimizers that unscale
+themselves. Nothing needs to be done for that; `ShardedGradScaler` is for programs that name FSDP's, or whose ranks are
+more than those of the pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+from ..torch_groups import communicator_over
+from .order import orders_of_parameters
+
+__all__ = ["ShardedGradScaler", "watch_scalers"]
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler whose ranks agree on non-finite gradients, by FSDP's name and arguments.
+
+    `process_group`: the ranks that agree; None: those over which the optimizer's parameters are sharded, as torch's own
+    scaler does here. ``step``, ``unscale_`` and ``update`` must be called on all of them.
+    """
+
+    def __init__(
+        self, device: str = "cuda", init_scale: float = 2.0**16, backoff_factor: float = 0.5,
+        growth_factor: float = 2.0, growth_interval: int = 2000, enabled: bool = True, process_group=None,
+    ):  # fmt: skip
+        watch_scalers()
+        super().__init__(
+            device, init_scale=init_scale, backoff_factor=backoff_factor, growth_factor=growth_factor,
+            growth_interval=growth_interval, enabled=enabled,
+        )  # fmt: skip
+        self.process_group = process_group
+
+
+def _exchange(scaler, optimizer) -> None:
+    """Let what a scaler has found in an optimizer's gradients be what any rank's has."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    group = getattr(scaler, "process_group", None)
+    if isinstance(group, dist.ProcessGroup):
+        comms = [communicator_over(group, scaler._scale.device)]
+    else:
+        params = (param for each in optimizer.param_groups for param in each["params"])
+        comms = [order.comm for order in orders_of_parameters(params)]
+    comms = [comm for comm in comms if comm.size > 1]
+    if not comms:
+        return
+    found = state["found_inf_per_device"]
+    if not found:  # none of the gradients is here
+        found[scaler._scale.device] = torch.zeros((), dtype=torch.float32, device=scaler._scale.device)
+    for comm in comms:
+        each = torch.stack([one.to(comm.device).reshape(()) for one in found.values()]).max().reshape(1)
+        comm.all_reduce(each, "max", algorithm="native")
+        for one in found.values():
+            one.copy_(each[0].to(one.device))
+
+
+@functools.cache
+def watch_scalers() -> None:
+    """Let torch's scalers exchange what they find in pieces' gradients."""
+    cls = torch.amp.GradScaler
+    unscale, check = cls.unscale_, cls._check_inf_per_device
+
+    @functools.wraps(unscale)
+    def unscale_(self, optimizer):
+        unscale(self, optimizer)
+        if self.is_enabled():
+            _exchange(self, optimizer)
+
+    @functools.wraps(check)
+    def _check_inf_per_device(self, optimizer):
+        check(self, optimizer)
+        _exchange(self, optimizer)
+        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+
+    cls.unscale_, cls._check_inf_per_device = unscale_, _check_inf_per_device

@@ -1,0 +1,226 @@
+"""The optimizer's step inside of the backward: each unit's pieces as soon as its gradients are reduced."""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+import torch
+
+from ..errors import InvalidArgument, InvalidUsage
+from ..optim import _Optimizer
+
+__all__ = ["UnitStep"]
+
+
+class UnitStep:
+    """Steps an optimizer of `collectives.optim` unit by unit, and lets the gradients go.
+
+    `optimizer`: a `collectives.SGD`, `Adam` or `AdamW` of pieces, whose ``step()`` from then on only ends the step.
+    `units`: a function that gives the units. All pieces with a gradient must be the optimizer's, and its other
+    parameters must have none.
+    """
+
+    def __init__(self, optimizer: _Optimizer, units):
+        self.optimizer = optimizer
+        self.applied = False  # in the last backward, and not ended by step()
+        self._units = units
+        self._pending: list | None = None
+        self._norm = self._max_norm = self._found = None
+        self.forget()
+        optimizer._sharded = self
+
+    def forget(self) -> None:
+        """Look at parameters and groups anew. For the optimizer, which has got others."""
+        self._where: dict[int, tuple[int, int]] | None = None
+        self._wanted = weakref.WeakKeyDictionary()  # unit -> group of the optimizer -> numbers in there
+
+    # ---- A backward.
+
+    def begin(self) -> None:
+        """Begin a backward. Raises `InvalidUsage` where the last one's step has not been ended."""
+        if self._pending is not None:
+            raise InvalidUsage(
+                "the last backward's updates still wait for optimizer.step(): call it after each backward that "
+                "synchronises (scaler.step(optimizer) with a GradScaler)"
+            )
+        if self.applied:
+            raise InvalidUsage(
+                "a backward comes behind one that has stepped the optimizer: call optimizer.step() in between, which "
+                "ends the step; accumulate gradients with set_requires_gradient_sync(False); and activation "
+                "checkpointing with use_reentrant=True, which makes several backwards of one, can't be had with "
+                "HookState's optimizer"
+            )
+
+    def discard(self) -> None:
+        """Drop the updates that wait."""
+        self._pending = self._norm = self._max_norm = self._found = None
+
+    @torch.no_grad()
+    def update(self, unit, *, clip=None, found=None) -> None:
+        """Step a unit's pieces and let their gradients go; where `found` isn't 0, without the step. A local call."""
+        self.optimizer._step_some(self._members(unit), id(unit), clip=clip, found_nonfinite=found)
+        for group in unit.trainable:
+            for slot in group.slots:
+                slot.piece.grad = None
+            group.grad = None
+        unit.reshard()  # the pieces are newer than what is gathered
+        self.applied = True
+        self.optimizer._opt_called = True  # lr schedulers ask for it
+
+    def defer(self, units, norm=None, max_norm=None, found=None) -> None:
+        """Leave units to ``optimizer.step()``, clipped there by `max_norm`; `norm`: before unscaling, of all ranks."""
+        self._pending = list(units)
+        self._norm, self._max_norm, self._found = norm, max_norm, found
+
+    def _members(self, unit) -> dict[int, list[int]]:
+        """Give the groups of the optimizer that have a unit's pieces, and those pieces' numbers in there."""
+        found = self._wanted.get(unit)
+        if found is not None:
+            return found
+        if self._where is None:
+            self._where = {
+                id(param): (number, index)
+                for number, group in enumerate(self.optimizer.param_groups)
+                for index, param in enumerate(group["params"])
+            }
+        found = {}
+        for group in unit.trainable:
+            for slot in group.slots:
+                place = self._where.get(id(slot.piece))
+                if place is None:
+                    raise InvalidArgument(
+                        f"the HookState's optimizer doesn't have {slot.name} of {unit!r}: give it all trainable "
+                        "parameters of the modules that the state serves, or freeze this one (requires_grad=False)"
+                    )
+                found.setdefault(place[0], []).append(place[1])
+        self._wanted[unit] = {number: sorted(members) for number, members in found.items()}
+        return self._wanted[unit]
+
+    # ---- What the optimizer calls.
+
+    def step(self, closure=None, **others) -> None:
+        """End a step: ``optimizer.step()`` comes here. Applies what waits; what is done it leaves alone.
+
+        Reads what a GradScaler sets (``optimizer.grad_scale`` and ``found_inf``, which the ranks have agreed on).
+        Raises `InvalidUsage` where there was no synchronised backward since the last step, and where a parameter has a
+        gradient and is in no unit; `InvalidArgument` for a closure and for arguments.
+        """
+        if closure is not None:
+            raise InvalidArgument("the optimizer is stepped inside of the backward: step() takes no closure")
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise InvalidArgument(
+                f"the optimizer is stepped by its HookState, so step() takes no {given[0]}: use the state's max_norm, "
+                "or a GradScaler"
+            )
+        optimizer = self.optimizer
+        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        if self._pending is not None:
+            if found_inf is not None and scale is None and self._max_norm is not None:
+                raise InvalidUsage(
+                    "scaler.unscale_(optimizer) was called, and the HookState's max_norm has been compared to what was "
+                    "not unscaled: leave unscale_ out, or clip with clip_grad_norm_ in place of max_norm"
+                )
+            clip = None
+            if self._norm is not None and self._max_norm is not None:
+                norm = torch.as_tensor(self._norm, dtype=torch.float64)
+                norm = norm if scale is None else norm / scale.to(norm.device, torch.float64)
+                clip = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
+            found = _Optimizer._found(self._found)
+            pending = self._pending
+            self.discard()
+            for unit in pending:
+                self.update(unit, clip=clip, found=found)
+        elif not self.applied:
+            raise InvalidUsage(
+                "no synchronised backward since the last step: the optimizer is stepped inside of the backward, once "
+                "for each that reduces gradients"
+            )
+        elif found_inf is not None:
+            raise InvalidUsage(
+                "a GradScaler steps this optimizer, but its updates were applied in the backward by gradients that "
+                "were still scaled: make the GradScaler before the first backward"
+            )
+        self.applied = False
+        own = {id(slot.piece) for unit in self._units() for slot in unit.slots}
+        for number, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                if param.grad is not None and id(param) not in own:
+                    raise InvalidUsage(
+                        f"parameter {index} of group {number} (shape {tuple(param.shape)}) has a gradient but is in no "
+                        "unit of the HookState, so that it was not stepped: give it an optimizer of its own"
+                    )
+
+    def refresh_masters(self) -> None:
+        """Let this rank's masters follow their pieces."""
+        self.optimizer._refresh_masters()
+
+    # ---- State.
+
+    @torch.no_grad()
+    def state_dict(self, full: bool = True, comm=None) -> dict:
+        """Give the optimizer's state dict; with `full` as if nothing were sharded, which all ranks must call.
+
+        Otherwise what ``optimizer.state_dict()`` gives: of this rank's pieces, which only the same rank of as many can
+        load.
+        """
+        given = self.optimizer.state_dict()
+        if not full:
+            return given
+        numbers = self._numbers()
+        for unit in self._units():
+            for group in unit.trainable:
+                states = [given["state"].get(numbers.get(id(slot.piece))) for slot in group.slots]
+                keys = {key for state in states if state for key, value in state.items() if _goes(key, value)}
+                for key in sorted(keys):
+                    self._gather(unit, group, states, key, given["state"], numbers)
+        return given
+
+    def _gather(self, unit, group, states, key, given, numbers) -> None:
+        ranks = group.ranks
+        members = [(slot, state) for slot, state in zip(group.slots, states, strict=True) if state and key in state]
+        whole = torch.zeros(group.total, dtype=members[0][1][key].dtype, device=unit.device)
+        own = whole[ranks.rank * group.share :][: group.share]
+        for slot, state in members:
+            own[slot.begin : slot.begin + slot.piece.numel()].copy_(state[key].reshape(-1))
+        if ranks.shard is not None:
+            ranks.shard.all_gather(whole, own)
+        for slot, _ in members:
+            number = numbers[id(slot.piece)]
+            full = whole[slot.offset : slot.offset + slot.count].view(slot.shape).clone()
+            given[number] = {**given[number], key: full}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load a full state dict, of any number of ranks, or that of this rank's pieces. A local call."""
+        numbers = self._numbers()
+        found = dict(state_dict["state"])
+        for unit in self._units():
+            for group in unit.trainable:
+                for slot in group.slots:
+                    number, count = numbers.get(id(slot.piece)), slot.piece.numel()
+                    if number in found:
+                        found[number] = {
+                            key: value.reshape(-1)[slot.start : slot.start + count].view(slot.piece.shape)
+                            if _goes(key, value) and value.shape == slot.shape and math.prod(slot.shape) != count
+                            else value
+                            for key, value in found[number].items()
+                        }
+                        for key, value in found[number].items():
+                            if _goes(key, value) and value.shape != slot.piece.shape:
+                                raise InvalidArgument(
+                                    f"the {key} to load of {slot.name} has the shape {tuple(value.shape)}: neither the "
+                                    f"parameter's, {tuple(slot.shape)}, nor this rank's piece's, "
+                                    f"{tuple(slot.piece.shape)}"
+                                )
+        self.optimizer.load_state_dict({**state_dict, "state": found})
+
+    def _numbers(self) -> dict[int, int]:
+        """Give each parameter's number in the optimizer's state dict."""
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return {id(param): number for number, param in enumerate(params)}
+
+
+def _goes(key: str, value) -> bool:
+    """Tell whether a part of the state lies as its parameter does."""
+    return isinstance(value, torch.Tensor) and key != "step"
