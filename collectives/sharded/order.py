@@ -94,6 +94,14 @@ class Order:
         self._slots += len(unit.slots)
         self._units.append(weakref.ref(unit))
 
+    def same_number(self, number: int) -> bool:
+        """Tell whether all ranks have the same number, of 64 bits with its sign. A collective."""
+        if self.control is None:
+            return True
+        ends = numpy.array([number, -number], dtype=numpy.int64)
+        self.control.all_reduce(ends, "max")
+        return bool(ends[0] == -ends[1])
+
     @property
     def units(self) -> list[Unit]:
         """Those that still live."""
