@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import InvalidArgument, InvalidUsage
+from ..optim import _Optimizer
 from .meeting import Meeting, order_in
 from .names import Named, named_parameters
 from .piece import Piece
@@ -136,7 +137,10 @@ def _begin_state(optimizer) -> None:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
         for group, _ in decays:
             group["weight_decay"] = 0.0
-        optimizer.step(closure=None)
+        if isinstance(optimizer, _Optimizer):
+            optimizer._step_some(None)  # also where a HookState steps it inside of the backward
+        else:
+            optimizer.step(closure=None)
     finally:
         for key, before in (("lr", rates), ("weight_decay", decays)):
             for group, value in before:

@@ -174,18 +174,13 @@ class UnitStep:
                 states = [given["state"].get(numbers.get(id(slot.piece))) for slot in group.slots]
                 keys = {key for state in states if state for key, value in state.items() if _goes(key, value)}
                 for key in sorted(keys):
-                    self._gather(unit, group, states, key, given["state"], numbers)
+                    self._gather(group, states, key, given["state"], numbers)
         return given
 
-    def _gather(self, unit, group, states, key, given, numbers) -> None:
-        ranks = group.ranks
+    def _gather(self, group, states, key, given, numbers) -> None:
         members = [(slot, state) for slot, state in zip(group.slots, states, strict=True) if state and key in state]
-        whole = torch.zeros(group.total, dtype=members[0][1][key].dtype, device=unit.device)
-        own = whole[ranks.rank * group.share :][: group.share]
-        for slot, state in members:
-            own[slot.begin : slot.begin + slot.piece.numel()].copy_(state[key].reshape(-1))
-        if ranks.shard is not None:
-            ranks.shard.all_gather(whole, own)
+        values = [(slot, state[key]) for slot, state in members]
+        whole = group.gather_beside(values, values[0][1].dtype)
         for slot, _ in members:
             number = numbers[id(slot.piece)]
             full = whole[slot.offset : slot.offset + slot.count].view(slot.shape).clone()

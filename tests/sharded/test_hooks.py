@@ -20,6 +20,7 @@ from collectives.sharded import (
     ShardedGradScaler,
     ShardingStrategy,
     fully_shard,
+    get_optimizer_state_dict,
 )
 from collectives.sharded.module import units_in
 from tests.ddp.training import Branches, loss_of, make_model, over_gloo, run
@@ -325,6 +326,7 @@ def steps_in_backward(ctx):
         fully_shard(branch, hook_state=again)
     fully_shard(copy, hook_state=again)
     again.optimizer = adamw(copy.parameters())
+    assert len(get_optimizer_state_dict(copy, again.optimizer)["state"]) == 6  # begins what no step has begun
     again.load_optimizer_state_dict(whole)
     for param, mine in zip(copy.parameters(), model.parameters(), strict=True):
         for key, value in optimizer.state[mine].items():
