@@ -253,7 +253,6 @@ class _Optimizer(torch.optim.Optimizer):
         for launch, batch, how in plans:
             launch(checked=True)  # by _batch
             batch.stepped(how["found_nonfinite"])
-            batch.table.grads = ()  # who sets them to None wants their memory; the rows have the addresses
 
     # ---- What a subclass has of its own.
     def _columns(self, group) -> dict[str, str]:

@@ -161,6 +161,8 @@ def main():
     arguments = parser.parse_args()
     # By name, each once, in the order of the groups.
     arguments.ways = list(dict.fromkeys(way for named in arguments.ways for way in GROUPS.get(named, (named,))))
+    if arguments.ways == ["alone"]:
+        parser.error("alone is compared with other ways: name some")
     where = provenance()
     rows, good = [], True
     for row in rows_of(work, arguments.ranks, arguments):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import collectives
 from collectives import optim
-from collectives.sharded import fsdp2
+from collectives.sharded import ModuleWrapPolicy, ShardedDataParallel, ShardingStrategy, fsdp2, fully_shard
 
 CONTEXT = 64  # characters of a text, as in the example
 BATCHES = 4  # they come in turn
@@ -70,6 +70,7 @@ MODELS = {
     "8xLinear1024": Linears(8, 1024, 32),
     "gpt6x384": CharGPT(6, 384, 8),
     "3xLinear128": Linears(3, 128, 32),
+    "3xLinear512": Linears(3, 512, 32),
     "gpt2x64": CharGPT(2, 64, 2),
 }
 
@@ -103,16 +104,12 @@ def _fsdp2(model, units, ours=False, **options):
 
 
 def _ours(model, units, **options):
-    from collectives.sharded import fully_shard
-
     for module in (*units, model):
         fully_shard(module, **options)
     return model
 
 
 def _face(model, units, strategy):
-    from collectives.sharded import ModuleWrapPolicy, ShardedDataParallel, ShardingStrategy
-
     policy = ModuleWrapPolicy({type(unit) for unit in units})
     return ShardedDataParallel(model, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=policy)
 

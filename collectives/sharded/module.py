@@ -6,35 +6,33 @@ name changes.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
+import warnings
 import weakref
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..arrays import kind_of
 from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..state import HookState
-from ..torch_groups import communicator_over, default_group
+from ..torch_groups import communicator_over
 from .api import MixedPrecisionPolicy, OffloadPolicy
 from .clip import clip_grad_norm_, watch_clipping
 from .hooks import hooks_of
 from .materialize import wrap_inits
 from .order import Order, order_of, units_of_parameters
 from .param import Ranks
+from .ranks import device_of, ranks_of
+from .running import run_forward, watch_gradients
 from .scaler import watch_scalers
 from .state_dicts import begin_load, end_load, make_state_dict, shown_masters
 from .unit import State, Unit, check_parameter, managed_parameters
 
-__all__ = ["ShardedModule", "UnshardHandle", "fully_shard", "ranks_of", "register_forward_method", "units_in"]
+__all__ = ["ShardedModule", "UnshardHandle", "fully_shard", "register_forward_method", "shard", "units_in"]
 
 # Parameters that were replaced by pieces -> their names: an optimizer, or another module, may still hold them.
 _replaced = WeakIdKeyDictionary()
@@ -73,7 +71,7 @@ def fully_shard(
     if comm is None and mesh is None and isinstance(hook_state, HookState):
         comm = hook_state.comm  # or its process group's
         if comm is None and hook_state.process_group is not None:
-            comm = communicator_over(hook_state.process_group, _device_of(module, None))
+            comm = communicator_over(hook_state.process_group, device_of(module, None))
     ranks = ranks_of(module, comm, mesh)
     unit = shard(
         module, ShardedModule, ranks, mp_policy=mp_policy, offload_policy=offload_policy,
@@ -93,48 +91,6 @@ def _check_module(module) -> None:
         )
     if isinstance(module, ShardedModule):
         raise InvalidUsage(f"this {type(module).__name__} is sharded already", op="fully_shard")
-
-
-def ranks_of(
-    module: nn.Module, comm: Communicator | None, mesh, *, group=None, replicated: bool = False, device=None
-) -> Ranks:
-    """Give the ranks over which to shard a module; opens communicators at first use, which blocks.
-
-    `replicated`: each rank has all of it. `device`: where it computes; None: where its parameters are.
-    """
-    if comm is not None and mesh is not None:
-        raise InvalidArgument("comm and mesh both say which ranks share the parameters: give one", op="fully_shard")
-    if comm is not None:
-        if not isinstance(comm, Communicator):
-            raise InvalidArgument(f"comm must be a collectives.Communicator, not {kind_of(comm)}", op="fully_shard")
-        return Ranks(None if replicated or comm.size == 1 else comm, None, comm)
-    if mesh is None:
-        if group is None:
-            group = default_group("a sharded module's", "give fully_shard a comm or mesh", op="fully_shard")
-        world = communicator_over(group, device or _device_of(module, None))
-        return Ranks(None if replicated or world.size == 1 else world, None, world, group)
-    if not hasattr(mesh, "get_group") or mesh.ndim > 2:
-        raise InvalidArgument(f"mesh must be a DeviceMesh of one or two dimensions, not {mesh!r:.80}", op="fully_shard")
-    device = device or _device_of(module, mesh.device_type)
-    if mesh.ndim == 1:
-        world = communicator_over(mesh.get_group(), device)
-        return Ranks(None if replicated or world.size == 1 else world, None, world, mesh.get_group())
-    whole = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
-    world = communicator_over(whole, device)
-    shards, replicas = communicator_over(mesh.get_group(1), device), communicator_over(mesh.get_group(0), device)
-    return Ranks(
-        None if shards.size == 1 else shards, None if replicas.size == 1 else replicas, world, mesh.get_group(1)
-    )
-
-
-def _device_of(module: nn.Module, kind: str | None) -> torch.device:
-    """Give where a module computes: where its parameters are; those without memory, on a GPU if there is one."""
-    for param in module.parameters():
-        if param.device.type != "meta" and kind in (None, param.device.type):
-            return param.device
-    if kind == "cuda" or (kind is None and torch.cuda.is_available()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def shard(
@@ -174,12 +130,20 @@ def shard(
     )
     described += f"; {strategy or 'sharded'}, over {ranks.size} of {ranks.world.size}, {mp_policy}, {keep}"
     described += "" if hooks is None else f"; {hooks.describe()}"
+    values = sum(map(_checksum, (param for _, _, param in found)))
     unit = Unit(
         None, ranks, parameters=found, name=type(module).__name__, mp_policy=mp_policy, offload_policy=offload_policy,
         persistent=persistent, loans=order.loans, align=0 if hooks is None else hooks.align,
         codec=None if hooks is None else hooks.codec,
     )  # fmt: skip
     order.add(unit, described)
+    if not order.same_number(values):
+        warnings.warn(
+            f"the ranks' values of a {type(module).__name__} with {found[0][0][0]} differ, and each rank's piece is "
+            "kept: seed all ranks alike before the model is built, or make them equal, as by sync_module_states=True",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     if hooks is not None:
         hooks.add(unit)
     _set_reshard(unit, keep)
@@ -188,7 +152,7 @@ def shard(
     for names, _, param in found:
         _replaced[param] = f"{names[0]} of {type(module).__name__}"
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-    _watch_gradients(unit, order)
+    watch_gradients(unit, order)
     for buffer_holder in module.modules():
         for name, buffer in buffer_holder._buffers.items():
             if buffer is not None and buffer.device.type != "meta" and buffer.device != unit.device:
@@ -200,6 +164,16 @@ def shard(
     module.register_load_state_dict_post_hook(lambda module, _keys: end_load(module._unit))
     object.__setattr__(module, "_order", order)
     return unit
+
+
+def _checksum(param: torch.Tensor) -> int:
+    """Give a number that is the same where the values are, and most probably only there; 0 on the meta device."""
+    if param.is_meta or not param.numel():
+        return 0
+    octets = param.detach().reshape(-1).view(torch.uint8)
+    whole = octets.numel() // 4 * 4
+    total = octets[:whole].view(torch.int32).sum(dtype=torch.int64) if whole else 0
+    return int(total) + int(octets[whole:].sum(dtype=torch.int64))
 
 
 def _parse_reshard(value, ranks: Ranks) -> bool | int:
@@ -244,120 +218,13 @@ def _class_of(face: type, cls: type) -> type:
     return _classes[face, cls]
 
 
-def _watch_gradients(unit: Unit, order: Order) -> None:
-    here = weakref.ref(unit)
-
-    def came(at, _param):  # the hook holds no slot: the collector doesn't see what autograd's hooks hold
-        unit = here()
-        slot = unit.slots[at]
-        order.begin_backward()
-        if unit.note(slot):
-            order.arrived(unit)
-
-    for at, slot in enumerate(unit.slots):
-        if slot.full.requires_grad:
-            slot.full.register_post_accumulate_grad_hook(functools.partial(came, at))
-
-
 def units_in(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     """Give the units of a module and of those inside, outermost first."""
     members = module.modules() if recurse else [module]
     return [each._unit for each in members if isinstance(each, ShardedModule)]
 
 
-# ---- Forward and backward.
-
-
-@torch._dynamo.disable(recursive=False)
-def run_forward(module: ShardedModule, forward, args: tuple, kwargs: dict) -> Any:
-    """Call a forward with the module's unit unsharded, and have what follows done in the backward."""
-    unit, order = module._unit, module._order
-    in_backward = torch._C._current_graph_task_id() != -1  # activation checkpointing computes again
-    order.begin_forward(unit, in_backward)
-    try:
-        args, kwargs = _cast_inputs(unit, args, kwargs)
-        order.forward(unit, in_backward)
-        watches = torch.is_grad_enabled() and (not in_backward or not unit.calls)
-        if watches:
-            _watch_inputs(unit, order, (args, kwargs))
-        lets_go = not in_backward and order.reshards_after_forward(unit)
-        saves = torch.is_grad_enabled() and lets_go and unit.gathers
-        with unit.saving(functools.partial(order.demand, unit)) if saves else contextlib.nullcontext():
-            output = forward(*args, **kwargs)
-        if lets_go:
-            unit.reshard(keep_near=torch.is_grad_enabled())
-        if torch.is_grad_enabled():
-            _watch_outputs(unit, order, output)
-        if unit.mp_policy.output_dtype is not None:
-            output = _cast(output, unit.mp_policy.output_dtype)
-    except BaseException as error:
-        order.interrupt(error, in_backward)
-        raise
-    order.end_forward(unit, in_backward)
-    return output
-
-
-def _cast_inputs(unit: Unit, args, kwargs):
-    policy = unit.mp_policy
-    if policy.param_dtype is None or not policy.cast_forward_inputs:
-        return args, kwargs
-    return _cast((args, kwargs), policy.param_dtype)
-
-
-def _cast(tree, dtype: torch.dtype):
-    def cast(value):
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    return _map(cast, tree)
-
-
-def _map(function, tree):
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {field.name: _map(function, getattr(tree, field.name)) for field in dataclasses.fields(tree)}
-        return dataclasses.replace(tree, **{name: value for name, value in fields.items() if value is not None})
-    return tree_map(function, tree)
-
-
-def _tensors(tree) -> list[torch.Tensor]:
-    leaves = []
-    for leaf in tree_flatten(tree)[0]:
-        if isinstance(leaf, torch.Tensor):
-            leaves.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            leaves += _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-    return leaves
-
-
-def _watch_outputs(unit: Unit, order: Order, output) -> None:
-    """Have the unit unsharded as soon as a gradient of its outputs is there."""
-
-    def begins(_grad):
-        order.backward(unit)
-
-    for tensor in _tensors(output):
-        if tensor.requires_grad:
-            tensor.register_hook(begins)
-
-
-def _watch_inputs(unit: Unit, order: Order, inputs) -> None:
-    """Let the unit go once the gradients of its inputs are there: then its own are, too."""
-
-    def ends(_grad):
-        if order.task is not None and unit.calls:
-            unit.calls -= 1
-            if not unit.calls:
-                if unit.syncs and unit.has_gradients():
-                    order.arrived(unit)
-                else:
-                    order.leave_backward(unit)
-
-    watched = [tensor for tensor in _tensors(inputs) if tensor.requires_grad and not tensor.is_leaf]
-    unit.calls += 1  # one without such inputs is never seen to end, so that nothing ends too early
-    if len(watched) == 1:
-        watched[0].register_hook(ends)
-    elif watched:
-        # Torch's hook holds the nodes that hold it, and they the graph below: only a collection for each would free it.
-        handle = torch.autograd.graph.register_multi_grad_hook(watched, lambda _grads: (handle.remove(), ends(None)))
+# ---- What people call.
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -370,7 +237,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def call(*args, **kwargs):
-        return run_forward(module, method, args, kwargs)
+        return run_forward(module._unit, method, args, kwargs)
 
     object.__setattr__(module, name, call)
 
@@ -394,7 +261,7 @@ class ShardedModule:
     _order: Order
 
     def __call__(self, *args, **kwargs):
-        return run_forward(self, super().__call__, args, kwargs)
+        return run_forward(self._unit, super().__call__, args, kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters, not those of inner units. A collective.

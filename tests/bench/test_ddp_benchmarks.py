@@ -12,7 +12,7 @@ import pytest
 
 from tests.rank_process import ROOT
 
-PROGRAMS = str(Path(__file__).with_name("ddp_programs.py"))
+PROGRAMS = str(Path(__file__).with_name("programs.py"))
 WHERE = {"machine", "cores", "commit", "python", "time", "torch", "collectives", "load", "benchmark", "ranks"}
 STEP = "step --models 3xLinear128 --rounds 1 --block-seconds 0.01 --ways"
 BUCKET = "bucket --mib 1 --rounds 2 --ways"
@@ -32,7 +32,7 @@ def runs(tmp_path_factory):
         f"spoil {BUCKET} powersgd4",
         f"spoil {LEARN} 1",
     ]
-    command = [sys.executable, PROGRAMS, str(tmp_path_factory.mktemp("rows")), *" , ".join(lines).split()]
+    command = [sys.executable, PROGRAMS, "ddp", str(tmp_path_factory.mktemp("rows")), *" , ".join(lines).split()]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,6 +1,6 @@
-"""Run programs of benchmarks/ddp in one process, as their command lines say; print one JSON line for each.
+"""Run programs of benchmarks/WHICH in one process, as their command lines say; print one JSON line for each.
 
-    python ddp_programs.py FOLDER PROGRAM words ... , PROGRAM words ... , spoil PROGRAM words ...
+    python programs.py WHICH FOLDER PROGRAM words ... , PROGRAM words ... , spoil PROGRAM words ...
 
 With `spoil` rank 1 changes one element of what each of our reductions gives. Rows go to FOLDER.
 """
@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "ddp"))
+which, folder, *everything = sys.argv[1:]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / which))
 from collectives.reduction import Reduction  # noqa: E402
+from collectives.sharded.param import Group  # noqa: E402
 
-right = Reduction.start
+right, right_of_shards = Reduction.start, Group.take_in
 
 
 def spoil(self, comm, bucket, buffer, last):
@@ -26,6 +28,12 @@ def spoil(self, comm, bucket, buffer, last):
     return future
 
 
+def spoil_shard(self, part, *rest):
+    if self.ranks.world.rank == 1:
+        part[5] += 1.0
+    return right_of_shards(self, part, *rest)
+
+
 def run(words, output):
     spoils = words[0] == "spoil"
     name, *rest = words[1:] if spoils else words
@@ -33,6 +41,7 @@ def run(words, output):
     with contextlib.ExitStack() as stack:
         if spoils:
             stack.enter_context(mock.patch.object(Reduction, "start", spoil))
+            stack.enter_context(mock.patch.object(Group, "take_in", spoil_shard))
         told = stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # stdout is ours
         assert told is sys.stderr
         try:
@@ -43,7 +52,6 @@ def run(words, output):
     return {"code": code, "rows": [json.loads(row) for row in rows]}
 
 
-folder, *everything = sys.argv[1:]
 runs = [list(words) for comma, words in itertools.groupby(everything, ",".__eq__) if not comma]
 for number, words in enumerate(runs):
     print(json.dumps(run(words, Path(folder) / f"{number}.jsonl")), flush=True)
