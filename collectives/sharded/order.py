@@ -242,9 +242,8 @@ class Order:
 
     def need(self, unit: Unit) -> None:
         """Have a unit unsharded."""
-        if unit.state is not State.UNSHARDED:
-            self.gather(unit)
-            unit.show()
+        self.gather(unit)
+        unit.show()
 
     def demand(self, unit: Unit) -> None:
         """Have a unit unsharded with the parameters that the forward has used."""
@@ -289,6 +288,8 @@ class Order:
     def end_forward(self, unit: Unit, in_backward: bool) -> None:
         self.depth -= 1
         if self.depth == 0 and not in_backward:
+            for each in self.units:  # between forward and backward parameters() are the pieces, too
+                each.rest()
             self._forward_order, self._seen_forward = list(map(weakref.ref, self._seen_forward)), []
 
     def reshards_after_forward(self, unit: Unit) -> bool:
@@ -390,8 +391,7 @@ class Order:
             hook.end()
         self.task = None
         for unit in units:
-            if unit.reshard_after_backward:
-                unit.reshard()
+            unit.reshard() if unit.reshard_after_backward else unit.rest()
             unit.end_backward()
 
     def _flush(self, units: list[Unit]) -> None:
