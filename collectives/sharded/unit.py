@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..communicator import Communicator
@@ -116,6 +117,7 @@ class Unit:
         self.calls = 0  # forwards whose backward is still to end
         self.neighbours: Communicator | None = None  # those who keep the parameters together after a forward
         self._works: list = []
+        self._full_here = False  # the modules hold the full forms
         offloads = isinstance(offload_policy, CPUOffloadPolicy)
         store = torch.device("cpu") if offloads else self.device
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
@@ -170,6 +172,7 @@ class Unit:
         return [slot.piece for slot in self.slots]
 
     def _register(self, form: str) -> None:
+        self._full_here = form == "full"
         for parameters, attribute, slot in self._plain:
             parameters[attribute] = getattr(slot, form)
         for holder, attribute, slot in self._watched:
@@ -190,7 +193,7 @@ class Unit:
             self.register_form()
         if self.shows:
             raise InvalidUsage(f"{self!r} holds full parameters by summon_full_params: leave its block first")
-        if self.state is State.SHARDED:
+        if not self._full_here:
             for parameters, attribute, slot in self._plain:
                 if parameters.get(attribute) is not slot.piece:
                     raise InvalidArgument(
@@ -213,7 +216,7 @@ class Unit:
     def register_form(self, slots: list[Slot] | None = None) -> None:
         """Give the modules the pieces, or, where something is gathered, the full parameters."""
         for slot in self.slots if slots is None else slots:
-            _put(slot, slot.full if self.state is State.UNSHARDED else slot.piece)
+            _put(slot, slot.full if self._full_here else slot.piece)
             slot.shown = None
 
     @property
@@ -248,6 +251,8 @@ class Unit:
     def show(self) -> None:
         """Wait for what `start_gather` began, and give the modules the full parameters."""
         if self.state is State.UNSHARDED:
+            if not self._full_here:
+                self._register("full")
             return
         if self.state is State.SHARDED:
             raise InvalidUsage(f"{self!r} has nothing gathered: unshard() it")
@@ -258,6 +263,11 @@ class Unit:
             group.show()
         self._register("full")
         self.state = State.UNSHARDED
+
+    def rest(self) -> None:
+        """Give the modules the pieces, and keep what is gathered for a forward or backward to come: `show()` it."""
+        if self._full_here:
+            self._register("piece")
 
     @torch.no_grad()
     def help_gather(self, masters: bool = False) -> None:
@@ -290,7 +300,7 @@ class Unit:
             group.near = None
         if self.state is State.SHARDED:
             return
-        self._register("piece")
+        self.rest()
         for group in self.groups:
             if write_back:
                 group.write_back()
@@ -496,7 +506,5 @@ def _storage_address(tensor: torch.Tensor) -> int:
 
 def _torchs(op):
     """Give an operation as torch.distributed has it."""
-    from torch.distributed import ReduceOp
-    from torch.distributed.distributed_c10d import _make_nccl_premul_sum
-
-    return {"avg": ReduceOp.AVG, "sum": ReduceOp.SUM}[op] if isinstance(op, str) else _make_nccl_premul_sum(op)
+    ops = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
+    return ops[op] if isinstance(op, str) else dist._make_nccl_premul_sum(op)

@@ -94,3 +94,12 @@ def test_sharded_t5(tmp_path):
     tied = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
     assert all(torch.equal(saved[name], saved[tied[0]]) for name in tied)
     assert sum(saved[name].numel() for name in saved if name not in tied[1:]) == result["parameters"]
+
+
+def test_custom_sharded_wrapper(tmp_path):
+    found, out, err = run_example(torchrun(2), "custom_sharded_wrapper.py", cwd=tmp_path)
+    assert found == 0, out + err
+    result = json.loads(out.splitlines()[-1])
+    assert result["last_loss"] < 0.1 * result["first_loss"]
+    whole = 256 * 256 + 4 * 256  # int8, and a scale a row
+    assert whole / 2 <= result["base_bytes_on_a_rank"] < whole / 2 + 64
