@@ -85,7 +85,7 @@ def test_sharded_digits(tmp_path):
 
 def test_sharded_t5(tmp_path):
     model = ("--layers", "1", "--width", "64", "--limit", "2000000", "--learning-rate", "0.01", "--samples", "1")
-    result = result_of("sharded_t5.py", *model, "--steps", "50", cwd=tmp_path)
+    result = result_of("sharded_t5.py", *model, "--steps", "50", "--batch-size", "8", cwd=tmp_path)
     assert result["saved_is_trained"] is True
     assert result["held_out_loss"] < result["loss_of_frequencies"] - 0.2 < result["loss_first"]
     assert result["held_out_loss_of_saved_in_fp32"] == pytest.approx(result["held_out_loss"], abs=0.03)  # bf16: 2**-8
