@@ -435,7 +435,7 @@ def _before_step(optimizer, _args, _kwargs) -> None:
 def _after_step(optimizer, _args, _kwargs) -> None:
     """Let go of what is gathered, since the pieces are newer."""
     for unit in units_of_parameters(param for group in optimizer.param_groups for param in group["params"]):
-        unit.reshard()
+        unit.stepped()
 
 
 @functools.cache

@@ -242,8 +242,9 @@ class Order:
 
     def need(self, unit: Unit) -> None:
         """Have a unit unsharded."""
-        self.gather(unit)
-        unit.show()
+        if not unit.is_shown:
+            self.gather(unit)
+            unit.show()
 
     def demand(self, unit: Unit) -> None:
         """Have a unit unsharded with the parameters that the forward has used."""
@@ -288,9 +289,14 @@ class Order:
     def end_forward(self, unit: Unit, in_backward: bool) -> None:
         self.depth -= 1
         if self.depth == 0 and not in_backward:
-            for each in self.units:  # between forward and backward parameters() are the pieces, too
-                each.rest()
-            self._forward_order, self._seen_forward = list(map(weakref.ref, self._seen_forward)), []
+            seen, self._seen_forward = self._seen_forward, []
+            self._forward_order = list(map(weakref.ref, seen))
+            # Outside, people see pieces, and may write to them: what is gathered stays for a backward alone.
+            for each in seen:
+                if torch.is_grad_enabled() or each.calls:
+                    each.rest()
+                elif each.state is State.UNSHARDED:
+                    each.reshard()
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Tell whether a unit lets go behind its forward. What the backward begins with, it doesn't."""
@@ -391,7 +397,9 @@ class Order:
             hook.end()
         self.task = None
         for unit in units:
-            unit.reshard() if unit.reshard_after_backward else unit.rest()
+            if unit.reshard_after_backward:
+                unit.reshard()
+            unit.rest()
             unit.end_backward()
 
     def _flush(self, units: list[Unit]) -> None:

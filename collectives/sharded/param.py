@@ -126,6 +126,7 @@ class Group:
         self.whole: torch.Tensor | None = None  # the persistent one
         self.near: torch.Tensor | None = None  # a larger part than the shard, kept for the backward
         self.grad: torch.Tensor | None = None  # the gradients' shard, once there was one
+        self.steps = 0  # of optimizers
         self._stub = torch.empty((), dtype=self.gather_dtype, device=device)
         self._simple = self.reduce_dtype.itemsize == narrowest  # whether the kernel's own padding is this layout's
         for slot, offset in zip(slots, self.layout.offsets, strict=True):
@@ -134,6 +135,13 @@ class Group:
         self._make_forms(originals)
 
     # ---- Making it.
+
+    @property
+    def shares_memory(self) -> bool:
+        """Tell whether the full parameters lie where the pieces do, so that a step changes what autograd has saved."""
+        return self.persistent or (
+            self.ranks.shard is None and self.gather_dtype == self.dtype and self.store == self.device
+        )
 
     def _new_shard(self, device: torch.device) -> torch.Tensor:
         """Give memory for the shard, of undefined contents."""
@@ -232,6 +240,7 @@ class Group:
             if count and slot.piece.data_ptr() != place.data_ptr():
                 place.copy_(slot.piece.detach().view(place.shape))
             slot.piece.data = place
+            torch.autograd.graph.increment_version(slot.piece)
         self._note()
 
     def give_memory(self) -> None:
@@ -255,7 +264,7 @@ class Group:
                 f"{self.slots[0].name} is on the meta device: give it memory first, by module.to_empty(device=...) and "
                 "its initialisation, param_init_fn, or a checkpoint"
             )
-        if ranks.shard is None and self.gather_dtype == self.dtype and self.store == self.device:
+        if ranks.shard is None and self.shares_memory:
             self.gathered = self.flat
             return None
         self.gathered = self.whole if self.persistent else self.lend(self.total, self.gather_dtype, custom)

@@ -100,6 +100,7 @@ def shown_masters(
             else:
                 _show_masters(unit, device, copies=device is not None or not keep)
             if gradients:
+                unit.order.meet(f"summon_full_params(with_grads=True) of unit {unit.index}")
                 unit.gather_gradients()
         yield
     finally:

@@ -64,7 +64,7 @@ class UnitStep:
             for slot in group.slots:
                 slot.piece.grad = None
             group.grad = None
-        unit.reshard()  # the pieces are newer than what is gathered
+        unit.stepped()
         self.applied = True
         self.optimizer._opt_called = True  # lr schedulers ask for it
 

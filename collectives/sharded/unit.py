@@ -117,7 +117,6 @@ class Unit:
         self.calls = 0  # forwards whose backward is still to end
         self.neighbours: Communicator | None = None  # those who keep the parameters together after a forward
         self._works: list = []
-        self._full_here = False  # the modules hold the full forms
         offloads = isinstance(offload_policy, CPUOffloadPolicy)
         store = torch.device("cpu") if offloads else self.device
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
@@ -172,7 +171,7 @@ class Unit:
         return [slot.piece for slot in self.slots]
 
     def _register(self, form: str) -> None:
-        self._full_here = form == "full"
+        self._registered = form
         for parameters, attribute, slot in self._plain:
             parameters[attribute] = getattr(slot, form)
         for holder, attribute, slot in self._watched:
@@ -193,7 +192,7 @@ class Unit:
             self.register_form()
         if self.shows:
             raise InvalidUsage(f"{self!r} holds full parameters by summon_full_params: leave its block first")
-        if not self._full_here:
+        if not self.is_shown:
             for parameters, attribute, slot in self._plain:
                 if parameters.get(attribute) is not slot.piece:
                     raise InvalidArgument(
@@ -202,6 +201,8 @@ class Unit:
                     )
         for group in self.groups:
             group.check()
+        if self.state is State.UNSHARDED and not self.is_shown and self._writes() != self._written:
+            self.stepped()  # or written to by other means
 
     @property
     def full_gradient_bytes(self) -> int:
@@ -214,9 +215,9 @@ class Unit:
             _put(slot, slot.shown)
 
     def register_form(self, slots: list[Slot] | None = None) -> None:
-        """Give the modules the pieces, or, where something is gathered, the full parameters."""
+        """Give the modules what they held before something was shown: the pieces, or the full parameters."""
         for slot in self.slots if slots is None else slots:
-            _put(slot, slot.full if self._full_here else slot.piece)
+            _put(slot, getattr(slot, self._registered))
             slot.shown = None
 
     @property
@@ -251,7 +252,7 @@ class Unit:
     def show(self) -> None:
         """Wait for what `start_gather` began, and give the modules the full parameters."""
         if self.state is State.UNSHARDED:
-            if not self._full_here:
+            if not self.is_shown:
                 self._register("full")
             return
         if self.state is State.SHARDED:
@@ -264,10 +265,31 @@ class Unit:
         self._register("full")
         self.state = State.UNSHARDED
 
+    @property
+    def is_shown(self) -> bool:
+        """Tell whether the modules hold the full parameters."""
+        return self._registered == "full"
+
     def rest(self) -> None:
-        """Give the modules the pieces, and keep what is gathered for a forward or backward to come: `show()` it."""
-        if self._full_here:
+        """Give the modules the pieces, and keep what is gathered for the next `show`."""
+        if self.is_shown:
             self._register("piece")
+            self._written = self._writes()
+
+    def _writes(self) -> int:
+        """Count the writes to the pieces that autograd counts: those by ``.data`` it doesn't."""
+        return sum(slot.piece._version for slot in self.slots if not slot.piece.is_inference())
+
+    def stepped(self) -> None:
+        """Let go of what is gathered, since an optimizer has made the pieces newer.
+
+        A backward that needs the values from before it then raises, and doesn't compute with the new ones.
+        """
+        self.reshard()
+        for group in self.groups:
+            group.steps += 1
+            if group.shares_memory and group.slots:
+                torch.autograd.graph.increment_version([slot.full for slot in group.slots])
 
     @torch.no_grad()
     def help_gather(self, masters: bool = False) -> None:
@@ -462,11 +484,16 @@ class Unit:
                 return tensor if outer is None else outer[0](tensor)
             base = group.gathered.storage_offset() * group.gathered.element_size()
             offset = tensor.storage_offset() - base // tensor.element_size()
-            return _Saved(group, tensor.dtype, tensor.size(), tensor.stride(), offset)
+            return _Saved(group, group.steps, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
         def load(saved):
             if type(saved) is not _Saved:
                 return saved if outer is None else outer[1](saved)
+            if saved.steps != saved.group.steps:
+                raise InvalidUsage(
+                    f"{self!r} was stepped by an optimizer between a forward and its backward, which needs the "
+                    "parameters that the forward has used: call backward() before optimizer.step()"
+                )
             demand()
             flat = saved.group.gathered
             flat = flat if flat.dtype == saved.dtype else flat.view(saved.dtype)
@@ -487,10 +514,11 @@ def _put(slot: Slot, param) -> None:
 class _Saved:
     """A tensor that autograd has saved of a group's gathered parameters: where it lies in them."""
 
-    __slots__ = ("dtype", "group", "offset", "size", "stride")
+    __slots__ = ("dtype", "group", "offset", "size", "steps", "stride")
 
-    def __init__(self, group, dtype, size, stride, offset):
+    def __init__(self, group, steps, dtype, size, stride, offset):
         self.group = group
+        self.steps = steps
         self.dtype = dtype
         self.size = size
         self.stride = stride
