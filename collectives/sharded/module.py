@@ -20,6 +20,7 @@ from ..errors import InvalidArgument, InvalidUsage
 from ..state import HookState
 from ..torch_groups import communicator_over
 from .api import MixedPrecisionPolicy, OffloadPolicy
+from .changes import Members
 from .clip import clip_grad_norm_, watch_clipping
 from .hooks import hooks_of
 from .materialize import wrap_inits
@@ -144,6 +145,8 @@ def shard(
         _replaced[param] = f"{names[0]} of {type(module).__name__}"
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     watch_gradients(unit, order)
+    ignored_params = list(ignored_params)
+    unit.members = Members(module, _own_parameters, ignored_params)
     for buffer_holder in module.modules():
         for name, buffer in buffer_holder._buffers.items():
             if buffer is not None and buffer.device.type != "meta" and buffer.device != unit.device:
@@ -155,6 +158,10 @@ def shard(
     module.register_load_state_dict_post_hook(lambda module, _keys: end_load(module._unit))
     object.__setattr__(module, "_order", order)
     return unit
+
+
+def _own_parameters(module: nn.Module) -> list:
+    return managed_parameters(module, stop=lambda each: isinstance(each, ShardedModule))
 
 
 def _parse_reshard(value, ranks: Ranks) -> bool | int:

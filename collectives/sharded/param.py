@@ -17,6 +17,7 @@ from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import pack
 from ..layout import Layout, bucket_layout, padded
+from .changes import take_hooks
 from .codec import Codec
 from .loans import LEAST_LENT, Loans
 
@@ -64,7 +65,7 @@ class Slot:
 
     __slots__ = (
         "arrived", "begin", "came", "count", "expected", "fresh", "full", "kept", "names", "offset", "piece", "places",
-        "shape", "shown", "start",
+        "shape", "shown", "start", "trains", "watched",
     )  # fmt: skip
 
     def __init__(self, names: list[str], places: list[tuple[nn.Module, str]], original: nn.Parameter):
@@ -79,7 +80,9 @@ class Slot:
         self.kept: torch.Tensor | None = None  # gradients that wait for a synchronised backward, in the wider dtype
         self.came = False  # a gradient has come in this backward
         self.arrived = False  # or in one before, since the last that was synchronised
-        self.expected = original.requires_grad  # so it was in the last one
+        self.trains = original.requires_grad
+        self.watched = False  # told when its gradient comes
+        self.expected = self.trains  # so it was in the last one
         self.fresh = False  # the piece had no gradient before this backward's
 
     @property
@@ -179,6 +182,7 @@ class Group:
             slot.full = nn.Parameter(self._hidden(slot), requires_grad=self.requires_grad)
             for form in (slot.piece, slot.full):
                 form.__dict__.update(original.__dict__)
+            take_hooks(slot, original)
         self._note()
 
     def _note(self) -> None:
@@ -240,7 +244,7 @@ class Group:
             return
         self.flat = self._new_shard(self.store).zero_()
         for slot in self.slots:
-            piece = nn.Parameter(self._piece_of(self.flat, slot, slot.piece.numel()), requires_grad=self.requires_grad)
+            piece = nn.Parameter(self._piece_of(self.flat, slot, slot.piece.numel()), requires_grad=slot.trains)
             piece.__dict__.update(slot.piece.__dict__)
             torch.utils.swap_tensors(slot.piece, piece)
         self._note()
