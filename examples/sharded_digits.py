@@ -132,20 +132,19 @@ class Memory:
 # ---- Training.
 
 
-def train_in(way, initial, data, memory, arguments, comm):
+def train_in(way, initial, data, steps, memory, arguments, comm):
     """Train in one of the ways, on a communicator that ends with it; return what is reported."""
     with comm.split(0) as own:
-        found = train_on(own, way, copy.deepcopy(initial), data, memory, arguments)
+        found = train_on(own, way, copy.deepcopy(initial), data, steps, memory, arguments)
         gc.collect()  # a DDP object is in a cycle of references
     return found
 
 
-def train_on(comm, way, model, data, memory, arguments):
+def train_on(comm, way, model, data, steps, memory, arguments):
     batches, test_x, test_y = data
     model = WAYS[way](model, comm=comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
     torch.manual_seed(arguments.seed + comm.rank)  # of the dropout
-    steps = arguments.epochs * batches.steps_per_epoch
     times, losses = [], torch.empty(steps, device=comm.device)
     dist.barrier()
     memory.start()
@@ -208,13 +207,13 @@ def train(arguments, comm):
         f"{arguments.epochs} epochs of {batches.steps_per_epoch} steps of {comm.size} x {batches.share} images",
     )
     data = batches, test_x, test_y
-    tiny, short = Net(8, 1).to(device), argparse.Namespace(**{**vars(arguments), "epochs": 1})
+    tiny, steps = Net(8, 1).to(device), arguments.epochs * batches.steps_per_epoch
     for way in WAYS:  # what each way loads and starts is an idle rank's
-        train_in(way, tiny, data, Memory(device), short, comm)
+        train_in(way, tiny, data, 2, Memory(device), arguments, comm)
     memory = Memory(device)
     found, passed = {}, True
     for way in WAYS:
-        one = found[way] = train_in(way, initial, data, memory, arguments, comm)
+        one = found[way] = train_in(way, initial, data, steps, memory, arguments, comm)
         same = one["equal_to_ddp"] = one["print"] == found["DDP"]["print"]
         passed = passed and one["identical"] and same and one["test_accuracy"] >= THRESHOLD
         jobs.say(

@@ -53,7 +53,7 @@ class Loans:
         while self._returned:
             block, asked = self._returned.popleft()
             self.lent -= asked
-            bisect.insort(self._free, block, key=torch.Tensor.numel)
+            bisect.insort_left(self._free, block, key=torch.Tensor.numel)  # lent next of its size: caches have it
         self.lent += nbytes
         self.most = max(self.most, self.lent)
         at = bisect.bisect_left(self._free, nbytes, key=torch.Tensor.numel)

@@ -7,6 +7,7 @@ name changes.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 
 import torch
@@ -130,12 +131,20 @@ def shard(
     )
     described += f"; {strategy or 'sharded'}, over {ranks.size} of {ranks.world.size}, {mp_policy}, {keep}"
     described += "" if hooks is None else f"; {hooks.describe()}"
+    values = sum(map(_checksum, (param for _, _, param in found)))
     unit = Unit(
         None, ranks, parameters=found, name=type(module).__name__, mp_policy=mp_policy, offload_policy=offload_policy,
         persistent=persistent, loans=order.loans, align=0 if hooks is None else hooks.align,
         codec=None if hooks is None else hooks.codec,
     )  # fmt: skip
     order.add(unit, described)
+    if not order.same_number(values):
+        warnings.warn(
+            f"the ranks' values of a {type(module).__name__} with {found[0][0][0]} differ, and each rank's piece is "
+            "kept: seed all ranks alike before the model is built, or make them equal, as by sync_module_states=True",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     if hooks is not None:
         hooks.add(unit)
     _set_reshard(unit, keep)
@@ -162,6 +171,16 @@ def shard(
 
 def _own_parameters(module: nn.Module) -> list:
     return managed_parameters(module, stop=lambda each: isinstance(each, ShardedModule))
+
+
+def _checksum(param: torch.Tensor) -> int:
+    """Give a number that is the same where the values are, and most probably only there; 0 on the meta device."""
+    if param.is_meta or not param.numel():
+        return 0
+    octets = param.detach().reshape(-1).view(torch.uint8)
+    whole = octets.numel() // 4 * 4
+    total = octets[:whole].view(torch.int32).sum(dtype=torch.int64) if whole else 0
+    return int(total) + int(octets[whole:].sum(dtype=torch.int64))
 
 
 def _parse_reshard(value, ranks: Ranks) -> bool | int:

@@ -72,7 +72,6 @@ class Order:
         # Gathers and reductions run beside the computation where there is something to run them on.
         self.beside = not comm._on_host or overlaps(comm)
         self.interrupted = 0  # forwards and backwards that an exception has left
-        self._told: BaseException | None = None  # an error of which the others know
         self.depth = 0  # forwards of units that this thread is in
         self.last_backward = True
         self.limited = True  # on a GPU, by `limit_all_gathers`
@@ -95,6 +94,14 @@ class Order:
         unit.freed = self._freed
         self._slots += len(unit.slots)
         self._units.append(weakref.ref(unit))
+
+    def same_number(self, number: int) -> bool:
+        """Tell whether all ranks have the same number, of 64 bits with its sign. A collective."""
+        if self.control is None:
+            return True
+        ends = numpy.array([number, -number], dtype=numpy.int64)
+        self.control.all_reduce(ends, "max")
+        return bool(ends[0] == -ends[1])
 
     @property
     def units(self) -> list[Unit]:
@@ -157,8 +164,7 @@ class Order:
 
     def _remote(self, text: str) -> RemoteError:
         """Give an error of which all ranks know."""
-        self._told = RemoteError(text, op="fully_shard", rank=self.comm.rank)
-        return self._told
+        return _known(RemoteError(text, op="fully_shard", rank=self.comm.rank))
 
     def _differ(self, described: str, what: tuple[str, str]) -> None:
         """Raise an error that says which ranks do what."""
@@ -177,8 +183,7 @@ class Order:
             ranks.setdefault(shown[:200], []).append(rank)
         found = " | ".join(f"rank {', '.join(map(str, who[:8]))} {what}" for what, who in ranks.items())
         self._reset()
-        self._told = InvalidUsage(f"{what[0]} ({found}): {what[1]}", op="fully_shard", rank=self.comm.rank)
-        raise self._told
+        raise _known(InvalidUsage(f"{what[0]} ({found}): {what[1]}", op="fully_shard", rank=self.comm.rank))
 
     def fail(self) -> None:
         """Tell the others, in what they do next, that this rank can't go on."""
@@ -274,7 +279,7 @@ class Order:
             unit.check()
         except Exception as error:
             self.fail()
-            self._told = error
+            _known(error)
             raise
         if unit.groups and not in_backward and unit not in self._seen_forward:
             self._seen_forward.append(unit)
@@ -299,9 +304,8 @@ class Order:
         """Go back to where a forward can begin, after an exception has left one."""
         self.depth -= 1
         if self.depth == 0 and not in_backward:
-            if torch.is_grad_enabled() and error is not self._told:
+            if torch.is_grad_enabled() and not getattr(error, "known_to_all", False):
                 self.interrupted += 1
-            self._told = None
             self._reset()
 
     def _reset(self) -> None:
@@ -432,6 +436,12 @@ class Order:
                 slot.fresh = False
                 if was >= 2 and slot.piece._post_accumulate_grad_hooks:
                     self._accumulated.append(slot.piece)
+
+
+def _known(error: Exception) -> Exception:
+    """Mark an error of which all ranks know. It isn't kept: its traceback holds what was in use, the model for one."""
+    error.known_to_all = True
+    return error
 
 
 def _living(references) -> list[Unit]:

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..communicator import Communicator
@@ -527,7 +528,5 @@ def _storage_address(tensor: torch.Tensor) -> int:
 
 def _torchs(op):
     """Give an operation as torch.distributed has it."""
-    from torch.distributed import ReduceOp
-    from torch.distributed.distributed_c10d import _make_nccl_premul_sum
-
-    return {"avg": ReduceOp.AVG, "sum": ReduceOp.SUM}[op] if isinstance(op, str) else _make_nccl_premul_sum(op)
+    ops = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
+    return ops[op] if isinstance(op, str) else dist._make_nccl_premul_sum(op)
