@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -111,6 +112,9 @@ def shard(
     _look_at_optimizers()
     watch_clipping()
     watch_scalers()
+    if not isinstance(ignored_params, Iterable):
+        raise InvalidArgument(f"ignored_params must be parameters, not {kind_of(ignored_params)}", op="fully_shard")
+    ignored_params = list(ignored_params)
     hooks = hooks_of(hook_state, ranks.world)
     order = order_of(ranks.world)
     keep = _parse_reshard(reshard_after_forward, ranks)
@@ -154,7 +158,6 @@ def shard(
         _replaced[param] = f"{names[0]} of {type(module).__name__}"
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     watch_gradients(unit, order)
-    ignored_params = list(ignored_params)
     unit.members = Members(module, _own_parameters, ignored_params)
     for buffer_holder in module.modules():
         for name, buffer in buffer_holder._buffers.items():

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
-from .api import CPUOffloadPolicy, MixedPrecisionPolicy
+from .api import MixedPrecisionPolicy, offload_of, precision_of
 from .changes import Members, follow
 from .codec import Codec
 from .loans import Loans
@@ -99,7 +99,7 @@ class Unit:
         self.ranks = ranks
         self.name = name
         self.device = ranks.world.device
-        self.mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+        self.mp_policy = precision_of(mp_policy)
         self.persistent = persistent
         self.loans = Loans() if loans is None else loans
         self.state = State.SHARDED
@@ -119,8 +119,8 @@ class Unit:
         self.neighbours: Communicator | None = None  # those who keep the parameters together after a forward
         self._works: list = []
         self._full_here = False  # the modules hold the full forms
-        offloads = isinstance(offload_policy, CPUOffloadPolicy)
-        store = torch.device("cpu") if offloads else self.device
+        offload = offload_of(offload_policy)
+        store = torch.device("cpu") if offload else self.device
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
         kinds: dict[tuple, list] = {}
         for names, places, param in found:
@@ -129,7 +129,7 @@ class Unit:
         self.groups = [
             Group(
                 [slot for slot, _ in members], [param for _, param in members], ranks, self.loans, device=self.device,
-                store=store, pinned=offloads and offload_policy.pin_memory, gather_dtype=self.mp_policy.param_dtype,
+                store=store, pinned=offload is not None and offload.pin_memory, gather_dtype=self.mp_policy.param_dtype,
                 reduce_dtype=self.mp_policy.reduce_dtype, persistent=persistent, align=align,
                 codec=codec,
             )
