@@ -25,6 +25,8 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "offload_of",
+    "precision_of",
 ]
 
 
@@ -63,6 +65,25 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Keep the pieces, their gradients and so the optimizer's state and step on the host; in page-locked memory."""
 
     pin_memory: bool = True
+
+
+def precision_of(given) -> MixedPrecisionPolicy:
+    """Give the policy for `mp_policy`: ours, torch's own, or None."""
+    names = [field.name for field in dataclasses.fields(MixedPrecisionPolicy)]
+    if given is None or isinstance(given, MixedPrecisionPolicy):
+        return given or MixedPrecisionPolicy()
+    if not all(hasattr(given, name) for name in names):
+        raise InvalidArgument(f"mp_policy must be a MixedPrecisionPolicy, not {given!r:.60}", op="fully_shard")
+    return MixedPrecisionPolicy(**{name: getattr(given, name) for name in names})
+
+
+def offload_of(given) -> CPUOffloadPolicy | None:
+    """Give the policy for `offload_policy`: ours, torch's own, or None where nothing is offloaded."""
+    if given is None or type(given).__name__ == "OffloadPolicy":
+        return None
+    if not hasattr(given, "pin_memory"):
+        raise InvalidArgument(f"offload_policy must be a CPUOffloadPolicy or None, not {given!r:.60}", op="fully_shard")
+    return CPUOffloadPolicy(bool(given.pin_memory))
 
 
 # ---- FSDP1's names.

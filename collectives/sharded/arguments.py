@@ -12,7 +12,7 @@ from ..arrays import kind_of
 from ..communicator import Communicator, parse_device
 from ..errors import InvalidArgument
 from ..torch_groups import communicator_over
-from .api import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from .api import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, offload_of
 from .module import ShardedModule
 from .param import Ranks
 from .ranks import ranks_of
@@ -110,8 +110,8 @@ def ignored(module: nn.Module, modules, states) -> tuple[set[nn.Module], list[nn
 
 def offload(given) -> CPUOffloadPolicy | None:
     """Give the policy for FSDP1's ``cpu_offload``."""
-    if given is None or isinstance(given, CPUOffloadPolicy):
-        return given
+    if given is None or hasattr(given, "pin_memory"):
+        return offload_of(given)
     if not hasattr(given, "offload_params"):
         raise InvalidArgument(f"cpu_offload must be a CPUOffload, not {kind_of(given)}", op=_NAME)
     return CPUOffloadPolicy() if given.offload_params else None

@@ -49,6 +49,16 @@ class Loans:
         weakref.finalize(loan, self._returned.append, (block, nbytes)).atexit = False
         return torch.frombuffer(loan, dtype=dtype)  # its storage holds the loan
 
+    def trim(self) -> None:
+        """Give back what is not lent."""
+        with self._lock:
+            while self._returned:
+                block, asked = self._returned.popleft()
+                self.lent -= asked
+                self._free.append(block)
+            self.held -= sum(block.numel() for block in self._free)
+            self._free.clear()
+
     def _block(self, comm: Communicator, nbytes: int) -> torch.Tensor:
         while self._returned:
             block, asked = self._returned.popleft()

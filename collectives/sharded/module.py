@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -18,13 +19,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..arrays import kind_of
 from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
+from ..optim import _Optimizer
 from ..state import HookState
 from ..torch_groups import communicator_over
 from .api import MixedPrecisionPolicy, OffloadPolicy
+from .changes import Members
 from .clip import clip_grad_norm_, watch_clipping
 from .hooks import hooks_of
 from .materialize import wrap_inits
-from .order import Order, order_of, units_of_parameters
+from .order import Order, order_of, orders_of_parameters, units_of_parameters
 from .param import Ranks
 from .ranks import device_of, ranks_of
 from .running import run_forward, watch_gradients
@@ -110,6 +113,9 @@ def shard(
     _look_at_optimizers()
     watch_clipping()
     watch_scalers()
+    if not isinstance(ignored_params, Iterable):
+        raise InvalidArgument(f"ignored_params must be parameters, not {kind_of(ignored_params)}", op="fully_shard")
+    ignored_params = list(ignored_params)
     hooks = hooks_of(hook_state, ranks.world)
     order = order_of(ranks.world)
     keep = _parse_reshard(reshard_after_forward, ranks)
@@ -153,6 +159,7 @@ def shard(
         _replaced[param] = f"{names[0]} of {type(module).__name__}"
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     watch_gradients(unit, order)
+    unit.members = Members(module, _own_parameters, ignored_params)
     for buffer_holder in module.modules():
         for name, buffer in buffer_holder._buffers.items():
             if buffer is not None and buffer.device.type != "meta" and buffer.device != unit.device:
@@ -164,6 +171,10 @@ def shard(
     module.register_load_state_dict_post_hook(lambda module, _keys: end_load(module._unit))
     object.__setattr__(module, "_order", order)
     return unit
+
+
+def _own_parameters(module: nn.Module) -> list:
+    return managed_parameters(module, stop=lambda each: isinstance(each, ShardedModule))
 
 
 def _checksum(param: torch.Tensor) -> int:
@@ -421,7 +432,7 @@ def _sharded(module) -> ShardedModule:
 
 
 def _before_step(optimizer, _args, _kwargs) -> None:
-    """Refuse what an optimizer can't have meant."""
+    """Refuse what an optimizer can't have meant, and give one of torch's the memory that nothing is gathered into."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param in _replaced:
@@ -430,6 +441,9 @@ def _before_step(optimizer, _args, _kwargs) -> None:
                     "optimizer from the sharded module's parameters()",
                     op=f"{type(optimizer).__name__}.step",
                 )
+    if not isinstance(optimizer, _Optimizer):  # torch's, with temporaries as large as the parameters
+        for order in orders_of_parameters(param for group in optimizer.param_groups for param in group["params"]):
+            order.loans.trim()
 
 
 def _after_step(optimizer, _args, _kwargs) -> None:

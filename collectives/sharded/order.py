@@ -35,6 +35,7 @@ _DONE, _REDUCE, _GATHER, _MAKE, _MEET = 1, 2, 3, 4, 5
 _MOST_FREED = 2
 LATER, ALIKE, HELPED = range(3)
 _KIND, _COUNT = 33, 20  # bits below
+_KINDS = 24  # in a reduction's number: which of the unit's groups have gradients
 _MASTERS = 1 << 31  # in a gather's number: of the pieces in their own dtype
 _NONE = -(1 << 62)
 _DOES = ("", "ends a backward", "reduces", "is in a forward or gathers")
@@ -82,6 +83,7 @@ class Order:
         self._seen_forward: list[Unit] = []
         self._seen_backward: list[Unit] = []
         self.task: int | None = None  # the backward under way
+        self._accumulated: list = []  # pieces of which people want to know that their gradients are there
         self._unfinished: list = []  # functions that wait for reductions and end them
 
     def add(self, unit: Unit, described: str) -> None:
@@ -314,6 +316,7 @@ class Order:
 
     def _reset(self) -> None:
         self.task = None
+        self._accumulated = []
         self._finish()
         for hook in self._hooks():
             hook.reset()
@@ -349,7 +352,7 @@ class Order:
         # Frozen parameters may still be needed, until the gradients of the inputs are there.
         stays = unit.calls > 0 and len(unit.trainable) < len(unit.groups)
         if unit.syncs:
-            if self.agree(_REDUCE, unit.index) == LATER:
+            if self.agree(_REDUCE, unit.index | unit.kinds << _KINDS) == LATER:
                 return  # the end of the backward sees to it
             if unit.reshard_after_backward and not stays:
                 unit.reshard()  # before, since the gradients can be packed where the parameters were
@@ -401,6 +404,10 @@ class Order:
                 unit.reshard()
             unit.rest()
             unit.end_backward()
+        accumulated, self._accumulated = self._accumulated, []
+        for piece in accumulated:
+            for hook in list(piece._post_accumulate_grad_hooks.values()):
+                hook(piece)
 
     def _flush(self, units: list[Unit]) -> None:
         """Reduce what still waits on any rank, and take the zeros off parameters that no rank has used."""
@@ -410,10 +417,15 @@ class Order:
             if unit.syncs:
                 flags[unit.index] = unit.has_gradients()
                 begin = count + unit.first_slot
-                flags[begin : begin + len(unit.slots)] = [slot.arrived for slot in unit.slots]
+                flags[begin : begin + len(unit.slots)] = [2 * slot.arrived for slot in unit.slots]
+            for at in unit.trainable_slots:  # 1: of a group with gradients; 2: it has one
+                flags[count + unit.first_slot + at] |= 1
         if self.control is not None:
             self.agree(_DONE)
             self.control.all_reduce(flags, "max")
+        used = flags[count:].tolist()
+        for unit in units:
+            unit.add_trainable(used[unit.first_slot : unit.first_slot + len(unit.slots)])
         for index in numpy.flatnonzero(flags[:count]).tolist():
             unit = self._units[index]()
             if unit is None:
@@ -424,13 +436,14 @@ class Order:
             for slot in unit.slots:
                 slot.arrived |= slot.full.grad is not None
             self._reduce(unit)
-        used = flags[count:].tolist()
         self._finish()
         for unit in units:
             for slot, was in zip(unit.slots, used[unit.first_slot : unit.first_slot + len(unit.slots)], strict=True):
-                if slot.fresh and not was:
+                if slot.fresh and was < 2:
                     slot.piece.grad = None
                 slot.fresh = False
+                if was >= 2 and slot.piece._post_accumulate_grad_hooks:
+                    self._accumulated.append(slot.piece)
 
 
 def _known(error: Exception) -> Exception:

@@ -17,6 +17,7 @@ from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import pack
 from ..layout import Layout, bucket_layout, padded
+from .changes import take_hooks
 from .codec import Codec
 from .loans import LEAST_LENT, Loans
 
@@ -64,7 +65,7 @@ class Slot:
 
     __slots__ = (
         "arrived", "begin", "came", "count", "expected", "fresh", "full", "kept", "names", "offset", "piece", "places",
-        "shape", "shown", "start",
+        "shape", "shown", "start", "trains", "watched",
     )  # fmt: skip
 
     def __init__(self, names: list[str], places: list[tuple[nn.Module, str]], original: nn.Parameter):
@@ -79,7 +80,9 @@ class Slot:
         self.kept: torch.Tensor | None = None  # gradients that wait for a synchronised backward, in the wider dtype
         self.came = False  # a gradient has come in this backward
         self.arrived = False  # or in one before, since the last that was synchronised
-        self.expected = original.requires_grad  # so it was in the last one
+        self.trains = original.requires_grad
+        self.watched = False  # told when its gradient comes
+        self.expected = self.trains  # so it was in the last one
         self.fresh = False  # the piece had no gradient before this backward's
 
     @property
@@ -131,6 +134,9 @@ class Group:
         self._simple = self.reduce_dtype.itemsize == narrowest  # whether the kernel's own padding is this layout's
         for slot, offset in zip(slots, self.layout.offsets, strict=True):
             slot.offset = offset
+        ends = [*self.layout.offsets[1:], self.total]
+        # The elements between parameters and behind the last: padding.
+        self._gaps = [(s.offset + s.count, end) for s, end in zip(slots, ends, strict=True) if s.offset + s.count < end]
         self._make_shard([original.detach() for original in originals], first.device)
         self._make_forms(originals)
 
@@ -187,6 +193,7 @@ class Group:
             slot.full = nn.Parameter(self._hidden(slot), requires_grad=self.requires_grad)
             for form in (slot.piece, slot.full):
                 form.__dict__.update(original.__dict__)
+            take_hooks(slot, original)
         self._note()
 
     def _note(self) -> None:
@@ -249,7 +256,7 @@ class Group:
             return
         self.flat = self._new_shard(self.store).zero_()
         for slot in self.slots:
-            piece = nn.Parameter(self._piece_of(self.flat, slot, slot.piece.numel()), requires_grad=self.requires_grad)
+            piece = nn.Parameter(self._piece_of(self.flat, slot, slot.piece.numel()), requires_grad=slot.trains)
             piece.__dict__.update(slot.piece.__dict__)
             torch.utils.swap_tensors(slot.piece, piece)
         self._note()
@@ -420,19 +427,24 @@ class Group:
                 slot.kept = None
             slot.full.grad = None
             if grad is not None:
-                tensors.append(grad.to_dense() if grad.layout != torch.strided else grad.contiguous())
+                tensors.append(grad.to_dense() if grad.layout != torch.strided else grad)
                 offsets.append(slot.offset)
-        if self.dtype.is_complex:
-            flat.zero_()
-            for grad, offset in zip(tensors, offsets, strict=True):
-                flat[offset : offset + grad.numel()].copy_(grad.view(-1))
+        if flat.is_cpu or self.dtype.is_complex:
+            # Reading a list that is new each time takes the kernel's table longer than the host takes to copy it.
+            if len(tensors) < len(self.slots):
+                flat.zero_()
+            for begin, end in self._gaps:
+                flat[begin:end].zero_()
+            views = [flat[at : at + each.numel()].view(each.shape) for at, each in zip(offsets, tensors, strict=True)]
+            if views:
+                torch._foreach_copy_(views, tensors)
         elif len(tensors) == len(self.slots) and self._simple:
-            pack(tensors, flat)
+            pack([each.contiguous() for each in tensors], flat)
             flat[self.layout.total :].zero_()
         else:
             flat.zero_()
             if tensors:
-                pack(tensors, flat, offsets=offsets)
+                pack([each.contiguous() for each in tensors], flat, offsets=offsets)
         return flat
 
     def _own_grad(self) -> torch.Tensor:

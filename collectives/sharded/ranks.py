@@ -31,6 +31,11 @@ def ranks_of(
     if mesh is None:
         if group is None:
             group = default_group("a sharded module's", "give fully_shard a comm or mesh", op="fully_shard")
+        if not isinstance(group, dist.ProcessGroup):  # NON_GROUP_MEMBER is what new_group gives to the others
+            raise InvalidArgument(
+                f"process_group must be a group of torch.distributed that this rank is a member of, not {group!r:.60}",
+                op="ShardedDataParallel",
+            )
         world = communicator_over(group, device or device_of(module, None))
         return Ranks(None if replicated or world.size == 1 else world, None, world, group)
     if not hasattr(mesh, "get_group") or mesh.ndim > 2:
@@ -52,6 +57,8 @@ def device_of(module: nn.Module, kind: str | None) -> torch.device:
     for param in module.parameters():
         if param.device.type != "meta" and kind in (None, param.device.type):
             return param.device
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgument('mesh is of GPUs, and this torch sees none: make a mesh of "cpu"', op="fully_shard")
     if kind == "cuda" or (kind is None and torch.cuda.is_available()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -153,6 +153,8 @@ class Rehearsal:
                     self._keep(unit)
             self._backward_order, self._pending, self._lingering = self._seen, None, None
         self._phase, self._where = "step", ""
+        if work:
+            self._pool.trim()  # as for torch's optimizers
         self.look(work)
 
     def _all(self, unit: UnitPlan):

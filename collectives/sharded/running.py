@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from .changes import versions, written
 from .order import Order
 from .unit import Unit
 
@@ -32,7 +33,10 @@ def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
         lets_go = not in_backward and order.reshards_after_forward(unit)
         saves = torch.is_grad_enabled() and lets_go and unit.gathers
         with unit.saving(functools.partial(order.demand, unit)) if saves else contextlib.nullcontext():
+            before = versions(unit) if unit.gathers and not in_backward else []
             output = forward(*args, **kwargs)
+        if before:
+            written(unit, before)
         if lets_go:
             unit.reshard(keep_near=torch.is_grad_enabled())
         if torch.is_grad_enabled():
@@ -120,6 +124,15 @@ def watch_gradients(unit: Unit, order: Order) -> None:
         if unit.note(slot):
             order.arrived(unit)
 
-    for at, slot in enumerate(unit.slots):
-        if slot.full.requires_grad:
+    numbers = {id(slot): at for at, slot in enumerate(unit.slots)}
+
+    def watch(slot):
+        if not slot.watched:
+            slot.watched = True
+            at = numbers[id(slot)]
             slot.full.register_post_accumulate_grad_hook(functools.partial(came, at))
+
+    for slot in unit.slots:
+        if slot.trains:
+            watch(slot)
+    unit.watch = watch

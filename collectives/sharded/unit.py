@@ -15,7 +15,8 @@ from torch import nn
 
 from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
-from .api import CPUOffloadPolicy, MixedPrecisionPolicy
+from .api import MixedPrecisionPolicy, offload_of, precision_of
+from .changes import Members, follow
 from .codec import Codec
 from .loans import Loans
 from .param import Group, Ranks, Slot
@@ -98,7 +99,7 @@ class Unit:
         self.ranks = ranks
         self.name = name
         self.device = ranks.world.device
-        self.mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+        self.mp_policy = precision_of(mp_policy)
         self.persistent = persistent
         self.loans = Loans() if loans is None else loans
         self.state = State.SHARDED
@@ -117,8 +118,8 @@ class Unit:
         self.calls = 0  # forwards whose backward is still to end
         self.neighbours: Communicator | None = None  # those who keep the parameters together after a forward
         self._works: list = []
-        offloads = isinstance(offload_policy, CPUOffloadPolicy)
-        store = torch.device("cpu") if offloads else self.device
+        offload = offload_of(offload_policy)
+        store = torch.device("cpu") if offload else self.device
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
         kinds: dict[tuple, list] = {}
         for names, places, param in found:
@@ -127,14 +128,16 @@ class Unit:
         self.groups = [
             Group(
                 [slot for slot, _ in members], [param for _, param in members], ranks, self.loans, device=self.device,
-                store=store, pinned=offloads and offload_policy.pin_memory, gather_dtype=self.mp_policy.param_dtype,
+                store=store, pinned=offload is not None and offload.pin_memory, gather_dtype=self.mp_policy.param_dtype,
                 reduce_dtype=self.mp_policy.reduce_dtype, persistent=persistent, align=align,
                 codec=codec,
             )
             for members in kinds.values()
         ]  # fmt: skip
         self.slots = [slot for group in self.groups for slot in group.slots]
-        self.trainable = [group for group in self.groups if group.requires_grad]
+        self.find_trainable()
+        self.watch = lambda slot: None  # has `module` told when a parameter's gradient comes
+        self.members: Members | None = None
         # Registering goes by the modules' dictionaries, but where a module looks at what is set (nn.LSTM).
         self._plain, self._watched = [], []
         for slot in self.slots:
@@ -160,6 +163,22 @@ class Unit:
             for group in self.groups
         ]
         return "; ".join(kinds)
+
+    def find_trainable(self) -> None:
+        """Find the groups whose gradients are reduced, which must be the same on all ranks: `kinds` is their mark."""
+        self.trainable = [group for group in self.groups if group.requires_grad]
+        self.kinds = sum(1 << at % 8 for at, group in enumerate(self.groups) if group.requires_grad) & 0xFF
+        ids = {id(slot) for group in self.trainable for slot in group.slots}
+        self.trainable_slots = [at for at, slot in enumerate(self.slots) if id(slot) in ids]
+        self._missing = sum(slot.expected and not slot.came for slot in self.slots)
+
+    def add_trainable(self, flags: list[int]) -> None:
+        """Reduce from here on what other ranks do: those groups of which a parameter's flag isn't 0."""
+        if sum(map(bool, flags)) > len(self.trainable_slots):
+            new = {id(slot) for slot, flag in zip(self.slots, flags, strict=True) if flag}
+            for group in self.groups:
+                group.requires_grad = group.requires_grad or any(id(slot) in new for slot in group.slots)
+            self.find_trainable()
 
     @property
     def gathers(self) -> bool:
@@ -199,10 +218,13 @@ class Unit:
                         f"{slot.name} was exchanged for another parameter after it was sharded: change modules before "
                         "fully_shard, and values in place"
                     )
+        if self.members is not None:
+            self.members.check(self.slots)
         for group in self.groups:
             group.check()
         if self.state is State.UNSHARDED and not self.is_shown and self._writes() != self._written:
             self.stepped()  # or written to by other means
+        follow(self)
 
     @property
     def full_gradient_bytes(self) -> int:

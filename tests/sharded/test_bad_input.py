@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from collectives.errors import CollectivesError, InvalidArgument, InvalidUsage
@@ -129,6 +130,10 @@ def alone(ctx):
         "strategy": raised(lambda: ShardedDataParallel(nn.Linear(2, 2), sharding_strategy="ALL")),
         "precision": raised(lambda: ShardedDataParallel(nn.Linear(2, 2), mixed_precision=torch.bfloat16)),
         "device": raised(lambda: ShardedDataParallel(nn.Linear(2, 2), device_id=99)),
+        "group": raised(lambda: ShardedDataParallel(nn.Linear(2, 2), process_group=dist.GroupMember.NON_GROUP_MEMBER)),
+        "policy": raised(lambda: fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)),
+        "offload": raised(lambda: fully_shard(nn.Linear(2, 2), offload_policy=True)),
+        "ignored": raised(lambda: fully_shard(nn.Linear(2, 2), ignored_params=3)),
         "lazy": raised(lambda: fully_shard(nn.LazyLinear(3))),
         "copy": raised(lambda: copy.deepcopy(model)),
         "pickle": raised(lambda: pickle.dumps(model)),

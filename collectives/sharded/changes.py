@@ -1,0 +1,115 @@
+"""What people change in a module after it is sharded: who requires gradients, hooks of parameters, new parameters.
+
+A parameter has two forms, of which people see the piece, and autograd the full one: what is set on one must reach the
+other.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from ..errors import InvalidUsage
+
+__all__ = ["Members", "follow", "take_hooks", "versions", "written"]
+
+
+def take_hooks(slot, original: nn.Parameter) -> None:
+    """Keep the hooks that a parameter has: those of its gradient on the full form, as DDP has it, which see this rank's
+    gradient before it is reduced; those behind its accumulation on the piece, which `Order` calls.
+    """
+    if original._backward_hooks:
+        slot.full._backward_hooks = slot.piece._backward_hooks = original._backward_hooks
+    if original._post_accumulate_grad_hooks:
+        slot.piece._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
+
+
+def follow(unit) -> None:
+    """Take up what was set on the pieces, or the full forms, since the last forward. A local call.
+
+    Raises `InvalidUsage` where requires_grad was changed in a unit with a HookState.
+    """
+    changed = False
+    for group in unit.groups:
+        for slot in group.slots:
+            piece, full = slot.piece, slot.full
+            if full._backward_hooks is not piece._backward_hooks:
+                if full._backward_hooks is None:
+                    full._backward_hooks = piece._backward_hooks  # one dictionary, so that handles remove from both
+                elif piece._backward_hooks is None:
+                    piece._backward_hooks = full._backward_hooks
+            if piece.requires_grad is full.requires_grad is slot.trains:
+                continue
+            if unit.hook is not None:
+                raise InvalidUsage(
+                    f"{slot.name}.requires_grad was changed after it was sharded with a HookState, whose wires and "
+                    "optimizer are made for what it was: set it before fully_shard"
+                )
+            changed = True
+            slot.trains = not slot.trains
+            piece.requires_grad_(slot.trains)
+            full.requires_grad_(slot.trains)
+            slot.expected = slot.trains
+            if slot.trains:
+                group.requires_grad = True  # and stays so: what has no gradient on any rank isn't reduced
+                unit.watch(slot)
+    if changed:
+        unit.find_trainable()
+
+
+class Members:
+    """What the modules of a unit hold, to find parameters that were added to them after they were sharded."""
+
+    def __init__(self, module: nn.Module, find, ignored):
+        self._module = weakref.ref(module)
+        self._find = find  # gives (names, places, parameter) of the module's own parameters
+        self._ignored = {id(param) for param in ignored}
+        self._note()
+
+    def _note(self) -> None:
+        self._modules = [weakref.ref(each) for each in _own_modules(self._module())]
+        self._seen = list(map(_held, self._modules))
+
+    def check(self, slots) -> None:
+        """Raise `InvalidUsage`, by name, for a trainable parameter that is in no slot: no rank would reduce it."""
+        if list(map(_held, self._modules)) == self._seen:
+            return
+        known = self._ignored | {id(form) for slot in slots for form in (slot.piece, slot.full)}
+        for names, _, param in self._find(self._module()):
+            if param.requires_grad and id(param) not in known:
+                raise InvalidUsage(
+                    f"{names[0]} of this {type(self._module()).__name__} was added after it was sharded, so that each "
+                    "rank would train its own: change modules before fully_shard, or shard the new module, too"
+                )
+        self._note()
+
+
+def _own_modules(module: nn.Module):
+    yield module
+    for child in module._modules.values():
+        if child is not None and not hasattr(child, "_unit"):
+            yield from _own_modules(child)
+
+
+def _held(reference) -> tuple | None:
+    module = reference()
+    if module is None:
+        return None
+    there = sum(param is not None for param in module._parameters.values())
+    return there, *map(id, module._modules.values())
+
+
+def versions(unit) -> list[int]:
+    """Give what `written` compares with."""
+    return [slot.full._version for slot in unit.slots]
+
+
+def written(unit, before: list[int]) -> None:
+    """Raise `InvalidUsage`, by name, where a forward has written to a gathered parameter: it would be lost."""
+    for slot, version in zip(unit.slots, before, strict=True):
+        if slot.full._version != version:
+            raise InvalidUsage(
+                f"the forward has written to {slot.name} in place, and only its piece is kept: leave out what does "
+                "that (an Embedding's max_norm), or give the parameter to ignored_params"
+            )
