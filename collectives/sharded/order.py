@@ -73,7 +73,6 @@ class Order:
         # Gathers and reductions run beside the computation where there is something to run them on.
         self.beside = not comm._on_host or overlaps(comm)
         self.interrupted = 0  # forwards and backwards that an exception has left
-        self._told: BaseException | None = None  # an error of which the others know
         self.depth = 0  # forwards of units that this thread is in
         self.last_backward = True
         self.limited = True  # on a GPU, by `limit_all_gathers`
@@ -165,8 +164,7 @@ class Order:
 
     def _remote(self, text: str) -> RemoteError:
         """Give an error of which all ranks know."""
-        self._told = RemoteError(text, op="fully_shard", rank=self.comm.rank)
-        return self._told
+        return _known(RemoteError(text, op="fully_shard", rank=self.comm.rank))
 
     def _differ(self, described: str, what: tuple[str, str]) -> None:
         """Raise an error that says which ranks do what."""
@@ -185,8 +183,7 @@ class Order:
             ranks.setdefault(shown[:200], []).append(rank)
         found = " | ".join(f"rank {', '.join(map(str, who[:8]))} {what}" for what, who in ranks.items())
         self._reset()
-        self._told = InvalidUsage(f"{what[0]} ({found}): {what[1]}", op="fully_shard", rank=self.comm.rank)
-        raise self._told
+        raise _known(InvalidUsage(f"{what[0]} ({found}): {what[1]}", op="fully_shard", rank=self.comm.rank))
 
     def fail(self) -> None:
         """Tell the others, in what they do next, that this rank can't go on."""
@@ -283,7 +280,7 @@ class Order:
             unit.check()
         except Exception as error:
             self.fail()
-            self._told = error
+            _known(error)
             raise
         if unit.groups and not in_backward and unit not in self._seen_forward:
             self._seen_forward.append(unit)
@@ -313,9 +310,8 @@ class Order:
         """Go back to where a forward can begin, after an exception has left one."""
         self.depth -= 1
         if self.depth == 0 and not in_backward:
-            if torch.is_grad_enabled() and error is not self._told:
+            if torch.is_grad_enabled() and not getattr(error, "known_to_all", False):
                 self.interrupted += 1
-            self._told = None
             self._reset()
 
     def _reset(self) -> None:
@@ -437,6 +433,12 @@ class Order:
                 if slot.fresh and not was:
                     slot.piece.grad = None
                 slot.fresh = False
+
+
+def _known(error: Exception) -> Exception:
+    """Mark an error of which all ranks know. It isn't kept: its traceback holds what was in use, the model for one."""
+    error.known_to_all = True
+    return error
 
 
 def _living(references) -> list[Unit]:

@@ -102,8 +102,11 @@ def _watch_inputs(unit: Unit, order: Order, inputs) -> None:
 
     watched = [tensor for tensor in _tensors(inputs) if tensor.requires_grad and not tensor.is_leaf]
     unit.calls += 1  # one without such inputs is never seen to end, so that nothing ends too early
-    if watched:
-        torch.autograd.graph.register_multi_grad_hook(watched, lambda _grads: ends(None))
+    if len(watched) == 1:
+        watched[0].register_hook(ends)
+    elif watched:
+        # Torch's hook holds the nodes that hold it, and they the graph below: only a collection for each would free it.
+        handle = torch.autograd.graph.register_multi_grad_hook(watched, lambda _grads: (handle.remove(), ends(None)))
 
 
 def watch_gradients(unit: Unit, order: Order) -> None:

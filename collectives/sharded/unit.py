@@ -322,7 +322,7 @@ class Unit:
             group.near = None
         if self.state is State.SHARDED:
             return
-        self._register("piece")
+        self.rest()
         for group in self.groups:
             if write_back:
                 group.write_back()

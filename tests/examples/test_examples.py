@@ -85,7 +85,7 @@ def test_sharded_digits(tmp_path):
 
 def test_sharded_t5(tmp_path):
     model = ("--layers", "1", "--width", "64", "--limit", "2000000", "--learning-rate", "0.01", "--samples", "1")
-    result = result_of("sharded_t5.py", *model, "--steps", "50", cwd=tmp_path)
+    result = result_of("sharded_t5.py", *model, "--steps", "50", "--batch-size", "8", cwd=tmp_path)
     assert result["saved_is_trained"] is True
     assert result["held_out_loss"] < result["loss_of_frequencies"] - 0.2 < result["loss_first"]
     assert result["held_out_loss_of_saved_in_fp32"] == pytest.approx(result["held_out_loss"], abs=0.03)  # bf16: 2**-8
@@ -94,3 +94,12 @@ def test_sharded_t5(tmp_path):
     tied = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
     assert all(torch.equal(saved[name], saved[tied[0]]) for name in tied)
     assert sum(saved[name].numel() for name in saved if name not in tied[1:]) == result["parameters"]
+
+
+def test_custom_sharded_wrapper(tmp_path):
+    found, out, err = run_example(torchrun(2), "custom_sharded_wrapper.py", cwd=tmp_path)
+    assert found == 0, out + err
+    result = json.loads(out.splitlines()[-1])
+    assert result["last_loss"] < 0.1 * result["first_loss"]
+    whole = 256 * 256 + 4 * 256  # int8, and a scale a row
+    assert whole / 2 <= result["base_bytes_on_a_rank"] < whole / 2 + 64
