@@ -54,6 +54,8 @@ def order_of(comm: Communicator) -> Order:
     for key, order in list(_orders.items()):
         if order.comm.closed:
             del _orders[key]
+            if isinstance(order.control, Communicator):
+                order.control.close()
     if id(comm) not in _orders:
         _orders[id(comm)] = Order(comm)
     return _orders[id(comm)]
