@@ -180,7 +180,8 @@ class Group:
         part = flat[slot.begin : slot.begin + n]
         if n == slot.count:
             return part.view(slot.shape)
-        return part.view(n, *[1] * (len(slot.shape) - 1))
+        # With the 1s in front: an embedding of (n, 1), read by mistake, would broadcast in silence.
+        return part.view(*[1] * (len(slot.shape) - 1), n)
 
     def _elements_here(self, slot: Slot) -> int:
         low = self.ranks.rank * self.share

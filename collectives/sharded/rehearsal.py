@@ -153,6 +153,7 @@ class Rehearsal:
                     self._keep(unit)
             self._backward_order, self._pending, self._lingering = self._seen, None, None
         self._phase, self._where = "step", ""
+        self.look()
         if work:
             self._pool.trim()  # as for torch's optimizers
         self.look(work)

@@ -80,7 +80,7 @@ class Unit:
 
     `module`: whose parameters these are, without those of `ignored_params`; or `parameters`: a list of (names, places,
     parameter) as `managed_parameters` gives it. `ranks`: a `Communicator`, or `Ranks`. The module is changed in place:
-    it holds pieces, one-dimensional in memory (``(k, 1, ..., 1)`` of k elements), until `unshard()`, and again after
+    it holds pieces, one-dimensional in memory (``(1, ..., 1, k)`` of k elements), until `unshard()`, and again after
     `reshard()`; both are Parameters and keep their identity. `mp_policy`, `offload_policy`: as `fully_shard` takes
     them. `persistent`: keep what is gathered, with the shard as its part (the memory of all parameters on each rank).
     `device`: where it computes; None: the communicator's. `codec`: in which format parameters travel; None: their own.

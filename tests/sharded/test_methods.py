@@ -78,12 +78,12 @@ def methods(ctx):
     handle.wait()
     found["unshard"] = [] if model[0].weight.shape == (40, 12) else [model[0].weight.shape]
     model[0].reshard()
-    found["reshard"] = [] if model[0].weight.shape == (260 - 40 * ctx.rank, 1) else [model[0].weight.shape]
+    found["reshard"] = [] if model[0].weight.shape == (1, 260 - 40 * ctx.rank) else [model[0].weight.shape]
     model[0].set_modules_to_forward_prefetch([model[2], model[4]])
     model[4].set_modules_to_backward_prefetch([model[2], model[0]])
     model.set_reshard_after_backward(False)
     backward(model, ctx.rank)
-    kept = model[2]._unit.state.name, model[2].weight.shape[1]
+    kept = model[2]._unit.state.name, model[2].weight.shape[0]
     found["kept behind the backward"] = [] if kept == ("UNSHARDED", 1) else kept
     found["prefetch by name"] = equal(gradients(model), theirs)
 
