@@ -443,7 +443,8 @@ def _before_step(optimizer, _args, _kwargs) -> None:
                 )
     if not isinstance(optimizer, _Optimizer):  # torch's, with temporaries as large as the parameters
         for order in orders_of_parameters(param for group in optimizer.param_groups for param in group["params"]):
-            order.loans.trim()
+            if any(unit.reshard_after_forward for unit in order.units):  # else the blocks are many, and the peak is past
+                order.loans.trim()
 
 
 def _after_step(optimizer, _args, _kwargs) -> None:

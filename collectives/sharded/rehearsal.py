@@ -154,7 +154,7 @@ class Rehearsal:
             self._backward_order, self._pending, self._lingering = self._seen, None, None
         self._phase, self._where = "step", ""
         self.look()
-        if work:
+        if work and any(unit.reshards for unit in self._all(self.root)):
             self._pool.trim()  # as for torch's optimizers
         self.look(work)
 
