@@ -443,7 +443,8 @@ def _before_step(optimizer, _args, _kwargs) -> None:
                 )
     if not isinstance(optimizer, _Optimizer):  # torch's, with temporaries as large as the parameters
         for order in orders_of_parameters(param for group in optimizer.param_groups for param in group["params"]):
-            if any(unit.reshard_after_forward for unit in order.units):  # else the blocks are many, and the peak is past
+            # Where parameters stay gathered until the backward, the blocks are many, and the peak is past.
+            if any(unit.reshard_after_forward and unit.gathers and not unit.persistent for unit in order.units):
                 order.loans.trim()
 
 

@@ -154,7 +154,10 @@ class Rehearsal:
             self._backward_order, self._pending, self._lingering = self._seen, None, None
         self._phase, self._where = "step", ""
         self.look()
-        if work and any(unit.reshards for unit in self._all(self.root)):
+        lets_go = any(
+            unit.reshards and not (flat.persistent or flat.alone) for unit in self._all(self.root) for flat in unit.flats
+        )
+        if work and lets_go:
             self._pool.trim()  # as for torch's optimizers
         self.look(work)
 
