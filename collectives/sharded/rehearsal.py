@@ -154,9 +154,8 @@ class Rehearsal:
             self._backward_order, self._pending, self._lingering = self._seen, None, None
         self._phase, self._where = "step", ""
         self.look()
-        lets_go = any(
-            unit.reshards and not (flat.persistent or flat.alone) for unit in self._all(self.root) for flat in unit.flats
-        )
+        gathered = [unit for unit in self._all(self.root) if any(not f.persistent and not f.alone for f in unit.flats)]
+        lets_go = any(unit.reshards for unit in gathered)
         if work and lets_go:
             self._pool.trim()  # as for torch's optimizers
         self.look(work)
