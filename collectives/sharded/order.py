@@ -194,12 +194,6 @@ class Order:
             self.control.all_reduce(self._row, "max")
         self._reset()
 
-    def help(self, unit: Unit) -> None:
-        """Take part in a gather of which this rank has no need."""
-        if unit.gathers:
-            self.agree(_GATHER, unit.index)
-            unit.help_gather()
-
     def _help(self, index: int) -> None:
         masters, index = divmod(index, _MASTERS)
         unit = self._units[index]() if index < len(self._units) else None
