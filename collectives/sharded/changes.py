@@ -7,12 +7,13 @@ other.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 
 from torch import nn
 
 from ..errors import InvalidUsage
 
-__all__ = ["Members", "follow", "take_hooks", "versions", "written"]
+__all__ = ["Members", "follow", "own_modules", "take_hooks", "versions", "written"]
 
 
 def take_hooks(slot, original: nn.Parameter) -> None:
@@ -68,7 +69,7 @@ class Members:
         self._note()
 
     def _note(self) -> None:
-        self._modules = [weakref.ref(each) for each in _own_modules(self._module())]
+        self._modules = [weakref.ref(each) for each in own_modules(self._module())]
         self._seen = list(map(_held, self._modules))
 
     def check(self, slots) -> None:
@@ -85,11 +86,12 @@ class Members:
         self._note()
 
 
-def _own_modules(module: nn.Module):
+def own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Give a module and those inside that are no units."""
     yield module
-    for child in module._modules.values():
-        if child is not None and not hasattr(child, "_unit"):
-            yield from _own_modules(child)
+    for child in module.children():
+        if not hasattr(child, "_unit"):
+            yield from own_modules(child)
 
 
 def _held(reference) -> tuple | None:

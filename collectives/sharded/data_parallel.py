@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -14,9 +13,11 @@ from ..errors import InvalidArgument, InvalidUsage
 from . import settings
 from .api import BackwardPrefetch, ShardingStrategy
 from .arguments import Precision, ignored, member, offload, parse_device_id, ranks_for, settings_of, units_for
-from .module import ShardedModule, shard, units_in
+from .changes import own_modules
+from .model_state import make_rank_0s
+from .module import ShardedModule, shard
 from .state_dicts import shown_masters
-from .unit import managed_parameters
+from .unit import managed_parameters, units_in
 
 __all__ = ["ShardedDataParallel"]
 
@@ -150,18 +151,10 @@ class ShardedDataParallel(ShardedModule):
     scatter_full_optim_state_dict = staticmethod(settings.scatter_full_optim_state_dict)
 
 
-def _own_modules(module: nn.Module) -> Iterable[nn.Module]:
-    """Give a module and those inside that are no units."""
-    yield module
-    for child in module.children():
-        if not isinstance(child, ShardedModule):
-            yield from _own_modules(child)
-
-
 def give_memory(module: nn.Module, device: torch.device, init, ignored) -> None:
     """Give what of a unit is on the meta device memory and values."""
     ignored = set(map(id, ignored))
-    for each in _own_modules(module):
+    for each in own_modules(module):
         own = [*each._parameters.values(), *each._buffers.values()]
         if not any(tensor is not None and tensor.is_meta and id(tensor) not in ignored for tensor in own):
             continue
@@ -184,19 +177,14 @@ def give_memory(module: nn.Module, device: torch.device, init, ignored) -> None:
             )
 
 
-@torch.no_grad()
 def take_from_rank_0(module: nn.Module, world: Communicator, ignored) -> None:
     """Broadcast rank 0's parameters and buffers of one unit."""
     found = managed_parameters(module, stop=lambda each: isinstance(each, ShardedModule))
     ignored = set(map(id, ignored))
     tensors = [param.data for _, _, param in found if id(param) not in ignored]
-    for each in _own_modules(module):
+    for each in own_modules(module):
         tensors += [buffer for buffer in each._buffers.values() if buffer is not None]
-    for tensor in tensors:
-        there = tensor.to(world.device).contiguous()
-        world.broadcast(there)
-        if there.data_ptr() != tensor.data_ptr():
-            tensor.copy_(there)
+    make_rank_0s(tensors, world)
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype, ignored: set[nn.Module]) -> None:

@@ -15,16 +15,12 @@ from torch import nn
 
 from ..errors import InvalidUsage
 from .state_dicts import shown_masters, take_shown
-from .unit import Unit
+from .unit import Unit, units_in
 
 __all__ = ["INITS", "materialize", "wrap_inits"]
 
 # Methods that people call to give a module's parameters their first values.
 INITS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights", "initialize_weights")
-
-
-def _units_in(module: nn.Module) -> list[Unit]:
-    return [each._unit for each in module.modules() if hasattr(each, "_unit")]
 
 
 def wrap_inits(unit: Unit) -> None:
@@ -39,7 +35,7 @@ def wrap_inits(unit: Unit) -> None:
 def _on_full(module: nn.Module, method: Callable, unit: Unit) -> Callable:
     @functools.wraps(method)
     def call(*args, **kwargs):
-        units = {id(each): each for each in (unit, *_units_in(module))}
+        units = {id(each): each for each in (unit, *units_in(module))}
         missing = [each for each in units.values() if any(group.flat.is_meta for group in each.groups)]
         if missing:
             raise InvalidUsage(
@@ -68,7 +64,7 @@ def materialize(
     with the same seed. `device`: where it computes; None: where the units do. Raises `InvalidUsage` for a module that
     has no ``reset_parameters``, and for one that the function leaves on the meta device.
     """
-    units = _units_in(module)
+    units = units_in(module)
     for unit in units:
         unit.reshard()
     if device is None:

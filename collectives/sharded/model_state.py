@@ -13,7 +13,7 @@ from .names import clean, named_slots
 from .piece import Piece
 from .state_dicts import making, piece_of, read_options
 
-__all__ = ["get_model_state_dict", "set_model_state_dict", "sync_states"]
+__all__ = ["get_model_state_dict", "make_rank_0s", "set_model_state_dict", "sync_states"]
 
 
 def get_model_state_dict(
@@ -105,7 +105,6 @@ def _from_rank_0(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-@torch.no_grad()
 def sync_states(module: nn.Module, comm) -> None:
     """Make the buffers, and the parameters that are in no unit, those of a communicator's rank 0. A collective.
 
@@ -114,6 +113,12 @@ def sync_states(module: nn.Module, comm) -> None:
     of_units = {id(slot.piece) for slot in named_slots(module).values()}
     tensors = [param for param in module.parameters() if id(param) not in of_units]
     tensors += list(module.buffers())
+    make_rank_0s(tensors, comm)
+
+
+@torch.no_grad()
+def make_rank_0s(tensors: list[torch.Tensor], comm) -> None:
+    """Make tensors those of a communicator's rank 0. A collective for each."""
     for tensor in tensors:
         there = tensor.detach().to(comm.device).contiguous()
         if there.numel():

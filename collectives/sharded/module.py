@@ -33,7 +33,7 @@ from .ranks import device_of, ranks_of
 from .running import run_forward, watch_gradients
 from .scaler import watch_scalers
 from .state_dicts import begin_load, end_load, make_state_dict, shown_masters
-from .unit import State, Unit, check_parameter, managed_parameters
+from .unit import State, Unit, check_parameter, managed_parameters, units_in
 
 __all__ = ["ShardedModule", "UnshardHandle", "fully_shard", "register_forward_method", "shard", "units_in"]
 
@@ -227,12 +227,6 @@ def _class_of(face: type, cls: type) -> type:
         body = {"__new__": new, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
         _classes[face, cls] = type(cls.__name__, (face, cls), body)
     return _classes[face, cls]
-
-
-def units_in(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
-    """Give the units of a module and of those inside, outermost first."""
-    members = module.modules() if recurse else [module]
-    return [each._unit for each in members if isinstance(each, ShardedModule)]
 
 
 # ---- What people call.

@@ -19,6 +19,7 @@ from .meeting import Meeting, order_in
 from .names import Named, named_parameters
 from .piece import Piece
 from .state_dicts import Form, read_options
+from .unit import units_in
 
 __all__ = [
     "from_rank_0", "full_state", "get_optimizer_state_dict", "local_state_dict", "on_cpu", "optimizers_of",
@@ -220,7 +221,7 @@ def _gathered(model, by_id, here, merged, form: Form, keeps: bool):
         return full.to("cpu" if form.on_cpu else device, copy=True)
 
     names = {id(named.slot): named.name for named in by_id.values() if named.slot is not None}
-    for unit in [each._unit for each in model.modules() if hasattr(each, "_unit")]:
+    for unit in units_in(model):
         for group in unit.groups:
             kinds: dict[tuple, list] = {}
             for slot in group.slots:

@@ -21,6 +21,7 @@ from .api import (
 )
 from .optimizer_state import from_rank_0, full_state, local_state_dict, on_cpu, pieces_of_state
 from .state_dicts import Form
+from .unit import units_in
 
 __all__ = [
     "full_optim_state_dict", "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load",
@@ -30,13 +31,9 @@ __all__ = [
 _DEFAULT = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
 
 
-def _units_in(module: nn.Module) -> list:
-    return [each._unit for each in module.modules() if hasattr(each, "_unit")]
-
-
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """Give what `set_state_dict_type` has set: of the outermost unit inside."""
-    return next((unit.settings for unit in _units_in(module) if unit.settings is not None), _DEFAULT)
+    return next((unit.settings for unit in units_in(module) if unit.settings is not None), _DEFAULT)
 
 
 def set_state_dict_type(
@@ -63,7 +60,7 @@ def set_state_dict_type(
         optim_state_dict_config or (FullOptimStateDictConfig() if full else ShardedOptimStateDictConfig()),
     )
     before = get_state_dict_type(module)
-    for unit in _units_in(module):
+    for unit in units_in(module):
         unit.settings = settings
         unit.form = Form.of(settings.state_dict_type, settings.state_dict_config)
     return before
@@ -75,7 +72,7 @@ def state_dict_type(
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ):  # fmt: skip
     """Do as `set_state_dict_type` inside of a block."""
-    units = _units_in(module)
+    units = units_in(module)
     before = [(unit.settings, unit.form) for unit in units]
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:

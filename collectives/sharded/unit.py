@@ -21,7 +21,7 @@ from .codec import Codec
 from .loans import Loans
 from .param import Group, Ranks, Slot
 
-__all__ = ["State", "Unit", "check_parameter", "managed_parameters"]
+__all__ = ["State", "Unit", "check_parameter", "managed_parameters", "units_in"]
 
 
 class State(enum.Enum):
@@ -63,6 +63,12 @@ def managed_parameters(
 
     visit(module, "")
     return list(found.values())
+
+
+def units_in(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
+    """Give the units of a module and of those inside, outermost first."""
+    members = module.modules() if recurse else [module]
+    return [each._unit for each in members if hasattr(each, "_unit")]
 
 
 def check_parameter(param: nn.Parameter, name: str) -> None:
