@@ -7,6 +7,6 @@ optimizer's state, fp32 masters included, is there for what a rank owns: 1/n of 
 """
 
 from .ownership import Ownership
-from .sharded_step import ShardedStep
+from .sharded_step import ShardedStep, refuse_arguments
 
-__all__ = ["Ownership", "ShardedStep"]
+__all__ = ["Ownership", "ShardedStep", "refuse_arguments"]

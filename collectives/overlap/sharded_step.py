@@ -15,9 +15,20 @@ from ..optim import _HALVES, _alike, _count, _follow, _Optimizer, _positions
 from .laid import Batch, Laid
 from .ownership import KEYS, Ownership, assembled, check_ranks, cut, described, fill, part_of, read
 
-__all__ = ["ShardedStep"]
+__all__ = ["ShardedStep", "refuse_arguments"]
 
 _ALIGNMENT = 16  # bytes: what a vector load of the kernels and a chunk of the wire want
+
+
+def refuse_arguments(closure, others: dict, by: str, whose: str) -> None:
+    """Raise `InvalidArgument` for arguments of an optimizer's step() that only ends a step."""
+    if closure is not None:
+        raise InvalidArgument("the optimizer is stepped inside of the backward: step() takes no closure")
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise InvalidArgument(
+            f"the optimizer is stepped by {by}, so step() takes no {given[0]}: use {whose} max_norm, or a GradScaler"
+        )
 
 
 class ShardedStep:
@@ -110,14 +121,7 @@ class ShardedStep:
         step, where ``scaler.unscale_`` was called, and where a parameter has a gradient and is in no bucket;
         `InvalidArgument` for a closure and for arguments.
         """
-        if closure is not None:
-            raise InvalidArgument("the optimizer is stepped inside of the backward: step() takes no closure")
-        given = [name for name, value in others.items() if value is not None]
-        if given:
-            raise InvalidArgument(
-                f"the optimizer is stepped by its DDP hook, so step() takes no {given[0]}: use the hook's max_norm, or "
-                "a GradScaler"
-            )
+        refuse_arguments(closure, others, "its DDP hook", "the hook's")
         scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))
         if self._pending:
             if found_inf is not None and scale is None:

@@ -459,10 +459,8 @@ def all_orders() -> list[Order]:
 
 def orders_of_parameters(params) -> list[Order]:
     """Give the orders of the units whose pieces are among parameters."""
-    members = set(map(id, params))
-    return [
-        order for order in all_orders() if any(id(slot.piece) in members for unit in order.units for slot in unit.slots)
-    ]
+    orders = {id(unit.order): unit.order for unit in units_of_parameters(params)}
+    return [order for order in orders.values() if not order.comm.closed]
 
 
 def units_of_parameters(params) -> list[Unit]:

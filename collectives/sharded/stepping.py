@@ -9,6 +9,7 @@ import torch
 
 from ..errors import InvalidArgument, InvalidUsage
 from ..optim import _Optimizer
+from ..overlap import refuse_arguments
 
 __all__ = ["UnitStep"]
 
@@ -106,14 +107,7 @@ class UnitStep:
         Raises `InvalidUsage` where there was no synchronised backward since the last step, and where a parameter has a
         gradient and is in no unit; `InvalidArgument` for a closure and for arguments.
         """
-        if closure is not None:
-            raise InvalidArgument("the optimizer is stepped inside of the backward: step() takes no closure")
-        given = [name for name, value in others.items() if value is not None]
-        if given:
-            raise InvalidArgument(
-                f"the optimizer is stepped by its HookState, so step() takes no {given[0]}: use the state's max_norm, "
-                "or a GradScaler"
-            )
+        refuse_arguments(closure, others, "its HookState", "the state's")
         optimizer = self.optimizer
         scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         if self._pending is not None:
