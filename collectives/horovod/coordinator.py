@@ -1,0 +1,327 @@
+"""The coordinator of a process set: cycles in which the ranks tell what is new, and carry out what all have submitted.
+
+A cycle is one small all-gather. Whoever waits for an operation drives it in its own thread; while nobody waits, a
+background thread does, HOROVOD_CYCLE_TIME milliseconds (default 1) after a submission, so that what came in the
+meantime is fused. A rank that has nothing under way doesn't take part, and so holds up the others until it submits
+something: they couldn't go on without it anyway. A rank whose operations all wait for others takes part without
+anything new after a pause, and at once when something is submitted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+
+import numpy
+import torch
+
+from ..communicator import Communicator
+from ..errors import CollectivesError
+from ..timeline import recording
+from .exceptions import HorovodInternalError
+from .execution import Executor
+from .negotiation import Batch, Table, fuse, key_of
+from .requests import Submission, decode, encode
+from .settings import Settings
+
+__all__ = ["Coordinator"]
+
+_WORDS = 256  # int32 in a row: flags, bytes of what follows in a second exchange, count of numbers, the numbers
+_HEAD = 3
+_JOINS, _AFRESH, _BEHIND = 1, 2, 4  # flags; _BEHIND: the numbers had no room in the row
+_MOST_KNOWN = 8192  # signatures that the others remember of a rank
+_FIRST_PAUSE = 50e-6  # seconds; of a rank that takes part with nothing new
+
+
+class Coordinator:
+    """Negotiates and carries out the operations of one process set; ``control`` and ``comms`` are its own.
+
+    ``name``: of the process set, for messages; ``ranks``: its members, for messages.
+    """
+
+    def __init__(self, control: Communicator, comms: dict[str, Communicator], ranks: list[int], settings: Settings):
+        self.control = control
+        self.comms = comms
+        self.ranks = ranks
+        self.size = control.size
+        self.rank = control.rank
+        self.settings = settings
+        self.outstanding: dict[str, Submission] = {}  # announced, and not carried out
+        self.broken: BaseException | None = None
+        self._table = Table(self.size)
+        self._executor = Executor(comms, control)
+        self._queue: deque[Submission] = deque()
+        self._names: set[str] = set()  # of what is under way
+        self._numbers: dict = {}  # signature -> its number with the others
+        self._unnamed: dict[str, int] = {}
+        self._sequence = 0
+        self._driver = threading.Lock()  # held through a cycle
+        self._fresh = threading.Condition()
+        self._pause = _FIRST_PAUSE
+        self._wants_join = False
+        self._joining = False
+        self._last_joined: int | None = None
+        self._row = numpy.zeros(_WORDS, dtype=numpy.int32)
+        self._rows = numpy.zeros((self.size, _WORDS), dtype=numpy.int32)
+        self._thread: threading.Thread | None = None
+        self._awake = threading.Event()
+        self._ended = False
+        self._owner = os.getpid()
+
+    # ---- Submitting and waiting; from any thread.
+
+    def submit(self, submission: Submission, *, waits: bool = False) -> None:
+        """Enter an operation. ``waits``: the caller waits for it next, so that no other thread need drive it.
+
+        Raises `ValueError` where one of that name is under way, `HorovodInternalError` once the coordinator is broken.
+        """
+        self._check()
+        signature = submission.signature
+        if signature.name:
+            name = f"{signature.kind}.{signature.name}"
+            if name in self._names:
+                raise ValueError(
+                    f"{name!r} is under way on this rank already: synchronize() it first, or give the second one "
+                    "another name"
+                )
+            self._names.add(name)
+        if self._wants_join:
+            raise ValueError("this rank has joined: it can't submit anything before all others have")
+        with self._fresh:
+            self._queue.append(submission)
+            self._fresh.notify()
+        if not waits and not self._awake.is_set():
+            if self._thread is None:
+                self._begin()
+            self._awake.set()
+
+    def wait(self, submission: Submission) -> None:
+        """Block until an operation is done, driving the cycles where nobody does; raises its error."""
+        while not submission.done:
+            with self._driver:
+                if not submission.done:
+                    self._cycle()
+        if submission.error is not None:
+            raise submission.error
+
+    def join(self) -> int:
+        """Take part with zeros in what the others submit until they all have joined; give the last one's rank."""
+        self._check()
+        for each in [*self.outstanding.values(), *self._queue]:
+            self.wait(each)
+        self._wants_join = True
+        try:
+            while self._last_joined is None:
+                with self._driver:
+                    if self._last_joined is None:
+                        self._cycle()
+                self._check()
+            return self._last_joined
+        finally:
+            self._wants_join = self._joining = False
+            self._last_joined = None
+
+    def _check(self) -> None:
+        if self._owner != os.getpid():
+            raise HorovodInternalError("hvd was initialised in the parent process and can't be used in a forked child")
+        if self.broken is not None:
+            raise HorovodInternalError(str(self.broken)) from self.broken
+
+    # ---- One cycle; the driver's lock is held.
+
+    def _cycle(self) -> None:
+        if self.broken is not None:
+            self._fail(self.broken)
+            return
+        if not self._queue and not (self._wants_join and not self._joining):
+            if not self.outstanding and not self._joining:
+                return
+            with self._fresh:
+                if not self._queue and not self._joining:
+                    self._fresh.wait(self._pause)
+            self._pause = min(2 * self._pause, self.settings.cycle_time or _FIRST_PAUSE)
+        else:
+            self._pause = _FIRST_PAUSE
+        try:
+            self._exchange(self._drain())
+            plan = fuse(self._table.take(), self.settings.fusion_threshold)
+            for item in plan:
+                self._carry_out(item)
+            last = self._table.all_joined() if self._table.joined else None
+            if last is not None:
+                self._last_joined = last
+        except CollectivesError as error:
+            self._fail(error)
+        except BaseException as error:  # Ctrl-C in the midst of an exchange: the ranks no longer agree
+            self._fail(error)
+            raise
+
+    def _drain(self) -> list[Submission]:
+        new = []
+        while self._queue:
+            submission = self._queue.popleft()
+            submission.key = key_of(submission.signature, self._unnamed)
+            self.outstanding[submission.key] = submission
+            new.append(submission)
+        return new
+
+    def _exchange(self, new: list[Submission]) -> None:
+        """Tell the others what is new here, and enter what is new anywhere."""
+        row, known = self._row, self._numbers
+        flags = 0
+        if self._wants_join and not self._joining:
+            flags, self._joining = _JOINS, True
+        signatures = [each.signature for each in new]
+        unknown = [each for each in dict.fromkeys(signatures) if each not in known]
+        if len(known) + len(unknown) > _MOST_KNOWN:
+            known.clear()
+            unknown = list(dict.fromkeys(signatures))
+            flags |= _AFRESH
+        for each in unknown:
+            known[each] = len(known)
+        numbers = [known[each] for each in signatures]
+        behind = len(numbers) > _WORDS - _HEAD
+        extra = encode(unknown, numbers if behind else None) if unknown or behind else b""
+        row[:_HEAD] = flags | (_BEHIND if behind else 0), len(extra), len(numbers)
+        if not behind:
+            row[_HEAD : _HEAD + len(numbers)] = numbers
+        rows = self._gather(row)
+        extras = self._gather_extras(rows, extra)
+        table = self._table
+        for rank, (theirs, told) in enumerate(zip(rows, extras, strict=True)):
+            flags, _, count = theirs[:_HEAD].tolist()
+            numbers = theirs[_HEAD : _HEAD + count].tolist()
+            if told:
+                learnt, listed = decode(told, rank)
+                table.learn(rank, learnt, afresh=bool(flags & _AFRESH))
+                numbers = listed if flags & _BEHIND else numbers
+            if numbers:
+                table.announce(rank, numbers)
+            if flags & _JOINS:
+                table.join(rank)
+
+    def _gather(self, row):
+        if self.size == 1:
+            return row[None]
+        self.control.all_gather(self._rows, row)
+        return self._rows
+
+    def _gather_extras(self, rows, extra: bytes) -> list[bytes]:
+        lengths = rows[:, 1].tolist()
+        longest = max(lengths)
+        if not longest:
+            return [b""] * self.size
+        sent = numpy.zeros(longest, dtype=numpy.uint8)
+        sent[: len(extra)] = numpy.frombuffer(extra, dtype=numpy.uint8)
+        got = sent[None]
+        if self.size > 1:
+            got = numpy.empty((self.size, longest), dtype=numpy.uint8)
+            self.control.all_gather(got, sent)
+        return [bytes(data[:length]) for data, length in zip(got, lengths, strict=True)]
+
+    def _carry_out(self, item) -> None:
+        members = item.members if isinstance(item, Batch) else [item]
+        begun = time.perf_counter_ns()
+        error = None if isinstance(item, Batch) else item.error
+        if error is None:
+            with torch.no_grad(), torch.inference_mode(False):
+                self._executor.run(item, self.outstanding)
+        if recording.active is not None:
+            name = members[0].key if len(members) == 1 else f"{len(members)} fused, {members[0].key} first"
+            recording.active.add("horovod", name, begun, time.perf_counter_ns())
+        for member in members:
+            self._sequence += 1
+            submission = self.outstanding.pop(member.key, None)
+            if submission is not None:
+                submission.sequence = self._sequence
+                self._end(submission, None if error is None else HorovodInternalError(f"{member.key}: {error}"))
+
+    def _end(self, submission: Submission, error: BaseException | None) -> None:
+        signature = submission.signature
+        if signature.name:
+            self._names.discard(f"{signature.kind}.{signature.name}")
+        submission.inputs = []
+        submission.error = error
+        submission.done = True
+
+    def _fail(self, error: BaseException) -> None:
+        """End everything that is under way with an error, for good."""
+        self.broken = self.broken or error
+        for each in self._drain():
+            self.outstanding[each.key] = each
+        while self.outstanding:
+            key, submission = self.outstanding.popitem()
+            failure = HorovodInternalError(f"{key}: {error}")
+            failure.__cause__ = error
+            self._end(submission, failure)
+
+    # ---- The thread that drives the cycles while nobody waits.
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._work, name="collectives horovod", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            self._awake.wait()
+            if self._ended:
+                return
+            self._awake.clear()
+            time.sleep(self.settings.cycle_time)
+            while (self._queue or self.outstanding) and not self._ended:
+                with self._driver:
+                    if self._queue or self.outstanding:
+                        with contextlib.suppress(Exception):  # each submission has been given it
+                            self._cycle()
+
+    # ---- What is stuck.
+
+    def stalled(self, seconds: float) -> list[tuple[Submission, str, list[int]]]:
+        """Give what was submitted here so long ago: submission, name, and the ranks (of the job) that it waits for."""
+        before = time.monotonic() - seconds
+        found = []
+        for key, submission in [*self.outstanding.items(), *((_name(each), each) for each in list(self._queue))]:
+            if submission.begun > before:
+                continue
+            missing = self._table.missing(key)
+            if not missing and (pending := self.control._pending()) is not None:
+                missing = list(pending.peers)  # they haven't come to the cycle, so they have nothing under way at all
+            found.append((submission, key, [self.ranks[rank] for rank in missing]))
+        return found
+
+    # ---- The end.
+
+    def abort(self, error: BaseException) -> None:
+        """End all that is under way with an error, from any thread."""
+        self.broken = self.broken or error
+        for comm in (self.control, *self.comms.values()):
+            comm.abort()
+        with self._driver:
+            self._fail(error)
+        self._stop()
+
+    def close(self) -> None:
+        """End the coordinator; what is under way fails."""
+        if self._owner != os.getpid():
+            return
+        error = HorovodInternalError("hvd.shutdown() was called")
+        if self._queue or self.outstanding or self.broken is not None:
+            self.abort(error)
+            return
+        self.broken = error
+        self._stop()
+        for comm in (self.control, *self.comms.values()):
+            comm.close()
+
+    def _stop(self) -> None:
+        self._ended = True
+        self._awake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _name(submission: Submission) -> str:
+    return f"{submission.signature.kind}.{submission.signature.name or 'noname'}"

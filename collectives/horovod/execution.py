@@ -1,0 +1,306 @@
+"""Carrying out what all ranks have submitted: fused buffers, gathers of unequal parts, and what joined ranks give."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from ..communicator import Communicator
+from ..kernels import pack, unpack
+from ..layout import ALIGNMENT, bucket_layout, padded
+from ..wire import Bucket, Factor, Wire
+from ..wires import make_wire
+from .adasum import adasum_
+from .negotiation import Batch, Ready
+from .requests import Submission, dtype_of
+
+__all__ = ["Executor", "rows_of_part"]
+
+_SHARED = 64 << 10  # bytes; from here on the host engine uses memory of its own with no staging
+
+
+def rows_of_part(rows: int, size: int, rank: int) -> int:
+    """Give the rows that reducescatter leaves on a rank: the first ones have one more where they don't come out even."""
+    return rows // size + (rank < rows % size)
+
+
+class Executor:
+    """Carries out operations over the ranks of one process set, in the order that all ranks have agreed on.
+
+    ``comms``: a communicator for each device type; ``control``: one on host memory, for a few numbers.
+    """
+
+    def __init__(self, comms: dict[str, Communicator], control: Communicator):
+        self.comms = comms
+        self.control = control
+        self.size = control.size
+        self.rank = control.rank
+        self._fusion: dict[str, torch.Tensor] = {}  # by device type: bytes
+        self._wires: dict[str, Wire] = {}
+        self._streams = {name: torch.cuda.Stream(comm.device) for name, comm in comms.items() if name == "cuda"}
+
+    def run(self, item: Ready | Batch, mine: dict[str, Submission]) -> None:
+        """Carry out one item of a plan and give this rank's submissions, by key, their results."""
+        members = item.members if isinstance(item, Batch) else [item]
+        own = [mine.get(member.key) for member in members]
+        device = members[0].any.device
+        if device == "cpu":
+            self._do(item, own)
+            return
+        stream = self._streams[device]
+        with torch.cuda.stream(stream):
+            for each in own:
+                if each is not None:
+                    stream.wait_event(each.ready)
+            self._do(item, own)
+            finished = stream.record_event()
+        for each in own:
+            if each is not None:
+                each.finished = finished
+
+    def _do(self, item: Ready | Batch, own: list[Submission | None]) -> None:
+        if isinstance(item, Batch):
+            self._allreduce(item.members, own)
+        else:
+            getattr(self, f"_{item.any.kind}")([item], own)
+
+    def _device(self, signature) -> torch.device:
+        return self.comms[signature.device].device
+
+    # ---- Reductions.
+
+    def _allreduce(self, members: list[Ready], own: list[Submission | None]) -> None:
+        first = members[0].any
+        comm = self.comms[first.device]
+        inputs, outputs = [], []
+        for member, submission in zip(members, own, strict=True):
+            if submission is None:
+                zeros = self._zeros(member.any)
+                inputs += zeros
+                outputs += zeros
+                continue
+            inputs += submission.inputs
+            if submission.outputs is None:
+                submission.outputs = [self._like(comm, tensor) for tensor in submission.inputs]
+            outputs += submission.outputs
+            submission.results = submission.outputs
+        for mine, theirs in _by_dtype(inputs, outputs):
+            self._reduce(comm, first, mine, theirs)
+
+    def _reduce(self, comm, signature, inputs, outputs) -> None:
+        """Reduce tensors of one dtype."""
+        op, before, after = signature.op, signature.prescale, signature.postscale
+        if op == "adasum" or inputs[0].dtype in (torch.bool, torch.int16):
+            self._reduce_otherwise(comm, signature, inputs, outputs)
+            return
+        if signature.wire and inputs[0].dtype in (torch.float32, torch.float64):
+            self._reduce_on_wire(comm, signature, inputs, outputs)
+            return
+        if len(inputs) > 1 and inputs[0].device == comm.device:
+            self._reduce_fused(comm, op, before, after, inputs, outputs)
+            return
+        for tensor, out in zip(inputs, outputs, strict=True):
+            if out is not tensor:
+                out.copy_(tensor)
+            _scale(out, before)
+            comm.all_reduce(out, op)
+            _scale(out, after)
+
+    def _reduce_fused(self, comm, op, before, after, inputs, outputs) -> None:
+        flat = adjacent(inputs) if all(map(_same, inputs, outputs)) else None
+        if flat is not None:  # they lie in one piece of memory as in a fusion buffer
+            _scale(flat, before)
+            comm.all_reduce(flat, op)
+            _scale(flat, after)
+            return
+        dtype = inputs[0].dtype
+        floating = dtype.is_floating_point
+        flat = self._buffer(comm, bucket_layout([tensor.numel() for tensor in inputs], dtype.itemsize).total, dtype)
+        pack(inputs, flat, scale=before if floating else 1.0)
+        if not floating:
+            _scale(flat, before)
+        comm.all_reduce(flat, op)
+        if not floating:
+            _scale(flat, after)
+        unpack(flat, outputs, scale=after if floating else 1.0)
+
+    def _reduce_on_wire(self, comm, signature, inputs, outputs) -> None:
+        """Reduce fp32 or fp64 by a compressed wire, on which the sum is taken in fp32."""
+        if signature.wire not in self._wires:
+            self._wires[signature.wire] = make_wire(signature.wire)
+        wire, dtype = self._wires[signature.wire], inputs[0].dtype
+        total = bucket_layout([tensor.numel() for tensor in inputs], dtype.itemsize).total
+        if not total:
+            return
+        flat = adjacent(inputs) if len(inputs) > 1 and all(map(_same, inputs, outputs)) else None
+        packed = flat is None
+        if packed:
+            flat = self._buffer(comm, total, dtype)
+            pack(inputs, flat)
+        over = self.size if signature.op == "avg" else 0
+        # What the wire keeps for a bucket goes by a tensor that stays: the fusion buffer, or the first gradient.
+        kept = self._fusion[comm.device.type] if packed else inputs[0]
+        wire.begin()
+        wire.reduce(comm, Bucket(flat, [kept], [0], 0), Factor(signature.prescale, over, signature.postscale))
+        if packed:
+            unpack(flat, outputs)
+
+    def _reduce_otherwise(self, comm, signature, inputs, outputs) -> None:
+        """Reduce by Adasum, or dtypes that the engine knows no sums of."""
+        for tensor, out in zip(inputs, outputs, strict=True):
+            if out is not tensor:
+                out.copy_(tensor)
+            _scale(out, signature.prescale)
+        if signature.op == "adasum":
+            adasum_(comm, outputs)
+        else:
+            for out in outputs:
+                if out.dtype == torch.bool:  # a sum of truths is a truth
+                    comm.all_reduce(out.view(torch.uint8), {"sum": "max", "prod": "min"}.get(signature.op, signature.op))
+                else:
+                    wide = out.to(torch.int32)
+                    comm.all_reduce(wide, signature.op)
+                    out.copy_(wide)
+        for out in outputs:
+            _scale(out, signature.postscale)
+
+    def _reducescatter(self, members, own) -> None:
+        signature, submission = members[0].any, own[0]
+        comm = self.comms[signature.device]
+        submission.results = []
+        for tensor in submission.inputs:
+            rows = [rows_of_part(tensor.shape[0], self.size, rank) for rank in range(self.size)]
+            inner = tensor.shape[1:]
+            if min(rows) == max(rows):
+                whole = tensor if signature.prescale == 1.0 else _scale(tensor.clone(), signature.prescale)
+                out = torch.empty((rows[0], *inner), dtype=tensor.dtype, device=tensor.device)
+                comm.reduce_scatter(out, whole.contiguous(), signature.op)
+            else:  # each part is padded to the longest
+                whole = torch.zeros((self.size, rows[0], *inner), dtype=tensor.dtype, device=tensor.device)
+                for part, source in zip(whole, tensor.split(rows), strict=True):
+                    part[: len(source)] = source
+                _scale(whole, signature.prescale)
+                out = torch.empty((rows[0], *inner), dtype=tensor.dtype, device=tensor.device)
+                comm.reduce_scatter(out, whole, signature.op)
+                out = out[: rows[self.rank]].clone()
+            submission.results.append(_scale(out, signature.postscale))
+
+    # ---- Copies.
+
+    def _allgather(self, members, own) -> None:
+        ready, submission = members[0], own[0]
+        comm = self.comms[ready.any.device]
+        inputs = self._zeros(ready.any, rows=0) if submission is None else submission.inputs
+        results = []
+        for index, tensor in enumerate(inputs):
+            rows = [0 if each is None else each.shapes[index][0] for each in ready.signatures]
+            out = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=comm.device)
+            if min(rows) == max(rows):
+                comm.all_gather(out, tensor.contiguous())
+            else:
+                parts = out.split(rows)
+                parts[self.rank].copy_(tensor)
+                with comm.group():
+                    for rank, part in enumerate(parts):
+                        if part.numel():
+                            comm.broadcast(part, rank)
+            results.append(out)
+        if submission is not None:
+            submission.results = results
+
+    def _broadcast(self, members, own) -> None:
+        signature, submission = members[0].any, own[0]
+        comm = self.comms[signature.device]
+        if submission.outputs is None:
+            submission.outputs = [self._like(comm, tensor) for tensor in submission.inputs]
+        for tensor, out in zip(submission.inputs, submission.outputs, strict=True):
+            if out is not tensor and self.rank == signature.root:
+                out.copy_(tensor)
+            comm.broadcast(out, signature.root)
+        submission.results = submission.outputs
+
+    def _alltoall(self, members, own) -> None:
+        ready, submission = members[0], own[0]
+        comm = self.comms[ready.any.device]
+        tensor, splits = submission.inputs[0], submission.splits
+        given = torch.zeros(self.size, dtype=torch.int64)
+        if splits is None:
+            splits = [tensor.shape[0] // self.size] * self.size
+        given.copy_(torch.tensor(splits, dtype=torch.int64))
+        received = torch.empty_like(given)
+        self.control.all_to_all(received, given)
+        rows = received.tolist()
+        out = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=comm.device)
+        comm.all_to_all(out, tensor[: sum(splits)].contiguous(), rows, list(splits))
+        submission.results = [out, received.int()]
+
+    def _barrier(self, members, own) -> None:
+        if own[0] is not None:
+            own[0].results = []  # that all have submitted it is all there is to it
+
+    # ---- Memory.
+
+    def _zeros(self, signature, rows: int | None = None) -> list[torch.Tensor]:
+        """Give what a rank that has joined takes part with."""
+        device = self._device(signature)
+        return [
+            torch.zeros(shape if rows is None else (rows, *shape[1:]), dtype=dtype_of(dtype), device=device)
+            for dtype, shape in zip(signature.dtypes, signature.shapes, strict=True)
+        ]
+
+    def _like(self, comm, tensor) -> torch.Tensor:
+        if tensor.nbytes >= _SHARED and tensor.device.type == "cpu":
+            return comm.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    def _buffer(self, comm, total: int, dtype: torch.dtype) -> torch.Tensor:
+        kind, nbytes = comm.device.type, total * dtype.itemsize
+        buffer = self._fusion.get(kind)
+        if buffer is None or buffer.numel() < nbytes:
+            self._fusion[kind] = buffer = None  # before the larger one is made
+            self._fusion[kind] = buffer = comm.empty(1 << max(16, (nbytes - 1).bit_length()), torch.uint8)
+        return buffer[:nbytes].view(dtype)
+
+
+def adjacent(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """Give one flat view of tensors that lie one after the other, each padded to 16 bytes; None: they don't.
+
+    What is in the padding is reduced, too.
+    """
+    first = tensors[0]
+    itemsize = first.itemsize
+    at = begin = first.data_ptr()
+    if at % ALIGNMENT or tensors[1].data_ptr() != at + padded(first.numel(), itemsize) * itemsize:
+        return None
+    for tensor in tensors:
+        if tensor.data_ptr() != at:
+            return None
+        at += padded(tensor.numel(), itemsize) * itemsize
+    storage = first.untyped_storage()
+    if at > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.as_strided(((at - begin) // itemsize,), (1,))
+
+
+def _same(tensor, out) -> bool:
+    return tensor is out
+
+
+def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply in place; integers by way of fp64, cut off towards 0."""
+    if factor != 1.0:
+        if tensor.dtype.is_floating_point:
+            tensor.mul_(factor)
+        else:
+            tensor.copy_((tensor.double() * factor).trunc())
+    return tensor
+
+
+def _by_dtype(inputs: list, outputs: list):
+    if len({tensor.dtype for tensor in inputs}) == 1:
+        yield inputs, outputs
+        return
+    for dtype in dict.fromkeys(tensor.dtype for tensor in inputs):
+        chosen = [tensor.dtype == dtype for tensor in inputs]
+        yield list(itertools.compress(inputs, chosen)), list(itertools.compress(outputs, chosen))

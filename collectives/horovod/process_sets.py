@@ -1,0 +1,61 @@
+"""ProcessSet: some of a job's ranks, among which operations can be done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["ProcessSet", "global_process_set"]
+
+
+class ProcessSet:
+    """Ranks of the job, for `hvd.init(process_sets=[...])` or `hvd.add_process_set`; in use from then on.
+
+    ``ranks_or_comm``: a list of ranks, or an mpi4py communicator of them. ``process_set_id`` and ``ranks`` are None
+    before it is in use.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+
+    def __init__(self, ranks_or_comm: Sequence[int] | None):
+        if hasattr(ranks_or_comm, "Get_group"):  # mpi4py's
+            from mpi4py import MPI
+
+            group = ranks_or_comm.Get_group()
+            ranks_or_comm = MPI.Group.Translate_ranks(group, None, MPI.COMM_WORLD.Get_group())
+        if ranks_or_comm is not None:
+            ranks_or_comm = list(ranks_or_comm)
+            if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks_or_comm):
+                raise ValueError(f"a process set is made of a list of ranks, not of {ranks_or_comm}")
+        self.wanted = ranks_or_comm
+        self._own_rank: int | None = None
+
+    def bind(self, number: int, ranks: list[int], own_rank: int) -> None:
+        """Put it in use as one of an initialised job."""
+        self.process_set_id, self.ranks = number, list(ranks)
+        self._own_rank = own_rank
+
+    def unbind(self) -> None:
+        """Take it out of use."""
+        self.process_set_id = self.ranks = self._own_rank = None
+
+    def size(self) -> int | None:
+        """Give the number of ranks; None before it is in use."""
+        return None if self.ranks is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """Give this process's rank in it; None where it isn't in it."""
+        return self.ranks.index(self._own_rank) if self.included() else None
+
+    def included(self) -> bool:
+        """Tell whether this process is in it."""
+        return self.ranks is not None and self._own_rank in self.ranks
+
+    def __str__(self):
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+    def __repr__(self):
+        return f"<{self}>" if self.ranks is not None else f"<ProcessSet({self.wanted}), not in use>"
+
+
+global_process_set = ProcessSet(None)

@@ -1,0 +1,111 @@
+"""What a rank wants done: a `Signature`, which the ranks compare, and a `Submission`, which holds the tensors."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import NamedTuple
+
+import torch
+
+from ..arrays import TORCH_CODES
+from ..errors import TransportError
+
+__all__ = ["Signature", "Submission", "can_reduce", "decode", "dtype_of", "encode"]
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_MOST_BYTES = 1 << 26  # of one rank's announcement
+
+
+class Signature(NamedTuple):
+    """One operation as all ranks must call it; the tensors of a group are one operation.
+
+    ``name``: as the user gave it, "" for none; ``dtypes`` and ``shapes``: of each tensor; ``device``: "cpu" or "cuda";
+    ``root``: a rank of the process set; ``wire``: a wire format to which elements are rounded on the way, or "".
+    """
+
+    kind: str
+    name: str = ""
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    device: str = "cpu"
+    op: str = ""
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = 0
+    wire: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(
+            dtype_of(dtype).itemsize * torch.Size(shape).numel()
+            for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        )
+
+
+class Submission:
+    """An operation of this rank under way, with its tensors, which it keeps alive, and its end.
+
+    ``results``: what `synchronize` gives, set when ``done`` is. ``splits``: of alltoall. ``ready``: on CUDA the event
+    behind what made the inputs. ``finished``: on CUDA the event behind the operation. ``sequence``: the operations of
+    a process set are numbered in the order in which they are carried out, the same on all ranks.
+    """
+
+    __slots__ = (
+        "begun", "done", "error", "finished", "inputs", "key", "outputs", "ready", "reported", "results", "sequence",
+        "signature", "splits",
+    )  # fmt: skip
+
+    def __init__(self, signature: Signature, inputs: list, outputs: list | None = None, splits=None):
+        self.signature = signature
+        self.inputs = inputs
+        self.outputs = outputs
+        self.splits = splits
+        self.key = ""
+        self.done = False
+        self.error: BaseException | None = None
+        self.results = None
+        self.sequence = -1
+        self.begun = time.monotonic()
+        self.reported = False
+        self.ready = None
+        self.finished = None
+        if signature.device == "cuda":
+            self.ready = torch.cuda.current_stream(inputs[0].device if inputs else None).record_event()
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Give the torch dtype of a name such as "float32"."""
+    return _DTYPES[name]
+
+
+def can_reduce(dtype: torch.dtype) -> bool:
+    """Tell whether a dtype's elements can be reduced: NCCL's dtypes, bool, and int16 by int32."""
+    return dtype in TORCH_CODES or dtype in (torch.bool, torch.int16)
+
+
+def encode(new: list[Signature], numbers: list[int] | None) -> bytes:
+    """Write down signatures that the others haven't seen, and all numbers, where these have no room elsewhere."""
+    return json.dumps([new, numbers], separators=(",", ":")).encode()
+
+
+def decode(data: bytes, rank: int) -> tuple[list[Signature], list[int] | None]:
+    """Read what `encode` wrote. Nothing is unpickled; `TransportError` for anything else."""
+    try:
+        if len(data) > _MOST_BYTES:
+            raise ValueError("too long")
+        new, numbers = json.loads(data)
+        signatures = [
+            Signature(
+                str(kind), str(name), tuple(map(str, dtypes)), tuple(tuple(map(int, s)) for s in shapes), str(device),
+                str(op), float(prescale), float(postscale), int(root), str(wire),
+            )
+            for kind, name, dtypes, shapes, device, op, prescale, postscale, root, wire in new
+        ]  # fmt: skip
+        if any(dtype not in _DTYPES for signature in signatures for dtype in signature.dtypes):
+            raise ValueError("no dtype")
+        return signatures, None if numbers is None else list(map(int, numbers))
+    except (ValueError, TypeError, RecursionError) as error:
+        text = f"what rank {rank} announced can't be read: {data[:80]!r}"
+        raise TransportError(text, op="hvd", peers=(rank,)) from error
