@@ -166,9 +166,9 @@ class Communicator:
     # ---- Collectives.
 
     def all_reduce(
-        self, array, op="sum", *, async_op: bool = False, algorithm=None, stream=None, share=None
+        self, array, op="sum", *, async_op: bool = False, algorithm=None, stream=None, share=None, out=None
     ) -> Work | None:
-        """Reduce `array` over all ranks, in place; every rank gets the result.
+        """Reduce `array` over all ranks, in place, or into `out`; every rank gets the result.
 
         `op`: "sum", "prod", "max", "min", "avg", a number (each rank's array is multiplied by its number, then summed)
         or the ``torch.distributed.ReduceOp``. Takes NCCL's 12 dtypes. C: ncclAllReduce.
@@ -177,7 +177,11 @@ class Communicator:
         count of non-finite elements], once it has succeeded: the shares of all ranks add up to the whole. Host engine,
         floating types, native algorithm, which is taken; else `InvalidUsage` or `InvalidArgument`. It is to be
         left alone until the operation is done. C: collHostAllReduceShare.
+
+        `out`: an array of the same size and dtype, apart from `array`, which stays as it is.
         """
+        if out is not None:
+            return self._all_reduce_apart(out, array, op, async_op, algorithm, stream, share)
         if share is not None:
             place = self._read.place(array, "all_reduce", writes=True)
             return self._sharing("all_reduce", place, place, (array,), op, share, async_op, algorithm, stream)
@@ -582,6 +586,23 @@ class Communicator:
             text = f"stream must be a torch or CuPy stream or its address, not {stream!r}"
             raise InvalidArgument(text, rank=self.rank)
         return handle
+
+    def _all_reduce_apart(self, out, array, op, async_op, algorithm, stream, share) -> Work | None:
+        """Reduce an array into another one."""
+        name = "all_reduce"
+        to, of = self._pair(out, array, name)
+        self._read.reducible(of, name)
+        self._read.sized(to, of, 1, name, "out", "the array")
+        self._read.apart(to, of, name, None, "leave out `out` for the form in place")
+        if share is not None:
+            return self._sharing(name, to, of, (out, array), op, share, async_op, algorithm, stream)
+        if pick(self, name, algorithm, of.nbytes, op) != "native":  # ours work in place
+            out[...] = array
+            return self.all_reduce(out, op, async_op=async_op, algorithm=algorithm, stream=stream)
+        code, scalar = self._op(op, of.code, name)
+        steps = ((name, (of.ptr, to.ptr, of.count, of.code, code)),)
+        described = self._checks and row(name, dtype=of.code, count=of.count, op=PREMUL if scalar else code)
+        return self._launch(name, steps, (out, array), out, of.nbytes, described, async_op, stream, scalar)
 
     def _sharing(self, name, to: Place, of: Place, held, op, share, async_op, algorithm, stream) -> Work | None:
         """Carry out a reduction that adds to the caller's `share`."""

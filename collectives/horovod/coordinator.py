@@ -13,6 +13,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import deque
 
 import numpy
@@ -60,6 +61,7 @@ class Coordinator:
         self._sequence = 0
         self._driver = threading.Lock()  # held through a cycle
         self._fresh = threading.Condition()
+        self._resting = False
         self._pause = _FIRST_PAUSE
         self._wants_join = False
         self._joining = False
@@ -69,7 +71,8 @@ class Coordinator:
         self._thread: threading.Thread | None = None
         self._awake = threading.Event()
         self._ended = False
-        self._owner = os.getpid()
+        self.forked = False
+        _all.add(self)
 
     # ---- Submitting and waiting; from any thread.
 
@@ -79,9 +82,8 @@ class Coordinator:
         Raises `ValueError` where one of that name is under way, `HorovodInternalError` once the coordinator is broken.
         """
         self._check()
-        signature = submission.signature
-        if signature.name:
-            name = f"{signature.kind}.{signature.name}"
+        name = submission.key
+        if name:
             if name in self._names:
                 raise ValueError(
                     f"{name!r} is under way on this rank already: synchronize() it first, or give the second one "
@@ -90,9 +92,10 @@ class Coordinator:
             self._names.add(name)
         if self._wants_join:
             raise ValueError("this rank has joined: it can't submit anything before all others have")
-        with self._fresh:
-            self._queue.append(submission)
-            self._fresh.notify()
+        self._queue.append(submission)
+        if self._resting:
+            with self._fresh:
+                self._fresh.notify()
         if not waits and not self._awake.is_set():
             if self._thread is None:
                 self._begin()
@@ -125,7 +128,7 @@ class Coordinator:
             self._last_joined = None
 
     def _check(self) -> None:
-        if self._owner != os.getpid():
+        if self.forked:
             raise HorovodInternalError("hvd was initialised in the parent process and can't be used in a forked child")
         if self.broken is not None:
             raise HorovodInternalError(str(self.broken)) from self.broken
@@ -140,8 +143,10 @@ class Coordinator:
             if not self.outstanding and not self._joining:
                 return
             with self._fresh:
+                self._resting = True
                 if not self._queue and not self._joining:
                     self._fresh.wait(self._pause)
+                self._resting = False
             self._pause = min(2 * self._pause, self.settings.cycle_time or _FIRST_PAUSE)
         else:
             self._pause = _FIRST_PAUSE
@@ -163,7 +168,8 @@ class Coordinator:
         new = []
         while self._queue:
             submission = self._queue.popleft()
-            submission.key = key_of(submission.signature, self._unnamed)
+            if not submission.key:
+                submission.key = key_of(submission.signature, self._unnamed)
             self.outstanding[submission.key] = submission
             new.append(submission)
         return new
@@ -174,23 +180,28 @@ class Coordinator:
         flags = 0
         if self._wants_join and not self._joining:
             flags, self._joining = _JOINS, True
-        signatures = [each.signature for each in new]
-        unknown = [each for each in dict.fromkeys(signatures) if each not in known]
+        requests = [each.request for each in new]
+        unknown = [each for each in dict.fromkeys(requests) if each not in known]
         if len(known) + len(unknown) > _MOST_KNOWN:
             known.clear()
-            unknown = list(dict.fromkeys(signatures))
+            unknown = list(dict.fromkeys(requests))
             flags |= _AFRESH
         for each in unknown:
             known[each] = len(known)
-        numbers = [known[each] for each in signatures]
+        numbers = [known[each] for each in requests]
         behind = len(numbers) > _WORDS - _HEAD
-        extra = encode(unknown, numbers if behind else None) if unknown or behind else b""
+        extra = b""
+        if unknown or behind:
+            extra = encode([each.signature for each in unknown], numbers if behind else None)
         row[:_HEAD] = flags | (_BEHIND if behind else 0), len(extra), len(numbers)
         if not behind:
+            row[_HEAD:] = 0
             row[_HEAD : _HEAD + len(numbers)] = numbers
         rows = self._gather(row)
-        extras = self._gather_extras(rows, extra)
         table = self._table
+        if not flags and not extra and (rows == row).all() and table.announce_alike(numbers):
+            return
+        extras = self._gather_extras(rows, extra)
         for rank, (theirs, told) in enumerate(zip(rows, extras, strict=True)):
             flags, _, count = theirs[:_HEAD].tolist()
             numbers = theirs[_HEAD : _HEAD + count].tolist()
@@ -232,31 +243,30 @@ class Coordinator:
         if recording.active is not None:
             name = members[0].key if len(members) == 1 else f"{len(members)} fused, {members[0].key} first"
             recording.active.add("horovod", name, begun, time.perf_counter_ns())
+        outstanding, names = self.outstanding, self._names
         for member in members:
             self._sequence += 1
-            submission = self.outstanding.pop(member.key, None)
+            submission = outstanding.pop(member.key, None)
             if submission is not None:
                 submission.sequence = self._sequence
-                self._end(submission, None if error is None else HorovodInternalError(f"{member.key}: {error}"))
-
-    def _end(self, submission: Submission, error: BaseException | None) -> None:
-        signature = submission.signature
-        if signature.name:
-            self._names.discard(f"{signature.kind}.{signature.name}")
-        submission.inputs = []
-        submission.error = error
-        submission.done = True
+                names.discard(member.key)
+                submission.inputs = []
+                if error is not None:
+                    submission.error = HorovodInternalError(f"{member.key}: {error}")
+                submission.done = True
 
     def _fail(self, error: BaseException) -> None:
         """End everything that is under way with an error, for good."""
-        self.broken = self.broken or error
+        error = self.broken = self.broken or error  # the first one is the cause
         for each in self._drain():
             self.outstanding[each.key] = each
         while self.outstanding:
             key, submission = self.outstanding.popitem()
             failure = HorovodInternalError(f"{key}: {error}")
             failure.__cause__ = error
-            self._end(submission, failure)
+            self._names.discard(key)
+            submission.error = failure
+            submission.done = True
 
     # ---- The thread that drives the cycles while nobody waits.
 
@@ -305,7 +315,7 @@ class Coordinator:
 
     def close(self) -> None:
         """End the coordinator; what is under way fails."""
-        if self._owner != os.getpid():
+        if self.forked:
             return
         error = HorovodInternalError("hvd.shutdown() was called")
         if self._queue or self.outstanding or self.broken is not None:
@@ -324,4 +334,15 @@ class Coordinator:
 
 
 def _name(submission: Submission) -> str:
-    return f"{submission.signature.kind}.{submission.signature.name or 'noname'}"
+    return submission.key or f"{submission.signature.kind}.noname"
+
+
+_all: weakref.WeakSet[Coordinator] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for coordinator in list(_all):
+        coordinator.forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -80,6 +80,8 @@ def grouped_allreduce(
 
 
 def _grouped(tensors, compression, rest) -> list:
+    if isinstance(tensors, torch.Tensor):
+        raise ValueError("grouped_allreduce takes a list of tensors, not Tensor")
     sent, contexts = [], []
     for tensor in tensors:
         small, context = compression.compress(tensor)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 import torch
+from torch._C._nn import flatten_dense_tensors as flatten
+from torch._C._nn import unflatten_dense_tensors as unflatten
 
 from ..communicator import Communicator
 from ..kernels import pack, unpack
@@ -15,13 +17,13 @@ from .adasum import adasum_
 from .negotiation import Batch, Ready
 from .requests import Submission, dtype_of
 
-__all__ = ["Executor", "rows_of_part"]
+__all__ = ["Executor", "adjacent", "rows_of_part"]
 
-_SHARED = 64 << 10  # bytes; from here on the host engine uses memory of its own with no staging
+_SMALL = 1 << 20  # bytes
 
 
 def rows_of_part(rows: int, size: int, rank: int) -> int:
-    """Give the rows that reducescatter leaves on a rank: the first ones have one more where they don't come out even."""
+    """Give the rows of a reducescatter's result: where they don't come out even, the first ranks have one more."""
     return rows // size + (rank < rows % size)
 
 
@@ -73,6 +75,8 @@ class Executor:
     def _allreduce(self, members: list[Ready], own: list[Submission | None]) -> None:
         first = members[0].any
         comm = self.comms[first.device]
+        if not first.wire and self._allreduce_small(comm, members, own):
+            return
         inputs, outputs = [], []
         for member, submission in zip(members, own, strict=True):
             if submission is None:
@@ -82,11 +86,38 @@ class Executor:
                 continue
             inputs += submission.inputs
             if submission.outputs is None:
-                submission.outputs = [self._like(comm, tensor) for tensor in submission.inputs]
+                submission.outputs = [torch.empty_like(tensor) for tensor in submission.inputs]
             outputs += submission.outputs
             submission.results = submission.outputs
         for mine, theirs in _by_dtype(inputs, outputs):
             self._reduce(comm, first, mine, theirs)
+
+    def _allreduce_small(self, comm, members: list[Ready], own: list[Submission | None]) -> bool:
+        """Reduce a batch of little by torch's own flattening, in which results are views of one piece of memory.
+
+        That costs a fifth of packing and unpacking. It is taken where it is the same bytes as a fusion buffer, which
+        other ranks may use, and so little that it doesn't matter if one of the results keeps all of it.
+        """
+        if len(members) == 1 or None in own or not all([m.request.dense for m in members]):
+            return False
+        if sum([member.request.nbytes for member in members]) > _SMALL:
+            return False
+        inputs = [tensor for submission in own for tensor in submission.inputs]
+        in_place = [submission.outputs is not None for submission in own]
+        if any(in_place) and (not all(in_place) or adjacent(inputs) is not None):
+            return False
+        first = members[0].any
+        flat = _scale(flatten(inputs), first.prescale)
+        comm.all_reduce(flat, first.op)
+        results = unflatten(_scale(flat, first.postscale), inputs)
+        if in_place[0]:
+            torch._foreach_copy_([out for submission in own for out in submission.outputs], results)
+        at = 0
+        for submission in own:
+            count = len(submission.inputs)
+            submission.results = submission.outputs if in_place[0] else list(results[at : at + count])
+            at += count
+        return True
 
     def _reduce(self, comm, signature, inputs, outputs) -> None:
         """Reduce tensors of one dtype."""
@@ -101,10 +132,12 @@ class Executor:
             self._reduce_fused(comm, op, before, after, inputs, outputs)
             return
         for tensor, out in zip(inputs, outputs, strict=True):
-            if out is not tensor:
-                out.copy_(tensor)
-            _scale(out, before)
-            comm.all_reduce(out, op)
+            if out is tensor:
+                comm.all_reduce(_scale(out, before), op)
+            elif before == 1.0:
+                comm.all_reduce(tensor, op, out=out)
+            else:
+                comm.all_reduce(_scale(out.copy_(tensor), before), op)
             _scale(out, after)
 
     def _reduce_fused(self, comm, op, before, after, inputs, outputs) -> None:
@@ -157,7 +190,8 @@ class Executor:
         else:
             for out in outputs:
                 if out.dtype == torch.bool:  # a sum of truths is a truth
-                    comm.all_reduce(out.view(torch.uint8), {"sum": "max", "prod": "min"}.get(signature.op, signature.op))
+                    op = {"sum": "max", "prod": "min"}.get(signature.op, signature.op)
+                    comm.all_reduce(out.view(torch.uint8), op)
                 else:
                     wide = out.to(torch.int32)
                     comm.all_reduce(wide, signature.op)
@@ -194,7 +228,7 @@ class Executor:
         inputs = self._zeros(ready.any, rows=0) if submission is None else submission.inputs
         results = []
         for index, tensor in enumerate(inputs):
-            rows = [0 if each is None else each.shapes[index][0] for each in ready.signatures]
+            rows = [0 if each is None else each.signature.shapes[index][0] for each in ready.requests]
             out = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=comm.device)
             if min(rows) == max(rows):
                 comm.all_gather(out, tensor.contiguous())
@@ -213,7 +247,7 @@ class Executor:
         signature, submission = members[0].any, own[0]
         comm = self.comms[signature.device]
         if submission.outputs is None:
-            submission.outputs = [self._like(comm, tensor) for tensor in submission.inputs]
+            submission.outputs = [torch.empty_like(tensor) for tensor in submission.inputs]
         for tensor, out in zip(submission.inputs, submission.outputs, strict=True):
             if out is not tensor and self.rank == signature.root:
                 out.copy_(tensor)
@@ -248,11 +282,6 @@ class Executor:
             torch.zeros(shape if rows is None else (rows, *shape[1:]), dtype=dtype_of(dtype), device=device)
             for dtype, shape in zip(signature.dtypes, signature.shapes, strict=True)
         ]
-
-    def _like(self, comm, tensor) -> torch.Tensor:
-        if tensor.nbytes >= _SHARED and tensor.device.type == "cpu":
-            return comm.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def _buffer(self, comm, total: int, dtype: torch.dtype) -> torch.Tensor:
         kind, nbytes = comm.device.type, total * dtype.itemsize

@@ -6,27 +6,33 @@ have submitted it, in the order in which that came to be known, which is the sam
 
 from __future__ import annotations
 
+import weakref
+from operator import is_
 from typing import NamedTuple
 
-from .requests import Signature, dtype_of
+from .requests import Request, Signature
 
-__all__ = ["Batch", "Ready", "Table", "fuse"]
+__all__ = ["Batch", "Ready", "Table", "fuse", "key_of"]
 
 _ALONE = 1 << 20  # bytes; on the host the copies to and from a fusion buffer then take longer than a call of its own
-_SPECIAL = frozenset({"bool", "int16"})  # reduced as other dtypes, each by itself
 
 
 class Ready(NamedTuple):
-    """An operation that all ranks have submitted: each rank's signature, None for one that has joined, or an error."""
+    """An operation that all ranks have submitted: each rank's request, None for one that has joined, or an error."""
 
     key: str
-    signatures: list[Signature | None]
+    requests: list[Request | None]
     error: str | None
+
+    @property
+    def request(self) -> Request:
+        """The request of the first rank that has one."""
+        return self.requests[0] or next(each for each in self.requests if each is not None)
 
     @property
     def any(self) -> Signature:
         """The signature of the first rank that has one."""
-        return next(each for each in self.signatures if each is not None)
+        return self.request.signature
 
 
 class Batch(NamedTuple):
@@ -40,37 +46,59 @@ class Table:
 
     def __init__(self, size: int):
         self.size = size
-        self.waiting: dict[str, list[Signature | None]] = {}
+        self.waiting: dict[str, list[Request | None]] = {}
         self.joined: list[int] = []  # in the order of joining
-        self._known: list[list[Signature]] = [[] for _ in range(size)]  # by rank and number
+        self._known: list[list[Request]] = [[] for _ in range(size)]  # by rank and number
+        self._shared: weakref.WeakValueDictionary[Signature, Request] = weakref.WeakValueDictionary()
         self._unnamed: list[dict[str, int]] = [{} for _ in range(size)]
         self._ready: list[Ready] = []
+        self._alike = True  # all ranks' numbers mean the same
 
     def learn(self, rank: int, new: list[Signature], *, afresh: bool = False) -> None:
         """Number a rank's new signatures, on from what is known of it; ``afresh``: from 0."""
         if afresh:
             self._known[rank] = []
-        self._known[rank] += new
+        for signature in new:
+            request = self._shared.get(signature)
+            if request is None:
+                request = self._shared[signature] = Request(signature)
+            self._known[rank].append(request)
+        if rank == self.size - 1:  # the last one to be asked in a cycle
+            first = self._known[0]
+            self._alike = all(len(known) == len(first) and all(map(is_, known, first)) for known in self._known[1:])
 
     def announce(self, rank: int, numbers) -> None:
         """Enter what a rank submits, in its order."""
-        known, waiting, joined, size = self._known[rank], self.waiting, self.joined, self.size
+        known, waiting, size, unnamed = self._known[rank], self.waiting, self.size, self._unnamed[rank]
         for number in numbers:
-            signature = known[number]
-            key = key_of(signature, self._unnamed[rank])
+            request = known[number]
+            key = request.key or key_of(request.signature, unnamed)
             row = waiting.get(key)
             if row is None:
                 row = waiting[key] = [None] * size
-            row[rank] = signature
-            if row.count(None) <= len(joined):
+            row[rank] = request
+            if None not in row or self.joined:
                 self._complete(key, row)
+
+    def announce_alike(self, numbers) -> bool:
+        """Enter what all ranks submit in one and the same order, which is quicker. False: it has to be done by rank."""
+        unnamed = self._unnamed[0]
+        if self.waiting or self.joined or not self._alike or any(each != unnamed for each in self._unnamed[1:]):
+            return False
+        known, size = self._known[0], self.size
+        for number in numbers:
+            request = known[number]
+            key = request.key or key_of(request.signature, unnamed)
+            self._ready.append(Ready(key, [request] * size, None))
+        for each in self._unnamed[1:]:
+            each.update(unnamed)
+        return True
 
     def join(self, rank: int) -> None:
         """Enter that a rank has no more data: it takes part in what the others submit."""
         self.joined.append(rank)
         for key, row in list(self.waiting.items()):
-            if row.count(None) <= len(self.joined):
-                self._complete(key, row)
+            self._complete(key, row)
 
     def missing(self, key: str) -> list[int]:
         """Give the ranks that have not submitted an operation that waits."""
@@ -90,8 +118,8 @@ class Table:
         self.joined = []
         return last
 
-    def _complete(self, key: str, row: list[Signature | None]) -> None:
-        if any(each is None and rank not in self.joined for rank, each in enumerate(row)):
+    def _complete(self, key: str, row: list[Request | None]) -> None:
+        if self.joined and any(each is None and rank not in self.joined for rank, each in enumerate(row)):
             return
         del self.waiting[key]
         self._ready.append(Ready(key, row, unlike(row)))
@@ -110,20 +138,21 @@ def key_of(signature: Signature, unnamed: dict[str, int]) -> str:
 _WITH_JOIN = ("allreduce", "allgather", "barrier")
 
 
-def unlike(row: list[Signature | None]) -> str | None:
-    """Tell how the ranks' signatures of one operation contradict each other; None: they don't."""
-    first_rank, first = next((rank, each) for rank, each in enumerate(row) if each is not None)
+def unlike(row: list[Request | None]) -> str | None:
+    """Tell how the ranks' requests of one operation contradict each other; None: they don't."""
+    first = row[0]
+    if first is not None and row.count(first) == len(row):
+        return None
+    first_rank, first = next((rank, each.signature) for rank, each in enumerate(row) if each is not None)
     kind = first.kind
     joined = [rank for rank, each in enumerate(row) if each is None]
     if joined and (kind not in _WITH_JOIN or first.op == "adasum"):
         what = "Adasum" if first.op == "adasum" else kind
         return f"{what} can't be done once a rank has joined, as rank {joined[0]} has: it has nothing to give"
-    if row.count(first) + len(joined) == len(row):
-        return None
     for rank, each in enumerate(row):
-        if each is None or each == first:
+        if each is None:
             continue
-        for what, mine, theirs in _compared(kind, first, each):
+        for what, mine, theirs in _compared(kind, first, each.signature):
             if mine != theirs:
                 return f"the ranks' {kind} differ in {what}: rank {first_rank} has {mine}, rank {rank} has {theirs}"
     return None
@@ -153,28 +182,21 @@ def fuse(ready: list[Ready], threshold: int) -> list[Ready | Batch]:
     done stays as it is.
     """
     plan: list[Ready | Batch] = []
-    open_batches: dict[tuple, tuple[list[Ready], int]] = {}
+    open_batches: dict[tuple, list] = {}  # what they have in common -> members, bytes
     for each in ready:
-        first = each.any
-        if each.error is not None or first.kind != "allreduce" or not _fusible(first):
+        request = each.request
+        alike = request.alike
+        if alike is None or each.error is not None:
             plan.append(each)
             continue
-        nbytes = first.nbytes
-        if nbytes >= _ALONE and first.device == "cpu":
+        nbytes = request.nbytes
+        if nbytes >= _ALONE and alike[1] == "cpu":
             plan.append(Batch([each]))
             continue
-        alike = (first.dtypes[0], first.device, first.op, first.prescale, first.postscale, first.wire)
-        members, total = open_batches.get(alike, (None, 0))
-        if members is None or total + nbytes > threshold:
-            members, total = [], 0
-            plan.append(Batch(members))
-        members.append(each)
-        open_batches[alike] = members, total + nbytes
+        batch = open_batches.get(alike)
+        if batch is None or batch[1] + nbytes > threshold:
+            batch = open_batches[alike] = [[], 0]
+            plan.append(Batch(batch[0]))
+        batch[0].append(each)
+        batch[1] += nbytes
     return plan
-
-
-def _fusible(signature: Signature) -> bool:
-    dtypes = signature.dtypes
-    if signature.op == "adasum" or not dtypes:
-        return False
-    return dtypes.count(dtypes[0]) == len(dtypes) and dtypes[0] not in _SPECIAL and dtype_of(dtypes[0]) is not None

@@ -13,7 +13,8 @@ import torch
 
 from .coordinator import Coordinator
 from .process_sets import ProcessSet, global_process_set
-from .requests import Signature, Submission, can_reduce
+from .requests import DTYPE_NAMES as _DTYPE_NAMES
+from .requests import Request, Signature, Submission, can_reduce
 from .world import current
 
 __all__ = [
@@ -119,44 +120,40 @@ def _tensors(kind: str, given, in_place: bool = False) -> list[torch.Tensor]:
 def _tensor(kind: str, tensor, in_place: bool = False) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{kind} takes a torch.Tensor, not {type(tensor).__name__}")
-    if tensor.is_sparse:
-        raise ValueError(f"{kind} of a sparse tensor: sparse_allreduce_async takes it, or .to_dense()")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        if tensor.is_sparse:
+            raise ValueError(f"{kind} of a sparse tensor: sparse_allreduce_async takes it, or .to_dense()")
         raise ValueError(f"{kind} takes plain tensors, not one of {tensor.layout}, {tensor.dtype}, {tensor.device}")
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor
     if in_place:
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{kind} in place: the tensor must be contiguous, not of shape {list(tensor.shape)} and strides "
-                f"{list(tensor.stride())}: pass .contiguous(), or use the form that isn't in place"
-            )
-        return tensor.detach() if tensor.requires_grad else tensor
-    return tensor.detach().contiguous()
+        raise ValueError(
+            f"{kind} in place: the tensor must be contiguous, not of shape {list(tensor.shape)} and strides "
+            f"{list(tensor.stride())}: pass .contiguous(), or use the form that isn't in place"
+        )
+    return tensor.contiguous()
 
 
-def _signature(kind: str, process_set, tensors, name, **rest) -> Signature:
+def _request(kind: str, process_set, tensors, name, **rest) -> Request:
     if name is not None and not isinstance(name, str):
         raise ValueError(f"name must be a str, not {name!r}")
     device = "cpu"
     if tensors:
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) > 1:
-            raise ValueError(f"{kind}: the tensors of a group must be on one device, not on {sorted(map(str, devices))}")
-        device = tensors[0].device.type
+        place = tensors[0].device
+        if len(tensors) > 1 and len(devices := {tensor.device for tensor in tensors}) > 1:
+            raise ValueError(f"{kind}: a group's tensors must be on one device, not on {sorted(map(str, devices))}")
+        device = place.type
         comms = current().coordinator(process_set).comms
-        if device not in comms or (device != "cpu" and tensors[0].device != comms[device].device):
+        if device not in comms or (device != "cpu" and place != comms[device].device):
             there = ", ".join(str(comm.device) for comm in comms.values())
             raise ValueError(
-                f"{kind}: the tensor is on {tensors[0].device}, this rank works on {there}: move it there (on GPUs "
+                f"{kind}: the tensor is on {place}, this rank works on {there}: move it there (on GPUs "
                 "torch.cuda.set_device(hvd.local_rank()) before anything is made)"
             )
-    return Signature(
-        kind, name or "", tuple(dtype_name(t) for t in tensors), tuple(tuple(t.shape) for t in tensors), device, **rest
-    )
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Give a dtype's name without "torch."."""
-    return str(tensor.dtype).removeprefix("torch.")
+    dtypes, shapes = tuple([_DTYPE_NAMES[t.dtype] for t in tensors]), tuple([tuple(t.shape) for t in tensors])
+    return Request(Signature(kind, name or "", dtypes, shapes, device, **rest))
 
 
 def _reduction(kind: str, tensors, average, op, prescale, postscale, compression=None) -> dict:
@@ -165,33 +162,56 @@ def _reduction(kind: str, tensors, average, op, prescale, postscale, compression
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
         warnings.warn("average is deprecated: use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
         op = Average if average else Sum
-    op = Average if op is None else op
-    if op not in _OURS or isinstance(op, bool):
+    ours = "avg" if op is None else _OURS.get(op) if isinstance(op, int) and not isinstance(op, bool) else None
+    if ours is None:
         raise ValueError(f"{kind}: op must be hvd.Average, Sum, Adasum, Min, Max or Product, not {op!r}")
     if kind == "reducescatter" and op == Adasum:
         raise ValueError("reducescatter by Adasum: Adasum is of allreduce alone")
     for what, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
-        if not isinstance(factor, numbers.Real) or not math.isfinite(factor):
+        if factor != 1.0 and not (isinstance(factor, numbers.Real) and math.isfinite(factor)):
             raise ValueError(f"{kind}: {what} must be a finite number, not {factor!r}")
     for tensor in tensors:
+        if tensor.dtype is torch.float32:
+            continue
         if not can_reduce(tensor.dtype) or (kind == "reducescatter" and tensor.dtype in (torch.bool, torch.int16)):
             raise ValueError(f"{kind}: elements of {tensor.dtype} can't be reduced")
-        if op == Adasum and not tensor.dtype.is_floating_point:
+        if ours == "adasum" and not tensor.dtype.is_floating_point:
             raise ValueError(f"{kind}: Adasum takes floating types, not {tensor.dtype}")
-        if op == Average and tensor.dtype == torch.bool:
+        if ours == "avg" and tensor.dtype == torch.bool:
             raise ValueError(f"{kind}: there is no average of {tensor.dtype}: use Sum, Min, Max or Product")
     wire = "" if compression is None else getattr(compression, "wire", "")
-    return {"op": _OURS[op], "prescale": float(prescale), "postscale": float(postscale), "wire": wire}
+    return {"op": ours, "prescale": float(prescale), "postscale": float(postscale), "wire": wire}
 
 
 # ---- The operations.
 
 
-def _allreduce(tensors, average, name, op, prescale, postscale, process_set, in_place, grouped, waits, compression=None):
-    read = _tensors("allreduce", tensors, in_place) if grouped else [_tensor("allreduce", tensors, in_place)]
-    reduction = _reduction("allreduce", read, average, op, prescale, postscale, compression)
-    signature = _signature("allreduce", process_set, read, name, **reduction)
-    return _submit(process_set, Submission(signature, read, read if in_place else None), grouped, waits)
+_requests: dict[tuple, Request] = {}  # what allreduces of one tensor were checked before
+_MOST_REQUESTS = 4096
+
+
+def _allreduce(
+    tensors, average, name, op, prescale, postscale, process_set, in_place, grouped, waits, compression=None
+):  # fmt: skip
+    if grouped:
+        read = _tensors("allreduce", tensors, in_place)
+        reduction = _reduction("allreduce", read, average, op, prescale, postscale, compression)
+        request = _request("allreduce", process_set, read, name, **reduction)
+        return _submit(process_set, Submission(request, read, read if in_place else None), True, waits)
+    read = _tensor("allreduce", tensors, in_place)
+    known = (name, read.dtype, read.shape, read.device, op, prescale, postscale, compression, process_set)
+    try:
+        request = _requests.get(known) if average is None and op is not True else None
+    except TypeError:  # something that can't be a key, and isn't valid
+        request = None
+    if request is None:
+        reduction = _reduction("allreduce", [read], average, op, prescale, postscale, compression)
+        request = _request("allreduce", process_set, [read], name, **reduction)
+        if average is None:
+            if len(_requests) >= _MOST_REQUESTS:
+                _requests.clear()
+            _requests[known] = request
+    return _submit(process_set, Submission(request, [read], [read] if in_place else None), False, waits)
 
 
 def allreduce_async(
@@ -269,8 +289,8 @@ def _allgather(tensors, name, process_set, grouped, waits):
     for tensor in read:
         if not tensor.dim():
             raise ValueError("allgather joins tensors along their first dimension, and a scalar has none: use [None]")
-    signature = _signature("allgather", process_set, read, name)
-    return _submit(process_set, Submission(signature, read), grouped, waits)
+    request = _request("allgather", process_set, read, name)
+    return _submit(process_set, Submission(request, read), grouped, waits)
 
 
 def allgather_async(tensor, name=None, process_set=global_process_set, *, _waits=False):
@@ -291,8 +311,8 @@ def _broadcast(tensor, root_rank, name, process_set, in_place, waits):
     ranks = process_set.ranks or [root_rank]
     if isinstance(root_rank, bool) or not isinstance(root_rank, int) or root_rank not in ranks:
         raise ValueError(f"broadcast: root_rank must be one of the ranks {ranks}, not {root_rank!r}")
-    signature = _signature("broadcast", process_set, [read], name, root=ranks.index(root_rank))
-    return _submit(process_set, Submission(signature, [read], [read] if in_place else None), False, waits)
+    request = _request("broadcast", process_set, [read], name, root=ranks.index(root_rank))
+    return _submit(process_set, Submission(request, [read], [read] if in_place else None), False, waits)
 
 
 def broadcast_async(tensor, root_rank, name=None, process_set=global_process_set, *, _waits=False):
@@ -326,8 +346,8 @@ def alltoall_async(tensor, splits=None, name=None, process_set=global_process_se
             raise ValueError(f"alltoall: splits must be {size} numbers of rows from 0 up, not {splits}")
         if sum(splits) > read.shape[0]:
             raise ValueError(f"alltoall: splits add up to {sum(splits)}, and there are {read.shape[0]} rows")
-    signature = _signature("alltoall", process_set, [read], name)
-    return _submit(process_set, Submission(signature, [read], splits=splits), False, _waits)
+    request = _request("alltoall", process_set, [read], name)
+    return _submit(process_set, Submission(request, [read], splits=splits), False, _waits)
 
 
 def _reducescatter(tensors, name, op, process_set, prescale, postscale, grouped, waits):
@@ -336,8 +356,8 @@ def _reducescatter(tensors, name, op, process_set, prescale, postscale, grouped,
         if not tensor.dim():
             raise ValueError("reducescatter shares out the first dimension, and a scalar has none")
     reduction = _reduction("reducescatter", read, None, op, prescale, postscale)
-    signature = _signature("reducescatter", process_set, read, name, **reduction)
-    return _submit(process_set, Submission(signature, read), grouped, waits)
+    request = _request("reducescatter", process_set, read, name, **reduction)
+    return _submit(process_set, Submission(request, read), grouped, waits)
 
 
 def reducescatter_async(
@@ -359,9 +379,12 @@ def grouped_reducescatter_async(
     return _reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, True, _waits)
 
 
+_BARRIER = Request(Signature("barrier"))
+
+
 def barrier(process_set=global_process_set) -> None:
     """Block until all ranks of the process set have called it."""
-    synchronize(_submit(process_set, Submission(Signature("barrier"), []), True, True))
+    synchronize(_submit(process_set, Submission(_BARRIER, []), True, True))
 
 
 def join(device=-1) -> int:

@@ -10,10 +10,13 @@ import torch
 
 from ..arrays import TORCH_CODES
 from ..errors import TransportError
+from ..layout import ALIGNMENT
 
-__all__ = ["Signature", "Submission", "can_reduce", "decode", "dtype_of", "encode"]
+__all__ = ["DTYPE_NAMES", "Request", "Signature", "Submission", "can_reduce", "decode", "dtype_of", "encode"]
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ALONE = frozenset({"bool", "int16"})  # reduced as other dtypes, each by itself
 _MOST_BYTES = 1 << 26  # of one rank's announcement
 
 
@@ -35,13 +38,27 @@ class Signature(NamedTuple):
     root: int = 0
     wire: str = ""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(
-            dtype_of(dtype).itemsize * torch.Size(shape).numel()
-            for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
-        )
+
+class Request:
+    """A signature and what follows from it. Requests are compared by identity.
+
+    ``key``: by which the ranks' submissions meet; "" for one with no name. ``nbytes``: of all tensors. ``alike``: what
+    allreduces that can be fused have in common; None: it isn't to be fused. ``dense``: there is no padding between its
+    tensors in a fusion buffer.
+    """
+
+    __slots__ = ("__weakref__", "alike", "dense", "key", "nbytes", "signature")
+
+    def __init__(self, signature: Signature):
+        kind, name, dtypes, shapes, device, op, before, after, _, wire = signature
+        self.signature = signature
+        self.key = f"{kind}.{name}" if name else ""
+        sizes = [_DTYPES[d].itemsize * torch.Size(s).numel() for d, s in zip(dtypes, shapes, strict=True)]
+        self.nbytes = sum(sizes)
+        self.dense = not any(nbytes % ALIGNMENT for nbytes in sizes)
+        one_dtype = bool(dtypes) and dtypes.count(dtypes[0]) == len(dtypes) and dtypes[0] not in _ALONE
+        fusible = kind == "allreduce" and op != "adasum" and one_dtype
+        self.alike = (dtypes[0], device, op, before, after, wire) if fusible else None
 
 
 class Submission:
@@ -53,16 +70,16 @@ class Submission:
     """
 
     __slots__ = (
-        "begun", "done", "error", "finished", "inputs", "key", "outputs", "ready", "reported", "results", "sequence",
-        "signature", "splits",
+        "begun", "done", "error", "finished", "inputs", "key", "outputs", "ready", "reported", "request", "results",
+        "sequence", "splits",
     )  # fmt: skip
 
-    def __init__(self, signature: Signature, inputs: list, outputs: list | None = None, splits=None):
-        self.signature = signature
+    def __init__(self, request: Request, inputs: list, outputs: list | None = None, splits=None):
+        self.request = request
         self.inputs = inputs
         self.outputs = outputs
         self.splits = splits
-        self.key = ""
+        self.key = request.key
         self.done = False
         self.error: BaseException | None = None
         self.results = None
@@ -71,8 +88,13 @@ class Submission:
         self.reported = False
         self.ready = None
         self.finished = None
-        if signature.device == "cuda":
-            self.ready = torch.cuda.current_stream(inputs[0].device if inputs else None).record_event()
+        if request.signature.device == "cuda":
+            self.ready = torch.cuda.current_stream(inputs[0].device).record_event()
+
+    @property
+    def signature(self) -> Signature:
+        """What the ranks compare."""
+        return self.request.signature
 
 
 def dtype_of(name: str) -> torch.dtype:

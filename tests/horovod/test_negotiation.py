@@ -1,0 +1,286 @@
+"""Ranks that submit in different orders, late, or not at all; fusion; join; process sets; a rank that dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import threading
+import time
+
+import torch
+
+from collectives.horovod.negotiation import Batch, Table, fuse
+from collectives.horovod.requests import Signature
+from tests.ranks import Died, run_ranks
+
+from .started import started
+
+
+def any_order(ctx):
+    names = [f"tensor {i}" for i in range(300)]
+    order = random.Random(ctx.rank).sample(names, len(names))
+    with started(ctx) as hvd:
+        for _ in range(2):  # the second time by numbers alone
+            handles = {}
+            for name in order:
+                index = names.index(name)
+                handles[name] = hvd.allreduce_async(torch.full((index % 7 + 1,), float(index)), name=name, op=hvd.Sum)
+            for name in reversed(names):
+                index = names.index(name)
+                assert hvd.synchronize(handles[name]).tolist() == [ctx.size * index] * (index % 7 + 1)
+        # Nobody waits: the background thread drives, and poll tells.
+        handle = hvd.broadcast_async(torch.tensor([ctx.rank]), 1)
+        until = time.monotonic() + 20
+        while not hvd.poll(handle) and time.monotonic() < until:
+            time.sleep(0.001)
+        assert hvd.synchronize(handle).tolist() == [1]
+        # Two threads submit and wait at once, in another order on each rank.
+        found = {}
+
+        def submit(name):
+            for i in range(50):
+                found[name, i] = hvd.allreduce(torch.tensor([float(i)]), name=f"{name}.{i}", op=hvd.Sum).item()
+
+        threads = [threading.Thread(target=submit, args=(name,)) for name in ("ab" if ctx.rank else "ba")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert found == {(name, i): ctx.size * i for name in "ab" for i in range(50)}
+    return True
+
+
+def test_any_order():
+    assert run_ranks(any_order, 3) == [True] * 3
+
+
+def signatures(*shapes, dtype="float32"):
+    return [Signature("allreduce", str(i), (dtype,), (shape,), "cpu", "avg") for i, shape in enumerate(shapes)]
+
+
+def test_fusion_is_by_size_and_kind():
+    table = Table(2)
+    new = [*signatures((1000,), (2000,), (300_000,), (3000,)), Signature("barrier")]
+    new += [Signature("allreduce", "other", ("float64",), ((5,),), "cpu", "avg")]
+    for rank in range(2):
+        table.learn(rank, new)
+    table.announce(0, range(len(new)))
+    assert table.take() == [] and table.missing("allreduce.2") == [1] and table.missing("nothing") == []
+    table.announce(1, reversed(range(len(new))))  # complete in the order of the last rank
+    ready = table.take()
+    assert [each.any.name for each in ready] == ["other", "", "3", "2", "1", "0"]
+    names = [
+        [m.any.name for m in item.members] if isinstance(item, Batch) else item.key for item in fuse(ready, 16_000)
+    ]
+    assert names == [["other"], "barrier.noname.0", ["3"], ["2"], ["1", "0"]]
+    names = [[m.any.name for m in item.members] for item in fuse(ready, 1 << 20) if isinstance(item, Batch)]
+    assert names == [["other"], ["3", "1", "0"], ["2"]]  # the large one goes alone: copying it costs more
+
+
+def test_all_at_once_and_by_rank_give_the_same():
+    new = signatures((4,), (8,))
+    quick, slow = Table(3), Table(3)
+    for table in (quick, slow):
+        for rank in range(3):
+            table.learn(rank, new)
+    assert quick.announce_alike([1, 0])
+    for rank in range(3):
+        slow.announce(rank, [1, 0])
+    assert [(each.key, each.requests[0].signature) for each in quick.take()] == [
+        (each.key, each.requests[0].signature) for each in slow.take()
+    ]
+    slow.announce(0, [0])
+    assert not slow.announce_alike([1])  # something waits
+    quick.learn(0, signatures((5,)))
+    quick.learn(2, [])
+    assert not quick.announce_alike([2])  # the ranks' numbers differ
+
+
+def joins(ctx):
+    rank, size = ctx.rank, ctx.size
+    with started(ctx) as hvd:
+        for _ in range(2):
+            sums = []
+            for step in range(2 * rank + 1):
+                took_part = [each for each in range(size) if 2 * each + 1 > step]
+                got = hvd.allreduce(torch.full((3,), float(rank + 1)), name=f"step {step}", op=hvd.Sum)
+                sums.append(got.tolist() == [sum(each + 1 for each in took_part)] * 3)
+                mean = hvd.allreduce(torch.ones(2), name=f"mean {step}")
+                sums.append(torch.allclose(mean, torch.full((2,), len(took_part) / size)))
+                rows = hvd.allgather(torch.full((2,), rank), name=f"rows {step}")
+                sums.append(rows.tolist() == [each for each in took_part for _ in range(2)])
+            assert all(sums)
+            if rank == size - 1:
+                ctx.exchange(None)
+                try:
+                    hvd.broadcast(torch.ones(1), rank)
+                except hvd.HorovodInternalError as error:
+                    assert "can't be done once a rank has joined" in str(error)
+                else:
+                    raise AssertionError("a joined rank took part in a broadcast")
+                assert hvd.join() == rank
+            else:
+                done = []
+                thread = threading.Thread(target=lambda: done.append(hvd.join()))  # noqa: B023
+                thread.start()
+                ctx.exchange(None)
+                thread.join(30)
+                assert done == [size - 1]
+        return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+
+def test_join_with_uneven_inputs():
+    assert run_ranks(joins, 3) == [3.0] * 3
+
+
+def sets(ctx):
+    from collectives.horovod import ProcessSet
+
+    even, first = ProcessSet([0, 2]), ProcessSet([0, 1])
+    with started(ctx, process_sets=[even, first]) as hvd:
+        assert even.process_set_id == 1 and even.size() == 2 and first.included() == (ctx.rank < 2)
+        assert even.rank() == (None if ctx.rank == 1 else ctx.rank // 2)
+        mine = torch.tensor([float(ctx.rank + 1)])
+        answers = [hvd.allreduce(mine, op=hvd.Sum).item()]
+        if even.included():
+            answers.append(hvd.allreduce(mine, op=hvd.Sum, process_set=even).item())
+            answers.append(hvd.broadcast(mine, 2, process_set=even).item())
+            assert hvd.allgather(mine, process_set=even).tolist() == [1.0, 3.0]
+            hvd.barrier(process_set=even)
+        else:
+            try:
+                hvd.allreduce(mine, process_set=even)
+            except ValueError as error:
+                assert "rank 1 isn't in process set 1" in str(error)
+        # Each set waits for its own members alone, whichever of them a rank is busy with.
+        handles = []
+        if ctx.rank == 0:
+            handles.append(hvd.allreduce_async(mine, op=hvd.Sum, process_set=even))
+            answers.append(hvd.allreduce(mine, op=hvd.Sum, process_set=first).item())
+        elif ctx.rank == 1:
+            answers.append(hvd.allreduce(mine, op=hvd.Sum, process_set=first).item())
+        ctx.exchange(None)
+        if ctx.rank == 2:
+            handles.append(hvd.allreduce_async(mine, op=hvd.Sum, process_set=even))
+        answers += [hvd.synchronize(handle).item() for handle in handles]
+        last = hvd.add_process_set([1, 2])
+        if last.included():
+            answers.append(hvd.allreduce(mine, op=hvd.Max, process_set=last).item())
+        assert hvd.remove_process_set(last) and not hvd.remove_process_set(hvd.global_process_set)
+        assert last.size() is None and not hvd.remove_process_set(last)
+        try:
+            hvd.allreduce(mine, process_set=last)
+        except ValueError as error:
+            assert "isn't a process set of this job" in str(error)
+        return answers
+
+
+def test_process_sets():
+    assert run_ranks(sets, 3) == [[6.0, 4.0, 3.0, 3.0, 4.0], [6.0, 3.0, 3.0], [6.0, 4.0, 3.0, 4.0, 3.0]]
+
+
+def stalls(ctx):
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    log = logging.getLogger("collectives.horovod")
+    log.addHandler(handler)
+    try:
+        with started(ctx, HOROVOD_STALL_CHECK_TIME_SECONDS=0.4) as hvd:
+            if ctx.rank < 2:
+                handle = hvd.allreduce_async(torch.ones(2), name="lost")
+                # Ranks 0 and 1 have told each other what they have under way; rank 2 has nothing at all.
+                until = time.monotonic() + 20
+                while not told and time.monotonic() < until:
+                    time.sleep(0.05)
+            ctx.exchange(None)
+            if ctx.rank == 2:
+                handle = hvd.allreduce_async(torch.ones(2), name="lost")
+            hvd.synchronize(handle)
+    finally:
+        log.removeHandler(handler)
+    return told
+
+
+def test_a_stalled_tensor_is_reported_by_name():
+    first, second, third = run_ranks(stalls, 3)
+    assert third == []
+    for rank, told in enumerate((first, second)):
+        assert len(told) == 1  # once
+        assert f"hvd [rank {rank}]: submitted here more than 0.4 s ago" in told[0]
+        assert "allreduce.lost (missing: rank 2)" in told[0]
+
+
+def stall_ends(ctx):
+    with started(ctx, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=0.5, HOROVOD_STALL_CHECK_DISABLE=1) as hvd:
+        if ctx.rank == 0:
+            try:
+                hvd.allreduce(torch.ones(2), name="lost")
+            except hvd.HorovodInternalError as error:
+                ctx.exchange(None)
+                return str(error), type(error.__cause__).__name__
+        ctx.exchange(None)
+        try:  # this rank hears of it at its next operation
+            hvd.allreduce(torch.ones(2), name="other")
+        except hvd.HorovodInternalError as error:
+            return str(error), type(error.__cause__).__name__
+
+
+def test_a_stall_ends_the_job_where_that_is_asked_for():
+    first, second = run_ranks(stall_ends, 2)
+    assert "allreduce.lost" in first[0] and "(missing: rank 1)" in first[0] and first[1] == "CollectiveTimeout"
+    assert "allreduce.other" in second[0] and second[1] == "RemoteError"
+
+
+def dies(ctx):
+    with started(ctx) as hvd:
+        hvd.allreduce(torch.ones(1))
+        if ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        handles = [hvd.allreduce_async(torch.ones(5), name=str(i)) for i in range(3)]
+        errors = []
+        for handle in handles:
+            try:
+                hvd.synchronize(handle)
+            except hvd.HorovodInternalError as error:
+                errors.append(error)
+        try:
+            hvd.allreduce(torch.ones(1))
+        except hvd.HorovodInternalError as error:
+            errors.append(error)
+        return [(str(error), type(error.__cause__).__name__) for error in errors]
+
+
+def test_a_dead_rank_fails_what_waits_for_it():
+    first, second, third = run_ranks(dies, 3, deaths=[1])
+    assert isinstance(second, Died)
+    for answers in (first, third):
+        assert len(answers) == 4
+        assert all("rank 1" in text and kind == "RemoteError" for text, kind in answers), answers
+
+
+def forks(ctx):
+    with started(ctx) as hvd:
+        hvd.allreduce(torch.ones(1))
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                hvd.allreduce(torch.ones(1))
+                text = b"went on"
+            except hvd.HorovodInternalError as error:
+                text = str(error).encode()
+            os.write(writer, text)
+            os._exit(0)
+        os.waitpid(child, 0)
+        told = os.read(reader, 1000).decode()
+        os.close(reader)
+        os.close(writer)
+        return told, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+
+def test_a_forked_child_is_refused():
+    for told, value in run_ranks(forks, 2):
+        assert "initialised in the parent process" in told and value == 2.0
