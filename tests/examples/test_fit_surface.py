@@ -1,4 +1,4 @@
-"""The fit of a surface, under each launcher, with no change."""
+"""The fit of a surface, under both mpiruns, with no change."""
 
 import json
 import shutil
@@ -6,12 +6,11 @@ import shutil
 import pytest
 import torch
 
-from tests.examples.running import run_example, torchrun
+from tests.examples.running import run_example
 
 LAUNCHERS = {
     "openmpi": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"],
     "mpich": ["mpiexec.hydra", "-n", "2"],
-    "torchrun": torchrun(2),
 }
 
 
