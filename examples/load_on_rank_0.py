@@ -6,8 +6,8 @@ Also runs under mpirun, under srun, or alone. First a training is made to its en
 checkpoint. Then every rank builds its model and optimizer anew, from other random numbers on each; rank 0 loads. The
 weights reach the others by DDP's constructor, which broadcasts rank 0's; the optimizer's state by
 `broadcast_optimizer_state` below, since DDP doesn't know of optimizers: forgotten, the ranks drift apart without a
-word, which is tried as well. At the end rank 0 saves. The last line on stdout is one JSON object; the exit status is 1 if
-the ranks' parameters differ or aren't those of the training that was not interrupted, bit for bit.
+word, which is tried as well. At the end rank 0 saves. The last line on stdout is one JSON object; the exit status is 1
+if the ranks' parameters differ or aren't those of the training that was not interrupted, bit for bit.
 (Where the wire and the optimizer's parts have state of their own: examples/save_and_resume.py.)
 """
 
