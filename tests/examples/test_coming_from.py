@@ -12,7 +12,7 @@ from tests.examples.running import EXAMPLES, run_example, torchrun
 ROOT = EXAMPLES.parent
 PAGE = page_blocks.PAGE.read_text()
 BLOCKS = page_blocks.blocks_of(PAGE)
-HOROVOD = (ROOT / "collectives" / "horovod").exists()
+HOROVOD = (ROOT / "collectives" / "horovod" / "__init__.py").exists()
 
 
 @pytest.fixture(scope="module")
