@@ -6,11 +6,11 @@
 
 Synthetic data and a step of SGD, as in the benchmarks of Horovod and others: what is measured is computation and
 gradients, not the reading of data. Any launcher, CPU or GPUs (NCCL then). `hook` is on our DistributedDataParallel,
-whose gradients are views of its buckets; `plain` and `auto` are torch's, with its own defaults. Blocks of steps are made in turn in one run;
-a block's time is that of the slowest rank; the median block counts, and the first steps of each way don't: `auto` takes
-28 to choose between plain DDP and our hook. After the timing all ways are given the same parameters and the same
-batches, and their gradients compared. The last line on stdout is one JSON object, which `--json FILE` also appends to a
-file; the exit status is 1 if the ways' gradients or the ranks' parameters differ.
+whose gradients are views of its buckets; `plain` and `auto` are torch's, with its own defaults. Blocks of steps are
+made in turn in one run; a block's time is that of the slowest rank; the median block counts, and the first steps of
+each way don't: `auto` takes 28 to choose between plain DDP and our hook. After the timing all ways are given the same
+parameters and the same batches, and their gradients compared. The last line on stdout is one JSON object, which
+`--json FILE` also appends to a file; the exit status is 1 if the ways' gradients or the ranks' parameters differ.
 """
 
 import argparse

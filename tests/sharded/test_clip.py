@@ -86,8 +86,8 @@ def clip(ctx):
     if ctx.rank == 0:
         rows.append(nn.utils.get_total_norm([torch.ones(4)]).item())
 
-    # Gradients of torch's own FSDP2 are DTensors, whose memory isn't theirs: the norm is torch's, also beside a model of
-    # ours that has gradients.
+    # Gradients of torch's own FSDP2 are DTensors, whose memory isn't theirs: the norm is torch's, also beside a model
+    # of ours that has gradients.
     model, _ = backward(ctx)
     torchs, whole = make_model(), make_model()
     fully_shard_of_torch(torchs)
