@@ -775,7 +775,10 @@ def _after_fork() -> None:
     for comm in list(_open.values()):
         _kept.append((comm._native, comm._registered, comm._algorithms))
         comm._algorithms = None
-        why = "the communicator was opened in the parent process and can't be used in a forked child"
+        why = (
+            "the communicator was opened in the parent process and can't be used in a forked child: open it in the "
+            "children alone, close() it before the fork, or start them by the spawn method"
+        )
         comm._native = _Gone(why, comm.rank, forked=True)
         comm._registered = set()
         _kept.append(comm._lane.leave(comm._native))

@@ -17,16 +17,17 @@ from tqdm import tqdm
 import collectives
 
 
-def run(train, arguments):
+def run(train, arguments, gpu_backend="gloo"):
     """Call ``train(arguments, comm)`` as a rank of this job; return the exit status: 0 if all went well.
 
     `train` returns (result, passed), the same on all ranks; rank 0 prints the result as JSON. The ranks are started by
-    torchrun, mpirun or srun, or there is one alone. `arguments.plot` is where `train` leaves its plot.
+    torchrun, mpirun or srun, or there is one alone. `arguments.plot` is where `train` leaves its plot. `gpu_backend`:
+    what torch.distributed takes GPU tensors over; NCCL wants a GPU for each rank.
     """
     comm = collectives.init()
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it; under mpirun the ranks would fight for the cores
         torch.set_num_threads(max(1, min(len(os.sched_getaffinity(0)), os.cpu_count() // comm.local_size)))
-    join_process_group(comm)
+    join_process_group(comm, gpu_backend)
     result, passed = train(arguments, comm)
     if comm.rank == 0:  # before the others leave: a launcher ends all ranks once one has failed
         print(f"plot: {arguments.plot}")
@@ -39,10 +40,14 @@ def run(train, arguments):
     return 0 if passed else 1
 
 
-def join_process_group(comm):
-    """Start torch.distributed over Gloo for the ranks of ``comm``; under mpirun, with no MASTER_ADDR, too."""
+def join_process_group(comm, gpu_backend="gloo"):
+    """Start torch.distributed for the ranks of ``comm``; under mpirun, with no MASTER_ADDR, too."""
+    backend = "gloo"
+    if comm.device.type == "cuda":
+        torch.cuda.set_device(comm.device)
+        backend = "gloo" if gpu_backend == "gloo" else f"cpu:gloo,cuda:{gpu_backend}"
     if "MASTER_ADDR" in os.environ:
-        dist.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
+        dist.init_process_group(backend, rank=comm.rank, world_size=comm.size)
         return
     # One machine: rank 0 opens a store on a free port, and tells the others which, through our own broadcast.
     port = torch.zeros(1, dtype=torch.int64, device=comm.device)
@@ -53,7 +58,7 @@ def join_process_group(comm):
     comm.broadcast(port, root=0)
     if store is None:
         store = dist.TCPStore("127.0.0.1", int(port), comm.size, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size)
 
 
 def at_least_1(text):

@@ -7,15 +7,16 @@ log says what was done. A hook that the user registers wins, before and after.
 
 Settings are environment variables, read at import: ``COLLECTIVES_WIRE``, ``COLLECTIVES_STREAMS``,
 ``COLLECTIVES_BLOCK``, ``COLLECTIVES_ERROR_FEEDBACK``, ``COLLECTIVES_STOCHASTIC_ROUNDING``; ``COLLECTIVES_AUTO=0``
-turns all of it off. `InvalidArgument` names the variable whose value is wrong.
+turns all of it off, and `leave_alone` keeps one DDP object as it is. `InvalidArgument` names the variable whose value
+is wrong.
 """
 
 from __future__ import annotations
 
-from .install import install
+from .install import install, leave_alone
 from .settings import read
 
-__all__ = []
+__all__ = ["leave_alone"]
 
 _settings = read()
 if _settings is not None:

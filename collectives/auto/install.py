@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import InvalidUsage
 from .model import Model
 
-__all__ = ["install"]
+__all__ = ["install", "leave_alone"]
 
 # Tables and not attributes of the object, which would be copied and pickled with it.
 _models: weakref.WeakKeyDictionary[DistributedDataParallel, Model] = weakref.WeakKeyDictionary()
@@ -45,6 +45,24 @@ def install(settings: dict) -> None:
         _numbers[self] = _built[name]
 
     DistributedDataParallel.__init__ = __init__
+
+
+def leave_alone(ddp: DistributedDataParallel) -> None:
+    """Keep torch's own all-reduce for one DDP object, whatever ``collectives.auto`` does with the others.
+
+    All ranks must call it, best before the object's first forward; a local call. Raises `InvalidUsage` once
+    `fused_allreduce` is registered on it, which can't be undone.
+    """
+    model = _models.get(ddp)
+    if model is not None and model.registered:
+        raise InvalidUsage(
+            "leave_alone(): collectives.auto has registered its hook on this DDP object already, and a hook can't be "
+            "taken off: call it before the first forward, or build the object again"
+        )
+    if model is None:
+        _models[ddp] = Model(ddp, None)
+    elif model.watching:
+        model.leave_alone("leave_alone() was called")
 
 
 def _wrap_forward(settings: dict) -> None:

@@ -13,6 +13,7 @@ import math
 import torch
 import torch.nn.utils.clip_grad as torchs
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from ..errors import InvalidArgument, InvalidUsage
 from .order import all_orders
@@ -114,7 +115,8 @@ def _sorted(tensors) -> list[tuple]:
     others = []
     for tensor in tensors:
         known = by_grad.get(id(tensor))
-        if known is None and tensor.layout == torch.strided and tensor.numel():
+        # A DTensor, of torch's own FSDP2 say, has no memory: its local part does.
+        if known is None and tensor.layout == torch.strided and tensor.numel() and not is_wrapper(tensor):
             known = by_memory.get(tensor.untyped_storage().data_ptr())
         if known is None:
             others.append(tensor)

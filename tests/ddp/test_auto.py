@@ -134,7 +134,7 @@ def medians(plain, ours):
 
 @over_gloo
 def whole_program(ctx):
-    import collectives.auto  # noqa: F401
+    import collectives.auto
     from collectives.auto import meeting, model, trial
 
     log = Lines()
@@ -205,6 +205,12 @@ def whole_program(ctx):
         with pytest.raises(RuntimeError, match="can only be called once"):
             ddp.register_comm_hook(None, users_hook)
 
+    for name, at in (("asked first", 0), ("asked early", 3)):
+        ddp = wrap(make_model(), "plain")
+        ask = lambda step, at=at, ddp=ddp: step == at and collectives.auto.leave_alone(ddp)  # noqa: E731
+        found[name] = [trained(ctx, ddp, make_model(), each=ask), log.take()]
+        ddp.register_comm_hook("mine", users_hook)  # there was none
+
     with mock.patch.object(meeting, "_SECONDS", 1.0):
         ddp = wrap(make_model(), "plain")
         ddp(torch.zeros(1, 12))  # attended to from now on
@@ -212,6 +218,8 @@ def whole_program(ctx):
         found["skewed"] = [trained(ctx, ddp, make_model()), log.take()]
 
     ddp = scenario("joined")
+    with pytest.raises(InvalidUsage, match="registered its hook"):
+        collectives.auto.leave_alone(ddp)
     with ddp.join():
         for step in range(1 + ctx.rank):
             ddp.zero_grad()
@@ -232,7 +240,7 @@ def program(tmp_path_factory):
 
 
 ALL = ["ours", "views", "static", "unused", "margin", "plain", "measured", "differs", "raises", "no engine", "skewed"]
-ALL += ["user's first", "user's early", "user's late", "joined"]
+ALL += ["user's first", "user's early", "user's late", "joined", "asked early"]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -254,6 +262,7 @@ def test_the_model_is_that_of_plain_ddp(program, name):
         ("measured", "ms with fused_allreduce"),
         ("user's first", "left alone: it has a hook of its own"),
         ("user's early", "left alone: it has a hook of its own"),
+        ("asked early", "left alone: leave_alone() was called"),
     ],
 )
 def test_rank_0_tells_what_was_done(program, name, text):
@@ -296,6 +305,11 @@ def test_a_hook_of_the_user_wins(program):
         assert found["user's first"][2] == 13 * buckets + 1  # the first backward's bucket, before they are rebuilt
         assert all(found[name][3] == {"mine"} for name in ("user's first", "user's early", "user's late"))
     assert "takes the place of ours" in program[0]["user's late"][1][0]
+
+
+def test_a_model_that_is_to_be_left_alone_never_is_attended_to(program):
+    for found in program:
+        assert found["asked first"][0] < 2e-6 and found["asked first"][1] == []
 
 
 def test_a_saved_model_knows_nothing_of_it(program):

@@ -55,6 +55,16 @@ def test_save_and_resume(tmp_path):
     assert again["bit_for_bit"] is True and again["loss_last"] == result["loss_last"]
 
 
+def test_load_on_rank_0(tmp_path):
+    result = result_of("load_on_rank_0.py", "--steps", "30", "--hidden", "64", cwd=tmp_path)
+    assert result["bit_for_bit"] is True and result["identical_without_sending"] is False  # so that it can fail
+    assert (result["loaded_at"], result["steps"]) == (15, 30)
+    folder = tmp_path / "out" / "load_on_rank_0"
+    assert {path.name for path in folder.iterdir()} == {"middle.pt", "end.pt"}
+    saved = torch.load(folder / "end.pt")
+    assert saved["step"] == 30 and saved["optimizer"]["state"][0]["step"] == 30
+
+
 def test_char_gpt(tmp_path):
     model = ("--layers", "1", "--width", "64", "--context", "32", "--held-out", "64", "--limit", "300000")
     result = result_of("char_gpt.py", *model, "--steps", "80", "--compare", "bf16,int8", cwd=tmp_path)

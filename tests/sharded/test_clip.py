@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 from torch.nn.utils import clip_grad_norm_ as imported_early
 from torch.nn.utils import get_total_norm as norm_imported_early
 
@@ -84,6 +85,16 @@ def clip(ctx):
     # Tensors that are of no piece: as ever, on one rank alone.
     if ctx.rank == 0:
         rows.append(nn.utils.get_total_norm([torch.ones(4)]).item())
+
+    # Gradients of torch's own FSDP2 are DTensors, whose memory isn't theirs: the norm is torch's, also beside a model
+    # of ours that has gradients.
+    model, _ = backward(ctx)
+    torchs, whole = make_model(), make_model()
+    fully_shard_of_torch(torchs)
+    loss_of(torchs, 0, ctx.rank).backward()
+    (sum(loss_of(whole, 0, rank) for rank in range(ctx.size)) / ctx.size).backward()
+    norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.05) for each in (torchs, whole)]
+    torch.testing.assert_close(norms[0].full_tensor(), norms[1])
     return rows
 
 
