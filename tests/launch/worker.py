@@ -75,6 +75,7 @@ def main() -> int:
     began = time.monotonic()
     try:
         result["launcher"] = rendezvous.identify().launcher
+        result["address"] = [os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")]
         run(float(sys.argv[1]), sys.argv[2:], result)
     except (CollectivesError, KeyboardInterrupt) as error:
         result.update(error=type(error).__name__, text=str(error), peers=list(getattr(error, "peers", ())))
