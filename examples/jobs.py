@@ -41,19 +41,7 @@ def run(train, arguments):
 
 def join_process_group(comm):
     """Start torch.distributed over Gloo for the ranks of ``comm``; under mpirun, with no MASTER_ADDR, too."""
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
-        return
-    # One machine: rank 0 opens a store on a free port, and tells the others which, through our own broadcast.
-    port = torch.zeros(1, dtype=torch.int64, device=comm.device)
-    store = None
-    if comm.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, comm.size, is_master=True, wait_for_workers=False)
-        port[0] = store.port
-    comm.broadcast(port, root=0)
-    if store is None:
-        store = dist.TCPStore("127.0.0.1", int(port), comm.size, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    collectives.init_process_group("gloo", comm=comm)
 
 
 def at_least_1(text):

@@ -35,7 +35,7 @@ def mpi(program, ranks=2):
 
 def test_torchrun():
     # One process group only: the agent's store keeps the first one's addresses, and a second one would read them.
-    steps = ("init", "twice", "group", "reopen")
+    steps = ("init", "twice", "ours", "reopen")
     command = torchrun("--standalone", *worker(30, *steps)[1:])
     results = run((command, clean_environment()), results=2)
     check(results, 2, "torchrun", sums=2)
@@ -56,12 +56,12 @@ def test_torchrun_with_the_process_group_first():
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "behind a shell"])
 def test_mpi_without_an_address(program, wrapped):
-    command = worker(30, "init", "twice", "reopen")
+    command = worker(30, "init", "twice", "ours", "reopen")
     if wrapped:  # a shell that stays: the ranks have no parent in common
         command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
     results = run(([*mpi(program), *command], clean_environment()), results=2)
     check(results, 2, "openmpi" if "openmpi" in program else "mpich", sums=2)
-    assert all(result["same"] for result in results)
+    assert all(result["same"] and result["groups"] == [3.0] for result in results)
 
 
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
@@ -120,8 +120,10 @@ def test_mpi4py_where_there_is_no_address_and_more_than_one_machine(program):
 
 
 def test_srun_on_one_machine():
-    command = [sys.executable, SRUN, "-n", "2", *worker(30, "init", "reopen")]
-    check(run((command, clean_environment()), results=2), 2, "slurm", sums=2)
+    command = [sys.executable, SRUN, "-n", "2", *worker(30, "ours", "init", "reopen")]
+    results = run((command, clean_environment()), results=2)
+    check(results, 2, "slurm", sums=2)
+    assert [result["groups"] for result in results] == [[3.0], [3.0]]
 
 
 def test_slurms_variables_outside_of_srun():
