@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.processes import SRUN
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SECONDS = 150  # limit of one run; the longest takes 10 to 20 on two idle cores
@@ -66,3 +68,8 @@ def torchrun(ranks):
         port = probe.getsockname()[1]
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
     return [*run, "--no-python"]
+
+
+def start_two():
+    """Return the command that starts two ranks soonest: a launcher that imports no torch of its own."""
+    return [sys.executable, SRUN, "-n", "2"]

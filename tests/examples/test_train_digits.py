@@ -15,8 +15,7 @@ import threading
 
 import pytest
 
-from tests.examples.running import EXAMPLES, SECONDS, clean_environment, run_example, torchrun
-from tests.launch.processes import SRUN
+from tests.examples.running import EXAMPLES, SECONDS, clean_environment, run_example, start_two, torchrun
 
 NAME = "train_digits.py"
 SHORT = ("--epochs", "3", "--blocks", "1")
@@ -73,7 +72,7 @@ def test_the_plot_is_saved_and_its_path_printed(two_ranks):
 LAUNCHERS = {
     "openmpi": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"],
     "mpich": ["mpiexec.hydra", "-n", "2"],
-    "srun": [sys.executable, SRUN, "-n", "2"],
+    "srun": start_two(),
     "run": [sys.executable, "-m", "collectives.run", "-n", "2", "--no-python"],
 }
 
