@@ -6,6 +6,7 @@ from .communicator import Communicator
 from .ddp import DistributedDataParallel, HookState, fused_allreduce
 from .engine import EngineInfo, engines
 from .timeline import timeline
+from .torch_groups import init_process_group
 from .tune import tune
 from .work import Work
 from .world import init
@@ -23,6 +24,7 @@ __all__ = [
     "errors",
     "fused_allreduce",
     "init",
+    "init_process_group",
     "timeline",
     "tune",
 ]

@@ -93,7 +93,8 @@ class GradientBuckets:
             for number, (name, param) in enumerate(members):
                 if param.device != comm.device:
                     raise InvalidArgument(
-                        f"{called(name, number, param)} is on {param.device}, the communicator on {comm.device}",
+                        f"{called(name, number, param)} is on {param.device}, the communicator on {comm.device}: move "
+                        f"the model there before you give its parameters, .to({str(comm.device)!r})",
                         op=_OP,
                     )
         self._given = comm

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from .arrays import kind_of
 from .communicator import Communicator
 from .compiled import reduce_tuple
+from .devices import check_device_ids, tell_devices
 from .errors import CollectivesError, InvalidArgument, InvalidUsage
 from .lanes import close_lanes
 from .memory import mapped_apart
@@ -94,13 +95,25 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     So `fused_allreduce` averages over the right ranks also where the module was built over a subgroup. Gradients are
     views of DDP's buckets (``gradient_as_bucket_view``, True unless it is given), which saves two passes over them, and
     which the hook makes memory that the ranks share; as in torch, such a gradient can't be ``detach_()``-ed. So that
-    they can be shared, the buckets are made apart from malloc's heap; see `memory.mapped_apart`.
+    they can be shared, the buckets are made apart from malloc's heap; see `memory.mapped_apart`. Raises
+    `InvalidArgument` for `device_ids` that don't fit where the module's parameters are, with those that would.
     """
 
     def __init__(self, module, *arguments, gradient_as_bucket_view: bool = True, **options):
+        check_device_ids(arguments[0] if arguments else options.get("device_ids"), module)
         super().__init__(module, *arguments, gradient_as_bucket_view=gradient_as_bucket_view, **options)
         self._forwards = 0
         tell(module)
+
+    @torch._disable_dynamo(recursive=False)
+    def forward(self, *inputs, **arguments):
+        """Call the module, as torch's; an error from inputs on another device than the module's says so in a note."""
+        try:
+            return super().forward(*inputs, **arguments)
+        except RuntimeError as error:
+            if "device" in str(error) and hasattr(error, "add_note"):  # Python 3.11
+                tell_devices(error, self.module, (*inputs, *arguments.values()))
+            raise
 
     @torch._disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs, **arguments):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from .engine import Engine
@@ -50,7 +51,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class PeerInfo:
     """One rank: the machine it is on and its process. ``pid`` and ``device`` are None where the ranks have exchanged
-    nothing but a name; ``namespace`` is the network namespace, which differs between containers of one machine."""
+    nothing but a name; ``namespace`` is the network namespace, which differs between containers of one machine;
+    ``gpu`` the UUID of a CUDA device, whose number depends on CUDA_VISIBLE_DEVICES."""
 
     rank: int
     host: str
@@ -58,6 +60,7 @@ class PeerInfo:
     pid: int | None = None
     device: str | None = None
     namespace: str = ""
+    gpu: str | None = None
 
     @property
     def machine(self) -> tuple[str, str]:
@@ -97,7 +100,8 @@ class Own:
         except OSError:  # a sandbox with no such files: the host's name has to do
             boot_id = namespace = ""
         device = None if self.device is None else str(self.device)[:64]
-        return PeerInfo(self.rank, socket.gethostname()[:255], boot_id, os.getpid(), device, namespace)
+        host, gpu = socket.gethostname()[:255], _uuid_of(self.device)
+        return PeerInfo(self.rank, host, boot_id, os.getpid(), device, namespace, gpu)
 
     def record(self) -> bytes:
         """Write down what the others need to know. Rank 0 makes the unique id here."""
@@ -117,7 +121,14 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "namespace": (str,),
     "pid": (int,),
     "device": (str, type(None)),
+    "gpu": (str, type(None)),
 }
+
+
+def _uuid_of(device: object) -> str | None:
+    if not isinstance(device, torch.device) or device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)[:64]
 
 
 def parse(data: bytes, rank: int) -> dict[str, Any]:
@@ -144,7 +155,8 @@ def _read_json(data: bytes, limit: int = RECORD_BYTES) -> dict[str, Any]:
 def settle(data: Iterable[bytes], own: Own) -> Meeting:
     """Check that the ranks fit together. All ranks see the same records, by rank, so all come to the same result.
 
-    Raises ``InvalidUsage`` where sizes or engines differ, or the host engine's ranks are on several machines.
+    Raises ``InvalidUsage`` where sizes or engines differ, the host engine's ranks are on several machines, or NCCL's
+    share a GPU.
     """
     records = [parse(record, rank) for rank, record in enumerate(data)]
     for name, what in (("size", "number of ranks"), ("engine", "engine")):
@@ -152,7 +164,8 @@ def settle(data: Iterable[bytes], own: Own) -> Meeting:
         if len(groups) > 1:
             told = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in groups.items())
             raise InvalidUsage(f"the ranks don't have the same {what}: {told}", op="init", rank=own.rank)
-    peers = tuple(PeerInfo(r["rank"], r["host"], r["boot_id"], r["pid"], r["device"], r["namespace"]) for r in records)
+    names = ("rank", "host", "boot_id", "pid", "device", "namespace", "gpu")
+    peers = tuple(PeerInfo(*(r[name] for name in names)) for r in records)
     machines = _groups((peer.machine, peer.rank) for peer in peers)
     if own.engine.name == "host" and len(machines) > 1:
         told = "; ".join(f"{name_ranks(ranks)} on {peers[ranks[0]].host}" for ranks in machines.values())
@@ -164,8 +177,25 @@ def settle(data: Iterable[bytes], own: Own) -> Meeting:
             op="init",
             rank=own.rank,
         )
+    if own.engine.name == "nccl" and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") in ("", "0"):
+        _refuse_shared_gpus(peers, own)
     here = machines[peers[own.rank].machine]
     return Meeting(bytes.fromhex(records[0]["unique_id"]), peers, here.index(own.rank), len(here))
+
+
+def _refuse_shared_gpus(peers: tuple[PeerInfo, ...], own: Own) -> None:
+    """NCCL would fail after all ranks have come, on each with "Duplicate GPU detected" or "invalid usage" alone."""
+    for (_, gpu), ranks in _groups(((peer.boot_id or peer.host, peer.gpu), peer.rank) for peer in peers).items():
+        if gpu is not None and len(ranks) > 1:
+            first = peers[ranks[0]]
+            raise InvalidUsage(
+                f"{name_ranks(ranks)} are all on one GPU, {first.device} ({gpu}) of {first.host}: NCCL takes one rank "
+                "a GPU. Give each its own, init(device=f'cuda:{local_rank}'), and start no more ranks on a machine "
+                "than it has GPUs; where each rank sees one GPU only, CUDA_VISIBLE_DEVICES must differ between them",
+                op="init",
+                rank=own.rank,
+                peers=ranks,
+            )
 
 
 def _groups(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:

@@ -257,8 +257,9 @@ def read_params(params) -> list[tuple[str | None, torch.Tensor]]:
     for number, entry in enumerate(entries):
         name, param = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
         if not isinstance(param, torch.Tensor) or not isinstance(name, str | None):
+            cure = "" if not isinstance(entry, Iterable) else ". Of several models: itertools.chain(one, other)"
             raise InvalidArgument(
-                f"entry {number} of params is no parameter, nor (name, parameter): {kind_of(entry)}", op=_OP
+                f"entry {number} of params is no parameter, nor (name, parameter): {kind_of(entry)}{cure}", op=_OP
             )
         if param.requires_grad and id(param) not in found:
             _check_param(name, number, param)

@@ -147,7 +147,7 @@ def _over_tcp(identity: Identity, prefix: str, own: Own, deadline: float, timeou
         if store is None:
             raise TransportError(
                 f"port {identity.master_port} is in use by another program on this machine, so rank 0 can't serve the "
-                f"others at {address}: set MASTER_PORT to a free port",
+                f"others at {address}: set MASTER_PORT to a free port (torchrun: --master-port, or --standalone)",
                 op="init",
                 rank=own.rank,
                 detail=first_line(error),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 
@@ -11,14 +12,41 @@ import torch.distributed as dist
 from .communicator import Communicator
 from .engine import get_engine
 from .errors import InvalidUsage
-from .rendezvous import meet_over_store
+from .rendezvous import identify, meet_over_store
+from .world import init
 
-__all__ = ["communicator_over", "default_group", "drop", "opened"]
+__all__ = ["communicator_over", "default_group", "drop", "init_process_group", "opened"]
 
 _OPEN_SECONDS = 300.0  # how far apart the ranks may reach the first bucket of the first backward
 
 _opened: dict = {}  # (id of the group, device) -> (weak reference to the group, communicator)
 _lock = threading.Lock()
+
+
+def init_process_group(backend: str | None = None, *, comm: Communicator | None = None, **options) -> None:
+    """Start torch.distributed's default group for the ranks of this job, whatever has started them.
+
+    As ``torch.distributed.init_process_group(backend, **options)`` under torchrun, or wherever MASTER_ADDR and
+    MASTER_PORT are set; under mpirun or srun, which set no RANK, no MASTER_ADDR, or neither, the ranks meet by `comm`,
+    or by what `init()` gives, and rank 0 opens a torch store on a free port. Blocks until all ranks have come. Raises
+    as `init()` and torch do.
+    """
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        who = identify() if comm is None else comm
+        dist.init_process_group(backend, rank=who.rank, world_size=who.size, **options)
+        return
+    comm = init() if comm is None else comm
+    here = comm.local_size == comm.size
+    address = "127.0.0.1" if here or comm.peers is None else comm.peers[0].host
+    port = torch.zeros(1, dtype=torch.int64, device=comm.device)
+    store = None
+    if comm.rank == 0:
+        store = dist.TCPStore(address, 0, comm.size, is_master=True, wait_for_workers=False)
+        port[0] = store.port
+    comm.broadcast(port, root=0)
+    if store is None:
+        store = dist.TCPStore(address, int(port), comm.size, is_master=False)
+    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, **options)
 
 
 def default_group(whose: str, instead: str, *, op: str | None = None):

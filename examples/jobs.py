@@ -46,19 +46,7 @@ def join_process_group(comm, gpu_backend="gloo"):
     if comm.device.type == "cuda":
         torch.cuda.set_device(comm.device)
         backend = "gloo" if gpu_backend == "gloo" else f"cpu:gloo,cuda:{gpu_backend}"
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, rank=comm.rank, world_size=comm.size)
-        return
-    # One machine: rank 0 opens a store on a free port, and tells the others which, through our own broadcast.
-    port = torch.zeros(1, dtype=torch.int64, device=comm.device)
-    store = None
-    if comm.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, comm.size, is_master=True, wait_for_workers=False)
-        port[0] = store.port
-    comm.broadcast(port, root=0)
-    if store is None:
-        store = dist.TCPStore("127.0.0.1", int(port), comm.size, is_master=False)
-    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size)
+    collectives.init_process_group(backend, comm=comm)
 
 
 def at_least_1(text):

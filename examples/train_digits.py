@@ -28,7 +28,7 @@ import collectives
 THRESHOLD = 0.95  # lowest test accuracy that counts as a success
 # Timing: blocks of steps, ours and Gloo's in turn. The first steps of a block are not counted: DDP rebuilds its buckets
 # after the first step of all, and caches still hold the other model.
-BLOCKS, BLOCK_STEPS, BLOCK_SKIP = 12, 12, 2
+BLOCK_STEPS, BLOCK_SKIP = 12, 2
 
 
 def parse_arguments():
@@ -39,6 +39,7 @@ def parse_arguments():
     option("--steps", type=count, help="stop after so many steps, whatever --epochs says")
     option("--batch-size", type=count, default=64, help="images a step, all ranks together (default: %(default)s)")
     option("--hidden", type=count, default=512, help="width of the two hidden layers (default: %(default)s)")
+    option("--blocks", type=count, default=12, help="of 12 timed steps on each, in turn (default: %(default)s)")
     option("--seed", type=int, default=1, help="of the split, the parameters and the order (default: %(default)s)")
     option("--plot", type=Path, default=Path("out/train_digits.png"), help="the plot's file (default: %(default)s)")
     return parser.parse_args()
@@ -136,10 +137,10 @@ def test_accuracy(model, images, labels, comm):
     return right.item() / len(images)
 
 
-def time_in_turn(trainers, batches, device):
+def time_in_turn(trainers, batches, blocks, device):
     """Return for each trainer the time in ms of every counted step; blocks of steps are made in turn."""
     times = [[] for _ in trainers]
-    for block in range(BLOCKS):
+    for block in range(blocks):
         for turn in range(len(trainers)):
             which = (turn + block) % len(trainers)  # who goes first changes from block to block
             dist.barrier()
@@ -189,6 +190,7 @@ def train(arguments, comm):
     ours_losses = ours.train(batches, steps, comm)
     accuracy = test_accuracy(ours.ddp.module, test_x, test_y, comm)
     identical = jobs.identical_on_all_ranks(ours.ddp.module)
+    fingerprint = jobs.fingerprint(ours.ddp.module).hexdigest()  # now: the timing goes on training
 
     gloo = Trainer("gloo", copy.deepcopy(initial))
     gloo_losses = gloo.train(batches, steps, comm)
@@ -197,7 +199,7 @@ def train(arguments, comm):
         for a, b in zip(ours.ddp.module.parameters(), gloo.ddp.module.parameters(), strict=True)
     )
 
-    ours_ms, gloo_ms = time_in_turn((ours, gloo), batches, device)
+    ours_ms, gloo_ms = time_in_turn((ours, gloo), batches, arguments.blocks, device)
     result = {
         "ranks": comm.size,
         "engine": comm.engine.name,
@@ -208,6 +210,7 @@ def train(arguments, comm):
         "loss_first": round(ours_losses[0], 4),
         "loss_last": round(ours_losses[-1], 4),
         "max_difference_to_gloo": difference,
+        "parameters_sha256": fingerprint,
     }
     if comm.rank == 0:
         save_plot(

@@ -179,7 +179,7 @@ class ShardedStep:
             if param.grad is not None:
                 raise InvalidUsage(
                     f"{name} has a gradient but was in no bucket of the hook, so that it was not stepped: give it an "
-                    "optimizer of its own"
+                    "optimizer of its own, or, if it is another DDP module's, register the hook there with this state"
                 )
 
     # ---- One bucket.

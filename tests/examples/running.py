@@ -1,6 +1,7 @@
 """Runs an example as people run it: by a launcher, in a folder of its own, with its output in pipes."""
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -10,15 +11,30 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from tests.launch.processes import SRUN
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 SECONDS = 150  # limit of one run; the longest takes 10 to 20 on two idle cores
 
 
 def clean_environment():
-    """Return this process's environment with nothing in it that a launcher sets."""
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith((*launchers, "COLLECTIVES_"))}
-    return {**kept, "OMP_NUM_THREADS": "1"}
+    """Return what a fresh login has, and nothing that a launcher, this test process or its shell has set.
+
+    The package is found where it is installed; only where this checkout isn't, PYTHONPATH names it.
+    """
+    kept = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+    env = {name: os.environ[name] for name in kept if name in os.environ}
+    return {**env, "OMP_NUM_THREADS": "1"} | ({} if _installed() else {"PYTHONPATH": str(ROOT)})
+
+
+@functools.cache
+def _installed():
+    """Tell whether `import collectives` gives this checkout's package with no help."""
+    find = "import importlib.util as u; found = u.find_spec('collectives'); print(found and found.origin)"
+    words = [sys.executable, "-c", find]
+    out = subprocess.run(words, cwd="/", env={}, capture_output=True, text=True, timeout=60, check=True).stdout
+    return out.strip() == str(ROOT / "collectives" / "__init__.py")
 
 
 def run_example(launcher, name, *options, cwd):
@@ -52,3 +68,8 @@ def torchrun(ranks):
         port = probe.getsockname()[1]
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
     return [*run, "--no-python"]
+
+
+def start_two():
+    """Return the command that starts two ranks soonest: a launcher that imports no torch of its own."""
+    return [sys.executable, SRUN, "-n", "2"]

@@ -1,16 +1,16 @@
-"""The other examples, each under torchrun on 2 ranks with few steps: what they find is so."""
+"""The other examples, each on 2 ranks with few steps: what they find is so. The launchers run the digits."""
 
 import json
 
 import pytest
 import torch
 
-from tests.examples.running import run_example, torchrun
+from tests.examples.running import run_example, start_two
 
 
 def result_of(name, *options, cwd):
     """Run an example; give its result, after what all of them promise."""
-    found, out, err = run_example(torchrun(2), name, *options, cwd=cwd)
+    found, out, err = run_example(start_two(), name, *options, cwd=cwd)
     assert found == 0, out + err
     *_, plot, last = out.splitlines()
     assert plot == f"plot: out/{name.removesuffix('.py')}.png"
@@ -107,7 +107,7 @@ def test_sharded_t5(tmp_path):
 
 
 def test_custom_sharded_wrapper(tmp_path):
-    found, out, err = run_example(torchrun(2), "custom_sharded_wrapper.py", cwd=tmp_path)
+    found, out, err = run_example(start_two(), "custom_sharded_wrapper.py", cwd=tmp_path)
     assert found == 0, out + err
     result = json.loads(out.splitlines()[-1])
     assert result["last_loss"] < 0.1 * result["first_loss"]

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 WORKER = str(Path(__file__).with_name("worker.py"))
+SRUN = str(Path(__file__).with_name("srun.py"))
 ROOT = str(Path(__file__).resolve().parents[2])
 LIMIT_S = 90
 _LAUNCHERS = re.compile(

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from .processes import clean_environment, free_port, run, worker
+from .processes import SRUN, clean_environment, free_port, run, worker
 
 
 def check(results, size, launcher, *, sums=1, local_size=None):
@@ -25,17 +25,17 @@ def torchrun(*arguments):
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments]
 
 
-def mpi(program):
+def mpi(program, ranks=2):
     path = shutil.which(program)
     if path is None:
         pytest.skip(f"{program} is not installed")
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-    return [path, *(["--oversubscribe", *root] if program == "mpirun.openmpi" else []), "-n", "2"]
+    return [path, *(["--oversubscribe", *root] if program == "mpirun.openmpi" else []), "-n", str(ranks)]
 
 
 def test_torchrun():
     # One process group only: the agent's store keeps the first one's addresses, and a second one would read them.
-    steps = ("init", "twice", "group", "reopen")
+    steps = ("init", "twice", "ours", "reopen")
     command = torchrun("--standalone", *worker(30, *steps)[1:])
     results = run((command, clean_environment()), results=2)
     check(results, 2, "torchrun", sums=2)
@@ -56,12 +56,12 @@ def test_torchrun_with_the_process_group_first():
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "behind a shell"])
 def test_mpi_without_an_address(program, wrapped):
-    command = worker(30, "init", "twice", "reopen")
+    command = worker(30, "init", "twice", "ours", "reopen")
     if wrapped:  # a shell that stays: the ranks have no parent in common
         command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
     results = run(([*mpi(program), *command], clean_environment()), results=2)
     check(results, 2, "openmpi" if "openmpi" in program else "mpich", sums=2)
-    assert all(result["same"] for result in results)
+    assert all(result["same"] and result["groups"] == [3.0] for result in results)
 
 
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
@@ -73,10 +73,36 @@ def test_two_jobs_at_once_keep_apart(program):
 
 
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
-def test_mpi_with_an_address(program):
-    env = clean_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-    results = run(([*mpi(program), *worker(30, "init", "reopen")], env), results=2)
-    check(results, 2, "openmpi" if "openmpi" in program else "mpich", sums=2)
+def test_mpi_with_an_address_a_hostfile_and_more_ranks_than_slots(program, tmp_path):
+    hosts = tmp_path / "hosts"
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    if program == "mpirun.openmpi":
+        hosts.write_text("localhost slots=2\n")
+        words = ["--hostfile", str(hosts), *(word for item in given.items() for word in ("-x", "{}={}".format(*item)))]
+    else:
+        hosts.write_text("localhost:2\n")
+        words = ["-f", str(hosts), *(str(word) for item in given.items() for word in ("-genv", *item))]
+    command = [*mpi(program, 3), *words, *worker(30, "init", "reopen")]
+    results = run((command, clean_environment()), results=3)
+    check(results, 3, "openmpi" if "openmpi" in program else "mpich", sums=2)
+    assert [result["address"] for result in results] == [list(map(str, given.values()))] * 3
+
+
+def test_open_mpi_refuses_more_ranks_than_slots_by_itself(tmp_path):
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    command = [word for word in mpi("mpirun.openmpi", 3) if word != "--oversubscribe"]
+    command += ["--hostfile", str(tmp_path / "hosts"), *worker(30, "init")]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "not enough slots" in done.stderr and "RESULT" not in done.stdout
+
+
+def test_torchrun_started_by_srun_and_mpirun_in_a_batch_script():
+    batch = {"SLURM_NTASKS": 4, "SLURM_PROCID": 0, "ENVIRONMENT": "BATCH"}
+    command = [*mpi("mpirun.openmpi", 1), sys.executable, SRUN, "-n", "1"]
+    command += torchrun("--standalone", *worker(30, "init", "group", "reopen")[1:])
+    results = run((command, clean_environment(**batch)), results=2)
+    check(results, 2, "torchrun", sums=2)
+    assert [result["groups"] for result in results] == [[3.0], [3.0]]
 
 
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
@@ -94,15 +120,15 @@ def test_mpi4py_where_there_is_no_address_and_more_than_one_machine(program):
 
 
 def test_srun_on_one_machine():
-    step = {"SLURM_JOB_ID": os.getpid(), "SLURM_STEP_ID": 0, "SLURM_NTASKS": 2, "SLURM_STEP_NUM_TASKS": 2}
-    step |= {
-        "SLURM_STEP_NUM_NODES": 1,
-        "SLURM_STEP_NODELIST": "here",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_NODEID": 0,
-    }
-    ranks = [clean_environment(SLURM_PROCID=rank, SLURM_LOCALID=rank, **step) for rank in range(2)]
-    check(run(*((worker(30, "init", "reopen"), env) for env in ranks), results=2), 2, "slurm", sums=2)
+    command = [sys.executable, SRUN, "-n", "2", *worker(30, "ours", "init", "reopen")]
+    results = run((command, clean_environment()), results=2)
+    check(results, 2, "slurm", sums=2)
+    assert [result["groups"] for result in results] == [[3.0], [3.0]]
+
+
+def test_slurms_variables_outside_of_srun():
+    batch = {"SLURM_JOB_ID": 1, "SLURM_NTASKS": 4, "SLURM_NNODES": 2, "SLURM_JOB_NODELIST": "a,b"}
+    check(run((worker(30, "init"), clean_environment(**batch)), results=1), 1, "alone")
 
 
 def test_srun_with_an_address_from_the_list_of_machines():

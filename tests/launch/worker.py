@@ -1,7 +1,8 @@
 """One rank of the launch tests: does what its arguments say, one after the other, and prints one line of JSON.
 
 ``init`` open and sum over the ranks; ``twice`` init again; ``reopen`` close and init again; ``group`` a process group
-of torch.distributed, its sum, and its end; ``group-first`` the same, left open; ``restart`` fail in the first life of
+of torch.distributed, its sum, and its end; ``group-first`` the same, left open; ``ours`` as group, by
+``collectives.init_process_group``; ``restart`` fail in the first life of
 rank 1. The first argument is the time limit of ``init()`` in seconds. What ``init()`` raises becomes the result.
 """
 
@@ -30,9 +31,11 @@ def sum_of_ranks(comm) -> float:
     return tensor[0].item()
 
 
-def open_group() -> float:
-    """Open torch's default group, by TEST_GROUP ("tcp://... rank size") or by the environment, and sum the ranks."""
-    if "TEST_GROUP" in os.environ:
+def open_group(ours: bool = False) -> float:
+    """Open torch's default group, by TEST_GROUP ("tcp://... rank size"), by us or the environment; sum the ranks."""
+    if ours:
+        collectives.init_process_group("gloo")
+    elif "TEST_GROUP" in os.environ:
         url, rank, size = os.environ["TEST_GROUP"].split()
         dist.init_process_group("gloo", init_method=url, rank=int(rank), world_size=int(size))
     else:
@@ -49,8 +52,8 @@ def run(timeout: float, steps: list[str], result: dict) -> None:
         if step == "restart":
             if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and comm.rank == 1:
                 os._exit(7)
-        elif step == "group":
-            result.setdefault("groups", []).append(open_group())
+        elif step in ("group", "ours"):
+            result.setdefault("groups", []).append(open_group(step == "ours"))
             dist.destroy_process_group()
         elif step == "group-first":
             result.setdefault("groups", []).append(open_group())
@@ -75,6 +78,7 @@ def main() -> int:
     began = time.monotonic()
     try:
         result["launcher"] = rendezvous.identify().launcher
+        result["address"] = [os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")]
         run(float(sys.argv[1]), sys.argv[2:], result)
     except (CollectivesError, KeyboardInterrupt) as error:
         result.update(error=type(error).__name__, text=str(error), peers=list(getattr(error, "peers", ())))

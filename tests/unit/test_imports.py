@@ -32,6 +32,7 @@ communicator
 world
 torch_groups
 compiled
+devices
 names
 timeline
 wire

@@ -1,0 +1,338 @@
+"""``python -m collectives.run -n 4 script.py ...``: start the ranks of a program here, with no MPI and no Slurm.
+
+A thin face over torch's own launcher: all of ``torchrun``'s options are taken and mean the same; beside them mpirun's
+and horovodrun's spellings. The port is chosen by the system, so jobs beside each other don't meet; each rank gets its
+share of the cores; the exit code is that of the rank that failed first, which is named. All launchers:
+docs/launchers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+__all__ = ["main"]
+
+_NAME = "collectives.run"
+_USAGE = """python -m collectives.run -n RANKS [option ...] SCRIPT [argument ...]
+       python -m collectives.run -n RANKS [option ...] -m MODULE [argument ...]"""
+_BAD_USE = 2
+# How often torch's agent looks at its ranks, seconds. Its own 0.1 is time enough for the others to fail, too, at the
+# loss of one, and then nobody knows which was first.
+_LOOK_S = 0.02
+# Nobody dies of these because another rank has: among ranks that were found dead together, such a one was first.
+_OWN_DEATH = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+    @property
+    def here(self) -> bool:
+        """Whether it is this machine: its name, or a name of an address that a socket here can be bound to."""
+        own = socket.gethostname()
+        if self.name in ("localhost", own, own.partition(".")[0]):
+            return True
+        try:
+            (family, kind, _, _, address), *_ = socket.getaddrinfo(self.name, 0, type=socket.SOCK_STREAM)
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+        except OSError:  # another machine's address, or a name that nobody knows here
+            return False
+        return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the ranks, wait for them, and give the exit code.
+
+    ``arguments``: the command line, ``sys.argv``'s if not given. Blocks until all ranks have ended. Gives 0, or the
+    code of the rank that failed first (128 + its number for a signal, as a shell does), 130 after Ctrl-C, 2 where
+    other machines are needed. Raises ``SystemExit`` with 2 for a command line that can't be used, as argparse does.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    options = parser.parse_args(words)
+    try:
+        _set_variables(options)
+        hosts = _hosts(options)
+        if not all(host.here for host in hosts):
+            return _tell_commands(hosts, options, words)
+        _complete(options, hosts)
+    except ValueError as error:
+        parser.error(str(error))
+    return _run(options)
+
+
+# ---- The command line.
+
+
+def _parser() -> argparse.ArgumentParser:
+    """torchrun's parser with our options: whatever this version of torch takes is passed on."""
+    parser = torchrun.get_args_parser()
+    parser.prog, parser.usage = f"python -m {_NAME}", _USAGE
+    parser.description = "Start the ranks of a program on this machine. All of torchrun's options are taken, too."
+    ours = parser.add_argument_group("options beside torchrun's")
+    add = ours.add_argument
+    _add_places(ours)
+    add("-x", dest="variables", action="append", default=[], metavar="VAR[=VALUE]",
+        help="give the ranks a variable (they have this shell's in any case); may be repeated")  # fmt: skip
+    add("--start-timeout", type=int, metavar="SECONDS", help="how long the machines may take to find each other")
+    add("--timeline-filename", metavar="FILE", help="sets COLLECTIVES_TIMELINE: each rank's trace")
+    add("--fusion-threshold-mb", type=float, metavar="MB", help="sets HOROVOD_FUSION_THRESHOLD, in bytes")
+    add("--cycle-time-ms", type=float, metavar="MS", help="sets HOROVOD_CYCLE_TIME")
+    return parser
+
+
+def _add_places(parser) -> None:
+    """The options that say where the ranks are."""
+    add = parser.add_argument
+    add("-n", "-np", "--np", "--nproc", "--num-proc", dest="ranks", metavar="RANKS",
+        help="ranks on this machine: a number, auto, gpu or cpu; with -H or --hostfile: on all machines")  # fmt: skip
+    add("-H", "--host", "--hosts", dest="hosts", metavar="HOST:SLOTS,...",
+        help="machines; if another one is among them, only prints the command to run on each")  # fmt: skip
+    add("--hostfile", "--machinefile", metavar="FILE", help="the same from lines such as 'host slots=2' or 'host:2'")
+    add("--oversubscribe", action="store_true", help="more ranks than -H or --hostfile has slots")
+
+
+def _set_variables(options: argparse.Namespace) -> None:
+    """What horovodrun's options and -x stand for, into this process's environment, which the ranks inherit."""
+    if options.timeline_filename is not None:
+        os.environ["COLLECTIVES_TIMELINE"] = options.timeline_filename
+    for name, value in (("fusion_threshold_mb", options.fusion_threshold_mb), ("cycle_time_ms", options.cycle_time_ms)):
+        if value is not None and not 0 <= value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} {value:g}: not a number from 0 up")
+    if options.fusion_threshold_mb is not None:
+        os.environ["HOROVOD_FUSION_THRESHOLD"] = str(int(options.fusion_threshold_mb * 2**20))
+    if options.cycle_time_ms is not None:
+        os.environ["HOROVOD_CYCLE_TIME"] = f"{options.cycle_time_ms:g}"
+    for given in options.variables:
+        name, sign, value = given.partition("=")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name):
+            raise ValueError(f"-x {given}: {name!r} is no name of a variable")
+        if sign:
+            os.environ[name] = value
+        elif name not in os.environ:
+            _say(f"-x {name}: there is no such variable here, so the ranks don't get one")
+
+
+def _complete(options: argparse.Namespace, hosts: list[Host]) -> None:
+    """Fill in what torch's launcher needs. Raises ``ValueError`` for what can't be started."""
+    if hosts:
+        options.nproc_per_node = str(sum(host.slots for host in hosts))
+    elif options.ranks is not None:
+        options.nproc_per_node = options.ranks
+    try:
+        count = torchrun.determine_local_world_size(options.nproc_per_node)
+    except ValueError as error:
+        raise ValueError(f"-n {options.nproc_per_node}: {error}") from error
+    if count < 1:
+        raise ValueError(f"-n {options.nproc_per_node}: a job has at least one rank")
+    options.nproc_per_node = str(count)
+    if options.start_timeout is not None:
+        if options.start_timeout < 1:
+            raise ValueError(f"--start-timeout {options.start_timeout}: not a number of seconds from 1 up")
+        limits = f"timeout={options.start_timeout},join_timeout={options.start_timeout}"
+        options.rdzv_conf = ",".join(filter(None, (options.rdzv_conf, limits)))
+    _check_program(options)
+    if options.nnodes in ("1", "1:1") and not options.rdzv_endpoint and options.master_port is None:
+        # Any free port; and this machine's own name need not be known to anybody.
+        options.standalone = True
+        options.local_addr = options.local_addr or "localhost"
+    if options.monitor_interval == torchrun.get_args_parser().get_default("monitor_interval"):
+        options.monitor_interval = _LOOK_S
+    _share_cores(count)
+    try:
+        torchrun.config_from_args(options)
+    except (AssertionError, RuntimeError) as error:  # for numbers that don't fit
+        raise ValueError(str(error)) from error
+
+
+def _check_program(options: argparse.Namespace) -> None:
+    program = options.training_script
+    if options.module:
+        try:
+            sys.path.insert(0, os.getcwd())  # where python -m looks first
+            found = importlib.util.find_spec(program.partition(".")[0])
+        except (ImportError, ValueError):
+            found = None
+        finally:
+            del sys.path[0]
+        if found is None:
+            raise ValueError(f"-m {program}: there is no such module")
+    elif not options.no_python and not os.path.exists(program):
+        raise ValueError(f"can't open file {program!r}: no such file in {os.getcwd()}")
+
+
+def _share_cores(ranks: int) -> None:
+    """OMP_NUM_THREADS, unless it is given: torch's launcher would give each rank 1, and without it each takes all."""
+    if "OMP_NUM_THREADS" in os.environ or ranks == 1:
+        return
+    cores = len(os.sched_getaffinity(0))
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+    threads = os.environ["OMP_NUM_THREADS"]
+    _say(f"OMP_NUM_THREADS={threads} for each of {ranks} ranks on {cores} cores; set it to change that")
+
+
+# ---- Machines.
+
+
+def _hosts(options: argparse.Namespace) -> list[Host]:
+    """The machines that -H or --hostfile name, with as many ranks on each as -n needs; none where neither is given."""
+    if options.hosts is None and options.hostfile is None:
+        return []
+    if options.hosts is not None and options.hostfile is not None:
+        raise ValueError("-H and --hostfile: give one of them")
+    if options.nnodes not in ("1", "1:1"):
+        raise ValueError("--nnodes with -H or --hostfile: the machines are counted there")
+    if options.hosts is not None:
+        entries, where = options.hosts.split(","), "-H"
+    else:
+        where = options.hostfile
+        try:
+            with open(where, encoding="utf-8") as file:
+                entries = [line.partition("#")[0] for line in file]
+        except OSError as error:
+            raise ValueError(f"--hostfile {where}: {error.strerror}") from error
+    slots: dict[str, int] = {}
+    for entry in filter(None, map(str.strip, entries)):
+        match = re.fullmatch(r"([^\s:=]+)(?:(?::|\s+slots\s*=\s*)([0-9]+))?(?:\s+max[-_]slots\s*=\s*[0-9]+)?", entry)
+        if match is None or match[2] == "0":
+            raise ValueError(
+                f"{where}: {entry!r} is no machine with a number of ranks, such as 'host:2' or 'host slots=2'"
+            )
+        slots[match[1]] = slots.get(match[1], 0) + int(match[2] or 1)
+    if not slots:
+        raise ValueError(f"{where}: no machine in it")
+    return _spread(slots, options)
+
+
+def _spread(slots: dict[str, int], options: argparse.Namespace) -> list[Host]:
+    """Fill the machines in their order with -n ranks; more ranks than slots go round, as with Open MPI."""
+    room = sum(slots.values())
+    if options.ranks is None:
+        return [Host(name, count) for name, count in slots.items()]
+    if not re.fullmatch("[0-9]+", options.ranks) or int(options.ranks) < 1:
+        raise ValueError(f"-n {options.ranks}: with machines given, a number from 1 up")
+    left = int(options.ranks)
+    if left > room and not options.oversubscribe:
+        raise ValueError(
+            f"-n {left}: only {room} slots on {', '.join(slots)}; --oversubscribe starts more ranks than slots"
+        )
+    taken = dict.fromkeys(slots, 0)
+    while left:
+        for name, count in slots.items():
+            now = min(count, left)
+            taken[name] += now
+            left -= now
+    return [Host(name, count) for name, count in taken.items() if count]
+
+
+def _tell_commands(hosts: list[Host], options: argparse.Namespace, words: list[str]) -> int:
+    """Print a line for each machine: its name, a tab, and the command to run there. Nothing is started."""
+    given = words[: len(words) - 1 - len(options.training_script_args)]
+    replaced = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_places(replaced)
+    for name in ("master", "node"):
+        for part in ("addr", "port", "rank"):
+            replaced.add_argument(f"--{name}-{part}", f"--{name}_{part}")
+    kept = replaced.parse_known_args(given)[1]
+    address = options.master_addr
+    if address == "127.0.0.1":
+        address = socket.gethostname() if hosts[0].name == "localhost" else hosts[0].name
+    port = options.master_port or _free_port()
+    for number, host in enumerate(hosts):
+        own = ["-n", str(host.slots), "--nnodes", str(len(hosts)), "--node-rank", str(number)]
+        own += ["--master-addr", address, "--master-port", str(port)]
+        command = [sys.executable, "-m", _NAME, *own, *kept, options.training_script, *options.training_script_args]
+        print(f"{host.name}\tcd {shlex.quote(os.getcwd())} && {shlex.join(command)}")
+    ranks = sum(host.slots for host in hosts)
+    _say(f"{ranks} ranks on {len(hosts)} machines: nothing was started; run the command of each line on its machine")
+    return _BAD_USE
+
+
+def _free_port() -> int:
+    """A port that is free here now. On another machine, where the ranks may meet, it mostly is, too."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+# ---- Running.
+
+
+def _run(options: argparse.Namespace) -> int:
+    signal.signal(signal.SIGINT, _end_ranks)
+    if hasattr(options, "signals_to_handle"):  # else this torch passes the SIGINT itself on
+        options.signals_to_handle = ",".join(s for s in options.signals_to_handle.split(",") if s != "SIGINT")
+    if not options.max_restarts and "LOGLEVEL" not in os.environ:
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed.elastic"):  # what it tells of ends is told below, once
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        torchrun.run(options)
+    except ChildFailedError as error:
+        return _tell_failures(error.failures)
+    except (SignalException, KeyboardInterrupt) as error:
+        number = signal.SIGINT if _interrupted or isinstance(error, KeyboardInterrupt) else error.sigval
+        _say(f"ended by {signal.Signals(number).name}, and all ranks with it")
+        return 128 + number
+    return 0
+
+
+_interrupted = False
+
+
+def _end_ranks(_number: int, _frame: object) -> None:
+    """At Ctrl-C end the ranks as mpirun does, by SIGTERM: SIGINT makes each of them print the stack it was at."""
+    global _interrupted
+    if not _interrupted:  # more of them would keep torch's agent from ending the ranks
+        _interrupted = True
+        raise SignalException("Ctrl-C", sigval=signal.SIGTERM)
+
+
+def _tell_failures(failures: dict[int, ProcessFailure]) -> int:
+    """Name the rank that failed first, and how; give its exit code."""
+    ranks = list(failures)  # in the order in which they were found; those whom the agent has ended come last
+    soon = min(failure.timestamp for failure in failures.values()) + 1  # seconds, whole ones
+    own = [r for r in ranks if -failures[r].exitcode in _OWN_DEATH and failures[r].timestamp <= soon]
+    first = (own or ranks)[0]
+    failure = failures[first]
+    code = failure.exitcode
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGKILL:
+            how += " (by the system, for lack of memory? `dmesg` tells)"
+    else:
+        how = f"ended with exit code {code}"
+    others = [f"{r} ({failures[r].exitcode})" for r in ranks if r != first and failures[r].exitcode != -signal.SIGTERM]
+    _say(
+        f"rank {first} (process {failure.pid}) {how}; it was the first to fail, and the others were ended"
+        + (f". Failed after it: rank {', '.join(others)}" if others else "")
+    )
+    return code if code > 0 else 128 - code
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{_NAME}: {text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
