@@ -125,6 +125,8 @@ class _Running:
 
     def _begin(self) -> None:
         self._world = world = current()
+        if world.size < self.least:
+            raise InvalidArgument(f"min_np={self.least}, and the job has {world.size} ranks", op="elastic.run")
         if world.comm.engine.name != "host":
             self._why_not = InvalidUsage(f"the engine is {world.comm.engine.name}, and it takes the host engine")
             return

@@ -203,10 +203,9 @@ class TorchState(ObjectState):
             handler.save()
 
     def reset(self) -> None:
-        """Share samplers' indices out over the ranks that there are now."""
+        """Have samplers and optimizers look which ranks there are now."""
         for handler in self._handlers.values():
-            if isinstance(handler, _Sampler):
-                handler.value.reset()
+            handler.reset()
 
     def __setattr__(self, name, value):
         if not name.startswith("_") and name in self._handlers:
@@ -246,6 +245,9 @@ class StateHandler:
         if rank() != 0:
             self.value.load_state_dict(state)
 
+    def reset(self) -> None:
+        """Take notice that the ranks have changed."""
+
     def set_value(self, value) -> None:
         """Put another object in its place, and take its state down."""
         before, self.value = self.value, value
@@ -268,6 +270,10 @@ class _Module(StateHandler):
 
 
 class _Optimizer(StateHandler):
+    def reset(self) -> None:
+        # Where it is a DistributedOptimizer, it looks at the ranks anew when it loads a state.
+        self.value.load_state_dict(self.value.state_dict())
+
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
 
@@ -286,6 +292,9 @@ class _Sampler(StateHandler):
 
     def restore(self) -> None:
         self.value.load_state_dict(self._saved)
+
+    def reset(self) -> None:
+        self.value.reset()
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
