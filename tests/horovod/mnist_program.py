@@ -106,6 +106,7 @@ def main():
     assert len(ElasticSampler(test_dataset)) == 64 // hvd.size()
     weights = torch.cat([p.detach().flatten() for p in model.parameters()]).double().sum().item()
     found = {"rank": hvd.rank(), "size": hvd.size(), "losses": losses, "accuracy": accuracy, "weights": weights}
+    found["local"] = [hvd.local_rank() == hvd.rank(), hvd.local_size()]
     print("FOUND " + json.dumps(found), flush=True)
 
 

@@ -102,6 +102,12 @@ def parameters(ctx):
             options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             weights = [p.tolist() for p in model.parameters()]
             found["optimizers"][name] = repr(options), kinds, weights
+        if ctx.rank != 1:  # and the other way round: state where the root has none
+            optimizer.step()
+        else:
+            optimizer = make(groups)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        found["none left"] = len(optimizer.state)
         found["lbfgs"] = raised(hvd.broadcast_optimizer_state, torch.optim.LBFGS(model.parameters()), 0)
         other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2 + ctx.rank))], lr=1)
         found["other"] = raised(hvd.broadcast_optimizer_state, other, 0)
@@ -141,6 +147,7 @@ def test_from_one_rank_to_all():
     assert "'weight_decay': 0.25" in options and "'betas': (0.5, 0.6)" in options and kinds == ["Tensor"]
     assert "tensor(0.1000)" in first["optimizers"]["adam"][0]
     assert "'step_sizes': (1e-06, 40)" in first["optimizers"]["rprop"][0]
+    assert first["none left"] == 0
     assert first["lbfgs"].startswith("ValueError: cannot broadcast torch.optim.LBFGS state")
     assert "'parameter 0 of group 0' is [2] float32 on cpu and [3] float32" in first["other"]
     for name in ("parameters", "optimizer", "object"):

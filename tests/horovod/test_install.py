@@ -37,7 +37,7 @@ def test_an_unchanged_program():
     mpirun = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
     second = results_of([*mpirun, *SHORT, "-m", "tests.horovod.mnist_program"], env, 2)
     assert first == second
-    assert first["size"] == 2
+    assert first["size"] == 2 and first["local"] == [True, 2]
 
 
 def test_whose_name_it_is(tmp_path):

@@ -38,7 +38,7 @@ def run(func=None, *, reset_limit: int | None = None, min_np: int | None = None)
     has died and nothing was committed. Ranks that live are waited for HOROVOD_ELASTIC_TIMEOUT seconds (600).
 
     It is for the ranks of one machine on the host engine, and works where the launcher lets the rest live; nobody joins
-    later. With other engines, or several machines, the first failure is raised as it is. See docs/horovod.md.
+    later. With other engines, or several machines, the first failure is raised as it is. See docs/elastic.md.
     """
     limits = _Limits(reset_limit, min_np)
     if func is None:
