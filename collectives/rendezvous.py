@@ -239,8 +239,10 @@ def _by_name(name: bytes, own: Own, timeout: float) -> Meeting:
     if own.engine.library.is_host:
         unique_id = own.engine.library.named_unique_id(name)
         # Nothing is exchanged: that the ranks are on this machine is what the launcher says, and the init holds it.
-        peers = tuple(replace(here, rank=r, pid=None, device=None) for r in range(own.size))
-        peers = (*peers[: own.rank], here, *peers[own.rank + 1 :])
+        peers = tuple(
+            here if r == own.rank else PeerInfo(r, here.host, here.boot_id, namespace=here.namespace)
+            for r in range(own.size)
+        )
         return Meeting(unique_id, peers, own.rank, own.size)
     # NCCL ids are made at random, so the ranks first meet on the host engine, which carries the records.
     library = get_engine("host").library

@@ -4,6 +4,7 @@ Operations are negotiated by name, fused, and carried out by `coordinator.Coordi
 in docs/coming-from.md.
 """
 
+from . import elastic
 from .compression import Compression
 from .differentiable import (
     allgather,
@@ -19,6 +20,14 @@ from .differentiable import (
     reducescatter,
 )
 from .exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
+from .functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from .install import install
 from .ops import (
     Adasum,
     Average,
@@ -46,6 +55,7 @@ from .ops import (
     synchronize,
 )
 from .process_sets import ProcessSet, global_process_set
+from .sync_batch_norm import SyncBatchNorm
 from .world import (
     ccl_built,
     cross_rank,
@@ -83,9 +93,11 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -97,11 +109,16 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "ccl_built",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -114,6 +131,7 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "install",
     "is_homogeneous",
     "is_initialized",
     "join",

@@ -471,6 +471,7 @@ def test_by_name_on_the_host_engine_nothing_is_exchanged(host):
     assert (second.local_rank, second.local_size) == (1, 2)
     assert [peer.pid for peer in second.peers] == [None, os.getpid()]
     assert {peer.host for peer in second.peers} == {socket.gethostname()}
+    assert len({peer.machine for peer in second.peers}) == 1
 
 
 def test_each_job_generation_and_restart_has_a_name_of_its_own(host):

@@ -1,0 +1,16 @@
+"""Going on without the ranks that have died: `run`, the states that it restores, and a sampler that shares out anew."""
+
+from .running import run
+from .sampler import ElasticSampler
+from .state import ObjectState, State, StateHandler, TorchState, get_handler_registry, set_handler_registry
+
+__all__ = [
+    "ElasticSampler",
+    "ObjectState",
+    "State",
+    "StateHandler",
+    "TorchState",
+    "get_handler_registry",
+    "run",
+    "set_handler_registry",
+]

@@ -1,0 +1,102 @@
+"""An unchanged Horovod program runs, however it is started; and the name horovod is ours, or nobody's."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collectives.horovod.__main__ import main
+from tests.launch import processes
+
+PROGRAM = Path(__file__).with_name("mnist_program.py")
+SHORT = [sys.executable, "-m", "collectives.horovod"]
+
+
+def results_of(command, env, count):
+    """Run a command and give what its ranks found, which must be the same."""
+    with processes.started((command, env)) as running:
+        _, codes, output = processes.finish(running)
+    assert codes == [0], output
+    found = [json.loads(text) for text in re.findall(r"FOUND ({.*?})", output)]  # mpirun may join lines
+    assert sorted(each.pop("rank") for each in found) == list(range(count)), output
+    assert found == [found[0]] * count
+    return found[0]
+
+
+def test_an_unchanged_program():
+    """By torchrun and mpirun, as a file and as a module, with workers that are spawned: the same losses."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    env = processes.clean_environment()
+    first = results_of([*torchrun, "collectives.horovod", str(PROGRAM), "--workers", "1"], env, 2)
+    assert first["losses"][0] > 2 * first["losses"][-1] and first["accuracy"] > 0.8
+    mpirun = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    second = results_of([*mpirun, *SHORT, "-m", "tests.horovod.mnist_program"], env, 2)
+    assert first == second
+    assert first["size"] == 2 and first["local"] == [True, 2]
+
+
+def test_whose_name_it_is(tmp_path):
+    """Another package of the name, as pip would have installed it, is refused when it was imported, or passed over."""
+    for package in ("horovod", "horovod/torch"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("theirs = True\n")
+    text = f"""
+import horovod.torch as theirs
+import importlib, importlib.util, sys
+import collectives.horovod as ours
+try:
+    ours.install()
+except RuntimeError as error:
+    assert "the package horovod was imported before ({tmp_path}/horovod/__init__.py)" in str(error), error
+else:
+    raise AssertionError("not refused")
+assert sys.modules["horovod.torch"] is theirs
+for name in [name for name in sys.modules if name.startswith("horovod")]:
+    del sys.modules[name]
+ours.install()
+ours.install()
+import horovod
+import horovod.torch as hvd, horovod.torch.elastic, horovod.torch.mpi_ops as ops
+from horovod.torch.elastic import TorchState, run
+from horovod.torch.compression import Compression
+from horovod.common.process_sets import ProcessSet, global_process_set
+assert hvd is ours and horovod.torch.elastic is ours.elastic and ops.allreduce_ is ours.allreduce_
+assert Compression is ours.Compression and ProcessSet is ours.ProcessSet and not hasattr(horovod, "theirs")
+assert importlib.util.find_spec("horovod").name == "horovod" and horovod.__version__.startswith("0.28")
+for missing in ("horovod.common.util", "horovod.tensorflow"):
+    try:
+        importlib.import_module(missing)
+    except ModuleNotFoundError:
+        continue
+    raise AssertionError(missing)
+"""
+    env = processes.clean_environment()
+    env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
+    done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command(tmp_path, capsys):
+    program = tmp_path / "program.py"
+    (tmp_path / "beside.py").write_text("value = 7\n")
+    program.write_text(
+        "import sys, horovod.torch as hvd, beside\n"
+        "hvd.init()\n"
+        "print(sys.argv, __name__, __file__, beside.value, hvd.size(), '' in sys.path)\n"
+        "sys.exit(int(sys.argv[1]))\n"
+    )
+    env = processes.clean_environment()
+    command = [*SHORT, str(program), "3", "-m"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, cwd="/")
+    assert done.returncode == 3, done.stderr
+    assert done.stdout == f"['{program}', '3', '-m'] __main__ {program} 7 1 False\n"
+    for wrong in ([], ["-m"], ["-x", "y"]):
+        with pytest.raises(SystemExit) as ended:
+            main(wrong)
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.startswith("usage: python -m collectives.horovod")
