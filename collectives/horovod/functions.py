@@ -16,8 +16,9 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
-from .ops import allgather_async, broadcast_async_, dtype_name, synchronize
+from .ops import allgather_async, broadcast_async_, synchronize
 from .process_sets import ProcessSet, global_process_set
+from .requests import DTYPE_NAMES
 from .world import current
 
 __all__ = [
@@ -143,7 +144,7 @@ def _entries(params) -> list[tuple[str, Any]]:
 
 
 def _form(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {dtype_name(tensor)} on {tensor.device.type}"
+    return f"{list(tensor.shape)} {DTYPE_NAMES[tensor.dtype]} on {tensor.device.type}"
 
 
 def _compare(what: str, told: list[tuple[str, str]], process_set: ProcessSet) -> None:
