@@ -45,6 +45,7 @@ from .ops import (
     sparse_allreduce_async,
     synchronize,
 )
+from .optimizer import DistributedOptimizer
 from .process_sets import ProcessSet, global_process_set
 from .world import (
     ccl_built,
@@ -75,6 +76,7 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",
