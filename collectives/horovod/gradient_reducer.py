@@ -232,8 +232,8 @@ class GradientReducer:
 
     def _apart(self, members: list[Member], kinds) -> list:
         """Give units of single members, or of the user's groups, with which nothing is kept."""
-        units = [self._single(member) for member in members if self._goes_alone(member, kinds[member])]
-        for group in self._grouped([member for member in members if not self._goes_alone(member, kinds[member])]):
+        units = [self._single(m, kinds[m]) for m in members if self._goes_alone(kinds[m])]
+        for group in self._grouped([member for member in members if not self._goes_alone(kinds[member])]):
             unit = self._unit(group)
             if len(group) > 1 or unit.casts:
                 unit.lay_out(functools.partial(torch.empty, device=unit.device), views=False)
@@ -242,8 +242,8 @@ class GradientReducer:
 
     def _agree(self, members: list[Member]) -> None:
         """Make the units of all further steps, the same on all ranks; members in an order that all have."""
-        units = [self._single(member) for member in members if self._goes_alone(member, member.sparse)]
-        packed = [member for member in members if not self._goes_alone(member, member.sparse)]
+        units = [self._single(m, m.sparse) for m in members if self._goes_alone(m.sparse)]
+        packed = [member for member in members if not self._goes_alone(member.sparse)]
         fill = self._grouped if self._groups is not None or not self._views else self._filled
         for group in fill(packed):
             unit = self._unit(group)
@@ -257,12 +257,12 @@ class GradientReducer:
             for member in unit.members:
                 member.unit = unit
 
-    def _goes_alone(self, member: Member, sparse: bool) -> bool:
+    def _goes_alone(self, sparse: bool) -> bool:
         return sparse or not can_pack(self._compression)
 
-    def _single(self, member: Member):
+    def _single(self, member: Member, sparse: bool):
         name = self._prefix + member.name
-        if member.sparse or (member.sparse is None and member.param.grad is not None and member.param.grad.is_sparse):
+        if sparse:
             return Sparse(member, name, self.op, self._process_set)
         return Compressed(member, name, self._compression, self._reduction)
 

@@ -37,7 +37,7 @@ def DistributedOptimizer(
 ):  # fmt: skip
     """Give an optimizer of the given one's class, with its state, that reduces gradients over the ranks and steps.
 
-    All ranks of the process set make the same ones in the same order; other ranks step on their own.
+    All ranks of the process set make and step the same ones in the same order; other ranks step on their own.
     ``named_parameters``: (name, parameter) pairs as of ``model.named_parameters()``; for several models whose names may
     be the same a list of such iterables, or a dict of them by prefix; None: parameters are named by their places.
     ``compression``: of `Compression`, or a `Compressor` of your own. ``backward_passes_per_step``: backwards whose
@@ -68,6 +68,7 @@ def DistributedOptimizer(
         warnings.warn("num_groups has been replaced by groups: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     _check_passes(backward_passes_per_step)
+    current().check(process_set)
     groups = _read_groups(groups)
     named = _read_names(optimizer, named_parameters)
     names = {id(param): name for name, param in reversed(named)}
