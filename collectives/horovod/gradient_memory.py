@@ -24,10 +24,11 @@ _PACKED = (NoneCompressor, FP16Compressor, BF16Compressor, Int8Compressor)
 class Member:
     """A parameter, its name, and how many more backwards are to make its gradient before it is reduced.
 
-    ``sparse``: whether its gradients are; None until some rank has had one. ``unit``: that it travels in.
+    ``sparse``: whether its gradients are; None until some rank has had one. ``unit``: that it travels in. ``seen``: the
+    gradient as the last of the backwards left it.
     """
 
-    __slots__ = ("left", "name", "param", "sparse", "unit")
+    __slots__ = ("left", "name", "param", "seen", "sparse", "unit", "version")
 
     def __init__(self, name: str, param: torch.Tensor, passes: int):
         self.name = name
@@ -35,6 +36,17 @@ class Member:
         self.left = passes
         self.sparse: bool | None = None
         self.unit: Unit | None = None
+        self.seen: torch.Tensor | None = None
+
+    def see(self) -> None:
+        """Remember the gradient as it is."""
+        self.seen = grad = self.param.grad
+        self.version = grad._version
+
+    def touched(self) -> bool:
+        """Tell whether the gradient was written to or replaced since it was seen."""
+        seen = self.seen
+        return seen is not None and (self.param.grad is not seen or seen._version != self.version)
 
 
 def can_pack(compression) -> bool:
@@ -54,6 +66,7 @@ class _Sent:
 
     submission: Submission | None = None
     sequence = -1  # of the operation, once it is done: the same on all ranks
+    apart = True  # whether what is reduced is a copy of the gradients, or has another version counter
 
     def wait(self, coordinator) -> None:
         """Block until the reduction is done; on CUDA order the current stream after it."""
@@ -66,9 +79,6 @@ class _Sent:
     def present(self) -> list[bool]:
         """Tell of each member whether it has a gradient now."""
         return [param.grad is not None for param in self.params]
-
-    def touched(self) -> str | None:
-        """Tell nothing: what is sent is a copy."""
 
 
 class Unit(_Sent, GradientBucket):
@@ -85,7 +95,6 @@ class Unit(_Sent, GradientBucket):
         self.pending = len(members)
         self.collected = False
         self._slots: list[torch.Tensor] | None = None
-        self._versions: list | None = None
         shape = (*first.shape, 2) if first.is_complex() else tuple(first.shape)
         self._signature = Signature(
             "allreduce", name, (str(dtype).removeprefix("torch."),), (shape,), self.device.type, **reduction
@@ -102,22 +111,24 @@ class Unit(_Sent, GradientBucket):
             ]
 
     @property
+    def apart(self) -> bool:
+        """Whether the reduction leaves the gradients' version counters alone."""
+        return self.flat is not None
+
+    @property
     def casts(self) -> bool:
         """Whether the elements travel in another dtype."""
         return any(element_type(param, None) != self.dtype for param in self.params)
 
-    def collect(self, watch: bool) -> None:
-        """Bring the gradients to where they are sent from, zeros for missing ones.
-
-        ``watch``: so that `touched` can tell what is done to them from now on.
-        """
+    def collect(self) -> None:
+        """Bring the gradients to where they are sent from, zeros for missing ones."""
         for param in self.params:
             if param.grad is not None and param.grad.is_sparse:
                 param.grad = param.grad.to_dense()
         slots = self._slots
         grads = [param.grad for param in self.params]
         if slots is not None and not any(map(operator.is_not, grads, slots)):
-            self._grads, self.has, self._staged = slots, [True] * len(slots), {}
+            self.has, self._staged = [True] * len(slots), {}
             self.sending = self.flat
         else:
             self.look()
@@ -131,19 +142,7 @@ class Unit(_Sent, GradientBucket):
                 for param, slot, has in zip(self.params, slots, self.has, strict=True):
                     if has:
                         param.grad = slot
-                self._grads = [slot if has else None for slot, has in zip(slots, self.has, strict=True)]
-        watch = watch and self.flat is not None
-        self._versions = [None if grad is None else grad._version for grad in self._grads] if watch else None
         self.collected = True
-
-    def touched(self) -> str | None:
-        """Name a parameter whose gradient was written to or replaced since `collect`; None: none was."""
-        if self._versions is None:
-            return None
-        for at, (param, grad, version) in enumerate(zip(self.params, self._grads, self._versions, strict=True)):
-            if param.grad is not grad or (grad is not None and grad._version != version):
-                return self.members[at].name
-        return None
 
     def submit(self, coordinator, *, waits: bool) -> None:
         """Start the reduction of what was collected."""
@@ -165,7 +164,6 @@ class Unit(_Sent, GradientBucket):
         self.pending = len(self.members)
         self.collected = False
         self.submission = None
-        self._versions = None
         self.forget()
 
 
@@ -182,7 +180,7 @@ class Compressed(_Sent):
         self._compression = compression
         self._reduction = reduction
 
-    def collect(self, watch: bool) -> None:
+    def collect(self) -> None:
         """Compress the gradient, or zeros."""
         grad = self.params[0].grad
         self.has = [grad is not None]
@@ -228,7 +226,7 @@ class Sparse(_Sent):
         self.collected = False
         self._name, self._op, self._process_set = name, op, process_set
 
-    def collect(self, watch: bool) -> None:
+    def collect(self) -> None:
         """Take the gradient's entries, or none."""
         param = self.params[0]
         grad = param.grad

@@ -36,7 +36,7 @@ class GradientReducer:
     """Reduces the gradients of an optimizer's parameters; arguments as `DistributedOptimizer` has read them.
 
     ``fired``: whether a backward has come since the last step; ``synchronized``: whether gradients are reduced;
-    ``skips``: whether a step is not to reduce.
+    ``scaled``: whether a GradScaler has had them reduced; ``skips``: whether a step is not to reduce.
     """
 
     steps_locally = False
@@ -47,7 +47,7 @@ class GradientReducer:
     ):  # fmt: skip
         self.op = op
         self.passes = passes
-        self.fired = self.synchronized = self.skips = False
+        self.fired = self.synchronized = self.scaled = self.skips = False
         self._names = names
         self._prefix = prefix
         self._compression = compression
@@ -98,27 +98,35 @@ class GradientReducer:
             )
         member.left -= 1
         self.fired = True
-        self.synchronized = False
+        self.synchronized = self.scaled = False
         if not member.left:
             unit = member.unit
             if unit is None:
                 self._early.append(member)
+                member.see()
                 return
             unit.pending -= 1
-            if not unit.pending:
-                unit.collect(watch=True)
-                if self._overlaps and self._now() is self._coordinator:
-                    unit.submit(self._coordinator, waits=False)
+            if unit.pending:
+                member.see()
+                return
+            unit.collect()
+            overlaps = self._overlaps and self._now() is self._coordinator
+            if unit.apart or not overlaps:  # else what is seen now is written to by the reduction
+                for each in unit.members:
+                    each.see()
+            if overlaps:
+                unit.submit(self._coordinator, waits=False)
 
     def set_passes(self, passes: int) -> None:
         """Take another number of backwards before a step."""
         self.passes = passes
         for member in self._members.values():
             member.left = passes
+            member.seen = None
 
     def begin_again(self) -> None:
         """Forget what is under way, and count backwards from none."""
-        self.fired = self.synchronized = False
+        self.fired = self.synchronized = self.scaled = False
         self._early.clear()
         for unit in self._units:
             unit.reset()
@@ -162,6 +170,13 @@ class GradientReducer:
 
     def _round(self, coordinator: Coordinator) -> None:
         units = self._units
+        for member in self._members.values():
+            if member.touched():
+                raise AssertionError(
+                    f"the gradient of {member.name} was changed after the backward and before it was reduced: call "
+                    "optimizer.synchronize() first, then clip or unscale, then step inside of "
+                    "`with optimizer.skip_synchronize():`"
+                )
         flags = self._tell_used(coordinator) if units else None
         late = [member for member in self._members.values() if member.sparse is None and member.param.requires_grad]
         alone: list = []
@@ -171,18 +186,10 @@ class GradientReducer:
         for unit in (*units, *alone):
             if unit.submission is None:
                 if not unit.collected:
-                    unit.collect(watch=False)
+                    unit.collect()
                 unit.submit(coordinator, waits=True)
         for unit in (*units, *alone):
             unit.wait(coordinator)
-        for unit in units:
-            name = unit.touched()
-            if name is not None:
-                raise AssertionError(
-                    f"the gradient of {name} was changed after the backward and before it was reduced: call "
-                    "optimizer.synchronize() first, then clip or unscale, then step inside of "
-                    "`with optimizer.skip_synchronize():`"
-                )
         if flags is not None:
             coordinator.wait(flags)
             used = [count > 0 for count in flags.results[0].tolist()]

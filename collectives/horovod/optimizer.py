@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 import weakref
 from collections import Counter
@@ -113,6 +114,23 @@ def _take_over(optimizer, wrapped) -> dict:
 class _Distributed:
     """What is laid over the optimizer's own class."""
 
+    @property
+    def param_groups(self) -> list:
+        """The groups; GradScaler, which goes through them to unscale, finds the gradients reduced.
+
+        Otherwise each rank would look for infinities among its own gradients, and some would leave the step out.
+        """
+        shared = self.__dict__
+        reducer = shared.get("_reducer")
+        if reducer is not None and reducer.fired and sys._getframe(1).f_code.co_name == "_unscale_grads_":
+            reducer.synchronize(self)
+            reducer.scaled = True
+        return shared["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups) -> None:
+        self.__dict__["param_groups"] = groups
+
     def synchronize(self) -> None:
         """End the reduction of all gradients; blocks. A parameter whose backward isn't through takes part as it is."""
         self._reducer.synchronize(self)
@@ -141,11 +159,11 @@ class _Distributed:
             return reducer.step(self, stepping if closure is None else functools.partial(stepping, closure))
         if closure is None:
             if not reducer.skips:
-                if reducer.synchronized:
+                if reducer.synchronized and not reducer.scaled:
                     warnings.warn(_SYNCHRONIZED, stacklevel=3)
-                else:
+                elif not reducer.synchronized:
                     reducer.synchronize(self)
-            reducer.synchronized = False
+            reducer.synchronized = reducer.scaled = False
             return stepping()
         if not reducer.skips:
             if reducer.fired:

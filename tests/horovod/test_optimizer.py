@@ -242,27 +242,28 @@ def memory(ctx):
         wrapped.load_state_dict(wrapped.state_dict())  # forgets the backward
         wrapped.zero_grad()
 
-        # GradScaler, the way that Horovod's programs have it; and the way that they mustn't.
-        model.zero_grad()
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for infinite in (False, True):
-            wrapped.zero_grad()
-            factor = float("inf") if infinite and ctx.rank == 0 else 1.0
-            scaler.scale(model[:-1](batch(2, ctx.rank)[0]).square().mean() * factor).backward()
-            was = params[0].detach().clone()
-            wrapped.synchronize()
-            scaler.unscale_(wrapped)
-            norm = nn.utils.clip_grad_norm_(params, 1.0)
-            assert norm.isfinite() != infinite
-            with wrapped.skip_synchronize():
-                scaler.step(wrapped)
-            scaler.update()
-            assert torch.equal(was, params[0].detach()) == infinite  # left out on all ranks
-        assert scaler.get_scale() == 512.0
-        wrapped.zero_grad()
-        scaler.scale(model[:-1](batch(2, ctx.rank)[0]).square().mean()).backward()
-        with pytest.raises(AssertionError, match=r"synchronize\(\) first"):
-            scaler.step(wrapped)
+        # GradScaler: the way that Horovod's programs have it, and as in a program of one process.
+        for synchronizes, make in itertools.product((True, False), (MAKERS["sgd"], MAKERS["adam, fused"])):
+            model = make_model()
+            params = list(model.parameters())
+            wrapped = hvd.DistributedOptimizer(make(params))
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            for step, infinite in enumerate((False, True, False)):
+                wrapped.zero_grad()
+                images, labels = batch(step, ctx.rank)
+                loss = nn.functional.cross_entropy(model(images), labels)
+                scaler.scale(loss * (float("inf") if infinite and ctx.rank == 0 else 1.0)).backward()
+                was = params[0].detach().clone()
+                if synchronizes:
+                    wrapped.synchronize()
+                    scaler.unscale_(wrapped)
+                    assert nn.utils.clip_grad_norm_(params, 1.0).isfinite() != infinite
+                with wrapped.skip_synchronize() if synchronizes else warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    scaler.step(wrapped)
+                scaler.update()
+                assert torch.equal(was, params[0].detach()) == infinite  # left out on all ranks
+            assert scaler.get_scale() == 512.0 and same_on_all(ctx, model)
 
         # Of other dtypes, complex ones and those of no elements.
         for dtype in (torch.float64, torch.bfloat16, torch.complex64):
@@ -505,8 +506,6 @@ def other_steps(ctx):
             wrapped.zero_grad()
         with pytest.raises(AssertionError, match="Gradients were computed more than backward_passes_per_step"):
             nets[0](torch.ones(2)).sum().backward()
-        wrapped.step()
-        wrapped.zero_grad()
 
         del wrapped
 
