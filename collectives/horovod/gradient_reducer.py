@@ -25,6 +25,7 @@ from .world import current
 __all__ = ["GradientReducer"]
 
 _FIRST_CAP, _CAP = 1 << 20, 25 << 20  # bytes of the first unit, which is to start early, and of the others
+_ALONE = 1 << 20  # bytes; on the host the copies to a flat piece and back then take longer than a call of its own
 _SPARSE = 1 << 16  # what a rank with a sparse gradient adds; one with a dense gradient adds 1
 _TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
@@ -251,13 +252,11 @@ class GradientReducer:
         """Make the units of all further steps, the same on all ranks; members in an order that all have."""
         units = [self._single(m, m.sparse) for m in members if self._goes_alone(m.sparse)]
         packed = [member for member in members if not self._goes_alone(member.sparse)]
-        fill = self._grouped if self._groups is not None or not self._views else self._filled
+        fill = self._filled if self._groups is None else self._grouped
         for group in fill(packed):
             unit = self._unit(group)
-            if self._views:
-                unit.lay_out(self._coordinator.comms[unit.device.type].empty, views=True)
-            elif len(group) > 1 or unit.casts:
-                unit.lay_out(functools.partial(torch.empty, device=unit.device), views=False)
+            if self._views or len(group) > 1 or unit.casts:
+                unit.lay_out(self._coordinator.comms[unit.device.type].empty, views=self._views)
             units.append(unit)
         self._units = units
         for unit in units:
@@ -307,6 +306,9 @@ class GradientReducer:
         for member in members:
             key = self._key(member)
             nbytes = padded(member.param.numel() << member.param.is_complex(), key[0].itemsize) * key[0].itemsize
+            if not self._views and nbytes >= _ALONE and member.param.device.type == "cpu":
+                done.append([member])
+                continue
             group, size = filling.get(key, (None, 0))
             if group is None or size + nbytes > min(most, _CAP if len(done) > 1 else _FIRST_CAP):
                 group, size = [], 0
