@@ -54,6 +54,7 @@ from .ops import (
     sparse_allreduce_async,
     synchronize,
 )
+from .optimizer import DistributedOptimizer
 from .process_sets import ProcessSet, global_process_set
 from .sync_batch_norm import SyncBatchNorm
 from .world import (
@@ -85,6 +86,7 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",

@@ -38,6 +38,7 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter_async",
     "join",
+    "name_of_op",
     "poll",
     "reducescatter_async",
     "remove_process_set",
@@ -59,6 +60,11 @@ class ReduceOp(IntEnum):
 
 Average, Sum, Adasum, Min, Max, Product = ReduceOp
 _OURS = {Average: "avg", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "prod"}
+
+
+def name_of_op(op: ReduceOp) -> str:
+    """Give a reduction's name in a `Signature`."""
+    return _OURS[op]
 
 
 # ---- Handles.

@@ -105,12 +105,17 @@ class World:
     def coordinator(self, process_set: ProcessSet) -> Coordinator:
         """Give the coordinator of a process set; `ValueError` where this rank isn't in it."""
         number = process_set.process_set_id
-        if number is None or self.sets.get(number) is not process_set:
-            raise ValueError(f"{process_set!r} isn't a process set of this job: hvd.add_process_set() makes it one")
+        self.check(process_set)
         coordinator = self._coordinators.get(number)
         if coordinator is None:
             raise ValueError(f"rank {self.rank} isn't in process set {number}, which has ranks {process_set.ranks}")
         return coordinator
+
+    def check(self, process_set: ProcessSet) -> None:
+        """Raise `ValueError` for a process set that isn't in use in this job."""
+        number = process_set.process_set_id
+        if number is None or self.sets.get(number) is not process_set:
+            raise ValueError(f"{process_set!r} isn't a process set of this job: hvd.add_process_set() makes it one")
 
     def _read_ranks(self, process_set: ProcessSet) -> list[int]:
         if process_set.process_set_id is not None:

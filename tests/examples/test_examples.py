@@ -113,3 +113,16 @@ def test_custom_sharded_wrapper(tmp_path):
     assert result["last_loss"] < 0.1 * result["first_loss"]
     whole = 256 * 256 + 4 * 256  # int8, and a scale a row
     assert whole / 2 <= result["base_bytes_on_a_rank"] < whole / 2 + 64
+
+
+def test_horovod_digits(tmp_path):
+    name, both = "horovod_digits.py", {"sgd": True, "adamw": True}
+    result = result_of(name, "--epochs", "2", cwd=tmp_path)
+    assert result["equal_to_ddp"] == both and result["resumed_at_step"] == 0
+    written = {path.name for path in (tmp_path / "out" / "horovod_digits").iterdir()}
+    assert written == {"sgd.pt", "adamw.pt"}
+
+    # In new processes: the DDP that it must be equal to was never interrupted.
+    again = result_of(name, "--epochs", "3", "--resume", "--optimizers", "adamw", cwd=tmp_path)
+    assert again["equal_to_ddp"] == {"adamw": True} and again["resumed_at_step"] == 2 * 23
+    assert again["loss_first"]["adamw"] == result["loss_first"]["adamw"] > 2 * again["loss_last"]["adamw"]

@@ -1,0 +1,314 @@
+"""DistributedOptimizer: an optimizer whose gradients are reduced over the ranks before each step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from .adasum_optimizer import AdasumReducer
+from .compression import Compression
+from .gradient_reducer import GradientReducer
+from .ops import Adasum, Average, ReduceOp
+from .process_sets import global_process_set
+from .world import current
+
+__all__ = ["DistributedOptimizer"]
+
+_ZERO_GRAD = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    "This is prohibited as it can cause a race condition."
+)
+_SYNCHRONIZED = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): nothing is "
+    "reduced again; say `with optimizer.skip_synchronize(): optimizer.step()`"
+)
+
+
+def DistributedOptimizer(
+    optimizer, named_parameters=None, compression=Compression.none, backward_passes_per_step=1, op=Average,
+    gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set=global_process_set, *,
+    gradient_as_bucket_view=True,
+):  # fmt: skip
+    """Give an optimizer of the given one's class, with its state, that reduces gradients over the ranks and steps.
+
+    All ranks of the process set make and step the same ones in the same order; other ranks step on their own.
+    ``named_parameters``: (name, parameter) pairs as of ``model.named_parameters()``; for several models whose names may
+    be the same a list of such iterables, or a dict of them by prefix; None: parameters are named by their places.
+    ``compression``: of `Compression`, or a `Compressor` of your own. ``backward_passes_per_step``: backwards whose
+    gradients add up before they are reduced. ``op``: `Average`, `Sum`, `Min`, `Max`, `Product`, or `Adasum`, which
+    reduces what a step has changed. Gradients are divided by ``gradient_predivide_factor`` before the sum of an
+    average, and multiplied after it. ``groups``: lists of parameters that are reduced together, or a number of groups;
+    None: filled in the order in which gradients become ready; ``num_groups`` is its deprecated form.
+    ``sparse_as_dense``: sparse gradients are made dense and stay so. ``gradient_as_bucket_view``: from the second step
+    on a ``.grad`` is a view of the memory that is reduced, which a later step writes over; False: gradients stay where
+    backwards put them, and are copied both ways.
+
+    A parameter with no gradient on this rank takes part with zeros; one with none on any rank keeps ``.grad`` None.
+    With a closure the loss, too, is the ranks' average, so that they decide alike. ``synchronize()`` ends the
+    reduction, to be followed by ``with optimizer.skip_synchronize(): optimizer.step()``; between the two gradients may
+    be clipped or unscaled. Raises `ValueError` for arguments that won't do.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"DistributedOptimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
+    if op not in tuple(ReduceOp) or isinstance(op, bool):
+        raise ValueError(f"op must be hvd.Average, Sum, Adasum, Min, Max or Product, not {op!r}")
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if not gradient_predivide_factor > 0:
+        raise ValueError(f"gradient_predivide_factor must be a number above 0, not {gradient_predivide_factor!r}")
+    if num_groups != 0:
+        warnings.warn("num_groups has been replaced by groups: use groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    _check_passes(backward_passes_per_step)
+    current().check(process_set)
+    groups = _read_groups(groups)
+    named = _read_names(optimizer, named_parameters)
+    names = {id(param): name for name, param in reversed(named)}
+    if op == Adasum:
+        if groups is not None or sparse_as_dense:
+            raise ValueError("op=Adasum reduces what a step has changed: leave out groups and sparse_as_dense")
+        reducer = AdasumReducer(names, compression, backward_passes_per_step, process_set)
+    else:
+        reducer = GradientReducer(
+            names, _prefix(named, process_set), compression, backward_passes_per_step, op,
+            gradient_predivide_factor, groups, sparse_as_dense, process_set, views=gradient_as_bucket_view,
+        )  # fmt: skip
+    base = type(optimizer)
+    kind = type(base.__name__, (_Distributed, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    wrapped = kind.__new__(kind)
+    wrapped.__dict__ = _take_over(optimizer, wrapped)
+    wrapped._reducer = reducer
+    reducer.attach(wrapped)
+    return wrapped
+
+
+def _take_over(optimizer, wrapped) -> dict:
+    """Give the optimizer's attributes, which both share from now on; a scheduler's count of steps goes by ours."""
+    shared = vars(optimizer)
+    patched = shared.pop("step", None)
+    if patched is not None:
+        if not hasattr(patched, "_wrapped_by_lr_sched"):
+            raise ValueError("the optimizer's step() was replaced on the object: wrap it before that")
+        owner = weakref.ref(wrapped)
+
+        @functools.wraps(type(wrapped).step)
+        def step(*arguments, **options):
+            found = owner()
+            found._opt_called = True
+            return type(found).step(found, *arguments, **options)
+
+        step._wrapped_by_lr_sched = True
+        shared["step"] = step
+    return shared
+
+
+class _Distributed:
+    """What is laid over the optimizer's own class."""
+
+    @property
+    def param_groups(self) -> list:
+        """The groups; GradScaler, which goes through them to unscale, finds the gradients reduced.
+
+        Otherwise each rank would look for infinities among its own gradients, and some would leave the step out.
+        """
+        shared = self.__dict__
+        reducer = shared.get("_reducer")
+        if reducer is not None and reducer.fired and sys._getframe(1).f_code.co_name == "_unscale_grads_":
+            reducer.synchronize(self)
+            reducer.scaled = True
+        return shared["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups) -> None:
+        self.__dict__["param_groups"] = groups
+
+    def synchronize(self) -> None:
+        """End the reduction of all gradients; blocks. A parameter whose backward isn't through takes part as it is."""
+        self._reducer.synchronize(self)
+
+    @contextlib.contextmanager
+    def skip_synchronize(self):
+        """Let a step() inside not reduce: ``synchronize()`` was called before."""
+        if self._reducer.steps_locally:
+            raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        self._reducer.skips = True
+        try:
+            yield
+        finally:
+            self._reducer.skips = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change after how many backwards gradients are reduced; between steps."""
+        _check_passes(passes)
+        self._reducer.set_passes(passes)
+
+    def step(self, closure=None, **options):
+        """Reduce the gradients, then step as the optimizer's own class does; blocks."""
+        reducer = self._reducer
+        stepping = functools.partial(super().step, **options)
+        if reducer.steps_locally:
+            return reducer.step(self, stepping if closure is None else functools.partial(stepping, closure))
+        if closure is None:
+            if not reducer.skips:
+                if reducer.synchronized and not reducer.scaled:
+                    warnings.warn(_SYNCHRONIZED, stacklevel=3)
+                elif not reducer.synchronized:
+                    reducer.synchronize(self)
+            reducer.synchronized = reducer.scaled = False
+            return stepping()
+        if not reducer.skips:
+            if reducer.fired:
+                reducer.synchronize(self)
+            closure = self._reducing(closure)
+        result = stepping(closure)
+        reducer.synchronized = False
+        return result
+
+    # Optimizer puts a profiler's mark and the step hooks around a class's step: the inner one has them.
+    step.hooked = True
+
+    def _reducing(self, closure):
+        reducer = self._reducer
+
+        def reduced():
+            reducer.synchronized = False
+            loss = closure()
+            if not reducer.synchronized:
+                reducer.synchronize(self)
+            return reducer.average_loss(loss)
+
+        return reduced
+
+    def zero_grad(self, *arguments, **options) -> None:
+        """As the optimizer's own; `AssertionError` between a backward and the step, when gradients are on their way."""
+        if self._reducer.fired:
+            raise AssertionError(_ZERO_GRAD)
+        super().zero_grad(*arguments, **options)
+
+    def load_state_dict(self, *arguments, **options) -> None:
+        """As the optimizer's own; what is on its way is forgotten."""
+        self._reducer.begin_again()
+        super().load_state_dict(*arguments, **options)
+
+    def add_param_group(self, param_group) -> None:
+        """As the optimizer's own; its parameters are named by their places. All ranks add it."""
+        super().add_param_group(param_group)
+        self._reducer.attach(self)
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            "a DistributedOptimizer can't be pickled or copied: it has hooks on its parameters. Save its state_dict(), "
+            "and wrap an optimizer over the copied parameters"
+        )
+
+
+def _check_passes(passes) -> None:
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, not {passes!r}")
+
+
+# ---- Arguments.
+
+
+def _read_groups(groups):
+    if groups is None:
+        return None
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        return groups
+    if not isinstance(groups, (list, tuple)):
+        raise ValueError(f"groups should be a positive integer or a list of lists of parameters, not {groups!r:.60}")
+    seen: set[int] = set()
+    for group in groups:
+        if isinstance(group, torch.Tensor) or not isinstance(group, Iterable):
+            raise ValueError("groups should be a list of lists of parameters")
+    read = [list(group) for group in groups]
+    for group in read:
+        for param in group:
+            if not isinstance(param, torch.Tensor):
+                raise ValueError(f"groups must consist of torch.Tensor, not of {type(param).__name__}")
+            if id(param) in seen:
+                raise ValueError("A parameter can only appear once in groups.")
+            seen.add(id(param))
+    return read
+
+
+def _is_pair(entry) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+
+
+def _read_names(optimizer, named_parameters) -> list[tuple[str, torch.Tensor]]:
+    """Read (name, parameter) of all forms."""
+    inside = [param for group in optimizer.param_groups for param in group["params"]]
+    if named_parameters is None:
+        return [
+            (f"allreduce.noname.{number}.{index}", param)
+            for number, group in enumerate(optimizer.param_groups)
+            for index, param in enumerate(group["params"])
+        ]
+    if isinstance(named_parameters, Mapping):
+        entries = list(named_parameters.items())
+        models = [entry for entry in entries if not isinstance(entry[1], torch.Tensor)]
+        named = [entry for entry in entries if isinstance(entry[1], torch.Tensor)]
+        several = [(f"{prefix}.", pairs) for prefix, pairs in models]
+    else:
+        entries = list(named_parameters)
+        iterables = [not _is_pair(entry) and isinstance(entry, Iterable) and not _is_plain(entry) for entry in entries]
+        if entries and all(iterables):
+            named, several = [], [(f"{index}.", pairs) for index, pairs in enumerate(entries)]
+        else:
+            named, several = entries, []
+    for prefix, pairs in several:
+        pairs = list(pairs.items() if isinstance(pairs, Mapping) else pairs)
+        named += [(prefix + pair[0], *pair[1:]) if _is_pair(pair) else pair for pair in pairs]
+    if not all(_is_pair(entry) and isinstance(entry[1], torch.Tensor) for entry in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters(); for several models a list of such sequences, or a dict of them by prefix"
+        )
+    owners: dict[str, int] = {}
+    twice = {name for name, param in named if owners.setdefault(name, id(param)) != id(param)}
+    counts = Counter(name for name, _ in named)
+    if twice or max(counts.values(), default=0) > 1:
+        twice = twice or {name for name, count in counts.items() if count > 1}
+        raise ValueError(
+            "Parameter names in named_parameters must be unique. Found duplicates: "
+            f"{', '.join(sorted(twice)[:8])}. For several models pass a list of their named_parameters(), or a dict "
+            "such as {'encoder': encoder.named_parameters(), 'decoder': decoder.named_parameters()}"
+        )
+    known = {id(param) for _, param in named}
+    unnamed = [param for param in inside if id(param) not in known]
+    if unnamed:
+        shapes = ", ".join(str(tuple(param.shape)) for param in unnamed[:8])
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named: "
+            f"{len(unnamed)} of shapes {shapes}: name the parameters of all models that the optimizer has"
+        )
+    mine = {id(param) for param in inside}
+    return [(name, param) for name, param in named if id(param) in mine]
+
+
+def _is_plain(entry) -> bool:
+    """Tell whether an entry is no sequence of pairs, though it can be gone through."""
+    if isinstance(entry, (str, torch.Tensor)):
+        return True
+    return isinstance(entry, (tuple, list)) and not all(map(_is_pair, entry))
+
+
+_made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # world -> how many of the same names were made
+
+
+def _prefix(named, process_set) -> str:
+    """Tell apart optimizers whose parameters have the same names, by the order in which they are made."""
+    counts = _made.setdefault(current(), Counter())
+    key = process_set.process_set_id, tuple(name for name, _ in named)
+    counts[key] += 1
+    return "" if counts[key] == 1 else f"{counts[key]}."
