@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .ops import Adasum
-from .requests import Signature, Submission
+from .requests import Signature, Submission, request_of
 from .world import current
 
 __all__ = ["AdasumReducer"]
@@ -82,7 +82,7 @@ class AdasumReducer:
                 tuple(str(tensor.dtype).removeprefix("torch.") for tensor in chosen),
                 tuple(tuple(tensor.shape) for tensor in chosen), device.type, op="adasum",
             )  # fmt: skip
-            submission = Submission(signature, chosen, chosen)
+            submission = Submission(request_of(signature), chosen, chosen)
             coordinator.submit(submission, waits=True)
             started.append((coordinator, submission))
         return started

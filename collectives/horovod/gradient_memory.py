@@ -13,8 +13,8 @@ import torch
 from ..gradients import GradientBucket
 from ..kernels import pack
 from .compression import BF16Compressor, Compressor, FP16Compressor, Int8Compressor, NoneCompressor
-from .ops import dtype_name, sparse_allreduce_async
-from .requests import Signature, Submission
+from .ops import sparse_allreduce_async
+from .requests import DTYPE_NAMES, Signature, Submission, request_of
 
 __all__ = ["Compressed", "Member", "Sparse", "Unit", "can_pack", "element_type"]
 
@@ -147,7 +147,7 @@ class Unit(_Sent, GradientBucket):
     def submit(self, coordinator, *, waits: bool) -> None:
         """Start the reduction of what was collected."""
         tensors = [self.sending]
-        self.submission = Submission(self._signature, tensors, tensors)
+        self.submission = Submission(request_of(self._signature), tensors, tensors)
         coordinator.submit(self.submission, waits=waits)
 
     def finish(self, used: list[bool]) -> None:
@@ -194,10 +194,10 @@ class Compressed(_Sent):
         """Start the reduction of what was collected."""
         sending = self.sending
         signature = Signature(
-            "allreduce", self._name, (dtype_name(sending),), (tuple(sending.shape),), sending.device.type,
+            "allreduce", self._name, (DTYPE_NAMES[sending.dtype],), (tuple(sending.shape),), sending.device.type,
             **self._reduction,
         )  # fmt: skip
-        self.submission = Submission(signature, [sending], [sending])
+        self.submission = Submission(request_of(signature), [sending], [sending])
         coordinator.submit(self.submission, waits=waits)
 
     def finish(self, used: list[bool]) -> None:

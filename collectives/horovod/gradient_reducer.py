@@ -19,7 +19,7 @@ from .coordinator import Coordinator
 from .gradient_memory import Compressed, Member, Sparse, Unit, can_pack, element_type
 from .ops import Average, Sum, allreduce_async, name_of_op, synchronize
 from .process_sets import ProcessSet
-from .requests import Signature, Submission
+from .requests import Signature, Submission, request_of
 from .world import current
 
 __all__ = ["GradientReducer"]
@@ -212,7 +212,8 @@ class GradientReducer:
         sent = torch.tensor(numbers, dtype=torch.int32, device="cpu")
         first = next(iter(self._members.values())).name
         name = f"{self._prefix}{what} gradients of {first} and {len(self._members) - 1} more"
-        submission = Submission(Signature("allreduce", name, ("int32",), ((len(numbers),),), op="sum"), [sent], [sent])
+        signature = Signature("allreduce", name, ("int32",), ((len(numbers),),), op="sum")
+        submission = Submission(request_of(signature), [sent], [sent])
         coordinator.submit(submission, waits=True)
         return submission
 

@@ -12,7 +12,17 @@ from ..arrays import TORCH_CODES
 from ..errors import TransportError
 from ..layout import ALIGNMENT
 
-__all__ = ["DTYPE_NAMES", "Request", "Signature", "Submission", "can_reduce", "decode", "dtype_of", "encode"]
+__all__ = [
+    "DTYPE_NAMES",
+    "Request",
+    "Signature",
+    "Submission",
+    "can_reduce",
+    "decode",
+    "dtype_of",
+    "encode",
+    "request_of",
+]
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -59,6 +69,20 @@ class Request:
         one_dtype = bool(dtypes) and dtypes.count(dtypes[0]) == len(dtypes) and dtypes[0] not in _ALONE
         fusible = kind == "allreduce" and op != "adasum" and one_dtype
         self.alike = (dtypes[0], device, op, before, after, wire) if fusible else None
+
+
+_made: dict[Signature, Request] = {}
+_MOST_MADE = 8192
+
+
+def request_of(signature: Signature) -> Request:
+    """Give the request of a signature: the same one each time, so that the others needn't be told of it again."""
+    request = _made.get(signature)
+    if request is None:
+        if len(_made) >= _MOST_MADE:
+            _made.clear()
+        request = _made[signature] = Request(signature)
+    return request
 
 
 class Submission:

@@ -51,9 +51,7 @@ class SyncBatchNorm(_BatchNorm):
         """Put one of these in place of each batch normalisation of a module, with its parameters and statistics."""
         converted = module
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            converted = cls(
-                module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
-            )
+            converted = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             converted.weight, converted.bias = module.weight, module.bias
             converted.running_mean, converted.running_var = module.running_mean, module.running_var
             converted.num_batches_tracked = module.num_batches_tracked
