@@ -94,7 +94,7 @@ def DistributedOptimizer(
 def _take_over(optimizer, wrapped) -> dict:
     """Give the optimizer's attributes, which both share from now on; a scheduler's count of steps goes by ours."""
     shared = vars(optimizer)
-    patched = shared.pop("step", None)
+    patched = shared.get("step")
     if patched is not None:
         if not hasattr(patched, "_wrapped_by_lr_sched"):
             raise ValueError("the optimizer's step() was replaced on the object: wrap it before that")
@@ -103,6 +103,8 @@ def _take_over(optimizer, wrapped) -> dict:
         @functools.wraps(type(wrapped).step)
         def step(*arguments, **options):
             found = owner()
+            if found is None:
+                raise RuntimeError("this optimizer was wrapped by hvd.DistributedOptimizer, and that one is gone")
             found._opt_called = True
             return type(found).step(found, *arguments, **options)
 
