@@ -3,15 +3,16 @@
     python benchmarks/horovod/step.py
 
 A step is forward, backward and SGD's step on one thread a rank; gradients are set to None before, untimed. Blocks of
-steps are made in turn, in one run; the first steps of a block aren't counted; a time is the median over all blocks, of
-the slower rank. The ways: the optimizer alone, which shows what the ranks' own work takes; torch's DDP over Gloo;
-`collectives.DistributedDataParallel` with our hook; `hvd.DistributedOptimizer`, as it is and with
-``gradient_as_bucket_view=False``. Before anything is timed all but the first must have made the same parameters, bit
-for bit on 2 ranks. ``added``: what a way adds to the step alone by what Gloo's adds. One row a model goes to
-benchmarks/results/horovod_step.jsonl.
+steps are made in turn, in one run; the first steps of a block aren't counted; a time is the first decile over all
+blocks, of the slower rank, so that what else runs on the machine counts little. The ways: the optimizer alone, which
+shows what the ranks' own work takes; torch's DDP over Gloo; `collectives.DistributedDataParallel` with our hook;
+`hvd.DistributedOptimizer`, as it is and with ``gradient_as_bucket_view=False``. Before anything is timed all but the
+first must have made the same parameters, bit for bit on 2 ranks. ``added``: what a way adds to the step alone by what
+Gloo's adds. One row a model goes to benchmarks/results/horovod_step.jsonl.
 """
 
 import argparse
+import os
 import socket
 import statistics
 import sys
@@ -81,6 +82,10 @@ class Way:
         return time.perf_counter() - start
 
 
+def first_decile(times):
+    return statistics.quantiles(times, n=10)[0]
+
+
 def measure(name, rank, arguments):
     """Return the row of one model."""
     batch = data(name, rank)
@@ -103,7 +108,7 @@ def measure(name, rank, arguments):
         for way in ways.values():
             dist.barrier()
             way.times += [way.step(batch) for _ in range(SKIPPED + steps)][SKIPPED:]
-    ms = dict(zip(ways, slowest([statistics.median(way.times) * 1e3 for way in ways.values()]), strict=True))
+    ms = dict(zip(ways, slowest([first_decile(way.times) * 1e3 for way in ways.values()]), strict=True))
     base, gloo = ms.get("alone"), ms.get("gloo")
     params = list(ways[arguments.ways[0]].model.parameters())
     return {
@@ -118,8 +123,6 @@ def measure(name, rank, arguments):
 
 
 def work(rank, arguments):
-    import os
-
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(arguments.ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(arguments.ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(arguments.port),

@@ -18,6 +18,9 @@ from .requests import DTYPE_NAMES, Signature, Submission, request_of
 
 __all__ = ["Compressed", "Member", "Sparse", "Unit", "can_pack", "element_type"]
 
+# Bytes. A gradient from here on is copied to its place as soon as it is there: so malloc gives its memory to the next
+# one, and needn't have it from the system, page by page. Smaller ones are copied together.
+_LARGE = 256 << 10
 _PACKED = (NoneCompressor, FP16Compressor, BF16Compressor, Int8Compressor)
 
 
@@ -25,10 +28,10 @@ class Member:
     """A parameter, its name, and how many more backwards are to make its gradient before it is reduced.
 
     ``sparse``: whether its gradients are; None until some rank has had one. ``unit``: that it travels in. ``seen``: the
-    gradient as the last of the backwards left it.
+    gradient as the last of the backwards left it. ``slot``: its place, where it is to be copied there by itself.
     """
 
-    __slots__ = ("left", "name", "param", "seen", "sparse", "unit", "version")
+    __slots__ = ("left", "name", "param", "seen", "slot", "sparse", "unit", "version")
 
     def __init__(self, name: str, param: torch.Tensor, passes: int):
         self.name = name
@@ -37,6 +40,14 @@ class Member:
         self.sparse: bool | None = None
         self.unit: Unit | None = None
         self.seen: torch.Tensor | None = None
+        self.slot: torch.Tensor | None = None
+
+    def move(self) -> None:
+        """Copy a large gradient to its place."""
+        slot, grad = self.slot, self.param.grad
+        if grad is not slot and not grad.is_sparse and grad.shape == slot.shape and grad.dtype is slot.dtype:
+            slot.copy_(grad)
+            self.param.grad = slot
 
     def see(self) -> None:
         """Remember the gradient as it is."""
@@ -109,6 +120,8 @@ class Unit(_Sent, GradientBucket):
                 _place(self.flat, offset, param, strides)
                 for offset, param, strides in zip(self.offsets, self.params, self.strides, strict=True)
             ]
+            for member, slot in zip(self.members, self._slots, strict=True):
+                member.slot = slot if slot.is_cpu and slot.nbytes >= _LARGE else None
 
     @property
     def apart(self) -> bool:

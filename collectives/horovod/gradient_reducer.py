@@ -106,6 +106,8 @@ class GradientReducer:
                 self._early.append(member)
                 member.see()
                 return
+            if member.slot is not None:
+                member.move()
             unit.pending -= 1
             if unit.pending:
                 member.see()
@@ -149,7 +151,7 @@ class GradientReducer:
         self._coordinator = coordinator
         self._units = []
         for member in self._members.values():
-            member.unit = member.sparse = None
+            member.unit = member.sparse = member.slot = None
         self._early.clear()
         if included:
             self._overlaps = len(coordinator.comms) > 1 or has_spare_cores(coordinator.comms["cpu"])

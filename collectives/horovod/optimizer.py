@@ -94,7 +94,7 @@ def DistributedOptimizer(
 def _take_over(optimizer, wrapped) -> dict:
     """Give the optimizer's attributes, which both share from now on; a scheduler's count of steps goes by ours."""
     shared = vars(optimizer)
-    patched = shared.pop("step", None)
+    patched = shared.get("step")
     if patched is not None:
         if not hasattr(patched, "_wrapped_by_lr_sched"):
             raise ValueError("the optimizer's step() was replaced on the object: wrap it before that")
@@ -103,6 +103,8 @@ def _take_over(optimizer, wrapped) -> dict:
         @functools.wraps(type(wrapped).step)
         def step(*arguments, **options):
             found = owner()
+            if found is None:
+                raise RuntimeError("this optimizer was wrapped by hvd.DistributedOptimizer, and that one is gone")
             found._opt_called = True
             return type(found).step(found, *arguments, **options)
 
@@ -274,14 +276,11 @@ def _read_names(optimizer, named_parameters) -> list[tuple[str, torch.Tensor]]:
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             "model.named_parameters(); for several models a list of such sequences, or a dict of them by prefix"
         )
-    owners: dict[str, int] = {}
-    twice = {name for name, param in named if owners.setdefault(name, id(param)) != id(param)}
-    counts = Counter(name for name, _ in named)
-    if twice or max(counts.values(), default=0) > 1:
-        twice = twice or {name for name, count in counts.items() if count > 1}
+    twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
+    if twice:
         raise ValueError(
             "Parameter names in named_parameters must be unique. Found duplicates: "
-            f"{', '.join(sorted(twice)[:8])}. For several models pass a list of their named_parameters(), or a dict "
+            f"{', '.join(twice[:8])}. For several models pass a list of their named_parameters(), or a dict "
             "such as {'encoder': encoder.named_parameters(), 'decoder': decoder.named_parameters()}"
         )
     known = {id(param) for _, param in named}
