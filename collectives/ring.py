@@ -231,7 +231,7 @@ class Algorithms:
             native = self._native
         if native is None:
             comm = self._comm
-            native = comm.engine.library.comm_init_rank(comm.size, meeting.unique_id(), comm.rank)
+            native = comm._another(meeting.unique_id())
             with self._lock:
                 self._native = native
                 gone = self._closed

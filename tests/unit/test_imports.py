@@ -17,6 +17,7 @@ errors
 schedule
 layout
 launch
+machines
 _nccl
 arrays
 _kernels
@@ -26,6 +27,10 @@ work
 memory
 group agree
 exchange rendezvous
+mesh
+across
+hosts
+two_levels
 ring
 tune
 communicator
