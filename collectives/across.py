@@ -148,7 +148,8 @@ class Across:
             with _Grouped(self.library):
                 if layout.in_rows:
                     for ranks in layout.machines:
-                        self.inside.reduce_scatter(source + ranks[0] * nbytes, at[ranks[layout.local]], count, carry, op)
+                        to = at[ranks[layout.local]]
+                        self.inside.reduce_scatter(source + ranks[0] * nbytes, to, count, carry, op)
                 else:
                     for rank in range(ranks):
                         to = layout.carrier_of(rank)
@@ -294,7 +295,7 @@ class Across:
 
     @property
     def _limit(self) -> float | None:
-        """The limit of a wait for another machine: a little more than inside of one, where more is known of the cause."""
+        """The limit of a wait for another machine: a little above the one inside, where more is known of the cause."""
         return None if self.seconds is None else self.seconds + 1.0
 
     def begin(self, seconds: float | None) -> None:

@@ -16,15 +16,14 @@ import torch
 from ._nccl import DTYPES, OPS, SHRINK_ABORT, ArrayCalls
 from .agree import PREMUL, agree, row
 from .arrays import ITEMSIZE, Place, Reader, parse_op, parse_rank, premul_scalar
-from .engine import Engine
+from .engine import Engine, device_of, parse_device
 from .errors import CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage
 from .group import Call, Group, issue, open_groups
 from .hosts import HostsComm, NoShortWay
-from .machines import Layout, grouped
+from .machines import grouped
 from .memory import Registration, allocate, memory_of, whole_allocation
 from .ring import Algorithms, run_by
 from .tune import Policy, agree_on, pick
-from .two_levels import TwoLevels
 from .work import CudaLane, HostLane, Work
 
 __all__ = ["Communicator", "device_of", "parse_device"]
@@ -588,20 +587,6 @@ class Communicator:
         child._adopt(native, engine, self.device, *local, self._timeout, self._policy, peers)
         return child
 
-    def _in_two_levels(self) -> None:
-        """Reduce and gather inside of machines and between them from now on; nothing where all is on one level."""
-        layout = Layout(self.machines, self.rank)
-        if len(layout.machines) > 1 and len(layout.machines) < self.size:
-            with self._guard():
-                self._native = TwoLevels(self._native, layout, self.device)
-            self._short = NoShortWay()
-
-    def _another(self, unique_id: bytes):
-        """Open one more binding object over the same ranks, with an id that rank 0 has made."""
-        if isinstance(self._native, HostsComm):
-            return self._native.duplicate(unique_id.hex())
-        return self.engine.library.comm_init_rank(self.size, unique_id, self.rank)
-
     def _current(self, stream) -> int:
         if self._on_host:
             if stream is not None:
@@ -758,24 +743,6 @@ class Communicator:
             raise
         self._lane.end(name, held, (work,))
         return work
-
-
-def parse_device(device) -> torch.device:
-    """Give a torch device, or raise `InvalidArgument`."""
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f"device {device!r} is none that torch knows: {str(error).splitlines()[0]}") from error
-
-
-def device_of(engine: Engine, device) -> torch.device:
-    """Give the device in full, or raise `InvalidArgument` where the engine doesn't work on it."""
-    device = parse_device(device)
-    if device.type != engine.device_type:
-        raise InvalidArgument(f"engine {engine.name!r} works on {engine.device_type}, not on {device}")
-    if device.type == "cpu":
-        return torch.device("cpu")
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 # ---- Forks and the end of the interpreter.

@@ -202,8 +202,8 @@ def reach_lasting(host: str, port: int, deadline: float) -> dist.TCPStore:
         return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
     except RuntimeError as error:
         raise TransportError(
-            f"rank 0's store at {host}:{port} can't be reached: {first_line(error)}. The ranks' machines must reach each "
-            "other on any TCP port",
+            f"rank 0's store at {host}:{port} can't be reached: {first_line(error)}. The ranks' machines must reach "
+            "each other on any TCP port",
             op="init", peers=(0,),
         ) from error  # fmt: skip
 

@@ -33,7 +33,7 @@ from .errors import (
 from .machines import Layout, grouped
 from .mesh import Board, Lost, Mesh
 
-__all__ = ["HostsComm", "HostsLibrary", "NoShortWay", "open_over"]
+__all__ = ["HostsComm", "HostsLibrary", "NoShortWay", "another", "open_over"]
 
 _FIRST_MADE_OP = 1 << 20  # numbers of premultiplied sums
 
@@ -47,6 +47,13 @@ def open_over(engine: Engine, meeting, rank: int, seconds: float) -> tuple[Engin
     board = Board(meeting.store, meeting.store_host, rank)
     native = HostsComm(library, meeting.peers, rank, board, "", seconds, keeps=meeting.server)
     return replace(engine, library=library), native
+
+
+def another(comm, unique_id: bytes):
+    """Open one more binding object over a communicator's ranks, with an id that rank 0 has made."""
+    if isinstance(comm._native, HostsComm):
+        return comm._native.duplicate(unique_id.hex())
+    return comm.engine.library.comm_init_rank(comm.size, unique_id, comm.rank)
 
 
 class NoShortWay:
@@ -265,6 +272,7 @@ class HostsComm:
         self._scalars: dict[int, tuple] = {}
         layout = Layout(grouped(peer.machine for peer in self.peers), rank)
         self.local_rank, self.local_size = layout.local, len(layout.here)
+        self.machine_count = len(layout.machines)
         deadline = time.monotonic() + seconds
         try:
             inside = _open_inside(library.library, self._board, layout.here, rank, deadline, f"id/{layout.machine}")

@@ -15,7 +15,7 @@ _ALIGNED = 16  # elements: pieces begin at a multiple of it
 
 
 def simulated() -> str:
-    """Give COLLECTIVES_HOST_ID, which stands for the machine's identity, or "": several machines can be tried on one."""
+    """Give COLLECTIVES_HOST_ID, by which one machine can stand for several, or ""."""
     return os.environ.get("COLLECTIVES_HOST_ID", "").strip()[:255]
 
 

@@ -176,7 +176,7 @@ class Mesh:
         self.wait(self.start(sends, recvs), seconds)
 
     def _wait_beside(self, started: list, seconds: float | None) -> None:
-        """In the main thread signal handlers must get their turn, which they don't inside of Gloo: let a thread wait."""
+        """Let a thread wait: signal handlers run in the main thread, and not inside of Gloo."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_serve, args=(self._jobs,), name="collectives-gloo", daemon=True).start()

@@ -13,12 +13,22 @@ from ._nccl import DTYPES, OPS
 from .arrays import ITEMSIZE
 from .errors import CollectivesError, InvalidUsage
 from .group import leave_group
+from .hosts import NoShortWay
 from .machines import Layout
 
-__all__ = ["TwoLevels"]
+__all__ = ["TwoLevels", "use_two_levels"]
 
 _AVG, _SUM = OPS["avg"], OPS["sum"]
 _INTEGERS = {code for name, code in DTYPES.items() if "int" in name}
+
+
+def use_two_levels(comm) -> None:
+    """Make a communicator reduce and gather in two levels from now on; nothing where all ranks are on one level."""
+    layout = Layout(comm.machines, comm.rank)
+    if 1 < len(layout.machines) < comm.size:
+        with comm._guard():
+            comm._native = TwoLevels(comm._native, layout, comm.device)
+        comm._short = NoShortWay()
 
 
 class TwoLevels:
@@ -48,6 +58,11 @@ class TwoLevels:
 
     def __getattr__(self, name: str):
         return getattr(self.flat, name)
+
+    @property
+    def machine_count(self) -> int:
+        """The number of machines."""
+        return len(self._layout.machines)
 
     def all_reduce(self, send, recv, count, dtype, op, stream=0, config=None) -> None:
         """Reduce-scatter inside, all-reduce of the piece between the machines, all-gather inside."""

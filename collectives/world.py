@@ -14,6 +14,7 @@ from .engine import Engine, get_engine
 from .errors import InvalidArgument, InvalidUsage
 from .exchange import needs_store
 from .hosts import open_over
+from .two_levels import use_two_levels
 
 __all__ = ["init"]
 
@@ -66,7 +67,7 @@ def init(
             deterministic=deterministic, native=native,
         )  # fmt: skip
         if hierarchical and native is None:
-            _world._in_two_levels()
+            use_two_levels(_world)
         return _world
 
 

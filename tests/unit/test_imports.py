@@ -34,6 +34,7 @@ two_levels
 ring
 tune
 communicator
+control
 world
 torch_groups
 compiled
