@@ -13,7 +13,7 @@ from threading import get_ident
 
 import torch
 
-from ._nccl import DTYPES, OPS, SHRINK_ABORT, ArrayCalls
+from ._nccl import DTYPES, OPS, SHRINK_ABORT, ArrayCalls, Comm
 from .agree import PREMUL, agree, row
 from .arrays import ITEMSIZE, Place, Reader, parse_op, parse_rank, premul_scalar
 from .engine import Engine, device_of, parse_device
@@ -116,8 +116,8 @@ class Communicator:
         self._checks = not self._on_host and os.environ.get("COLLECTIVES_CHECK", "0") not in ("", "0")
         # The short way of blocking calls on plain arrays. What it doesn't take goes the longer way, which checks all.
         current_device = None if self._on_host or self._checks else torch._C._cuda_getDevice
-        several = isinstance(native, HostsComm)
-        self._short = NoShortWay() if several else ArrayCalls(native, self._read.plainly, open_groups, current_device)
+        other = not isinstance(native, Comm)
+        self._short = NoShortWay() if other else ArrayCalls(native, self._read.plainly, open_groups, current_device)
         self._registered: set[Registration] = set()
         self._token = None
         self._algorithms: Algorithms | None = None

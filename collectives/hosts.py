@@ -172,6 +172,7 @@ def _submit(calls: list[_Call], stream: int) -> None:
             for call in runs:
                 call.before.wait()
                 call.comm.run(call)
+                call.mine.set()
         finally:
             for call in runs:
                 call.mine.set()

@@ -49,6 +49,7 @@ class Board:
         self.store = store
         self.host = host
         self.rank = rank
+        self._away = False  # it went with the process that served it: torch writes a stack for each further try
 
     def under(self, prefix: str, rank: int) -> Board:
         """Give a part of it, for another communicator in which this process has the number ``rank``."""
@@ -78,6 +79,8 @@ class Board:
     def tell(self, error: CollectivesError) -> None:
         """Leave the cause of a failure for the others, unless somebody was first. Where the store is gone: nothing."""
         told = {"kind": type(error).__name__, "text": error.message[:8000], "peers": list(error.peers), "op": error.op}
+        if self._away:
+            return
         with contextlib.suppress(RuntimeError):
             if not self.store.check(["failed"]):
                 self.store.set("failed", json.dumps(told))
@@ -93,7 +96,10 @@ class Board:
             told = json.loads(self.store.get("failed"))
             kind = getattr(errors, told["kind"]) if told["kind"] in errors.__all__ else RemoteError
             return kind(str(told["text"]), op=told["op"], rank=self.rank, peers=[int(peer) for peer in told["peers"]])
-        except (RuntimeError, ValueError, KeyError, TypeError):  # the store went with its rank, or holds no such note
+        except (ValueError, KeyError, TypeError):  # no such note as `tell` leaves
+            return None
+        except RuntimeError:
+            self._away = True
             return None
 
     def _gone(self, error: BaseException) -> CollectivesError:
@@ -155,7 +161,7 @@ class Mesh:
                     try:
                         started.append((peer, method([memory], peer, _DATA), memory))
                     except RuntimeError as error:
-                        raise Lost(peer, False, first_line(error)) from error
+                        raise Lost(peer, False, _reason(error)) from error
         return started
 
     def wait(self, started: list, seconds: float | None) -> None:
@@ -221,7 +227,12 @@ def _wait_here(started: list, seconds: float | None) -> None:
             work.wait(limit)
         except RuntimeError as error:
             late = until is not None and time.monotonic() >= until - 0.0005
-            raise Lost(peer, late, first_line(error)) from None
+            raise Lost(peer, late, _reason(error)) from None
+
+
+def _reason(error: BaseException) -> str:
+    """Give what Gloo says, without its source's path and its advice."""
+    return first_line(error).rpartition("] ")[2].partition(". ")[0] or first_line(error)
 
 
 def _serve(jobs: queue.SimpleQueue) -> None:
