@@ -78,7 +78,7 @@ class Board:
 
     def tell(self, error: CollectivesError) -> None:
         """Leave the cause of a failure for the others, unless somebody was first. Where the store is gone: nothing."""
-        told = {"kind": type(error).__name__, "text": error.message[:8000], "peers": list(error.peers), "op": error.op}
+        told = {"kind": type(error).__name__, "text": error.message[:8000].replace(" (this rank)", ""), "peers": list(error.peers), "op": error.op}
         if self._away:
             return
         with contextlib.suppress(RuntimeError):
@@ -143,7 +143,7 @@ class Mesh:
                 "use; the machines must reach each other on any TCP port",
                 op="init", rank=rank,
             ) from error  # fmt: skip
-        self._other = (rank + 1) % size
+        self._others = [peer for peer in range(size) if peer != rank]
         self._jobs: queue.SimpleQueue | None = None
         self._broken = False
 
@@ -204,9 +204,13 @@ class Mesh:
         if gloo is None or self._broken:
             return
         self._broken = True
-        # Gloo has no call for it, but closes a whole group where one wait runs out of time.
-        with contextlib.suppress(RuntimeError):
-            gloo.recv([torch.empty(1, dtype=torch.uint8)], self._other, _END).wait(timedelta(milliseconds=1))
+        # Gloo has no call for it, but closes a whole group where one wait runs out of time. For a peer that has gone
+        # already there is no such wait: so it is tried with all.
+        for peer in self._others:
+            with contextlib.suppress(RuntimeError):
+                gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _END).wait(timedelta(milliseconds=1))
+        if self._jobs is not None:
+            self._jobs.put(None)
 
     def close(self) -> None:
         """Free everything; no transfer may be under way."""
