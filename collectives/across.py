@@ -26,7 +26,7 @@ from .kernels.execution import Statistics, run_on_host
 from .kernels.reduction import kernel_of
 from .layout import TILE
 from .machines import Layout
-from .mesh import Mesh
+from .mesh import Lost, Mesh
 
 __all__ = ["Across", "Message", "Reduction", "Unlike"]
 
@@ -108,13 +108,14 @@ class Across:
         parts = []
         self._later()
         if layout.carries:
-            frames = self._meet(words, work + main * step, tail * step)
+            start = layout.local * piece
+            sources, sends, receives = self._piece_messages(work + start * step, piece, step) if main else ([], [], [])
+            frames = self._meet(words, work + main * step, tail * step, sends, receives)
             self._sum(frames, out + main * width, tail, carry, how)
             if layout.machine == layout.local == 0:
                 parts.append((out + main * width, tail))
             if main:
-                start = layout.local * piece
-                parts.append(self._sum_piece(work + start * step, out + start * width, piece, carry, how))
+                parts.append(self._sum_piece(sources, out + start * width, piece, carry, how))
         if main:
             if layout.full:
                 self.inside.all_gather(out + layout.local * piece * width, out, piece, how.dtype)
@@ -336,20 +337,23 @@ class Across:
                 to = work + j * nbytes if j == layout.local else 0
                 self.inside.reduce(source + j * nbytes, to, piece, dtype, op, j)
 
-    def _sum_piece(self, work: int, out: int, piece: int, carry: int, how: Reduction) -> tuple[int, int]:
-        """Sum this carrier's piece over the machines; give (address, elements) of the part that was made here."""
-        layout, step, width = self.layout, ITEMSIZE[carry], ITEMSIZE[how.dtype]
+    def _piece_messages(self, work: int, piece: int, step: int) -> tuple[list, list, list]:
+        """Give where the machines' sums of this carrier's part of its piece will be, and the messages to get there."""
+        layout = self.layout
         parts = [layout.part(piece, m) for m in range(len(layout.machines))]
         start, length = parts[layout.machine]
         room = -(-length * step // 64) * 64
         theirs = self._borrow("theirs", room * len(parts))
         sources = [theirs + m * room for m in range(len(parts))]
         sources[layout.machine] = work + start * step
-        self.mesh.exchange(
-            [(peer, work + parts[m][0] * step, parts[m][1] * step) for m, peer in layout.peers],
-            [(peer, sources[m], length * step) for m, peer in layout.peers],
-            self._limit,
-        )
+        sends = [(peer, work + parts[m][0] * step, parts[m][1] * step) for m, peer in layout.peers]
+        return sources, sends, [(peer, sources[m], length * step) for m, peer in layout.peers]
+
+    def _sum_piece(self, sources: list[int], out: int, piece: int, carry: int, how: Reduction) -> tuple[int, int]:
+        """Sum this carrier's piece over the machines; give (address, elements) of the part that was made here."""
+        layout, width = self.layout, ITEMSIZE[how.dtype]
+        parts = [layout.part(piece, m) for m in range(len(layout.machines))]
+        start, length = parts[layout.machine]
         self._sum(sources, out + start * width, length, carry, how)
         self.mesh.exchange(
             [(peer, out + start * width, length * width) for _, peer in layout.peers],
@@ -358,10 +362,11 @@ class Across:
         )
         return out + start * width, length
 
-    def _meet(self, words, payload: int = 0, nbytes: int = 0) -> list[int]:
+    def _meet(self, words, payload: int = 0, nbytes: int = 0, sends=(), receives=()) -> list[int]:
         """Exchange frames with the other machines' carriers of this number and compare what they call.
 
-        Gives the addresses of the payloads, by machine, this one's at its place.
+        ``sends`` and ``receives``: messages that go right behind them. Gives the addresses of the payloads, by machine,
+        this one's at its place.
         """
         layout = self.layout
         self.sequence += 1
@@ -372,14 +377,28 @@ class Across:
         ctypes.memmove(own, head, _HEAD)
         if nbytes:
             ctypes.memmove(own + _HEAD, payload, nbytes)
+        for m, _ in layout.peers:
+            ctypes.memset(base + room * m, 0, 8)  # its sequence: nothing has come yet
         # One may come with more than this rank has itself, where the calls differ: there is room for it.
-        self.mesh.exchange(
+        started = self.mesh.start(
             [(peer, own, _HEAD + nbytes) for _, peer in layout.peers],
             [(peer, base + room * m, room) for m, peer in layout.peers],
-            self._limit,
         )
+        try:
+            self.mesh.wait(started + self.mesh.start(sends, receives), self._limit)
+        except Lost:
+            # An unlike call may have sent too much, or have ended its connections over what it was sent.
+            self._compare(base, room, head, arrived=True)
+            raise
+        return self._compare(base, room, head)
+
+    def _compare(self, base: int, room: int, head, arrived: bool = False) -> list[int]:
+        """Raise `Unlike` where heads of frames differ; ``arrived``: look at those alone that have come."""
+        layout = self.layout
         addresses = [base + room * m for m in range(len(layout.machines))]
         heads = [(ctypes.c_int64 * _WORDS).from_address(address) for address in addresses]
+        if arrived:
+            heads = [each if each[0] else head for each in heads]
         if any(bytes(each) != bytes(head) for each in heads):
             ranks = [machine[layout.local] for machine in layout.machines]
             try:
