@@ -78,7 +78,8 @@ class Board:
 
     def tell(self, error: CollectivesError) -> None:
         """Leave the cause of a failure for the others, unless somebody was first. Where the store is gone: nothing."""
-        told = {"kind": type(error).__name__, "text": error.message[:8000].replace(" (this rank)", ""), "peers": list(error.peers), "op": error.op}
+        text = error.message[:8000].replace(" (this rank)", "")
+        told = {"kind": type(error).__name__, "text": text, "peers": list(error.peers), "op": error.op}
         if self._away:
             return
         with contextlib.suppress(RuntimeError):

@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="let the started ranks act as if they were on N machines, as many on each: the way between is the loopback",
+        help="let the started ranks act as on N machines, as many on each, with the loopback between",
     )
     add(
         "--bind",

@@ -98,7 +98,8 @@ def test_torchrun_on_two_nodes():
     command = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     commands = []
     for node in range(2):
-        own = [*command, "--master-port", str(port), "--node-rank", str(node), *worker(40, "group-first", *STEPS[:3])[1:]]
+        program = worker(40, "group-first", *STEPS[:3])[1:]
+        own = [*command, "--master-port", str(port), "--node-rank", str(node), *program]
         commands.append(([worker()[0], *own], clean_environment(COLLECTIVES_HOST_ID=node)))
     results = run(*commands, results=4)
     assert all(result["sums"] == [10.0, 10.0] and result["groups"] == [10.0] for result in results)
