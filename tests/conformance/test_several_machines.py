@@ -278,7 +278,7 @@ def test_errors():
     *results, died = run_ranks(failing, 4, deaths=[3], fresh=True, timeout=90)
     assert isinstance(died, Died)
     for rank, told in enumerate(results):
-        unlike = ("rank 2: all_reduce float32 count=5000", "rank 3: ncclAllReduce count=4", ": broadcast float32 count=3")
+        unlike = "rank 2: all_reduce float32 count=5000", "rank 3: ncclAllReduce count=4", ": broadcast float32 count"
         for (kind, op, _, text), expected in zip(told[:3], unlike, strict=True):
             assert kind == "Mismatch" and op in ("all_reduce", "broadcast") and f"[rank {rank}]" in text
             assert expected in text or expected.replace("rank 2", "rank 3") in text, text
