@@ -14,7 +14,7 @@ from .errors import Mismatch
 from .schedule import ALGORITHMS
 from .schedule import OPS as OPS_BY
 
-__all__ = ["PREMUL", "agree", "compare", "row"]
+__all__ = ["KINDS", "PREMUL", "agree", "compare", "describe", "row"]
 
 KINDS = (
     "group",
@@ -28,6 +28,7 @@ KINDS = (
     "gather",
     "scatter",
     "barrier",
+    "message",
     *(f"{op} by {algorithm}" for op in OPS_BY for algorithm in ALGORITHMS[1:]),
 )
 PREMUL = len(OPS)  # each rank may have its own scalar, so only that it is one is compared
@@ -58,23 +59,26 @@ def _compare(native, rows, device, stream):
     compare(everyone.tolist(), native.rank)
 
 
-def compare(table: list[list], own: int) -> None:
-    """Raise `Mismatch` unless all ranks' rows are the same; `table`: every rank's rows, `own`: who asks."""
+def compare(table: list[list], own: int, ranks=None) -> None:
+    """Raise `Mismatch` unless all ranks' rows are the same; `table`: every rank's rows, `own`: who asks; `ranks`: whose
+    rows they are, if they aren't all ranks' in order."""
     if all(theirs == table[0] for theirs in table):
         return
     unlike = next(i for i in range(len(table[0])) if any(theirs[i] != table[0][i] for theirs in table))
-    lines = [f"  rank {rank}: {_say(theirs[unlike])}" for rank, theirs in enumerate(table)]
+    ranks = range(len(table)) if ranks is None else ranks
+    lines = [f"  rank {rank}: {describe(theirs[unlike])}" for rank, theirs in zip(ranks, table, strict=True)]
     which = f" (call {unlike} of the group)" if len(table[0]) > 1 else ""
     mine = table[own][unlike]
     raise Mismatch(
         f"the ranks did not make the same call{which}:\n" + "\n".join(lines),
         op=KINDS[mine[0]],
-        rank=own,
-        peers=[rank for rank, theirs in enumerate(table) if theirs[unlike] != mine],
+        rank=ranks[own],
+        peers=[rank for rank, theirs in zip(ranks, table, strict=True) if theirs[unlike] != mine],
     )
 
 
-def _say(numbers) -> str:
+def describe(numbers) -> str:
+    """Give the words for a row of numbers."""
     kind, dtype, count, op, root = numbers
     if KINDS[kind] == "group":
         return f"a group of {count} collectives"

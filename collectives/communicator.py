@@ -8,16 +8,19 @@ import operator
 import os
 import sys
 import threading
+from dataclasses import replace
 from threading import get_ident
 
 import torch
 
-from ._nccl import DTYPES, OPS, SHRINK_ABORT, ArrayCalls
+from ._nccl import DTYPES, OPS, SHRINK_ABORT, ArrayCalls, Comm
 from .agree import PREMUL, agree, row
 from .arrays import ITEMSIZE, Place, Reader, parse_op, parse_rank, premul_scalar
-from .engine import Engine
+from .engine import Engine, device_of, parse_device
 from .errors import CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage
 from .group import Call, Group, issue, open_groups
+from .hosts import HostsComm, NoShortWay
+from .machines import grouped
 from .memory import Registration, allocate, memory_of, whole_allocation
 from .ring import Algorithms, run_by
 from .tune import Policy, agree_on, pick
@@ -54,7 +57,8 @@ class Communicator:
 
     `engine`: from `collectives.engine.get_engine`; `unique_id`: 128 bytes, the same on all ranks; `rank` of `size`;
     `device`: whose memory is sent; `timeout`: limit of one operation in seconds, None for no limit. Blocks until all
-    ranks have come. `collectives.init()` makes one from the launcher's variables.
+    ranks have come. `collectives.init()` makes one from the launcher's variables. `native`: the open binding object,
+    where there is one already.
 
     Arrays are torch tensors, NumPy arrays (host engine) and CuPy arrays (NCCL), contiguous and on the communicator's
     device; they are used in place and never copied. Tensors are taken as data: autograd doesn't see the operation.
@@ -73,7 +77,7 @@ class Communicator:
     def __init__(
         self, engine: Engine, unique_id: bytes, rank: int, size: int, *,
         device, local_rank: int = 0, local_size: int | None = None, timeout: float | None = 1800.0, peers=None,
-        deterministic: bool = False,
+        deterministic: bool = False, native=None,
     ):  # fmt: skip
         if not isinstance(engine, Engine):
             raise InvalidArgument(f"engine must come from collectives.engine.get_engine(), not {engine!r}")
@@ -81,7 +85,9 @@ class Communicator:
             raise InvalidArgument(f"size must be an int of at least 1, not {size!r}")
         rank = parse_rank(rank, size, "rank", rank=None, name="Communicator")
         device = device_of(engine, device)
-        if engine.device_type == "cpu":
+        if native is not None:
+            pass
+        elif engine.device_type == "cpu":
             native = engine.library.comm_init_rank(size, unique_id, rank)
         else:
             config = {"blocking": 1} if engine.library.has("ncclCommInitRankConfig") else None
@@ -93,17 +99,16 @@ class Communicator:
         except BaseException:
             native.abort()
             raise
-        self._adopt(native, engine, device, local_rank, local_size, timeout, policy)
-        self.peers = peers
+        self._adopt(native, engine, device, local_rank, local_size, timeout, policy, peers)
 
-    def _adopt(self, native, engine, device, local_rank, local_size, timeout, policy):
+    def _adopt(self, native, engine, device, local_rank, local_size, timeout, policy, peers=None):
         self.engine = engine
         self.device = device
         self.rank = native.rank
         self.size = native.size
         self.local_rank = local_rank
         self.local_size = (self.size if engine.device_type == "cpu" else 1) if local_size is None else local_size
-        self.peers = None
+        self.peers = peers
         self._native = native
         self._on_host = engine.device_type == "cpu"
         self._read = Reader(device, self.rank)
@@ -111,7 +116,8 @@ class Communicator:
         self._checks = not self._on_host and os.environ.get("COLLECTIVES_CHECK", "0") not in ("", "0")
         # The short way of blocking calls on plain arrays. What it doesn't take goes the longer way, which checks all.
         current_device = None if self._on_host or self._checks else torch._C._cuda_getDevice
-        self._short = ArrayCalls(native, self._read.plainly, open_groups, current_device)
+        other = not isinstance(native, Comm)
+        self._short = NoShortWay() if other else ArrayCalls(native, self._read.plainly, open_groups, current_device)
         self._registered: set[Registration] = set()
         self._token = None
         self._algorithms: Algorithms | None = None
@@ -140,6 +146,16 @@ class Communicator:
         if self._on_host:
             self._native.set_timeout(seconds)
         self._timeout = seconds
+
+    @property
+    def machines(self) -> tuple[tuple[int, ...], ...] | None:
+        """The ranks of each machine, in the order of the machines' first ranks; None where that isn't known here.
+
+        It is known for what `init()` and the DDP hook open, and on the host.
+        """
+        if self.peers is not None:
+            return grouped(peer.machine for peer in self.peers)
+        return (tuple(range(self.size)),) if self._on_host else None
 
     @property
     def deterministic(self) -> bool:
@@ -564,9 +580,15 @@ class Communicator:
 
     def _child(self, native) -> Communicator:
         child = Communicator.__new__(Communicator)
-        # The host engine's ranks share one machine; NCCL's keep the number that the launcher gave.
-        local = (native.rank, native.size) if self._on_host else (self.local_rank, self.local_size)
-        child._adopt(native, self.engine, self.device, *local, self._timeout, self._policy)
+        engine, peers = self.engine, None
+        if isinstance(native, HostsComm):
+            local, peers = (native.local_rank, native.local_size), native.peers
+        elif self._on_host:  # its ranks share one machine, and maybe its parent's are on several
+            local = native.rank, native.size
+            engine = engine if native.library is engine.library else replace(engine, library=native.library)
+        else:  # NCCL's keep the number that the launcher gave
+            local = self.local_rank, self.local_size
+        child._adopt(native, engine, self.device, *local, self._timeout, self._policy, peers)
         return child
 
     def _current(self, stream) -> int:
@@ -744,24 +766,6 @@ class Communicator:
         return work
 
 
-def parse_device(device) -> torch.device:
-    """Give a torch device, or raise `InvalidArgument`."""
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f"device {device!r} is none that torch knows: {str(error).splitlines()[0]}") from error
-
-
-def device_of(engine: Engine, device) -> torch.device:
-    """Give the device in full, or raise `InvalidArgument` where the engine doesn't work on it."""
-    device = parse_device(device)
-    if device.type != engine.device_type:
-        raise InvalidArgument(f"engine {engine.name!r} works on {engine.device_type}, not on {device}")
-    if device.type == "cpu":
-        return torch.device("cpu")
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-
-
 # ---- Forks and the end of the interpreter.
 
 # What must never be freed in this process: a parent's objects in a forked child, and what an aborted queue still uses.
@@ -774,6 +778,8 @@ def _after_fork() -> None:
     open_groups.clear()
     for comm in list(_open.values()):
         _kept.append((comm._native, comm._registered, comm._algorithms))
+        if isinstance(comm._native, HostsComm):
+            comm._native.forget()
         comm._algorithms = None
         why = (
             "the communicator was opened in the parent process and can't be used in a forked child: open it in the "

@@ -21,7 +21,7 @@ from . import _nccl
 from .errors import EngineUnavailable, InvalidArgument
 from .kernels.execution import library_path
 
-__all__ = ["Engine", "EngineInfo", "engines", "get_engine"]
+__all__ = ["Engine", "EngineInfo", "device_of", "engines", "get_engine", "parse_device"]
 
 _DEVICE_TYPES = {"nccl": "cuda", "host": "cpu"}
 _OVERRIDES = {"nccl": "COLLECTIVES_NCCL_LIBRARY", "host": "COLLECTIVES_HOST_LIBRARY"}
@@ -136,6 +136,24 @@ def _version_text(code: int) -> str:
     """NCCL's number as text: 23203 is 2.32.3, and before 2.9 2708 was 2.7.8."""
     major, rest = divmod(code, 10000 if code >= 10000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def parse_device(device) -> torch.device:
+    """Give a torch device, or raise `InvalidArgument`."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"device {device!r} is none that torch knows: {str(error).splitlines()[0]}") from error
+
+
+def device_of(engine: Engine, device) -> torch.device:
+    """Give the device in full, or raise `InvalidArgument` where the engine doesn't work on it."""
+    device = parse_device(device)
+    if device.type != engine.device_type:
+        raise InvalidArgument(f"engine {engine.name!r} works on {engine.device_type}, not on {device}")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 # ---- Finding and loading the libraries.

@@ -14,7 +14,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from .engine import Engine
 from .errors import CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError, TransportError
+from .machines import grouped, this_machine
 
 __all__ = [
     "RECORD_BYTES",
@@ -32,9 +34,13 @@ __all__ = [
     "first_line",
     "limited",
     "name_ranks",
+    "needs_store",
     "over_mpi",
     "parse",
+    "reach_lasting",
+    "serve_lasting",
     "settle",
+    "with_store",
 ]
 
 RECORD_BYTES = 2048
@@ -70,12 +76,24 @@ class PeerInfo:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The outcome: the unique id (128 bytes) for this rank's init, and who the ranks are, by rank."""
+    """The outcome: the unique id (128 bytes) for this rank's init, and who the ranks are, by rank.
+
+    ``store``: for ranks on several machines that the host engine is to connect, a store that lasts; ``store_host``:
+    where it is, "" where that isn't known; ``server``: in the process that serves it, what keeps it alive.
+    """
 
     unique_id: bytes
     peers: tuple[PeerInfo, ...]
     local_rank: int
     local_size: int
+    store: dist.Store | None = field(default=None, compare=False)
+    store_host: str = ""
+    server: object = field(default=None, compare=False)
+
+    @property
+    def machines(self) -> tuple[tuple[int, ...], ...]:
+        """Give the ranks of each machine."""
+        return grouped(peer.machine for peer in self.peers)
 
 
 # ---- Records.
@@ -83,25 +101,21 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Own:
-    """This rank's side of a meeting. ``job``: a digest of the job's name, to tell a double from another job's rank."""
+    """This rank's side of a meeting. ``job``: a digest of the job's name, to tell a double from another job's rank.
+    ``hierarchical``: False where the host engine is not to connect several machines."""
 
     rank: int
     size: int
     engine: Engine
     device: object = None
     job: str = ""
+    hierarchical: bool | None = None
 
     def peer(self) -> PeerInfo:
         """Describe this process."""
-        try:
-            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-                boot_id = file.read().strip()
-            namespace = os.readlink("/proc/self/ns/net")
-        except OSError:  # a sandbox with no such files: the host's name has to do
-            boot_id = namespace = ""
+        host, boot_id, namespace = this_machine()
         device = None if self.device is None else str(self.device)[:64]
-        host, gpu = socket.gethostname()[:255], _uuid_of(self.device)
-        return PeerInfo(self.rank, host, boot_id, os.getpid(), device, namespace, gpu)
+        return PeerInfo(self.rank, host, boot_id, os.getpid(), device, namespace, _uuid_of(self.device))
 
     def record(self) -> bytes:
         """Write down what the others need to know. Rank 0 makes the unique id here."""
@@ -155,8 +169,8 @@ def _read_json(data: bytes, limit: int = RECORD_BYTES) -> dict[str, Any]:
 def settle(data: Iterable[bytes], own: Own) -> Meeting:
     """Check that the ranks fit together. All ranks see the same records, by rank, so all come to the same result.
 
-    Raises ``InvalidUsage`` where sizes or engines differ, the host engine's ranks are on several machines, or NCCL's
-    share a GPU.
+    Raises ``InvalidUsage`` where sizes or engines differ, the host engine's ranks are on several machines and
+    ``own.hierarchical`` is False, or NCCL's share a GPU.
     """
     records = [parse(record, rank) for rank, record in enumerate(data)]
     for name, what in (("size", "number of ranks"), ("engine", "engine")):
@@ -166,20 +180,21 @@ def settle(data: Iterable[bytes], own: Own) -> Meeting:
             raise InvalidUsage(f"the ranks don't have the same {what}: {told}", op="init", rank=own.rank)
     names = ("rank", "host", "boot_id", "pid", "device", "namespace", "gpu")
     peers = tuple(PeerInfo(*(r[name] for name in names)) for r in records)
-    machines = _groups((peer.machine, peer.rank) for peer in peers)
-    if own.engine.name == "host" and len(machines) > 1:
-        told = "; ".join(f"{name_ranks(ranks)} on {peers[ranks[0]].host}" for ranks in machines.values())
+    machines = grouped(peer.machine for peer in peers)
+    if own.engine.name == "host" and len(machines) > 1 and own.hierarchical is False:
+        told = "; ".join(f"{name_ranks(ranks)} on {peers[ranks[0]].host}" for ranks in machines)
         what = "several machines"
         if len({peer.boot_id for peer in peers}) == 1:
             what = "several containers of one machine, with a network namespace each"
         raise InvalidUsage(
-            f"the host engine connects the ranks of one machine, but they are on {what}: {told}",
+            f"hierarchical=False, but the ranks are on {what}: {told}. The host engine alone connects the ranks of one "
+            "machine: leave hierarchical out, and it is used inside of each with Gloo between them",
             op="init",
             rank=own.rank,
         )
     if own.engine.name == "nccl" and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") in ("", "0"):
         _refuse_shared_gpus(peers, own)
-    here = machines[peers[own.rank].machine]
+    here = next(ranks for ranks in machines if own.rank in ranks)
     return Meeting(bytes.fromhex(records[0]["unique_id"]), peers, here.index(own.rank), len(here))
 
 
@@ -196,6 +211,29 @@ def _refuse_shared_gpus(peers: tuple[PeerInfo, ...], own: Own) -> None:
                 rank=own.rank,
                 peers=ranks,
             )
+
+
+def needs_store(meeting: Meeting, engine: str) -> bool:
+    """Tell whether the ranks' communicator is one over several machines without GPUs."""
+    return engine == "host" and len(meeting.machines) > 1
+
+
+def serve_lasting() -> dist.TCPStore:
+    """Serve a store on a free port of this process, for as long as it is held."""
+    return dist.TCPStore("localhost", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+
+
+def reach_lasting(host: str, port: int, deadline: float) -> dist.TCPStore:
+    """Connect to a store that another rank serves. Raises ``TransportError``."""
+    limit = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    try:
+        return dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+    except RuntimeError as error:
+        raise TransportError(
+            f"rank 0's store at {host}:{port} can't be reached: {first_line(error)}. The ranks' machines must reach "
+            "each other on any TCP port",
+            op="init", peers=(0,),
+        ) from error  # fmt: skip
 
 
 def _groups(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
@@ -256,7 +294,9 @@ class StoreExchange:
     """One meeting over a store: claim my number, put down my record, wait for the others'.
 
     ``deadline``: on ``time.monotonic``'s clock; ``timeout``: the seconds that it was, for messages; ``where``: what to
-    call the store; ``server``: the rank in whose process it is, if it is one's. ``stale`` is set when the store went
+    call the store; ``server``: the rank in whose process it is, if it is one's; ``host``: by which name it is reached;
+    ``lasts``: whether it outlives the meeting. Where it doesn't and the ranks' communicator needs one that does, rank 0
+    serves another one on a port of its own. ``stale`` is set when the store went
     away before the serving rank had come to this meeting: then it was an older one of that process.
 
     Keys: ``arrived`` and ``left`` count processes, ``claim/R`` counts those that say they are rank R, ``peer/R`` holds
@@ -270,7 +310,10 @@ class StoreExchange:
     where: str = "the store"
     server: int | None = None
     stale: bool = False
+    host: str = ""
+    lasts: bool = False
     _server_came: bool = False
+    _lasting: tuple = (None, None)
 
     def meet(self) -> Meeting:
         """Exchange the records and check them. Blocks until all ranks have come or the time is over."""
@@ -283,11 +326,16 @@ class StoreExchange:
                 peers=() if self.server is None else (self.server,),
             )
 
+        lasting = self.store
         try:
             records = limited(self._run, self.deadline + (2 if self.server == self.own.rank else 1) * _GRACE_S, late)
         finally:
             self.store = None
-        return settle(records, self.own)
+        meeting = settle(records, self.own)
+        if not needs_store(meeting, self.own.engine.name):
+            return meeting
+        store, server = (lasting, None) if self.lasts else self._lasting
+        return replace(meeting, store=store, store_host=self.host, server=server)
 
     def _run(self, stop: threading.Event) -> list[bytes]:
         """Exchange the records.
@@ -300,6 +348,7 @@ class StoreExchange:
             self.store.add("arrived", 1)
             try:
                 records = self._records(stop)
+                self._lasting = self._lasting_store(records, stop)
             except BaseException as error:
                 timed_out = isinstance(error, CollectiveTimeout)
                 until = min(time.monotonic() + _LATECOMERS_S, self.deadline) if not timed_out else self.deadline
@@ -347,6 +396,23 @@ class StoreExchange:
             if stop.wait(pause):
                 self._fail(RemoteError, f"rank {rank} stopped while the ranks were meeting", (rank,))
             pause = min(pause * 1.5, 0.05)
+
+    def _lasting_store(self, records: list[bytes], stop: threading.Event) -> tuple:
+        """Give (a store that outlives the meeting, what serves it); Nones where none is needed."""
+        needed = False
+        with contextlib.suppress(InvalidUsage):  # ranks that don't fit together: raised behind this, by all alike
+            needed = not self.lasts and needs_store(settle(records, self.own), self.own.engine.name)
+        if not needed:
+            return None, None
+        if self.own.rank == 0:
+            server = serve_lasting()
+            self.store.set("lasting", str(server.port))
+            return server, server
+        while not self.store.check(["lasting"]):
+            self._raise_failure()
+            if time.monotonic() >= self.deadline or stop.wait(0.002):
+                raise CollectiveTimeout("rank 0 did not open a store", op="init", rank=self.own.rank, peers=(0,))
+        return reach_lasting(self.host, int(self.store.get("lasting")), self.deadline), None
 
     def _is_guest(self) -> bool:
         """Tell whether the store is in another rank's process."""
@@ -412,7 +478,11 @@ def over_mpi(mpi: Any, own: Own, generation: int, deadline: float, timeout: floa
             op="init",
             rank=own.rank,
         )
-    record = own.record()
+    record, server = own.record(), None
+    if own.rank == 0 and own.engine.name == "host":  # MPI is asked for several machines only
+        server = serve_lasting()
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        record = json.dumps({**json.loads(record), "store": [host, server.port]}).encode()
     if own.rank != 0:
         answer = bytearray(2 * RECORD_BYTES * (own.size + 1))  # records inside JSON: twice their bytes at most
         sent = comm.Isend([record, mpi.BYTE], 0, tag)
@@ -437,7 +507,17 @@ def over_mpi(mpi: Any, own: Own, generation: int, deadline: float, timeout: floa
     fields = json.loads(bytes(answer).rstrip(b"\0"))
     if "kind" in fields:
         raise_told(json.dumps(fields).encode(), own.rank)
-    return settle([text.encode() for text in fields["records"]], own)
+    meeting = settle([text.encode() for text in fields["records"]], own)
+    if not needs_store(meeting, own.engine.name):
+        return meeting
+    return with_store(meeting, json.loads(fields["records"][0])["store"], server, deadline)
+
+
+def with_store(meeting: Meeting, place: list, server, deadline: float) -> Meeting:
+    """Give a meeting with the store that rank 0 has announced in its record as [host, port]."""
+    host, port = str(place[0]), int(place[1])
+    store = server or reach_lasting(host, port, deadline)
+    return replace(meeting, store=store, store_host=host, server=server)
 
 
 def _unfinished(requests: dict[int, Any], until: float) -> list[int]:

@@ -45,6 +45,8 @@ def issue(calls: list[Call], streams: list[int]) -> None:
         try:
             for call, stream in zip(calls, streams, strict=True):
                 native = call.comm._native
+                if grouped:  # what takes several steps can't stand in a group
+                    native = getattr(native, "flat", native)
                 for name, args in call.steps:
                     if call.scalar is not None:
                         op = native.create_premul_sum(*call.scalar)

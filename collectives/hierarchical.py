@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import socket
 import weakref
 
 import torch
 
 from .errors import InvalidUsage
+from .machines import grouped, machine_number
 from .wire import Bucket, Factor, Plain, Wire
 
 __all__ = ["Hierarchical"]
-
-
-def _machine(comm) -> int:
-    """Give a number that is the same for the ranks of one machine alone."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        text = f"{socket.gethostname()} {file.read()}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 class Hierarchical(Wire):
@@ -44,11 +36,11 @@ class Hierarchical(Wire):
     def _over(self, comm):
         """Give the communicators inside of this machine and between the machines; a collective at first."""
         if comm not in self._levels:
-            mine = torch.tensor([_machine(comm)], dtype=torch.int64, device=comm.device)
+            mine = torch.tensor([machine_number()], dtype=torch.int64, device=comm.device)
             machines = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
             comm.all_gather(machines, mine, algorithm="native")
-            machines = machines.tolist()
-            sizes = {machines.count(machine) for machine in machines}
+            machines = grouped(machines.tolist())
+            sizes = {len(ranks) for ranks in machines}
             if len(sizes) > 1:
                 raise InvalidUsage(
                     f"hierarchical=True needs as many ranks on each machine, and there are {sorted(sizes)}: leave it "
@@ -58,7 +50,7 @@ class Hierarchical(Wire):
             if sizes == {1} or sizes == {comm.size}:
                 self._levels[comm] = (None, None)
             else:
-                inside = comm.split(machines.index(machines[comm.rank]), comm.rank)
+                inside = comm.split(next(m for m, ranks in enumerate(machines) if comm.rank in ranks), comm.rank)
                 self._levels[comm] = (inside, comm.split(inside.rank, comm.rank))
         return self._levels[comm]
 

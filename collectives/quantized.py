@@ -106,6 +106,7 @@ class Quantized(Wire):
     def _is_cast(self, comm, flat, factor) -> bool:
         plain = self.residuals is None and self.seed is None and factor.over in (0, comm.size) and factor.after == 1.0
         fits = comm._on_host and comm.size <= _CAST_RANKS and flat.dtype in (torch.float32, torch.float64)
+        fits = fits and comm.engine.library.has("collHostAllReduceCast")
         return plain and fits and self.format in _CAST
 
     def _cast(self, comm, flat, factor) -> int:

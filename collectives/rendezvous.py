@@ -7,7 +7,9 @@ with neither, on one machine, by the job's name alone; and in an MPI job over se
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
 import socket
 import sys
 import threading
@@ -23,8 +25,23 @@ import torch.distributed as dist
 from . import _nccl
 from .engine import Engine, get_engine
 from .errors import CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError, TransportError
-from .exchange import RECORD_BYTES, Meeting, Own, PeerInfo, StoreExchange, first_line, limited, over_mpi, parse, settle
+from .exchange import (
+    RECORD_BYTES,
+    Meeting,
+    Own,
+    PeerInfo,
+    StoreExchange,
+    first_line,
+    limited,
+    needs_store,
+    over_mpi,
+    parse,
+    serve_lasting,
+    settle,
+    with_store,
+)
 from .launch import Identity, who_am_i
+from .machines import simulated
 
 __all__ = ["Meeting", "PeerInfo", "identify", "meet", "meet_over_store"]
 
@@ -50,19 +67,21 @@ def identify() -> Identity:
 
 
 def meet(
-    identity: Identity, *, engine: Engine, timeout: float = 60.0, generation: int = 0, device: object = None
-) -> Meeting:
+    identity: Identity, *, engine: Engine, timeout: float = 60.0, generation: int = 0, device: object = None,
+    hierarchical: bool | None = None,
+) -> Meeting:  # fmt: skip
     """Agree with all other ranks of the job on a unique id.
 
     ``timeout``: seconds; ``generation``: how many meetings of this job there were before, the same on all ranks;
-    ``device``: what to tell the others of this rank's device. Blocks until all ranks have come, except where the job's
+    ``device``: what to tell the others of this rank's device; ``hierarchical``: False where ranks of the host engine on
+    several machines are an error. Blocks until all ranks have come, except where the job's
     name is enough: then the engine's init is what waits. Leaves the host engine's init the rest of the time. Raises
     ``CollectiveTimeout`` with the missing ranks in ``peers``, ``InvalidUsage`` for two ranks with one number and for
     ranks that don't fit together, ``TransportError`` for a port in use, ``InvalidArgument`` where MASTER_ADDR is
     missing.
     """
     deadline = _deadline(timeout)
-    own = Own(identity.rank, identity.size, engine, device, _digest(identity.job_key))
+    own = Own(identity.rank, identity.size, engine, device, _digest(identity.job_key), hierarchical)
     if own.size == 1:
         return Meeting(engine.library.get_unique_id(), (own.peer(),), 0, 1)
     prefix = f"collectives/init/{generation}/{identity.restart}"
@@ -74,8 +93,7 @@ def meet(
                 f"be rank {own.rank} of {own.size}",
                 op="init",
             )
-        store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-        meeting = StoreExchange(store, own, deadline, timeout, "torch.distributed's store").meet()
+        meeting = _over_lasting(dist.distributed_c10d._get_default_store(), prefix, own, deadline, timeout)
     elif identity.master_addr is not None:
         meeting = _over_tcp(identity, prefix, own, deadline, timeout)
     elif identity.one_machine and identity.job_key is not None:
@@ -83,7 +101,7 @@ def meet(
         meeting = _by_name(name, own, timeout)
     else:
         meeting = over_mpi(_mpi_module(identity), own, generation, deadline, timeout)
-    if identity.local_rank is not None and identity.local_size is not None:
+    if identity.local_rank is not None and identity.local_size is not None and not simulated():
         meeting = replace(meeting, local_rank=identity.local_rank, local_size=identity.local_size)
     _limit_init(engine, deadline, timeout)
     return meeting
@@ -106,9 +124,24 @@ def meet_over_store(
     """
     deadline = _deadline(timeout)
     own = Own(rank, size, engine, device)
-    meeting = StoreExchange(dist.PrefixStore(prefix, store), own, deadline, timeout).meet()
+    meeting = _over_lasting(store, prefix, own, deadline, timeout)
     _limit_init(engine, deadline, timeout)
     return meeting
+
+
+def _over_lasting(store: dist.Store, prefix: str, own: Own, deadline: float, timeout: float) -> Meeting:
+    """Meet over a store of torch.distributed's, which outlives the meeting: a communicator may hold it."""
+    where = "torch.distributed's store"
+    host = _host_of(store)
+    store = dist.PrefixStore(prefix, store)
+    return StoreExchange(store, own, deadline, timeout, where, host=host, lasts=True).meet()
+
+
+def _host_of(store: dist.Store) -> str:
+    """Tell by which name a store is reached, or "": rank 0's machine serves it, mostly."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", "") or os.environ.get("MASTER_ADDR", "")
 
 
 def _deadline(timeout: float) -> float:
@@ -154,7 +187,11 @@ def _over_tcp(identity: Identity, prefix: str, own: Own, deadline: float, timeou
             ) from error
         server, where = None, f"another rank 0's store at {address}"
     while True:
-        exchange = StoreExchange(dist.PrefixStore(prefix, store), own, deadline, timeout, where, server)
+        prefixed = dist.PrefixStore(prefix, store)
+        exchange = StoreExchange(
+            prefixed, own, deadline, timeout, where, server, host=identity.master_addr, lasts=identity.agent_store
+        )
+        del prefixed
         del store  # the exchange holds the only reference, and drops it at its end: that closes the port
         try:
             return exchange.meet()
@@ -236,7 +273,7 @@ def _remaining(deadline: float) -> timedelta:
 
 def _by_name(name: bytes, own: Own, timeout: float) -> Meeting:
     here = own.peer()
-    if own.engine.library.is_host:
+    if own.engine.library.is_host and not simulated():
         unique_id = own.engine.library.named_unique_id(name)
         # Nothing is exchanged: that the ranks are on this machine is what the launcher says, and the init holds it.
         peers = tuple(
@@ -244,16 +281,25 @@ def _by_name(name: bytes, own: Own, timeout: float) -> Meeting:
             for r in range(own.size)
         )
         return Meeting(unique_id, peers, own.rank, own.size)
-    # NCCL ids are made at random, so the ranks first meet on the host engine, which carries the records.
+    # NCCL ids are made at random, so the ranks first meet on the host engine, which carries the records. So they do
+    # where COLLECTIVES_HOST_ID, which all ranks must have then, says that they are on several machines.
     library = get_engine("host").library
     library.set_init_timeout(timeout)
     with _host_comm(library, name + b"\0records", own) as comm:
         comm.set_timeout(timeout)
-        sent = torch.frombuffer(bytearray(own.record().ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
+        record, server = own.record(), None
+        if own.rank == 0 and own.engine.library.is_host:
+            server = serve_lasting()
+            record = json.dumps({**json.loads(record), "store": ["localhost", server.port]}).encode()
+        sent = torch.frombuffer(bytearray(record.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
         got = torch.zeros(RECORD_BYTES * own.size, dtype=torch.uint8)
         comm.all_gather(sent.data_ptr(), got.data_ptr(), RECORD_BYTES, _nccl.DTYPES["uint8"])
     slots = got.view(own.size, RECORD_BYTES)
-    return settle((bytes(slot.tolist()).rstrip(b"\0") for slot in slots), own)
+    records = [bytes(slot.tolist()).rstrip(b"\0") for slot in slots]
+    meeting = settle(records, own)
+    if needs_store(meeting, own.engine.name):
+        meeting = with_store(meeting, json.loads(records[0])["store"], server, time.monotonic() + timeout)
+    return meeting
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from .agree import PREMUL, compare, row
 from .arrays import ITEMSIZE, TORCH_CODES, Place
 from .errors import Aborted, CollectivesError, InternalError, InvalidArgument, InvalidUsage
 from .group import leave_group
+from .hosts import another
 from .kernels import abi
 from .kernels.execution import run as run_kernel
 from .kernels.reduction import kernel_of
@@ -231,7 +232,7 @@ class Algorithms:
             native = self._native
         if native is None:
             comm = self._comm
-            native = comm.engine.library.comm_init_rank(comm.size, meeting.unique_id(), comm.rank)
+            native = another(comm, meeting.unique_id())
             with self._lock:
                 self._native = native
                 gone = self._closed

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from .communicator import Communicator
 from .engine import get_engine
 from .errors import InvalidUsage
+from .exchange import needs_store
+from .hosts import open_over
 from .rendezvous import identify, meet_over_store
 from .world import init
 
@@ -81,9 +83,13 @@ def communicator_over(group, device: torch.device) -> Communicator:
         meeting = meet_over_store(
             store, f"{prefix}/{number}", rank, size, engine=engine, timeout=_OPEN_SECONDS, device=device
         )
+        native = None
+        if needs_store(meeting, engine.name):
+            engine, native = open_over(engine, meeting, rank, _OPEN_SECONDS)
         comm = Communicator(
             engine, meeting.unique_id, rank, size, device=device,
             local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
+            native=native,
         )  # fmt: skip
         _opened[key] = (weakref.ref(group), comm)
         return comm

@@ -184,8 +184,8 @@ def parse_algorithm(text: str) -> dict[str, str]:
     return found
 
 
-def _own_policy(deterministic: bool, engine: str, device: torch.device) -> Policy:
-    """Read the variables and the file of this process."""
+def _own_policy(deterministic: bool, engine: str, device: torch.device, where: str) -> Policy:
+    """Read the variables and the file of this process; `where`: as `_where` has it."""
     text = os.environ.get("COLLECTIVES_CHUNK", "").strip()
     if text and not (text.isascii() and text.isdigit() and 64 <= int(text) < 1 << 40):
         raise InvalidArgument(f"COLLECTIVES_CHUNK={text}: must be a whole number of bytes from 64 up")
@@ -198,7 +198,7 @@ def _own_policy(deterministic: bool, engine: str, device: torch.device) -> Polic
                 f"use {' or '.join(policy.ordered(engine, op))}"
             )
     if len(fixed) < len(OPS):
-        policy.tables = _tables(read_file(tune_file()), engine, device)
+        policy.tables = _tables(read_file(tune_file()), where, device)
     return policy
 
 
@@ -212,7 +212,7 @@ def agree_on(native, engine: str, device: torch.device, deterministic: bool) -> 
         policy = None
     else:
         try:
-            policy = _own_policy(deterministic, engine, device)
+            policy = _own_policy(deterministic, engine, device, _where(native, engine))
         except CollectivesError as error:
             policy = error
     if native.size > 1:
@@ -313,6 +313,12 @@ def _device_name(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
+def _where(native, engine: str) -> str:
+    """Name an engine in the file: on several machines it has other times than with as many ranks on one."""
+    machines = getattr(native, "machine_count", 1)
+    return engine if machines == 1 else f"{engine} on {machines} machines"
+
+
 def _tables(entries: list[dict], engine: str, device: torch.device) -> dict[int, dict[str, Choices]]:
     """Give what was measured here: what other machines or engines gave is no guide."""
     here = node(), engine, _device_name(device)
@@ -359,7 +365,8 @@ def tune(
     ops, sizes, algorithms = _checked(comm, ops, sizes, algorithms, dtype, seconds)
     device = comm.device
     entry = {
-        "machine": node(), "engine": comm.engine.name, "device": _device_name(device), "ranks": comm.size,
+        "machine": node(), "engine": _where(comm._native, comm.engine.name), "device": _device_name(device),
+        "ranks": comm.size,
         "version": comm.engine.version, "torch": torch.__version__, "dtype": str(dtype).removeprefix("torch."),
         "measured": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "chunk": comm._policy.chunk, "sizes": sizes, "ops": {}, "choices": {},

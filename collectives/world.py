@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import torch
 
@@ -11,6 +12,9 @@ from . import rendezvous
 from .communicator import Communicator, device_of, parse_device
 from .engine import Engine, get_engine
 from .errors import InvalidArgument, InvalidUsage
+from .exchange import needs_store
+from .hosts import open_over
+from .two_levels import use_two_levels
 
 __all__ = ["init"]
 
@@ -19,13 +23,18 @@ _generation = 0
 _lock = threading.RLock()
 
 
-def init(engine: str | None = None, *, device=None, timeout: float = 60.0, deterministic: bool = False) -> Communicator:
+def init(
+    engine: str | None = None, *, device=None, timeout: float = 60.0, deterministic: bool = False,
+    hierarchical: bool | None = None,
+) -> Communicator:  # fmt: skip
     """Open the communicator of all ranks of this job, or give the one that is open.
 
     The ranks are found from torchrun's, mpirun's or srun's variables, or RANK and WORLD_SIZE; with none of them it is a
     world of one. `engine`: "nccl", "host", or None for COLLECTIVES_ENGINE or what the machine has. `device`: None for
     ``cuda:local_rank``, or the CPU. `deterministic`: reduce in rank order only, see `Communicator`. Blocks until all
-    ranks have come, at most `timeout` seconds. Raises `CollectiveTimeout` naming the ranks that did not come,
+    ranks have come, at most `timeout` seconds. `hierarchical`: reduce and gather inside of each machine first, then
+    between them. CPUs on several machines always do (Gloo carries the data between them), and False is an error there;
+    on GPUs NCCL does as it finds best unless it is True. Raises `CollectiveTimeout` naming the ranks that did not come,
     `InvalidUsage` where two ranks have one number, `EngineUnavailable`, `TransportError`. After `close()` it opens
     a new one.
     """
@@ -43,14 +52,22 @@ def init(engine: str | None = None, *, device=None, timeout: float = 60.0, deter
             place = _local_device(chosen, identity.local_rank)
         # A meeting that fails uses its number up as well: some ranks may have seen it succeed.
         generation, _generation = _generation, _generation + 1
-        meeting = rendezvous.meet(identity, engine=chosen, timeout=timeout, generation=generation, device=place)
+        deadline = time.monotonic() + timeout if isinstance(timeout, int | float) else 0.0
+        meeting = rendezvous.meet(
+            identity, engine=chosen, timeout=timeout, generation=generation, device=place, hierarchical=hierarchical
+        )
+        native = None
+        if needs_store(meeting, chosen.name):
+            chosen, native = open_over(chosen, meeting, identity.rank, max(1.0, deadline - time.monotonic()))
         if place is None:
             place = _local_device(chosen, meeting.local_rank)
         _world = Communicator(
             chosen, meeting.unique_id, identity.rank, identity.size,
             device=place, local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
-            deterministic=deterministic,
+            deterministic=deterministic, native=native,
         )  # fmt: skip
+        if hierarchical and native is None:
+            use_two_levels(_world)
         return _world
 
 

@@ -60,6 +60,7 @@ def _started_by(arguments: list[str]) -> int | None:
 def _alone(options, arguments: list[str]) -> int:
     from ..engine import get_engine
     from . import report
+    from .options import UsageError
     from .processes import run_ranks
 
     old = _prepare_files(options)
@@ -73,7 +74,9 @@ def _alone(options, arguments: list[str]) -> int:
 
         ranks = torch.cuda.device_count() if engine.device_type == "cuda" else 2
     options.cases(ranks)
-    return run_ranks(arguments, ranks, options.timeout)
+    if ranks % options.hosts:
+        raise UsageError(f"--hosts {options.hosts}: {ranks} ranks can't be on so many machines evenly")
+    return run_ranks(arguments, ranks, options.timeout, options.hosts)
 
 
 def _rank(options, identity, parent: int | None) -> int:

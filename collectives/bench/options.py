@@ -67,6 +67,7 @@ class Options:
     wires: list[DataType | None]
     peers: list[str]
     ranks: int | None
+    hosts: int
     bind: str | None
     timeout: float
     json: Path | None
@@ -162,6 +163,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--collective", "--op", default="all_reduce", metavar="NAME", help=f"all, or some of {', '.join(OPS)}")
     add("--ranks", type=int, metavar="N", help="rank processes to start, alone (default: 2, or the number of GPUs)")
     add(
+        "--hosts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="let the started ranks act as on N machines, as many on each, with the loopback between",
+    )
+    add(
         "--bind",
         choices=("core", "none"),
         help="bind each rank, of the peers too, to a core of its own or to none (default: core where there are enough)",
@@ -248,7 +256,8 @@ def parse(argv: list[str]) -> Options:
     zero_copy = _ZERO_COPY[given.zero_copy]
     peers = _chosen(given.peers, {name: name for name in PEERS}, "--peers", "peer") if given.peers else []
     alone = not peers and len(algorithms) * len(wires) * len(zero_copy) == 1
-    for name, low in (("iters", 1), ("warmup_iters", 0), ("check", 0), ("turns", 1), ("agg_iters", 1), ("ranks", 1)):
+    least = {"iters": 1, "warmup_iters": 0, "check": 0, "turns": 1, "agg_iters": 1, "ranks": 1, "hosts": 1}
+    for name, low in least.items():
         value = getattr(given, name)
         if value is not None and value < low:
             raise UsageError(f"--{name} {value}: it has to be at least {low}")
@@ -277,6 +286,7 @@ def parse(argv: list[str]) -> Options:
         wires=wires,
         peers=peers,
         ranks=given.ranks,
+        hosts=given.hosts,
         bind=given.bind,
         timeout=given.timeout,
         json=given.json,

@@ -32,13 +32,15 @@ class Ours(LocalContestant):
         super().__init__(comm.rank)
         self.comm, self.algorithm, self.zero_copy, self.wire = comm, algorithm, zero_copy, wire
         self.device = comm.device
-        words = [comm.engine.name]
+        machines = len(comm.machines or ()) or 1
+        engine = comm.engine.name + (f" on {machines} machines" if machines > 1 else "")
+        words = [engine]
         words += [] if algorithm == "auto" else [algorithm]
         words += [wire.short] if wire else []
         words += ["zero-copy"] if zero_copy else []
         self.name = " ".join(words)
         self.fields = {
-            "engine": comm.engine.name,
+            "engine": engine,
             "algorithm": algorithm,
             "zero_copy": zero_copy,
             "wire": wire.name if wire else None,

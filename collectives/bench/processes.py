@@ -47,11 +47,11 @@ def _thread_of_core(cpu: int, allowed: list[int]) -> int:
     return [number for number in siblings if number in allowed].index(cpu)
 
 
-def run_ranks(arguments: list[str], ranks: int, timeout: float) -> int:
+def run_ranks(arguments: list[str], ranks: int, timeout: float, hosts: int = 1) -> int:
     """Run this program on so many ranks and give the exit code.
 
     ``timeout``: seconds; past it all are killed and it is 4. A rank that fails ends the others: it is that rank's code,
-    or 1. Ctrl-C ends all: 130.
+    or 1. Ctrl-C ends all: 130. ``hosts``: so many machines they are to act as.
     """
     job = f"bench-{os.getpid()}-{time.monotonic_ns()}"
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
@@ -69,6 +69,8 @@ def run_ranks(arguments: list[str], ranks: int, timeout: float) -> int:
         try:
             for rank in range(ranks):
                 own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if hosts > 1:
+                    own["COLLECTIVES_HOST_ID"] = str(rank * hosts // ranks)
                 running.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL))
             handles = {os.pidfd_open(process.pid): process for process in running}
             for handle in handles:

@@ -146,7 +146,7 @@ def label(row: dict) -> str:
 
 def is_ours(row: dict) -> bool:
     """Whether the row is this project's; torch's own NCCL has the engine's name too, and no algorithm."""
-    return row["engine"] in _OURS and row.get("algorithm") is not None
+    return row["engine"].split()[0] in _OURS and row.get("algorithm") is not None
 
 
 def speed(row: dict, other: dict) -> float:

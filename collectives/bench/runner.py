@@ -8,6 +8,7 @@ import statistics
 
 from ..communicator import Communicator
 from ..errors import InvalidArgument
+from ..machines import simulated
 from .cases import Case
 from .contestant import Contestant, Plan
 from .control import Control
@@ -197,7 +198,8 @@ class Session:
 
 def _binds(options: Options, comm: Communicator) -> bool:
     """Whether each rank is bound to a core of its own. On GPUs what the processor does hardly counts."""
-    return comm.device.type == "cpu" and options.binds(comm.local_size, len(os.sched_getaffinity(0)))
+    here = comm.size if simulated() else comm.local_size
+    return comm.device.type == "cpu" and options.binds(here, len(os.sched_getaffinity(0)))
 
 
 def _quantile(ordered: list[float], percent: int) -> float:

@@ -9,10 +9,10 @@ import torch
 
 from .. import world as job
 from ..communicator import Communicator
-from ..engine import engines, get_engine
+from ..control import host_communicator_over
+from ..engine import engines
 from ..errors import InvalidArgument
 from ..exchange import PeerInfo
-from ..sharded.control import control_of
 from ..timeline import Timeline, timeline
 from .coordinator import Coordinator
 from .process_sets import ProcessSet, global_process_set
@@ -162,13 +162,7 @@ class World:
 
 def _host_beside(comm: Communicator) -> Communicator:
     """Give a communicator of its own on host memory over the same ranks."""
-    if comm.device.type == "cpu":
-        return comm.split(0)
-    control = control_of(comm)
-    if control is None:  # a world of one
-        engine = get_engine("host")
-        control = Communicator(engine, engine.library.get_unique_id(), 0, 1, device="cpu")
-    return control
+    return comm.split(0) if comm.device.type == "cpu" else host_communicator_over(comm)
 
 
 # ---- What programs call.

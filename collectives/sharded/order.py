@@ -23,9 +23,9 @@ import numpy
 import torch
 
 from ..communicator import Communicator
+from ..control import control_of
 from ..errors import InvalidUsage, RemoteError
 from ..lanes import overlaps
-from .control import control_of
 from .loans import Loans
 from .unit import State, Unit
 

@@ -17,6 +17,7 @@ errors
 schedule
 layout
 launch
+machines
 _nccl
 arrays
 _kernels
@@ -26,9 +27,14 @@ work
 memory
 group agree
 exchange rendezvous
+mesh
+across
+hosts
+two_levels
 ring
 tune
 communicator
+control
 world
 torch_groups
 compiled

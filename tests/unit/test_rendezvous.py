@@ -288,13 +288,16 @@ def test_a_foreign_value_in_the_store_is_an_error_and_is_not_unpickled(store, ho
 
 
 def test_the_host_engine_on_several_machines(host):
-    own = Own(1, 4, host)
+    """They are connected, unless the caller says that they must not be."""
     data = records(host, 4, host=["a", "a", "b", "b"], boot_id=["1", "1", "2", "2"])
-    with pytest.raises(InvalidUsage, match=r"several machines: ranks 0, 1 on a; ranks 2, 3 on b"):
-        settle(data, own)
+    found = settle(data, Own(3, 4, host))
+    assert found.machines == ((0, 1), (2, 3)) and (found.local_rank, found.local_size) == (1, 2)
+    with pytest.raises(InvalidUsage, match=r"machines: ranks 0, 1 on a; ranks 2, 3 on b.*leave hierarchical out"):
+        settle(data, Own(1, 4, host, hierarchical=False))
     data = records(host, 2, namespace=["net:[1]", "net:[2]"])
+    assert settle(data, Own(1, 2, host)).machines == ((0,), (1,))
     with pytest.raises(InvalidUsage, match="containers of one machine"):
-        settle(data, Own(1, 2, host))
+        settle(data, Own(1, 2, host, hierarchical=False))
 
 
 def test_nccl_on_several_machines(host):
@@ -308,8 +311,7 @@ def test_nccl_on_several_machines(host):
 
 def test_machines_without_a_boot_id_are_told_apart_by_name(host):
     data = records(host, 2, host=["a", "b"], boot_id=["", ""])
-    with pytest.raises(InvalidUsage, match="rank 0 on a; rank 1 on b"):
-        settle(data, Own(0, 2, host))
+    assert settle(data, Own(0, 2, host)).machines == ((0,), (1,))
 
 
 # ---- At MASTER_ADDR and MASTER_PORT.

@@ -1,0 +1,64 @@
+"""DDP, buckets of one's own and sharded modules on two machines of two ranks: the same steps as on one machine."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import collectives
+from collectives import optim, torch_groups
+from collectives.hosts import HostsComm
+from collectives.sharded import ModuleWrapPolicy, ShardedDataParallel
+from tests.ddp.training import make_model, run
+from tests.hosts import apart
+
+STEPS = 3
+
+
+def trained(model, optimizer, rank):
+    for step in range(STEPS):
+        torch.manual_seed(100 * step + rank)
+        model(torch.randn(6, 12)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def flat(model):
+    return torch.cat([value.detach().reshape(-1) for value in model.state_dict().values()])
+
+
+def steps(ctx, path, machines):
+    """Train in four ways; give the parameters of each and what carried the gradients."""
+    with apart(ctx, machines):
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
+        try:
+            found = []
+            for options in ({}, {"wire": "bf16"}, {"hierarchical": True}):
+                net = make_model()
+                model = DistributedDataParallel(net, bucket_cap_mb=0.004)
+                model.register_comm_hook(collectives.HookState(**options), collectives.fused_allreduce)
+                trained(model, torch.optim.SGD(net.parameters(), lr=0.1), ctx.rank)
+                found.append(flat(net))
+            comm = torch_groups.opened(dist.group.WORLD, torch.device("cpu"))
+            net = make_model()
+            model = ShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+            trained(model, optim.SGD(model.parameters(), lr=0.1), ctx.rank)
+            found.append(flat(model))
+            buckets = collectives.GradientBuckets(make_model().named_parameters(), comm=comm)
+            buckets.close()
+            dist.barrier()
+            return found, type(comm._native) is HostsComm, comm.machines
+        finally:
+            dist.destroy_process_group()
+
+
+def test_the_same_steps_on_two_machines(tmp_path):
+    one = run(steps, 4, tmp_path / "one", "aaaa", timeout=100)
+    two = run(steps, 4, tmp_path / "two", "aabb", timeout=100)
+    assert all(not several and machines == ((0, 1, 2, 3),) for _, several, machines in one)
+    assert all(several and machines == ((0, 1), (2, 3)) for _, several, machines in two)
+    for i in range(4):
+        for (ours, _, _), (expected, _, _) in zip(two, one, strict=True):
+            assert torch.equal(ours[i], two[0][0][i]), "all ranks have the same bits"
+            assert torch.allclose(ours[i], expected[i], rtol=1e-5, atol=1e-6 if i != 1 else 1e-3), i
+    assert torch.equal(two[0][0][0], two[0][0][3]), "DDP and shards sum in the same order"

@@ -1,0 +1,49 @@
+"""Several machines on one: ranks with a COLLECTIVES_HOST_ID each, so that they connect as if they were apart."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+__all__ = ["apart", "joined"]
+
+
+@contextlib.contextmanager
+def apart(ctx, machines: str):
+    """Let rank r be on the machine that the r-th letter of `machines` names, for as long as the block runs."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = ctx.exchange(one.getsockname()[1])[0]
+    variables = {
+        "RANK": ctx.rank, "WORLD_SIZE": ctx.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "COLLECTIVES_HOST_ID": machines[ctx.rank], "COLLECTIVES_ENGINE": "host",
+    }  # fmt: skip
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def joined(ctx, machines: str, **options):
+    """Open the communicator of all ranks on such machines; it is closed, or aborted where the block raised."""
+    import collectives.world
+    from tests.rank_process import bind_submodules
+
+    bind_submodules()
+    with apart(ctx, machines):
+        collectives.world._generation = 0  # processes that are used again have opened other worlds before
+        comm = collectives.init(**options)
+        try:
+            yield comm
+        except BaseException:
+            comm.abort()
+            raise
+        comm.close()
