@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import operator
 import os
-import sys
-import threading
 from dataclasses import replace
 from threading import get_ident
 
@@ -17,9 +14,10 @@ from ._nccl import DTYPES, OPS, SHRINK_ABORT, ArrayCalls, Comm
 from .agree import PREMUL, agree, row
 from .arrays import ITEMSIZE, Place, Reader, parse_op, parse_rank, premul_scalar
 from .engine import Engine, device_of, parse_device
-from .errors import CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage
+from .errors import CollectiveTimeout, InvalidArgument, InvalidUsage
 from .group import Call, Group, issue, open_groups
 from .hosts import HostsComm, NoShortWay
+from .lifetime import Gone, kept, opened
 from .machines import grouped
 from .memory import Registration, allocate, memory_of, whole_allocation
 from .ring import Algorithms, run_by
@@ -31,25 +29,6 @@ __all__ = ["Communicator", "device_of", "parse_device"]
 _UINT8 = DTYPES["uint8"]
 _NO_GUARD = contextlib.nullcontext()
 _ABORT_SECONDS = 1.0  # how long abort() waits for its queue, which fails what is in it at once
-_EXIT_SECONDS = 5.0  # how long the interpreter's exit may wait for operations in flight
-
-
-class _Gone:
-    """Stand in the place of a binding object that can't be used any more."""
-
-    def __init__(self, why: str, rank: int, forked: bool = False):
-        self.why = why
-        self.rank = rank
-        self.forked = forked
-
-    def __getattr__(self, name):
-        raise InvalidUsage(self.why, op=name, rank=self.rank)
-
-
-# All that are open, in the order of opening. They stay alive until close(), abort() or the interpreter's end, since an
-# engine's threads may still be using the arrays of one that nobody holds any more.
-_open: dict[int, Communicator] = {}
-_lock = threading.Lock()
 
 
 class Communicator:
@@ -124,8 +103,7 @@ class Communicator:
         self._use(policy)
         self._timeout = None
         self.timeout = timeout
-        with _lock:
-            _open[id(self)] = self
+        opened[id(self)] = self
 
     # ---- What it is.
 
@@ -165,12 +143,12 @@ class Communicator:
     @property
     def closed(self) -> bool:
         """Tell whether `close()` or `abort()` was called, or this is a forked child."""
-        return type(self._native) is _Gone
+        return type(self._native) is Gone
 
     @property
     def forked(self) -> bool:
         """Tell whether this is a forked child's copy, which can't be used."""
-        return type(self._native) is _Gone and self._native.forked
+        return type(self._native) is Gone and self._native.forked
 
     def __repr__(self):
         state = f", {self._native.why}" if self.closed else ""
@@ -524,11 +502,11 @@ class Communicator:
 
         The other ranks' operations with this one raise `RemoteError`. C: ncclCommAbort.
         """
-        native, self._native = self._native, _Gone("the communicator was aborted", self.rank)
-        if type(native) is _Gone:
+        native, self._native = self._native, Gone("the communicator was aborted", self.rank)
+        if type(native) is Gone:
             self._native = native
             return
-        _open.pop(id(self), None)
+        opened.pop(id(self), None)
         if self._algorithms is not None:
             self._algorithms.abort()
         native.abort()
@@ -537,7 +515,7 @@ class Communicator:
             self._lane.close()
             self._registered.clear()
         else:
-            _kept.append((self._lane, self._registered))
+            kept.append((self._lane, self._registered))
 
     def close(self) -> None:
         """Wait for what is in flight, then free the communicator. Harmless when called again. C: ncclCommDestroy."""
@@ -547,11 +525,11 @@ class Communicator:
         if group is not None and group.uses(self):
             raise InvalidUsage("close() inside a group that holds calls of this communicator", rank=self.rank)
         self._lane.drain(None)
-        native, self._native = self._native, _Gone("the communicator is closed", self.rank)
-        if type(native) is _Gone:
+        native, self._native = self._native, Gone("the communicator is closed", self.rank)
+        if type(native) is Gone:
             self._native = native
             return
-        _open.pop(id(self), None)
+        opened.pop(id(self), None)
         self._lane.close()
         for registration in self._registered:
             native.deregister(registration.handle)
@@ -648,7 +626,7 @@ class Communicator:
         return code, (premul_scalar(scalar, dtype, rank=self.rank, name=name), dtype)
 
     def _alive(self, name: str) -> None:
-        if type(self._native) is _Gone:
+        if type(self._native) is Gone:
             raise InvalidUsage(self._native.why, op=name, rank=self.rank)
 
     def _use(self, policy: Policy) -> None:
@@ -764,45 +742,3 @@ class Communicator:
             raise
         self._lane.end(name, held, (work,))
         return work
-
-
-# ---- Forks and the end of the interpreter.
-
-# What must never be freed in this process: a parent's objects in a forked child, and what an aborted queue still uses.
-_kept: list = []
-
-
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
-    open_groups.clear()
-    for comm in list(_open.values()):
-        _kept.append((comm._native, comm._registered, comm._algorithms))
-        if isinstance(comm._native, HostsComm):
-            comm._native.forget()
-        comm._algorithms = None
-        why = (
-            "the communicator was opened in the parent process and can't be used in a forked child: open it in the "
-            "children alone, close() it before the fork, or start them by the spawn method"
-        )
-        comm._native = _Gone(why, comm.rank, forked=True)
-        comm._registered = set()
-        _kept.append(comm._lane.leave(comm._native))
-    _open.clear()
-
-
-def _at_exit() -> None:
-    """Close what is open. What is still in flight gets a few seconds, then it is aborted: peers may be gone."""
-    for comm in list(_open.values()):
-        try:
-            # NCCL's destroy may wait for peers, its abort doesn't.
-            if comm._lane.quiet(_EXIT_SECONDS) and comm._on_host and comm._native.pending() is None:
-                comm.close()
-            else:
-                comm.abort()
-        except CollectivesError as error:
-            print(f"collectives: closing {comm!r} at exit: {error}", file=sys.stderr)
-
-
-os.register_at_fork(after_in_child=_after_fork)
-atexit.register(_at_exit)

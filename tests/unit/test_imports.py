@@ -31,6 +31,7 @@ mesh
 across
 hosts
 two_levels
+lifetime
 ring
 tune
 communicator
