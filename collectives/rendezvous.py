@@ -24,6 +24,7 @@ from . import _nccl
 from .engine import Engine, get_engine
 from .errors import CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError, TransportError
 from .exchange import RECORD_BYTES, Meeting, Own, PeerInfo, StoreExchange, first_line, limited, over_mpi, parse, settle
+from .failure_record import record_last_exception
 from .launch import Identity, who_am_i
 
 __all__ = ["Meeting", "PeerInfo", "identify", "meet", "meet_over_store"]
@@ -65,6 +66,7 @@ def meet(
     own = Own(identity.rank, identity.size, engine, device, _digest(identity.job_key))
     if own.size == 1:
         return Meeting(engine.library.get_unique_id(), (own.peer(),), 0, 1)
+    record_last_exception()
     prefix = f"collectives/init/{generation}/{identity.restart}"
     if dist.is_available() and dist.is_initialized():
         numbers = dist.get_rank(), dist.get_world_size()
@@ -105,6 +107,7 @@ def meet_over_store(
     come. Raises as ``meet``.
     """
     deadline = _deadline(timeout)
+    record_last_exception()
     own = Own(rank, size, engine, device)
     meeting = StoreExchange(dist.PrefixStore(prefix, store), own, deadline, timeout).meet()
     _limit_init(engine, deadline, timeout)

@@ -16,7 +16,7 @@ ORDER = """
 errors
 schedule
 layout
-launch
+launch failure_record
 _nccl
 arrays
 _kernels
