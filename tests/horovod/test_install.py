@@ -98,6 +98,9 @@ def test_the_command(tmp_path, capsys):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, cwd="/")
     assert done.returncode == 3, done.stderr
     assert done.stdout == f"['{program}', '3', '-m'] __main__ {program} 7 1 False\n"
+    with pytest.raises(SystemExit) as ended:
+        main(["nowhere.py"])
+    assert ended.value.code == 2 and "can't open file 'nowhere.py': no such file in " in capsys.readouterr().err
     for wrong in ([], ["-m"], ["-x", "y"]):
         with pytest.raises(SystemExit) as ended:
             main(wrong)
