@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch.distributed import DistNetworkError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -30,6 +31,7 @@ _NAME = "collectives.run"
 _USAGE = """python -m collectives.run -n RANKS [option ...] SCRIPT [argument ...]
        python -m collectives.run -n RANKS [option ...] -m MODULE [argument ...]"""
 _BAD_USE = 2
+_TORCHS_PORT = 29500  # where torch's launcher meets, when it is given no other
 # How often torch's agent looks at its ranks, seconds. Its own 0.1 is time enough for the others to fail, too, at the
 # loss of one, and then nobody knows which was first.
 _LOOK_S = 0.02
@@ -291,6 +293,12 @@ def _run(options: argparse.Namespace) -> int:
         torchrun.run(options)
     except ChildFailedError as error:
         return _tell_failures(error.failures)
+    except DistNetworkError as error:
+        if options.standalone or "EADDRINUSE" not in str(error):
+            raise
+        where = options.rdzv_endpoint or f"--master-port {options.master_port or _TORCHS_PORT}"
+        _say(f"{where}: the port is in use by another program on this machine; give all machines a free one")
+        return 1
     except (SignalException, KeyboardInterrupt) as error:
         number = signal.SIGINT if _interrupted or isinstance(error, KeyboardInterrupt) else error.sigval
         _say(f"ended by {signal.Signals(number).name}, and all ranks with it")

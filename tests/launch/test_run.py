@@ -195,6 +195,18 @@ def test_a_rank_that_was_killed_failed_before_those_that_noticed():
     assert launcher._tell_failures(failures) == 137
 
 
+def test_a_port_in_use_is_told_in_a_line(tmp_path, monkeypatch, capsys):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setattr(os, "environ", clean_environment())
+        monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process's own stay
+        assert launcher.main(["-n", "2", "--master-port", str(port), script(tmp_path, "")]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"collectives.run: --master-port {port}: the port is in use by another program")
+
+
 def test_ctrl_c_ends_all_ranks_quietly(tmp_path):
     path = script(tmp_path, f"Path({str(tmp_path)!r}, rank).write_text(str(os.getpid())); time.sleep(60)\n")
     with started(([*RUN, "-n", "2", path], clean_environment())) as running:
