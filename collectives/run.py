@@ -346,7 +346,8 @@ def _last_words(failure: ProcessFailure) -> str:
     """The first line of the exception that ended a rank, where it was written down (`failure_record`, ``@record``)."""
     message = failure.error_file_data.get("message")
     said = message.get("message", "") if isinstance(message, dict) else ""
-    return said.strip().partition("\n")[0][:200]
+    line = said.strip().partition("\n")[0]
+    return line if len(line) <= 300 else f"{line[:300]}..."
 
 
 def _is_cause(failure: ProcessFailure) -> bool:
