@@ -40,6 +40,7 @@ from .exchange import (
     settle,
     with_store,
 )
+from .failure_record import record_last_exception
 from .launch import Identity, who_am_i
 from .machines import simulated
 
@@ -84,6 +85,7 @@ def meet(
     own = Own(identity.rank, identity.size, engine, device, _digest(identity.job_key), hierarchical)
     if own.size == 1:
         return Meeting(engine.library.get_unique_id(), (own.peer(),), 0, 1)
+    record_last_exception()
     prefix = f"collectives/init/{generation}/{identity.restart}"
     if dist.is_available() and dist.is_initialized():
         numbers = dist.get_rank(), dist.get_world_size()
@@ -123,6 +125,7 @@ def meet_over_store(
     come. Raises as ``meet``.
     """
     deadline = _deadline(timeout)
+    record_last_exception()
     own = Own(rank, size, engine, device)
     meeting = _over_lasting(store, prefix, own, deadline, timeout)
     _limit_init(engine, deadline, timeout)

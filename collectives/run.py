@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch.distributed import DistNetworkError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -30,11 +31,14 @@ _NAME = "collectives.run"
 _USAGE = """python -m collectives.run -n RANKS [option ...] SCRIPT [argument ...]
        python -m collectives.run -n RANKS [option ...] -m MODULE [argument ...]"""
 _BAD_USE = 2
+_TORCHS_PORT = 29500  # where torch's launcher meets, when it is given no other
 # How often torch's agent looks at its ranks, seconds. Its own 0.1 is time enough for the others to fail, too, at the
 # loss of one, and then nobody knows which was first.
 _LOOK_S = 0.02
 # Nobody dies of these because another rank has: among ranks that were found dead together, such a one was first.
 _OWN_DEATH = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+# What ends a rank because another one has ended; the last is Gloo's.
+_AFTER_ANOTHER = re.compile(r"^(RemoteError|HorovodInternalError): |Connection (closed|reset) by peer")
 
 
 @dataclass(frozen=True)
@@ -289,6 +293,12 @@ def _run(options: argparse.Namespace) -> int:
         torchrun.run(options)
     except ChildFailedError as error:
         return _tell_failures(error.failures)
+    except DistNetworkError as error:
+        if options.standalone or "EADDRINUSE" not in str(error):
+            raise
+        where = options.rdzv_endpoint or f"--master-port {options.master_port or _TORCHS_PORT}"
+        _say(f"{where}: the port is in use by another program on this machine; give all machines a free one")
+        return 1
     except (SignalException, KeyboardInterrupt) as error:
         number = signal.SIGINT if _interrupted or isinstance(error, KeyboardInterrupt) else error.sigval
         _say(f"ended by {signal.Signals(number).name}, and all ranks with it")
@@ -312,21 +322,38 @@ def _tell_failures(failures: dict[int, ProcessFailure]) -> int:
     ranks = list(failures)  # in the order in which they were found; those whom the agent has ended come last
     soon = min(failure.timestamp for failure in failures.values()) + 1  # seconds, whole ones
     own = [r for r in ranks if -failures[r].exitcode in _OWN_DEATH and failures[r].timestamp <= soon]
-    first = (own or ranks)[0]
-    failure = failures[first]
+    causes = [r for r in ranks if _is_cause(failures[r])]
+    first = (own or causes or ranks)[0]
+    failure, said = failures[first], _last_words(failures[first])
     code = failure.exitcode
+    if said and code == -signal.SIGTERM:  # it was ended while it was ending
+        code = 1
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
             how += " (by the system, for lack of memory? `dmesg` tells)"
     else:
-        how = f"ended with exit code {code}"
+        how = f"ended with exit code {code}" + (f" ({said})" if said else "")
     others = [f"{r} ({failures[r].exitcode})" for r in ranks if r != first and failures[r].exitcode != -signal.SIGTERM]
     _say(
         f"rank {first} (process {failure.pid}) {how}; it was the first to fail, and the others were ended"
         + (f". Failed after it: rank {', '.join(others)}" if others else "")
     )
     return code if code > 0 else 128 - code
+
+
+def _last_words(failure: ProcessFailure) -> str:
+    """The first line of the exception that ended a rank, where it was written down (`failure_record`, ``@record``)."""
+    message = failure.error_file_data.get("message")
+    said = message.get("message", "") if isinstance(message, dict) else ""
+    line = said.strip().partition("\n")[0]
+    return line if len(line) <= 300 else f"{line[:300]}..."
+
+
+def _is_cause(failure: ProcessFailure) -> bool:
+    """Whether it failed by itself, and neither because another rank had nor because the agent has ended it."""
+    said = _last_words(failure)
+    return not _AFTER_ANOTHER.search(said) if said else failure.exitcode != -signal.SIGTERM
 
 
 def _say(text: str) -> None:

@@ -145,7 +145,10 @@ def test_accuracy(model, images, labels, comm):
 
 def train(arguments, comm):
     """Train with each optimizer both ways; return the result's dictionary, and whether it is a success."""
-    if arguments.resume and not all((arguments.folder / f"{name}.pt").exists() for name in arguments.optimizers):
+    there = all((arguments.folder / f"{name}.pt").exists() for name in arguments.optimizers)
+    there = torch.tensor([float(there)], device=comm.device)
+    comm.broadcast(there, root=0)  # only rank 0 needs the files
+    if arguments.resume and not there.item():
         raise SystemExit(f"--resume: there are no checkpoints in {arguments.folder}; train without --resume first")
     train_x, train_y, test_x, test_y = load_data(arguments.seed, torch.device(comm.device))
     data = TensorDataset(train_x, train_y)

@@ -28,6 +28,10 @@ def main(arguments: list[str]) -> None:
     if not program or (not module and program[0].startswith("-")):
         print(_USAGE, end="", file=sys.stderr)
         raise SystemExit(2)
+    if not module and not os.path.exists(program[0]):
+        missing = f"can't open file {program[0]!r}: no such file in {os.getcwd()}"
+        print(f"python -m collectives.horovod: {missing}", file=sys.stderr)
+        raise SystemExit(2)
     install()
     sys.argv = program
     if module:

@@ -1,15 +1,13 @@
 """Run the Python blocks of docs/coming-from.md as a rank, and print what parameters each of them ends with.
 
 A block's first line is ```python and then: "start" for what the others begin with, "ours", "theirs" for what needs a
-library that isn't here, "theirs runs"; and "horovod" where it needs collectives.horovod. The last line on stdout is a
-JSON object by rank 0: for each block that ran, by section and number, the parameters, whether they are those of all
-ranks, and whether they are others than at the start.
+library that isn't here, "theirs runs"; and "horovod" where horovod.torch stands for collectives.horovod. The last line
+on stdout is a JSON object by rank 0: for each block that ran, by section and number, the parameters, whether they are
+those of all ranks, and whether they are others than at the start.
 """
 
 import gc
-import importlib
 import json
-import pkgutil
 import re
 import sys
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-import collectives
+import collectives.horovod
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
 
@@ -50,14 +48,12 @@ def main():
     once, each = (code for _, label, code in blocks if label == "start")
     common = {}
     exec(compile(once, "start", "exec"), common)
-    horovod = any(module.name == "horovod" for module in pkgutil.iter_modules(collectives.__path__))
-    if horovod:
-        importlib.import_module("collectives.horovod").install()  # theirs is horovod.torch
+    collectives.horovod.install()  # theirs is horovod.torch
     ended = {}
     for number, (section, label, code) in enumerate(blocks):
         name = f"{section}: {label}: {number}"
         compiled = compile(code, name, "exec")  # what can't run here must be Python, too
-        if label == "start" or label == "theirs" or ("horovod" in label and not horovod):
+        if label in ("start", "theirs"):
             continue
         names = dict(common)
         exec(compile(each, "start", "exec"), names)

@@ -30,14 +30,14 @@ def results_of(command, env, count):
 
 
 def test_an_unchanged_program():
-    """By torchrun and mpirun, as a file and as a module, with workers that are spawned: the same losses."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    """By srun and mpirun, as a file and as a module, with workers that are spawned: the same losses."""
+    srun = [sys.executable, processes.SRUN, "-n", "2"]
     env = processes.clean_environment()
-    first = results_of([*torchrun, "collectives.horovod", str(PROGRAM), "--workers", "1"], env, 2)
+    first = results_of([*srun, *SHORT, str(PROGRAM), "--workers", "1"], env, 2)
     assert first["losses"][0] > 2 * first["losses"][-1] and first["accuracy"] > 0.8
     assert first["size"] == 2 and first["local"] == [True, 2]
     if shutil.which("mpirun.openmpi") is None:
-        pytest.skip("mpirun.openmpi is not installed: by torchrun alone")
+        pytest.skip("mpirun.openmpi is not installed: by srun alone")
     mpirun = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
     second = results_of([*mpirun, *SHORT, "-m", "tests.horovod.mnist_program"], env, 2)
     assert first == second
@@ -98,6 +98,9 @@ def test_the_command(tmp_path, capsys):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, cwd="/")
     assert done.returncode == 3, done.stderr
     assert done.stdout == f"['{program}', '3', '-m'] __main__ {program} 7 1 False\n"
+    with pytest.raises(SystemExit) as ended:
+        main(["nowhere.py"])
+    assert ended.value.code == 2 and "can't open file 'nowhere.py': no such file in " in capsys.readouterr().err
     for wrong in ([], ["-m"], ["-x", "y"]):
         with pytest.raises(SystemExit) as ended:
             main(wrong)

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 WORKER = str(Path(__file__).with_name("worker.py"))
+FORKED = str(Path(__file__).with_name("forked.py"))
 SRUN = str(Path(__file__).with_name("srun.py"))
 ROOT = str(Path(__file__).resolve().parents[2])
 LIMIT_S = 90
@@ -37,6 +38,12 @@ def clean_environment(**variables) -> dict[str, str]:
 def worker(*arguments) -> list[str]:
     """The command line of one rank."""
     return [sys.executable, WORKER, *map(str, arguments)]
+
+
+def forked(*commands) -> tuple[list[str], dict[str, str]]:
+    """One (command line, environment) pair for those of several workers, which share the time of the imports."""
+    ranks = json.dumps([[command[2:], env] for command, env in commands])
+    return [sys.executable, FORKED, ranks], clean_environment()
 
 
 def free_port() -> int:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from .processes import SRUN, clean_environment, free_port, run, worker
+from .processes import SRUN, clean_environment, forked, free_port, run, worker
 
 
 def check(results, size, launcher, *, sums=1, local_size=None):
@@ -54,22 +54,14 @@ def test_torchrun_with_the_process_group_first():
 
 
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "behind a shell"])
-def test_mpi_without_an_address(program, wrapped):
+def test_mpi_without_an_address_two_jobs_at_once(program):
+    """They keep apart; the ranks of one stand behind shells that stay, and have no parent in common."""
     command = worker(30, "init", "twice", "ours", "reopen")
-    if wrapped:  # a shell that stays: the ranks have no parent in common
-        command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
-    results = run(([*mpi(program), *command], clean_environment()), results=2)
-    check(results, 2, "openmpi" if "openmpi" in program else "mpich", sums=2)
+    jobs = [[*mpi(program), *command], [*mpi(program), "sh", "-c", '"$@"; exit $?', "sh", *command]]
+    results = run(*((job, clean_environment()) for job in jobs), results=4)
+    for half in (results[::2], results[1::2]):  # in the order of the ranks
+        check(half, 2, "openmpi" if "openmpi" in program else "mpich", sums=2)
     assert all(result["same"] and result["groups"] == [3.0] for result in results)
-
-
-@pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
-def test_two_jobs_at_once_keep_apart(program):
-    command = [*mpi(program), *worker(30, "init")]
-    results = run((command, clean_environment()), (command, clean_environment()), results=4)
-    assert [result["rank"] for result in results] == [0, 0, 1, 1]
-    assert all(result["sums"] == [3.0] for result in results)
 
 
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
@@ -136,7 +128,7 @@ def test_srun_with_an_address_from_the_list_of_machines():
     step |= {"SLURM_STEP_NUM_NODES": 2, "SLURM_STEP_NODELIST": "localhost,other", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     step |= {"MASTER_PORT": free_port()}
     ranks = [clean_environment(SLURM_PROCID=rank, SLURM_LOCALID=0, SLURM_NODEID=rank, **step) for rank in range(2)]
-    results = run(*((worker(30, "init"), env) for env in ranks), results=2)
+    results = run(forked(*((worker(30, "init"), env) for env in ranks)), results=2)
     assert [result["sums"] for result in results] == [[3.0], [3.0]]
     assert [(result["local_rank"], result["local_size"]) for result in results] == [(0, 1), (0, 1)]
 
@@ -161,7 +153,7 @@ def test_alone():
 def test_the_process_group_after_us_on_the_same_port():
     port = free_port()
     ranks = [clean_environment(RANK=r, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=port) for r in range(2)]
-    results = run(*((worker(30, "init", "group", "reopen", "group"), env) for env in ranks), results=2)
+    results = run(forked(*((worker(30, "init", "group", "reopen", "group"), env) for env in ranks)), results=2)
     check(results, 2, "env", sums=2)
     assert all(result["groups"] == [3.0] * 2 for result in results)
 
@@ -169,7 +161,7 @@ def test_the_process_group_after_us_on_the_same_port():
 def test_a_process_group_that_was_given_its_numbers_by_hand():
     url = f"tcp://127.0.0.1:{free_port()}"
     ranks = [clean_environment(TEST_GROUP=f"{url} {rank} 2") for rank in range(2)]
-    results = run(*((worker(30, "group-first", "init", "reopen"), env) for env in ranks), results=2)
+    results = run(forked(*((worker(30, "group-first", "init", "reopen"), env) for env in ranks)), results=2)
     assert [result["launcher"] for result in results] == ["alone", "alone"], "what it was before the group"
     for rank, result in enumerate(results):
         assert (result["rank"], result["local_rank"], result["local_size"]) == (rank, rank, 2)

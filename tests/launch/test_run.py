@@ -164,23 +164,47 @@ def script(tmp_path, text):
 @pytest.mark.parametrize(
     ("end", "code", "told"),
     [
-        ("sys.exit(3)", 3, "ended with exit code 3"),
+        ("sys.exit(3)", 3, "ended with exit code 3;"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
     ],
     ids=["exit code", "signal"],
 )
 def test_the_rank_that_failed_first_is_named(tmp_path, end, code, told):
-    path = script(tmp_path, f"if rank == '1': {end}\ntime.sleep(60)\n")
-    command = [*RUN, "-n", "2", path]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    check_first(script(tmp_path, f"if rank == '1': {end}\ntime.sleep(60)\n"), code, told)
+
+
+def test_a_rank_that_raises_failed_before_those_whose_calls_fail_with_it(tmp_path):
+    """Rank 1 ends seconds after rank 0 has noticed: its exception is what is told, not that of rank 0."""
+    raising = "import atexit, collectives\ncomm = collectives.init()\n"
+    raising += "if rank == '1': atexit.register(time.sleep, 20); comm.close(); raise ValueError('no such\\nthing')\n"
+    path = script(tmp_path, raising + "comm.barrier()\n")
+    check_first(path, 1, "exit code 1 (ValueError: no such);", ["RemoteError", "ValueError"])
+
+
+def check_first(path, code, told, printed=()):
+    done = subprocess.run([*RUN, "-n", "2", path], env=clean_environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
-    (line,) = done.stderr.splitlines()
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("collectives.run: ")]
     assert line.startswith("collectives.run: rank 1 (process ") and told in line and "first to fail" in line
+    rest = done.stderr.replace(line, "")  # the ranks' lines may stand inside one another
+    assert [name for name in ("RemoteError", "ValueError") if name in rest] == list(printed), done.stderr
 
 
 def test_a_rank_that_was_killed_failed_before_those_that_noticed():
     failures = {rank: ProcessFailure(rank, 100 + rank, code, "none") for rank, code in enumerate((1, -9, -15, 1))}
     assert launcher._tell_failures(failures) == 137
+
+
+def test_a_port_in_use_is_told_in_a_line(tmp_path, monkeypatch, capsys):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setattr(os, "environ", clean_environment())
+        monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process's own stay
+        assert launcher.main(["-n", "2", "--master-port", str(port), script(tmp_path, "")]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"collectives.run: --master-port {port}: the port is in use by another program")
 
 
 def test_ctrl_c_ends_all_ranks_quietly(tmp_path):

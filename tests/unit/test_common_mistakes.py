@@ -22,6 +22,7 @@ from collectives.arrays import Reader
 from collectives.devices import check_device_ids
 from collectives.engine import Engine, get_engine
 from collectives.exchange import Own, settle
+from collectives.horovod.optimizer import _read_names
 from collectives.launch import Identity
 from collectives.rendezvous import meet
 from tests.ranks import run_ranks
@@ -192,6 +193,17 @@ def test_a_checkpoint_of_a_gpu(tmp_path, monkeypatch):
     assert {tensor.device.type for tensor in loaded.values()} == {"cpu"}
 
 
+def test_several_models_of_a_horovod_optimizer():
+    encoder, decoder = nn.Linear(4, 2), nn.Linear(4, 2)
+    sgd = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+    with symptom(ValueError):
+        _read_names(sgd, [*encoder.named_parameters(), *decoder.named_parameters()])
+    with symptom(ValueError):
+        _read_names(sgd, encoder.named_parameters())
+    cure = _read_names(sgd, [encoder.named_parameters(), decoder.named_parameters()])
+    assert [name for name, _ in cure] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
 def test_no_symptom_is_left_out():
     """As many blocks as the tests above check."""
-    assert len(BLOCKS) == 14
+    assert len(BLOCKS) == 16

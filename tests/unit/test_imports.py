@@ -16,7 +16,7 @@ ORDER = """
 errors
 schedule
 layout
-launch
+launch failure_record
 machines
 _nccl
 arrays
