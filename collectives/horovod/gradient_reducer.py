@@ -160,6 +160,7 @@ class GradientReducer:
         """Reduce all gradients, those missing as zeros; blocks."""
         self._look_around()
         if not self._active:
+            self.begin_again()  # a backward may have come while there were others
             self.synchronized = True
             return
         try:

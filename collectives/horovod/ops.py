@@ -6,16 +6,18 @@ import itertools
 import math
 import numbers
 import warnings
+import weakref
 from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
 
 from .coordinator import Coordinator
+from .exceptions import HorovodInternalError
 from .process_sets import ProcessSet, global_process_set
 from .requests import DTYPE_NAMES as _DTYPE_NAMES
 from .requests import Request, Signature, Submission, can_reduce
-from .world import current
+from .world import World, current
 
 __all__ = [
     "Adasum",
@@ -70,15 +72,33 @@ def name_of_op(op: ReduceOp) -> str:
 # ---- Handles.
 
 _numbers = itertools.count(1)
-_handles: dict[int, tuple[Coordinator, Submission, bool]] = {}  # with whether the result is a list
+_handles: dict[int, tuple[Coordinator | None, Submission, bool]] = {}  # with whether the result is a list
+_job: weakref.ref | None = None  # the world that they are of
 
 
 def _submit(process_set: ProcessSet, submission: Submission, grouped: bool, waits: bool = False) -> int:
-    coordinator = current().coordinator(process_set)
+    world = current()
+    coordinator = world.coordinator(process_set)
+    if _job is None or _job() is not world:
+        _forget_ended(world)
     coordinator.submit(submission, waits=waits)
     handle = next(_numbers)
     _handles[handle] = coordinator, submission, grouped
     return handle
+
+
+def _forget_ended(world: World) -> None:
+    """Drop what nobody has asked for in the jobs before this one; of operations that failed the text is kept."""
+    global _job
+    _job = weakref.ref(world)
+    for handle, (coordinator, submission, _) in list(_handles.items()):
+        if coordinator is None:
+            continue
+        if submission.error is None:
+            _handles.pop(handle, None)
+        else:  # whose traceback and causes would keep the coordinator with its buffers
+            submission.error = HorovodInternalError(str(submission.error))
+            _handles[handle] = None, submission, False
 
 
 def poll(handle: int) -> bool:
@@ -101,6 +121,8 @@ def synchronize(handle: int):
     if entry is None:
         return None
     coordinator, submission, grouped = entry
+    if coordinator is None:
+        raise submission.error
     coordinator.wait(submission)
     if submission.finished is not None:
         stream = torch.cuda.current_stream(coordinator.comms["cuda"].device)
@@ -207,7 +229,7 @@ def _allreduce(
     read = _tensor("allreduce", tensors, in_place)
     known = (name, read.dtype, read.shape, read.device, op, prescale, postscale, compression, process_set)
     try:
-        request = _requests.get(known) if average is None and op is not True else None
+        request = _requests.get(known) if average is None and not isinstance(op, bool) else None
     except TypeError:  # something that can't be a key, and isn't valid
         request = None
     if request is None:
@@ -346,7 +368,7 @@ def alltoall_async(tensor, splits=None, name=None, process_set=global_process_se
         if read.shape[0] % size:
             raise ValueError(f"alltoall: {read.shape[0]} rows can't be shared evenly by {size} ranks: pass splits")
     else:
-        splits = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
+        splits = splits.tolist() if hasattr(splits, "tolist") else list(splits)  # a tensor, or NumPy's
         whole = all(isinstance(rows, int) and not isinstance(rows, bool) and rows >= 0 for rows in splits)
         if not whole or len(splits) != size:
             raise ValueError(f"alltoall: splits must be {size} numbers of rows from 0 up, not {splits}")

@@ -16,7 +16,7 @@ from ..sharded.control import control_of
 from ..timeline import Timeline, timeline
 from .coordinator import Coordinator
 from .process_sets import ProcessSet, global_process_set
-from .settings import Settings, read_settings
+from .settings import Settings, number_of, read_settings
 from .stall import Watch
 
 __all__ = [
@@ -188,7 +188,7 @@ def init(comm=None, process_sets=None) -> None:
             return
         settings = read_settings()
         owns = job._world is None or job._world.closed
-        base = job.init(timeout=float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or _OPEN_SECONDS))
+        base = job.init(timeout=number_of("HOROVOD_GLOO_TIMEOUT_SECONDS", _OPEN_SECONDS))
         peers = list(base.peers) if base.peers else None
         if peers is None:
             raise InvalidArgument("the communicator that is open doesn't tell where its ranks are", op="hvd.init")
