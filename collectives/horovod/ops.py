@@ -154,6 +154,10 @@ def _tensor(kind: str, tensor, in_place: bool = False) -> torch.Tensor:
         raise ValueError(f"{kind} takes plain tensors, not one of {tensor.layout}, {tensor.dtype}, {tensor.device}")
     if tensor.requires_grad:
         tensor = tensor.detach()
+    if tensor.is_neg() or tensor.is_conj():  # whose memory holds other values
+        if in_place:
+            raise ValueError(f"{kind} in place: the tensor is a lazy view: pass .resolve_neg().resolve_conj() of it")
+        tensor = tensor.resolve_neg().resolve_conj()
     if tensor.is_contiguous():
         return tensor
     if in_place:
@@ -337,7 +341,7 @@ def grouped_allgather_async(tensors, name=None, process_set=global_process_set, 
 def _broadcast(tensor, root_rank, name, process_set, in_place, waits):
     read = _tensor("broadcast", tensor, in_place)
     ranks = process_set.ranks or [root_rank]
-    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or root_rank not in ranks:
+    if isinstance(root_rank, bool) or not isinstance(root_rank, numbers.Integral) or root_rank not in ranks:
         raise ValueError(f"broadcast: root_rank must be one of the ranks {ranks}, not {root_rank!r}")
     request = _request("broadcast", process_set, [read], name, root=ranks.index(root_rank))
     return _submit(process_set, Submission(request, [read], [read] if in_place else None), False, waits)

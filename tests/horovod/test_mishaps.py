@@ -175,6 +175,32 @@ def test_numbers_of_a_rank_that_begins_anew():
     assert table.announce_alike([0])
 
 
+def begins(ctx):
+    """An init that fails leaves nothing behind, and variables that can't be read are named."""
+    counts = []
+    for _ in range(3):
+        try:
+            with started(ctx, process_sets=[ops.ProcessSet([0, 99])]):
+                raise AssertionError("there is no rank 99")
+        except ValueError as error:
+            assert "between 0 and 1" in str(error)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    for name in ("HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"):
+        for value in ("soon", "-1", "nan", "1e300"):
+            try:
+                with started(ctx, **{name: value}):
+                    raise AssertionError(f"{name}={value} was taken")
+            except ValueError as error:
+                assert f"{name}={value}: it must be a number" in str(error)
+    with started(ctx) as hvd:
+        hvd.barrier()
+    return counts[0] == counts[-1]
+
+
+def test_what_begins_badly():
+    assert run_ranks(begins, 2) == [True, True]
+
+
 def a_job_of_one(ctx):
     """When a job shrinks to this rank between a backward and its step, the optimizer goes on."""
     with started(ctx) as hvd:
