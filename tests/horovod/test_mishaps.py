@@ -201,6 +201,48 @@ def test_what_begins_badly():
     assert run_ranks(begins, 2) == [True, True]
 
 
+def between(ctx):
+    """A state that is loaded or synced between a backward and its step, and a process set that is removed."""
+    with started(ctx) as hvd:
+        model = torch.nn.Linear(3, 2)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+        state = hvd.elastic.TorchState(model=model, optimizer=optimizer)
+        waited = []
+        for turn in range(6):
+            optimizer._reducer._overlaps = True  # as with a core to spare
+            model(torch.full((1, 3), turn + ctx.rank + 1.0)).pow(2).sum().backward()
+            under_way = [unit.submission for unit in optimizer._reducer._units]
+            if turn == 3:
+                state.sync()
+            elif turn == 4:
+                optimizer.load_state_dict(optimizer.state_dict())
+            else:
+                optimizer.step()
+            waited.append(bool(under_way) and all(each is not None and each.done for each in under_way))
+            optimizer.zero_grad()
+        parameters = [each.tolist() for each in model.parameters()]
+        theirs = ctx.exchange(parameters)
+        assert theirs[0] == theirs[1]
+        some = hvd.add_process_set([ctx.size - 1])
+        for op in (hvd.Average, hvd.Adasum):
+            alone = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), op=op, process_set=some)
+            alone.step()
+            hvd.remove_process_set(some)
+            try:
+                alone.step()
+            except ValueError as error:
+                assert "isn't a process set of this job" in str(error)
+            else:
+                raise AssertionError("it stepped by itself")
+            hvd.add_process_set(some)
+    return waited
+
+
+def test_between_a_backward_and_its_step():
+    assert run_ranks(between, 2) == [[False] + [True] * 5] * 2
+
+
 def a_job_of_one(ctx):
     """When a job shrinks to this rank between a backward and its step, the optimizer goes on."""
     with started(ctx) as hvd:
