@@ -39,6 +39,8 @@ class AdasumReducer:
     def begin_again(self) -> None:
         """Forget what is under way: nothing."""
 
+    forget = begin_again
+
     def set_passes(self, passes: int) -> None:
         """Take another number of backwards."""
         self.passes = passes
@@ -48,6 +50,7 @@ class AdasumReducer:
 
     def step(self, optimizer, stepping):
         """Step by ``stepping()``, and put the ranks' Adasum of the changes in the place of this rank's."""
+        current().check(self._process_set)
         if not self._process_set.included() or self._process_set.size() == 1:
             return stepping()
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

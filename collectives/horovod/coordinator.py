@@ -9,7 +9,6 @@ anything new after a pause, and at once when something is submitted.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -20,7 +19,7 @@ import numpy
 import torch
 
 from ..communicator import Communicator
-from ..errors import CollectivesError
+from ..errors import CollectivesError, InvalidArgument
 from ..timeline import recording
 from .exceptions import HorovodInternalError
 from .execution import Executor
@@ -60,12 +59,16 @@ class Coordinator:
         self._unnamed: dict[str, int] = {}
         self._sequence = 0
         self._driver = threading.Lock()  # held through a cycle
+        self._driving = 0  # the thread that holds it, while it does a cycle
+        self._turn = threading.Condition()  # for threads that wait while another one drives
+        self._followers = 0
         self._fresh = threading.Condition()
         self._resting = False
         self._pause = _FIRST_PAUSE
         self._wants_join = False
         self._joining = False
         self._last_joined: int | None = None
+        self._join_end: _End | None = None
         self._row = numpy.zeros(_WORDS, dtype=numpy.int32)
         self._rows = numpy.zeros((self.size, _WORDS), dtype=numpy.int32)
         self._thread: threading.Thread | None = None
@@ -82,6 +85,8 @@ class Coordinator:
         Raises `ValueError` where one of that name is under way, `HorovodInternalError` once the coordinator is broken.
         """
         self._check()
+        if self._wants_join:
+            raise ValueError("this rank has joined: it can't submit anything before all others have")
         name = submission.key
         if name:
             if name in self._names:
@@ -90,8 +95,6 @@ class Coordinator:
                     "another name"
                 )
             self._names.add(name)
-        if self._wants_join:
-            raise ValueError("this rank has joined: it can't submit anything before all others have")
         self._queue.append(submission)
         if self._resting:
             with self._fresh:
@@ -103,25 +106,62 @@ class Coordinator:
 
     def wait(self, submission: Submission) -> None:
         """Block until an operation is done, driving the cycles where nobody does; raises its error."""
-        while not submission.done:
-            with self._driver:
-                if not submission.done:
-                    self._cycle()
+        self._until(submission)
         if submission.error is not None:
             raise submission.error
+
+    def _until(self, end) -> None:
+        """Block until a submission or an `_End` is done."""
+        while not end.done:
+            if self._driver.acquire(blocking=False):
+                self._drive(end)
+            else:
+                self._follow(end)
+
+    def _drive(self, end) -> None:
+        """Do a cycle unless there is no need any more, and give the driver's lock back."""
+        try:
+            self._driving = threading.get_ident()
+            if not end.done:
+                self._cycle()
+        finally:
+            self._driving = 0
+            self._driver.release()
+            self._wake()
+
+    def _follow(self, end) -> None:
+        """Leave the driving to another thread, until what is waited for is done or nobody drives.
+
+        To wait for the driver's lock itself won't do: the thread that has it takes it again for its next cycle before
+        any other gets it, for as long as it waits for something of its own.
+        """
+        if self._driving == threading.get_ident():
+            raise HorovodInternalError(
+                "hvd can't be waited for from a signal handler or a finalizer that has interrupted this thread's own "
+                "operation: set a flag there, and act on it in the program"
+            )
+        with self._turn:
+            self._followers += 1
+            try:
+                while not end.done and self._driver.locked():
+                    self._turn.wait()
+            finally:
+                self._followers -= 1
+
+    def _wake(self) -> None:
+        if self._followers:
+            with self._turn:
+                self._turn.notify_all()
 
     def join(self) -> int:
         """Take part with zeros in what the others submit until they all have joined; give the last one's rank."""
         self._check()
-        for each in [*self.outstanding.values(), *self._queue]:
-            self.wait(each)
+        # What is under way here goes on: its errors are for who waits for it, and all of it ends before this does.
+        self._join_end = end = _End()
         self._wants_join = True
         try:
-            while self._last_joined is None:
-                with self._driver:
-                    if self._last_joined is None:
-                        self._cycle()
-                self._check()
+            self._until(end)
+            self._check()
             return self._last_joined
         finally:
             self._wants_join = self._joining = False
@@ -157,11 +197,16 @@ class Coordinator:
                 self._carry_out(item)
             last = self._table.all_joined() if self._table.joined else None
             if last is not None:
+                self._unnamed.clear()  # this rank hasn't counted what the others did after it had joined
                 self._last_joined = last
-        except CollectivesError as error:
+                self._join_end.done = True
+        except Exception as error:
             self._fail(error)
+            if not isinstance(error, CollectivesError) or isinstance(error, InvalidArgument):
+                self._abort_comms()  # it is of this rank alone, and the others wait
         except BaseException as error:  # Ctrl-C in the midst of an exchange: the ranks no longer agree
             self._fail(error)
+            self._abort_comms()
             raise
 
     def _drain(self) -> list[Submission]:
@@ -265,8 +310,11 @@ class Coordinator:
             failure = HorovodInternalError(f"{key}: {error}")
             failure.__cause__ = error
             self._names.discard(key)
+            submission.inputs, submission.outputs = [], None
             submission.error = failure
             submission.done = True
+        if self._join_end is not None:
+            self._join_end.done = True
 
     # ---- The thread that drives the cycles while nobody waits.
 
@@ -282,10 +330,8 @@ class Coordinator:
             self._awake.clear()
             time.sleep(self.settings.cycle_time)
             while (self._queue or self.outstanding) and not self._ended:
-                with self._driver:
-                    if self._queue or self.outstanding:
-                        with contextlib.suppress(Exception):  # each submission has been given it
-                            self._cycle()
+                self._driver.acquire()
+                self._drive(_End(not self._queue and not self.outstanding))
 
     # ---- What is stuck.
 
@@ -307,18 +353,25 @@ class Coordinator:
     def abort(self, error: BaseException) -> None:
         """End all that is under way with an error, from any thread."""
         self.broken = self.broken or error
+        self._abort_comms()
+        if self._driving == threading.get_ident():  # a signal handler in the midst of a cycle
+            self._fail(error)
+        else:
+            with self._driver:
+                self._fail(error)
+            self._wake()
+        self._stop()
+
+    def _abort_comms(self) -> None:
         for comm in (self.control, *self.comms.values()):
             comm.abort()
-        with self._driver:
-            self._fail(error)
-        self._stop()
 
     def close(self) -> None:
         """End the coordinator; what is under way fails."""
         if self.forked:
             return
         error = HorovodInternalError("hvd.shutdown() was called")
-        if self._queue or self.outstanding or self.broken is not None:
+        if self._queue or self.outstanding or self._wants_join or self.broken is not None:
             self.abort(error)
             return
         self.broken = error
@@ -329,8 +382,18 @@ class Coordinator:
     def _stop(self) -> None:
         self._ended = True
         self._awake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        interrupted = self._driving == threading.get_ident()  # the thread may wait for this one's cycle to end
+        if self._thread is not None and self._thread is not threading.current_thread() and not interrupted:
             self._thread.join()
+
+
+class _End:
+    """What can be waited for beside a submission."""
+
+    __slots__ = ("done",)
+
+    def __init__(self, done: bool = False):
+        self.done = done
 
 
 def _name(submission: Submission) -> str:

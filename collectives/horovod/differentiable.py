@@ -41,10 +41,19 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        if ctx.rest["op"] in (Min, Max, Product, Adasum):
-            raise NotImplementedError(f"allreduce by {ctx.rest['op'].name} has no gradient here: Sum and Average have")
-        rest = {**ctx.rest, "name": None}
-        return None, *synchronize(ops.grouped_allreduce_async(grads, **rest, _waits=True))
+        op = ctx.rest["op"]
+        if op in (Min, Max, Product, Adasum):
+            raise NotImplementedError(
+                f"allreduce by {ops.ReduceOp(op).name} has no gradient here: Sum and Average have"
+            )
+        return None, *_reduced({**ctx.rest, "name": None}, grads)
+
+
+def _reduced(rest, tensors):
+    """Reduce a list of tensors, with autograd where it wants to know, as in a backward with create_graph."""
+    if _follows(tensors):
+        return _Allreduce.apply(rest, *tensors)
+    return synchronize(ops.grouped_allreduce_async(tensors, **rest, _waits=True))
 
 
 def _rest(average, name, op, prescale_factor, postscale_factor, process_set, compression) -> dict:
@@ -127,8 +136,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         process_set = ctx.process_set
-        handle = ops.grouped_allreduce_async(grads, op=Average, process_set=process_set, _waits=True)
-        reduced = synchronize(handle)
+        reduced = _reduced({"op": Average, "process_set": process_set}, grads)
         rows = synchronize(ops.allgather_async(torch.tensor([ctx.rows]), None, process_set, _waits=True))
         before = rows[: process_set.rank()].sum(0).tolist()
         parts = [grad.narrow(0, at, own) for grad, at, own in zip(reduced, before, ctx.rows, strict=True)]
@@ -186,8 +194,7 @@ class _Alltoall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        handle = ops.alltoall_async(grad, ctx.received, None, ctx.process_set, _waits=True)
-        back, _ = synchronize(handle)
+        back, _ = alltoall(grad, ctx.received, None, ctx.process_set)
         unsent = ctx.rows - back.shape[0]
         if unsent:  # rows behind the last split
             back = torch.cat([back, back.new_zeros((unsent, *back.shape[1:]))])
@@ -216,7 +223,9 @@ class _Reducescatter(torch.autograd.Function):
     def backward(ctx, *grads):
         op = ctx.rest["op"]
         if op not in (Sum, Average):
-            raise NotImplementedError(f"reducescatter by {op.name} has no gradient here: Sum and Average have")
+            raise NotImplementedError(
+                f"reducescatter by {ops.ReduceOp(op).name} has no gradient here: Sum and Average have"
+            )
         process_set = ctx.rest["process_set"]
         factor = ctx.rest["prescale_factor"] * ctx.rest["postscale_factor"]
         factor *= process_set.size() if op == Sum else 1

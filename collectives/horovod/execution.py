@@ -10,7 +10,7 @@ from torch._C._nn import unflatten_dense_tensors as unflatten
 
 from ..communicator import Communicator
 from ..kernels import pack, unpack
-from ..layout import ALIGNMENT, bucket_layout, padded
+from ..layout import ALIGNMENT, bucket_layout
 from ..wire import Bucket, Factor, Wire
 from ..wires import make_wire
 from .adasum import adasum_
@@ -115,7 +115,8 @@ class Executor:
         at = 0
         for submission in own:
             count = len(submission.inputs)
-            submission.results = submission.outputs if in_place[0] else list(results[at : at + count])
+            # Each with a version counter of its own: autograd must not take a write to one for a write to another.
+            submission.results = submission.outputs if in_place[0] else [each.data for each in results[at : at + count]]
             at += count
         return True
 
@@ -293,19 +294,20 @@ class Executor:
 
 
 def adjacent(tensors: list[torch.Tensor]) -> torch.Tensor | None:
-    """Give one flat view of tensors that lie one after the other, each padded to 16 bytes; None: they don't.
+    """Give one flat view of tensors that lie one after the other as in a fusion buffer; None: they don't.
 
-    What is in the padding is reduced, too.
+    None, too, where a fusion buffer pads one of them to 16 bytes: what lies there in the user's memory isn't to be
+    touched.
     """
     first = tensors[0]
     itemsize = first.itemsize
     at = begin = first.data_ptr()
-    if at % ALIGNMENT or tensors[1].data_ptr() != at + padded(first.numel(), itemsize) * itemsize:
+    if at % ALIGNMENT or tensors[1].data_ptr() != at + first.nbytes:
         return None
     for tensor in tensors:
-        if tensor.data_ptr() != at:
+        if tensor.data_ptr() != at or tensor.nbytes % ALIGNMENT:
             return None
-        at += padded(tensor.numel(), itemsize) * itemsize
+        at += tensor.nbytes
     storage = first.untyped_storage()
     if at > storage.data_ptr() + storage.nbytes():
         return None

@@ -8,6 +8,7 @@ sparse, the ranks tell each other by numbers.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 
@@ -16,6 +17,7 @@ import torch
 from ..lanes import has_spare_cores
 from ..layout import padded
 from .coordinator import Coordinator
+from .exceptions import HorovodInternalError
 from .gradient_memory import Compressed, Member, Sparse, Unit, can_pack, element_type
 from .ops import Average, Sum, allreduce_async, name_of_op, synchronize
 from .process_sets import ProcessSet
@@ -136,6 +138,14 @@ class GradientReducer:
         self.set_passes(self.passes)
         self._look_around()
 
+    def forget(self) -> None:
+        """End what is under way, for results that nobody wants, and begin again; blocks."""
+        for unit in self._units:
+            if unit.submission is not None:  # it writes to memory that the next backward writes to
+                with contextlib.suppress(HorovodInternalError):  # of a job that has ended
+                    unit.wait(self._coordinator)
+        self.begin_again()
+
     # ---- The job, which may end and begin anew.
 
     def _now(self) -> Coordinator:
@@ -160,8 +170,10 @@ class GradientReducer:
 
     def synchronize(self, optimizer) -> None:
         """Reduce all gradients, those missing as zeros; blocks."""
+        current().check(self._process_set)  # else ranks would step apart once it was removed
         self._look_around()
         if not self._active:
+            self.begin_again()  # a backward may have come while there were others
             self.synchronized = True
             return
         try:

@@ -57,7 +57,7 @@ class Table:
     def learn(self, rank: int, new: list[Signature], *, afresh: bool = False) -> None:
         """Number a rank's new signatures, on from what is known of it; ``afresh``: from 0."""
         if afresh:
-            self._known[rank] = []
+            self._known[rank], self._alike = [], False
         for signature in new:
             request = self._shared.get(signature)
             if request is None:
@@ -116,6 +116,8 @@ class Table:
             return None
         last = self.joined[-1]
         self.joined = []
+        for unnamed in self._unnamed:  # a rank that had joined has counted fewer
+            unnamed.clear()
         return last
 
     def _complete(self, key: str, row: list[Request | None]) -> None:

@@ -6,16 +6,18 @@ import itertools
 import math
 import numbers
 import warnings
+import weakref
 from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
 
 from .coordinator import Coordinator
+from .exceptions import HorovodInternalError
 from .process_sets import ProcessSet, global_process_set
 from .requests import DTYPE_NAMES as _DTYPE_NAMES
 from .requests import Request, Signature, Submission, can_reduce
-from .world import current
+from .world import World, current
 
 __all__ = [
     "Adasum",
@@ -70,15 +72,33 @@ def name_of_op(op: ReduceOp) -> str:
 # ---- Handles.
 
 _numbers = itertools.count(1)
-_handles: dict[int, tuple[Coordinator, Submission, bool]] = {}  # with whether the result is a list
+_handles: dict[int, tuple[Coordinator | None, Submission, bool]] = {}  # with whether the result is a list
+_job: weakref.ref | None = None  # the world that they are of
 
 
 def _submit(process_set: ProcessSet, submission: Submission, grouped: bool, waits: bool = False) -> int:
-    coordinator = current().coordinator(process_set)
+    world = current()
+    coordinator = world.coordinator(process_set)
+    if _job is None or _job() is not world:
+        _forget_ended(world)
     coordinator.submit(submission, waits=waits)
     handle = next(_numbers)
     _handles[handle] = coordinator, submission, grouped
     return handle
+
+
+def _forget_ended(world: World) -> None:
+    """Drop what nobody has asked for in the jobs before this one; of operations that failed the text is kept."""
+    global _job
+    _job = weakref.ref(world)
+    for handle, (coordinator, submission, _) in list(_handles.items()):
+        if coordinator is None:
+            continue
+        if submission.error is None:
+            _handles.pop(handle, None)
+        else:  # whose traceback and causes would keep the coordinator with its buffers
+            submission.error = HorovodInternalError(str(submission.error))
+            _handles[handle] = None, submission, False
 
 
 def poll(handle: int) -> bool:
@@ -101,6 +121,8 @@ def synchronize(handle: int):
     if entry is None:
         return None
     coordinator, submission, grouped = entry
+    if coordinator is None:
+        raise submission.error
     coordinator.wait(submission)
     if submission.finished is not None:
         stream = torch.cuda.current_stream(coordinator.comms["cuda"].device)
@@ -132,6 +154,10 @@ def _tensor(kind: str, tensor, in_place: bool = False) -> torch.Tensor:
         raise ValueError(f"{kind} takes plain tensors, not one of {tensor.layout}, {tensor.dtype}, {tensor.device}")
     if tensor.requires_grad:
         tensor = tensor.detach()
+    if tensor.is_neg() or tensor.is_conj():  # whose memory holds other values
+        if in_place:
+            raise ValueError(f"{kind} in place: the tensor is a lazy view: pass .resolve_neg().resolve_conj() of it")
+        tensor = tensor.resolve_neg().resolve_conj()
     if tensor.is_contiguous():
         return tensor
     if in_place:
@@ -207,7 +233,7 @@ def _allreduce(
     read = _tensor("allreduce", tensors, in_place)
     known = (name, read.dtype, read.shape, read.device, op, prescale, postscale, compression, process_set)
     try:
-        request = _requests.get(known) if average is None and op is not True else None
+        request = _requests.get(known) if average is None and not isinstance(op, bool) else None
     except TypeError:  # something that can't be a key, and isn't valid
         request = None
     if request is None:
@@ -315,7 +341,7 @@ def grouped_allgather_async(tensors, name=None, process_set=global_process_set, 
 def _broadcast(tensor, root_rank, name, process_set, in_place, waits):
     read = _tensor("broadcast", tensor, in_place)
     ranks = process_set.ranks or [root_rank]
-    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or root_rank not in ranks:
+    if isinstance(root_rank, bool) or not isinstance(root_rank, numbers.Integral) or root_rank not in ranks:
         raise ValueError(f"broadcast: root_rank must be one of the ranks {ranks}, not {root_rank!r}")
     request = _request("broadcast", process_set, [read], name, root=ranks.index(root_rank))
     return _submit(process_set, Submission(request, [read], [read] if in_place else None), False, waits)
@@ -346,7 +372,7 @@ def alltoall_async(tensor, splits=None, name=None, process_set=global_process_se
         if read.shape[0] % size:
             raise ValueError(f"alltoall: {read.shape[0]} rows can't be shared evenly by {size} ranks: pass splits")
     else:
-        splits = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
+        splits = splits.tolist() if hasattr(splits, "tolist") else list(splits)  # a tensor, or NumPy's
         whole = all(isinstance(rows, int) and not isinstance(rows, bool) and rows >= 0 for rows in splits)
         if not whole or len(splits) != size:
             raise ValueError(f"alltoall: splits must be {size} numbers of rows from 0 up, not {splits}")

@@ -197,8 +197,8 @@ class _Distributed:
         super().zero_grad(*arguments, **options)
 
     def load_state_dict(self, *arguments, **options) -> None:
-        """As the optimizer's own; what is on its way is forgotten."""
-        self._reducer.begin_again()
+        """As the optimizer's own; what is on its way is waited for, and forgotten."""
+        self._reducer.forget()
         super().load_state_dict(*arguments, **options)
 
     def add_param_group(self, param_group) -> None:

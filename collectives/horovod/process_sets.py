@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 __all__ = ["ProcessSet", "global_process_set"]
 
@@ -25,8 +26,9 @@ class ProcessSet:
             ranks_or_comm = MPI.Group.Translate_ranks(group, None, MPI.COMM_WORLD.Get_group())
         if ranks_or_comm is not None:
             ranks_or_comm = list(ranks_or_comm)
-            if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks_or_comm):
+            if not all(isinstance(rank, Integral) and not isinstance(rank, bool) for rank in ranks_or_comm):
                 raise ValueError(f"a process set is made of a list of ranks, not of {ranks_or_comm}")
+            ranks_or_comm = [int(rank) for rank in ranks_or_comm]  # NumPy's, too
         self.wanted = ranks_or_comm
         self._own_rank: int | None = None
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 
 from ..errors import InvalidArgument
 
-__all__ = ["Settings", "read_settings"]
+__all__ = ["Settings", "number_of", "read_settings"]
+
+_LONGEST = 1e9  # seconds; more than about nine times this is no time to wait
+_MOST_BYTES = 1e15
 
 
 @dataclass(frozen=True)
@@ -30,25 +32,26 @@ class Settings:
 
 
 def read_settings() -> Settings:
-    """Read the variables; `InvalidArgument` for one that is no number from 0 up."""
+    """Read the variables; `InvalidArgument` for one that is no number, below 0 or beyond all measure."""
     disabled = _flag("HOROVOD_STALL_CHECK_DISABLE")
     return Settings(
-        fusion_threshold=int(_number("HOROVOD_FUSION_THRESHOLD", 64 << 20)),
-        cycle_time=_number("HOROVOD_CYCLE_TIME", 1.0) * 1e-3,
-        stall_check=0.0 if disabled else _number("HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0),
-        stall_shutdown=_number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0),
+        fusion_threshold=int(number_of("HOROVOD_FUSION_THRESHOLD", 64 << 20, _MOST_BYTES)),
+        cycle_time=number_of("HOROVOD_CYCLE_TIME", 1.0) * 1e-3,
+        stall_check=0.0 if disabled else number_of("HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0),
+        stall_shutdown=number_of("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0),
         timeline=os.environ.get("HOROVOD_TIMELINE") or None,
     )
 
 
-def _number(name: str, default: float) -> float:
+def number_of(name: str, default: float, most: float = _LONGEST) -> float:
+    """Read one variable, ``default`` where it isn't set; `InvalidArgument` for what is no number from 0 to ``most``."""
     text = os.environ.get(name, "").strip()
     try:
         value = float(text) if text else default
     except ValueError:
         value = -1.0
-    if not 0 <= value < math.inf:
-        raise InvalidArgument(f"{name}={text}: it must be a number from 0 up", op="hvd.init")
+    if not 0 <= value <= most:
+        raise InvalidArgument(f"{name}={text}: it must be a number from 0 to {most:g}", op="hvd.init")
     return value
 
 

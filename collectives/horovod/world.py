@@ -16,7 +16,7 @@ from ..exchange import PeerInfo
 from ..timeline import Timeline, timeline
 from .coordinator import Coordinator
 from .process_sets import ProcessSet, global_process_set
-from .settings import Settings, read_settings
+from .settings import Settings, number_of, read_settings
 from .stall import Watch
 
 __all__ = [
@@ -104,8 +104,8 @@ class World:
 
     def coordinator(self, process_set: ProcessSet) -> Coordinator:
         """Give the coordinator of a process set; `ValueError` where this rank isn't in it."""
-        number = process_set.process_set_id
         self.check(process_set)
+        number = process_set.process_set_id
         coordinator = self._coordinators.get(number)
         if coordinator is None:
             raise ValueError(f"rank {self.rank} isn't in process set {number}, which has ranks {process_set.ranks}")
@@ -113,7 +113,7 @@ class World:
 
     def check(self, process_set: ProcessSet) -> None:
         """Raise `ValueError` for a process set that isn't in use in this job."""
-        number = process_set.process_set_id
+        number = getattr(process_set, "process_set_id", None)
         if number is None or self.sets.get(number) is not process_set:
             raise ValueError(f"{process_set!r} isn't a process set of this job: hvd.add_process_set() makes it one")
 
@@ -182,7 +182,7 @@ def init(comm=None, process_sets=None) -> None:
             return
         settings = read_settings()
         owns = job._world is None or job._world.closed
-        base = job.init(timeout=float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or _OPEN_SECONDS))
+        base = job.init(timeout=number_of("HOROVOD_GLOO_TIMEOUT_SECONDS", _OPEN_SECONDS))
         peers = list(base.peers) if base.peers else None
         if peers is None:
             raise InvalidArgument("the communicator that is open doesn't tell where its ranks are", op="hvd.init")
@@ -201,9 +201,13 @@ def enter(world: World, process_sets=None) -> None:
             raise ValueError(f"process_sets must be a list of ProcessSet or 'dynamic', not {process_sets!r}")
         process_sets = None
     global_process_set.unbind()
-    world.add(global_process_set)
-    for process_set in process_sets or ():
-        world.add(process_set)
+    try:
+        world.add(global_process_set)
+        for process_set in process_sets or ():
+            world.add(process_set)
+    except BaseException:
+        world.close()
+        raise
     _world = world
     if world.settings.timeline and _timeline is None:
         start_timeline(world.settings.timeline)

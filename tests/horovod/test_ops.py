@@ -169,8 +169,18 @@ def gradients(ctx):
         assert got == [peer + 1.0 for peer in range(size)] + [0.0, 0.0]
         got = of(lambda x: (hvd.reducescatter(x) * (rank + 1)).sum(), 2 * size)
         assert got == [peer + 1.0 for peer in range(size) for _ in range(2)]
+        for function in (lambda x: hvd.allreduce(x, op=hvd.Sum), hvd.alltoall, hvd.allgather):
+            # The gradient of a gradient, as a penalty on one wants it.
+            leaf = torch.ones(2 * size, requires_grad=True)
+            out = function(leaf)
+            weight = torch.ones_like(out, requires_grad=True)
+            (first,) = torch.autograd.grad(out, leaf, weight, create_graph=True)
+            (first * (rank + 1)).sum().backward()
+            wanted = function(torch.full((2 * size,), rank + 1.0)) / (size if function is hvd.allgather else 1)
+            assert torch.equal(weight.grad, wanted), (weight.grad, wanted)
+        assert of(lambda x: hvd.allreduce(x, op=1).sum(), 2) == [2.0] * 2
         try:
-            of(lambda x: hvd.allreduce(x, op=hvd.Max).sum(), 2)
+            of(lambda x: hvd.allreduce(x, op=4).sum(), 2)
         except NotImplementedError as error:
             return str(error)
 
@@ -230,7 +240,14 @@ def hostile(ctx):
         refused("sparse_allreduce_async takes it", lambda: hvd.allreduce(flat.to_sparse()))
         refused("takes a sparse tensor", lambda: hvd.sparse_allreduce_async(flat, "x", hvd.Sum))
         refused("must be contiguous.*strides", lambda: hvd.allreduce_(torch.ones(4, 4).t()[1:]))
+        refused("is a lazy view", lambda: hvd.allreduce_(torch._neg_view(flat)))
+        assert hvd.allreduce(torch._neg_view(flat)).tolist() == [-1.0] * 4
         refused("op must be hvd.Average", lambda: hvd.allreduce(flat, op="sum"))
+        hvd.allreduce(flat, op=0)
+        refused("op must be hvd.Average", lambda: hvd.allreduce(flat, op=False))
+        refused("isn't a process set of this job", lambda: hvd.allreduce(flat, process_set=0))
+        assert hvd.broadcast(flat, numpy.int64(1)).tolist() == [1.0] * 4
+        assert hvd.add_process_set(numpy.array([1])).ranks == [1]
         refused("op must be hvd.Average", lambda: hvd.allreduce(flat, op=[]))
         refused("supersedes average", lambda: hvd.allreduce(flat, average=True, op=hvd.Sum))
         refused("finite number", lambda: hvd.allreduce(flat, prescale_factor=float("nan")))

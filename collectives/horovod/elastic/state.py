@@ -276,6 +276,8 @@ class _Optimizer(StateHandler):
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
+        if rank() == 0:
+            self.reset()  # the others have loaded a state, and so forgotten a backward that has no step yet
 
 
 class _Sampler(StateHandler):
