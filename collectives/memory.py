@@ -12,7 +12,15 @@ import torch
 
 from .errors import CollectivesError
 
-__all__ = ["Registration", "ReturningBuffers", "allocate", "mapped_apart", "memory_of", "whole_allocation"]
+__all__ = [
+    "Registration",
+    "ReturningBuffers",
+    "allocate",
+    "large_from_heap",
+    "mapped_apart",
+    "memory_of",
+    "whole_allocation",
+]
 
 
 def memory_of(array):
@@ -63,9 +71,7 @@ def mapped_apart(make) -> None:
     that has freed something large: up to 32 MiB come from the heap, and 64 MiB stay at its top. Where the user has set
     these (MALLOC_*, GLIBC_TUNABLES), and with another libc, the function is just called.
     """
-    tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    tuned = tuned or any(name.startswith("MALLOC_") for name in os.environ)
-    mallopt = None if tuned else getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _mallopt()
     if mallopt is None:
         make()
         return
@@ -83,10 +89,27 @@ def mapped_apart(make) -> None:
         thread.start()
         thread.join()
     finally:
-        mallopt(_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_TRIM_THRESHOLD, 64 << 20)
+        large_from_heap()
     if failed:
         raise failed[0]
+
+
+def large_from_heap() -> None:
+    """Have malloc take up to 32 MiB from its heap, and keep 64 MiB at its top, as it does by itself after a while.
+
+    A new tensor then has no page faults where an old one was. Does nothing where the user has set these, or with
+    another libc than glibc.
+    """
+    mallopt = _mallopt()
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_TRIM_THRESHOLD, 64 << 20)
+
+
+def _mallopt():
+    tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    tuned = tuned or any(name.startswith("MALLOC_") for name in os.environ)
+    return None if tuned else getattr(ctypes.CDLL(None), "mallopt", None)
 
 
 _LEAST_SHARED = 64 << 10  # bytes; malloc gives smaller ones no mapping of their own

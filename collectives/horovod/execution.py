@@ -6,7 +6,6 @@ import itertools
 
 import torch
 from torch._C._nn import flatten_dense_tensors as flatten
-from torch._C._nn import unflatten_dense_tensors as unflatten
 
 from ..communicator import Communicator
 from ..kernels import pack, unpack
@@ -109,14 +108,20 @@ class Executor:
         first = members[0].any
         flat = _scale(flatten(inputs), first.prescale)
         comm.all_reduce(flat, first.op)
-        results = unflatten(_scale(flat, first.postscale), inputs)
+        parts = _scale(flat, first.postscale).split([tensor.numel() for tensor in inputs])
         if in_place[0]:
-            torch._foreach_copy_([out for submission in own for out in submission.outputs], results)
+            torch._foreach_copy_(inputs, [part.view(to.shape) for part, to in zip(parts, inputs, strict=True)])
+            for submission in own:
+                submission.results = submission.outputs
+            return True
         at = 0
         for submission in own:
             count = len(submission.inputs)
             # Each with a version counter of its own: autograd must not take a write to one for a write to another.
-            submission.results = submission.outputs if in_place[0] else [each.data for each in results[at : at + count]]
+            submission.results = [
+                part.view(like.shape).data if like.dim() != 1 else part.data
+                for part, like in zip(parts[at : at + count], submission.inputs, strict=True)
+            ]
             at += count
         return True
 

@@ -13,6 +13,7 @@ from ..control import host_communicator_over
 from ..engine import engines
 from ..errors import InvalidArgument
 from ..exchange import PeerInfo
+from ..memory import large_from_heap
 from ..timeline import Timeline, timeline
 from .coordinator import Coordinator
 from .process_sets import ProcessSet, global_process_set
@@ -190,6 +191,7 @@ def init(comm=None, process_sets=None) -> None:
             ranks = _ranks_of(comm, base)
             base, owns = base.split(min(ranks), ranks.index(base.rank)), True
             peers = [peers[r] for r in ranks]
+        large_from_heap()  # operations give new tensors, whose page faults would cost more than the sums
         enter(World(base, peers, owns=owns, settings=settings), process_sets)
 
 
