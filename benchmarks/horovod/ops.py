@@ -5,8 +5,9 @@
 One tensor of each size: `allreduce` (a new tensor), `allreduce_` (in place), and all_reduce of Gloo (in place). Many
 small tensors: one after another by `allreduce`, all submitted by `allreduce_async` and then synchronized (in place:
 `allreduce_async_` with names), and one after another by Gloo. A time is from the first call to the last result, the
-mean of a block of 5 behind one that isn't timed; the median of all rounds, of the slower rank; `best`: the smallest. Every result is checked in the first round. `times`: the
-peer's median by ours; peers: Gloo, and for many tensors the synchronous calls too (`of_sync`: our time by theirs).
+mean of a block of 5 behind one that isn't timed; the median of all rounds, of the slower rank; `best`: the smallest.
+Every result is checked before. `times`: the peer's median by ours; peers: Gloo, and for many tensors the synchronous
+calls too (`of_sync`: our time by theirs).
 One row a way goes to benchmarks/results/horovod_ops.jsonl.
 """
 

@@ -23,7 +23,7 @@ from ..errors import CollectivesError, InvalidArgument
 from ..timeline import recording
 from .exceptions import HorovodInternalError
 from .execution import Executor
-from .negotiation import Batch, Table, fuse, key_of
+from .negotiation import Batch, Plan, Ready, Table, fuse, key_of
 from .requests import Submission, decode, encode
 from .settings import Settings
 
@@ -50,6 +50,7 @@ class Coordinator:
         self.rank = control.rank
         self.settings = settings
         self.outstanding: dict[str, Submission] = {}  # announced, and not carried out
+        self._announced: list[Submission] = []  # of the cycle under way
         self.broken: BaseException | None = None
         self._table = Table(self.size)
         self._executor = Executor(comms, control)
@@ -191,10 +192,15 @@ class Coordinator:
         else:
             self._pause = _FIRST_PAUSE
         try:
-            self._exchange(self._drain())
-            plan = fuse(self._table.take(), self.settings.fusion_threshold)
-            for item in plan:
-                self._carry_out(item)
+            new = self._drain()
+            plan = self._exchange(new)
+            if plan is not None:
+                for item, places in plan.items:
+                    self._carry_out(item, [new[place] for place in places])
+                self._announced = []
+            for item in fuse(self._table.take(), self.settings.fusion_threshold):
+                members = item.members if isinstance(item, Batch) else [item]
+                self._carry_out(item, [self.outstanding.get(member.key) for member in members])
             last = self._table.all_joined() if self._table.joined else None
             if last is not None:
                 self._unnamed.clear()  # this rank hasn't counted what the others did after it had joined
@@ -210,17 +216,20 @@ class Coordinator:
             raise
 
     def _drain(self) -> list[Submission]:
-        new = []
-        while self._queue:
-            submission = self._queue.popleft()
+        queue = self._queue
+        self._announced = new = [queue.popleft() for _ in range(len(queue))]
+        return new
+
+    def _enter(self, new: list[Submission]) -> None:
+        """Have submissions wait under their names, where they aren't carried out at once."""
+        for submission in new:
             if not submission.key:
                 submission.key = key_of(submission.signature, self._unnamed)
             self.outstanding[submission.key] = submission
-            new.append(submission)
-        return new
+        self._announced = []
 
-    def _exchange(self, new: list[Submission]) -> None:
-        """Tell the others what is new here, and enter what is new anywhere."""
+    def _exchange(self, new: list[Submission]) -> Plan | None:
+        """Tell the others what is new here, and enter what is new anywhere; or give the plan of what is alike."""
         row, known = self._row, self._numbers
         flags = 0
         if self._wants_join and not self._joining:
@@ -244,8 +253,13 @@ class Coordinator:
             row[_HEAD : _HEAD + len(numbers)] = numbers
         rows = self._gather(row)
         table = self._table
-        if not flags and not extra and (rows == row).all() and table.announce_alike(numbers):
-            return
+        if not flags and not extra and (rows == row).all():
+            plan = table.plan_alike(tuple(numbers), self.settings.fusion_threshold)
+            if plan is not None:
+                for kind, count in plan.unnamed.items():
+                    self._unnamed[kind] = self._unnamed.get(kind, 0) + count
+                return plan
+        self._enter(new)
         extras = self._gather_extras(rows, extra)
         for rank, (theirs, told) in enumerate(zip(rows, extras, strict=True)):
             flags, _, count = theirs[:_HEAD].tolist()
@@ -258,6 +272,7 @@ class Coordinator:
                 table.announce(rank, numbers)
             if flags & _JOINS:
                 table.join(rank)
+        return None
 
     def _gather(self, row):
         if self.size == 1:
@@ -278,38 +293,38 @@ class Coordinator:
             self.control.all_gather(got, sent)
         return [bytes(data[:length]) for data, length in zip(got, lengths, strict=True)]
 
-    def _carry_out(self, item) -> None:
-        members = item.members if isinstance(item, Batch) else [item]
+    def _carry_out(self, item: Ready | Batch, own: list[Submission | None]) -> None:
         begun = time.perf_counter_ns()
         error = None if isinstance(item, Batch) else item.error
         if error is None:
             with torch.no_grad(), torch.inference_mode(False):
-                self._executor.run(item, self.outstanding)
+                self._executor.run(item, own)
         if recording.active is not None:
-            name = members[0].key if len(members) == 1 else f"{len(members)} fused, {members[0].key} first"
+            name = _name(own[0]) if own[0] is not None else "for others"
+            name = name if len(own) == 1 else f"{len(own)} fused, {name} first"
             recording.active.add("horovod", name, begun, time.perf_counter_ns())
         outstanding, names = self.outstanding, self._names
-        for member in members:
+        for submission in own:
             self._sequence += 1
-            submission = outstanding.pop(member.key, None)
             if submission is not None:
                 submission.sequence = self._sequence
-                names.discard(member.key)
+                outstanding.pop(submission.key, None)
+                names.discard(submission.key)
                 submission.inputs = []
                 if error is not None:
-                    submission.error = HorovodInternalError(f"{member.key}: {error}")
+                    submission.error = HorovodInternalError(f"{submission.key}: {error}")
                 submission.done = True
 
     def _fail(self, error: BaseException) -> None:
         """End everything that is under way with an error, for good."""
         error = self.broken = self.broken or error  # the first one is the cause
-        for each in self._drain():
-            self.outstanding[each.key] = each
-        while self.outstanding:
-            key, submission = self.outstanding.popitem()
-            failure = HorovodInternalError(f"{key}: {error}")
+        failing = [each for each in self._announced if not each.done] + self._drain()
+        self._announced = []
+        failing += [self.outstanding.popitem()[1] for _ in range(len(self.outstanding))]
+        for submission in failing:
+            failure = HorovodInternalError(f"{_name(submission)}: {error}")
             failure.__cause__ = error
-            self._names.discard(key)
+            self._names.discard(submission.key)
             submission.inputs, submission.outputs = [], None
             submission.error = failure
             submission.done = True
@@ -328,10 +343,22 @@ class Coordinator:
             if self._ended:
                 return
             self._awake.clear()
-            time.sleep(self.settings.cycle_time)
             while (self._queue or self.outstanding) and not self._ended:
+                early = self._early()
+                if early > 0:
+                    time.sleep(early)
+                    continue
                 self._driver.acquire()
                 self._drive(_End(not self._queue and not self.outstanding))
+
+    def _early(self) -> float:
+        """Give the seconds for which this thread leaves what was submitted to those who wait, and to be fused."""
+        if self.outstanding:
+            return 0.0
+        try:
+            return self._queue[0].begun + self.settings.cycle_time - time.monotonic()
+        except IndexError:  # somebody has just taken it
+            return 0.0
 
     # ---- What is stuck.
 
@@ -339,8 +366,9 @@ class Coordinator:
         """Give what was submitted here so long ago: submission, name, and the ranks (of the job) that it waits for."""
         before = time.monotonic() - seconds
         found = []
-        for key, submission in [*self.outstanding.items(), *((_name(each), each) for each in list(self._queue))]:
-            if submission.begun > before:
+        known = [*self.outstanding.items(), *((_name(each), each) for each in (*self._announced, *list(self._queue)))]
+        for key, submission in known:
+            if submission.begun > before or submission.done:
                 continue
             missing = self._table.missing(key)
             if not missing and (pending := self.control._pending()) is not None:
@@ -371,7 +399,8 @@ class Coordinator:
         if self.forked:
             return
         error = HorovodInternalError("hvd.shutdown() was called")
-        if self._queue or self.outstanding or self._wants_join or self.broken is not None:
+        under_way = self._queue or self.outstanding or any(not each.done for each in self._announced)
+        if under_way or self._wants_join or self.broken is not None:
             self.abort(error)
             return
         self.broken = error

@@ -14,11 +14,9 @@ from ..wire import Bucket, Factor, Wire
 from ..wires import make_wire
 from .adasum import adasum_
 from .negotiation import Batch, Ready
-from .requests import Submission, dtype_of
+from .requests import Signature, Submission, dtype_of
 
 __all__ = ["Executor", "adjacent", "rows_of_part"]
-
-_SMALL = 1 << 20  # bytes
 
 
 def rows_of_part(rows: int, size: int, rank: int) -> int:
@@ -41,11 +39,9 @@ class Executor:
         self._wires: dict[str, Wire] = {}
         self._streams = {name: torch.cuda.Stream(comm.device) for name, comm in comms.items() if name == "cuda"}
 
-    def run(self, item: Ready | Batch, mine: dict[str, Submission]) -> None:
-        """Carry out one item of a plan and give this rank's submissions, by key, their results."""
-        members = item.members if isinstance(item, Batch) else [item]
-        own = [mine.get(member.key) for member in members]
-        device = members[0].any.device
+    def run(self, item: Ready | Batch, own: list[Submission | None]) -> None:
+        """Carry out one item and give this rank's submissions of it their results; None: this rank has joined."""
+        device = (item.members[0] if isinstance(item, Batch) else item).any.device
         if device == "cpu":
             self._do(item, own)
             return
@@ -62,7 +58,8 @@ class Executor:
 
     def _do(self, item: Ready | Batch, own: list[Submission | None]) -> None:
         if isinstance(item, Batch):
-            self._allreduce(item.members, own)
+            if not (item.small and self._allreduce_small(item.members[0].any, own)):
+                self._allreduce(item.members, own)
         else:
             getattr(self, f"_{item.any.kind}")([item], own)
 
@@ -74,8 +71,6 @@ class Executor:
     def _allreduce(self, members: list[Ready], own: list[Submission | None]) -> None:
         first = members[0].any
         comm = self.comms[first.device]
-        if not first.wire and self._allreduce_small(comm, members, own):
-            return
         inputs, outputs = [], []
         for member, submission in zip(members, own, strict=True):
             if submission is None:
@@ -91,26 +86,24 @@ class Executor:
         for mine, theirs in _by_dtype(inputs, outputs):
             self._reduce(comm, first, mine, theirs)
 
-    def _allreduce_small(self, comm, members: list[Ready], own: list[Submission | None]) -> bool:
+    def _allreduce_small(self, first: Signature, own: list[Submission | None]) -> bool:
         """Reduce a batch of little by torch's own flattening, in which results are views of one piece of memory.
 
         That costs a fifth of packing and unpacking. It is taken where it is the same bytes as a fusion buffer, which
         other ranks may use, and so little that it doesn't matter if one of the results keeps all of it.
         """
-        if len(members) == 1 or None in own or not all([m.request.dense for m in members]):
-            return False
-        if sum([member.request.nbytes for member in members]) > _SMALL:
+        if None in own or first.wire:
             return False
         inputs = [tensor for submission in own for tensor in submission.inputs]
         in_place = [submission.outputs is not None for submission in own]
         if any(in_place) and (not all(in_place) or adjacent(inputs) is not None):
             return False
-        first = members[0].any
         flat = _scale(flatten(inputs), first.prescale)
-        comm.all_reduce(flat, first.op)
+        self.comms[first.device].all_reduce(flat, first.op)
         parts = _scale(flat, first.postscale).split([tensor.numel() for tensor in inputs])
         if in_place[0]:
-            torch._foreach_copy_(inputs, [part.view(to.shape) for part, to in zip(parts, inputs, strict=True)])
+            shaped = [part if to.dim() == 1 else part.view(to.shape) for part, to in zip(parts, inputs, strict=True)]
+            torch._foreach_copy_(inputs, shaped)
             for submission in own:
                 submission.results = submission.outputs
             return True

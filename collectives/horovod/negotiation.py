@@ -12,15 +12,17 @@ from typing import NamedTuple
 
 from .requests import Request, Signature
 
-__all__ = ["Batch", "Ready", "Table", "fuse", "key_of"]
+__all__ = ["Batch", "Plan", "Ready", "Table", "fuse", "key_of"]
 
+_LITTLE = 1 << 20  # bytes
+_MOST_PLANS = 256
 _ALONE = 1 << 20  # bytes; on the host the copies to and from a fusion buffer then take longer than a call of its own
 
 
 class Ready(NamedTuple):
     """An operation that all ranks have submitted: each rank's request, None for one that has joined, or an error."""
 
-    key: str
+    key: str | int  # in a plan: its place
     requests: list[Request | None]
     error: str | None
 
@@ -35,10 +37,33 @@ class Ready(NamedTuple):
         return self.request.signature
 
 
-class Batch(NamedTuple):
+class Batch:
     """Allreduces that go as one; all of one dtype, device, op and scale."""
 
-    members: list[Ready]
+    __slots__ = ("_small", "members")
+
+    def __init__(self, members: list[Ready]):
+        self.members = members
+        self._small: bool | None = None
+
+    @property
+    def small(self) -> bool:
+        """Whether it is several that are little together, and as long in a row as in a padded buffer."""
+        if self._small is None:
+            requests = [member.request for member in self.members]
+            little = len(requests) > 1 and sum(request.nbytes for request in requests) <= _LITTLE
+            self._small = little and all(request.dense for request in requests)
+        return self._small
+
+
+class Plan(NamedTuple):
+    """What all ranks submit in one and the same order: items with the places of their members in that order.
+
+    ``unnamed``: how many there are of each kind without a name.
+    """
+
+    items: list[tuple[Ready | Batch, list[int]]]
+    unnamed: dict[str, int]
 
 
 class Table:
@@ -53,6 +78,7 @@ class Table:
         self._unnamed: list[dict[str, int]] = [{} for _ in range(size)]
         self._ready: list[Ready] = []
         self._alike = True  # all ranks' numbers mean the same
+        self._plans: dict[tuple[int, ...], Plan] = {}
 
     def learn(self, rank: int, new: list[Signature], *, afresh: bool = False) -> None:
         """Number a rank's new signatures, on from what is known of it; ``afresh``: from 0."""
@@ -80,19 +106,27 @@ class Table:
             if None not in row or self.joined:
                 self._complete(key, row)
 
-    def announce_alike(self, numbers) -> bool:
-        """Enter what all ranks submit in one and the same order, which is quicker. False: it has to be done by rank."""
+    def plan_alike(self, numbers: tuple[int, ...], threshold: int) -> Plan | None:
+        """Plan what all ranks submit in one and the same order, which is quicker. None: it has to be done by rank."""
         unnamed = self._unnamed[0]
         if self.waiting or self.joined or not self._alike or any(each != unnamed for each in self._unnamed[1:]):
-            return False
-        known, size = self._known[0], self.size
-        for number in numbers:
-            request = known[number]
-            key = request.key or key_of(request.signature, unnamed)
-            self._ready.append(Ready(key, [request] * size, None))
-        for each in self._unnamed[1:]:
-            each.update(unnamed)
-        return True
+            return None
+        plan = self._plans.get(numbers)
+        if plan is None:
+            requests = [self._known[0][number] for number in numbers]
+            ready = [Ready(place, [request] * self.size, None) for place, request in enumerate(requests)]
+            items = [
+                (item, [member.key for member in item.members] if isinstance(item, Batch) else [item.key])
+                for item in fuse(ready, threshold)
+            ]
+            kinds = [request.signature.kind for request in requests if not request.key]
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[numbers] = Plan(items, {kind: kinds.count(kind) for kind in set(kinds)})
+        for each in self._unnamed:
+            for kind, count in plan.unnamed.items():
+                each[kind] = each.get(kind, 0) + count
+        return plan
 
     def join(self, rank: int) -> None:
         """Enter that a rank has no more data: it takes part in what the others submit."""

@@ -123,7 +123,8 @@ def synchronize(handle: int):
     coordinator, submission, grouped = entry
     if coordinator is None:
         raise submission.error
-    coordinator.wait(submission)
+    if not submission.done or submission.error is not None:
+        coordinator.wait(submission)
     if submission.finished is not None:
         stream = torch.cuda.current_stream(coordinator.comms["cuda"].device)
         stream.wait_event(submission.finished)
@@ -148,12 +149,14 @@ def _tensors(kind: str, given, in_place: bool = False) -> list[torch.Tensor]:
 def _tensor(kind: str, tensor, in_place: bool = False) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{kind} takes a torch.Tensor, not {type(tensor).__name__}")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+    if tensor.layout is not _STRIDED or tensor.is_quantized or tensor.is_meta:
         if tensor.is_sparse:
             raise ValueError(f"{kind} of a sparse tensor: sparse_allreduce_async takes it, or .to_dense()")
         raise ValueError(f"{kind} takes plain tensors, not one of {tensor.layout}, {tensor.dtype}, {tensor.device}")
     if tensor.requires_grad:
         tensor = tensor.detach()
+    elif tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
     if tensor.is_neg() or tensor.is_conj():  # whose memory holds other values
         if in_place:
             raise ValueError(f"{kind} in place: the tensor is a lazy view: pass .resolve_neg().resolve_conj() of it")
@@ -218,6 +221,7 @@ def _reduction(kind: str, tensors, average, op, prescale, postscale, compression
 # ---- The operations.
 
 
+_STRIDED = torch.strided
 _requests: dict[tuple, Request] = {}  # what allreduces of one tensor were checked before
 _MOST_REQUESTS = 4096
 

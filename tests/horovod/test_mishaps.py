@@ -169,10 +169,10 @@ def test_numbers_of_a_rank_that_begins_anew():
     for rank in range(2):
         table.learn(rank, [first, second])
     table.learn(0, [third, second], afresh=True)  # rank 1, the last one, has nothing to tell
-    assert not table.announce_alike([0])  # rank 0 means c, and rank 1 a
+    assert table.plan_alike((0,), 1 << 20) is None  # rank 0 means c, and rank 1 a
     for rank in range(2):
         table.learn(rank, [second], afresh=True)
-    assert table.announce_alike([0])
+    assert table.plan_alike((0,), 1 << 20) is not None
 
 
 def begins(ctx):

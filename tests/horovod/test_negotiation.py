@@ -85,17 +85,19 @@ def test_all_at_once_and_by_rank_give_the_same():
     for table in (quick, slow):
         for rank in range(3):
             table.learn(rank, new)
-    assert quick.announce_alike([1, 0])
+    plan = quick.plan_alike((1, 0), 1 << 20)
+    assert plan is quick.plan_alike((1, 0), 1 << 20)
     for rank in range(3):
         slow.announce(rank, [1, 0])
-    assert [(each.key, each.requests[0].signature) for each in quick.take()] == [
-        (each.key, each.requests[0].signature) for each in slow.take()
-    ]
+    ((batch, places),) = plan.items
+    assert places == [0, 1] and quick.take() == [] and batch.small
+    alike = [each.requests[0].signature for each in slow.take()]
+    assert [each.any for each in batch.members] == alike == [new[1], new[0]]
     slow.announce(0, [0])
-    assert not slow.announce_alike([1])  # something waits
+    assert slow.plan_alike((1,), 1 << 20) is None  # something waits
     quick.learn(0, signatures((5,)))
     quick.learn(2, [])
-    assert not quick.announce_alike([2])  # the ranks' numbers differ
+    assert quick.plan_alike((2,), 1 << 20) is None  # the ranks' numbers differ
 
 
 def joins(ctx):
