@@ -2,9 +2,9 @@
 
 Reductions go in three steps: inside, each carrier (`machines.Layout`) gets its piece of the machine's sum; the carriers
 with one number exchange their pieces, each one sums its part of the piece, in the order of the machines, and sends the
-result to the others; inside, the pieces are gathered. So each element is summed in one place and copied from there: all
-ranks have the same bits, and they depend on nothing but the arrays and on which rank is where. Types narrower than fp32
-travel as fp32 until they are rounded, once, at the end.
+result to the others (of two machines each sums all of it); inside, the pieces are gathered. So each element is summed
+in one order: all ranks have the same bits, and they depend on nothing but the arrays and on which rank is where. Types
+narrower than fp32 travel as fp32 until they are rounded, once, at the end.
 
 Every call begins with a frame between the carriers: what is called, and small arrays along with it.
 """
@@ -340,7 +340,7 @@ class Across:
     def _piece_messages(self, work: int, piece: int, step: int) -> tuple[list, list, list]:
         """Give where the machines' sums of this carrier's part of its piece will be, and the messages to get there."""
         layout = self.layout
-        parts = [layout.part(piece, m) for m in range(len(layout.machines))]
+        parts = self._parts_to_sum(piece)
         start, length = parts[layout.machine]
         room = -(-length * step // 64) * 64
         theirs = self._borrow("theirs", room * len(parts))
@@ -349,12 +349,25 @@ class Across:
         sends = [(peer, work + parts[m][0] * step, parts[m][1] * step) for m, peer in layout.peers]
         return sources, sends, [(peer, sources[m], length * step) for m, peer in layout.peers]
 
+    def _parts_to_sum(self, piece: int) -> list[tuple[int, int]]:
+        """Give which part of a piece each machine sums: (start, elements).
+
+        Of two machines both sum all of it, which sends the same bytes once less often; of more each sums its own.
+        """
+        layout = self.layout
+        if len(layout.machines) == 2:
+            return [(0, piece)] * 2
+        return [layout.part(piece, m) for m in range(len(layout.machines))]
+
     def _sum_piece(self, sources: list[int], out: int, piece: int, carry: int, how: Reduction) -> tuple[int, int]:
         """Sum this carrier's piece over the machines; give (address, elements) of the part that was made here."""
         layout, width = self.layout, ITEMSIZE[how.dtype]
-        parts = [layout.part(piece, m) for m in range(len(layout.machines))]
+        parts = self._parts_to_sum(piece)
         start, length = parts[layout.machine]
         self._sum(sources, out + start * width, length, carry, how)
+        if len(parts) == 2:  # both have it all; what counts as made here is a half
+            start, length = layout.part(piece, layout.machine)
+            return out + start * width, length
         self.mesh.exchange(
             [(peer, out + start * width, length * width) for _, peer in layout.peers],
             [(peer, out + parts[m][0] * width, parts[m][1] * width) for m, peer in layout.peers],
