@@ -524,4 +524,3 @@ class _Grouped:
             self._library.group_end()
         else:
             leave_group(self._library)
-

@@ -288,9 +288,10 @@ _timeline: Timeline | None = None
 
 
 def start_timeline(file_path, mark_cycles: bool = False) -> None:
-    """Record from now on what the ranks do, as a Chrome trace that rank 0 writes at the end; `collectives.timeline`.
+    """Record from now on what the ranks do, as Chrome traces; `collectives.timeline`. Call it on all ranks.
 
-    ``mark_cycles``: taken, and changes nothing. Call it on all ranks.
+    Each rank writes a file of its own at the end, ``name.rank0.json`` and so on; where torch.distributed is
+    initialised, rank 0 writes one of all. ``mark_cycles``: taken, and changes nothing.
     """
     global _timeline
     current()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -286,3 +287,28 @@ def forks(ctx):
 def test_a_forked_child_is_refused():
     for told, value in run_ranks(forks, 2):
         assert "initialised in the parent process" in told and value == 2.0
+
+
+def traces(ctx, path):
+    with started(ctx) as hvd:
+        hvd.start_timeline(path)
+        try:
+            hvd.start_timeline(path)
+        except ValueError as error:
+            assert "hvd.stop_timeline() ends it" in str(error)
+        hvd.allreduce(torch.ones(3), name="traced")
+        handles = [hvd.allreduce_async(torch.ones(4), name=f"small {i}") for i in range(2)]
+        for handle in handles:
+            hvd.synchronize(handle)
+        hvd.stop_timeline()
+        hvd.stop_timeline()  # nothing is recorded any more
+    return True
+
+
+def test_a_timeline_names_the_operations(tmp_path):
+    assert run_ranks(traces, 2, str(tmp_path / "trace.json")) == [True, True]
+    for rank in range(2):
+        written = json.loads((tmp_path / f"trace.rank{rank}.json").read_text())
+        names = {event.get("name") for event in written["traceEvents"]}
+        assert "allreduce.traced" in names
+        assert "2 fused, allreduce.small 0 first" in names or {"allreduce.small 0", "allreduce.small 1"} <= names
