@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
+
+from tests.variables import variables
 
 __all__ = ["apart", "joined"]
 
@@ -15,20 +16,11 @@ def apart(ctx, machines: str):
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = ctx.exchange(one.getsockname()[1])[0]
-    variables = {
-        "RANK": ctx.rank, "WORLD_SIZE": ctx.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-        "COLLECTIVES_HOST_ID": machines[ctx.rank], "COLLECTIVES_ENGINE": "host",
-    }  # fmt: skip
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    try:
+    with variables(
+        RANK=ctx.rank, WORLD_SIZE=ctx.size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        COLLECTIVES_HOST_ID=machines[ctx.rank], COLLECTIVES_ENGINE="host",
+    ):  # fmt: skip
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -5,25 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 
-import torch
-
-import collectives.horovod as hvd
-import collectives.world
+from tests.variables import variables
 
 
 @contextlib.contextmanager
-def started(ctx, process_sets=None, **variables):
+def started(ctx, process_sets=None, **more):
     """Have hvd initialised over a test's ranks, as a launcher's variables would do it."""
+    import torch
+
+    import collectives.horovod as hvd
+    import collectives.world
+
     job = ctx.exchange(os.urandom(8).hex())[0]
-    variables = {"RANK": ctx.rank, "WORLD_SIZE": ctx.size, "COLLECTIVES_JOB_ID": job, **variables}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    collectives.world._generation = 0  # these processes have served other tests, each its own number of them
-    torch.set_num_threads(1)
-    try:
-        hvd.init(process_sets=process_sets)
-        yield hvd
-    finally:
-        hvd.shutdown()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+    with variables(RANK=ctx.rank, WORLD_SIZE=ctx.size, COLLECTIVES_JOB_ID=job, **more):
+        collectives.world._generation = 0  # these processes have served other tests, each its own number of them
+        torch.set_num_threads(1)
+        try:
+            hvd.init(process_sets=process_sets)
+            yield hvd
+        finally:
+            hvd.shutdown()

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.horovod.jobs import horovod
+from tests.horovod.started import started
 from tests.ranks import Died, run_ranks
 
 KILLED = Died(signal=9, exitcode=0)
@@ -68,7 +68,7 @@ def train(ctx, deaths, every, wrapped):
     """
     import torch
 
-    with horovod(ctx) as hvd:
+    with started(ctx) as hvd:
         first = ctx.rank
         model, optimizer, data, target = made()
         if wrapped:
@@ -177,7 +177,7 @@ def without_deaths(ctx):
     import torch
 
     found = {}
-    with horovod(ctx) as hvd:
+    with started(ctx) as hvd:
         tensor = torch.ones(1000)
 
         # Work that was not committed is kept where somebody tells of new hosts.
@@ -228,9 +228,9 @@ def without_deaths(ctx):
                 raise KeyError("bug")
             hvd.allreduce(tensor)
 
-    with horovod(ctx) as hvd:
+    with started(ctx) as hvd:
         found["bug"] = raised(lambda: has_a_bug(state))
-    with horovod(ctx) as hvd:
+    with started(ctx) as hvd:
         state = hvd.elastic.ObjectState(x=0)
         state.register_reset_callbacks([lambda: 1 / hvd.rank()])
 
@@ -239,7 +239,7 @@ def without_deaths(ctx):
             raise hvd.HorovodInternalError("first")
 
         found["callback"] = raised(lambda: resets(state))
-    with horovod(ctx) as hvd:
+    with started(ctx) as hvd:
         state = hvd.elastic.ObjectState(x=0, odd=NoPickle())
         found["pickle"] = raised(state.sync)
         found["copy"] = raised(lambda: hvd.elastic.ObjectState(x=0, lock=threading.Lock()))

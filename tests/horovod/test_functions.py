@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.horovod.jobs import horovod
+from tests.horovod.started import started
 from tests.ranks import run_ranks
 
 
@@ -20,7 +20,7 @@ def parameters(ctx):
     import torch
 
     found = {}
-    with horovod(ctx) as hvd:
+    with started(ctx) as hvd:
         torch.manual_seed(ctx.rank)
         model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Linear(3, 4))
         model[0].weight.data = model[0].weight.data.to(memory_format=torch.channels_last)  # and another, transposed:
@@ -162,7 +162,7 @@ def normalise(ctx):
     import torch
 
     found = []
-    with horovod(ctx) as hvd:
+    with started(ctx) as hvd:
         for case, shape in enumerate(SHAPES):
             for dtype, options in (
                 (torch.float64, {}),
@@ -249,7 +249,7 @@ def test_alone(size):
 def alone(ctx):
     import torch
 
-    with horovod(ctx) as hvd:
+    with started(ctx) as hvd:
         module, batch = hvd.SyncBatchNorm(2), torch.randn(4, 2)
         same = torch.equal(module(batch), torch.nn.BatchNorm1d(2)(batch))
         hvd.broadcast_parameters(module.state_dict(), 0)
