@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .ops import Adasum
-from .requests import Signature, Submission, request_of
+from .requests import DTYPE_NAMES, Signature, Submission, request_of
 from .world import current
 
 __all__ = ["AdasumReducer"]
@@ -82,7 +82,7 @@ class AdasumReducer:
             first = next(param for param, tensor in zip(params, sent, strict=True) if tensor.device == device)
             signature = Signature(
                 "allreduce", f"changes of {self._named.get(id(first), 'parameters')} and what follows",
-                tuple(str(tensor.dtype).removeprefix("torch.") for tensor in chosen),
+                tuple(DTYPE_NAMES[tensor.dtype] for tensor in chosen),
                 tuple(tuple(tensor.shape) for tensor in chosen), device.type, op="adasum",
             )  # fmt: skip
             submission = Submission(request_of(signature), chosen, chosen)

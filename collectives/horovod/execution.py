@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from operator import is_
 
 import torch
 from torch._C._nn import flatten_dense_tensors as flatten
@@ -140,7 +141,7 @@ class Executor:
             _scale(out, after)
 
     def _reduce_fused(self, comm, op, before, after, inputs, outputs) -> None:
-        flat = adjacent(inputs) if all(map(_same, inputs, outputs)) else None
+        flat = adjacent(inputs) if all(map(is_, inputs, outputs)) else None
         if flat is not None:  # they lie in one piece of memory as in a fusion buffer
             _scale(flat, before)
             comm.all_reduce(flat, op)
@@ -165,7 +166,7 @@ class Executor:
         total = bucket_layout([tensor.numel() for tensor in inputs], dtype.itemsize).total
         if not total:
             return
-        flat = adjacent(inputs) if len(inputs) > 1 and all(map(_same, inputs, outputs)) else None
+        flat = adjacent(inputs) if len(inputs) > 1 and all(map(is_, inputs, outputs)) else None
         packed = flat is None
         if packed:
             flat = self._buffer(comm, total, dtype)
@@ -310,10 +311,6 @@ def adjacent(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     if at > storage.data_ptr() + storage.nbytes():
         return None
     return first.as_strided(((at - begin) // itemsize,), (1,))
-
-
-def _same(tensor, out) -> bool:
-    return tensor is out
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:

@@ -107,9 +107,7 @@ class Unit(_Sent, GradientBucket):
         self.collected = False
         self._slots: list[torch.Tensor] | None = None
         shape = (*first.shape, 2) if first.is_complex() else tuple(first.shape)
-        self._signature = Signature(
-            "allreduce", name, (str(dtype).removeprefix("torch."),), (shape,), self.device.type, **reduction
-        )
+        self._signature = Signature("allreduce", name, (DTYPE_NAMES[dtype],), (shape,), self.device.type, **reduction)
 
     def lay_out(self, allocate, *, views: bool) -> None:
         """Take memory by ``allocate(elements, dtype=...)``; ``views``: the gradients are to lie there from now on."""

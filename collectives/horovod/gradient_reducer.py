@@ -248,8 +248,7 @@ class GradientReducer:
         return kinds, present == coordinator.size
 
     def _in_order(self, kinds) -> list[Member]:
-        early = [member for member in self._early if member in kinds]
-        return [*early, *(member for member in kinds if member not in set(early))]
+        return list(dict.fromkeys([*(member for member in self._early if member in kinds), *kinds]))
 
     # ---- Units.
 

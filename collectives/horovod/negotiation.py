@@ -6,11 +6,10 @@ have submitted it, in the order in which that came to be known, which is the sam
 
 from __future__ import annotations
 
-import weakref
 from operator import is_
 from typing import NamedTuple
 
-from .requests import Request, Signature
+from .requests import Request, Signature, request_of
 
 __all__ = ["Batch", "Plan", "Ready", "Table", "fuse", "key_of"]
 
@@ -74,7 +73,6 @@ class Table:
         self.waiting: dict[str, list[Request | None]] = {}
         self.joined: list[int] = []  # in the order of joining
         self._known: list[list[Request]] = [[] for _ in range(size)]  # by rank and number
-        self._shared: weakref.WeakValueDictionary[Signature, Request] = weakref.WeakValueDictionary()
         self._unnamed: list[dict[str, int]] = [{} for _ in range(size)]
         self._ready: list[Ready] = []
         self._alike = True  # all ranks' numbers mean the same
@@ -84,11 +82,7 @@ class Table:
         """Number a rank's new signatures, on from what is known of it; ``afresh``: from 0."""
         if afresh:
             self._known[rank], self._alike = [], False
-        for signature in new:
-            request = self._shared.get(signature)
-            if request is None:
-                request = self._shared[signature] = Request(signature)
-            self._known[rank].append(request)
+        self._known[rank] += map(request_of, new)
         if rank == self.size - 1:  # the last one to be asked in a cycle
             first = self._known[0]
             self._alike = all(len(known) == len(first) and all(map(is_, known, first)) for known in self._known[1:])

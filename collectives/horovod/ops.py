@@ -16,7 +16,7 @@ from .coordinator import Coordinator
 from .exceptions import HorovodInternalError
 from .process_sets import ProcessSet, global_process_set
 from .requests import DTYPE_NAMES as _DTYPE_NAMES
-from .requests import Request, Signature, Submission, can_reduce
+from .requests import Request, Signature, Submission, can_reduce, request_of
 from .world import World, current
 
 __all__ = [
@@ -188,7 +188,7 @@ def _request(kind: str, process_set, tensors, name, **rest) -> Request:
                 "torch.cuda.set_device(hvd.local_rank()) before anything is made)"
             )
     dtypes, shapes = tuple([_DTYPE_NAMES[t.dtype] for t in tensors]), tuple([tuple(t.shape) for t in tensors])
-    return Request(Signature(kind, name or "", dtypes, shapes, device, **rest))
+    return request_of(Signature(kind, name or "", dtypes, shapes, device, **rest))
 
 
 def _reduction(kind: str, tensors, average, op, prescale, postscale, compression=None) -> dict:
@@ -415,7 +415,7 @@ def grouped_reducescatter_async(
     return _reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, True, _waits)
 
 
-_BARRIER = Request(Signature("barrier"))
+_BARRIER = request_of(Signature("barrier"))
 
 
 def barrier(process_set=global_process_set) -> None:

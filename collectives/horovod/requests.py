@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -71,16 +72,13 @@ class Request:
         self.alike = (dtypes[0], device, op, before, after, wire) if fusible else None
 
 
-_made: dict[Signature, Request] = {}
-_MOST_MADE = 8192
+_made: weakref.WeakValueDictionary[Signature, Request] = weakref.WeakValueDictionary()
 
 
 def request_of(signature: Signature) -> Request:
-    """Give the request of a signature: the same one each time, so that the others needn't be told of it again."""
+    """Give the request of a signature: the same one for as long as anybody has it, in submissions and tables alike."""
     request = _made.get(signature)
     if request is None:
-        if len(_made) >= _MOST_MADE:
-            _made.clear()
         request = _made[signature] = Request(signature)
     return request
 
