@@ -738,7 +738,7 @@ class Communicator:
         try:
             self._issue(call, steps, target)
         except BaseException:
-            self._lane.cancel()
+            self._lane.cancel(name, held)
             raise
         self._lane.end(name, held, (work,))
         return work

@@ -21,7 +21,7 @@ from ._nccl import DTYPES, OPS
 from .agree import PREMUL, compare, row
 from .arrays import ITEMSIZE, TORCH_CODES, Place
 from .errors import Aborted, CollectivesError, InternalError, InvalidArgument, InvalidUsage
-from .group import leave_group
+from .group import run_grouped
 from .hosts import another
 from .kernels import abi
 from .kernels.execution import run as run_kernel
@@ -121,7 +121,7 @@ class Algorithms:
                 verdict = None
                 self._on_streams(key, of.ptr, to.ptr, factor, target)
         except BaseException:
-            lane.cancel()
+            lane.cancel(label, held)
             raise
         lane.end(label, held, (work,), verdict)
         return work
@@ -203,8 +203,8 @@ class Algorithms:
         comm = self._comm
         outcome = _Outcome()
         meeting.call(handle)
-        ticket = lane._record()
         queue = lane._queue
+        ticket = queue.record()
 
         def steps():
             try:
@@ -360,14 +360,13 @@ def _as_stored(value, code: int):
 
 def _grouped(library, native, ops, bases, stream: int) -> None:
     """Issue sends and receives as one; each is (method, number of its base, offset, count, dtype code, peer)."""
-    library.group_start()
-    try:
-        for method, base, offset, count, code, peer in ops:
-            getattr(native, method)(bases[base] + offset, count, code, peer, stream)
-    except BaseException:
-        leave_group(library)
-        raise
-    library.group_end()
+    run_grouped(
+        library,
+        [
+            (getattr(native, method), (bases[base] + offset, count, code, peer, stream))
+            for method, base, offset, count, code, peer in ops
+        ],
+    )
 
 
 # ---- One call, prepared.

@@ -12,7 +12,7 @@ import torch
 from ._nccl import DTYPES, OPS
 from .arrays import ITEMSIZE
 from .errors import CollectivesError, InvalidUsage
-from .group import leave_group
+from .group import run_grouped
 from .hosts import NoShortWay
 from .machines import Layout
 
@@ -150,15 +150,7 @@ class TwoLevels:
             raise failed
 
     def _each_machine(self, call) -> None:
-        library = self.flat.library
-        library.group_start()
-        try:
-            for machine in range(self._between.size):
-                call(machine)
-        except BaseException:
-            leave_group(library)
-            raise
-        library.group_end()
+        run_grouped(self.flat.library, [(call, (machine,)) for machine in range(self._between.size)])
 
     def _borrow(self, nbytes: int, stream: int) -> int:
         """Give scratch memory to the operations of one stream. It grows by doubling, and is kept until the end."""
