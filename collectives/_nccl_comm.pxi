@@ -151,6 +151,12 @@ cdef class Comm:
         if code != ncclSuccess and code != ncclInProgress:
             raise error_of(self.library, self, code, "ncclCommDestroy")
 
+    def wait_for_calls(self):
+        """Wait until no other thread's call is with the library. In a signal handler it is refused, as `destroy` is."""
+        self.enter(<void*> self.api.ncclCommDestroy, "ncclCommDestroy")
+        self.calls -= 1
+        self.drain()
+
     def abort(self):
         """Close the communicator at once; calls that wait in other threads end with ``Aborted``. C: ``ncclCommAbort``.
 

@@ -6,6 +6,7 @@ import contextlib
 import operator
 import os
 from dataclasses import replace
+from functools import partial
 from threading import get_ident
 
 import torch
@@ -13,8 +14,9 @@ import torch
 from ._nccl import DTYPES, OPS, SHRINK_ABORT, ArrayCalls, Comm
 from .agree import PREMUL, agree, row
 from .arrays import ITEMSIZE, Place, Reader, parse_op, parse_rank, premul_scalar
+from .cuda_state import is_capturing
 from .engine import Engine, device_of, parse_device
-from .errors import CollectiveTimeout, InvalidArgument, InvalidUsage
+from .errors import Aborted, CollectivesError, CollectiveTimeout, CudaError, InvalidArgument, InvalidUsage
 from .group import Call, Group, issue, open_groups
 from .hosts import HostsComm, NoShortWay
 from .lifetime import Gone, kept, opened
@@ -401,6 +403,7 @@ class Communicator:
             finally:
                 label()
             return
+        self._refuse_in_capture("barrier")
         if self._checks:
             self._agree([row("barrier")])
         if self._token is None:
@@ -483,7 +486,7 @@ class Communicator:
         """End a registration; nothing that uses the array may be in flight. C: ncclCommDeregister.
 
         On the host `InvalidUsage` is raised while asynchronous operations are in flight: the peers may be using the
-        array's memory, which is this process's own again afterwards.
+        array's memory, which is this process's own again afterwards. On CUDA it waits for the GPU.
         """
         if registration not in self._registered:
             raise self._wrong("deregister", f"{registration!r} isn't one of this communicator's, or ended before")
@@ -492,7 +495,11 @@ class Communicator:
                 "operations are in flight, which may use the array: wait for them first",
                 op="deregister", rank=self.rank,
             )  # fmt: skip
-        self._native.deregister(registration.handle)
+        self._refuse_in_capture("deregister")
+        with self._guard():
+            if not self._on_host:
+                torch.cuda.synchronize(self.device)
+            self._native.deregister(registration.handle)
         self._registered.discard(registration)
 
     # ---- The end.
@@ -507,11 +514,13 @@ class Communicator:
             self._native = native
             return
         opened.pop(id(self), None)
+        self._lane.give_up(Aborted("abort() closed the communicator during the operation", rank=self.rank))
         if self._algorithms is not None:
             self._algorithms.abort()
-        native.abort()
+        with self._guard():
+            native.abort()
         # Bounded, since abort() may run in a signal handler on top of a call that only then can end.
-        if self._lane.drain(_ABORT_SECONDS):
+        if self._lane.quiet(_ABORT_SECONDS):
             self._lane.close()
             self._registered.clear()
         else:
@@ -524,22 +533,55 @@ class Communicator:
         group = open_groups.get(get_ident())
         if group is not None and group.uses(self):
             raise InvalidUsage("close() inside a group that holds calls of this communicator", rank=self.rank)
+        self._refuse_in_capture("close")
         self._lane.drain(None)
         native, self._native = self._native, Gone("the communicator is closed", self.rank)
         if type(native) is Gone:
             self._native = native
             return
+        short, self._short = self._short, NoShortWay()
+        try:
+            native.wait_for_calls()  # of other threads
+        except BaseException:  # a signal handler's, on top of a call
+            self._native, self._short = native, short
+            raise
         opened.pop(id(self), None)
-        self._lane.close()
-        for registration in self._registered:
-            native.deregister(registration.handle)
-        self._registered.clear()
         with self._guard():
             if not self._on_host:
-                torch.cuda.synchronize(self.device)  # blocking calls are on torch's streams
-            if self._algorithms is not None:
-                self._algorithms.close()
-            native.destroy()
+                self._synchronize(native)  # blocking calls are on torch's streams
+            self._lane.close()
+            self._free(native)
+
+    def _synchronize(self, native) -> None:
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            native.abort()
+            raise CudaError(f"what was in flight failed: {error}", op="close", rank=self.rank) from error
+
+    def _free(self, native) -> None:
+        """Free what the engine has, in reverse; the first error is raised when all has had its turn."""
+        steps = [partial(native.deregister, registration.handle) for registration in self._registered]
+        if self._algorithms is not None:
+            steps.append(self._algorithms.close)
+        failed = None
+        for step in (*steps, native.destroy):
+            try:
+                step()
+            except CollectivesError as error:
+                failed = failed or error
+        self._registered.clear()
+        if failed is not None:
+            raise failed
+
+    def _refuse_in_capture(self, name: str) -> None:
+        if not self._on_host:
+            with self._guard():
+                if is_capturing(None):
+                    raise InvalidUsage(
+                        f"{name}() waits for the GPU, which can't be done while a CUDA graph is captured",
+                        op=name, rank=self.rank,
+                    )  # fmt: skip
 
     def __enter__(self):
         return self

@@ -552,6 +552,10 @@ class HostsComm:
         self._break(Aborted("abort() closed the communicator", rank=self.rank))
         self._keeps = None
 
+    def wait_for_calls(self) -> None:
+        """Wait for the calls of other threads."""
+        self._last.wait()
+
     def destroy(self) -> None:
         """Free everything; nothing may be in flight."""
         if not self.handle:

@@ -176,6 +176,7 @@ class Lane:
         self._pending: deque[Flight] = deque()
         self._kept: list[tuple] = []  # arrays of which nobody can say when they are let go of: held until the end
         self._lock = threading.RLock()
+        self._given_up: CollectivesError | None = None
 
     def begin(self, stream: int | None = None) -> int:
         """Open a submission and give the stream to issue it on; `end` or `cancel` must follow."""
@@ -229,6 +230,10 @@ class Lane:
         with self._lock:
             self._sweep()
             return bool(self._pending)
+
+    def give_up(self, error: CollectivesError) -> None:
+        """Have what is in flight end with an error, since the communicator is about to be aborted; takes no lock."""
+        self._given_up = self._given_up or error
 
     def settled(self) -> bool:
         """Tell whether all that is in flight was seen to end; a look that changes nothing, as a finalizer needs it."""
@@ -397,6 +402,13 @@ class CudaLane(Lane):
     def _record(self):
         return (self._stream.record_event(), self._stream), capture_of(self._stream)
 
+    def give_up(self, error: CollectivesError) -> None:
+        """Have what is in flight end with an error, once it has left the GPU; what has ended before is no failure."""
+        for flight in tuple(self._pending):
+            if not flight.ended:
+                self.look(flight)
+        super().give_up(error)
+
     def _sweep(self) -> None:
         if self._pending:
             with self._comm._guard():
@@ -417,6 +429,9 @@ class CudaLane(Lane):
                         "it before the capture",
                         op=flight.op, rank=self._comm.rank,
                     )  # fmt: skip
+            elif self._given_up is not None:
+                flight.seen = True
+                raise self._given_up
             elif flight.captured == capture:
                 event, _ = flight.mark
                 torch.cuda.current_stream().wait_event(event)
@@ -464,13 +479,15 @@ class CudaLane(Lane):
             flight.end(CudaError(str(error), op=flight.op, rank=comm.rank))
             return
         if ended:
-            flight.end()
+            flight.end(self._given_up)
+        if ended or self._given_up is not None:  # its kernels may be using the arrays until they have ended
             return
         try:
             code = comm._native.async_error()
             if code not in (0, 7):  # 7: ncclInProgress
                 check(code, comm.engine.library, comm._native)
         except CollectivesError as error:
+            self._kept.append(flight.held)  # its kernels are still there, until the communicator is aborted
             flight.end(error)
 
     def overdue(self, work: Work, timeout: float) -> CollectiveTimeout:
