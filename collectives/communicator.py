@@ -76,7 +76,8 @@ class Communicator:
                 torch.cuda.current_stream().synchronize()  # makes torch's CUDA context, which NCCL takes over
                 native = engine.library.comm_init_rank(size, unique_id, rank, config=config)
         try:
-            policy = agree_on(native, engine.name, device, bool(deterministic))
+            with torch.cuda.device(device) if device.type == "cuda" else _NO_GUARD:
+                policy = agree_on(native, engine.name, device, bool(deterministic))
         except BaseException:
             native.abort()
             raise
@@ -476,7 +477,8 @@ class Communicator:
         `zero_copy` tells. C: ncclCommRegister (NCCL 2.19).
         """
         place = self._read.place(array, "register", writes=True)
-        handle = self._native.register(*whole_allocation(array, place.ptr, place.nbytes))
+        with self._guard():
+            handle = self._native.register(*whole_allocation(array, place.ptr, place.nbytes))
         shared = self.engine.library.memory_shared(place.ptr, place.nbytes) if self._on_host else None
         registration = Registration(array, handle, place.nbytes, shared)
         self._registered.add(registration)
@@ -748,7 +750,8 @@ class Communicator:
 
     def _agree(self, rows, grouped: bool = False) -> None:
         if self._checks and rows:
-            agree(self._native, rows, device=self.device, stream=self._current(None), grouped=grouped)
+            with self._guard():
+                agree(self._native, rows, device=self.device, stream=self._current(None), grouped=grouped)
 
     def _launch(self, name, steps, held, result, nbytes, described, async_op, stream, scalar=None, label=None):
         """Issue a call now, or put it into the open group or the lane."""

@@ -11,12 +11,13 @@ import contextlib
 import ctypes
 import functools
 import threading
+import warnings
 
 import torch
 
 from .errors import CudaError
 
-__all__ = ["capture_of", "is_capturing", "queries_allowed", "set_thread_device"]
+__all__ = ["capture_of", "is_capturing", "queries_allowed", "set_first_device", "set_thread_device"]
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -27,6 +28,25 @@ def set_thread_device(device: torch.device) -> None:
     """Make a rank's device this thread's own; a thread of ours calls it before anything else. Nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def set_first_device(device: torch.device) -> None:
+    """Make a rank's device the current one, as programs do by ``torch.cuda.set_device``, where CUDA is still unused.
+
+    Where it has been used, and with another device, that may be the program's will: it is warned of.
+    """
+    if device.type != "cuda":
+        return
+    if not torch.cuda.is_initialized():
+        torch.cuda.set_device(device)
+    elif torch.cuda.current_device() != device.index:
+        warnings.warn(
+            f"this rank's device is {device}, but torch's current one is cuda:{torch.cuda.current_device()}: what is "
+            "made on 'cuda' goes there, and `with torch.cuda.stream()` goes back there and opens a context (about "
+            f"0.5 GB). Call torch.cuda.set_device({device.index}) at the beginning of the program",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def is_capturing(stream) -> bool:

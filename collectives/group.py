@@ -37,12 +37,10 @@ _OP = 4  # place of the op among a reduction's arguments
 def issue(calls: list[Call], streams: list[int]) -> None:
     """Hand calls to the library, as one group where they are more than one step: all of them, or none.
 
-    What Python can find wrong is found before the library has any of them.
+    What Python can find wrong, as a closed communicator, is found before the library has any of them.
     """
     library = calls[0].comm.engine.library
     grouped = len(calls) > 1 or len(calls[0].steps) > 1
-    for call in calls:
-        call.comm._alive(call.op)
     made: list[tuple] = []
     try:
         ready = []
@@ -165,7 +163,8 @@ class Group:
         for comm in comms:
             comm._agree([call.row for call in calls if call.comm is comm and call.row], grouped=True)
         if calls[0].work is None:
-            issue(calls, [call.stream for call in calls])
+            with self._comm._guard():
+                issue(calls, [call.stream for call in calls])
             return
         # One queue takes the whole group on the host; on CUDA each communicator has its own device and stream.
         if self._comm.engine.device_type == "cpu":
@@ -180,7 +179,8 @@ class Group:
         try:
             for comm, lane in lanes.items():
                 begun[comm] = lane.begin()
-            issue(calls, [begun.get(call.comm, begun.get(self._comm)) for call in calls])
+            with self._comm._guard():
+                issue(calls, [begun.get(call.comm, begun.get(self._comm)) for call in calls])
             for comm, lane in lanes.items():
                 del begun[comm]  # `end` closes it, also where it raises
                 lane.end("group", held[comm], [call.work for call in calls if len(comms) == 1 or call.comm is comm])

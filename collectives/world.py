@@ -10,6 +10,7 @@ import torch
 
 from . import rendezvous
 from .communicator import Communicator, device_of, parse_device
+from .cuda_state import set_first_device
 from .engine import Engine, get_engine
 from .errors import InvalidArgument, InvalidUsage
 from .exchange import needs_store
@@ -37,6 +38,9 @@ def init(
     on GPUs NCCL does as it finds best unless it is True. Raises `CollectiveTimeout` naming the ranks that did not come,
     `InvalidUsage` where two ranks have one number, `EngineUnavailable`, `TransportError`. After `close()` it opens
     a new one.
+
+    A GPU becomes torch's current device, as by ``torch.cuda.set_device``, where CUDA was not used before; where it was,
+    with another device as the current one, a warning says so: call ``torch.cuda.set_device(local_rank)`` first.
     """
     global _world, _generation
     with _lock:
@@ -50,6 +54,8 @@ def init(
             place = device_of(chosen, device)
         elif identity.local_rank is not None or chosen.device_type == "cpu":
             place = _local_device(chosen, identity.local_rank)
+        if place is not None:
+            set_first_device(place)
         # A meeting that fails uses its number up as well: some ranks may have seen it succeed.
         generation, _generation = _generation, _generation + 1
         deadline = time.monotonic() + timeout if isinstance(timeout, int | float) else 0.0
@@ -61,6 +67,7 @@ def init(
             chosen, native = open_over(chosen, meeting, identity.rank, max(1.0, deadline - time.monotonic()))
         if place is None:
             place = _local_device(chosen, meeting.local_rank)
+            set_first_device(place)
         _world = Communicator(
             chosen, meeting.unique_id, identity.rank, identity.size,
             device=place, local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,

@@ -19,6 +19,7 @@ import numpy
 import torch
 
 from ..communicator import Communicator
+from ..cuda_state import set_thread_device
 from ..errors import CollectivesError, InvalidArgument
 from ..timeline import recording
 from .exceptions import HorovodInternalError
@@ -337,7 +338,13 @@ class Coordinator:
         self._thread = threading.Thread(target=self._work, name="collectives horovod", daemon=True)
         self._thread.start()
 
+    def take_device(self) -> None:
+        """Make this rank's GPU the calling thread's device; a thread of ours does so before anything else."""
+        for comm in self.comms.values():
+            set_thread_device(comm.device)
+
     def _work(self) -> None:
+        self.take_device()
         while True:
             self._awake.wait()
             if self._ended:
