@@ -511,12 +511,13 @@ class Communicator:
 
         The other ranks' operations with this one raise `RemoteError`. C: ncclCommAbort.
         """
+        if not self.closed:
+            self._lane.give_up(Aborted("abort() closed the communicator during the operation", rank=self.rank))
         native, self._native = self._native, Gone("the communicator was aborted", self.rank)
         if type(native) is Gone:
             self._native = native
             return
         opened.pop(id(self), None)
-        self._lane.give_up(Aborted("abort() closed the communicator during the operation", rank=self.rank))
         if self._algorithms is not None:
             self._algorithms.abort()
         with self._guard():

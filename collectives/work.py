@@ -439,6 +439,7 @@ class CudaLane(Lane):
 
     def block(self, flight: Flight, timeout: float | None) -> bool:
         """Block until a flight has ended, at most `timeout` seconds."""
+        self._check_asked(flight)
         with self._comm._guard():
             if is_capturing(None):
                 raise InvalidUsage(
@@ -458,6 +459,12 @@ class CudaLane(Lane):
 
     def look(self, flight: Flight) -> None:
         """Update a flight's state without waiting; inside of a capture nothing is asked."""
+        self._check_asked(flight)
+        with self._comm._guard():
+            if not is_capturing(None):
+                self._query(flight)
+
+    def _check_asked(self, flight: Flight) -> None:
         if flight.captured is not None:
             raise InvalidUsage(
                 "the operation was captured in a CUDA graph, so it runs when the graph is replayed, and nobody can say "
@@ -465,9 +472,6 @@ class CudaLane(Lane):
                 "replay, synchronize the stream that replays it",
                 op=flight.op, rank=self._comm.rank,
             )  # fmt: skip
-        with self._comm._guard():
-            if not is_capturing(None):
-                self._query(flight)
 
     def _query(self, flight: Flight) -> None:
         event, _ = flight.mark
