@@ -409,12 +409,6 @@ class CudaLane(Lane):
                 self.look(flight)
         super().give_up(error)
 
-    def _sweep(self) -> None:
-        if self._pending:
-            with self._comm._guard():
-                if not is_capturing(None):
-                    super()._sweep()
-
     def wait(self, flight: Flight, timeout: float | None) -> bool:
         """Order torch's current stream after a flight; with a timeout, block."""
         if timeout is not None:

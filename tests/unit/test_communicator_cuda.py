@@ -287,9 +287,9 @@ def test_deregister_waits_for_the_gpu(gpu, comm):
 def test_abort_lets_go_of_what_has_left_the_gpu(gpu, comm, monkeypatch):
     monkeypatch.setattr(communicator, "_ABORT_SECONDS", 0.05)
     done, array, registered = start(comm, Array()), Array(), Array()
-    gpu.events[-1].happened = True
     gone, freed = weakref.ref(array), weakref.ref(registered)
     pending = start(comm, array)
+    done._flight.mark[0].happened = True
     comm._registered.add(memory.Registration(registered, 7, 4, None))
     pending._result = None
     del array, registered
