@@ -10,6 +10,7 @@ graph of torch's says when it goes away.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import warnings
@@ -512,8 +513,10 @@ class CudaLane(Lane):
             if is_capturing(None):
                 return False
             flight = Flight("exit", ())
-            flight.mark = (torch.cuda.current_stream().record_event(), None)
-            self._pending.append(flight)
+            flight.seen = True  # nobody has asked for it
+            with contextlib.suppress(RuntimeError):  # an error that CUDA keeps: nothing runs any more
+                flight.mark = (torch.cuda.current_stream().record_event(), None)
+                self._pending.append(flight)
         return self.drain(timeout)
 
     def join(self) -> None:

@@ -512,7 +512,7 @@ class FakeEvent:
 
 def on_fake_streams(ctx, algorithm):
     """The CUDA way of running a plan, on host memory: two streams, events, and calls from streams that don't know of
-    each other, as an asynchronous call and one on the current stream."""
+    each other, as an asynchronous call and one on the current stream. Every other call is as in a capture."""
     import contextlib
 
     import torch
@@ -528,7 +528,11 @@ def on_fake_streams(ctx, algorithm):
         outer = FakeStream()
         outer.put()
         outers.append(outer)
-        plan.run_on_streams(native, inp, out, factor, outer, transfers, kernels)
+        graph = len(outers) % 2 == 0  # as in a capture, whose scratch is its own
+        before = None if plan._scratch is None else plan._scratch.clone()
+        plan.run_on_streams(native, inp, out, factor, outer, transfers, kernels, own_memory=graph)
+        if graph and before is not None and not torch.equal(before, plan._scratch):
+            found.append("a captured call uses scratch of calls that aren't")
         if outer.before | transfers.before | kernels.before != outer.before:
             found.append("the caller's stream goes on before the call has ended")
         events.append(len(plan._events))
