@@ -15,6 +15,7 @@ from ..arrays import shown
 from ..errors import EngineUnavailable, InvalidArgument
 from ..launch import who_am_i
 from . import abi, cuda
+from .rows import Rows
 from .table import check_storage
 
 __all__ = [
@@ -123,24 +124,29 @@ class Launch:
     and to move the version counters of what is written.
     """
 
-    __slots__ = ("_device", "_held", "_kernel", "args")
+    __slots__ = ("_device", "_held", "_kernel", "_rows", "args")
 
-    def __init__(self, kernel: abi.Kernel, args, device: torch.device, held: tuple):
+    def __init__(self, kernel: abi.Kernel, args, device: torch.device, held: tuple, rows: Rows | None = None):
         self._kernel = kernel
         self.args = args
         self._device = device
         self._held = held
+        self._rows = rows
 
     def __call__(self) -> None:
-        run(self._kernel, self.args, self._device)
+        run(self._kernel, self.args, self._device, self._rows)
 
 
-def run(kernel: abi.Kernel, args, device: torch.device) -> None:
-    """Run a kernel. On the host it is done when this returns; on a GPU it is queued on torch's current stream."""
+def run(kernel: abi.Kernel, args, device: torch.device, rows: Rows | None = None) -> None:
+    """Run a kernel. On the host it is done when this returns; on a GPU it is queued on torch's current stream.
+
+    ``rows``: of the table that the kernel reads. ``args`` has their address on the host; without ``rows``, the address
+    of some that are there for the kernel until it is done.
+    """
     if device.type == "cpu":
-        run_on_host(kernel, args)
+        run_on_host(kernel, args, rows)
     else:
-        cuda.launch(kernel, args, device)
+        cuda.launch(kernel, args, device, rows)
 
 
 def written(arrays) -> None:
@@ -148,8 +154,8 @@ def written(arrays) -> None:
     increment_version([each for each in arrays if isinstance(each, torch.Tensor) and not each.is_inference()])
 
 
-def run_on_host(kernel: abi.Kernel, args) -> None:
-    """Run a kernel on host memory."""
+def run_on_host(kernel: abi.Kernel, args, rows: Rows | None = None) -> None:
+    """Run a kernel on host memory; ``args`` has the address of its table's ``rows``."""
     library().run(kernel.number, args, _thread_limit())
 
 
