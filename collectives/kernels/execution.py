@@ -176,6 +176,9 @@ class Statistics:
         self.nonfinite = torch.zeros(1, dtype=torch.int64, device=device)
         self._sums = torch.empty(0, dtype=torch.float64, device=device)
         self._bad = torch.empty(0, dtype=torch.int32, device=device)
+        self._streams = []  # on which it was made and used
+        if self.device.type == "cuda":
+            self._streams.append(torch.cuda.current_stream(self.device))
 
     @property
     def norm(self) -> torch.Tensor:
@@ -195,9 +198,19 @@ class Statistics:
         if self._sums.numel() < work.tiles:
             self._sums = torch.empty(work.tiles, dtype=torch.float64, device=device)
             self._bad = torch.empty(work.tiles, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            self._record(torch.cuda.current_stream(device))
         work.sums, work.bad = self._sums.data_ptr(), self._bad.data_ptr()
         if not work.tiles:
             work.sums = self.sum_of_squares.data_ptr()  # not NULL: statistics are wanted
+
+    def _record(self, stream) -> None:
+        """Keep the memory from being used again while a stream on which it wasn't made uses it."""
+        if stream not in self._streams:
+            self._streams.append(stream)
+        if len(self._streams) > 1:
+            for tensor in (self.sum_of_squares, self.nonfinite, self._sums, self._bad):
+                tensor.record_stream(stream)
 
     def finish(self, tiles: int) -> None:
         """Add up the tiles' shares."""
