@@ -107,10 +107,19 @@ class Coordinator:
             self._awake.set()
 
     def wait(self, submission: Submission) -> None:
-        """Block until an operation is done, driving the cycles where nobody does; raises its error."""
+        """Block until an operation is done, driving the cycles where nobody does; raises its error.
+
+        On CUDA it is done once it is queued: the current stream is ordered after it, and the host doesn't wait.
+        """
         self._until(submission)
         if submission.error is not None:
             raise submission.error
+        if submission.finished is not None:
+            stream = torch.cuda.current_stream(self.comms["cuda"].device)
+            stream.wait_event(submission.finished)
+            for result in submission.results:
+                if result.is_cuda:  # alltoall's counts aren't
+                    result.record_stream(stream)
 
     def _until(self, end) -> None:
         """Block until a submission or an `_End` is done."""

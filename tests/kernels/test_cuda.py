@@ -277,7 +277,7 @@ def pack_on(index, monkeypatch, tensors, **options):
     device = torch.device("cuda") if index is None else torch.device("cuda", index)
     flat = torch.zeros(kernels.Table(tensors, torch.float32).total)
     with monkeypatch.context() as patch:
-        patch.setattr(execution, "run_on_host", lambda kernel, args: cuda.launch(kernel, args, device))
+        patch.setattr(execution, "run_on_host", lambda kernel, args, rows=None: cuda.launch(kernel, args, device, rows))
         kernels.pack(tensors, flat, **options)
     return flat
 
