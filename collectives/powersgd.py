@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from .errors import InvalidArgument
-from .names import names_of
+from .names import Names
 from .wire import Bucket, Factor, Residuals, Wire, add_share
 
 __all__ = ["PowerSGD"]
@@ -225,13 +225,14 @@ class PowerSGD(Wire):
     residual, to within a rounding on the host, but for the elements of its own gradient that aren't finite (0 there).
     """
 
-    def __init__(self, rank: int, *, error_feedback: bool = True, seed: int = 0):
+    def __init__(self, rank: int, *, error_feedback: bool = True, seed: int = 0, names: Names | None = None):
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise InvalidArgument(f"the rank of PowerSGD must be an int from 1 up, not {rank!r:.60}")
         self.rank = rank
         self.error_feedback = error_feedback
         self.seed = seed
-        self.residuals = Residuals()
+        self._names = names or Names()
+        self.residuals = Residuals(self._names)
         self._plans: dict[tuple, _Plan] = {}  # by bucket
         self._starts: dict[int, tuple] = {}  # id of a parameter -> (parameter, its part of a plan's `start`)
         self._loaded: dict[str, torch.Tensor] = {}
@@ -287,7 +288,7 @@ class PowerSGD(Wire):
         for other, old in list(self._plans.items()):
             if not members.isdisjoint(map(id, old.params)):
                 del self._plans[other]
-        names = names_of(plan.params) if self._loaded else [None] * len(plan.params)
+        names = self._names.of(plan.params) if self._loaded else [None] * len(plan.params)
         for matrix in plan.matrices:
             param, name = plan.params[matrix.index], names[matrix.index]
             known = self._starts.get(id(param))
@@ -317,6 +318,9 @@ class PowerSGD(Wire):
             self._random[key] = drawn[0].to(device, dtype)
         return self._random[key]
 
+    def unclaimed(self) -> list[str]:
+        return sorted({*self._loaded, *self.residuals.unclaimed()})
+
     def starts_from(self) -> int:
         """Give a checksum of loaded Qs: ranks that multiplied by others would sum what doesn't belong together."""
         number = 0
@@ -328,14 +332,15 @@ class PowerSGD(Wire):
     def state_dict(self) -> dict:
         """Give rank, Qs and residuals, as copies on the host by parameter name.
 
-        Raises `InvalidArgument` where a parameter is in no module that can be found.
+        Raises `InvalidArgument` where a parameter is in no module that was registered.
         """
         params = [param for param, _ in self._starts.values()]
         starts = dict(self._loaded)
-        for name, (param, start) in zip(names_of(params), self._starts.values(), strict=True):
+        for name, (param, start) in zip(self._names.of(params), self._starts.values(), strict=True):
             if name is None:
                 raise InvalidArgument(
-                    f"a parameter of shape {tuple(param.shape)} has no name, by which its Q could be saved"
+                    f"a parameter of shape {tuple(param.shape)} has no name, by which its Q could be saved: let the "
+                    "state know its module, state.register(module)"
                 )
             starts[name] = start.detach().cpu().clone()
         return {"rank": self.rank, "q": starts, "residuals": self.residuals.state_dict()}

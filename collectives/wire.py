@@ -18,7 +18,7 @@ import torch
 from .errors import InvalidArgument
 from .kernels import Statistics, reduce_n
 from .layout import WIRE_FORMATS
-from .names import names_of
+from .names import Names, names_of
 
 __all__ = [
     "Bucket",
@@ -51,16 +51,17 @@ class Bucket:
 
     `params`: the parameters whose gradients it holds, or a function that gives them when they are first asked for;
     `offsets`: the element at which each one's begins; None: one after the other. `index`: its place among the buckets
-    of a backward, the same on all ranks.
+    of a backward, the same on all ranks. `known`: where messages find the parameters' names; None: in the modules.
     """
 
-    __slots__ = ("_offsets", "_params", "flat", "index")
+    __slots__ = ("_known", "_offsets", "_params", "flat", "index")
 
-    def __init__(self, flat: torch.Tensor, params, offsets: list[int] | None, index: int):
+    def __init__(self, flat: torch.Tensor, params, offsets: list[int] | None, index: int, known: Names | None = None):
         self.flat = flat
         self.index = index
         self._params = params
         self._offsets = offsets
+        self._known = known
 
     @property
     def params(self) -> list:
@@ -78,7 +79,7 @@ class Bucket:
 
     def names(self) -> list[str]:
         """The parameters' names, or their shapes where they have none; looked up now."""
-        found = names_of(self.params)
+        found = names_of(self.params) if self._known is None else self._known.of(self.params)
         return [name or f"shape {tuple(param.shape)}" for name, param in zip(found, self.params, strict=True)]
 
     def describe(self, most: int = 8) -> str:
@@ -108,7 +109,8 @@ class Residuals:
     are made again. What was loaded by name waits until its parameter comes.
     """
 
-    def __init__(self):
+    def __init__(self, names: Names | None = None):
+        self._names = names or Names()
         # id of a parameter -> (weak reference to it, its part, the flat tensor, its place)
         self._views: dict[int, tuple] = {}
         self._loaded: dict[str, torch.Tensor] = {}
@@ -123,7 +125,7 @@ class Residuals:
             if all(v is not None and v[0]() is param and v[2] is flat and v[3] == at for v, param, at in known):
                 return flat
         flat = torch.zeros(count, dtype=torch.float32, device=bucket.flat.device)
-        names = names_of(bucket.params) if self._loaded else [None] * len(bucket.params)
+        names = self._names.of(bucket.params) if self._loaded else [None] * len(bucket.params)
         ends = [*bucket.offsets[1:], count]
         for param, name, begin, end in zip(bucket.params, names, bucket.offsets, ends, strict=True):
             # Behind a parameter there may be padding, which loses nothing.
@@ -156,14 +158,15 @@ class Residuals:
         return list(self._loaded)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Give copies by parameter name; `InvalidArgument` where a parameter is in no module that can be found."""
+        """Give copies by parameter name; `InvalidArgument` where a parameter is in no module that was registered."""
         found = dict(self._loaded)
         views = [(reference(), part) for reference, part, _, _ in list(self._views.values())]
         views = [(param, part) for param, part in views if param is not None]
-        for name, (param, part) in zip(names_of(param for param, _ in views), views, strict=True):
+        for name, (param, part) in zip(self._names.of(param for param, _ in views), views, strict=True):
             if name is None:
                 raise InvalidArgument(
-                    f"a parameter of shape {tuple(param.shape)} has no name, by which its residual could be saved"
+                    f"a parameter of shape {tuple(param.shape)} has no name, by which its residual could be saved: let "
+                    "the state know its module, state.register(module)"
                 )
             found[name] = part.detach().cpu().clone()
         return found
@@ -198,6 +201,10 @@ class Wire:
 
     def begin(self) -> None:
         """Begin a backward."""
+
+    def unclaimed(self) -> list[str]:
+        """Give the names of parameters of which something was loaded, and which have not come."""
+        return []
 
     def starts_from(self) -> int:
         """Give a number for what was loaded and must be the same on all ranks; 0 where that is nothing."""

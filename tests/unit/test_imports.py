@@ -40,6 +40,7 @@ world
 torch_groups
 compiled
 devices
+torch_changes
 names
 timeline
 wire
@@ -50,6 +51,7 @@ wires
 optim
 alike
 lanes
+saved_buckets
 reduction
 overlap
 local_sgd
