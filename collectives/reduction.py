@@ -18,6 +18,7 @@ import torch
 from .alike import agree_on_options
 from .communicator import Communicator
 from .errors import CollectivesError, InvalidUsage
+from .hyperparameters import Hyperparameters
 from .lanes import Lane, lanes_of, overlaps
 from .names import Names, module_of
 from .saved_buckets import SavedBuckets
@@ -52,6 +53,7 @@ class _Sent:
 
 
 # ---- Backwards.
+
 
 class Reduction:
     """What a `HookState` does with buckets; its options, checked, come from there.
@@ -98,6 +100,7 @@ class Reduction:
         self.buckets = SavedBuckets(self.names)  # those of earlier backwards, and of a saved run
         self.ranks = 0  # in the last backward
         self._saved = None  # what of a saved run this backward goes by
+        self._hyperparameters = Hyperparameters()
 
     @property
     def pending(self) -> int:
@@ -223,8 +226,13 @@ class Reduction:
         self.wire.begin()
         if self.sharded is not None:
             self.sharded.begin()
+            self.compare_steps(comm)
             ddp = module_of(bucket.params)
             self._finds_unused = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
+
+    def compare_steps(self, comm) -> None:
+        """Raise `Mismatch` where the ranks would step the optimizer with different learning rates and the like."""
+        self._hyperparameters.compare(comm, self.sharded.optimizer)
 
     def _look_at_join(self, params) -> None:
         """Refuse what can't be right in DDP's join(), on all ranks alike: those that have joined call the hook, too."""

@@ -13,7 +13,7 @@ import weakref
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .alike import agree
+from .alike import Given
 from .errors import Mismatch
 from .names import Names
 
@@ -127,8 +127,8 @@ class SavedBuckets:
         layout = None if found is None else found.layout
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
         told = "none" if layout is None else f"{len(layout)} from {layout[0][0]:.24} ({digest})"
-        agree(
-            comm, {"saved buckets of this module": told}, "the ranks would go on in different buckets",
+        Given({"saved buckets of this module": told}).compare(
+            comm, "the ranks would go on in different buckets",
             "load on all ranks what they saved at one moment of one run, and register the modules' hooks in one order",
             Mismatch,
         )  # fmt: skip

@@ -37,9 +37,8 @@ class HookState:
     """The state of `fused_allreduce`: which ranks average, and how. All of it composes.
 
     `comm`: a `Communicator` to use; or `process_group`: a torch process group over whose ranks one is opened at first
-    use; with neither, the default group. A gradient bucket doesn't tell its group: where torch's DDP was built over a
-    subgroup, it must be named here (`collectives.DistributedDataParallel` names its own); otherwise the gradients of
-    all ranks would be averaged.
+    use; with neither, the default group. Where torch's DDP was built over a subgroup, it must be named here
+    (`collectives.DistributedDataParallel` names its own): a state that names none is refused then.
 
     The wire. `wire`: "fp32" (as they are), "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8" (these three with a scale for
     each `block` values, 128, 256 or 512), or "powersgd:RANK" (Vogels 2019). Whatever it is, sums are taken in fp32, in
@@ -54,7 +53,8 @@ class HookState:
 
     What follows the sum. `max_norm`: clip the gradient of all parameters to this norm, as
     ``torch.nn.utils.clip_grad_norm_`` does after the backward; `norm_type`: 2, another p, or infinity (2 is found in
-    the reduction's own pass). `check_finite`: count non-finite values. `optimizer`: a `collectives.optim` one, stepped
+    the reduction's own pass). `check_finite`: count non-finite values; only
+    with `optimizer` does it leave a step out. `optimizer`: a `collectives.optim` one, stepped
     inside of the backward: each rank reduces and updates its part of each bucket and all gather the parameters, so that
     its state takes 1/n of the memory; see `collectives.overlap`. Where max_norm, check_finite or a GradScaler must see
     all first, the updates wait for the last bucket; non-finite gradients leave the step out on all ranks.
@@ -71,6 +71,9 @@ class HookState:
     stepped as above; make `optimizer` from the sharded parameters and set it (``state.optimizer = optimizer``).
     `gather` is for it alone: the format, one of the 16-bit and 8-bit wires', in which parameters are gathered, while
     the rank that owns them keeps them as they are. One state may serve all units of a model, but not DDP beside them.
+
+    Residuals and the like are saved by the parameters' names, in the modules on which the hook was registered with this
+    state; `register` names those of others.
 
     After a step: `grad_norm`, `nonfinite`, `bytes_on_wire`, `stats()`. One state may serve several DDP modules of the
     same group. Picklable, with all that training needs to go on bit for bit: communicator and group are left out and

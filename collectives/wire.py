@@ -99,6 +99,11 @@ def parse_wire(wire) -> tuple[str, int]:
             if not (colon and rank.isascii() and rank.isdigit() and len(rank) < 6 and int(rank) > 0):
                 raise InvalidArgument(f"wire {wire!r}: PowerSGD needs a rank from 1 up, as in 'powersgd:2'")
             return name, int(rank)
+        if wire == "fp8":
+            raise InvalidArgument(
+                "wire='fp8' could be either of two: 'fp8_e4m3' has 3 bits of mantissa and is the one for gradients in "
+                "blocks with a scale each, 'fp8_e5m2' has 2 and a wider range"
+            )
     raise InvalidArgument(f"wire must be one of {', '.join(map(repr, known))}, not {wire!r:.60}")
 
 

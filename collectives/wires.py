@@ -27,6 +27,12 @@ def make_wire(
     if isinstance(block, bool) or not isinstance(block, int) or block not in WIRE_BLOCKS:
         raise InvalidArgument(f"block must be one of {', '.join(map(str, WIRE_BLOCKS))}, not {block!r:.60}")
     if name == "fp32":
+        for asked, option in ((error_feedback, "error_feedback"), (stochastic_rounding, "stochastic_rounding")):
+            if asked:
+                raise InvalidArgument(
+                    f"{option}: the fp32 wire sends gradients as they are and loses nothing: choose a compressed one "
+                    f"(wire='bf16' or wire='int8', say), or leave {option} out"
+                )
         return Plain(algorithm, deterministic=deterministic)
     if name == "powersgd":
         if stochastic_rounding:

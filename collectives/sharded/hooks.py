@@ -193,6 +193,8 @@ class Hooks:
         self.wire.begin()
         if self.steps:
             self._step.begin()
+            if self.comm._on_host:
+                reduction.compare_steps(self.comm)
         self._begun = True
 
     def _factor(self, unit, size: int) -> Factor:

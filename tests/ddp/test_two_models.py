@@ -116,7 +116,7 @@ def loaded_in_place(ctx):
     loss_of(alone, 7, ctx.rank).backward()
     owed = [p.grad + saved["wire"]["residuals"][name].view_as(p) for name, p in alone.named_parameters()]
     loss_of(ddp_again, 7, ctx.rank).backward()
-    assert other._wire.unclaimed() == [] and len(saved["wire"]["residuals"]) == len(owed)
+    assert other._wire.residuals.unclaimed() == [] and len(saved["wire"]["residuals"]) == len(owed)
     for total in owed:
         dist.all_reduce(total)
     lost = [2 * p.grad + _all(residual) for p, residual in zip(again.parameters(), _kept(other, again), strict=True)]

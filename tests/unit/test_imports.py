@@ -50,6 +50,7 @@ powersgd
 wires
 optim
 alike
+hyperparameters
 lanes
 saved_buckets
 reduction
