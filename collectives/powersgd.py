@@ -20,7 +20,7 @@ import torch
 
 from .errors import InvalidArgument
 from .names import Names
-from .wire import Bucket, Factor, Residuals, Wire, add_share
+from .wire import Bucket, Factor, Residuals, Wire, add_share, follow
 
 __all__ = ["PowerSGD"]
 
@@ -85,6 +85,13 @@ class _Plan:
             q, start = (each[q_at : q_at + width * columns].view(width, columns) for each in (self.q, self.start))
             self.matrices.append(_Matrix(index, begin, rows, columns, p, q, start))
         self.scratch: torch.Tensor | None = None
+        self.stream = None  # that has used its memory last
+        self.use()
+
+    def use(self) -> None:
+        """Let torch's current stream use its memory."""
+        memory = (self.p, self.q, self.start, self.rest_buffer, self.scratch)
+        self.stream = follow(self.stream, *(each for each in memory if each is not None))
 
     def serves(self, bucket: Bucket) -> bool:
         """Whether it was made for a bucket of these parameters, in these places."""
@@ -234,7 +241,7 @@ class PowerSGD(Wire):
         self._names = names or Names()
         self.residuals = Residuals(self._names)
         self._plans: dict[tuple, _Plan] = {}  # by bucket
-        self._starts: dict[int, tuple] = {}  # id of a parameter -> (parameter, its part of a plan's `start`)
+        self._starts: dict[int, tuple] = {}  # id of a parameter -> (parameter, its part of a plan's `start`, the plan)
         self._loaded: dict[str, torch.Tensor] = {}
         self._random: dict[tuple, torch.Tensor] = {}  # first Qs
 
@@ -282,6 +289,7 @@ class PowerSGD(Wire):
         key = (bucket.index, id(bucket.params[0]))  # one state may serve several modules
         plan = self._plans.get(key)
         if plan is not None and plan.serves(bucket):
+            plan.use()
             return plan
         plan = _Plan(bucket, self.rank, comm)
         members = set(map(id, plan.params))
@@ -293,6 +301,7 @@ class PowerSGD(Wire):
             param, name = plan.params[matrix.index], names[matrix.index]
             known = self._starts.get(id(param))
             if known is not None and known[0] is param and known[1].shape == matrix.start.shape:
+                known[2].use()  # another bucket's, which went by another stream
                 matrix.start.copy_(known[1])
             elif name is not None and name in self._loaded:
                 given = self._loaded.pop(name)
@@ -304,7 +313,7 @@ class PowerSGD(Wire):
                 matrix.start.copy_(given)
             else:
                 matrix.start.copy_(self._first(*matrix.start.shape, plan.wide, plan.device))
-            self._starts[id(param)] = (param, matrix.start)
+            self._starts[id(param)] = (param, matrix.start, plan)
         self._plans[key] = plan
         return plan
 
@@ -334,9 +343,9 @@ class PowerSGD(Wire):
 
         Raises `InvalidArgument` where a parameter is in no module that was registered.
         """
-        params = [param for param, _ in self._starts.values()]
+        params = [param for param, *_ in self._starts.values()]
         starts = dict(self._loaded)
-        for name, (param, start) in zip(self._names.of(params), self._starts.values(), strict=True):
+        for name, (param, start, _) in zip(self._names.of(params), self._starts.values(), strict=True):
             if name is None:
                 raise InvalidArgument(
                     f"a parameter of shape {tuple(param.shape)} has no name, by which its Q could be saved: let the "

@@ -28,6 +28,7 @@ __all__ = [
     "Wire",
     "add_found",
     "add_share",
+    "follow",
     "parse_wire",
     "statistics_for",
     "transport",
@@ -107,6 +108,40 @@ def parse_wire(wire) -> tuple[str, int]:
     raise InvalidArgument(f"wire must be one of {', '.join(map(repr, known))}, not {wire!r:.60}")
 
 
+def follow(last, *tensors):
+    """Let torch's current stream use memory that `last` has used last, in the kernels to come; give that stream.
+
+    Its kernels then come behind all that the other stream has been given so far, and the memory isn't used again before
+    they are done, whichever stream it was allocated on. `last`: what this has given before, None at first. On the host
+    it is nothing. A stream that is captured needs no wait: nothing was running when the capture began.
+    """
+    device = tensors[0].device
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.current_stream(device)
+    if last is not None and last != stream:
+        if not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(last)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+    return stream
+
+
+class _Flat:
+    """The residuals of a bucket, and the stream that has used them last."""
+
+    __slots__ = ("stream", "values")
+
+    def __init__(self, values: torch.Tensor):
+        self.values = values
+        self.stream = None
+        self.use()
+
+    def use(self) -> torch.Tensor:
+        self.stream = follow(self.stream, self.values)
+        return self.values
+
+
 class Residuals:
     """What compression has lost of each parameter's gradient so far, in fp32; kept by parameter.
 
@@ -116,7 +151,7 @@ class Residuals:
 
     def __init__(self, names: Names | None = None):
         self._names = names or Names()
-        # id of a parameter -> (weak reference to it, its part, the flat tensor, its place)
+        # id of a parameter -> (weak reference to it, its part, what that is a part of, its place there)
         self._views: dict[int, tuple] = {}
         self._loaded: dict[str, torch.Tensor] = {}
 
@@ -124,12 +159,13 @@ class Residuals:
         """Give the residuals of a bucket's elements: fp32, as long as ``bucket.flat``, on its device; 0 at first."""
         count, views = bucket.flat.numel(), self._views
         first = views.get(id(bucket.params[0]))
-        flat = None if first is None else first[2]
-        if flat is not None and flat.numel() == count and flat.device == bucket.flat.device:
+        home = None if first is None else first[2]
+        if home is not None and home.values.numel() == count and home.values.device == bucket.flat.device:
             known = zip(map(views.get, map(id, bucket.params)), bucket.params, bucket.offsets, strict=True)
-            if all(v is not None and v[0]() is param and v[2] is flat and v[3] == at for v, param, at in known):
-                return flat
+            if all(v is not None and v[0]() is param and v[2] is home and v[3] == at for v, param, at in known):
+                return home.use()
         flat = torch.zeros(count, dtype=torch.float32, device=bucket.flat.device)
+        home = _Flat(flat)
         names = self._names.of(bucket.params) if self._loaded else [None] * len(bucket.params)
         ends = [*bucket.offsets[1:], count]
         for param, name, begin, end in zip(bucket.params, names, bucket.offsets, ends, strict=True):
@@ -137,6 +173,7 @@ class Residuals:
             end = min(end, begin + (param.numel() << param.is_complex()))
             part, old = flat[begin:end], views.get(id(param))
             if old is not None and old[0]() is param and old[1].numel() == part.numel():
+                old[2].use()  # another bucket's, which went by another stream
                 part.copy_(old[1])
             elif name is not None and name in self._loaded:
                 given = self._loaded.pop(name)
@@ -145,7 +182,7 @@ class Residuals:
                         f"the loaded residual of {name} has {given.numel()} elements, its gradient {part.numel()}"
                     )
                 part.copy_(given)
-            views[id(param)] = (self._watch(param), part, flat, begin)
+            views[id(param)] = (self._watch(param), part, home, begin)
         return flat
 
     def _watch(self, param) -> weakref.ref:
@@ -347,12 +384,13 @@ def statistics_for(device: torch.device) -> Statistics:
     return known[key]
 
 
-_memory: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> its transport memory
+_memory: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> its memory, the stream used last
 
 
 def transport(comm, nbytes: int) -> torch.Tensor:
     """Give memory of at least so many bytes, which the ranks share on the host; one for each communicator, kept."""
-    memory = _memory.get(comm)
+    memory, last = _memory.get(comm, (None, None))
     if memory is None or memory.numel() < nbytes:
-        memory = _memory[comm] = comm.empty(nbytes, torch.uint8)
+        memory, last = comm.empty(nbytes, torch.uint8), None
+    _memory[comm] = memory, follow(last, memory)
     return memory

@@ -345,6 +345,8 @@ class ShardedStep:
             if known is None or known.tolist() != laid.wanted[at]:
                 for key in KEYS:
                     if isinstance(state.get(key), torch.Tensor):
+                        if state[key].is_cuda:  # made on the stream of the bucket that had the parameter before
+                            state[key].record_stream(torch.cuda.current_stream(state[key].device))
                         full = assembled(comm, param, state[key], known)
                         state[key] = cut(full, laid.pieces[at], state[key].dtype)
                         del full
