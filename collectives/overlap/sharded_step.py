@@ -34,7 +34,7 @@ def refuse_arguments(closure, others: dict, by: str, whose: str) -> None:
 class ShardedStep:
     """Steps an optimizer of `collectives.optim` inside of a DDP hook, each rank the elements that it owns.
 
-    `optimizer`: a `collectives.SGD`, `Adam` or `AdamW`, whose ``step()`` from then on only ends the step; see `step`.
+    `optimizer`: a `collectives.optim.SGD`, `Adam` or `AdamW`, whose ``step()`` from then on only ends the step; see `step`.
     Parameters must be dense. For each bucket the hook leaves this rank's reduced gradients at ``shares(...).own`` and
     ``.rest`` of ``bucket.flat`` and calls `update`, or `defer` where the update must wait for ``optimizer.step()``.
 
@@ -46,7 +46,7 @@ class ShardedStep:
     def __init__(self, optimizer):
         if not isinstance(optimizer, _Optimizer):
             raise InvalidArgument(
-                "the optimizer that a hook steps must be a collectives.SGD, Adam or AdamW, not a "
+                "the optimizer that a hook steps must be a collectives.optim.SGD, Adam or AdamW, not a "
                 f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
             )
         self.optimizer = optimizer
@@ -345,6 +345,8 @@ class ShardedStep:
             if known is None or known.tolist() != laid.wanted[at]:
                 for key in KEYS:
                     if isinstance(state.get(key), torch.Tensor):
+                        if state[key].is_cuda:  # made on the stream of the bucket that had the parameter before
+                            state[key].record_stream(torch.cuda.current_stream(state[key].device))
                         full = assembled(comm, param, state[key], known)
                         state[key] = cut(full, laid.pieces[at], state[key].dtype)
                         del full

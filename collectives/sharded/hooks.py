@@ -17,7 +17,6 @@ import torch
 from ..arrays import kind_of
 from ..errors import InvalidArgument, InvalidUsage
 from ..lanes import lanes_of
-from ..names import tell_later, tell_names
 from ..state import HookState, _streams
 from ..torch_groups import communicator_over
 from ..wire import Bucket, Factor, Plain, _after, _counts_itself, _op, _ring_bytes, add_share
@@ -128,7 +127,7 @@ class Hooks:
             self._next += 1
         self._units.append(weakref.ref(unit))
         if not self._untold:
-            tell_later(self._tell)
+            self.state.names.add_later(self._tell)
         self._untold.append(weakref.ref(unit))
         unit.hook = self
 
@@ -151,7 +150,7 @@ class Hooks:
                 if other is not None and other is not unit and other not in named:
                     named[other] = f"{name}."
         self._untold = []
-        tell_names((prefix + slot.name, slot.full) for unit, prefix in named.items() for slot in unit.slots)
+        self.state.names.add((prefix + slot.name, slot.full) for unit, prefix in named.items() for slot in unit.slots)
 
     # ---- The optimizer.
 
@@ -194,6 +193,8 @@ class Hooks:
         self.wire.begin()
         if self.steps:
             self._step.begin()
+            if self.comm._on_host:
+                reduction.compare_steps(self.comm)
         self._begun = True
 
     def _factor(self, unit, size: int) -> Factor:
@@ -236,7 +237,7 @@ class Hooks:
         if type(self.wire) is Plain:
             return self._plain(comm, group, flat, own, whole, factor, health, async_op)
         offsets = [slot.offset << flat.is_complex() for slot in group.slots]
-        bucket = Bucket(send, [slot.full for slot in group.slots], offsets, number)
+        bucket = Bucket(send, [slot.full for slot in group.slots], offsets, number, self.state.names)
         if whole:
             self._sent += self.wire.reduce(comm, bucket, factor, health=health)
         else:

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 
 import pytest
 import torch
@@ -200,3 +201,40 @@ def wrong_uses(ctx):
 def test_wrong_uses(tmp_path):
     run(wrong_uses, 2, tmp_path / "store")
     assert collectives.optim is optim
+
+
+@over_gloo
+def unlike_steps(ctx, kind, key, value, when):
+    """From a step on rank 1 has another value in its second group."""
+    model = make_model()
+    params = list(model.parameters())
+    optimizer = MAKE[kind]([{"params": params[:4]}, {"params": params[4:]}])
+    ddp = wrap(model, "torch", HookState(optimizer=optimizer))
+    for step in range(when):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9  # as a scheduler does on all ranks
+        loss_of(ddp, step, ctx.rank).backward()
+        optimizer.zero_grad()
+    before = [p.detach().clone() for p in params]
+    if ctx.rank == 1:
+        optimizer.param_groups[1][key] = value
+    with pytest.raises(errors.Mismatch) as caught:
+        loss_of(ddp, when, ctx.rank).backward()
+    assert all(map(torch.equal, before, params))
+    return str(caught.value), caught.value.peers
+
+
+@pytest.mark.parametrize(
+    "kind, key, value, when",
+    [
+        ("adamw", "lr", 0.5, 0),
+        ("momentum", "lr", 0.5, 3),
+        ("adamw", "betas", (0.5, 0.9), 1),
+        ("momentum", "weight_decay", 1.0, 2),
+    ],
+)
+def test_ranks_that_would_step_unlike_are_refused(tmp_path, kind, key, value, when):
+    for rank, (text, peers) in enumerate(run(unlike_steps, 2, tmp_path / "store", kind, key, value, when)):
+        named = rf"{key} of group 1: .* on rank 0; {re.escape(str(value))} on rank 1"
+        assert re.search(rf"different hyperparameters \({named}\)", text), text
+        assert peers == (1 - rank,)

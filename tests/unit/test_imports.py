@@ -41,6 +41,7 @@ world
 torch_groups
 compiled
 devices
+torch_changes
 names
 timeline
 wire
@@ -50,7 +51,9 @@ powersgd
 wires
 optim
 alike
+hyperparameters
 lanes
+saved_buckets
 reduction
 overlap
 local_sgd
