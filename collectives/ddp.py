@@ -18,6 +18,7 @@ from .errors import CollectivesError, InvalidArgument, InvalidUsage
 from .lanes import close_lanes
 from .memory import mapped_apart
 from .names import tell
+from .presence import announce_at_registration
 from .reduction import Failed
 from .state import HookState
 from .torch_groups import communicator_over, drop
@@ -159,6 +160,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             state.process_group = group
         elif state.process_group is not group:
             raise InvalidArgument("the state names another process group than this module's: use a state of its own")
+
+
+announce_at_registration(fused_allreduce)
 
 
 # ---- What a bucket holds.

@@ -15,6 +15,7 @@ from .errors import InvalidArgument, InvalidUsage
 from .exchange import needs_store
 from .hosts import open_over
 from .two_levels import use_two_levels
+from .waiting import said
 
 __all__ = ["init"]
 
@@ -61,11 +62,12 @@ def init(
             chosen, native = open_over(chosen, meeting, identity.rank, max(1.0, deadline - time.monotonic()))
         if place is None:
             place = _local_device(chosen, meeting.local_rank)
-        _world = Communicator(
-            chosen, meeting.unique_id, identity.rank, identity.size,
-            device=place, local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
-            deterministic=deterministic, native=native,
-        )  # fmt: skip
+        with said("to open the job's communicator", identity.rank, timeout):
+            _world = Communicator(
+                chosen, meeting.unique_id, identity.rank, identity.size,
+                device=place, local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
+                deterministic=deterministic, native=native,
+            )  # fmt: skip
         if hierarchical and native is None:
             use_two_levels(_world)
         return _world

@@ -18,6 +18,7 @@ schedule
 layout
 launch failure_record
 machines
+presence waiting
 _nccl
 arrays
 _kernels
