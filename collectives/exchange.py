@@ -41,6 +41,7 @@ __all__ = [
     "reach_lasting",
     "serve_lasting",
     "settle",
+    "wants_store",
     "with_store",
 ]
 
@@ -81,7 +82,8 @@ class PeerInfo:
 class Meeting:
     """The outcome: the unique id (128 bytes) for this rank's init, and who the ranks are, by rank.
 
-    ``store``: for ranks on several machines that the host engine is to connect, a store that lasts; ``store_host``:
+    ``store``: for ranks on several machines that the host engine is to connect, and for NCCL's, a store that lasts;
+    ``store_host``:
     where it is, "" where that isn't known; ``server``: in the process that serves it, what keeps it alive.
     """
 
@@ -222,6 +224,11 @@ def needs_store(meeting: Meeting, engine: str) -> bool:
     return engine == "host" and len(meeting.machines) > 1
 
 
+def wants_store(meeting: Meeting, engine: str) -> bool:
+    """Tell whether the ranks' communicator has a use for a store that lasts: NCCL's for the notes of its watchdog."""
+    return needs_store(meeting, engine) or (engine == "nccl" and len(meeting.peers) > 1)
+
+
 def serve_lasting() -> dist.TCPStore:
     """Serve a store on a free port of this process, for as long as it is held."""
     return dist.TCPStore("localhost", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
@@ -333,7 +340,7 @@ class StoreExchange:
         finally:
             self.store = None
         meeting = settle(records, self.own)
-        if not needs_store(meeting, self.own.engine.name):
+        if not wants_store(meeting, self.own.engine.name):
             return meeting
         store, server = (lasting, None) if self.lasts else self._lasting
         return replace(meeting, store=store, store_host=self.host, server=server)
@@ -430,7 +437,7 @@ class StoreExchange:
         """Give (a store that outlives the meeting, what serves it); Nones where none is needed."""
         needed = False
         with contextlib.suppress(InvalidUsage):  # ranks that don't fit together: raised behind this, by all alike
-            needed = not self.lasts and needs_store(settle(records, self.own), self.own.engine.name)
+            needed = not self.lasts and wants_store(settle(records, self.own), self.own.engine.name)
         if not needed:
             return None, None
         if self.own.rank == 0:
@@ -513,7 +520,7 @@ def over_mpi(mpi: Any, own: Own, generation: int, deadline: float, timeout: floa
             rank=own.rank,
         )
     record, server = own.record(), None
-    if own.rank == 0 and own.engine.name == "host":  # MPI is asked for several machines only
+    if own.rank == 0:
         server = serve_lasting()
         record = json.dumps({**json.loads(record), "store": [own_address(), server.port]}).encode()
     if own.rank != 0:
@@ -541,7 +548,7 @@ def over_mpi(mpi: Any, own: Own, generation: int, deadline: float, timeout: floa
     if "kind" in fields:
         raise_told(json.dumps(fields).encode(), own.rank)
     meeting = settle([text.encode() for text in fields["records"]], own)
-    if not needs_store(meeting, own.engine.name):
+    if not wants_store(meeting, own.engine.name):
         return meeting
     return with_store(meeting, json.loads(fields["records"][0])["store"], server, deadline)
 

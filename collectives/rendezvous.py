@@ -33,11 +33,11 @@ from .exchange import (
     StoreExchange,
     first_line,
     limited,
-    needs_store,
     over_mpi,
     parse,
     serve_lasting,
     settle,
+    wants_store,
     with_store,
 )
 from .failure_record import record_last_exception
@@ -305,7 +305,7 @@ def _by_name(name: bytes, own: Own, timeout: float) -> Meeting:
     with _host_comm(library, name + b"\0records", own) as comm:
         comm.set_timeout(timeout)
         record, server = own.record(), None
-        if own.rank == 0 and own.engine.library.is_host:
+        if own.rank == 0:
             server = serve_lasting()
             record = json.dumps({**json.loads(record), "store": ["localhost", server.port]}).encode()
         sent = torch.frombuffer(bytearray(record.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
@@ -314,7 +314,7 @@ def _by_name(name: bytes, own: Own, timeout: float) -> Meeting:
     slots = got.view(own.size, RECORD_BYTES)
     records = [bytes(slot.tolist()).rstrip(b"\0") for slot in slots]
     meeting = settle(records, own)
-    if needs_store(meeting, own.engine.name):
+    if wants_store(meeting, own.engine.name):
         meeting = with_store(meeting, json.loads(records[0])["store"], server, time.monotonic() + timeout)
     return meeting
 

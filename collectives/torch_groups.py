@@ -17,6 +17,7 @@ from .exchange import needs_store
 from .hosts import open_over
 from .presence import Fates, announce
 from .rendezvous import identify, meet_over_store
+from .watchdog import Notes, watch
 from .world import init
 
 __all__ = ["communicator_over", "default_group", "drop", "group_timeout", "init_process_group", "opened"]
@@ -111,6 +112,8 @@ def communicator_over(group, device: torch.device) -> Communicator:
             local_rank=meeting.local_rank, local_size=meeting.local_size, timeout=timeout, peers=meeting.peers,
             native=native,
         )  # fmt: skip
+        if engine.device_type != "cpu":
+            watch(comm, Notes(store, f"{prefix}/{number}/watch", weak=True))
         _opened[key] = (weakref.ref(group), comm)
         return comm
 

@@ -33,6 +33,7 @@ across
 hosts
 two_levels
 lifetime
+watchdog
 ring
 tune
 communicator
