@@ -279,6 +279,7 @@ cdef class ArrayCalls:
                                                                                       &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclAllReduce, "ncclAllReduce")
+        self.comm.note("ncclAllReduce", span.count, span.dtype, stream)
         with nogil:
             result = api.ncclAllReduce(span.ptr, span.ptr, span.count, <ncclDataType_t> span.dtype, <ncclRedOp_t> code,
                                        comm, <cudaStream_t> stream)
@@ -298,6 +299,7 @@ cdef class ArrayCalls:
                 <void*> api.ncclReduce, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclReduce, "ncclReduce")
+        self.comm.note("ncclReduce", span.count, span.dtype, stream)
         with nogil:
             result = api.ncclReduce(span.ptr, span.ptr if mine else NULL, span.count, <ncclDataType_t> span.dtype,
                                     <ncclRedOp_t> code, c_root, comm, <cudaStream_t> stream)
@@ -317,6 +319,7 @@ cdef class ArrayCalls:
         if not is_part(&of, &to, self.size, self.rank) or not self.stream_of(<void*> api.ncclReduceScatter, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclReduceScatter, "ncclReduceScatter")
+        self.comm.note("ncclReduceScatter", to.count, to.dtype, stream)
         with nogil:
             result = api.ncclReduceScatter(of.ptr, to.ptr, to.count, <ncclDataType_t> to.dtype, <ncclRedOp_t> code,
                                            comm, <cudaStream_t> stream)
@@ -335,6 +338,7 @@ cdef class ArrayCalls:
         if not is_part(&to, &of, self.size, self.rank) or not self.stream_of(<void*> api.ncclAllGather, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclAllGather, "ncclAllGather")
+        self.comm.note("ncclAllGather", of.count, of.dtype, stream)
         with nogil:
             result = api.ncclAllGather(of.ptr, to.ptr, of.count, <ncclDataType_t> of.dtype, comm,
                                        <cudaStream_t> stream)
@@ -353,6 +357,7 @@ cdef class ArrayCalls:
                 <void*> api.ncclBroadcast, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclBroadcast, "ncclBroadcast")
+        self.comm.note("ncclBroadcast", span.count, span.dtype, stream)
         with nogil:
             result = api.ncclBroadcast(span.ptr, span.ptr, span.count, <ncclDataType_t> span.dtype, c_root, comm,
                                        <cudaStream_t> stream)
@@ -373,6 +378,7 @@ cdef class ArrayCalls:
         if not self.stream_of(<void*> api.ncclAlltoAll, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclAlltoAll, "ncclAlltoAll")
+        self.comm.note("ncclAlltoAll", of.count // <size_t> self.size, of.dtype, stream)
         with nogil:
             result = api.ncclAlltoAll(of.ptr, to.ptr, of.count // <size_t> self.size, <ncclDataType_t> of.dtype, comm,
                                       <cudaStream_t> stream)
@@ -391,6 +397,7 @@ cdef class ArrayCalls:
                 <void*> api.ncclSend, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclSend, "ncclSend")
+        self.comm.note("ncclSend", span.count, span.dtype, stream)
         with nogil:
             result = api.ncclSend(span.ptr, span.count, <ncclDataType_t> span.dtype, c_peer, comm,
                                   <cudaStream_t> stream)
@@ -409,6 +416,7 @@ cdef class ArrayCalls:
                 <void*> api.ncclRecv, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclRecv, "ncclRecv")
+        self.comm.note("ncclRecv", span.count, span.dtype, stream)
         with nogil:
             result = api.ncclRecv(span.ptr, span.count, <ncclDataType_t> span.dtype, c_peer, comm,
                                   <cudaStream_t> stream)

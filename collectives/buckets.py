@@ -25,6 +25,7 @@ from .errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
 from .gradients import GradientBucket, called, check_apart, fill, read_params
 from .lanes import has_spare_cores
 from .names import names_of
+from .presence import announce
 from .timeline import recording
 from .torch_groups import communicator_over, default_group, drop
 from .wire import Bucket, Factor, Plain
@@ -89,7 +90,9 @@ class GradientBuckets:
             raise InvalidArgument("a compressed wire reduces inside of all_reduce(): leave out overlap=True", op=_OP)
         caps = _cap(first_bucket_mb, "first_bucket_mb"), _cap(bucket_cap_mb, "bucket_cap_mb")
         members = read_params(params)
-        if comm is not None:
+        if comm is None:
+            announce()
+        else:
             for number, (name, param) in enumerate(members):
                 if param.device != comm.device:
                     raise InvalidArgument(

@@ -24,6 +24,7 @@ from .machines import grouped
 from .memory import Registration, allocate, memory_of, whole_allocation
 from .ring import Algorithms, run_by
 from .tune import Policy, agree_on, pick
+from .watchdog import notes_of, unwatch, watch
 from .work import CudaLane, HostLane, Work
 
 __all__ = ["Communicator", "device_of", "parse_device"]
@@ -101,12 +102,16 @@ class Communicator:
         other = not isinstance(native, Comm)
         self._short = NoShortWay() if other else ArrayCalls(native, self._read.plainly, open_groups, current_device)
         self._registered: set[Registration] = set()
+        self._children = 0  # splits and shrinks, which all ranks make in one order
         self._token = None
         self._algorithms: Algorithms | None = None
         self._use(policy)
         self._timeout = None
         self.timeout = timeout
+        self._foreign: set[int] = set()  # streams that others made, and may have destroyed
         opened[id(self)] = self
+        if not self._on_host:
+            watch(self)
 
     # ---- What it is.
 
@@ -114,8 +119,9 @@ class Communicator:
     def timeout(self) -> float | None:
         """Limit of one operation in seconds; None: no limit.
 
-        On the host an operation past it fails with `CollectiveTimeout` and the communicator is out of use. NCCL knows
-        no such limit: there it holds for `barrier()`.
+        An operation past it fails with `CollectiveTimeout` and the communicator is out of use. On NCCL, which knows no
+        such limit, a thread beside the program's looks after it: it aborts the communicator some two seconds later,
+        and what comes next raises the error: a wait, an operation, `close()`.
         """
         return self._timeout
 
@@ -434,7 +440,8 @@ class Communicator:
         key = self.rank if key is None else self._int(key, "key", -(2**31), "split", 2**31)
         with self._guard():
             native = self._native.split(color, key)
-        return None if native is None else self._child(native)
+        self._children += 1
+        return None if native is None else self._child(native, f"split{self._children}/{color}")
 
     def shrink(self, exclude, *, abort: bool = False) -> Communicator:
         """Make a communicator without the ranks in `exclude`, which don't call it; the others all do.
@@ -448,7 +455,8 @@ class Communicator:
             self._algorithms.abort()
         with self._guard():
             native = self._native.shrink(excluded, flags=SHRINK_ABORT if abort else 0)
-        return self._child(native)
+        self._children += 1
+        return self._child(native, f"shrink{self._children}")
 
     def empty(self, n: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocate a tensor of `n` elements in memory that the engine can use with no staging copy; a local call.
@@ -516,8 +524,10 @@ class Communicator:
         native, self._native = self._native, Gone("the communicator was aborted", self.rank)
         if type(native) is Gone:
             self._native = native
+            native.seen = True
             return
         opened.pop(id(self), None)
+        unwatch(self)
         if self._algorithms is not None:
             self._algorithms.abort()
         with self._guard():
@@ -531,13 +541,18 @@ class Communicator:
 
     def close(self) -> None:
         """Wait for what is in flight, then free the communicator. Harmless when called again. C: ncclCommDestroy."""
-        if self.closed:
+        if self._has_ended("close"):
             return
         group = open_groups.get(get_ident())
         if group is not None and group.uses(self):
             raise InvalidUsage("close() inside a group that holds calls of this communicator", rank=self.rank)
         self._refuse_in_capture("close")
         self._lane.drain(None)
+        if not self._on_host:
+            with self._guard():  # blocking calls are on torch's streams; the watchdog looks on
+                self._synchronize(self.abort)
+        if self._has_ended("close"):
+            return
         native, self._native = self._native, Gone("the communicator is closed", self.rank)
         if type(native) is Gone:
             self._native = native
@@ -549,17 +564,24 @@ class Communicator:
             self._native, self._short = native, short
             raise
         opened.pop(id(self), None)
+        unwatch(self)
         with self._guard():
             if not self._on_host:
-                self._synchronize(native)  # blocking calls are on torch's streams
+                self._synchronize(native.abort)  # what other threads have issued meanwhile
             self._lane.close()
             self._free(native)
 
-    def _synchronize(self, native) -> None:
+    def _has_ended(self, name: str) -> bool:
+        """Tell whether the communicator was closed before; raise the error that has ended it, if nobody has yet."""
+        if self.closed and self._native.error is not None and not self._native.seen:
+            self._native.refuse(name)
+        return self.closed
+
+    def _synchronize(self, abort) -> None:
         try:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
-            native.abort()
+            abort()
             raise CudaError(f"what was in flight failed: {error}", op="close", rank=self.rank) from error
 
     def _free(self, native) -> None:
@@ -586,11 +608,24 @@ class Communicator:
                         op=name, rank=self.rank,
                     )  # fmt: skip
 
+    def _fail(self, error) -> None:
+        """End everything because of an error that was found beside the program's calls, which get it from now on."""
+        native, self._native = self._native, Gone(error.message, self.rank, error=error)
+        if type(native) is Gone:
+            self._native = native
+            return
+        opened.pop(id(self), None)
+        unwatch(self)
+        if self._algorithms is not None:
+            self._algorithms.abort()
+        self._lane.fail(error, native.abort)
+        kept.append((self._lane, self._registered))  # a thread of the program's may be inside
+
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
-        if kind is not None and (self._lane.busy() or (self._on_host and self._pending() is not None)):
+        if kind is not None and (self.closed or self._lane.busy() or (self._on_host and self._pending() is not None)):
             self.abort()  # what is in flight may never end
         else:
             self.close()
@@ -601,7 +636,7 @@ class Communicator:
         info = None if self.closed else self._native.pending()
         return self._algorithms.pending() if info is None and self._algorithms is not None else info
 
-    def _child(self, native) -> Communicator:
+    def _child(self, native, name: str) -> Communicator:
         child = Communicator.__new__(Communicator)
         engine, peers = self.engine, None
         if isinstance(native, HostsComm):
@@ -612,6 +647,9 @@ class Communicator:
         else:  # NCCL's keep the number that the launcher gave
             local = self.local_rank, self.local_size
         child._adopt(native, engine, self.device, *local, self._timeout, self._policy, peers)
+        notes = notes_of(self)
+        if notes is not None:
+            watch(child, notes.under(name))
         return child
 
     def _current(self, stream) -> int:
@@ -623,10 +661,12 @@ class Communicator:
         if stream is None:
             return torch._C._cuda_getCurrentRawStream(self.device.index)
         if isinstance(stream, int) and not isinstance(stream, bool):
+            self._foreign.add(stream)
             return stream
         handle = getattr(stream, "cuda_stream", None)  # torch's
         if handle is None:
             handle = getattr(stream, "ptr", None)  # CuPy's
+            self._foreign.add(handle)
         if handle is None:
             text = f"stream must be a torch or CuPy stream or its address, not {stream!r}"
             raise InvalidArgument(text, rank=self.rank)
@@ -672,7 +712,7 @@ class Communicator:
 
     def _alive(self, name: str) -> None:
         if type(self._native) is Gone:
-            raise InvalidUsage(self._native.why, op=name, rank=self.rank)
+            self._native.refuse(name)
 
     def _use(self, policy: Policy) -> None:
         self._policy = policy

@@ -17,6 +17,7 @@ from .devices import check_device_ids, tell_devices
 from .errors import CollectivesError, InvalidArgument, InvalidUsage
 from .lanes import close_lanes
 from .memory import mapped_apart
+from .presence import announce
 from .reduction import Failed
 from .state import HookState, check_group
 from .torch_changes import ddps_of, when_registered
@@ -169,6 +170,7 @@ def _registered(ddp, state, hook) -> None:
     """Take note of a DDP object's module when `fused_allreduce` is registered on it, and check its ranks."""
     if hook is not fused_allreduce:
         return
+    announce()  # else the others could not see, before this rank's first gradients, that its process has ended
     if state is None:
         check_group(ddp)
     elif isinstance(state, HookState):

@@ -7,6 +7,7 @@ import os
 import sys
 
 from .errors import InvalidUsage
+from .errors import CollectivesError
 from .group import open_groups
 from .hosts import HostsComm
 
@@ -16,14 +17,23 @@ _EXIT_SECONDS = 5.0  # how long the interpreter's exit may wait for operations i
 
 
 class Gone:
-    """Stand in the place of a binding object that can't be used any more."""
+    """Stand in the place of a binding object that can't be used any more; `error`: what has ended it beside a call."""
 
-    def __init__(self, why: str, rank: int, forked: bool = False):
+    def __init__(self, why: str, rank: int, forked: bool = False, error: CollectivesError | None = None):
         self.why = why
         self.rank = rank
         self.forked = forked
+        self.error = error
+        self.seen = False  # the error was raised
 
     def __getattr__(self, name):
+        self.refuse(name)
+
+    def refuse(self, name: str):
+        """Raise what a call gets now."""
+        if self.error is not None:
+            self.seen = True
+            raise self.error
         raise InvalidUsage(self.why, op=name, rank=self.rank)
 
 

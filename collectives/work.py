@@ -43,6 +43,8 @@ class Flight:
         self.verdict = None  # of several steps, of which the last may end well all the same: gives the error of one
 
     def end(self, error: CollectivesError | None = None) -> None:
+        if self.ended:  # by the watchdog's error, which made the operation end
+            return
         if self.verdict is not None:
             error = self.verdict() or error
             self.verdict = None
@@ -261,6 +263,24 @@ class Lane:
         self._queue = gone
         return kept
 
+    def fail(self, error: CollectivesError, end) -> None:
+        """End all that is in flight with an error, by calling `end`, behind which nothing uses its arrays any more.
+
+        A thread that hangs inside of the engine may hold the lock: it comes out of there by `end`.
+        """
+        locked = self._lock.acquire(timeout=1.0)
+        try:
+            if locked:
+                self._sweep()
+            held = [flight.held for flight in self._pending]
+            for flight in tuple(self._pending):
+                flight.end(error)
+            end()
+            del held
+        finally:
+            if locked:
+                self._lock.release()
+
     def _sweep(self) -> None:
         pending = self._pending
         while pending:
@@ -364,6 +384,15 @@ class HostLane(Lane):
                 return future
         settle()
         return future
+
+    def mark(self, stream: int):
+        """Give a function that tells whether what the queue holds now has ended, for the watchdog."""
+        with self._lock:
+            queue = self._queue
+            if queue is None:
+                return lambda: True
+            ticket = queue.record()
+        return lambda: queue.done(ticket)
 
     def close(self) -> None:
         """End the queue's thread, after what is queued has run; `drain` comes first."""
@@ -518,6 +547,35 @@ class CudaLane(Lane):
                 flight.mark = (torch.cuda.current_stream().record_event(), None)
                 self._pending.append(flight)
         return self.drain(timeout)
+
+    def mark(self, stream: int):
+        """Give a function that tells whether what a stream holds now has ended, for the watchdog's thread.
+
+        None where an event can't be recorded now: the stream is being captured, or is one that its owner may have
+        destroyed.
+        """
+        comm = self._comm
+        if stream in comm._foreign:
+            return None
+        with comm._guard():
+            given = torch.cuda.ExternalStream(stream, comm.device) if stream else torch.cuda.default_stream()
+            if is_capturing(given):
+                return None
+            event = torch.cuda.Event()
+            event.record(given)
+            if is_capturing(given):  # since just now: the event may be part of it, and must not be queried
+                return None
+
+        def has_ended() -> bool:
+            with comm._guard(), queries_allowed():
+                try:
+                    return event.query()
+                except RuntimeError as error:
+                    if "captur" in str(error).lower():  # a capture has begun and ended just then
+                        return True
+                    raise CudaError(f"{error}", op="watchdog", rank=comm.rank) from error
+
+        return has_ended
 
     def join(self) -> None:
         """Order torch's current stream after all that this lane was given."""

@@ -7,6 +7,7 @@ import threading
 import time
 
 import torch
+import torch.distributed as dist
 
 from . import rendezvous
 from .communicator import Communicator, device_of, parse_device
@@ -16,6 +17,8 @@ from .errors import InvalidArgument, InvalidUsage
 from .exchange import needs_store
 from .hosts import open_over
 from .two_levels import use_two_levels
+from .waiting import said
+from .watchdog import Notes, watch
 
 __all__ = ["init"]
 
@@ -68,14 +71,25 @@ def init(
         if place is None:
             place = _local_device(chosen, meeting.local_rank)
             set_first_device(place)
-        _world = Communicator(
-            chosen, meeting.unique_id, identity.rank, identity.size,
-            device=place, local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
-            deterministic=deterministic, native=native,
-        )  # fmt: skip
+        with said("to open the job's communicator", identity.rank, timeout):
+            _world = Communicator(
+                chosen, meeting.unique_id, identity.rank, identity.size,
+                device=place, local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
+                deterministic=deterministic, native=native,
+            )  # fmt: skip
+        notes = _notes(meeting, generation)
+        if notes is not None and chosen.device_type != "cpu":
+            watch(_world, notes)
         if hierarchical and native is None:
             use_two_levels(_world)
         return _world
+
+
+def _notes(meeting, generation: int) -> Notes | None:
+    prefix = f"collectives/watch/{generation}"
+    if dist.is_available() and dist.is_initialized():
+        return Notes(dist.distributed_c10d._get_default_store(), prefix, weak=True)
+    return None if meeting.store is None else Notes(meeting.store, prefix)
 
 
 def _same_world(world: Communicator, engine, device, deterministic) -> None:

@@ -34,8 +34,8 @@ def refuse_arguments(closure, others: dict, by: str, whose: str) -> None:
 class ShardedStep:
     """Steps an optimizer of `collectives.optim` inside of a DDP hook, each rank the elements that it owns.
 
-    `optimizer`: a `collectives.optim.SGD`, `Adam` or `AdamW`, whose ``step()`` from then on only ends the step; see `step`.
-    Parameters must be dense. For each bucket the hook leaves this rank's reduced gradients at ``shares(...).own`` and
+    `optimizer`: a `collectives.optim.SGD`, `Adam` or `AdamW`, whose ``step()`` from then on only ends the step; see
+    `step`. Parameters must be dense. For each bucket the hook leaves this rank's reduced gradients at ``shares(...).own`` and
     ``.rest`` of ``bucket.flat`` and calls `update`, or `defer` where the update must wait for ``optimizer.step()``.
 
     ``optimizer.state`` and ``optimizer.state_dict()`` hold what this rank owns, as tensors of one dimension, and the

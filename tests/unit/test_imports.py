@@ -19,6 +19,7 @@ schedule
 layout
 launch failure_record
 machines
+presence waiting
 _nccl
 arrays
 _kernels
@@ -33,6 +34,7 @@ across
 hosts
 two_levels
 lifetime
+watchdog
 ring
 tune
 communicator

@@ -1,4 +1,4 @@
-"""What messages and docstrings name exists: ``collectives.…`` can be imported, and what stands in backquotes is a name."""
+"""What messages and docstrings name exists: ``collectives.…`` can be imported, what is in backquotes is a name."""
 
 from __future__ import annotations
 
