@@ -6,8 +6,7 @@ import atexit
 import os
 import sys
 
-from .errors import InvalidUsage
-from .errors import CollectivesError
+from .errors import CollectivesError, InvalidUsage
 from .group import open_groups
 from .hosts import HostsComm
 

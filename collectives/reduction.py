@@ -317,13 +317,28 @@ class Reduction:
 
     def _update(self, comm, bucket, **how) -> int:
         """Step the optimizer for a bucket, without the parameters that no rank has used."""
-        unused = ()
-        if self._finds_unused:
-            used = torch.tensor([param.grad is not None for param in bucket.params], dtype=torch.uint8)
-            used = used.to(comm.device)
-            comm.all_reduce(used, "max", algorithm="native")
-            unused = {at for at, each in enumerate(used.tolist()) if not each}
-        return self.sharded.update(comm, bucket, align=self.wire.align or None, unused=unused, **how)
+        unused, doubtful = self._unused(comm, bucket) if self._finds_unused else ((), None)
+        return self.sharded.update(
+            comm, bucket, align=self.wire.align or None, unused=unused, doubtful=doubtful, **how
+        )  # fmt: skip
+
+    def _unused(self, comm, bucket) -> tuple[set, dict | None]:
+        """Find which of a bucket's parameters no rank has used: their places, or on CUDA, where nobody waits to know,
+        the places of those that this rank has not used, each with a number that is 1 if no rank has.
+        """
+        here = [param.grad is not None for param in bucket.params]
+        used = torch.ones(len(here), dtype=torch.uint8, device=comm.device)
+        begin = 0
+        for there, run in itertools.groupby(here):  # by value: a copy from the host would wait
+            end = begin + len(list(run))
+            if not there:
+                used[begin:end].zero_()
+            begin = end
+        comm.all_reduce(used, "max", algorithm="native")
+        if comm._on_host:
+            return {at for at, each in enumerate(used.tolist()) if not each}, None
+        nobody = (used == 0).to(torch.float32)
+        return set(), {at: nobody[at : at + 1] for at, each in enumerate(here) if not each}
 
     def _waits_for_norm(self) -> bool:
         """Whether the optimizer's step must wait for the last bucket."""

@@ -83,20 +83,34 @@ def outside(ctx, kind, options, *, steps=6, accumulate=1, calls_step=True, scale
 def branched(ctx, where):
     """Parameters without a gradient in some steps: AdamW leaves them alone, decay and momentum included."""
     model = Branches()
+    model.step = ctx.rank if where.endswith("apart") else 0  # then each is used on one rank
     optimizer = optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    state = HookState(optimizer=optimizer if where == "inside" else None)
+    state = HookState(optimizer=None if where.startswith("outside") else optimizer)
     ddp = wrap(model, "torch", state, find_unused_parameters=True)
+    known = state.reduction._unused
+
+    def as_on_a_gpu(comm, bucket):
+        """What the ranks find, as tensors that the host doesn't look at."""
+        unused, _ = known(comm, bucket)
+        here = [at for at, param in enumerate(bucket.params) if param.grad is None]
+        return set(), {at: torch.tensor([float(at in unused)]) for at in here}
+
+    if where.startswith("on a GPU"):
+        state.reduction._unused = as_on_a_gpu
     for step in range(5):
         loss_of(ddp, step, ctx.rank).backward()
-        if where == "outside":
+        if where.startswith("outside"):
             optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_unused_parameters_are_left_alone(tmp_path):
-    ours, plain = (run(branched, 2, tmp_path / where, where) for where in ("inside", "outside"))
-    assert all(torch.equal(a, b) for found in ours for a, b in zip(found, plain[0], strict=True))
+@pytest.mark.parametrize("how", ["", ", apart"])
+def test_unused_parameters_are_left_alone(tmp_path, how):
+    plain = run(branched, 2, tmp_path / "outside", "outside" + how)
+    for where in ("inside", "on a GPU"):
+        ours = run(branched, 2, tmp_path / where, where + how)
+        assert all(torch.equal(a, b) for found in ours for a, b in zip(found, plain[0], strict=True))
 
 
 def go(ctx, path, where, kind, options, how):

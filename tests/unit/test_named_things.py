@@ -1,4 +1,4 @@
-"""What messages and docstrings name exists: ``collectives.…`` can be imported, what is in backquotes is a name."""
+"""What messages and docstrings name exists: ``collectives.…`` can be imported, what stands in backquotes is a name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import builtins
 import importlib
 import re
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "collectives"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -41,11 +39,14 @@ def resolves(dotted: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_what_is_named_with_the_package_exists(path):
-    wrong = {
-        f"{line}: {name}" for line, text in literals(path) for name in DOTTED.findall(text) if not resolves(name)
-    }  # fmt: skip
+def test_what_is_named_with_the_package_exists():
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line}: {name}"
+        for path in SOURCES
+        for line, text in literals(path)
+        for name in DOTTED.findall(text)
+        if not resolves(name)
+    ]
     assert not wrong
 
 
