@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import weakref
 import zlib
-from collections import deque
 
 import numpy
 import torch
@@ -27,12 +26,12 @@ from ..control import control_of
 from ..errors import InvalidUsage, RemoteError
 from ..lanes import overlaps
 from .loans import Loans
+from .streams import HostCopies
 from .unit import State, Unit
 
 __all__ = ["Order", "all_orders", "order_of", "orders_of_parameters", "units_of_parameters"]
 
 _DONE, _REDUCE, _GATHER, _MAKE, _MEET = 1, 2, 3, 4, 5
-_MOST_FREED = 2
 LATER, ALIKE, HELPED = range(3)
 _KIND, _COUNT = 33, 20  # bits below
 _KINDS = 24  # in a reduction's number: which of the unit's groups have gradients
@@ -67,6 +66,7 @@ class Order:
     def __init__(self, comm: Communicator):
         self.comm = comm
         self.loans = Loans()
+        self.copies = HostCopies()
         self.control = control_of(comm)
         self._units: list[weakref.ref] = []
         self._slots = 0  # of all units
@@ -76,8 +76,6 @@ class Order:
         self.interrupted = 0  # forwards and backwards that an exception has left
         self.depth = 0  # forwards of units that this thread is in
         self.last_backward = True
-        self.limited = True  # on a GPU, by `limit_all_gathers`
-        self._freed: deque = deque()  # events behind which gathered parameters were let go
         self._backward_order: list[weakref.ref] = []
         self.begins = self._begins = 0  # how many of them it came to before it had let go of any
         self._left = False  # it has let go of one
@@ -93,7 +91,6 @@ class Order:
         self.agree(_MAKE, zlib.crc32(described.encode()), f"shards {described}")
         unit.index = len(self._units)
         unit.first_slot = self._slots
-        unit.freed = self._freed
         self._slots += len(unit.slots)
         self._units.append(weakref.ref(unit))
 
@@ -231,8 +228,6 @@ class Order:
     def gather(self, unit: Unit, *, beside: bool = False) -> None:
         """Begin to gather a unit, if nothing has; `beside`: in advance, while something else is computed."""
         if unit.state is State.SHARDED:
-            if self.limited and self._freed is not None and len(self._freed) >= _MOST_FREED:
-                self._freed.popleft().synchronize()
             near = unit.is_near
             if unit.gathers:
                 near = self.agree(_GATHER, unit.index, near=near) == ALIKE and near
@@ -295,6 +290,8 @@ class Order:
                     each.rest()
                 elif each.state is State.UNSHARDED:
                     each.reshard()
+            if not torch.is_grad_enabled():
+                self.copies.wait()  # people may write to pieces on the host now
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Tell whether a unit lets go behind its forward. What the backward begins with, it doesn't."""
@@ -314,6 +311,7 @@ class Order:
         self.task = None
         self._accumulated = []
         self._finish()
+        self.copies.wait()
         for hook in self._hooks():
             hook.reset()
         for unit in self.units:
@@ -392,6 +390,7 @@ class Order:
         if any(unit.syncs for unit in units):
             self._flush(units)
         self._finish()
+        self.copies.wait()
         for hook in self._hooks():
             hook.end()
         self.task = None
@@ -433,6 +432,7 @@ class Order:
                 slot.arrived |= slot.full.grad is not None
             self._reduce(unit)
         self._finish()
+        self.copies.wait()
         for unit in units:
             for slot, was in zip(unit.slots, used[unit.first_slot : unit.first_slot + len(unit.slots)], strict=True):
                 if slot.fresh and was < 2:
