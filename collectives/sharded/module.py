@@ -329,6 +329,14 @@ class ShardedModule:
         """Name the modules to gather in advance when this one's backward begins."""
         self._unit.backward_prefetch = [_sharded(module)._unit for module in modules]
 
+    def set_static_graph(self, static_graph: bool) -> None:
+        """Say whether ranks whose steps were the same twice go on with no wait for each other; on GPUs they do.
+
+        False: they agree before each collective, on the host, so that they may take other branches in any step. A
+        collective; of all units over the same communicator.
+        """
+        self._order.set_follows(bool(static_graph))
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradients by this in place of the number of ranks; in each rank, before the sum."""
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:

@@ -9,7 +9,25 @@ Ranks need not run the same units. Before a collective each tells, in one small 
   any rank are then reduced, by all, with zeros from those that have none.
 
 So branches, unused units, one rank that evaluates alone, or more micro-batches on one rank can't block the others for
-ever. The price is one all-reduce of some 60 bytes a collective, and that a GPU's rank waits on the host for the others.
+ever. The price is one all-reduce of some 60 bytes a collective, and that a rank waits on the host for the others.
+
+On GPUs the hosts run ahead, and must not wait for each other in each step. There a round, from the end of a backward to
+the end of the next, that was the same on all ranks twice is followed (`rounds`): a rank that comes to what the round
+has next posts its row and goes on with no wait. What then becomes of a rank that comes to something else:
+
+- all ranks come to it, as to an evaluation between two steps: none follows, and they agree as above until a round
+  repeats itself.
+- other ranks have gone on with the round: this one takes part in what they do, one collective after the other, until
+  the round comes to what it wants. So a unit that it doesn't use this time gets its zeros.
+- it has gradients for a unit that the others have reduced by then, or other ranks have ended the round: their step is
+  one of other gradients, and that can't be mended. It raises `InvalidUsage` that says what it came to, and the others
+  `RemoteError` in what they do next. A host that waits for its GPU then, for a collective that this rank doesn't come
+  to, is freed by the communicator's timeout, whose error names the operation and the ranks.
+- it was interrupted by an exception, or can't go on: the others learn it from its row, in what they do next or a round
+  later; until then they go on, and it with them, with zeros.
+- it dies: the others' rows fail at once with an error that names it.
+
+`ShardedModule.set_static_graph(False)` has the ranks agree before each collective on GPUs, too.
 """
 
 from __future__ import annotations
@@ -26,6 +44,7 @@ from ..control import control_of
 from ..errors import InvalidUsage, RemoteError
 from ..lanes import overlaps
 from .loans import Loans
+from .rounds import FOLLOWS, Rounds
 from .streams import HostCopies
 from .unit import State, Unit
 
@@ -48,6 +67,11 @@ _SAME_CALL = ("the ranks don't make the same call", "all ranks must make it, at 
 _orders: dict[int, Order] = {}
 
 
+def follows_rounds(comm: Communicator) -> bool:
+    """Tell whether ranks go on with a round that repeats itself, with no wait for each other: where hosts run ahead."""
+    return not comm._on_host
+
+
 def order_of(comm: Communicator) -> Order:
     """Give the order of a communicator's units; the first call, which all ranks must make, opens it."""
     for key, order in list(_orders.items()):
@@ -67,6 +91,9 @@ class Order:
         self.comm = comm
         self.loans = Loans()
         self.copies = HostCopies()
+        self.follows = follows_rounds(comm)
+        self.rounds = Rounds(self._post, _tells_to_stop)
+        self._reduced: set[int] = set()  # units that this rank has reduced with what it had, since the others did
         self.control = control_of(comm)
         self._units: list[weakref.ref] = []
         self._slots = 0  # of all units
@@ -133,9 +160,16 @@ class Order:
         count = self.interrupted << _COUNT | self.comm.rank
         wish = -index if kind == _GATHER else _NONE
         while True:
+            if kind != _DONE and self._follow(code):
+                return ALIKE
             row[:] = (code, -code, wish, count, -count, 0)
             self.control.all_reduce(row, "max")
             most, least, lowest, newest, oldest, failed = row.tolist()
+            if lowest == FOLLOWS:
+                if self._take_part(kind, code):
+                    return ALIKE
+                continue
+            self.rounds.leave_if_followed()
             if failed:
                 self._reset()
                 raise self._remote(f"rank {failed - 1} could not go on, in its forward, and raised the reason there")
@@ -148,6 +182,9 @@ class Order:
                     f"a forward or backward was interrupted by an exception {where} and not on all ranks: their "
                     "gradients would be of different batches; catch exceptions on all ranks, or on none"
                 )
+            if self.follows:
+                plain = kind in (_REDUCE, _DONE) or (kind == _GATHER and not near and index < _MASTERS)
+                self.rounds.note(code, plain and most == -least)
             if most == -least:
                 return ALIKE
             if most >> _KIND == _MAKE:
@@ -160,6 +197,71 @@ class Order:
                 self._differ(described or _DOES[kind], _SAME_CALL)
             elif kind == _REDUCE:
                 return LATER
+
+    # ---- Following a round.
+
+    def set_follows(self, follows: bool) -> None:
+        """Say whether rounds that repeat themselves are followed. A collective, which blocks."""
+        self.meet(f"set_static_graph({follows})")
+        self.follows = follows
+        self.rounds = Rounds(self._post, _tells_to_stop)
+
+    def _post(self, row: numpy.ndarray):
+        return self.control.all_reduce(row, "max", async_op=True)
+
+    def _follow(self, code: int, flags: numpy.ndarray | None = None) -> bool:
+        """Go on with no wait where a round is followed that has `code` next; tell whether."""
+        if self.rounds.next is None:
+            return False
+        count = self.interrupted << _COUNT | self.comm.rank
+        self._row[:] = (code, -code, FOLLOWS, count, -count, 0)
+        return self.rounds.follow(code, self._row, flags)
+
+    def _take_part(self, kind: int, code: int) -> bool:
+        """Do what others, which follow the round, have gone on with; True: it ends a backward, as this rank does."""
+        theirs = self.rounds.next
+        does = theirs >> _KIND
+        if does == _DONE:
+            self.rounds.advance()
+            if kind == _DONE:
+                return True
+            self._diverge(f"this rank {self._says(code)} where the others have ended their backward")
+        self.rounds.advance()
+        if not self._carry_out(theirs):
+            self._diverge(f"the others do something with unit {theirs >> 1 & (1 << _KINDS) - 1} that this rank can't")
+        return False
+
+    def _carry_out(self, code: int) -> bool:
+        """Take part in a collective of which only others need the result; tell whether this rank could."""
+        index = code >> 1 & ((1 << _KIND - 1) - 1)
+        unit = self._units[index & (1 << _KINDS) - 1]()
+        if unit is None:
+            return False
+        if code >> _KIND == _GATHER:
+            unit.help_gather()
+        elif unit.kinds == index >> _KINDS:
+            self._reduced.add(unit.index)
+            self._reduce(unit)
+        else:
+            return False
+        return True
+
+    def _says(self, code: int) -> str:
+        index = code >> 1 & (1 << _KINDS) - 1
+        unit = self._units[index]() if index < len(self._units) and code >> _KIND in (_GATHER, _REDUCE) else None
+        return _DOES[min(code >> _KIND, _GATHER)] + ("" if unit is None else f" {unit!r}")
+
+    def _diverge(self, what: str) -> None:
+        """Raise `InvalidUsage`, and have the others raise, where ranks that don't wait for each other have parted."""
+        self.fail()
+        raise _known(
+            InvalidUsage(
+                f"{what}: on GPUs the ranks don't wait for each other once their steps have been the same; give all "
+                "ranks the same units in the same order, or call set_static_graph(False), which has them agree before "
+                "each collective",
+                op="fully_shard", rank=self.comm.rank,
+            )  # fmt: skip
+        )
 
     def _remote(self, text: str) -> RemoteError:
         """Give an error of which all ranks know."""
@@ -186,9 +288,16 @@ class Order:
 
     def fail(self) -> None:
         """Tell the others, in what they do next, that this rank can't go on."""
-        if self.control is not None:
+        while self.control is not None:
             self._row[:] = (0, 0, _NONE, 0, 0, self.comm.rank + 1)
             self.control.all_reduce(self._row, "max")
+            if self._row[2] != FOLLOWS:
+                break
+            theirs = self.rounds.next  # they go on until they know of it
+            self.rounds.advance()
+            if theirs >> _KIND != _DONE:
+                self._carry_out(theirs)
+        self.rounds.leave_if_followed()
         self._reset()
 
     def _help(self, index: int) -> None:
@@ -310,6 +419,7 @@ class Order:
     def _reset(self) -> None:
         self.task = None
         self._accumulated = []
+        self._reduced.clear()
         self._finish()
         self.copies.wait()
         for hook in self._hooks():
@@ -346,6 +456,8 @@ class Order:
         # Frozen parameters may still be needed, until the gradients of the inputs are there.
         stays = unit.calls > 0 and len(unit.trainable) < len(unit.groups)
         if unit.syncs:
+            if unit.index in self._reduced:
+                self._diverge(f"{unit!r} has gradients here, and the others have reduced it before")
             if self.agree(_REDUCE, unit.index | unit.kinds << _KINDS) == LATER:
                 return  # the end of the backward sees to it
             if unit.reshard_after_backward and not stays:
@@ -404,6 +516,33 @@ class Order:
             for hook in list(piece._post_accumulate_grad_hooks.values()):
                 hook(piece)
 
+    def _agree_on(self, flags: numpy.ndarray, units: list[Unit]) -> numpy.ndarray:
+        """Give the flags of all ranks at the end of a backward, each the largest."""
+        here = {unit.index for unit in units if unit.syncs and unit.has_gradients()} & self._reduced
+        if here:
+            unit = self._units[min(here)]()
+            self._diverge(f"{unit!r} has gradients here, and the others have reduced it before")
+        if self.control is None or self._follow(_DONE << _KIND, flags):
+            self._reduced.clear()
+            return flags
+        self.agree(_DONE)
+        self._reduced.clear()
+        if self.rounds.next is not None:  # others have ended the round as they did before
+            for unit in units:
+                flags[unit.index] = unit.syncs and unit.has_gradients()
+            if not self.rounds.covers(flags):
+                self._diverge("this rank has gradients at the end of its backward that it didn't have in the others")
+            return self.rounds.end_flags().copy()
+        if not self.follows:
+            self.control.all_reduce(flags, "max")
+            return flags
+        both = numpy.concatenate([flags, 255 - flags])
+        self.control.all_reduce(both, "max")
+        flags, least = both[: len(flags)], 255 - both[len(flags) :]
+        # None is left to be reduced, and all ranks had all gradients.
+        self.rounds.end(flags, bool((flags == least).all()) and not flags[: len(self._units)].any())
+        return flags
+
     def _flush(self, units: list[Unit]) -> None:
         """Reduce what still waits on any rank, and take the zeros off parameters that no rank has used."""
         count = len(self._units)
@@ -415,9 +554,7 @@ class Order:
                 flags[begin : begin + len(unit.slots)] = [2 * slot.arrived for slot in unit.slots]
             for at in unit.trainable_slots:  # 1: of a group with gradients; 2: it has one
                 flags[count + unit.first_slot + at] |= 1
-        if self.control is not None:
-            self.agree(_DONE)
-            self.control.all_reduce(flags, "max")
+        flags = self._agree_on(flags, units)
         used = flags[count:].tolist()
         for unit in units:
             unit.add_trainable(used[unit.first_slot : unit.first_slot + len(unit.slots)])
@@ -440,6 +577,12 @@ class Order:
                 slot.fresh = False
                 if was >= 2 and slot.piece._post_accumulate_grad_hooks:
                     self._accumulated.append(slot.piece)
+
+
+def _tells_to_stop(row: numpy.ndarray) -> bool:
+    """Tell whether a row says that a rank can't go on, or was interrupted and others weren't."""
+    _, _, _, newest, oldest, failed = row.tolist()
+    return bool(failed) or newest >> _COUNT != -oldest >> _COUNT
 
 
 def _known(error: Exception) -> Exception:
