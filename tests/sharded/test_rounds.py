@@ -5,6 +5,7 @@ On GPUs they do; here the host engine's ranks are told to.
 
 import contextlib
 import os
+import random
 import signal
 import time
 from unittest import mock
@@ -15,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives.errors import CollectivesError, InvalidUsage, RemoteError
-from collectives.sharded import fully_shard
-from collectives.sharded import order as orders
+from collectives.sharded import agreement, fully_shard, rounds
 from tests.ddp.training import batch, over_gloo, run
 from tests.ranks import Died, run_ranks
 from tests.sharded import test_order
@@ -25,7 +25,7 @@ from tests.sharded.test_order import Branches, check, equal, expected, gradients
 
 @contextlib.contextmanager
 def following():
-    with mock.patch.object(orders, "follows_rounds", lambda comm: True):
+    with mock.patch.object(agreement, "follows_rounds", lambda comm: True):
         yield
 
 
@@ -137,19 +137,18 @@ def test_a_rank_that_leaves_a_unit_out(tmp_path):
 def parts(ctx):
     """One rank takes units in another order: both raise, and both can go on after it."""
     found = {}
-    for name, whiches in {"another order": ((0, 1, 2), (2, 0, 1)), "twice": ((0, 1, 2), (0, 1, 2, 0))}.items():
+    for name, whiches in {"another order": ((0, 1, 2), (2, 0, 1)), "one more": ((0, 1), (0, 1, 2))}.items():
         model, _ = made()
+        usual = whiches[0]
         for at in range(6):
-            step(model, ctx.rank, at)
+            step(model, ctx.rank, at, usual)
         raised = []
         for at in range(4):
             try:
-                step(model, ctx.rank, at, whiches[ctx.rank] if at == 0 else (0, 1, 2))
+                step(model, ctx.rank, at, whiches[ctx.rank] if at == 0 else usual)
             except CollectivesError as error:
                 raised.append((type(error), str(error)))
-        if name == "twice":  # each gather is there already: nothing is another's
-            found[name] = raised
-            continue
+                break  # the others know of it a step later
         kinds = [kind for kind, _ in raised]
         found[name] = [] if kinds == [InvalidUsage if ctx.rank else RemoteError] else raised
         if ctx.rank and "set_static_graph(False)" not in raised[0][1]:
@@ -224,8 +223,10 @@ def interrupted(ctx):
             backward(model, ctx.rank)
         except (ValueError, RemoteError) as error:
             told.append(type(error).__name__)
+            if told[-1] == "RemoteError":
+                break
         model.fails = False
-    found["one rank failed"] = [] if told == (["RemoteError"] if ctx.rank == 0 else ["ValueError", "RemoteError"]) else told
+    found["one rank failed"] = [] if told == ["ValueError", "RemoteError"][1 - ctx.rank :] else told
     dist.barrier()
     repeat()
     found["after one rank's failure"] = equal(gradients(model), expects)
@@ -255,6 +256,100 @@ def test_a_rank_that_dies():
     assert run_ranks(dies, 2, deaths=[1]) == [True, Died(signal=9, exitcode=0)]
 
 
+def evaluates(ctx, count):
+    """Rank 0 evaluates alone once the ranks follow a round: another step's gradients would meet the others'."""
+    comm = ctx.communicator()
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    with following():
+        model = sharded(net, net[0], net[2], comm=comm)
+    for _ in range(6):
+        model(torch.randn(4, 6)).sum().backward()
+    raised = []
+    if ctx.rank == 0:
+        try:
+            with torch.no_grad():
+                for _ in range(count):
+                    model(torch.randn(4, 6))
+        except CollectivesError as error:
+            raised.append(type(error))
+    for _ in range(4):
+        if not raised:
+            try:
+                model(torch.randn(4, 6)).sum().backward()
+            except CollectivesError as error:
+                raised.append(type(error))
+    ctx.exchange("both know")
+    for _ in range(6):
+        model(torch.randn(4, 6)).sum().backward()
+    return raised
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_rank_that_evaluates_alone(count):
+    assert run_ranks(evaluates, 2, count) == [[InvalidUsage], [RemoteError]]
+
+
+TRIALS = 6
+
+
+@over_gloo
+def anything(ctx):
+    """Three ranks follow a round, and each does what it likes in the next: right, or an error, and never a hang."""
+    found, outcomes = {}, set()
+    usual = [0, 1, 2, 3]
+    for trial in range(TRIALS):
+        draw = random.Random(trial)
+        ways = [usual, usual[:-1], usual[1:], [3, 2, 1, 0], [0, 0, 1, 2, 3], [1], [2, 1, 0, 3]]
+        whiches = [draw.choice(ways[: 3 if trial % 2 else None]) for _ in range(ctx.size)]
+        with following():
+            model = sharded(Branches(4), reshard_after_forward=draw.random() < 0.5)
+        for at in range(6):
+            step(model, ctx.rank, at, usual)
+        raised = None
+        for at in range(4):
+            try:
+                step(model, ctx.rank, at, whiches[ctx.rank] if at == 0 else usual)
+            except CollectivesError as error:
+                raised = error
+                break
+            if at == 0:
+                units = [module._unit for module in model.modules() if hasattr(module, "_unit")]
+                ours = {
+                    slot: None if slot.piece.grad is None else slot.piece.grad.flatten().clone()
+                    for unit in units
+                    for slot in unit.slots
+                }
+        every = [None] * ctx.size
+        dist.all_gather_object(every, raised is not None)
+        outcomes.add(any(every))
+        if any(every):
+            found["known to all", trial] = [] if all(every) else every
+        else:
+            full = expected(
+                lambda: Branches(4), lambda m, rank, w=whiches: loss_of(m, rank, w[rank], 0).backward(), ctx.size
+            )
+            names = {id(p): name for name, p in model.named_parameters()}
+            wrong = []
+            for slot, grad in ours.items():
+                value = full[names[id(slot.piece)]]
+                part = None if value is None else value.flatten()[slot.start : slot.start + slot.piece.numel()]
+                if (grad is None) != (part is None) or (grad is not None and not torch.allclose(grad, part, atol=1e-6)):
+                    wrong.append((slot.name, whiches))
+            found["right", trial] = wrong
+        dist.barrier()
+        for at in range(6):
+            step(model, ctx.rank, at, usual)
+        theirs = expected(lambda: Branches(4), lambda m, rank: loss_of(m, rank, usual, 5).backward(), ctx.size)
+        found["after it", trial] = equal(gradients(model), theirs, close=True)
+    found["outcomes"] = [] if outcomes == {True, False} else outcomes
+    return found
+
+
+def test_ranks_do_anything_behind_rounds_that_were_followed(tmp_path):
+    check(anything, tmp_path, 3)
+
+
 def everything(ctx, path):
     """What ranks may do otherwise in their first steps, as when they agree in each."""
     with following():
@@ -269,8 +364,6 @@ def test_first_steps_are_agreed_on(tmp_path):
 
 @pytest.mark.parametrize("longest", [3])
 def test_a_round_without_end_is_not_kept(longest):
-    from collectives.sharded import rounds
-
     with mock.patch.object(rounds, "_LONGEST", longest):
         found = rounds.Rounds(None, None)
         for code in range(10):
