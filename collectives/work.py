@@ -116,6 +116,15 @@ class Work:
             raise flight.error
         return True
 
+    def release(self) -> None:
+        """Let go of the arrays before the end; a local call, behind `wait()`.
+
+        On CUDA: for arrays that were allocated on the stream that has waited, which takes their memory again in its own
+        order. Else they are held until the host sees that the operation has ended, and a host that runs ahead of the
+        GPU needs the memory of all of them. On the host `wait()` has let go of them.
+        """
+        self._flying().held = ()
+
     def done(self) -> bool:
         """Tell whether the operation has ended, well or badly; never blocks."""
         flight = self._flying()

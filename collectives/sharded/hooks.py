@@ -23,6 +23,7 @@ from ..wire import Bucket, Factor, Plain, _after, _counts_itself, _op, _ring_byt
 from .clip import counts_here, global_norm
 from .codec import Codec
 from .stepping import UnitStep
+from .streams import current_stream, release
 
 __all__ = ["Hooks", "hooks_of"]
 
@@ -247,6 +248,7 @@ class Hooks:
 
     def _plain(self, comm, group, flat, own, whole, factor, health, async_op):
         """Reduce as the gradients are, into the place of the pieces' own, beside the computation where that goes."""
+        home = current_stream(flat.device)
         op, after, algorithm = _op(factor, comm.size), _after(factor, comm.size), self.wire._algorithm(comm)
         counted = health is not None and _counts_itself(comm, algorithm)
         options = {"share": health} if counted else {"algorithm": algorithm}
@@ -262,6 +264,7 @@ class Hooks:
         def end():
             if work is not None:
                 work.wait()
+                release(work, home, flat.device)
             if after != 1.0:
                 out.mul_(after)
                 if counted:
@@ -277,6 +280,8 @@ class Hooks:
         """Step a unit whose gradients are there, unless the step must wait for others."""
         if not self.steps or self._waits() or len(unit.trainable) < len(unit.groups):
             return  # what is frozen may still be needed as it is
+        if any(group.offloads for group in unit.groups):
+            return  # the gradients are on their way to the host until the backward's end
         if all(slot.arrived for slot in unit.slots):
             self._step.update(unit)
             self._stepped.add(unit)
@@ -304,9 +309,11 @@ class Hooks:
                 if unit not in self._stepped:
                     self._step.update(unit, clip=clip, found=found)
         elif clip is not None and not (isinstance(clip, float) and clip == 1.0):
-            grads = self._gradients()
-            if grads:
-                torch._foreach_mul_(grads, clip)
+            kinds: dict[torch.device, list] = {}
+            for grad in self._gradients():
+                kinds.setdefault(grad.device, []).append(grad)
+            for device, grads in kinds.items():
+                torch._foreach_mul_(grads, clip if isinstance(clip, float) else clip.to(device))
         totals = reduction.totals
         totals["backwards"] += 1
         totals["buckets"] += len(self._reduced)
