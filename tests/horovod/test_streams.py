@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 
-from collectives.horovod import adasum_optimizer, gradient_memory
+from collectives.horovod import adasum_optimizer, gradient_memory, sync_batch_norm
 from collectives.horovod.compression import Compression
 from collectives.horovod.coordinator import Coordinator
 from collectives.horovod.gradient_memory import Member, Unit
@@ -230,3 +230,31 @@ def test_a_unit_waits_for_all_streams_of_its_gradients(gpu, monkeypatch):
         ("recorded", "two", "p2"),
         ("packs", "two", None),
     ]
+
+
+class Unread(torch.Tensor):
+    """A tensor on a GPU whose value nobody asks for: the host would wait."""
+
+    is_cuda = property(lambda self: True)
+
+    def item(self):
+        raise AssertionError("the host waits for the GPU")
+
+    tolist = __float__ = __bool__ = item
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_sync_batch_norm_reads_nothing_back(monkeypatch, momentum):
+    monkeypatch.setattr(sync_batch_norm, "allgather_async", lambda own, *_, **__: own)
+    monkeypatch.setattr(sync_batch_norm, "allreduce_async", lambda own, **_: own)
+    monkeypatch.setattr(sync_batch_norm, "synchronize", lambda own: own.as_subclass(Unread))
+    monkeypatch.setattr(sync_batch_norm, "current", lambda: types.SimpleNamespace(size=2))
+    ours, theirs = sync_batch_norm.SyncBatchNorm(3, momentum=momentum), torch.nn.BatchNorm1d(3, momentum=momentum)
+    ours.num_batches_tracked = ours.num_batches_tracked.as_subclass(Unread)
+    values = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    found, wanted = values.clone().requires_grad_(), values.clone().requires_grad_()
+    for _ in range(2):
+        (ours(found) ** 3).sum().as_subclass(torch.Tensor).backward()
+        (theirs(wanted) ** 3).sum().backward()
+    for one, other in [(found.grad, wanted.grad), *zip(ours.buffers(), theirs.buffers(), strict=True)]:
+        torch.testing.assert_close(one.as_subclass(torch.Tensor), other)

@@ -241,3 +241,25 @@ def test_a_table_that_is_made_and_changed_waits_for_nothing(device, monkeypatch)
     kernels.WireTable([torch.zeros(128, dtype=torch.uint8) for _ in range(3)])
     kernels.ParameterTable("sgd_step", tensors, [torch.ones(5) for _ in range(3)])
     assert not device.pinned and not device.events
+
+
+# ---- Statistics.
+class Recorded(torch.Tensor):
+    """Memory of which is noted on which streams it is used."""
+
+    def record_stream(self, stream):
+        self.streams.append(stream)
+
+
+def test_statistics_on_another_stream_are_recorded_there(monkeypatch):
+    statistics = kernels.Statistics()
+    names = ("sum_of_squares", "nonfinite", "_sums", "_bad")
+    for name in names:
+        tensor = getattr(statistics, name).as_subclass(Recorded)
+        tensor.streams = []
+        setattr(statistics, name, tensor)
+    statistics._streams = ["made on"]
+    for stream in ("made on", "another", "made on"):
+        statistics._record(stream)
+    for name in names:
+        assert getattr(statistics, name).streams == ["another", "made on"]
