@@ -61,6 +61,7 @@ overlap
 local_sgd
 state
 gradients
+round_flags
 buckets
 ddp
 sharded
