@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 from dataclasses import replace
 from threading import get_ident
 
@@ -22,6 +21,7 @@ from .machines import grouped
 from .memory import Registration, allocate, memory_of, whole_allocation
 from .ring import Algorithms, run_by
 from .tune import Policy, agree_on, pick
+from .variables import check, switch
 from .watchdog import notes_of, unwatch, watch
 from .work import CudaLane, HostLane, Work
 
@@ -64,6 +64,7 @@ class Communicator:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidArgument(f"size must be an int of at least 1, not {size!r}")
         rank = parse_rank(rank, size, "rank", rank=None, name="Communicator")
+        check()
         device = device_of(engine, device)
         if native is not None:
             pass
@@ -93,7 +94,7 @@ class Communicator:
         self._on_host = engine.device_type == "cpu"
         self._read = Reader(device, self.rank)
         self._lane = HostLane(self) if self._on_host else CudaLane(self)
-        self._checks = not self._on_host and os.environ.get("COLLECTIVES_CHECK", "0") not in ("", "0")
+        self._checks = switch("COLLECTIVES_CHECK") and not self._on_host
         # The short way of blocking calls on plain arrays. What it doesn't take goes the longer way, which checks all.
         current_device = None if self._on_host or self._checks else torch._C._cuda_getDevice
         other = not isinstance(native, Comm)
