@@ -99,10 +99,10 @@ cdef object error_of(Library library, Comm comm, ncclResult_t code, const char* 
 
 cdef int let_signals_win(bint interrupted) except -1:
     """Raise what a signal handler of this process raises: Ctrl-C reaches all ranks, and that another one of them ended
-    a moment earlier isn't what has happened to this one. ``interrupted``: it is known that a signal has ended that
-    rank, so this one's own gets a moment to come.
+    a moment earlier isn't what has happened to this one. Its own signal gets 0.1 s to come, and 0.5 s where it is known
+    that the other rank was ``interrupted``.
     """
-    cdef int rounds = 50 if interrupted else 0
+    cdef int rounds = 50 if interrupted else 10
     if collInsideInterrupt or not collIsMainThread():
         return 0
     PyErr_CheckSignals()
