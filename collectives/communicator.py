@@ -29,6 +29,7 @@ __all__ = ["Communicator", "device_of", "parse_device"]
 
 _UINT8 = DTYPES["uint8"]
 _NO_GUARD = contextlib.nullcontext()
+_WATCHDOG_SECONDS = 10.0
 _ABORT_SECONDS = 1.0  # how long abort() waits for its queue, which fails what is in it at once
 
 
@@ -413,7 +414,9 @@ class Communicator:
         if self._token is None:
             self._token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         work = self.all_reduce(self._token, "max", async_op=True, algorithm="native")
-        if not self._lane.block(work._flight, self._timeout):
+        # The watchdog ends it at the limit, and names the ranks that have not come: it gets the time to do so.
+        limit = None if self._timeout is None else self._timeout + _WATCHDOG_SECONDS
+        if not self._lane.block(work._flight, limit):
             raise CollectiveTimeout(f"not all ranks came within {self._timeout} s", op="barrier", rank=self.rank)
         work.wait()
 
@@ -538,9 +541,14 @@ class Communicator:
         if group is not None and group.uses(self):
             raise InvalidUsage("close() inside a group that holds calls of this communicator", rank=self.rank)
         self._lane.drain(None)
+        if not self._on_host:  # while the watchdog still looks: blocking calls are on torch's streams, and may hang
+            with self._guard():
+                torch.cuda.synchronize(self.device)
         native, self._native = self._native, Gone("the communicator is closed", self.rank)
         if type(native) is Gone:
             self._native = native
+            if native.error is not None and not native.seen:
+                native.refuse("close")
             return
         opened.pop(id(self), None)
         unwatch(self)
@@ -549,8 +557,6 @@ class Communicator:
             native.deregister(registration.handle)
         self._registered.clear()
         with self._guard():
-            if not self._on_host:
-                torch.cuda.synchronize(self.device)  # blocking calls are on torch's streams
             if self._algorithms is not None:
                 self._algorithms.close()
             native.destroy()
