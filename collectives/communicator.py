@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 from dataclasses import replace
-from functools import partial
 from threading import get_ident
 
 import torch
 
+from . import closing
 from ._nccl import DTYPES, OPS, SHRINK_ABORT, ArrayCalls, Comm
 from .agree import PREMUL, agree, row
 from .arrays import ITEMSIZE, Place, Reader, parse_op, parse_rank, premul_scalar
-from .cuda_state import is_capturing
 from .engine import Engine, device_of, parse_device
-from .errors import Aborted, CollectivesError, CollectiveTimeout, CudaError, InvalidArgument, InvalidUsage
+from .errors import CollectiveTimeout, InvalidArgument, InvalidUsage
 from .group import Call, Group, issue, open_groups
 from .hosts import HostsComm, NoShortWay
-from .lifetime import Gone, kept, opened
+from .lifetime import Gone, opened
 from .machines import grouped
 from .memory import Registration, allocate, memory_of, whole_allocation
 from .ring import Algorithms, run_by
 from .tune import Policy, agree_on, pick
-from .watchdog import notes_of, unwatch, watch
+from .variables import check, switch
+from .watchdog import notes_of, watch
 from .work import CudaLane, HostLane, Work
 
 __all__ = ["Communicator", "device_of", "parse_device"]
 
 _UINT8 = DTYPES["uint8"]
 _NO_GUARD = contextlib.nullcontext()
-_ABORT_SECONDS = 1.0  # how long abort() waits for its queue, which fails what is in it at once
+_WATCHDOG_SECONDS = 10.0
 
 
 class Communicator:
@@ -66,6 +65,7 @@ class Communicator:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidArgument(f"size must be an int of at least 1, not {size!r}")
         rank = parse_rank(rank, size, "rank", rank=None, name="Communicator")
+        check()
         device = device_of(engine, device)
         if native is not None:
             pass
@@ -96,7 +96,7 @@ class Communicator:
         self._on_host = engine.device_type == "cpu"
         self._read = Reader(device, self.rank)
         self._lane = HostLane(self) if self._on_host else CudaLane(self)
-        self._checks = not self._on_host and os.environ.get("COLLECTIVES_CHECK", "0") not in ("", "0")
+        self._checks = switch("COLLECTIVES_CHECK") and not self._on_host
         # The short way of blocking calls on plain arrays. What it doesn't take goes the longer way, which checks all.
         current_device = None if self._on_host or self._checks else torch._C._cuda_getDevice
         other = not isinstance(native, Comm)
@@ -410,13 +410,15 @@ class Communicator:
             finally:
                 label()
             return
-        self._refuse_in_capture("barrier")
+        closing.refuse_in_capture(self, "barrier")
         if self._checks:
             self._agree([row("barrier")])
         if self._token is None:
             self._token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         work = self.all_reduce(self._token, "max", async_op=True, algorithm="native")
-        if not self._lane.block(work._flight, self._timeout):
+        # The watchdog ends it at the limit, and names the ranks that have not come: it gets the time to do so.
+        limit = None if self._timeout is None else self._timeout + _WATCHDOG_SECONDS
+        if not self._lane.block(work._flight, limit):
             raise CollectiveTimeout(f"not all ranks came within {self._timeout} s", op="barrier", rank=self.rank)
         work.wait()
 
@@ -505,7 +507,7 @@ class Communicator:
                 "operations are in flight, which may use the array: wait for them first",
                 op="deregister", rank=self.rank,
             )  # fmt: skip
-        self._refuse_in_capture("deregister")
+        closing.refuse_in_capture(self, "deregister")
         with self._guard():
             if not self._on_host:
                 torch.cuda.synchronize(self.device)
@@ -519,107 +521,17 @@ class Communicator:
 
         The other ranks' operations with this one raise `RemoteError`. C: ncclCommAbort.
         """
-        if not self.closed:
-            self._lane.give_up(Aborted("abort() closed the communicator during the operation", rank=self.rank))
-        native, self._native = self._native, Gone("the communicator was aborted", self.rank)
-        if type(native) is Gone:
-            self._native = native
-            native.seen = True
-            return
-        opened.pop(id(self), None)
-        unwatch(self)
-        if self._algorithms is not None:
-            self._algorithms.abort()
-        with self._guard():
-            native.abort()
-        # Bounded, since abort() may run in a signal handler on top of a call that only then can end.
-        if self._lane.quiet(_ABORT_SECONDS):
-            self._lane.close()
-            self._registered.clear()
-        else:
-            kept.append((self._lane, self._registered))
+        closing.abort(self)
 
     def close(self) -> None:
-        """Wait for what is in flight, then free the communicator. Harmless when called again. C: ncclCommDestroy."""
-        if self._has_ended("close"):
-            return
-        group = open_groups.get(get_ident())
-        if group is not None and group.uses(self):
-            raise InvalidUsage("close() inside a group that holds calls of this communicator", rank=self.rank)
-        self._refuse_in_capture("close")
-        self._lane.drain(None)
-        if not self._on_host:
-            with self._guard():  # blocking calls are on torch's streams; the watchdog looks on
-                self._synchronize(self.abort)
-        if self._has_ended("close"):
-            return
-        native, self._native = self._native, Gone("the communicator is closed", self.rank)
-        if type(native) is Gone:
-            self._native = native
-            return
-        short, self._short = self._short, NoShortWay()
-        try:
-            native.wait_for_calls()  # of other threads
-        except BaseException:  # a signal handler's, on top of a call
-            self._native, self._short = native, short
-            raise
-        opened.pop(id(self), None)
-        unwatch(self)
-        with self._guard():
-            if not self._on_host:
-                self._synchronize(native.abort)  # what other threads have issued meanwhile
-            self._lane.close()
-            self._free(native)
+        """Wait for what is in flight, then free the communicator. Harmless when called again. C: ncclCommDestroy.
 
-    def _has_ended(self, name: str) -> bool:
-        """Tell whether the communicator was closed before; raise the error that has ended it, if nobody has yet."""
-        if self.closed and self._native.error is not None and not self._native.seen:
-            self._native.refuse(name)
-        return self.closed
-
-    def _synchronize(self, abort) -> None:
-        try:
-            torch.cuda.synchronize(self.device)
-        except RuntimeError as error:
-            abort()
-            raise CudaError(f"what was in flight failed: {error}", op="close", rank=self.rank) from error
-
-    def _free(self, native) -> None:
-        """Free what the engine has, in reverse; the first error is raised when all has had its turn."""
-        steps = [partial(native.deregister, registration.handle) for registration in self._registered]
-        if self._algorithms is not None:
-            steps.append(self._algorithms.close)
-        failed = None
-        for step in (*steps, native.destroy):
-            try:
-                step()
-            except CollectivesError as error:
-                failed = failed or error
-        self._registered.clear()
-        if failed is not None:
-            raise failed
-
-    def _refuse_in_capture(self, name: str) -> None:
-        if not self._on_host:
-            with self._guard():
-                if is_capturing(None):
-                    raise InvalidUsage(
-                        f"{name}() waits for the GPU, which can't be done while a CUDA graph is captured",
-                        op=name, rank=self.rank,
-                    )  # fmt: skip
+        Raises the error with which the watchdog has ended the communicator, if no call has raised it before.
+        """
+        closing.close(self)
 
     def _fail(self, error) -> None:
-        """End everything because of an error that was found beside the program's calls, which get it from now on."""
-        native, self._native = self._native, Gone(error.message, self.rank, error=error)
-        if type(native) is Gone:
-            self._native = native
-            return
-        opened.pop(id(self), None)
-        unwatch(self)
-        if self._algorithms is not None:
-            self._algorithms.abort()
-        self._lane.fail(error, native.abort)
-        kept.append((self._lane, self._registered))  # a thread of the program's may be inside
+        closing.fail(self, error)
 
     def __enter__(self):
         return self

@@ -9,6 +9,8 @@ import socket
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+from .variables import label
+
 __all__ = [
     "MOST_CARRIERS",
     "Layout",
@@ -27,7 +29,7 @@ _ALIGNED = 16  # elements: pieces begin at a multiple of it
 
 def simulated() -> str:
     """Give COLLECTIVES_HOST_ID, by which one machine can stand for several, or ""."""
-    return os.environ.get("COLLECTIVES_HOST_ID", "").strip()[:255]
+    return label("COLLECTIVES_HOST_ID")
 
 
 def this_machine() -> tuple[str, str, str]:

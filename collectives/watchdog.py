@@ -14,7 +14,6 @@ raised by what comes next on the user's threads: waits, operations and `close`.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import os
@@ -65,8 +64,10 @@ class Notes:
         """Leave a note; nothing where the store is gone."""
         store = self._store()
         if store is not None:
-            with contextlib.suppress(RuntimeError):
+            try:
                 store.set(f"{self._prefix}/{key}", json.dumps(value))
+            except RuntimeError:
+                self._store = _gone
 
     def read(self, key: str):
         """Give a note; None where there is none, or the store is gone."""
@@ -75,8 +76,15 @@ class Notes:
             if store is None or not store.check([f"{self._prefix}/{key}"]):
                 return None
             return json.loads(store.get(f"{self._prefix}/{key}"))
-        except (RuntimeError, ValueError):
-            return None
+        except RuntimeError:  # its server has ended; torch writes a stack for each further try
+            self._store = _gone
+        except ValueError:
+            pass
+        return None
+
+
+def _gone() -> None:
+    """Stand for a store that is gone."""
 
 
 class _Watched:

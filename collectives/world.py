@@ -17,6 +17,7 @@ from .errors import InvalidArgument, InvalidUsage
 from .exchange import needs_store
 from .hosts import open_over
 from .two_levels import use_two_levels
+from .variables import check
 from .waiting import said
 from .watchdog import Notes, watch
 
@@ -50,6 +51,7 @@ def init(
         if _world is not None and (not _world.closed or _world.forked):
             _same_world(_world, engine, device, deterministic)
             return _world
+        check()
         chosen = get_engine(engine, None if device is None else parse_device(device).type)
         identity = rendezvous.identify()
         place = None

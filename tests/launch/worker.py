@@ -2,9 +2,9 @@
 
 ``init`` open and sum over the ranks; ``twice`` init again; ``reopen`` close and init again; ``group`` a process group
 of torch.distributed, its sum, and its end; ``group-first`` the same, left open; ``ours`` as group, by
-``collectives.init_process_group``; ``control`` a communicator on host memory over a subgroup; ``restart``
-fail in the first life of rank 1. The first argument is the time limit of ``init()`` in seconds. What ``init()`` raises
-becomes the result.
+``collectives.init_process_group``; ``control`` a communicator on host memory over a subgroup; ``restart`` fail in the
+first life of rank 1. The first argument is the time limit of ``init()`` in seconds. What ``init()`` raises becomes the
+result.
 """
 
 from __future__ import annotations

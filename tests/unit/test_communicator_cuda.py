@@ -14,7 +14,7 @@ import weakref
 import pytest
 import torch
 
-from collectives import communicator, cuda_state, errors, memory, work, world
+from collectives import closing, cuda_state, errors, memory, work, world
 from collectives.communicator import Communicator
 from collectives.engine import Engine
 from collectives.horovod.coordinator import Coordinator
@@ -285,7 +285,7 @@ def test_deregister_waits_for_the_gpu(gpu, comm):
 
 
 def test_abort_lets_go_of_what_has_left_the_gpu(gpu, comm, monkeypatch):
-    monkeypatch.setattr(communicator, "_ABORT_SECONDS", 0.05)
+    monkeypatch.setattr(closing, "_ABORT_SECONDS", 0.05)
     done, array, registered = start(comm, Array()), Array(), Array()
     gone, freed = weakref.ref(array), weakref.ref(registered)
     pending = start(comm, array)

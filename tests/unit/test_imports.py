@@ -14,6 +14,7 @@ PACKAGE = ROOT / "collectives"
 # A module imports only modules that stand before it in this list.
 ORDER = """
 errors
+variables
 cuda_state
 schedule
 layout
@@ -35,6 +36,7 @@ hosts
 two_levels
 lifetime
 watchdog
+closing
 ring
 tune
 communicator
