@@ -86,13 +86,12 @@ def same(one, other):
     )
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("wire", ["int8", "bf16"])
+@pytest.mark.parametrize("wire, shared", [("int8", False), ("bf16", False), ("int8", True)])
 def test_two_models_with_equal_names_go_on_bit_for_bit(tmp_path, wire, shared):
     whole = run(resumed, 2, tmp_path / "whole", wire, False, False, False, shared)
     assert all(map(torch.equal, whole[0][0], whole[1][0]))
     assert all(found.abs().max() > 0 for each in whole[0][1] for found in each.values())
-    for number, (collects, keeps) in enumerate(((True, True), (True, False), (False, True))):
+    for number, (collects, keeps) in enumerate(((True, True), (True, False))):
         halves = run(resumed, 2, tmp_path / str(number), wire, True, collects, keeps, shared)
         for rank in range(2):
             assert same(halves[rank], whole[rank])
