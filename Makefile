@@ -46,9 +46,11 @@ sanitize: setup
 bench: setup
 	$(BIN)/python -m collectives.bench --ranks $(RANKS) $(BENCH_ARGS)
 
-# What needs a GPU: its tests, and the kernels' times.
-gpu: setup
-	PYTHON=$(abspath $(BIN)/python) bash benchmarks/kernels/gpu.sh
+# What only a GPU can show, with the torch, CuPy, Cython, pytest and g++ that $(PYTHON) has: no virtual environment, no network.
+# GPU_PART=1, 2 or 3: at most nine minutes each. DRY=1: every stage without a GPU. The report: out/gpu/report.json.
+GPU_PART ?= all
+gpu:
+	@$(PYTHON) -m benchmarks.gpu --part $(GPU_PART) $(if $(filter-out 0,$(DRY)),--dry)
 
 setup: $(VENV)/.installed
 
