@@ -20,6 +20,7 @@ from .memory import mapped_apart
 from .names import tell
 from .reduction import Failed
 from .state import HookState
+from .torch_compat import disable_dynamo
 from .torch_groups import communicator_over, drop
 from .wire import Bucket
 
@@ -105,7 +106,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._forwards = 0
         tell(module)
 
-    @torch._disable_dynamo(recursive=False)
+    @disable_dynamo(recursive=False)
     def forward(self, *inputs, **arguments):
         """Call the module, as torch's; an error from inputs on another device than the module's says so in a note."""
         try:
@@ -115,7 +116,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 tell_devices(error, self.module, (*inputs, *arguments.values()))
             raise
 
-    @torch._disable_dynamo(recursive=False)
+    @disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs, **arguments):
         if self._forwards < _BUCKETS_MADE and self.device_type == "cpu" and torch.is_grad_enabled():
             self._forwards += 1

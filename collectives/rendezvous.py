@@ -43,6 +43,7 @@ from .exchange import (
 from .failure_record import record_last_exception
 from .launch import Identity, who_am_i
 from .machines import simulated
+from .torch_compat import default_store
 
 __all__ = ["Meeting", "PeerInfo", "identify", "meet", "meet_over_store"]
 
@@ -95,7 +96,7 @@ def meet(
                 f"be rank {own.rank} of {own.size}",
                 op="init",
             )
-        meeting = _over_lasting(dist.distributed_c10d._get_default_store(), prefix, own, deadline, timeout)
+        meeting = _over_lasting(default_store(), prefix, own, deadline, timeout)
     elif identity.master_addr is not None:
         meeting = _over_tcp(identity, prefix, own, deadline, timeout)
     elif identity.one_machine and identity.job_key is not None:

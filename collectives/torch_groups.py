@@ -15,6 +15,7 @@ from .errors import InvalidUsage
 from .exchange import needs_store
 from .hosts import open_over
 from .rendezvous import identify, meet_over_store
+from .torch_compat import default_store, open_process_groups
 from .world import init
 
 __all__ = ["communicator_over", "default_group", "drop", "init_process_group", "opened"]
@@ -74,7 +75,7 @@ def communicator_over(group, device: torch.device) -> Communicator:
     with _lock:
         _close_stale()
         engine = get_engine(None, device.type)
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         rank, size = group.rank(), group.size()
         # A store may outlive a group and its name. Which opening this is, is counted in the store itself, by rank: a
         # count kept here would differ from that of a process that has come later.
@@ -103,7 +104,7 @@ def opened(group, device: torch.device) -> Communicator | None:
 
 def _close_stale() -> None:
     """Close the communicators of groups that were destroyed."""
-    groups = dist.distributed_c10d._world.pg_map
+    groups = open_process_groups()
     for key, (reference, comm) in list(_opened.items()):
         group = reference()
         if group is None or group not in groups or comm.closed:

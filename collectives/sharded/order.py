@@ -26,6 +26,7 @@ from ..communicator import Communicator
 from ..control import control_of
 from ..errors import InvalidUsage, RemoteError
 from ..lanes import overlaps
+from ..torch_compat import current_graph_task_id
 from .loans import Loans
 from .unit import State, Unit
 
@@ -325,7 +326,7 @@ class Order:
     def begin_backward(self) -> None:
         """Note that a backward is under way; called by whatever of it comes first."""
         if self.task is None:
-            self.task = torch._C._current_graph_task_id()
+            self.task = current_graph_task_id()
             self._seen_backward = []
             self._left = False
             self._begins = 0

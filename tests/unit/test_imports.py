@@ -14,6 +14,7 @@ PACKAGE = ROOT / "collectives"
 # A module imports only modules that stand before it in this list.
 ORDER = """
 errors
+torch_compat
 schedule
 layout
 launch failure_record
