@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from . import VARIABLE
 from .limited import adopt_orphans, run_limited
 from .report import Report
 from .stages import PART_SECONDS, PARTS, STAGES, Stage
@@ -21,6 +22,7 @@ from .stages import PART_SECONDS, PARTS, STAGES, Stage
 ROOT = Path(__file__).resolve().parent.parent.parent
 NO_GPU = 3
 NEEDED = ("torch", "numpy", "cupy", "Cython", "setuptools", "pytest", "pytest_timeout", "hypothesis")
+SIMULATED = "4"  # devices of a dry run
 LEAST = 5.0  # seconds with which a stage is worth its start
 
 
@@ -37,12 +39,14 @@ def missing_gpu() -> str:
     return ""
 
 
-def dry_device() -> str:
-    """Return the device of a dry run: the simulated GPU where it is there and this torch can carry it, else the CPU."""
-    import torch
+def dry_device() -> tuple[str, str]:
+    """Return the device of a dry run, and why it is the CPU: the simulated GPU where this torch can carry it."""
+    if importlib.util.find_spec("tests.streams") is None:
+        return "cpu", "tests/streams isn't there"
+    from tests.streams.start import why_not
 
-    there = (ROOT / "tests" / "streams" / "__init__.py").exists()
-    return "simulated" if there and torch.version.cuda is None else "cpu"
+    reason = why_not()
+    return ("cpu", reason) if reason else ("simulated", "")
 
 
 def words_of(stage: Stage, device: str, dry: bool, output: Path, folder: Path) -> list[str]:
@@ -76,6 +80,8 @@ def run_stage(stage: Stage, report: Report, device: str, dry: bool, limit: float
         output, log = Path(folder, "rows.jsonl"), Path(folder, "log")
         words = words_of(stage, device, dry, output, report.folder)
         environment = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path(), **dict(stage.environment)}
+        if device == "simulated":
+            environment[VARIABLE] = SIMULATED
         if dry:
             environment.pop("COLLECTIVES_REQUIRE_GPU", None)
         ended = run_limited(words, limit, log, environment, ROOT)
@@ -130,11 +136,14 @@ def main() -> int:
     if not arguments.dry and (reason := missing_gpu()):
         print(f"make gpu: no GPU: {reason} (make gpu DRY=1 runs every stage without one)")
         return NO_GPU
-    device = dry_device() if arguments.dry else "cuda"
+    device, why_cpu = dry_device() if arguments.dry else ("cuda", "")
     adopted = adopt_orphans()
     report = Report(arguments.folder, device)
     report.body |= {"dry": arguments.dry, "python": sys.version.split()[0], "not_installed": lacking}
     report.body["ends_orphans"] = adopted
+    if why_cpu:
+        report.body["no_simulated_gpu"] = why_cpu
+        print(f"dry run on the CPU: {why_cpu}", flush=True)
     if lacking:
         print(f"not installed, so that some stages will fail: {', '.join(lacking)}", flush=True)
     passed = True

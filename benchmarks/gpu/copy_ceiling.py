@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from .program import Program, events_seconds, open_device
+from .program import Program, events_seconds, is_gpu, open_device
 
 SIZES = (1 << 20, 25 << 20, 256 << 20, 1 << 30)
 ROTATED = 2 << 30  # bytes of all buffers of one case together, at least; four times the largest L2 and more
@@ -56,7 +56,7 @@ def copies(program, device, nbytes: int, dry: bool) -> None:
     del sources, targets
     if nbytes <= 256 << 20:
         host = torch.arange(nbytes // 4, dtype=torch.int32)
-        host = host.pin_memory() if device.type == "cuda" else host
+        host = host.pin_memory() if is_gpu(device) else host
         there = torch.empty(nbytes // 4, dtype=torch.int32, device=device)
         program.row(
             case="pinned_to_device", nbytes=nbytes,

@@ -21,6 +21,8 @@ from collectives.sharded import (
     fully_shard,
 )
 
+from .program import free_port, is_gpu
+
 __all__ = ["EXACT", "WAYS", "Model", "Way", "process_group"]
 
 LR = 1e-3
@@ -54,14 +56,12 @@ LARGE = Model(8, 1024, 4096, 512)  # 67 million parameters
 @contextlib.contextmanager
 def process_group(device: torch.device):
     """Open torch's default group of the ranks that the environment names: over NCCL on a GPU, else over Gloo."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and torch.version.cuda is not None else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if is_gpu(device) else "gloo"
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
     if "MASTER_PORT" not in os.environ:
-        from .program import free_port
-
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     dist.init_process_group(backend)
     try:

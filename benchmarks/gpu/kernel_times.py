@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from .program import Program, events_seconds, open_device, synchronize
+from .program import Program, events_seconds, is_gpu, open_device, synchronize
 
 SIZES = (1 << 20, 25 << 20, 128 << 20)
 L2_TIMES = 3  # the buffers of one case together, by the size of the L2 cache
@@ -30,7 +30,7 @@ LARGE = (
 
 def sets_for(moved: int, device, dry: bool) -> int:
     """Return how many sets of buffers rotate."""
-    if dry or device.type != "cuda":
+    if dry or not is_gpu(device):
         return 2
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
     wanted = -(-L2_TIMES * cache // max(moved, 1)) + 1
@@ -44,7 +44,7 @@ def one_graph(calls, device):
         for call in calls:
             call()
 
-    if device.type != "cuda" or torch.version.cuda is None:
+    if not is_gpu(device):
         return launches, "launches"
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -115,7 +115,7 @@ def main() -> int:
                 if arguments.cases is None or name in arguments.cases:
                     fields = {"nbytes": nbytes}
                     program.attempt(name, measure, program, name, build, nbytes, device, arguments.dry, **fields)
-                    if device.type == "cuda" and not arguments.dry:
+                    if is_gpu(device) and not arguments.dry:
                         torch.cuda.empty_cache()
     return program.status()
 

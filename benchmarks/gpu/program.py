@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import socket
@@ -17,21 +16,28 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Program", "events_seconds", "median", "run_ranks_of", "synchronize"]
+from . import VARIABLE
+
+__all__ = ["Program", "events_seconds", "is_gpu", "median", "run_ranks_of", "synchronize"]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEVICES = ("cuda", "simulated", "cpu")
 
 
 def open_device(name: str, rank: int = 0) -> torch.device:
-    """Return the device to run on. "simulated": the CUDA device of tests/streams, which is installed first."""
-    if name == "simulated":
-        importlib.import_module("tests.streams").install()
+    """Return the device to run on: the first GPU, which all ranks share, or a simulated one for each rank."""
     if name == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", 0)
+    if (name == "simulated") != bool(os.environ.get(VARIABLE)):
+        raise SystemExit(f"--device {name}: {VARIABLE} must be set for simulated devices, and for no others")
+    device = torch.device("cuda", rank if name == "simulated" else 0)
     torch.cuda.set_device(device)
     return device
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether a device is a real GPU: neither the CPU nor simulated."""
+    return device.type == "cuda" and torch.version.cuda is not None
 
 
 def synchronize(device: torch.device) -> None:
@@ -42,7 +48,7 @@ def synchronize(device: torch.device) -> None:
 
 def events_seconds(call, device: torch.device, times: int) -> tuple[float, float]:
     """Return seconds of one of so many calls in a row: on the device, by events around all, and on the host."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         start = time.perf_counter()
         for _ in range(times):
             call()

@@ -13,7 +13,7 @@ import warnings
 
 import torch
 
-from .program import ROOT, Program, open_device, synchronize
+from .program import ROOT, Program, is_gpu, open_device, synchronize
 
 BEFORE = 4
 FRAMES = 6
@@ -41,7 +41,7 @@ class Waits:
 
 def step_in_mode(way, mode: str, device) -> list[dict]:
     """Make a step in a mode; return the waits that were warned of."""
-    real = device.type == "cuda" and torch.version.cuda is not None
+    real = is_gpu(device)
     waits = Waits()
     synchronize(device)
     with warnings.catch_warnings():

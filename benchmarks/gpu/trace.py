@@ -8,10 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from .program import Program, open_device, synchronize
+from .program import Program, is_gpu, open_device, synchronize
 
 MOST_BYTES = 8 << 20  # of the file; another way is left out where it would pass that
 STEPS = 2
@@ -26,7 +25,7 @@ def traced(name: str, device, dry: bool) -> list[dict]:
     for _ in range(3):
         way.step()
     synchronize(device)
-    real = device.type == "cuda" and torch.version.cuda is not None
+    real = is_gpu(device)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if real else [])
     with profile(activities=activities) as found:
         for number in range(STEPS):

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from .program import Program, open_device
+from .program import Program, is_gpu, open_device
 
 PACKAGES = (
     "torch", "numpy", "cupy-cuda12x", "cupy-cuda13x", "cython", "setuptools", "pytest", "pytest-timeout",
@@ -52,7 +52,7 @@ def said_by(command: list[str]) -> str:
 
 def gpu_of(device: torch.device) -> dict:
     """Return what torch says of the GPU."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return {}
     found = torch.cuda.get_device_properties(device)
     names = ("name", "major", "minor", "multi_processor_count", "total_memory", "L2_cache_size")
