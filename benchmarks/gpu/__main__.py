@@ -55,7 +55,7 @@ def words_of(stage: Stage, device: str, dry: bool, output: Path, folder: Path) -
     for word in stage.dry if dry and stage.dry is not None else stage.words:
         if word == "{dry}":
             filled += ["--dry"] if dry else []
-        else:
+        elif not word.startswith("tests/") or (ROOT / word).exists():
             filled.append(word.format(device=device, output=output, folder=folder))
     if "-n" in filled and importlib.util.find_spec("xdist") is None:
         at = filled.index("-n")
@@ -91,6 +91,8 @@ def run_stage(stage: Stage, report: Report, device: str, dry: bool, limit: float
         found["command"] = " ".join(words[1:])
         if dry and stage.dry_lacks:
             found["dry_run_lacks"] = stage.dry_lacks
+        if absent := [word for word in stage.words if word.startswith("tests/") and not (ROOT / word).exists()]:
+            found["not_there"] = absent
         if ended.left:
             found["not_ended"] = list(ended.left)
         found["rows"] = rows_of(output)

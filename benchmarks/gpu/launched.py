@@ -15,13 +15,13 @@ def recorded():
     names: set[str] = set()
     on_host, on_gpu = execution.run_on_host, cuda.launch
 
-    def host(kernel, args):
+    def host(kernel, *args):
         names.add(kernel.name)
-        return on_host(kernel, args)
+        return on_host(kernel, *args)
 
-    def gpu(kernel, args, device):
+    def gpu(kernel, *args):
         names.add(kernel.name)
-        return on_gpu(kernel, args, device)
+        return on_gpu(kernel, *args)
 
     execution.run_on_host, cuda.launch = host, gpu
     try:

@@ -67,7 +67,7 @@ STAGES = (
     program("copy", 1, 40, "copy_ceiling", lacks="small copies: no rate of a GPU"),
     build(1, 150),
     program("compile", 1, 90, "compile_kernels", lacks="one source, for sm_90"),
-    tests("dlpack", 1, 30, ("tests/gpu", "tests/unit"), 1, "-k", "dlpack"),
+    tests("dlpack", 1, 30, ("tests/gpu/test_streams.py",), 0),
     tests("kernels", 1, 120, LOWER[:1], 0, jobs=4),
     tests("unit", 1, 80, LOWER[1:], 1, jobs=4),
     build(2, 120),
