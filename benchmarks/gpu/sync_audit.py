@@ -2,7 +2,8 @@
 
 Some steps are made before, in which DDP makes its buckets anew and memory is taken. Then a step in the mode "warn",
 which lists every wait with the Python stack that led to it (those of the autograd's threads have none), and one in the
-mode "error", which decides. A way that waits fails, but for torch's own, which is there to compare.
+mode "error", which decides. A way that waits fails, but for torch's own, which is there to compare. On the simulated
+GPU, which has no such mode, the row holds what its checker reports of one more step; tests/streams judges that.
 """
 
 from __future__ import annotations
@@ -58,6 +59,16 @@ def step_in_mode(way, mode: str, device) -> list[dict]:
     return [each for each in waits.found if "synchroniz" in each["says"]]
 
 
+def reports_of(way) -> list[str]:
+    """Return what the simulated GPU's checker reports of a step."""
+    from tests.streams.checker import checker, step
+
+    checker.take()
+    with step():
+        way.step()
+    return [str(each)[:400] for each in checker.take()]
+
+
 def audit(program, name: str, device) -> None:
     from .front_ends import SMALL, Way
 
@@ -65,6 +76,9 @@ def audit(program, name: str, device) -> None:
     for _ in range(BEFORE):
         way.step()
     waits = step_in_mode(way, "warn", device)
+    if program.arguments.device == "simulated":
+        program.row(case=name, result="simulated", reported=reports_of(way))
+        return
     torchs = name in ("alone", "ddp", "fsdp2", "fsdp2 with ours")
     try:
         step_in_mode(way, "error", device)
