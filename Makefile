@@ -19,8 +19,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # What the installed project is made of, Python files excepted: those an editable install reads in place.
 BUILT_FROM := pyproject.toml setup.py $(wildcard MANIFEST.in collectives/*.pyx collectives/*.pxd collectives/*.pxi collectives/*.h host/* kernels/host/* kernels/include/coll/*)
 
+# CuPy, NVRTC and NCCL for the CUDA that torch is built for: of another one they would overwrite what torch has brought.
+# The CPU build brings none, and then any will do: kernels are compiled, and the real NCCL's calls without a GPU tested.
+CUDA_EXTRA := import torch; print("cuda13" if (torch.version.cuda or "").startswith("13.") else "cuda12")
+
 .DELETE_ON_ERROR:
-.PHONY: demo test thorough lint sanitize bench gpu mpi setup clean FORCE
+.PHONY: demo test thorough matrix lint sanitize bench gpu mpi setup clean FORCE
 
 demo: setup
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_digits.py
@@ -34,7 +38,16 @@ test: lint mpi
 	exit $$failed
 
 thorough: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m thorough
+	failed=0; \
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m thorough || failed=1; \
+	$(MAKE) matrix || failed=1; \
+	exit $$failed
+
+# The demo and some tests of every front end on each of these versions, `===` being the registry's build, which has CUDA: some
+# minutes and 6 GB each. Environments in .venv-matrix; MATRIX_KEEP=1 keeps those that passed.
+MATRIX ?= 2.8.0 2.11.0 2.13.0 2.15.0
+matrix: setup
+	PYTHON=$(PYTHON) bash tests/matrix.sh $(MATRIX)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -46,9 +59,11 @@ sanitize: setup
 bench: setup
 	$(BIN)/python -m collectives.bench --ranks $(RANKS) $(BENCH_ARGS)
 
-# What needs a GPU: its tests, and the kernels' times.
-gpu: setup
-	PYTHON=$(abspath $(BIN)/python) bash benchmarks/kernels/gpu.sh
+# What only a GPU can show, with the torch, CuPy, Cython, pytest and g++ that $(PYTHON) has: no virtual environment, no network.
+# GPU_PART=1, 2 or 3: at most nine minutes each. DRY=1: every stage without a GPU. The report: out/gpu/report.json.
+GPU_PART ?= all
+gpu:
+	@$(PYTHON) -m benchmarks.gpu --part $(GPU_PART) $(if $(filter-out 0,$(DRY)),--dry)
 
 setup: $(VENV)/.installed
 
@@ -64,7 +79,7 @@ $(VENV)/.torch: FORCE | $(BIN)/python
 
 $(VENV)/.installed: $(VENV)/.torch $(BUILT_FROM)
 	@command -v g++ >/dev/null || { echo "g++ not found: a C++17 compiler builds the host engine (Debian: apt-get install g++)" >&2; exit 1; }
-	$(PIP) install -e '.[test]'
+	extra=$$($(BIN)/python -c '$(CUDA_EXTRA)') && $(PIP) install -e ".[test,$$extra]"
 	@touch $@
 
 # Open MPI and MPICH for the tests that start ranks with the real mpirun; without them those tests are skipped, so this never
@@ -79,5 +94,5 @@ mpi:
 	fi
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis collectives/*.so collectives/_lib collectives/*.cpp collectives/*.c
+	rm -rf $(VENV) .venv-matrix build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis collectives/*.so collectives/_lib collectives/*.cpp collectives/*.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,6 +21,7 @@ from .lifetime import Gone, opened
 from .machines import grouped
 from .memory import Registration, allocate, memory_of, whole_allocation
 from .ring import Algorithms, run_by
+from .torch_compat import cuda_current_raw_stream, cuda_get_device
 from .tune import Policy, agree_on, pick
 from .variables import check, switch
 from .watchdog import notes_of, watch
@@ -98,7 +99,7 @@ class Communicator:
         self._lane = HostLane(self) if self._on_host else CudaLane(self)
         self._checks = switch("COLLECTIVES_CHECK") and not self._on_host
         # The short way of blocking calls on plain arrays. What it doesn't take goes the longer way, which checks all.
-        current_device = None if self._on_host or self._checks else torch._C._cuda_getDevice
+        current_device = None if self._on_host or self._checks else cuda_get_device()
         other = not isinstance(native, Comm)
         self._short = NoShortWay() if other else ArrayCalls(native, self._read.plainly, open_groups, current_device)
         self._registered: set[Registration] = set()
@@ -571,7 +572,7 @@ class Communicator:
                 raise InvalidArgument(text, rank=self.rank)
             return 0
         if stream is None:
-            return torch._C._cuda_getCurrentRawStream(self.device.index)
+            return cuda_current_raw_stream(self.device.index)
         if isinstance(stream, int) and not isinstance(stream, bool):
             self._foreign.add(stream)
             return stream

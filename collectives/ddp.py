@@ -21,6 +21,7 @@ from .presence import announce
 from .reduction import Failed
 from .state import HookState, check_group
 from .torch_changes import ddps_of, when_registered
+from .torch_compat import disable_dynamo
 from .torch_groups import communicator_over, drop
 from .wire import Bucket
 
@@ -110,7 +111,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         super().__init__(module, *arguments, gradient_as_bucket_view=gradient_as_bucket_view, **options)
         self._forwards = 0
 
-    @torch._disable_dynamo(recursive=False)
+    @disable_dynamo(recursive=False)
     def forward(self, *inputs, **arguments):
         """Call the module, as torch's; an error from inputs on another device than the module's says so in a note."""
         try:
@@ -120,7 +121,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 tell_devices(error, self.module, (*inputs, *arguments.values()))
             raise
 
-    @torch._disable_dynamo(recursive=False)
+    @disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs, **arguments):
         if self._forwards < _BUCKETS_MADE and self.device_type == "cpu" and torch.is_grad_enabled():
             self._forwards += 1

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .errors import InvalidArgument
+from .torch_compat import tree_map_only
 
 __all__ = ["check_device_ids", "tell_devices"]
 
@@ -39,7 +40,7 @@ def check_device_ids(given, module: torch.nn.Module) -> None:
 def tell_devices(error: BaseException, module: torch.nn.Module, inputs: Sequence) -> None:
     """Add a note to an error where inputs, tensors at any depth of containers, are on other devices than the module."""
     tensors: list[torch.Tensor] = []
-    torch.utils._pytree.tree_map_only(torch.Tensor, tensors.append, list(inputs))
+    tree_map_only(torch.Tensor, tensors.append, list(inputs))
     own, others = _devices(module.parameters()), _devices(tensors)
     astray = [device for device in others if device not in own]
     if own and astray:

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 import numpy
 import torch
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .arrays import kind_of
 from .errors import InvalidArgument
@@ -18,6 +17,7 @@ from .kernels import Table, pack, unpack
 from .kernels.table import Held
 from .layout import bucket_layout
 from .names import names_of
+from .torch_compat import is_traceable_wrapper_subclass
 
 __all__ = ["GradientBucket", "called", "check_apart", "fill", "read_params"]
 

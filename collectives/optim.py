@@ -27,6 +27,7 @@ from torch.autograd.graph import increment_version
 
 from .errors import InvalidArgument
 from .kernels import ParameterTable, Statistics
+from .torch_compat import disable_dynamo
 
 __all__ = ["SGD", "Adam", "AdamW", "clip_factor"]
 
@@ -208,7 +209,7 @@ class _Optimizer(torch.optim.Optimizer):
                     if state[key].dtype != wanted.dtype or _local(state[key]).stride() != _local(wanted).stride():
                         state[key] = wanted.copy_(value)
 
-    @torch._disable_dynamo  # torch.compile would trace the table
+    @disable_dynamo  # torch.compile would trace the table
     @torch.no_grad()
     def step(self, closure=None, *, grad_scale=None, clip=None, found_nonfinite=None):
         """Step all parameters that have a gradient; give what ``closure`` gives.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from .launch import start_time
 from .machines import this_machine
+from .torch_compat import default_store
 
 __all__ = ["Fates", "announce", "described", "has_ended", "this_process"]
 
@@ -74,7 +75,7 @@ def announce() -> None:
     """Put this process's name into the store of torch.distributed's default group, once; without a group: nothing."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     if _announced and _announced[0]() is store and _announced[2] == os.getpid():
         return
     key = f"{_PREFIX}/{dist.get_rank()}"

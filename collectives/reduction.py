@@ -23,6 +23,7 @@ from .lanes import Lane, lanes_of, overlaps
 from .names import Names, module_of
 from .saved_buckets import SavedBuckets
 from .timeline import recording
+from .torch_compat import current_graph_task_id
 from .wire import Bucket, Factor, Plain, Wire
 
 __all__ = ["Failed", "Reduction"]
@@ -199,7 +200,7 @@ class Reduction:
         owner = bucket.params[0]
         if self._sent:
             before = self._owner() if self._owner is not None else None
-            together = self._task == torch._C._current_graph_task_id()  # else the earlier one was interrupted
+            together = self._task == current_graph_task_id()  # else the earlier one was interrupted
             if before is not None and before is not owner and together and self._waits_for_all():
                 raise InvalidUsage(
                     "two modules' backwards interleave on one HookState, which looks at a backward as a whole "
@@ -209,7 +210,7 @@ class Reduction:
             self._join(comm)
             self._end(comm)
         self._owner = weakref.ref(owner)
-        self._task = torch._C._current_graph_task_id()
+        self._task = current_graph_task_id()
         self._meet(comm)
         self.lanes = lanes_of(comm, self.streams)
         self._overlaps = comm._on_host and overlaps(comm)

@@ -44,6 +44,7 @@ from .failure_record import record_last_exception
 from .launch import Identity, who_am_i
 from .machines import simulated
 from .presence import Fates, announce
+from .torch_compat import default_store
 from .waiting import Wait
 
 __all__ = ["Meeting", "PeerInfo", "identify", "meet", "meet_over_store"]
@@ -97,8 +98,8 @@ def meet(
                 f"be rank {own.rank} of {own.size}",
                 op="init",
             )
-        store = dist.distributed_c10d._get_default_store()
         announce()
+        store = default_store()
         meeting = _over_lasting(store, prefix, own, deadline, timeout, Fates(store, range(own.size)))
     elif identity.master_addr is not None:
         meeting = _over_tcp(identity, prefix, own, deadline, timeout)

@@ -17,6 +17,7 @@ from .exchange import needs_store
 from .hosts import open_over
 from .presence import Fates, announce
 from .rendezvous import identify, meet_over_store
+from .torch_compat import default_store, open_process_groups
 from .watchdog import Notes, watch
 from .world import init
 
@@ -89,7 +90,7 @@ def communicator_over(group, device: torch.device) -> Communicator:
     with _lock:
         _close_stale()
         engine = get_engine(None, device.type)
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         rank, size = group.rank(), group.size()
         # A store may outlive a group and its name. Which opening this is, is counted in the store itself, by rank: a
         # count kept here would differ from that of a process that has come later.
@@ -126,7 +127,7 @@ def opened(group, device: torch.device) -> Communicator | None:
 
 def _close_stale() -> None:
     """Close the communicators of groups that were destroyed."""
-    groups = dist.distributed_c10d._world.pg_map
+    groups = open_process_groups()
     for key, (reference, comm) in list(_opened.items()):
         group = reference()
         if group is None or group not in groups or comm.closed:

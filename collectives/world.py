@@ -16,6 +16,7 @@ from .engine import Engine, get_engine
 from .errors import InvalidArgument, InvalidUsage
 from .exchange import needs_store
 from .hosts import open_over
+from .torch_compat import default_store
 from .two_levels import use_two_levels
 from .variables import check
 from .waiting import said
@@ -90,7 +91,7 @@ def init(
 def _notes(meeting, generation: int) -> Notes | None:
     prefix = f"collectives/watch/{generation}"
     if dist.is_available() and dist.is_initialized():
-        return Notes(dist.distributed_c10d._get_default_store(), prefix, weak=True)
+        return Notes(default_store(), prefix, weak=True)
     return None if meeting.store is None else Notes(meeting.store, prefix)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..errors import CollectivesError
 from ..presence import Fates
+from ..torch_compat import default_store, sequence_number
 from ..torch_groups import group_timeout
 from ..waiting import Wait
 
@@ -30,12 +31,12 @@ def all_alike(group, value: dict) -> str:
     The answer is the same on all ranks as to whether it is "": the first verdict in the store counts. `value`: what
     JSON takes; "error" in it, when not None, is what keeps this rank from going on.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     rank, size = group.rank(), group.size()
     prefix = f"collectives/auto/{group.group_name}/{size}"
     # Counted in the store itself, which may outlive a group and its name.
     prefix += f"/{store.add(f'{prefix}/met/{rank}', 1)}"
-    value = {"sequence": _sequence(group), **value}
+    value = {"sequence": sequence_number(group), **value}
     store.set(f"{prefix}/{rank}", json.dumps(value))
     seconds = min(_SECONDS, group_timeout(group, torch.device("cpu")) / 2)
     keys = [f"{prefix}/{other}" for other in range(size)]
@@ -60,11 +61,3 @@ def all_alike(group, value: dict) -> str:
             if theirs[name] != values[0][name]:
                 return f"{name}: {theirs[name]!r:.80} on rank {other}, {values[0][name]!r:.80} on rank 0"
     return ""
-
-
-def _sequence(group) -> int:
-    """How many collectives this rank has started on the group; -1 where its backend doesn't count."""
-    try:
-        return group._get_sequence_number_for_group()
-    except RuntimeError:
-        return -1

@@ -6,11 +6,11 @@ import itertools
 from operator import is_
 
 import torch
-from torch._C._nn import flatten_dense_tensors as flatten
 
 from ..communicator import Communicator
 from ..kernels import pack, unpack
 from ..layout import ALIGNMENT, bucket_layout
+from ..torch_compat import flatten_dense_tensors as flatten
 from ..wire import Bucket, Factor, Wire
 from ..wires import make_wire
 from .adasum import adasum_

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_map
 
+from ..torch_compat import tree_map
 from .ops import allgather_async, broadcast_async_, synchronize
 from .process_sets import ProcessSet, global_process_set
 from .requests import DTYPE_NAMES

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..torch_compat import BatchNorm
 from .ops import Sum, allgather_async, allreduce_async, synchronize
 from .process_sets import global_process_set
 from .world import current
@@ -14,7 +14,7 @@ from .world import current
 __all__ = ["SyncBatchNorm"]
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Normalises as torch.nn.BatchNorm1d to 3d do, while training by the mean and variance of all ranks' batches.
 
     Arguments, parameters and state dicts are those of torch's. Input: [N, C, ...] of 2 dimensions or more, floating,
@@ -52,7 +52,7 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
         """Put one of these in place of each batch normalisation of a module, with its parameters and statistics."""
         converted = module
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+        if isinstance(module, BatchNorm) and not isinstance(module, cls):
             converted = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             converted.weight, converted.bias = module.weight, module.bias
             converted.running_mean, converted.running_var = module.running_mean, module.running_var

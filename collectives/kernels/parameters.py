@@ -13,6 +13,7 @@ import torch
 from ..arrays import ITEMSIZE, TORCH_CODES, Reader
 from ..errors import InvalidArgument
 from ..layout import TILE
+from ..torch_compat import TensorBase
 from . import abi
 from .execution import Statistics, run
 from .rows import Rows
@@ -27,8 +28,7 @@ _STATES = ("first", "second", "largest")
 _WRITTEN = ("param", "master", *_STATES)
 _ITEMSIZES = numpy.array([ITEMSIZE.get(code, 0) for code in range(max(ITEMSIZE) + 1)], dtype=numpy.uint64)
 _LOW = 2**40  # addresses below it may be those of freed storage
-_TensorBase = torch._C.TensorBase  # attributes as functions, so that map needs no Python frame a tensor
-_data_ptr, _numel, _is_contiguous = _TensorBase.data_ptr, _TensorBase.numel, _TensorBase.is_contiguous
+_data_ptr, _numel, _is_contiguous = TensorBase.data_ptr, TensorBase.numel, TensorBase.is_contiguous
 
 _OF_GRADIENTS = " and, where it is a Parameter's, assign the copy to p.grad"
 

@@ -14,6 +14,7 @@ import torch
 from ..arrays import DTYPE_NAMES, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import ALIGNMENT, TILE, bucket_layout, check_offsets
+from ..torch_compat import TensorBase
 from . import abi
 from .rows import Rows
 
@@ -30,14 +31,13 @@ _HOST = torch.device("cpu")
 
 # Attributes as functions, so that map goes through hundreds of tensors without a Python frame.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_TensorBase = torch._C.TensorBase
-_data_ptr, _numel, _get_device = _TensorBase.data_ptr, _TensorBase.numel, _TensorBase.get_device
+_data_ptr, _numel, _get_device = TensorBase.data_ptr, TensorBase.numel, TensorBase.get_device
 _storage, _storage_offset, _element_size = (
-    _TensorBase.untyped_storage, _TensorBase.storage_offset, _TensorBase.element_size,
+    TensorBase.untyped_storage, TensorBase.storage_offset, TensorBase.element_size,
 )  # fmt: skip
-_is_contiguous, _is_neg, _is_conj = _TensorBase.is_contiguous, _TensorBase.is_neg, _TensorBase.is_conj
+_is_contiguous, _is_neg, _is_conj = TensorBase.is_contiguous, TensorBase.is_neg, TensorBase.is_conj
 _is_cpu, _is_cuda, _layout, _is_nested, _dtype, _is_quantized = (
-    getattr(_TensorBase, name).__get__ for name in ("is_cpu", "is_cuda", "layout", "is_nested", "dtype", "is_quantized")
+    getattr(TensorBase, name).__get__ for name in ("is_cpu", "is_cuda", "layout", "is_nested", "dtype", "is_quantized")
 )
 
 # Kernels of the common pairs (from, to) of types.

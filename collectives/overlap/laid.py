@@ -8,12 +8,12 @@ from ..errors import InvalidArgument
 from ..kernels import ParameterTable, Table
 from ..kernels.parameters import _dense
 from ..optim import _alike, _held
+from ..torch_compat import TensorBase
 from .ownership import Ownership, part_of
 
 __all__ = ["Batch", "Laid", "Share"]
 
-_TensorBase = torch._C.TensorBase  # attributes as functions, so that map needs no Python frame a tensor
-_data_ptr, _is_contiguous = _TensorBase.data_ptr, _TensorBase.is_contiguous
+_data_ptr, _is_contiguous = TensorBase.data_ptr, TensorBase.is_contiguous
 
 
 class Share:

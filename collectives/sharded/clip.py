@@ -13,9 +13,9 @@ import math
 import torch
 import torch.nn.utils.clip_grad as torchs
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from ..errors import InvalidArgument, InvalidUsage
+from ..torch_compat import is_traceable_wrapper_subclass as is_wrapper
 from .order import all_orders
 
 __all__ = ["clip_grad_norm_", "global_norm", "watch_clipping"]

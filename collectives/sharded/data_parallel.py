@@ -10,6 +10,7 @@ from torch import nn
 from ..arrays import kind_of
 from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
+from ..torch_compat import current_graph_task_id
 from . import settings
 from .api import BackwardPrefetch, ShardingStrategy
 from .arguments import Precision, ignored, member, offload, parse_device_id, ranks_for, settings_of, units_for
@@ -135,7 +136,7 @@ class ShardedDataParallel(ShardedModule):
             raise InvalidArgument("rank0_only leaves the other ranks nothing to write back: give writeback=False")
         units = units_in(module, recurse=recurse)
         for unit in units:
-            if unit.order.depth or torch._C._current_graph_task_id() != -1:
+            if unit.order.depth or current_graph_task_id() != -1:
                 raise InvalidUsage("summon_full_params inside of a forward or backward", op="summon_full_params")
         device = torch.device("cpu") if offload_to_cpu else None
         with shown_masters(units, keep=writeback, gradients=with_grads, device=device, rank0_only=rank0_only):

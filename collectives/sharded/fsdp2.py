@@ -21,15 +21,11 @@ import torch.distributed as dist
 
 from ..communicator import Communicator
 from ..errors import CollectivesError, EngineUnavailable, InvalidArgument, InvalidUsage
+from ..torch_compat import fsdp_collectives
 from ..torch_groups import communicator_over, drop
 from .loans import LEAST_LENT, Loans
 
-try:
-    from torch.distributed.fsdp._fully_shard import _fsdp_api as _protocol
-except ImportError:
-    _protocol = None
-if not hasattr(_protocol, "AllGather"):  # torch before 2.9
-    _protocol = None
+_protocol = fsdp_collectives()
 
 __all__ = ["AllGather", "ReduceScatter"]
 

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .. import optim
 from ..errors import InvalidArgument
+from ..torch_compat import TorchDispatchMode, tree_leaves
 
 __all__ = ["Cost", "OptimizerCosts"]
 

@@ -10,6 +10,7 @@ import torch
 from ..communicator import Communicator
 from ..errors import InvalidUsage
 from ..lanes import overlaps
+from ..torch_compat import current_graph_task_id
 from .agreement import ALIKE, GATHER, KINDS, LATER, MASTERS, REDUCE, Agreement, known_to_all
 from .loans import Loans
 from .streams import HostCopies
@@ -188,7 +189,7 @@ class Order(Agreement):
     def begin_backward(self) -> None:
         """Note that a backward is under way; called by whatever of it comes first."""
         if self.task is None:
-            self.task = torch._C._current_graph_task_id()
+            self.task = current_graph_task_id()
             self._seen_backward = []
             self._left = False
             self._begins = 0

@@ -17,6 +17,7 @@ from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import pack
 from ..layout import Layout, bucket_layout, padded
+from ..torch_compat import TensorBase
 from .changes import take_hooks
 from .codec import Codec
 from .loans import LEAST_LENT, Loans
@@ -24,7 +25,7 @@ from .streams import HostCopies
 
 __all__ = ["Group", "Ranks", "Slot", "shard_layout"]
 
-_data_ptr, _numel = torch._C.TensorBase.data_ptr, torch._C.TensorBase.numel
+_data_ptr, _numel = TensorBase.data_ptr, TensorBase.numel
 
 
 class Ranks(NamedTuple):

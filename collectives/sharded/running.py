@@ -9,8 +9,8 @@ import weakref
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
+from ..torch_compat import current_graph_task_id, dynamo_disable, tree_flatten, tree_map
 from .changes import versions, written
 from .order import Order
 from .unit import Unit
@@ -18,11 +18,11 @@ from .unit import Unit
 __all__ = ["run_forward", "watch_gradients"]
 
 
-@torch._dynamo.disable(recursive=False)
+@dynamo_disable(recursive=False)
 def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
     """Call a forward with a unit unsharded, and have what follows done in the backward."""
     order = unit.order
-    in_backward = torch._C._current_graph_task_id() != -1  # activation checkpointing computes again
+    in_backward = current_graph_task_id() != -1  # activation checkpointing computes again
     order.begin_forward(unit, in_backward)
     try:
         args, kwargs = _cast_inputs(unit, args, kwargs)

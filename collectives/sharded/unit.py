@@ -15,6 +15,7 @@ from torch import nn
 
 from ..communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
+from ..torch_compat import premul_sum, top_saved_tensors_hooks
 from .api import MixedPrecisionPolicy, offload_of, precision_of
 from .changes import Members, follow
 from .codec import Codec
@@ -517,7 +518,7 @@ class Unit:
         `demand`: a function that has this unit unsharded. Other tensors go to the hooks that were there before. Those
         of torch's checkpointing keep nothing, and must see all: there is nothing to do then.
         """
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer = top_saved_tensors_hooks()
         if outer is not None and outer[0].__module__ == "torch.utils.checkpoint":
             yield
             return
@@ -583,4 +584,4 @@ def _storage_address(tensor: torch.Tensor) -> int:
 def _torchs(op):
     """Give an operation as torch.distributed has it."""
     ops = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
-    return ops[op] if isinstance(op, str) else dist._make_nccl_premul_sum(op)
+    return ops[op] if isinstance(op, str) else premul_sum(op)

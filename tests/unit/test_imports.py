@@ -15,6 +15,7 @@ PACKAGE = ROOT / "collectives"
 ORDER = """
 errors
 variables
+torch_compat
 cuda_state
 schedule
 layout

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ...communicator import Communicator
+from ...torch_compat import premul_sum
 from ..buffers import Buffers
 from ..cases import MULSUM, Case
 from ..contestant import LocalContestant
@@ -78,7 +79,7 @@ class ProcessGroupPeer(LocalContestant):
         send, recv, at_root = buffers.send, buffers.recv, self.rank == case.root
         op = None
         if case.redop == "mulsum":
-            op = dist._make_nccl_premul_sum(float(MULSUM))
+            op = premul_sum(float(MULSUM))
         elif case.redop:
             op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "prod": dist.ReduceOp.PRODUCT}.get(
                 case.redop, dist.ReduceOp.AVG if case.redop == "avg" else dist.ReduceOp.SUM

@@ -1,0 +1,218 @@
+"""Training by each front end, beside torch's own DDP and FSDP2: what a step is, and the parameters after it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import collectives
+from collectives import optim
+from collectives.sharded import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ModuleWrapPolicy,
+    ShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+)
+
+from .program import free_port, is_gpu
+
+__all__ = ["EXACT", "WAYS", "Model", "Way", "process_group"]
+
+LR = 1e-3
+MAX_NORM = 1e9  # clips nothing: the norm is taken, and the parameters stay comparable
+
+
+class Model:
+    """Blocks of two Linears; each block is a unit."""
+
+    def __init__(self, blocks: int, width: int, inner: int, rows: int):
+        self.blocks, self.width, self.inner, self.rows = blocks, width, inner, rows
+
+    def build(self, device) -> nn.Sequential:
+        torch.manual_seed(1)
+        made = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(self.width, self.inner), nn.ReLU(), nn.Linear(self.inner, self.width))
+                for _ in range(self.blocks)
+            )
+        )
+        return made.to(device)
+
+    def batch(self, device, rank: int) -> torch.Tensor:
+        return torch.randn(self.rows, self.width, generator=torch.Generator().manual_seed(rank)).to(device)
+
+
+SMALL = Model(3, 32, 48, 8)
+LARGE = Model(8, 1024, 4096, 512)  # 67 million parameters
+
+
+@contextlib.contextmanager
+def process_group(device: torch.device):
+    """Open torch's default group of the ranks that the environment names: over NCCL on a GPU, else over Gloo."""
+    backend = "cpu:gloo,cuda:nccl" if is_gpu(device) else "gloo"
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+    if "MASTER_PORT" not in os.environ:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    dist.init_process_group(backend)
+    try:
+        yield
+    finally:
+        gc.collect()  # Gloo may abort at the end where a DDP object is left
+        dist.destroy_process_group()
+
+
+# ---- How each is made: (module, optimizer, what follows the backward).
+def _none():
+    pass
+
+
+def alone(model, device):
+    return model, torch.optim.SGD(model.parameters(), LR), _none
+
+
+def ddp(model, device, hook=None, ours=False, steps=False, **state):
+    kind = collectives.DistributedDataParallel if ours else nn.parallel.DistributedDataParallel
+    on = {"device_ids": [device.index]} if device.type == "cuda" else {}
+    module = kind(model, gradient_as_bucket_view=True, bucket_cap_mb=model.bucket_cap_mb, **on)
+    optimizer = optim.SGD(model.parameters(), lr=LR) if steps else torch.optim.SGD(model.parameters(), LR)
+    if hook:
+        if steps:
+            state["optimizer"] = optimizer
+        module.register_comm_hook(collectives.HookState(**state), collectives.fused_allreduce)
+    return module, optimizer, _none
+
+
+def hooked(**how):
+    return lambda model, device: ddp(model, device, hook=True, **how)
+
+
+def buckets(overlap):
+    def make(model, device):
+        made = collectives.GradientBuckets(model.parameters(), bucket_cap_mb=model.bucket_cap_mb, overlap=overlap)
+        return model, torch.optim.SGD(model.parameters(), LR), made.all_reduce
+
+    return make
+
+
+def fsdp2(ours):
+    def make(model, device):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp import fully_shard as torchs
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for module in (*model, model):
+            torchs(module, mesh=mesh)
+        if ours:
+            from collectives.sharded.fsdp2 import AllGather, ReduceScatter
+
+            gather, scatter = AllGather(), ReduceScatter()
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_all_gather(gather)
+                    module.set_custom_reduce_scatter(scatter)
+        return model, torch.optim.SGD(model.parameters(), LR), _none
+
+    return make
+
+
+def sharded(**how):
+    def make(model, device):
+        for module in (*model, model):
+            fully_shard(module, **how)
+        return model, torch.optim.SGD(model.parameters(), LR), _none
+
+    return make
+
+
+def strategy(name):
+    def make(model, device):
+        policy = ModuleWrapPolicy({type(model)})  # the blocks are Sequentials, too
+        module = ShardedDataParallel(model, sharding_strategy=ShardingStrategy[name], auto_wrap_policy=policy)
+        return module, optim.SGD(module.parameters(), lr=LR), _none
+
+    return make
+
+
+def horovod(**how):
+    def make(model, device):
+        import collectives.horovod as hvd
+
+        hvd.init()
+        plain = torch.optim.SGD(model.parameters(), LR)
+        return model, hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters(), **how), _none
+
+    return make
+
+
+WAYS = {
+    "alone": alone,
+    "ddp": ddp,
+    "hook": hooked(),
+    "hook, 2 streams": hooked(streams=2),
+    "hook, max_norm": hooked(max_norm=MAX_NORM),
+    "hook, check_finite": hooked(check_finite=True),
+    "hook, bf16": hooked(wire="bf16"),
+    "hook, int8 with error feedback": hooked(wire="int8", error_feedback=True),
+    "hook, powersgd": hooked(wire="powersgd:4", error_feedback=True),
+    "hook, optimizer": hooked(steps=True),
+    "hook, optimizer, max_norm": hooked(steps=True, max_norm=MAX_NORM),
+    "ours": hooked(ours=True),
+    "buckets": buckets(False),
+    "buckets, overlap": buckets(True),
+    "fsdp2": fsdp2(False),
+    "fsdp2 with ours": fsdp2(True),
+    "sharded": sharded(),
+    "sharded, kept": sharded(reshard_after_forward=False),
+    "sharded, bf16": sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
+    "sharded, offloaded": sharded(offload_policy=CPUOffloadPolicy()),
+    "sharded, SHARD_OPTIMIZER": strategy("SHARD_OPTIMIZER"),
+    "sharded, NO_SHARD": strategy("NO_SHARD"),
+    "horovod": horovod(),
+    "horovod, not in place": horovod(gradient_as_bucket_view=False),
+}
+# The ways whose parameters must be close to plain DDP's; the others round what they send or compute.
+EXACT = [
+    name for name in WAYS
+    if not any(word in name for word in ("alone", "bf16", "int8", "powersgd"))
+]  # fmt: skip
+
+
+class Way:
+    """One way to train a model on this rank's batch."""
+
+    def __init__(self, name: str, model: Model, device: torch.device, rank: int, bucket_cap_mb: float = 25.0):
+        self.name = name
+        self.device = device
+        self.model = model.build(device)
+        self.model.bucket_cap_mb = bucket_cap_mb
+        self.module, self.optimizer, self.after = WAYS[name](self.model, device)
+        self.batch = model.batch(device, rank)
+
+    def step(self) -> None:
+        """Forward, backward, what follows it, the optimizer: nothing that a training loop wouldn't have."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.module(self.batch).square().mean().backward()
+        self.after()
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def parameters(self) -> list[torch.Tensor]:
+        """Return copies of the whole parameters; all ranks call it."""
+        units = [module for module in self.model.modules() if hasattr(module, "unshard")]
+        for module in units:
+            module.unshard()
+        found = [param.detach().clone().to(self.device) for param in self.model.parameters()]
+        for module in units:
+            module.reshard()
+        return found

@@ -1,0 +1,161 @@
+"""What the programs of `make gpu` share: options, devices, rows, ranks on one GPU, and time by events."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from . import VARIABLE
+
+__all__ = ["Program", "events_seconds", "is_gpu", "median", "run_ranks_of", "synchronize"]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEVICES = ("cuda", "simulated", "cpu")
+
+
+def open_device(name: str, rank: int = 0) -> torch.device:
+    """Return the device to run on: the first GPU, which all ranks share, or a simulated one for each rank."""
+    if name == "cpu":
+        return torch.device("cpu")
+    if (name == "simulated") != bool(os.environ.get(VARIABLE)):
+        raise SystemExit(f"--device {name}: {VARIABLE} must be set for simulated devices, and for no others")
+    device = torch.device("cuda", rank if name == "simulated" else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether a device is a real GPU: neither the CPU nor simulated."""
+    return device.type == "cuda" and torch.version.cuda is not None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that was submitted."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def events_seconds(call, device: torch.device, times: int) -> tuple[float, float]:
+    """Return seconds of one of so many calls in a row: on the device, by events around all, and on the host."""
+    if not is_gpu(device):
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        took = (time.perf_counter() - start) / times
+        return took, took
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    begin.record()
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    on_host = (time.perf_counter() - start) / times
+    end.record()
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end) * 1e-3 / times, on_host
+
+
+def median(values) -> float:
+    """Return a median of seconds as microseconds, with two digits behind the point."""
+    return round(statistics.median(values) * 1e6, 2)
+
+
+class Program:
+    """A stage's program: its options, and its rows, which go to a file as they come."""
+
+    def __init__(self, text: str, name: str, *, ranks: bool = False):
+        self.name = name
+        self.parser = argparse.ArgumentParser(description=text.splitlines()[0])
+        self.parser.add_argument("--device", choices=DEVICES, default="cuda")
+        self.parser.add_argument("--output", type=Path, default=None, help="file of rows")
+        self.parser.add_argument("--dry", action="store_true", help="the least of everything: is the program right?")
+        if ranks:
+            self.parser.add_argument("--ranks", type=int, default=1)
+            self.parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
+        self.failures = 0
+
+    def parse(self) -> argparse.Namespace:
+        self.arguments = self.parser.parse_args()
+        return self.arguments
+
+    def row(self, **fields) -> None:
+        """Print a row and append it to the file."""
+        print(" ".join(f"{key}={value}" for key, value in fields.items()), flush=True)
+        if self.arguments.output is not None:
+            with self.arguments.output.open("a") as file:
+                file.write(json.dumps({"program": self.name, **fields}, default=str) + "\n")
+
+    def attempt(self, case: str, function, *arguments, **fields):
+        """Call a function of one case; a failure becomes a row, and the program goes on."""
+        try:
+            return function(*arguments)
+        except Exception as error:
+            traceback.print_exc()
+            self.failures += 1
+            self.row(case=case, error=f"{type(error).__name__}: {error}"[:600], **fields)
+            return None
+
+    def status(self) -> int:
+        """Return the exit status."""
+        return 1 if self.failures else 0
+
+
+def rank_environment(rank: int, ranks: int, device: str, port: int) -> dict[str, str]:
+    """Return the variables with which a rank starts."""
+    found = {
+        "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    if device == "cuda" and ranks > 1:
+        from tests.one_gpu import environment
+
+        from collectives.engine import get_engine
+
+        found |= environment(rank, ranks, get_engine("nccl").library.version)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks_of(module: str, arguments: argparse.Namespace) -> int:
+    """Start the ranks of a program and wait; where one fails the others are ended. Rank 0 writes the rows."""
+    port = free_port()
+    processes, outputs = [], []
+    for rank in range(arguments.ranks):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment |= rank_environment(rank, arguments.ranks, arguments.device, port)
+        output = tempfile.TemporaryFile()
+        outputs.append(output)
+        command = [sys.executable, "-m", module, *sys.argv[1:], "--rank", str(rank)]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output))
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                time.sleep(3)  # the others may say more of it
+                break
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    for rank, output in enumerate(outputs):
+        output.seek(0)
+        print(f"---- rank {rank}: status {processes[rank].returncode}")
+        print(output.read().decode(errors="replace")[-100_000:], flush=True)
+    return 1 if any(process.returncode for process in processes) else 0

@@ -1,0 +1,137 @@
+"""The private names of torch that this package uses, all of them, with the versions that have them.
+
+torch may rename or remove such a name in any release. Each is named here once and imported from here: what a release
+changes is mended in one place. Names of modules stand below as what they are; attributes of torch's objects, which are
+used where the object is, stand in ``ATTRIBUTES``, and a test finds each of both in the torch that is installed.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.distributed as dist
+
+from .errors import EngineUnavailable
+
+__all__ = [
+    "ATTRIBUTES",
+    "OLDEST",
+    "BatchNorm",
+    "TensorBase",
+    "TorchDispatchMode",
+    "cuda_current_raw_stream",
+    "cuda_get_device",
+    "current_graph_task_id",
+    "default_store",
+    "disable_dynamo",
+    "dynamo_disable",
+    "flatten_dense_tensors",
+    "fsdp_collectives",
+    "is_traceable_wrapper_subclass",
+    "open_process_groups",
+    "premul_sum",
+    "sequence_number",
+    "top_saved_tensors_hooks",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+]
+
+# The first version that has all of them but those that say otherwise. 2.7 has no `_top_saved_tensors_default_hooks`,
+# without which a sharded unit can't pass on what a user's hooks save; in 2.6 compiled autograd gives DDP hooks other
+# gradients than the ones that it has.
+OLDEST = "2.8"
+
+
+def _check_version(version: str) -> None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and tuple(map(int, found.groups())) < tuple(map(int, OLDEST.split("."))):
+        raise EngineUnavailable(
+            f"collectives needs torch {OLDEST} or newer, and this is torch {version}: pip install 'torch>={OLDEST}'"
+        )
+
+
+_check_version(torch.__version__)
+
+# ---- Names that 2.8 to 2.15 have.
+from torch._C import TensorBase  # noqa: E402  (its attributes as functions, which need no Python frame for each tensor)
+from torch._C._nn import flatten_dense_tensors  # noqa: E402
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass  # noqa: E402
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only  # noqa: E402
+
+# torch.compiler.disable is public, and imports dynamo at once, which takes a second; this one does when it is called.
+disable_dynamo = torch._disable_dynamo
+
+
+def dynamo_disable(recursive: bool):
+    """Return torch._dynamo.disable's decorator; imports dynamo."""
+    return torch._dynamo.disable(recursive=recursive)
+
+
+# The number of the backward that this thread is in; -1 outside of one.
+current_graph_task_id = torch._C._current_graph_task_id
+
+
+def top_saved_tensors_hooks():
+    """Return the innermost (pack, unpack) of torch.autograd.graph.saved_tensors_hooks, or None. Since 2.8."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+# ---- CUDA. Builds without CUDA have neither; looked up at each call of these, since a simulated device may come later.
+def cuda_get_device():
+    """Return the function that gives the index of the thread's current device."""
+    return torch._C._cuda_getDevice
+
+
+def cuda_current_raw_stream(index: int) -> int:
+    """Return the address of the current stream of a device."""
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+# ---- torch.distributed. Builds without it have none of these.
+def default_store():
+    """Return the store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def open_process_groups():
+    """Return the process groups that are open, as keys of a dictionary."""
+    return dist.distributed_c10d._world.pg_map
+
+
+def premul_sum(factor):
+    """Return the reduction that multiplies by a factor before it sums."""
+    return dist._make_nccl_premul_sum(factor)
+
+
+def sequence_number(group) -> int:
+    """Return how many collectives this rank has started on a group; -1 where its backend doesn't count."""
+    try:
+        return group._get_sequence_number_for_group()
+    except RuntimeError:
+        return -1
+
+
+def fsdp_collectives():
+    """Return the module with FSDP2's interfaces AllGather and ReduceScatter, or None. Since 2.9."""
+    try:
+        from torch.distributed.fsdp._fully_shard import _fsdp_api
+    except ImportError:
+        return None
+    return _fsdp_api if hasattr(_fsdp_api, "AllGather") else None
+
+
+# ---- Attributes of torch's objects, by where the object's class is found: names that instances or the class have.
+ATTRIBUTES = {
+    "torch.nn.parallel.DistributedDataParallel": (
+        "_join_config", "_divide_by_initial_world_size", "_comm_hooks", "_use_python_reducer",
+        "_delay_all_reduce_params",
+    ),
+    "torch.distributed.Reducer": ("_rebuild_buckets",),
+    "torch.amp.GradScaler": ("_scale", "_per_optimizer_states"),
+    "torch.Tensor": ("_version",),
+    "torch.nn.Module": ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+}  # fmt: skip

@@ -1,0 +1,44 @@
+"""What the extras bring: beside a CUDA build of torch nothing may overwrite a library that torch has brought."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def extra(name: str) -> list[str]:
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(rf"^{name} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)[1]
+    return re.findall(r'"([^"]+)"', listed)
+
+
+def test_the_test_extra_brings_no_library_of_cudas():
+    assert "pytest" in extra("test")
+    assert not [each for each in extra("test") if re.match(r"nvidia|cupy|torch", each)]
+
+
+def test_each_cuda_extra_is_for_one_cuda():
+    for each in extra("cuda12"):
+        assert each.endswith(("-cu12", "-cuda12x")), each
+    for each in extra("cuda13"):
+        assert not re.search(r"cu12|cuda12", each), each
+
+
+@pytest.mark.parametrize(
+    ("cuda", "wanted"), [(None, "cuda12"), ("12.4", "cuda12"), ("12.9", "cuda12"), ("13.0", "cuda13")]
+)
+def test_make_takes_the_extra_of_torchs_cuda(tmp_path, cuda, wanted):
+    """The Makefile's own line, run beside a stand-in for torch of another build."""
+    (code,) = re.findall(r"^CUDA_EXTRA := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (tmp_path / "torch.py").write_text(f"class version:\n    cuda = {cuda!r}\n")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.stdout.strip() == wanted, done.stderr

@@ -1,0 +1,76 @@
+"""The private names of torch: in one module, all there in the torch that is installed, and which versions are taken."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from collectives import torch_compat
+from collectives.errors import EngineUnavailable
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGE = ROOT / "collectives"
+# Private names of torch's modules; attributes of objects are ATTRIBUTES' affair, torch._foreach_... are documented.
+PRIVATE = re.compile(
+    r"torch\.(?:\w+\.)*_(?!foreach_)\w+|from torch[\w.]*\._\w+[\w.]* import|from torch[\w.]* import \(?\s*_\w+"
+    r"|\b(?:dist|distributed_c10d|c10d)\._\w+"
+)
+TEXT = re.compile(r'#.*|""".*?"""|"[^"\n]*"', re.DOTALL)  # comments and strings may name them
+VERSIONS = re.compile(r"torch\.__version__")
+
+
+def test_private_names_stand_in_one_module():
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name != "torch_compat.py":
+            text = VERSIONS.sub("", TEXT.sub("", path.read_text()))
+            wrong += [f"{path.relative_to(ROOT)}: {found[0]}" for found in PRIVATE.finditer(text)]
+    assert not wrong, "import these from collectives/torch_compat.py"
+
+
+def test_the_search_finds_such_names():
+    for line in (
+        "x = torch._C.TensorBase", "from torch.utils._pytree import tree_map", "from torch.a import _B",
+        "dist.distributed_c10d._world", "torch.utils._pytree.tree_map(f, x)",
+    ):  # fmt: skip
+        assert PRIVATE.search(line), line
+    assert not PRIVATE.search("torch._foreach_mul_(a, b)")
+
+
+def test_every_name_is_there():
+    assert torch_compat.current_graph_task_id() == -1
+    assert torch_compat.top_saved_tensors_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) as _:
+        assert len(torch_compat.top_saved_tensors_hooks()) == 2
+    assert torch_compat.premul_sum(2.0) is not None
+    assert torch_compat.open_process_groups() == {}
+    assert callable(torch_compat.disable_dynamo(lambda: None))
+    for name in torch_compat.__all__:
+        assert getattr(torch_compat, name) is not None
+
+
+@pytest.mark.parametrize("owner", torch_compat.ATTRIBUTES)
+def test_attributes_of_torchs_objects_are_there(owner):
+    module, _, name = owner.rpartition(".")
+    cls = getattr(importlib.import_module(module), name)
+    source = getattr(importlib.import_module(cls.__module__), "__file__", "")  # a part of an extension may have none
+    text = Path(source).read_text() if source.endswith(".py") else ""
+    for attribute in torch_compat.ATTRIBUTES[owner]:
+        assert hasattr(cls, attribute) or f"self.{attribute}" in text, f"{owner} has no {attribute}"
+
+
+def test_an_older_torch_is_refused_by_its_version():
+    for version in ("2.6.0+cu124", "2.7.1", "1.13.0"):
+        with pytest.raises(EngineUnavailable, match=rf"torch 2\.8 or newer, and this is torch {re.escape(version)}"):
+            torch_compat._check_version(version)
+    for version in ("2.8.0", "2.13.0+cpu", "2.15.0", "2.20.0a0+git1234", "3.0"):
+        torch_compat._check_version(version)
+
+
+def test_the_metadata_and_the_readme_name_the_oldest():
+    assert f'"torch>={torch_compat.OLDEST}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"torch {torch_compat.OLDEST}" in (ROOT / "README.md").read_text()
