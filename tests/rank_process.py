@@ -83,7 +83,8 @@ class RankContext:
         self.engine: str = call["engine"]
         self.timeout: float = call["timeout"]
         self.pids: list[int] = call["pids"]
-        self._key = (self.engine, tuple(self.pids), tuple(sorted(call["env"].items())))
+        envs = tuple(tuple(sorted(each.items())) for each in call["envs"])  # of all ranks, so that all have one key
+        self._key = (self.engine, tuple(self.pids), envs)
         self._opened: list = []
 
     def exchange(self, value, ranks=None) -> list:
