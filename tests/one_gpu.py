@@ -32,7 +32,7 @@ def environment(rank: int, ranks: int, version: int) -> dict[str, str]:
     if version >= _SETTING_SINCE:
         return {**shared, "NCCL_NVLS_ENABLE": "0"}
     if version < _HOSTID_SINCE:
-        raise InvalidArgument(f"NCCL {version} refuses several ranks on one GPU; from 2.28 on it can be made to take them")
+        raise InvalidArgument(f"NCCL {version} refuses several ranks on one GPU: it takes 2.28 or newer")
     apart = {"NCCL_HOSTID": f"rank{rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     return {**shared, **apart}
 

@@ -186,6 +186,10 @@ class Rank:
         """Make a stream the current one for a block."""
         return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
+    def current_stream(self) -> int:
+        """Give torch's current stream as a number; 0 on the host."""
+        return 0 if self.is_host else torch.cuda.current_stream(self.device).cuda_stream
+
     def join(self, stream) -> None:
         """Order the current stream behind another one."""
         if stream is not None:

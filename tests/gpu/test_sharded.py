@@ -150,14 +150,10 @@ def hooked(rank, case):
     state = HookState(comm=rank.comm, **options)
     model = by_units(rank, make_terms(rank.device), hook_state=state)
     if inside is not None:
-        state.optimizer = OPTIMIZERS[inside](model.parameters())
-        for step in range(STEPS):
-            model.zero_grad()
-            model(batches(step, rank.rank, rank.device)).backward()
-        ends = whole(model)
+        state.optimizer = optimizer = OPTIMIZERS[inside](model.parameters())
     else:
-        ends = train(rank, model, torch.optim.SGD(model.parameters(), RATE))
-    return {"parameters": ends, "norm": state.grad_norm, "nonfinite": state.nonfinite}
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+    return {"parameters": train(rank, model, optimizer), "norm": state.grad_norm, "nonfinite": state.nonfinite}
 
 
 @everywhere(HOOKED, everyday={"int8, feedback", "gather bf16", "optimizer", "max_norm"})
@@ -180,8 +176,9 @@ def accumulated(rank):
     norms = []
     for step in range(2):
         optimizer.zero_grad()
-        with model.no_sync():
-            model(batches(10 + step, rank.rank, rank.device)).backward()
+        model.set_requires_gradient_sync(False)
+        model(batches(10 + step, rank.rank, rank.device)).backward()
+        model.set_requires_gradient_sync(True)
         model(batches(step, rank.rank, rank.device)).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).detach())
         optimizer.step()
