@@ -43,7 +43,8 @@ def test_training(device, ranks, case):
 def changed_late(rank):
     """Two backwards of which the first has sent its buckets, and a gradient that is written to behind them."""
     model = make_terms(rank.device)
-    with collectives.GradientBuckets(model.parameters(), 0.004, comm=rank.comm, overlap=True) as buckets:
+    sizes = {"bucket_cap_mb": 0.004, "first_bucket_mb": 0.002}
+    with collectives.GradientBuckets(model.parameters(), comm=rank.comm, overlap=True, **sizes) as buckets:
         for step in range(STEPS):
             model.zero_grad()
             model(batches(step, rank.rank, rank.device)).backward()
