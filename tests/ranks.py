@@ -109,14 +109,15 @@ class Worker:
 class Pool:
     """Long-lived workers; a run with n ranks takes the first n. Workers of a failed run are killed, never reused."""
 
-    def __init__(self):
+    def __init__(self, env: dict[str, str] | None = None):
+        self.env = env or {}
         self.workers: list[Worker] = []
         self.owner = os.getpid()
 
     def take(self, n: int) -> list[Worker]:
         self.drop([w for w in self.workers if not w.alive()])
         while len(self.workers) < n:
-            self.workers.append(Worker({}))
+            self.workers.append(Worker(self.env))
         return self.workers[:n]
 
     def drop(self, workers: list[Worker]) -> None:
@@ -129,8 +130,11 @@ class Pool:
             self.drop(list(self.workers))
 
 
-_pool = Pool()
-atexit.register(_pool.close)
+# Of a process with simulated GPUs (tests/streams): each rank has one, and there are more.
+SIMULATED = {"COLLECTIVES_SIMULATED_GPU": "4"}
+_pools = {"": Pool(), "simulated": Pool(SIMULATED)}
+for _each in _pools.values():
+    atexit.register(_each.close)
 
 
 class Run:
@@ -235,19 +239,23 @@ class Run:
         return RankFailure("\n".join(parts), errors)
 
 
-def run_ranks(fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, deaths=()):
+def run_ranks(fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, deaths=(), device=""):
     """Call ``fn(ctx, *args)`` on n rank processes and return the n results, in rank order.
 
     ``ctx`` is a :class:`tests.rank_process.RankContext`. ``fn`` is a module-level function. ``timeout``: seconds
     for the whole call, start of the processes included. ``env``: set in the processes during the call; with
     ``fresh=True`` before they start, in processes of their own that are ended afterwards. ``deaths``: ranks that are to
-    end their process, whose result is a :class:`Died`. Raises RankFailure when a rank raises, hangs, dies unexpectedly,
-    or was to die and lived.
+    end their process, whose result is a :class:`Died`. ``device="simulated"``: in processes with simulated GPUs, with
+    engine "nccl" in front of the host engine (tests/streams/README.md). Raises RankFailure when a rank raises, hangs,
+    dies unexpectedly, or was to die and lived.
     """
     __tracebackhide__ = True
     env = {key: str(value) for key, value in (env or {}).items()}
     deaths = frozenset(deaths)
-    workers = [Worker(env) for _ in range(n)] if fresh else _pool.take(n)
+    pool = _pools[device]
+    if device == "simulated":
+        engine = "nccl"
+    workers = [Worker({**pool.env, **env}) for _ in range(n)] if fresh else pool.take(n)
     run = Run(workers, timeout, deaths)
     code = fn.__code__
     keep = False
@@ -260,6 +268,7 @@ def run_ranks(fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, 
                 "args": args,
                 "size": n,
                 "engine": engine,
+                "device": device,
                 "env": env,
                 "timeout": timeout,
                 "path": list(sys.path),
@@ -279,4 +288,4 @@ def run_ranks(fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, 
         return [run.results[r] for r in range(n)]
     finally:
         if not keep:
-            _pool.drop(workers)
+            pool.drop(workers)
