@@ -135,6 +135,8 @@ class Pool:
             self.drop(list(self.workers))
 
 
+# Of a process with simulated GPUs (tests/streams): each rank has one, and there are more.
+SIMULATED = {"COLLECTIVES_SIMULATED_GPU": "4"}
 _pools: dict[tuple, Pool] = {}  # by what was set before their processes started
 
 
@@ -259,7 +261,9 @@ class Run:
         return RankFailure("\n".join(parts), errors)
 
 
-def run_ranks(fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, deaths=(), start_env=None):
+def run_ranks(
+    fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, deaths=(), start_env=None, device=""
+):
     """Call ``fn(ctx, *args)`` on n rank processes and return the n results, in rank order.
 
     ``ctx`` is a :class:`tests.rank_process.RankContext`. ``fn`` is a module-level function. ``timeout``: seconds
@@ -267,10 +271,13 @@ def run_ranks(fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, 
     ``fresh=True`` before they start, in processes of their own that are ended afterwards. ``start_env``: set before the
     processes start, which are kept for later calls with the same one: for libraries that read a variable once. Either
     is a dictionary for all ranks or a list with one for each rank. ``deaths``: ranks that are to end their process,
-    whose result is a :class:`Died`. Raises RankFailure when a rank raises, hangs, dies unexpectedly, or was to die and
-    lived.
+    whose result is a :class:`Died`. ``device="simulated"``: in processes with simulated GPUs, with engine "nccl" in
+    front of the host engine (tests/streams/README.md). Raises RankFailure when a rank raises, hangs, dies unexpectedly,
+    or was to die and lived.
     """
     __tracebackhide__ = True
+    if device == "simulated":
+        engine, start_env = "nccl", {**SIMULATED, **(start_env or {})}
     envs, deaths = _by_rank(env), frozenset(deaths)
     pool = _pool_of(start_env)
     if fresh:
@@ -289,6 +296,7 @@ def run_ranks(fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, 
                 "args": args,
                 "size": n,
                 "engine": engine,
+                "device": device,
                 "envs": envs,
                 "timeout": timeout,
                 "path": list(sys.path),

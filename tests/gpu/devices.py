@@ -30,12 +30,12 @@ from torch.utils._pytree import tree_map_only
 
 from tests import one_gpu
 from tests.ranks import run_ranks
+from tests.streams.simulated import needs_simulation
 
 __all__ = ["DEVICES", "Rank", "check", "compare", "everywhere", "in_group", "on", "on_host"]
 
-DEVICES = ("host", "cuda")
-SECONDS = {"host": 60.0, "cuda": one_gpu.SECONDS}
-_ENGINES = {"host": "host", "cuda": "nccl"}
+DEVICES = ("host", "simulated", "cuda")
+SECONDS = {"host": 60.0, "simulated": 60.0, "cuda": one_gpu.SECONDS}
 
 
 # ---- Which tests there are.
@@ -58,7 +58,9 @@ def everywhere(cases=None, *, everyday=None, ranks=(1, 2), devices=DEVICES):
                 marks = []
                 if device == "cuda":
                     marks.append(pytest.mark.gpu)
-                elif count != max(ranks) or (everyday is not None and case not in everyday):
+                if device == "simulated":
+                    marks.append(needs_simulation)
+                if device != "cuda" and (count != max(ranks) or (everyday is not None and case not in everyday)):
                     marks.append(pytest.mark.thorough)
                 name = f"{device}-{count}{'rank' if count == 1 else 'ranks'}" + (f"-{case}" if case is not None else "")
                 values = (device, count) if case is None else (device, count, case)
@@ -75,11 +77,11 @@ def on(device: str, function, ranks: int, *args, env=None, timeout: float | None
     `env`: variables during the call, a dictionary or one for each rank. `deaths`: ranks that are to end their process.
     """
     __tracebackhide__ = True
-    start_env = one_gpu.start_env(ranks) if device == "cuda" else None
-    found = run_ranks(
-        _call, ranks, device, function, *args, engine=_ENGINES[device], env=env, deaths=deaths, fresh=fresh,
-        timeout=timeout or SECONDS[device], start_env=start_env,
-    )  # fmt: skip
+    where = {"engine": "nccl", "start_env": one_gpu.start_env(ranks)} if device == "cuda" else {}
+    if device == "simulated":
+        where = {"device": "simulated"}
+    options = {"env": env, "deaths": deaths, "fresh": fresh, "timeout": timeout or SECONDS[device], **where}
+    found = run_ranks(_call, ranks, device, function, *args, **options)
     return [pickle.loads(each) if isinstance(each, bytes) else each for each in found]
 
 
@@ -140,7 +142,7 @@ class Rank:
         self.engine: str = ctx.engine
         self.exchange = ctx.exchange
         self.barrier = ctx.barrier
-        self.device = torch.device("cpu") if device == "host" else torch.device("cuda", 0)
+        self.device = ctx.device
         self.is_host = device == "host"
 
     @property
@@ -219,6 +221,12 @@ class Rank:
             yield
             return
         self.synchronize()
+        if self.kind == "simulated":
+            from tests.streams.running import step
+
+            with step():
+                yield
+            return
 
         def refuse(name):
             def waited(*args, **kwargs):
