@@ -22,20 +22,22 @@ thread_local int device = 0;
 thread_local std::array<int64_t, kMostDevices> current{};
 int devices = 4;
 
-// An error of Python's that is on its way while memory is freed: the call back would meet it.
+// An error of Python's that is on its way while memory is freed: the call back must not find it.
 struct PendingError {
   template <typename F> static F python(const char* name) { return reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name)); }
   void *type = nullptr, *value = nullptr, *trace = nullptr;
-  bool held;
+  int lock;
   PendingError() {
-    static auto has_lock = python<int (*)()>("PyGILState_Check");
+    static auto ensure = python<int (*)()>("PyGILState_Ensure");
     static auto fetch = python<void (*)(void**, void**, void**)>("PyErr_Fetch");
-    held = has_lock && has_lock();
-    if (held) fetch(&type, &value, &trace);
+    lock = ensure();
+    fetch(&type, &value, &trace);
   }
   ~PendingError() {
     static auto restore = python<void (*)(void*, void*, void*)>("PyErr_Restore");
-    if (held) restore(type, value, trace);
+    static auto release = python<void (*)(int)>("PyGILState_Release");
+    restore(type, value, trace);
+    release(lock);
   }
 };
 
