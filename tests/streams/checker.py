@@ -71,14 +71,21 @@ def stream_name(key: int) -> str:
     return f"{stream} of cuda:{key >> 40}"
 
 
+_shown: dict[str, bool] = {}  # whether a file's lines stand in reports
+
+
 def site(most: int = 4) -> tuple:
     """The innermost Python lines that aren't torch's or the simulation's."""
     frame = sys._getframe(1)
     found = []
     while frame is not None and len(found) < most:
         name = frame.f_code.co_filename
-        own = name.startswith(HERE) and not Path(name).name.startswith(("test_", "scenarios", "programs"))
-        if not own and "/torch/" not in name and "/unittest/" not in name and "contextlib" not in name:
+        shown = _shown.get(name)
+        if shown is None:
+            own = name.startswith(HERE) and not Path(name).name.startswith("test_")
+            shown = not own and not any(part in name for part in ("/torch/", "/unittest/", "contextlib", "<"))
+            _shown[name] = shown
+        if shown:
             found.append((name, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return tuple(found)

@@ -5,6 +5,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
+#include <dlfcn.h>
+
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -20,6 +22,25 @@ thread_local int device = 0;
 thread_local std::array<int64_t, kMostDevices> current{};
 int devices = 4;
 
+// An error of Python's that is on its way while memory is freed: the call back must not find it.
+struct PendingError {
+  template <typename F> static F python(const char* name) { return reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name)); }
+  void *type = nullptr, *value = nullptr, *trace = nullptr;
+  int lock;
+  PendingError() {
+    static auto ensure = python<int (*)()>("PyGILState_Ensure");
+    static auto fetch = python<void (*)(void**, void**, void**)>("PyErr_Fetch");
+    lock = ensure();
+    fetch(&type, &value, &trace);
+  }
+  ~PendingError() {
+    static auto restore = python<void (*)(void*, void*, void*)>("PyErr_Restore");
+    static auto release = python<void (*)(int)>("PyGILState_Release");
+    restore(type, value, trace);
+    release(lock);
+  }
+};
+
 void permitted(int64_t answer, const char* what) {
   TORCH_CHECK(answer != -1, "CUDA error: operation not permitted when stream is capturing (", what, ")");
   TORCH_CHECK(answer != -2, "called a synchronizing CUDA operation (", what, ")");
@@ -33,7 +54,9 @@ void set_device(int index) {
 
 int64_t report(Kind kind, int64_t a, int64_t b, int64_t c, const char* text, const Access* accesses, int64_t count) {
   Callback function = callback.load(std::memory_order_relaxed);
-  return function ? function(kind, a, b, c, text, accesses, count) : 0;
+  if (!function) return 0;
+  PendingError error;
+  return function(kind, a, b, c, text, accesses, count);
 }
 int device_count() { return devices; }
 int current_device() { return device; }
