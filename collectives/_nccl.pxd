@@ -297,8 +297,13 @@ cdef class Comm:
     cdef int forks              # of which process it is
     cdef bint closed
     cdef int known_rank, known_size     # -1: ask the library
+    # What was issued last, and how many calls there were. Another thread looks at it, to see whether they end.
+    cdef const char* last_op
+    cdef size_t number, last_count, last_stream
+    cdef int last_dtype
     cdef ncclComm_t enter(self, void* function, const char* name) except NULL
     cdef int leave(self, ncclResult_t code, const char* name) except -1
+    cdef inline void note(self, const char* name, size_t count, int dtype, size_t stream) noexcept
     cdef int refuse(self, void* function, const char* name) except -1
     cdef int settle(self, ncclResult_t code, const char* name) except -1
     cdef int drain(self) except -1

@@ -358,16 +358,33 @@ cdef class Library:
         return None if info.estimatedTime < 0 else info.estimatedTime * 1e-6
 
     def group_cancel(self):
-        """Drop what this thread has put into its open group, and leave all its levels.
+        """Drop what this thread has put into its open group, and leave all its levels; nothing where none is open.
 
-        Host engine only. C: ``collHostGroupCancel``.
+        C: ``collHostGroupCancel``. NCCL has no such function: after a call that it refuses ``ncclGroupEnd`` launches
+        nothing of the group, so one is made, on no communicator.
         """
-        cdef ncclResult_t code
-        self.need(<void*> self.api.collHostGroupCancel, "collHostGroupCancel")
+        cdef ncclResult_t refused, code
+        cdef list group = self.groups.pop(PyThread_get_thread_ident(), None)
+        cdef int depth = 0 if group is None else group[0]
+        global collInsideGroupEnd
+        if self.api.collHostGroupCancel is not NULL:
+            with nogil:
+                code = self.api.collHostGroupCancel()
+            self.done(code, "collHostGroupCancel")
+            return
+        if depth == 0:
+            return
+        self.need(<void*> self.api.ncclAllReduce, "ncclAllReduce")
+        collInsideGroupEnd += 1
         with nogil:
-            code = self.api.collHostGroupCancel()
-        self.groups.pop(PyThread_get_thread_ident(), None)
-        self.done(code, "collHostGroupCancel")
+            refused = self.api.ncclAllReduce(NULL, NULL, 0, <ncclDataType_t> 0, <ncclRedOp_t> 0, NULL, NULL)
+            code = ncclSuccess
+            while depth > 0:
+                code = self.api.ncclGroupEnd()
+                depth -= 1
+        collInsideGroupEnd -= 1
+        if refused == ncclSuccess or code == ncclSuccess or code == ncclInProgress:
+            raise errors.InternalError("a group that was to be dropped has been launched", op="group_end")
 
     # ---- memory
 

@@ -118,6 +118,16 @@ cdef class ArrayReader:
         """Whether tensors are read: there was an exchange table, and of a version that is known here."""
         return self.table is not NULL
 
+    def current_stream(self):
+        """Return the stream on which the short way would put a call: 0 on the CPU, None where it can't be read."""
+        cdef void* current = NULL
+        if self.device_type == collDLCPU:
+            return 0
+        if self.table is NULL or self.table.current_stream(self.device_type, self.device_id, &current) != 0:
+            PyErr_Clear()
+            return None
+        return <size_t> current
+
     def read(self, array, bint writes=True):
         """Return (address, count, dtype code) of an array; None where it isn't one that can be used as it lies.
 
@@ -279,6 +289,7 @@ cdef class ArrayCalls:
                                                                                       &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclAllReduce, "ncclAllReduce")
+        self.comm.note("ncclAllReduce", span.count, span.dtype, stream)
         with nogil:
             result = api.ncclAllReduce(span.ptr, span.ptr, span.count, <ncclDataType_t> span.dtype, <ncclRedOp_t> code,
                                        comm, <cudaStream_t> stream)
@@ -298,6 +309,7 @@ cdef class ArrayCalls:
                 <void*> api.ncclReduce, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclReduce, "ncclReduce")
+        self.comm.note("ncclReduce", span.count, span.dtype, stream)
         with nogil:
             result = api.ncclReduce(span.ptr, span.ptr if mine else NULL, span.count, <ncclDataType_t> span.dtype,
                                     <ncclRedOp_t> code, c_root, comm, <cudaStream_t> stream)
@@ -317,6 +329,7 @@ cdef class ArrayCalls:
         if not is_part(&of, &to, self.size, self.rank) or not self.stream_of(<void*> api.ncclReduceScatter, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclReduceScatter, "ncclReduceScatter")
+        self.comm.note("ncclReduceScatter", to.count, to.dtype, stream)
         with nogil:
             result = api.ncclReduceScatter(of.ptr, to.ptr, to.count, <ncclDataType_t> to.dtype, <ncclRedOp_t> code,
                                            comm, <cudaStream_t> stream)
@@ -335,6 +348,7 @@ cdef class ArrayCalls:
         if not is_part(&to, &of, self.size, self.rank) or not self.stream_of(<void*> api.ncclAllGather, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclAllGather, "ncclAllGather")
+        self.comm.note("ncclAllGather", of.count, of.dtype, stream)
         with nogil:
             result = api.ncclAllGather(of.ptr, to.ptr, of.count, <ncclDataType_t> of.dtype, comm,
                                        <cudaStream_t> stream)
@@ -353,6 +367,7 @@ cdef class ArrayCalls:
                 <void*> api.ncclBroadcast, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclBroadcast, "ncclBroadcast")
+        self.comm.note("ncclBroadcast", span.count, span.dtype, stream)
         with nogil:
             result = api.ncclBroadcast(span.ptr, span.ptr, span.count, <ncclDataType_t> span.dtype, c_root, comm,
                                        <cudaStream_t> stream)
@@ -373,6 +388,7 @@ cdef class ArrayCalls:
         if not self.stream_of(<void*> api.ncclAlltoAll, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclAlltoAll, "ncclAlltoAll")
+        self.comm.note("ncclAlltoAll", of.count // <size_t> self.size, of.dtype, stream)
         with nogil:
             result = api.ncclAlltoAll(of.ptr, to.ptr, of.count // <size_t> self.size, <ncclDataType_t> of.dtype, comm,
                                       <cudaStream_t> stream)
@@ -391,6 +407,7 @@ cdef class ArrayCalls:
                 <void*> api.ncclSend, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclSend, "ncclSend")
+        self.comm.note("ncclSend", span.count, span.dtype, stream)
         with nogil:
             result = api.ncclSend(span.ptr, span.count, <ncclDataType_t> span.dtype, c_peer, comm,
                                   <cudaStream_t> stream)
@@ -409,6 +426,7 @@ cdef class ArrayCalls:
                 <void*> api.ncclRecv, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclRecv, "ncclRecv")
+        self.comm.note("ncclRecv", span.count, span.dtype, stream)
         with nogil:
             result = api.ncclRecv(span.ptr, span.count, <ncclDataType_t> span.dtype, c_peer, comm,
                                   <cudaStream_t> stream)

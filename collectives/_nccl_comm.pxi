@@ -52,6 +52,11 @@ cdef class Comm:
             self.settle(code, name)
         return 0
 
+    cdef inline void note(self, const char* name, size_t count, int dtype, size_t stream) noexcept:
+        """Remember what was issued last. Written under the GIL, so `issued` reads one call's."""
+        self.last_op, self.last_count, self.last_dtype, self.last_stream = name, count, dtype, stream
+        self.number += 1
+
     cdef int refuse(self, void* function, const char* name) except -1:
         """Raise the reason why this call can't be made; return where it can (in a signal handler, sometimes)."""
         op = op_name(name.decode())
@@ -110,6 +115,13 @@ cdef class Comm:
         return self.known_size
 
     @property
+    def issued(self):
+        """What was issued here last: (how many calls there were, "all_reduce", elements, dtype's code, stream)."""
+        if self.number == 0:
+            return 0, "", 0, 0, 0
+        return self.number, op_name(self.last_op.decode()), self.last_count, self.last_dtype, self.last_stream
+
+    @property
     def device(self):
         """The number of the CUDA device (or of the host engine's stand-in for one). C: ``ncclCommCuDevice``."""
         return self.ask(self.api.ncclCommCuDevice, "ncclCommCuDevice")
@@ -150,6 +162,12 @@ cdef class Comm:
             code = self.api.ncclCommDestroy(comm)
         if code != ncclSuccess and code != ncclInProgress:
             raise error_of(self.library, self, code, "ncclCommDestroy")
+
+    def wait_for_calls(self):
+        """Wait until no other thread's call is with the library. In a signal handler it is refused, as `destroy` is."""
+        self.enter(<void*> self.api.ncclCommDestroy, "ncclCommDestroy")
+        self.calls -= 1
+        self.drain()
 
     def abort(self):
         """Close the communicator at once; calls that wait in other threads end with ``Aborted``. C: ``ncclCommAbort``.
@@ -390,6 +408,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAllReduceConfig, "ncclAllReduceConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAllReduce, "ncclAllReduce")
+        self.note("ncclAllReduce", count, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -408,6 +427,7 @@ cdef class Comm:
         C: ``collHostAllReduceCast``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostAllReduceCast, "collHostAllReduceCast")
+        self.note("collHostAllReduceCast", count, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             code = self.api.collHostAllReduceCast(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
@@ -423,6 +443,7 @@ cdef class Comm:
         element of the result once. ``dtype``: a floating type. Host engine only. C: ``collHostAllReduceShare``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostAllReduceShare, "collHostAllReduceShare")
+        self.note("collHostAllReduceShare", count, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             code = self.api.collHostAllReduceShare(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
@@ -438,6 +459,7 @@ cdef class Comm:
         only. C: ``collHostReduceScatterShare``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostReduceScatterShare, "collHostReduceScatterShare")
+        self.note("collHostReduceScatterShare", recvcount, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             code = self.api.collHostReduceScatterShare(<const void*> send, <void*> recv, recvcount,
@@ -454,6 +476,7 @@ cdef class Comm:
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclReduceScatterConfig,
                                        "ncclReduceScatterConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclReduceScatter, "ncclReduceScatter")
+        self.note("ncclReduceScatter", recvcount, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -472,6 +495,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAllGatherConfig, "ncclAllGatherConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAllGather, "ncclAllGather")
+        self.note("ncclAllGather", sendcount, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -489,6 +513,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclBroadcastConfig, "ncclBroadcastConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclBroadcast, "ncclBroadcast")
+        self.note("ncclBroadcast", count, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -506,6 +531,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclReduceConfig, "ncclReduceConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclReduce, "ncclReduce")
+        self.note("ncclReduce", count, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -523,6 +549,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAlltoAllConfig, "ncclAlltoAllConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAlltoAll, "ncclAlltoAll")
+        self.note("ncclAlltoAll", count, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -540,6 +567,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclGatherConfig, "ncclGatherConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclGather, "ncclGather")
+        self.note("ncclGather", count, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -557,6 +585,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclScatterConfig, "ncclScatterConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclScatter, "ncclScatter")
+        self.note("ncclScatter", count, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -570,6 +599,7 @@ cdef class Comm:
     def bcast(self, size_t buf, size_t count, int dtype, int root, size_t stream=0):
         """Broadcast in place. C: ``ncclBcast``."""
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclBcast, "ncclBcast")
+        self.note("ncclBcast", count, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             code = self.api.ncclBcast(<void*> buf, count, <ncclDataType_t> dtype, root, comm, <cudaStream_t> stream)
@@ -580,6 +610,7 @@ cdef class Comm:
     def send(self, size_t buf, size_t count, int dtype, int peer, size_t stream=0):
         """Send ``count`` elements to rank ``peer``, which calls ``recv`` with the same count. C: ``ncclSend``."""
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclSend, "ncclSend")
+        self.note("ncclSend", count, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             code = self.api.ncclSend(<const void*> buf, count, <ncclDataType_t> dtype, peer, comm,
@@ -589,6 +620,7 @@ cdef class Comm:
     def recv(self, size_t buf, size_t count, int dtype, int peer, size_t stream=0):
         """Receive ``count`` elements from rank ``peer``. C: ``ncclRecv``."""
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclRecv, "ncclRecv")
+        self.note("ncclRecv", count, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             code = self.api.ncclRecv(<void*> buf, count, <ncclDataType_t> dtype, peer, comm, <cudaStream_t> stream)
@@ -598,6 +630,7 @@ cdef class Comm:
                    int ctx=0, unsigned int flags=0, size_t stream=0):
         """Write ``count`` elements to ``peer``'s window at byte ``offset``, then signal it. C: ``ncclPutSignal``."""
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclPutSignal, "ncclPutSignal")
+        self.note("ncclPutSignal", count, dtype, stream)
         cdef ncclResult_t code
         with nogil:
             code = self.api.ncclPutSignal(<const void*> local, count, <ncclDataType_t> dtype, peer,
@@ -608,6 +641,7 @@ cdef class Comm:
     def signal(self, int peer, int sig_idx=0, int ctx=0, unsigned int flags=0, size_t stream=0):
         """Signal ``peer`` with no data. C: ``ncclSignal``."""
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclSignal, "ncclSignal")
+        self.note("ncclSignal", 0, 0, stream)
         cdef ncclResult_t code
         with nogil:
             code = self.api.ncclSignal(peer, sig_idx, ctx, flags, comm, <cudaStream_t> stream)
@@ -620,6 +654,7 @@ cdef class Comm:
         cdef ncclWaitSignalDesc_t* descs = <ncclWaitSignalDesc_t*> flat.data     # four ints each
         cdef int count = len(signals)
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclWaitSignal, "ncclWaitSignal")
+        self.note("ncclWaitSignal", 0, 0, stream)
         cdef ncclResult_t code
         with nogil:
             code = self.api.ncclWaitSignal(count, descs, comm, <cudaStream_t> stream)

@@ -82,7 +82,10 @@ cdef object error_of(Library library, Comm comm, ncclResult_t code, const char* 
             with nogil:
                 library.api.collHostGetError(asked, &info)
             if info.code == <int> code and info.kind != 0:
-                return exception_of(info_of(&info), op, rank)
+                found = exception_of(info_of(&info), op, rank)
+                if isinstance(found, errors.RemoteError):
+                    let_signals_win("was interrupted" in found.message)
+                return found
             if handle is NULL:
                 break
             asked = handle
@@ -92,6 +95,23 @@ cdef object error_of(Library library, Comm comm, ncclResult_t code, const char* 
     return CLASS_OF_CODE.get(code, errors.InternalError)(
         f"{sentence}; the library's last error: {detail}" if detail else sentence, code=<int> code, op=op,
         rank=rank, detail=detail or sentence)
+
+
+cdef int let_signals_win(bint interrupted) except -1:
+    """Raise what a signal handler of this process raises: Ctrl-C reaches all ranks, and that another one of them ended
+    a moment earlier isn't what has happened to this one. Its own signal gets 0.1 s to come, and 0.5 s where it is known
+    that the other rank was ``interrupted``.
+    """
+    cdef int rounds = 50 if interrupted else 10
+    if collInsideInterrupt or not collIsMainThread():
+        return 0
+    PyErr_CheckSignals()
+    while rounds > 0:
+        with nogil:
+            usleep(10000)
+        PyErr_CheckSignals()
+        rounds -= 1
+    return 0
 
 
 def check(int code, Library library not None, Comm comm=None):

@@ -20,7 +20,6 @@ from ._nccl import DTYPES, OPS
 from .agree import compare, describe
 from .arrays import ITEMSIZE, TORCH_CODES
 from .errors import Mismatch
-from .group import leave_group
 from .kernels import abi
 from .kernels.execution import Statistics, run_on_host
 from .kernels.reduction import kernel_of
@@ -523,4 +522,4 @@ class _Grouped:
         if kind is None:
             self._library.group_end()
         else:
-            leave_group(self._library)
+            self._library.group_cancel()

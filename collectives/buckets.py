@@ -25,6 +25,8 @@ from .errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
 from .gradients import GradientBucket, called, check_apart, fill, read_params
 from .lanes import has_spare_cores
 from .names import names_of
+from .presence import announce
+from .round_flags import RoundFlags
 from .timeline import recording
 from .torch_groups import communicator_over, default_group, drop
 from .wire import Bucket, Factor, Plain
@@ -60,8 +62,11 @@ class GradientBuckets:
     beside those that torch computes with; not with a compressed wire. It begins after the first `all_reduce()` and
     takes a communicator of its own, split off then.
 
-    Gradients may have been made by any number of backwards, or assigned. Raises `InvalidArgument` for parameters and
-    settings that won't do. Holds the parameters, as an optimizer does; use it as a context manager, or `close()` it.
+    Gradients may have been made by any number of backwards, or assigned. On CUDA the host doesn't wait where this rank
+    has all gradients, and none was changed after it was sent: then what is wrong on another rank is raised here by a
+    later call, and a gradient that is changed after it was sent must be so on all ranks. Raises `InvalidArgument` for
+    parameters and settings that won't do. Holds the parameters, as an optimizer does; use it as a context manager, or
+    `close()` it.
     """
 
     def __init__(
@@ -89,7 +94,9 @@ class GradientBuckets:
             raise InvalidArgument("a compressed wire reduces inside of all_reduce(): leave out overlap=True", op=_OP)
         caps = _cap(first_bucket_mb, "first_bucket_mb"), _cap(bucket_cap_mb, "bucket_cap_mb")
         members = read_params(params)
-        if comm is not None:
+        if comm is None:
+            announce()
+        else:
             for number, (name, param) in enumerate(members):
                 if param.device != comm.device:
                     raise InvalidArgument(
@@ -175,7 +182,8 @@ class GradientBuckets:
         until it is done; on CUDA it waits for what all backwards have made, and the averages are ordered on the current
         stream. A gradient that can't be averaged (sparse, of another dtype or shape than the parameter's was, sharing
         memory with another one) raises `InvalidArgument` on all ranks and leaves the gradients as they are; so does
-        `Mismatch`, at the first call, where the ranks' parameters differ.
+        `Mismatch`, at the first call, where the ranks' parameters differ. (On CUDA, ranks without a problem of their
+        own go on, and raise `InvalidUsage` in a later call.)
         """
         if self._closed:
             raise InvalidUsage("all_reduce() after close()", op=_OP)
@@ -231,7 +239,7 @@ class GradientBuckets:
         overlap = self._agree(first, all(wishes))
         for device, comm in comms.items():
             self._lanes[device] = comm.split(0) if overlap else comm
-        self._flags = _Flags(first, len(self._buckets), len(self._order))
+        self._flags = RoundFlags(first, len(self._buckets), len(self._order))
         self._make_flats(shared=not overlap)
         self._overlap = overlap
         if overlap:
@@ -299,6 +307,7 @@ class GradientBuckets:
 
     def _reduce(self) -> None:
         buckets = self._buckets
+        self._flags.look()
         if self._wire is not None:
             self._wire.begin()
         problem = None
@@ -319,16 +328,14 @@ class GradientBuckets:
         have = [False] * len(self._order) if problem else [each for bucket in buckets for each in bucket.has]
         # On CUDA two communicators at once might deadlock; on the host the flags needn't wait for the buckets.
         comms = self._lanes if buckets[0].device.type == "cuda" else self._comms
-        failing, again, used = self._flags.exchange(comms[buckets[0].device], problem is not None, again, have)
-        if failing is not None:
-            for bucket in buckets:
-                with self._telling(bucket):
-                    bucket.settle()
-            raise problem or InvalidArgument(
-                f"rank {failing} has a gradient that can't be averaged, as its own error says; nothing was changed",
-                op=_OP, peers=[failing],
-            )  # fmt: skip
-        rest = iter(used)
+        again = [bool(self._overlap) and each for each in again]
+        found = self._flags.exchange(comms[buckets[0].device], problem is not None, again, have)
+        if found is not None:  # else all is as usual here, and nobody waits
+            again, have = found.again, found.used
+            if found.failing is not None or found.apart:
+                self._give_up(found)
+                raise problem or found.error()
+        rest = iter(have)
         parts = [list(itertools.islice(rest, len(bucket.params))) for bucket in buckets]
         if self._overlap:
             for bucket in itertools.compress(buckets, again):
@@ -344,6 +351,17 @@ class GradientBuckets:
                     bucket.unpack(part)
                 bucket.settle()
         self._bytes = self._sent
+
+    def _give_up(self, found) -> None:
+        """Do what ranks that haven't waited for the flags go on to do, with zeros, and end what is under way."""
+        for bucket in self._buckets:
+            with self._telling(bucket):
+                bucket.settle()
+                if found.goes_on and not self._overlap:
+                    flat = torch.empty(bucket.total, dtype=bucket.dtype) if bucket.flat is None else bucket.flat
+                    bucket.sending = flat.zero_()
+                    self._send(bucket)
+                    bucket.settle()
 
     def _send(self, bucket: GradientBucket) -> None:
         before, begun = self._sent, time.perf_counter_ns()
@@ -469,31 +487,6 @@ def _let_go(handles, lanes, comms) -> None:
         # NCCL's destroy may wait for the other ranks; such a communicator stays until the interpreter's end.
         if lane is not comms[device] and lane._on_host and not lane.closed and lane._lane.settled():
             lane.close()
-
-
-class _Flags:
-    """The small exchange of a round: who has a problem, which buckets go again, which parameters have a gradient."""
-
-    def __init__(self, comm: Communicator, buckets: int, params: int):
-        self._buckets = buckets
-        self._sent = comm.empty(1 + buckets + params, torch.int32)
-        self._own = self._sent if comm.device.type == "cpu" else torch.empty(self._sent.shape, dtype=torch.int32)
-        self._numbers = self._own.numpy()
-
-    def exchange(self, comm: Communicator, problem: bool, again, have) -> tuple[int | None, list, list]:
-        """Give a rank that has a problem or None, and what any rank has of the others."""
-        numbers, first = self._numbers, 1 + self._buckets
-        numbers[0] = comm.rank + 1 if problem else 0
-        numbers[1:first] = again
-        numbers[first:] = have
-        if self._own is self._sent:
-            comm.all_reduce(self._sent, "max")
-        else:
-            self._sent.copy_(self._own)
-            comm.all_reduce(self._sent, "max", async_op=True).wait()
-            self._own.copy_(self._sent)  # waits for the GPU
-        found = numbers.tolist()
-        return found[0] - 1 if found[0] else None, found[1:first], found[first:]
 
 
 def _cap(megabytes, name: str) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 from dataclasses import replace
+from functools import partial
 from threading import get_ident
 
 import torch
@@ -13,8 +13,9 @@ import torch
 from ._nccl import DTYPES, OPS, SHRINK_ABORT, ArrayCalls, Comm
 from .agree import PREMUL, agree, row
 from .arrays import ITEMSIZE, Place, Reader, parse_op, parse_rank, premul_scalar
+from .cuda_state import is_capturing
 from .engine import Engine, device_of, parse_device
-from .errors import CollectiveTimeout, InvalidArgument, InvalidUsage
+from .errors import Aborted, CollectivesError, CollectiveTimeout, CudaError, InvalidArgument, InvalidUsage
 from .group import Call, Group, issue, open_groups
 from .hosts import HostsComm, NoShortWay
 from .lifetime import Gone, kept, opened
@@ -22,12 +23,15 @@ from .machines import grouped
 from .memory import Registration, allocate, memory_of, whole_allocation
 from .ring import Algorithms, run_by
 from .tune import Policy, agree_on, pick
+from .variables import check, switch
+from .watchdog import notes_of, unwatch, watch
 from .work import CudaLane, HostLane, Work
 
 __all__ = ["Communicator", "device_of", "parse_device"]
 
 _UINT8 = DTYPES["uint8"]
 _NO_GUARD = contextlib.nullcontext()
+_WATCHDOG_SECONDS = 10.0
 _ABORT_SECONDS = 1.0  # how long abort() waits for its queue, which fails what is in it at once
 
 
@@ -63,6 +67,7 @@ class Communicator:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidArgument(f"size must be an int of at least 1, not {size!r}")
         rank = parse_rank(rank, size, "rank", rank=None, name="Communicator")
+        check()
         device = device_of(engine, device)
         if native is not None:
             pass
@@ -74,7 +79,8 @@ class Communicator:
                 torch.cuda.current_stream().synchronize()  # makes torch's CUDA context, which NCCL takes over
                 native = engine.library.comm_init_rank(size, unique_id, rank, config=config)
         try:
-            policy = agree_on(native, engine.name, device, bool(deterministic))
+            with torch.cuda.device(device) if device.type == "cuda" else _NO_GUARD:
+                policy = agree_on(native, engine.name, device, bool(deterministic))
         except BaseException:
             native.abort()
             raise
@@ -92,18 +98,22 @@ class Communicator:
         self._on_host = engine.device_type == "cpu"
         self._read = Reader(device, self.rank)
         self._lane = HostLane(self) if self._on_host else CudaLane(self)
-        self._checks = not self._on_host and os.environ.get("COLLECTIVES_CHECK", "0") not in ("", "0")
+        self._checks = switch("COLLECTIVES_CHECK") and not self._on_host
         # The short way of blocking calls on plain arrays. What it doesn't take goes the longer way, which checks all.
         current_device = None if self._on_host or self._checks else torch._C._cuda_getDevice
         other = not isinstance(native, Comm)
         self._short = NoShortWay() if other else ArrayCalls(native, self._read.plainly, open_groups, current_device)
         self._registered: set[Registration] = set()
+        self._children = 0  # splits and shrinks, which all ranks make in one order
         self._token = None
         self._algorithms: Algorithms | None = None
         self._use(policy)
         self._timeout = None
         self.timeout = timeout
+        self._foreign: set[int] = set()  # streams that others made, and may have destroyed
         opened[id(self)] = self
+        if not self._on_host:
+            watch(self)
 
     # ---- What it is.
 
@@ -111,8 +121,9 @@ class Communicator:
     def timeout(self) -> float | None:
         """Limit of one operation in seconds; None: no limit.
 
-        On the host an operation past it fails with `CollectiveTimeout` and the communicator is out of use. NCCL knows
-        no such limit: there it holds for `barrier()`.
+        An operation past it fails with `CollectiveTimeout` and the communicator is out of use. On NCCL, which knows no
+        such limit, a thread beside the program's looks after it: it aborts the communicator some two seconds later,
+        and what comes next raises the error: a wait, an operation, `close()`.
         """
         return self._timeout
 
@@ -401,12 +412,15 @@ class Communicator:
             finally:
                 label()
             return
+        self._refuse_in_capture("barrier")
         if self._checks:
             self._agree([row("barrier")])
         if self._token is None:
             self._token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         work = self.all_reduce(self._token, "max", async_op=True, algorithm="native")
-        if not self._lane.block(work._flight, self._timeout):
+        # The watchdog ends it at the limit, and names the ranks that have not come: it gets the time to do so.
+        limit = None if self._timeout is None else self._timeout + _WATCHDOG_SECONDS
+        if not self._lane.block(work._flight, limit):
             raise CollectiveTimeout(f"not all ranks came within {self._timeout} s", op="barrier", rank=self.rank)
         work.wait()
 
@@ -430,7 +444,8 @@ class Communicator:
         key = self.rank if key is None else self._int(key, "key", -(2**31), "split", 2**31)
         with self._guard():
             native = self._native.split(color, key)
-        return None if native is None else self._child(native)
+        self._children += 1
+        return None if native is None else self._child(native, f"split{self._children}/{color}")
 
     def shrink(self, exclude, *, abort: bool = False) -> Communicator:
         """Make a communicator without the ranks in `exclude`, which don't call it; the others all do.
@@ -444,7 +459,8 @@ class Communicator:
             self._algorithms.abort()
         with self._guard():
             native = self._native.shrink(excluded, flags=SHRINK_ABORT if abort else 0)
-        return self._child(native)
+        self._children += 1
+        return self._child(native, f"shrink{self._children}")
 
     def empty(self, n: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocate a tensor of `n` elements in memory that the engine can use with no staging copy; a local call.
@@ -473,7 +489,8 @@ class Communicator:
         `zero_copy` tells. C: ncclCommRegister (NCCL 2.19).
         """
         place = self._read.place(array, "register", writes=True)
-        handle = self._native.register(*whole_allocation(array, place.ptr, place.nbytes))
+        with self._guard():
+            handle = self._native.register(*whole_allocation(array, place.ptr, place.nbytes))
         shared = self.engine.library.memory_shared(place.ptr, place.nbytes) if self._on_host else None
         registration = Registration(array, handle, place.nbytes, shared)
         self._registered.add(registration)
@@ -483,7 +500,7 @@ class Communicator:
         """End a registration; nothing that uses the array may be in flight. C: ncclCommDeregister.
 
         On the host `InvalidUsage` is raised while asynchronous operations are in flight: the peers may be using the
-        array's memory, which is this process's own again afterwards.
+        array's memory, which is this process's own again afterwards. On CUDA it waits for the GPU.
         """
         if registration not in self._registered:
             raise self._wrong("deregister", f"{registration!r} isn't one of this communicator's, or ended before")
@@ -492,7 +509,11 @@ class Communicator:
                 "operations are in flight, which may use the array: wait for them first",
                 op="deregister", rank=self.rank,
             )  # fmt: skip
-        self._native.deregister(registration.handle)
+        self._refuse_in_capture("deregister")
+        with self._guard():
+            if not self._on_host:
+                torch.cuda.synchronize(self.device)
+            self._native.deregister(registration.handle)
         self._registered.discard(registration)
 
     # ---- The end.
@@ -502,16 +523,21 @@ class Communicator:
 
         The other ranks' operations with this one raise `RemoteError`. C: ncclCommAbort.
         """
+        if not self.closed:
+            self._lane.give_up(Aborted("abort() closed the communicator during the operation", rank=self.rank))
         native, self._native = self._native, Gone("the communicator was aborted", self.rank)
         if type(native) is Gone:
             self._native = native
+            native.seen = True
             return
         opened.pop(id(self), None)
+        unwatch(self)
         if self._algorithms is not None:
             self._algorithms.abort()
-        native.abort()
+        with self._guard():
+            native.abort()
         # Bounded, since abort() may run in a signal handler on top of a call that only then can end.
-        if self._lane.drain(_ABORT_SECONDS):
+        if self._lane.quiet(_ABORT_SECONDS):
             self._lane.close()
             self._registered.clear()
         else:
@@ -520,32 +546,84 @@ class Communicator:
     def close(self) -> None:
         """Wait for what is in flight, then free the communicator. Harmless when called again. C: ncclCommDestroy."""
         if self.closed:
+            if self._native.error is not None and not self._native.seen:
+                self._native.refuse("close")
             return
         group = open_groups.get(get_ident())
         if group is not None and group.uses(self):
             raise InvalidUsage("close() inside a group that holds calls of this communicator", rank=self.rank)
+        self._refuse_in_capture("close")
         self._lane.drain(None)
+        if not self._on_host:  # while the watchdog still looks: blocking calls are on torch's streams, and may hang
+            with self._guard():
+                self._synchronize(self._native)
         native, self._native = self._native, Gone("the communicator is closed", self.rank)
+        if type(native) is Gone:
+            self._native = native
+            if native.error is not None and not native.seen:
+                native.refuse("close")
+            return
+        short, self._short = self._short, NoShortWay()
+        try:
+            native.wait_for_calls()  # of other threads
+        except BaseException:  # a signal handler's, on top of a call
+            self._native, self._short = native, short
+            raise
+        opened.pop(id(self), None)
+        unwatch(self)
+        with self._guard():
+            self._lane.close()
+            self._free(native)
+
+    def _synchronize(self, native) -> None:
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            native.abort()
+            raise CudaError(f"what was in flight failed: {error}", op="close", rank=self.rank) from error
+
+    def _free(self, native) -> None:
+        """Free what the engine has, in reverse; the first error is raised when all has had its turn."""
+        steps = [partial(native.deregister, registration.handle) for registration in self._registered]
+        if self._algorithms is not None:
+            steps.append(self._algorithms.close)
+        failed = None
+        for step in (*steps, native.destroy):
+            try:
+                step()
+            except CollectivesError as error:
+                failed = failed or error
+        self._registered.clear()
+        if failed is not None:
+            raise failed
+
+    def _refuse_in_capture(self, name: str) -> None:
+        if not self._on_host:
+            with self._guard():
+                if is_capturing(None):
+                    raise InvalidUsage(
+                        f"{name}() waits for the GPU, which can't be done while a CUDA graph is captured",
+                        op=name, rank=self.rank,
+                    )  # fmt: skip
+
+    def _fail(self, error) -> None:
+        """End everything because of an error that was found beside the program's calls, which get it from now on."""
+        native, self._native = self._native, Gone(error.message, self.rank, error=error)
         if type(native) is Gone:
             self._native = native
             return
         opened.pop(id(self), None)
-        self._lane.close()
-        for registration in self._registered:
-            native.deregister(registration.handle)
-        self._registered.clear()
-        with self._guard():
-            if not self._on_host:
-                torch.cuda.synchronize(self.device)  # blocking calls are on torch's streams
-            if self._algorithms is not None:
-                self._algorithms.close()
-            native.destroy()
+        unwatch(self)
+        if self._algorithms is not None:
+            self._algorithms.abort()
+        self._lane.fail(error, native.abort)
+        kept.append((self._lane, self._registered))  # a thread of the program's may be inside
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
-        if kind is not None and (self._lane.busy() or (self._on_host and self._pending() is not None)):
+        if kind is not None and (self.closed or self._lane.busy() or (self._on_host and self._pending() is not None)):
             self.abort()  # what is in flight may never end
         else:
             self.close()
@@ -556,7 +634,7 @@ class Communicator:
         info = None if self.closed else self._native.pending()
         return self._algorithms.pending() if info is None and self._algorithms is not None else info
 
-    def _child(self, native) -> Communicator:
+    def _child(self, native, name: str) -> Communicator:
         child = Communicator.__new__(Communicator)
         engine, peers = self.engine, None
         if isinstance(native, HostsComm):
@@ -567,6 +645,9 @@ class Communicator:
         else:  # NCCL's keep the number that the launcher gave
             local = self.local_rank, self.local_size
         child._adopt(native, engine, self.device, *local, self._timeout, self._policy, peers)
+        notes = notes_of(self)
+        if notes is not None:
+            watch(child, notes.under(name))
         return child
 
     def _current(self, stream) -> int:
@@ -578,10 +659,12 @@ class Communicator:
         if stream is None:
             return torch._C._cuda_getCurrentRawStream(self.device.index)
         if isinstance(stream, int) and not isinstance(stream, bool):
+            self._foreign.add(stream)
             return stream
         handle = getattr(stream, "cuda_stream", None)  # torch's
         if handle is None:
             handle = getattr(stream, "ptr", None)  # CuPy's
+            self._foreign.add(handle)
         if handle is None:
             text = f"stream must be a torch or CuPy stream or its address, not {stream!r}"
             raise InvalidArgument(text, rank=self.rank)
@@ -627,7 +710,7 @@ class Communicator:
 
     def _alive(self, name: str) -> None:
         if type(self._native) is Gone:
-            raise InvalidUsage(self._native.why, op=name, rank=self.rank)
+            self._native.refuse(name)
 
     def _use(self, policy: Policy) -> None:
         self._policy = policy
@@ -706,7 +789,8 @@ class Communicator:
 
     def _agree(self, rows, grouped: bool = False) -> None:
         if self._checks and rows:
-            agree(self._native, rows, device=self.device, stream=self._current(None), grouped=grouped)
+            with self._guard():
+                agree(self._native, rows, device=self.device, stream=self._current(None), grouped=grouped)
 
     def _launch(self, name, steps, held, result, nbytes, described, async_op, stream, scalar=None, label=None):
         """Issue a call now, or put it into the open group or the lane."""
@@ -738,7 +822,7 @@ class Communicator:
         try:
             self._issue(call, steps, target)
         except BaseException:
-            self._lane.cancel()
+            self._lane.cancel(name, held)
             raise
         self._lane.end(name, held, (work,))
         return work

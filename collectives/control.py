@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
 
 import torch
 
 from .communicator import Communicator
 from .engine import get_engine
+from .errors import CollectiveTimeout
 from .exchange import RECORD_BYTES, Own, needs_store, serve_lasting, settle, with_store
 from .hosts import open_over
+from .machines import own_address
+from .waiting import said
 
-__all__ = ["control_of", "host_communicator_over"]
+__all__ = ["beside", "control_of", "host_communicator_over"]
 
-_OPEN_SECONDS = 300.0
+_OPEN_SECONDS = 300.0  # where the communicator has no limit of its own
 
 
 def control_of(comm: Communicator) -> Communicator | None:
@@ -25,33 +26,66 @@ def control_of(comm: Communicator) -> Communicator | None:
     A collective. On the host it is split off, so that queued operations don't hold it up. For ranks on GPUs it is one
     of the host engine's; where they are on several machines Gloo connects those.
     """
-    if comm.size == 1:
-        return None
-    if comm._on_host:
-        return comm.split(0)
-    return host_communicator_over(comm)
+    return None if comm.size == 1 else beside(comm)
 
 
-def host_communicator_over(comm: Communicator) -> Communicator:
-    """Open a communicator on host memory over the ranks of another one, which carries their records. A collective."""
+def beside(comm: Communicator, seconds: float | None = None) -> Communicator:
+    """Open a communicator of its own on host memory over the same ranks; a collective.
+
+    `seconds`: how long the ranks may be in coming; None: the communicator's own limit.
+    """
+    if not comm._on_host:
+        return host_communicator_over(comm, seconds)
+    before = comm.timeout
+    if seconds is not None:
+        comm.timeout = seconds if before is None else min(seconds, before)
+    try:
+        with said("to open a second communicator", comm.rank, comm.timeout, lambda: _missing(comm)):
+            child = comm.split(0)
+    finally:
+        if not comm.closed:
+            comm.timeout = before
+    child.timeout = before
+    return child
+
+
+def host_communicator_over(comm: Communicator, seconds: float | None = None) -> Communicator:
+    """Open a communicator on host memory over the ranks of another one, which carries their records. A collective.
+
+    Raises `CollectiveTimeout` after `seconds`, None: the communicator's own limit.
+    """
     engine = get_engine("host")
-    deadline = time.monotonic() + _OPEN_SECONDS
+    seconds = seconds or comm.timeout or _OPEN_SECONDS
+    deadline = time.monotonic() + seconds
     own = Own(comm.rank, comm.size, engine, torch.device("cpu"))
     record, server = own.record(), None
     if comm.rank == 0:
         server = serve_lasting()
-        place = [os.environ.get("MASTER_ADDR", "").strip() or socket.gethostname(), server.port]
-        record = json.dumps({**json.loads(record), "store": place}).encode()
+        record = json.dumps({**json.loads(record), "store": [own_address(), server.port]}).encode()
     mine = torch.frombuffer(bytearray(record.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8).to(comm.device)
     everyone = torch.empty(comm.size * RECORD_BYTES, dtype=torch.uint8, device=comm.device)
-    comm.all_gather(everyone, mine, algorithm="native")
-    slots = everyone.cpu().view(comm.size, RECORD_BYTES)
-    records = [bytes(slot.tolist()).rstrip(b"\0") for slot in slots]
-    meeting, native = settle(records, own), None
-    if needs_store(meeting, engine.name):
-        meeting = with_store(meeting, json.loads(records[0])["store"], server, deadline)
-        engine, native = open_over(engine, meeting, comm.rank, _OPEN_SECONDS)
-    return Communicator(
-        engine, meeting.unique_id, comm.rank, comm.size, device="cpu", local_rank=meeting.local_rank,
-        local_size=meeting.local_size, timeout=comm.timeout, peers=meeting.peers, native=native,
-    )  # fmt: skip
+    with said("to open a communicator on host memory", comm.rank, seconds, lambda: _missing(comm)):
+        work = comm.all_gather(everyone, mine, algorithm="native", async_op=True)
+        if not comm._lane.block(work._flight, seconds):
+            raise CollectiveTimeout(
+                f"not all ranks came within {seconds:g} s to open a communicator on host memory", op="init",
+                rank=comm.rank,
+            )  # fmt: skip
+        work.wait()
+        slots = everyone.cpu().view(comm.size, RECORD_BYTES)
+        records = [bytes(slot.tolist()).rstrip(b"\0") for slot in slots]
+        meeting, native = settle(records, own), None
+        left = max(1.0, deadline - time.monotonic())
+        engine.library.set_init_timeout(left)
+        if needs_store(meeting, engine.name):
+            meeting = with_store(meeting, json.loads(records[0])["store"], server, deadline)
+            engine, native = open_over(engine, meeting, comm.rank, left)
+        return Communicator(
+            engine, meeting.unique_id, comm.rank, comm.size, device="cpu", local_rank=meeting.local_rank,
+            local_size=meeting.local_size, timeout=comm.timeout, peers=meeting.peers, native=native,
+        )  # fmt: skip
+
+
+def _missing(comm: Communicator) -> tuple[int, ...]:
+    info = comm._pending()
+    return () if info is None else info.peers

@@ -17,9 +17,10 @@ from .devices import check_device_ids, tell_devices
 from .errors import CollectivesError, InvalidArgument, InvalidUsage
 from .lanes import close_lanes
 from .memory import mapped_apart
-from .names import tell
+from .presence import announce_at_registration
 from .reduction import Failed
-from .state import HookState
+from .state import HookState, check_group
+from .torch_changes import ddps_of, when_registered
 from .torch_groups import communicator_over, drop
 from .wire import Bucket
 
@@ -62,9 +63,14 @@ def fused_allreduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
-    ours = Bucket(buffer, bucket.parameters, None, bucket.index())
+    # By which names messages call parameters: those that the state saves, if it can be saved.
+    names = None if state is _default_state else state.names
+    ours = Bucket(buffer, bucket.parameters, None, bucket.index(), names)
     comm = state.comm
     try:
+        if ours.index == 0 and comm is None and state.process_group is None:
+            for ddp in ddps_of(ours.params[0])[-1:]:
+                check_group(ddp)
         flat = ours.flat = _dense(buffer)
         if comm is None:
             comm = communicator_over(state.own_group(), buffer.device)
@@ -103,7 +109,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         check_device_ids(arguments[0] if arguments else options.get("device_ids"), module)
         super().__init__(module, *arguments, gradient_as_bucket_view=gradient_as_bucket_view, **options)
         self._forwards = 0
-        tell(module)
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs, **arguments):
@@ -159,6 +164,24 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             state.process_group = group
         elif state.process_group is not group:
             raise InvalidArgument("the state names another process group than this module's: use a state of its own")
+
+
+announce_at_registration(fused_allreduce)
+
+
+def _registered(ddp, state, hook) -> None:
+    """Take note of a DDP object's module when `fused_allreduce` is registered on it, and check its ranks."""
+    if hook is not fused_allreduce:
+        return
+    if state is None:
+        check_group(ddp)
+    elif isinstance(state, HookState):
+        if state.comm is None and state.process_group is None:
+            check_group(ddp)
+        state.register(ddp)
+
+
+when_registered(_registered)
 
 
 # ---- What a bucket holds.

@@ -23,7 +23,9 @@ import torch.distributed as dist
 
 from .engine import Engine
 from .errors import CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError, TransportError
-from .machines import grouped, this_machine
+from .machines import grouped, own_address, this_machine
+from .presence import Fates, described, has_ended, this_process
+from .waiting import Wait, name_ranks
 
 __all__ = [
     "RECORD_BYTES",
@@ -33,13 +35,13 @@ __all__ = [
     "StoreExchange",
     "first_line",
     "limited",
-    "name_ranks",
     "needs_store",
     "over_mpi",
     "parse",
     "reach_lasting",
     "serve_lasting",
     "settle",
+    "wants_store",
     "with_store",
 ]
 
@@ -58,7 +60,8 @@ T = TypeVar("T")
 class PeerInfo:
     """One rank: the machine it is on and its process. ``pid`` and ``device`` are None where the ranks have exchanged
     nothing but a name; ``namespace`` is the network namespace, which differs between containers of one machine;
-    ``gpu`` the UUID of a CUDA device, whose number depends on CUDA_VISIBLE_DEVICES."""
+    ``gpu`` the UUID of a CUDA device, whose number depends on CUDA_VISIBLE_DEVICES; ``process`` names the process for
+    `presence.has_ended`, "" where that isn't known."""
 
     rank: int
     host: str
@@ -67,6 +70,7 @@ class PeerInfo:
     device: str | None = None
     namespace: str = ""
     gpu: str | None = None
+    process: str = field(default="", compare=False)
 
     @property
     def machine(self) -> tuple[str, str]:
@@ -78,7 +82,8 @@ class PeerInfo:
 class Meeting:
     """The outcome: the unique id (128 bytes) for this rank's init, and who the ranks are, by rank.
 
-    ``store``: for ranks on several machines that the host engine is to connect, a store that lasts; ``store_host``:
+    ``store``: for ranks on several machines that the host engine is to connect, and for NCCL's, a store that lasts;
+    ``store_host``:
     where it is, "" where that isn't known; ``server``: in the process that serves it, what keeps it alive.
     """
 
@@ -115,7 +120,7 @@ class Own:
         """Describe this process."""
         host, boot_id, namespace = this_machine()
         device = None if self.device is None else str(self.device)[:64]
-        return PeerInfo(self.rank, host, boot_id, os.getpid(), device, namespace, _uuid_of(self.device))
+        return PeerInfo(self.rank, host, boot_id, os.getpid(), device, namespace, _uuid_of(self.device), this_process())
 
     def record(self) -> bytes:
         """Write down what the others need to know. Rank 0 makes the unique id here."""
@@ -136,6 +141,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "pid": (int,),
     "device": (str, type(None)),
     "gpu": (str, type(None)),
+    "process": (str,),
 }
 
 
@@ -178,7 +184,7 @@ def settle(data: Iterable[bytes], own: Own) -> Meeting:
         if len(groups) > 1:
             told = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in groups.items())
             raise InvalidUsage(f"the ranks don't have the same {what}: {told}", op="init", rank=own.rank)
-    names = ("rank", "host", "boot_id", "pid", "device", "namespace", "gpu")
+    names = ("rank", "host", "boot_id", "pid", "device", "namespace", "gpu", "process")
     peers = tuple(PeerInfo(*(r[name] for name in names)) for r in records)
     machines = grouped(peer.machine for peer in peers)
     if own.engine.name == "host" and len(machines) > 1 and own.hierarchical is False:
@@ -218,6 +224,11 @@ def needs_store(meeting: Meeting, engine: str) -> bool:
     return engine == "host" and len(meeting.machines) > 1
 
 
+def wants_store(meeting: Meeting, engine: str) -> bool:
+    """Tell whether the ranks' communicator has a use for a store that lasts: NCCL's for the notes of its watchdog."""
+    return needs_store(meeting, engine) or (engine == "nccl" and len(meeting.peers) > 1)
+
+
 def serve_lasting() -> dist.TCPStore:
     """Serve a store on a free port of this process, for as long as it is held."""
     return dist.TCPStore("localhost", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
@@ -241,13 +252,6 @@ def _groups(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
     for value, rank in pairs:
         found.setdefault(value, []).append(rank)
     return found
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Write "rank 3" or "ranks 0, 1, 2"; after 16 only how many more."""
-    ranks = sorted(ranks)
-    text = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 # ---- Time limits.
@@ -297,7 +301,8 @@ class StoreExchange:
     call the store; ``server``: the rank in whose process it is, if it is one's; ``host``: by which name it is reached;
     ``lasts``: whether it outlives the meeting. Where it doesn't and the ranks' communicator needs one that does, rank 0
     serves another one on a port of its own. ``stale`` is set when the store went
-    away before the serving rank had come to this meeting: then it was an older one of that process.
+    away before the serving rank had come to this meeting: then it was an older one of that process. ``purpose``: what
+    the ranks come for, for messages; ``fates``: how ranks that haven't come ended.
 
     Keys: ``arrived`` and ``left`` count processes, ``claim/R`` counts those that say they are rank R, ``peer/R`` holds
     R's record, ``error`` the reason for which the meeting has failed: whoever finds it first puts it there for all.
@@ -312,8 +317,11 @@ class StoreExchange:
     stale: bool = False
     host: str = ""
     lasts: bool = False
+    purpose: str = "to open the job's communicator"
+    fates: Fates | None = None
     _server_came: bool = False
     _lasting: tuple = (None, None)
+    _came: dict = field(default_factory=dict)  # rank -> its process
 
     def meet(self) -> Meeting:
         """Exchange the records and check them. Blocks until all ranks have come or the time is over."""
@@ -332,7 +340,7 @@ class StoreExchange:
         finally:
             self.store = None
         meeting = settle(records, self.own)
-        if not needs_store(meeting, self.own.engine.name):
+        if not wants_store(meeting, self.own.engine.name):
             return meeting
         store, server = (lasting, None) if self.lasts else self._lasting
         return replace(meeting, store=store, store_host=self.host, server=server)
@@ -365,6 +373,10 @@ class StoreExchange:
             kind, peers = (RemoteError, (self.server,)) if self._is_guest() else (TransportError, ())
             self.stale = self._is_guest() and not self._server_came
             text = f"{self.where} has gone away or failed: {first_line(error)}"
+            ended = self._ended_now()
+            if ended:
+                kind, peers = RemoteError, tuple(ended)
+                text = f"{text}; {'; '.join(f'rank {rank}: {how}' for rank, how in ended.items())}"
             raise kind(text, op="init", rank=self.own.rank, peers=peers) from error
 
     def _records(self, stop: threading.Event) -> list[bytes]:
@@ -380,37 +392,66 @@ class StoreExchange:
             raise
         store.set(f"peer/{rank}", record)
         keys = [f"peer/{peer}" for peer in range(size)]
+        wait = Wait(self.purpose, rank, size, self.timeout, deadline=self.deadline, fate=self._fate, op="init")
         pause = 0.001
         while True:
             self._raise_failure()
             if store.check(keys):
                 return [store.get(key) for key in keys]
-            if time.monotonic() >= self.deadline:
-                missing = [peer for peer in range(size) if not store.check([keys[peer]])]
-                if missing:
-                    text = f"{name_ranks(missing)} of {size} did not come within {self.timeout:g} s"
-                    self._fail(CollectiveTimeout, text, missing)
-                continue  # the last one came just now
+            try:
+                wait.look(self._absent)
+            except (CollectiveTimeout, RemoteError) as error:
+                self._fail(type(error), error.message, error.peers)
             if self._is_guest() and not self._server_came:
                 self._server_came = store.check([keys[self.server]])
             if stop.wait(pause):
                 self._fail(RemoteError, f"rank {rank} stopped while the ranks were meeting", (rank,))
             pause = min(pause * 1.5, 0.05)
 
+    def _absent(self) -> list[int]:
+        """Give the ranks that have not come, and those that have come and ended while this one waited for others."""
+        absent = []
+        for peer in range(self.own.size):
+            if peer not in self._came and self.store.check([f"peer/{peer}"]):
+                self._came[peer] = parse(self.store.get(f"peer/{peer}"), peer)["process"]
+            if peer not in self._came or has_ended(self._came[peer]):
+                absent.append(peer)
+        return absent
+
+    def _fate(self, rank: int) -> str:
+        if rank in self._came:
+            return described(self._came[rank]) if has_ended(self._came[rank]) else ""
+        return self.fates.of(rank) if self.fates is not None else ""
+
+    def _ended_now(self) -> dict[int, str]:
+        """Say of which ranks the processes have ended, once the store has: it may go a moment before its process."""
+        until = time.monotonic() + _GRACE_S / 2
+        while self.fates is not None:
+            ended = self.fates.without_store()
+            if ended or time.monotonic() >= until:
+                return ended
+            time.sleep(0.02)
+        return {}
+
     def _lasting_store(self, records: list[bytes], stop: threading.Event) -> tuple:
         """Give (a store that outlives the meeting, what serves it); Nones where none is needed."""
         needed = False
         with contextlib.suppress(InvalidUsage):  # ranks that don't fit together: raised behind this, by all alike
-            needed = not self.lasts and needs_store(settle(records, self.own), self.own.engine.name)
+            needed = not self.lasts and wants_store(settle(records, self.own), self.own.engine.name)
         if not needed:
             return None, None
         if self.own.rank == 0:
             server = serve_lasting()
             self.store.set("lasting", str(server.port))
             return server, server
+        wait = Wait(
+            "to open a store", self.own.rank, self.own.size, self.timeout, deadline=self.deadline, fate=self._fate,
+            op="init",
+        )  # fmt: skip
         while not self.store.check(["lasting"]):
             self._raise_failure()
-            if time.monotonic() >= self.deadline or stop.wait(0.002):
+            wait.look(lambda: [0])
+            if stop.wait(0.002):
                 raise CollectiveTimeout("rank 0 did not open a store", op="init", rank=self.own.rank, peers=(0,))
         return reach_lasting(self.host, int(self.store.get("lasting")), self.deadline), None
 
@@ -479,10 +520,9 @@ def over_mpi(mpi: Any, own: Own, generation: int, deadline: float, timeout: floa
             rank=own.rank,
         )
     record, server = own.record(), None
-    if own.rank == 0 and own.engine.name == "host":  # MPI is asked for several machines only
+    if own.rank == 0:
         server = serve_lasting()
-        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        record = json.dumps({**json.loads(record), "store": [host, server.port]}).encode()
+        record = json.dumps({**json.loads(record), "store": [own_address(), server.port]}).encode()
     if own.rank != 0:
         answer = bytearray(2 * RECORD_BYTES * (own.size + 1))  # records inside JSON: twice their bytes at most
         sent = comm.Isend([record, mpi.BYTE], 0, tag)
@@ -508,7 +548,7 @@ def over_mpi(mpi: Any, own: Own, generation: int, deadline: float, timeout: floa
     if "kind" in fields:
         raise_told(json.dumps(fields).encode(), own.rank)
     meeting = settle([text.encode() for text in fields["records"]], own)
-    if not needs_store(meeting, own.engine.name):
+    if not wants_store(meeting, own.engine.name):
         return meeting
     return with_store(meeting, json.loads(fields["records"][0])["store"], server, deadline)
 

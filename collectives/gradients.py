@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .arrays import kind_of
 from .errors import InvalidArgument
-from .kernels import Table, abi, pack, unpack
+from .kernels import Table, pack, unpack
 from .kernels.table import Held
 from .layout import bucket_layout
 from .names import names_of
@@ -36,7 +36,7 @@ class _GradientTable(Table):
         self._kinds = counts, types
         self._lengths = self._ends - self._starts
         self._sizes = self._lengths.tolist()
-        self._data = self.rows.numpy().view(abi.TENSOR)["data"] if self.device.type == "cpu" else None
+        self._data = self.rows.array["data"]
 
     def follow(self, tensors: list) -> bool:
         """Take these tensors in place of those before. False: it can't, and isn't to be used any more."""
@@ -46,8 +46,8 @@ class _GradientTable(Table):
             return False
         pointers = plain[0]
         if pointers != self._pointers:
-            if self._data is None or 0 in self._sizes:
-                return False  # the rows are on the GPU; there is no telling where nothing lies
+            if 0 in self._sizes:
+                return False  # there is no telling where nothing lies
             # Lists, since a call of NumPy's takes longer than a pass over the gradients of a small model.
             ends = list(map(operator.add, pointers, self._sizes))
             if functools.reduce(operator.or_, pointers) % self.itemsize:
@@ -56,6 +56,7 @@ class _GradientTable(Table):
             self._pointers, self._starts = pointers, numpy.array(pointers, dtype=numpy.int64)
             self._ends = self._starts + self._lengths
             self._data[:] = self._starts
+            self.rows.changed()
             self._apart_from = None
         return True
 

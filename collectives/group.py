@@ -7,7 +7,7 @@ import threading
 from .errors import CollectivesError, InvalidUsage
 from .work import Work
 
-__all__ = ["Call", "Group", "issue", "leave_group", "open_groups"]
+__all__ = ["Call", "Group", "issue", "open_groups", "run_grouped"]
 
 
 class Call:
@@ -35,34 +35,27 @@ _OP = 4  # place of the op among a reduction's arguments
 
 
 def issue(calls: list[Call], streams: list[int]) -> None:
-    """Hand calls to the library, as one group where they are more than one step."""
+    """Hand calls to the library, as one group where they are more than one step: all of them, or none.
+
+    What Python can find wrong, as a closed communicator, is found before the library has any of them.
+    """
     library = calls[0].comm.engine.library
     grouped = len(calls) > 1 or len(calls[0].steps) > 1
-    made = []
+    made: list[tuple] = []
     try:
-        if grouped:
-            library.group_start()
+        ready = []
+        for call, stream in zip(calls, streams, strict=True):
+            ready += _ready(call, stream, grouped, made)
         try:
-            for call, stream in zip(calls, streams, strict=True):
-                native = call.comm._native
-                if grouped:  # what takes several steps can't stand in a group
-                    native = getattr(native, "flat", native)
-                for name, args in call.steps:
-                    if call.scalar is not None:
-                        op = native.create_premul_sum(*call.scalar)
-                        made.append((native, op))
-                        args = (*args[:_OP], op, *args[_OP + 1 :])
-                    if call.label is not None and library.is_host:
-                        library.label(None, call.label)
-                    getattr(native, name)(*args, stream)
+            if grouped:
+                run_grouped(library, ready)
+            else:
+                for function, args in ready:
+                    function(*args)
         except BaseException:
             if library.is_host:
                 library.label()  # it may not have been used up
-            if grouped:
-                leave_group(library)
             raise
-        if grouped:
-            library.group_end()
     except BaseException:
         for native, op in made:
             try:
@@ -74,15 +67,35 @@ def issue(calls: list[Call], streams: list[int]) -> None:
         native.destroy_op(op)
 
 
-def leave_group(library) -> None:
-    """Drop the group that this thread has open, after a call in it has failed."""
-    if library.is_host:
-        library.group_cancel()
-        return
+def _ready(call: Call, stream: int, grouped: bool, made: list):
+    """Give a call's steps as functions with their arguments; ops that they need are made here, and added to `made`."""
+    native = call.comm._native
+    if grouped:  # what takes several steps can't stand in a group
+        native = getattr(native, "flat", native)
+    library = call.comm.engine.library
+    for name, args in call.steps:
+        if call.scalar is not None:
+            op = native.create_premul_sum(*call.scalar)
+            made.append((native, op))
+            args = (*args[:_OP], op, *args[_OP + 1 :])
+        if call.label is not None and library.is_host:
+            yield library.label, (None, call.label)
+        yield getattr(native, name), (*args, stream)
+
+
+def run_grouped(library, ready) -> None:
+    """Make calls, pairs of a function of the binding and its arguments, as one group.
+
+    Whatever is raised on the way, Ctrl-C included, the library launches none of them.
+    """
     try:
-        library.group_end()  # NCCL has no cancel; it reports the failed call again
-    except CollectivesError:
-        pass  # what is being raised is the same error, with its cause
+        library.group_start()
+        for function, args in ready:
+            function(*args)
+        library.group_end()
+    except BaseException:
+        library.group_cancel()  # nothing where the end has been reached
+        raise
 
 
 open_groups: dict[int, Group] = {}  # by thread, as in the library
@@ -150,22 +163,28 @@ class Group:
         for comm in comms:
             comm._agree([call.row for call in calls if call.comm is comm and call.row], grouped=True)
         if calls[0].work is None:
-            issue(calls, [call.stream for call in calls])
+            with self._comm._guard():
+                issue(calls, [call.stream for call in calls])
             return
         # One queue takes the whole group on the host; on CUDA each communicator has its own device and stream.
         if self._comm.engine.device_type == "cpu":
             comms = [self._comm]
         comms.sort(key=id)  # two threads take the lanes' locks in one order
+        lanes = {comm: comm._lane for comm in comms}
+        held = {
+            comm: tuple(array for call in calls if len(comms) == 1 or call.comm is comm for array in call.held)
+            for comm in comms
+        }
         begun = {}
         try:
-            for comm in comms:
-                begun[comm] = comm._lane.begin()
-            issue(calls, [begun.get(call.comm, begun.get(self._comm)) for call in calls])
+            for comm, lane in lanes.items():
+                begun[comm] = lane.begin()
+            with self._comm._guard():
+                issue(calls, [begun.get(call.comm, begun.get(self._comm)) for call in calls])
+            for comm, lane in lanes.items():
+                del begun[comm]  # `end` closes it, also where it raises
+                lane.end("group", held[comm], [call.work for call in calls if len(comms) == 1 or call.comm is comm])
         except BaseException:
             for comm in begun:
-                comm._lane.cancel()
+                lanes[comm].cancel("group", held[comm])
             raise
-        for comm in comms:
-            mine = [call for call in calls if len(comms) == 1 or call.comm is comm]
-            held = tuple(array for call in mine for array in call.held)
-            comm._lane.end("group", held, [call.work for call in mine])

@@ -259,7 +259,7 @@ class HostsComm:
         self.uid = uid
         self.handle = 1
         self._root = board
-        self._board = board.under(f"comm{uid}", rank)
+        self._board = board.under(f"comm{uid}", rank, [peer.process for peer in self.peers])
         self._keeps = keeps
         self._lock = threading.Lock()
         self._last = threading.Event()
@@ -534,7 +534,7 @@ class HostsComm:
             child = HostsComm(self.library, peers, rank, self._renumbered(rank), uid, seconds, self._keeps)
             child.set_timeout(self._timeout)
             return child
-        board = self._root.under(f"comm{uid}", rank)
+        board = self._root.under(f"comm{uid}", rank, [self.peers[each].process for each in ranks])
         deadline = time.monotonic() + seconds
         return _open_inside(self.library.library, board, tuple(range(len(ranks))), rank, deadline, "id/0")
 
@@ -551,6 +551,10 @@ class HostsComm:
         self.handle = 0
         self._break(Aborted("abort() closed the communicator", rank=self.rank))
         self._keeps = None
+
+    def wait_for_calls(self) -> None:
+        """Wait for the calls of other threads."""
+        self._last.wait()
 
     def destroy(self) -> None:
         """Free everything; nothing may be in flight."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from .errors import InvalidArgument
 
-__all__ = ["Identity", "who_am_i"]
+__all__ = ["Identity", "start_time", "who_am_i"]
 
 # Slurm numbers its special steps (batch script, interactive, extern, pending) from the top of the 32-bit range.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
@@ -75,7 +75,7 @@ def who_am_i(environ: Mapping[str, str] | None = None) -> Identity:
         if other.local_rank is None and own.local_rank is not None:
             found = replace(other, local_rank=own.local_rank, local_size=own.local_size)
     if found is None:
-        key = _job_key(env, "alone", str(os.getpid()), str(_start_time(os.getpid())))
+        key = _job_key(env, "alone", str(os.getpid()), str(start_time(os.getpid())))
         return Identity(0, 1, 0, 1, "alone", job_key=key)
     return _with_master(env, found)
 
@@ -346,10 +346,10 @@ def _launching_process(env: Mapping[str, str], *names: str) -> tuple[str, str]:
         if not wrapper or name == b"hydra_pmi_proxy" or above == 0:
             break
         pid = above
-    return str(pid), str(_start_time(pid))
+    return str(pid), str(start_time(pid))
 
 
-def _start_time(pid: int) -> int:
+def start_time(pid: int) -> int:
     """When a process started, in clock ticks since boot; 0 where that isn't told (a parent outside the container)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

@@ -16,14 +16,23 @@ _EXIT_SECONDS = 5.0  # how long the interpreter's exit may wait for operations i
 
 
 class Gone:
-    """Stand in the place of a binding object that can't be used any more."""
+    """Stand in the place of a binding object that can't be used any more; `error`: what has ended it beside a call."""
 
-    def __init__(self, why: str, rank: int, forked: bool = False):
+    def __init__(self, why: str, rank: int, forked: bool = False, error: CollectivesError | None = None):
         self.why = why
         self.rank = rank
         self.forked = forked
+        self.error = error
+        self.seen = False  # the error was raised
 
     def __getattr__(self, name):
+        self.refuse(name)
+
+    def refuse(self, name: str):
+        """Raise what a call gets now."""
+        if self.error is not None:
+            self.seen = True
+            raise self.error
         raise InvalidUsage(self.why, op=name, rank=self.rank)
 
 
@@ -60,7 +69,7 @@ def _at_exit() -> None:
                 comm.close()
             else:
                 comm.abort()
-        except CollectivesError as error:
+        except RuntimeError as error:  # CUDA's too
             print(f"collectives: closing {comm!r} at exit: {error}", file=sys.stderr)
 
 

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import socket
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-__all__ = ["MOST_CARRIERS", "Layout", "grouped", "machine_number", "simulated", "this_machine"]
+from .variables import label
+
+__all__ = [
+    "MOST_CARRIERS",
+    "Layout",
+    "grouped",
+    "loops",
+    "machine_number",
+    "own_address",
+    "route_to",
+    "simulated",
+    "this_machine",
+]
 
 MOST_CARRIERS = 32  # ranks of a machine that talk to the other machines: more streams than that fill no network
 _ALIGNED = 16  # elements: pieces begin at a multiple of it
@@ -16,7 +29,7 @@ _ALIGNED = 16  # elements: pieces begin at a multiple of it
 
 def simulated() -> str:
     """Give COLLECTIVES_HOST_ID, by which one machine can stand for several, or ""."""
-    return os.environ.get("COLLECTIVES_HOST_ID", "").strip()[:255]
+    return label("COLLECTIVES_HOST_ID")
 
 
 def this_machine() -> tuple[str, str, str]:
@@ -36,6 +49,36 @@ def machine_number() -> int:
     """Give a number below 2**56 that is the same for the processes of one machine alone, to be compared over a wire."""
     host, boot_id, namespace = this_machine()
     return int.from_bytes(hashlib.sha256(f"{boot_id or host} {namespace}".encode()).digest()[:7], "big")
+
+
+def route_to(host: str) -> tuple[str, str]:
+    """Give (own address, that of ``host``) of the way to a host; empty ones where there is none."""
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host or socket.gethostname(), 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # a datagram socket: nothing is sent
+            probe.connect(there)
+            return probe.getsockname()[0], there[0]
+    except OSError:
+        return "", ""
+
+
+def loops(address: str) -> bool:
+    """Tell whether an address is of this machine alone."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def own_address() -> str:
+    """Give a name or address by which the job's other machines reach this one.
+
+    It is the address from which this machine reaches MASTER_ADDR. Where that way doesn't leave this machine,
+    MASTER_ADDR is a name of this one (Debian's /etc/hosts maps a machine's name to 127.0.1.1); without one, the host's
+    name has to do.
+    """
+    master = os.environ.get("MASTER_ADDR", "").strip()
+    own, _ = route_to(master) if master else ("", "")
+    if own and not loops(own):
+        return own
+    return master or socket.gethostname()
 
 
 def grouped(machines: Iterable[Hashable]) -> tuple[tuple[int, ...], ...]:

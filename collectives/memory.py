@@ -10,6 +10,7 @@ import weakref
 
 import torch
 
+from .cuda_state import is_capturing
 from .errors import CollectivesError
 
 __all__ = [
@@ -207,6 +208,8 @@ def allocate(library, device: torch.device, n: int, dtype: torch.dtype) -> torch
         _free_with(block, library, ptr, None)
         return torch.frombuffer(block, dtype=dtype)
     with torch.cuda.device(device):
+        if not is_capturing(None):
+            _free_late()
         ptr = library.mem_alloc(nbytes)
     block = _CudaBlock(ptr, nbytes)
     _free_with(block, library, ptr, device)
@@ -222,8 +225,22 @@ def _free(library, ptr: int, device: torch.device | None, owner: int) -> None:
     if os.getpid() != owner:  # a forked child has the mapping, but it isn't the child's to give back
         return
     try:
-        if device is not None:
+        if device is None:
+            library.mem_free(ptr)
+            return
+        with torch.cuda.device(device):
+            if is_capturing(None):
+                _later.append((library, ptr, device, owner))
+                return
             torch.cuda.synchronize(device)  # freeing is not ordered by streams
-        library.mem_free(ptr)
+            library.mem_free(ptr)
     except CollectivesError as error:
         print(f"collectives: memory at {ptr:#x} could not be freed: {error}", file=sys.stderr)
+
+
+_later: list[tuple] = []  # what couldn't be freed, since a stream was captured: the next allocation frees it
+
+
+def _free_late() -> None:
+    while _later:
+        _free(*_later.pop())

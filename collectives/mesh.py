@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ipaddress
 import json
 import os
 import queue
@@ -20,6 +19,9 @@ import torch.distributed as dist
 from . import errors
 from .errors import CollectivesError, CollectiveTimeout, RemoteError, TransportError
 from .exchange import first_line, limited
+from .machines import loops, route_to
+from .presence import described, has_ended
+from .waiting import Wait
 
 __all__ = ["Board", "Lost", "Mesh", "span"]
 
@@ -42,18 +44,20 @@ class Lost(Exception):
 class Board:
     """Notes of a communicator's ranks for each other, in a torch store that lives as long as the communicator.
 
-    ``host``: where the store is, by name or address, as this rank reaches it; "" where that isn't known.
+    ``host``: where the store is, by name or address, as this rank reaches it; "" where that isn't known;
+    ``processes``: the ranks', as `presence.this_process` names them.
     """
 
-    def __init__(self, store: dist.Store, host: str, rank: int):
+    def __init__(self, store: dist.Store, host: str, rank: int, processes: Sequence[str] = ()):
         self.store = store
+        self.processes = processes
         self.host = host
         self.rank = rank
         self._away = False  # it went with the process that served it: torch writes a stack for each further try
 
-    def under(self, prefix: str, rank: int) -> Board:
-        """Give a part of it, for another communicator in which this process has the number ``rank``."""
-        return Board(dist.PrefixStore(prefix, self.store), self.host, rank)
+    def under(self, prefix: str, rank: int, processes: Sequence[str]) -> Board:
+        """Give a part of it, for a communicator of these processes in which this one has the number ``rank``."""
+        return Board(dist.PrefixStore(prefix, self.store), self.host, rank, processes)
 
     def put(self, key: str, value: bytes | str) -> None:
         """Put up a note."""
@@ -64,6 +68,9 @@ class Board:
 
     def get(self, key: str, deadline: float, peer: int) -> bytes:
         """Wait for ``peer``'s note, until ``deadline`` on ``time.monotonic``'s clock."""
+        seconds = max(0.0, deadline - time.monotonic())
+        size = max(2, len(self.processes))
+        wait = Wait("to connect the machines", self.rank, size, seconds, deadline=deadline, fate=self._fate, op="init")
         pause = _POLL_S
         while True:
             try:
@@ -71,10 +78,13 @@ class Board:
                     return self.store.get(key)
             except RuntimeError as error:
                 raise self._gone(error) from error
-            if time.monotonic() >= deadline:
-                raise CollectiveTimeout(f"rank {peer} did not come", op="init", rank=self.rank, peers=(peer,))
+            wait.look(lambda: [peer])
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
+
+    def _fate(self, peer: int) -> str:
+        process = self.processes[peer] if peer < len(self.processes) else ""
+        return described(process) if has_ended(process) else ""
 
     def tell(self, error: CollectivesError) -> None:
         """Leave the cause of a failure for the others, unless somebody was first. Where the store is gone: nothing."""
@@ -282,30 +292,15 @@ def _address(board: Board, rank: int, size: int, deadline: float) -> str:
     On the store's own machine that may be a loopback address, even where MASTER_ADDR is the machine's name (Debian's
     /etc/hosts maps that to 127.0.1.1). There it is the one at which the other machines have reached the store.
     """
-    own, there = _route(board.host)
+    own, there = route_to(board.host)
     board.put(f"address/{rank}", json.dumps([own, there]))
-    if own and not _loops(own):
+    if own and not loops(own):
         return own
     for peer in range(size):
         theirs, seen = json.loads(board.get(f"address/{peer}", deadline, peer))
-        if theirs and not _loops(theirs) and seen and not _loops(seen):
+        if theirs and not loops(theirs) and seen and not loops(seen):
             return seen
     return own
-
-
-def _route(host: str) -> tuple[str, str]:
-    """Give (own address, that of ``host``) of the way to a host; empty ones where there is none."""
-    try:
-        family, kind, _, _, there = socket.getaddrinfo(host or socket.gethostname(), 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:  # a datagram socket: nothing is sent
-            probe.connect(there)
-            return probe.getsockname()[0], there[0]
-    except OSError:
-        return "", ""
-
-
-def _loops(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _after_fork() -> None:

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 from .errors import InvalidArgument
-from .names import names_of
-from .wire import Bucket, Factor, Residuals, Wire, add_share
+from .names import Names
+from .wire import Bucket, Factor, Residuals, Wire, add_share, follow
 
 __all__ = ["PowerSGD"]
 
@@ -85,6 +85,13 @@ class _Plan:
             q, start = (each[q_at : q_at + width * columns].view(width, columns) for each in (self.q, self.start))
             self.matrices.append(_Matrix(index, begin, rows, columns, p, q, start))
         self.scratch: torch.Tensor | None = None
+        self.stream = None  # that has used its memory last
+        self.use()
+
+    def use(self) -> None:
+        """Let torch's current stream use its memory."""
+        memory = (self.p, self.q, self.start, self.rest_buffer, self.scratch)
+        self.stream = follow(self.stream, *(each for each in memory if each is not None))
 
     def serves(self, bucket: Bucket) -> bool:
         """Whether it was made for a bucket of these parameters, in these places."""
@@ -225,15 +232,16 @@ class PowerSGD(Wire):
     residual, to within a rounding on the host, but for the elements of its own gradient that aren't finite (0 there).
     """
 
-    def __init__(self, rank: int, *, error_feedback: bool = True, seed: int = 0):
+    def __init__(self, rank: int, *, error_feedback: bool = True, seed: int = 0, names: Names | None = None):
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise InvalidArgument(f"the rank of PowerSGD must be an int from 1 up, not {rank!r:.60}")
         self.rank = rank
         self.error_feedback = error_feedback
         self.seed = seed
-        self.residuals = Residuals()
+        self._names = names or Names()
+        self.residuals = Residuals(self._names)
         self._plans: dict[tuple, _Plan] = {}  # by bucket
-        self._starts: dict[int, tuple] = {}  # id of a parameter -> (parameter, its part of a plan's `start`)
+        self._starts: dict[int, tuple] = {}  # id of a parameter -> (parameter, its part of a plan's `start`, the plan)
         self._loaded: dict[str, torch.Tensor] = {}
         self._random: dict[tuple, torch.Tensor] = {}  # first Qs
 
@@ -281,17 +289,19 @@ class PowerSGD(Wire):
         key = (bucket.index, id(bucket.params[0]))  # one state may serve several modules
         plan = self._plans.get(key)
         if plan is not None and plan.serves(bucket):
+            plan.use()
             return plan
         plan = _Plan(bucket, self.rank, comm)
         members = set(map(id, plan.params))
         for other, old in list(self._plans.items()):
             if not members.isdisjoint(map(id, old.params)):
                 del self._plans[other]
-        names = names_of(plan.params) if self._loaded else [None] * len(plan.params)
+        names = self._names.of(plan.params) if self._loaded else [None] * len(plan.params)
         for matrix in plan.matrices:
             param, name = plan.params[matrix.index], names[matrix.index]
             known = self._starts.get(id(param))
             if known is not None and known[0] is param and known[1].shape == matrix.start.shape:
+                known[2].use()  # another bucket's, which went by another stream
                 matrix.start.copy_(known[1])
             elif name is not None and name in self._loaded:
                 given = self._loaded.pop(name)
@@ -303,7 +313,7 @@ class PowerSGD(Wire):
                 matrix.start.copy_(given)
             else:
                 matrix.start.copy_(self._first(*matrix.start.shape, plan.wide, plan.device))
-            self._starts[id(param)] = (param, matrix.start)
+            self._starts[id(param)] = (param, matrix.start, plan)
         self._plans[key] = plan
         return plan
 
@@ -317,6 +327,9 @@ class PowerSGD(Wire):
             self._random[key] = drawn[0].to(device, dtype)
         return self._random[key]
 
+    def unclaimed(self) -> list[str]:
+        return sorted({*self._loaded, *self.residuals.unclaimed()})
+
     def starts_from(self) -> int:
         """Give a checksum of loaded Qs: ranks that multiplied by others would sum what doesn't belong together."""
         number = 0
@@ -328,14 +341,15 @@ class PowerSGD(Wire):
     def state_dict(self) -> dict:
         """Give rank, Qs and residuals, as copies on the host by parameter name.
 
-        Raises `InvalidArgument` where a parameter is in no module that can be found.
+        Raises `InvalidArgument` where a parameter is in no module that was registered.
         """
-        params = [param for param, _ in self._starts.values()]
+        params = [param for param, *_ in self._starts.values()]
         starts = dict(self._loaded)
-        for name, (param, start) in zip(names_of(params), self._starts.values(), strict=True):
+        for name, (param, start, _) in zip(self._names.of(params), self._starts.values(), strict=True):
             if name is None:
                 raise InvalidArgument(
-                    f"a parameter of shape {tuple(param.shape)} has no name, by which its Q could be saved"
+                    f"a parameter of shape {tuple(param.shape)} has no name, by which its Q could be saved: let the "
+                    "state know its module, state.register(module)"
                 )
             starts[name] = start.detach().cpu().clone()
         return {"rank": self.rank, "q": starts, "residuals": self.residuals.state_dict()}

@@ -13,11 +13,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ._nccl import DTYPES, OPS
-from .errors import InvalidArgument, InvalidUsage
+from .errors import InvalidArgument
 from .kernels import dequantize, reduce_wires
 from .kernels.quantization import plan_dequantize, plan_quantize, plan_requantize
 from .layout import WIRE_FORMATS, wire_layout
-from .names import known_names
+from .names import Names
 from .wire import Bucket, Plain, Residuals, Wire, add_found, statistics_for, transport
 
 __all__ = ["Quantized"]
@@ -38,12 +38,15 @@ class Quantized(Wire):
     it is, so that all that was ever applied differs from the sum of all gradients by what is kept alone.
     """
 
-    def __init__(self, format: str, block: int = 256, *, error_feedback: bool = False, seed: int | None = None):
+    def __init__(
+        self, format: str, block: int = 256, *, error_feedback: bool = False, seed: int | None = None,
+        names: Names | None = None,
+    ):  # fmt: skip
         self.format = format
         self.block = block
         # Elements that a rank's part is a multiple of: whole blocks, and 16 bytes of payload.
         self.align = block if WIRE_FORMATS[format].scaled else 16
-        self.residuals = Residuals() if error_feedback else None
+        self.residuals = Residuals(names) if error_feedback else None
         self.seed = seed
         self.steps = 0
         self._loaded_at = -3  # never
@@ -51,12 +54,9 @@ class Quantized(Wire):
 
     def begin(self):
         self.steps += 1
-        names = [] if self.residuals is None or self.steps <= self._loaded_at + 2 else self.residuals.unclaimed()
-        if names and not known_names().issuperset(names):  # else they are of a module whose turn has not come
-            raise InvalidUsage(
-                f"no parameter has come for {len(names)} of the residuals that were loaded ({', '.join(names[:4])}): "
-                "the model isn't the one that was saved"
-            )
+
+    def unclaimed(self):
+        return [] if self.residuals is None else self.residuals.unclaimed()
 
     def state_dict(self):
         kept = {} if self.residuals is None else self.residuals.state_dict()

@@ -18,8 +18,10 @@ import torch
 from .alike import agree_on_options
 from .communicator import Communicator
 from .errors import CollectivesError, InvalidUsage
+from .hyperparameters import Hyperparameters
 from .lanes import Lane, lanes_of, overlaps
-from .names import module_of, names_of
+from .names import Names, module_of
+from .saved_buckets import SavedBuckets
 from .timeline import recording
 from .wire import Bucket, Factor, Plain, Wire
 
@@ -52,19 +54,18 @@ class _Sent:
 
 # ---- Backwards.
 
-_REPLAYS = 2  # backwards after which DDP's buckets are the final ones, static_graph's too
-
 
 class Reduction:
     """What a `HookState` does with buckets; its options, checked, come from there.
 
     `sharded`: the optimizer that steps this rank's shards, or None; `local`: post-local SGD, or None; `scaler`: a
-    function that gives the GradScaler in use, or None; `told`: one that gives the options by name.
+    function that gives the GradScaler in use, or None; `told`: one that gives the options by name; `names`: the
+    parameters' names, as they are saved.
     """
 
     def __init__(
         self, wire: Wire, *, average, predivide, streams, max_norm, norm_type, check_finite, deterministic, sharded,
-        local, scaler, told=None,
+        local, scaler, told=None, names=None,
     ):  # fmt: skip
         self.wire = wire
         self.average = average
@@ -78,6 +79,7 @@ class Reduction:
         self.local = local
         self.scaler = scaler
         self.told = told
+        self.names = names or Names()
         self._agreed: weakref.WeakSet = weakref.WeakSet()  # communicators on which the ranks' options were compared
         self.norm = None  # of the last backward: a number, or a float64 tensor on a GPU
         self.nonfinite = None
@@ -95,13 +97,10 @@ class Reduction:
         self._replays = False
         self._finds_unused = False
         self._task = -1
-        # Parameters of each bucket of the last backward, and how many ranks it had; the same of one that was saved, by
-        # name, and how often it was used.
-        self.layout: list[list[weakref.ref]] = []
-        self.ranks = 0
-        self.saved_layout: list[list[str]] | None = None
-        self.saved_ranks = 0
-        self._replayed = 0
+        self.buckets = SavedBuckets(self.names)  # those of earlier backwards, and of a saved run
+        self.ranks = 0  # in the last backward
+        self._saved = None  # what of a saved run this backward goes by
+        self._hyperparameters = Hyperparameters()
 
     @property
     def pending(self) -> int:
@@ -168,15 +167,15 @@ class Reduction:
     def _meet(self, comm) -> None:
         """Compare the ranks' options, once for each communicator."""
         if comm not in self._agreed:
-            if self.saved_ranks != comm.size:
-                self.saved_layout = None  # nothing can be bit for bit then, and new ranks have saved nothing
+            self.buckets.check_ranks(comm.size)
             if self.told is not None:
                 agree_on_options(comm, self.told())
             self._agreed.add(comm)
+        self.buckets.name_unmatched(self.wire)
 
     def _at_once(self, comm, bucket, buffer, last, begun) -> torch.futures.Future:
         if bucket.index == 0:
-            self._look_at_join(bucket.params[0])
+            self._look_at_join(bucket.params)
         try:
             nbytes = self.wire.reduce(comm, bucket, Factor(over=comm.size) if self.average else Factor())
         except CollectivesError as error:
@@ -216,20 +215,28 @@ class Reduction:
         self._overlaps = comm._on_host and overlaps(comm)
         self.bytes_on_wire = 0
         self._scaler = self.scaler() if self.max_norm is not None or self.sharded is not None else None
-        self._look_at_join(owner)
+        self._look_at_join(bucket.params)
         self._health = {}
         if self._counts():
             self._health = {lane: torch.zeros(2, dtype=torch.float64, device=comm.device) for lane in self.lanes}
-        self._replays = self.saved_layout is not None and not (self.wire.exact and not self._counts())
+        self._saved = None
+        if not (self.wire.exact and not self._counts()):
+            self._saved = self.buckets.find(comm, bucket.params)
+        self._replays = self._saved is not None and self._saved.layout is not None
         self.wire.begin()
         if self.sharded is not None:
             self.sharded.begin()
-            ddp = module_of(owner)
+            self.compare_steps(comm)
+            ddp = module_of(bucket.params)
             self._finds_unused = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
 
-    def _look_at_join(self, owner) -> None:
+    def compare_steps(self, comm) -> None:
+        """Raise `Mismatch` where the ranks would step the optimizer with different learning rates and the like."""
+        self._hyperparameters.compare(comm, self.sharded.optimizer)
+
+    def _look_at_join(self, params) -> None:
         """Refuse what can't be right in DDP's join(), on all ranks alike: those that have joined call the hook, too."""
-        ddp = module_of(owner)
+        ddp = module_of(params)
         if ddp is None or not ddp._join_config.enable:
             return
         if self.average and not ddp._divide_by_initial_world_size:
@@ -310,13 +317,28 @@ class Reduction:
 
     def _update(self, comm, bucket, **how) -> int:
         """Step the optimizer for a bucket, without the parameters that no rank has used."""
-        unused = ()
-        if self._finds_unused:
-            used = torch.tensor([param.grad is not None for param in bucket.params], dtype=torch.uint8)
-            used = used.to(comm.device)
-            comm.all_reduce(used, "max", algorithm="native")
-            unused = {at for at, each in enumerate(used.tolist()) if not each}
-        return self.sharded.update(comm, bucket, align=self.wire.align or None, unused=unused, **how)
+        unused, doubtful = self._unused(comm, bucket) if self._finds_unused else ((), None)
+        return self.sharded.update(
+            comm, bucket, align=self.wire.align or None, unused=unused, doubtful=doubtful, **how
+        )  # fmt: skip
+
+    def _unused(self, comm, bucket) -> tuple[set, dict | None]:
+        """Find which of a bucket's parameters no rank has used: their places, or on CUDA, where nobody waits to know,
+        the places of those that this rank has not used, each with a number that is 1 if no rank has.
+        """
+        here = [param.grad is not None for param in bucket.params]
+        used = torch.ones(len(here), dtype=torch.uint8, device=comm.device)
+        begin = 0
+        for there, run in itertools.groupby(here):  # by value: a copy from the host would wait
+            end = begin + len(list(run))
+            if not there:
+                used[begin:end].zero_()
+            begin = end
+        comm.all_reduce(used, "max", algorithm="native")
+        if comm._on_host:
+            return {at for at, each in enumerate(used.tolist()) if not each}, None
+        nobody = (used == 0).to(torch.float32)
+        return set(), {at: nobody[at : at + 1] for at, each in enumerate(here) if not each}
 
     def _waits_for_norm(self) -> bool:
         """Whether the optimizer's step must wait for the last bucket."""
@@ -369,7 +391,7 @@ class Reduction:
             torch._foreach_mul_([sent.bucket.flat for sent in self._sent], clip)
         if self.local is not None:
             self.local.end_backward()
-        self.layout = [[weakref.ref(param) for param in sent.bucket.params] for sent in self._sent]
+        self.buckets.remember([sent.bucket.params for sent in self._sent], self._saved)
         self.ranks = comm.size
         totals = self.totals
         totals["backwards"] += 1
@@ -381,31 +403,20 @@ class Reduction:
         self._end(comm)
 
     def _replay(self, comm) -> None:
-        """Reduce in the buckets of a backward that was saved, so that training goes on bit for bit.
-
-        A new DDP object makes its buckets anew, and again after one or two backwards; what 8-bit blocks, a sum's second
-        rounding and a norm's partial sums are depends on them.
-        """
+        """Reduce in the buckets of a backward that was saved, so that training goes on bit for bit."""
         held, self._sent = self._sent, []
         here = {}
         for sent in held:
             ends = [*sent.bucket.offsets[1:], sent.bucket.flat.numel()]
             for param, begin, end in zip(sent.bucket.params, sent.bucket.offsets, ends, strict=True):
                 here[id(param)] = (param, sent.bucket.flat[begin:end])
-        params = [param for param, _ in here.values()]
-        named = dict(zip(names_of(params), params, strict=True))
-        layout = self.saved_layout
-        self._replayed += 1
-        same = layout == [names_of(sent.bucket.params) for sent in held]
-        if same or self._replayed > _REPLAYS or sorted(sum(layout, [])) != sorted(map(str, named)):
-            self.saved_layout = None  # DDP's own are those, or it is another model
-            layout = [names_of(sent.bucket.params) for sent in held]
+        members_of = self._saved.members([sent.bucket.params for sent in held], self.names)
         places = []
-        for index, names in enumerate(layout):
-            members = [here[id(named[name])] for name in names]
+        for index, members in enumerate(members_of):
+            members = [here[id(param)] for param in members]
             flat = torch.cat([part for _, part in members])
             offsets = [0, *itertools.accumulate(part.numel() for _, part in members[:-1])]
-            bucket = Bucket(flat, [param for param, _ in members], offsets, index)
+            bucket = Bucket(flat, [param for param, _ in members], offsets, index, self.names)
             places.append((bucket, [part for _, part in members]))
             sent = _Sent(bucket, None, self.lanes[index % self.streams])
             self._sent.append(sent)

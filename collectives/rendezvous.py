@@ -33,16 +33,18 @@ from .exchange import (
     StoreExchange,
     first_line,
     limited,
-    needs_store,
     over_mpi,
     parse,
     serve_lasting,
     settle,
+    wants_store,
     with_store,
 )
 from .failure_record import record_last_exception
 from .launch import Identity, who_am_i
 from .machines import simulated
+from .presence import Fates, announce
+from .waiting import Wait
 
 __all__ = ["Meeting", "PeerInfo", "identify", "meet", "meet_over_store"]
 
@@ -95,7 +97,9 @@ def meet(
                 f"be rank {own.rank} of {own.size}",
                 op="init",
             )
-        meeting = _over_lasting(dist.distributed_c10d._get_default_store(), prefix, own, deadline, timeout)
+        store = dist.distributed_c10d._get_default_store()
+        announce()
+        meeting = _over_lasting(store, prefix, own, deadline, timeout, Fates(store, range(own.size)))
     elif identity.master_addr is not None:
         meeting = _over_tcp(identity, prefix, own, deadline, timeout)
     elif identity.one_machine and identity.job_key is not None:
@@ -118,26 +122,33 @@ def meet_over_store(
     engine: Engine,
     timeout: float = 60.0,
     device: object = None,
+    purpose: str = "",
+    fates: Fates | None = None,
 ) -> Meeting:
     """Agree on a unique id over a torch store that all ``size`` ranks have, for instance a process group's.
 
-    ``prefix``: in front of every key, and used for one meeting only; ``timeout``: seconds. Blocks until all ranks have
-    come. Raises as ``meet``.
+    ``prefix``: in front of every key, and used for one meeting only; ``timeout``: seconds; ``purpose``: what the ranks
+    come for, "to ...", for messages; ``fates``: how those that don't come ended. Blocks until all ranks have come.
+    Raises as ``meet``, and `RemoteError` as soon as it is known that a rank has ended.
     """
     deadline = _deadline(timeout)
     record_last_exception()
     own = Own(rank, size, engine, device)
-    meeting = _over_lasting(store, prefix, own, deadline, timeout)
+    meeting = _over_lasting(store, prefix, own, deadline, timeout, fates, purpose)
     _limit_init(engine, deadline, timeout)
     return meeting
 
 
-def _over_lasting(store: dist.Store, prefix: str, own: Own, deadline: float, timeout: float) -> Meeting:
+def _over_lasting(
+    store: dist.Store, prefix: str, own: Own, deadline: float, timeout: float, fates: Fates | None, purpose: str = ""
+) -> Meeting:
     """Meet over a store of torch.distributed's, which outlives the meeting: a communicator may hold it."""
     where = "torch.distributed's store"
     host = _host_of(store)
     store = dist.PrefixStore(prefix, store)
-    return StoreExchange(store, own, deadline, timeout, where, host=host, lasts=True).meet()
+    exchange = StoreExchange(store, own, deadline, timeout, where, host=host, lasts=True, fates=fates)
+    exchange.purpose = purpose or exchange.purpose
+    return exchange.meet()
 
 
 def _host_of(store: dist.Store) -> str:
@@ -221,6 +232,8 @@ def _reach(identity: Identity, server: int | None, where: str, deadline: float, 
     """
     peers = () if server is None else (server,)
     address, port = identity.master_addr, identity.master_port
+    left = deadline - time.monotonic()
+    wait = Wait(f"to serve its store at {address}:{port}", identity.rank, identity.size, left, deadline=math.inf)
     while True:
         try:
             socket.create_connection((address, port), timeout=max(0.05, min(5.0, deadline - time.monotonic()))).close()
@@ -234,6 +247,7 @@ def _reach(identity: Identity, server: int | None, where: str, deadline: float, 
                     rank=identity.rank,
                     peers=peers,
                 ) from error
+            wait.look(lambda: [0])
             time.sleep(0.02)
 
     def late() -> CollectivesError:
@@ -291,7 +305,7 @@ def _by_name(name: bytes, own: Own, timeout: float) -> Meeting:
     with _host_comm(library, name + b"\0records", own) as comm:
         comm.set_timeout(timeout)
         record, server = own.record(), None
-        if own.rank == 0 and own.engine.library.is_host:
+        if own.rank == 0:
             server = serve_lasting()
             record = json.dumps({**json.loads(record), "store": ["localhost", server.port]}).encode()
         sent = torch.frombuffer(bytearray(record.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
@@ -300,7 +314,7 @@ def _by_name(name: bytes, own: Own, timeout: float) -> Meeting:
     slots = got.view(own.size, RECORD_BYTES)
     records = [bytes(slot.tolist()).rstrip(b"\0") for slot in slots]
     meeting = settle(records, own)
-    if needs_store(meeting, own.engine.name):
+    if wants_store(meeting, own.engine.name):
         meeting = with_store(meeting, json.loads(records[0])["store"], server, time.monotonic() + timeout)
     return meeting
 

@@ -4,8 +4,8 @@ reduction kernels.
 An algorithm sees the engine's binding (send, recv, groups, all_gather) and `kernel_of`'s kernels; it never sees a
 transport. On the host the transfers go over a communicator of their own, since the steps of one call must not mix with
 the calls around it; each call begins by comparing what the ranks call. On CUDA they are put on two streams, one that
-transfers and one that reduces; after the first call of a kind nothing is allocated and nothing waits, so that it can be
-captured in a CUDA graph.
+transfers and one that reduces; nothing waits, and after the first call of a kind nothing is allocated, so that it can
+be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch
 from ._nccl import DTYPES, OPS
 from .agree import PREMUL, compare, row
 from .arrays import ITEMSIZE, TORCH_CODES, Place
+from .cuda_state import is_capturing
 from .errors import Aborted, CollectivesError, InternalError, InvalidArgument, InvalidUsage
-from .group import leave_group
+from .group import run_grouped
 from .hosts import another
 from .kernels import abi
 from .kernels.execution import run as run_kernel
@@ -121,32 +122,26 @@ class Algorithms:
                 verdict = None
                 self._on_streams(key, of.ptr, to.ptr, factor, target)
         except BaseException:
-            lane.cancel()
+            lane.cancel(label, held)
             raise
         lane.end(label, held, (work,), verdict)
         return work
 
     # ---- Plans and their memory.
 
-    def _plan(self, key: _Key) -> _Plan:
+    def _plan(self, key: _Key, capturing: bool = False) -> _Plan:
         plan = self._plans.get(key)
         if plan is None:
             comm = self._comm
-            if not comm._on_host and torch.cuda.is_current_stream_capturing():
+            if capturing:
                 raise InvalidUsage(
                     "a call of this kind was not made before, and its memory can't be allocated while a CUDA graph is "
                     "captured: make the same call once before the capture",
                     op=key.name, rank=comm.rank,
                 )  # fmt: skip
             plan = self._plans[key] = _Plan(key, comm, self._chunk, self._borrow)
-            if not comm._on_host:
-                torch.cuda.current_stream(
-                    comm.device
-                ).synchronize()  # it was filled there, and is used on other streams
             if len(self._plans) > _MOST_PLANS:
-                _, oldest = self._plans.popitem(last=False)
-                if self._streams is not None:
-                    oldest.leave(self._streams[1])
+                self._plans.popitem(last=False)
         self._plans.move_to_end(key)
         return plan
 
@@ -203,8 +198,8 @@ class Algorithms:
         comm = self._comm
         outcome = _Outcome()
         meeting.call(handle)
-        ticket = lane._record()
         queue = lane._queue
+        ticket = queue.record()
 
         def steps():
             try:
@@ -255,14 +250,17 @@ class Algorithms:
     def _on_streams(self, key: _Key, inp: int, out: int, factor, handle: int) -> None:
         comm = self._comm
         with self._lock, comm._guard():
-            plan = self._plan(key)
             if self._streams is None:
                 self._streams = torch.cuda.Stream(comm.device), torch.cuda.Stream(comm.device)
-            if torch.cuda.is_current_stream_capturing() and plan not in self._kept:
-                self._kept.append(plan)
+            transfers, kernels = self._streams
             default = torch.cuda.default_stream(comm.device)
             outer = default if handle == default.cuda_stream else torch.cuda.ExternalStream(handle, comm.device)
-            plan.run_on_streams(comm._native, inp, out, factor, outer, *self._streams)
+            capturing = is_capturing(outer)
+            with torch.cuda.stream(kernels):  # whose memory a plan's is; it is let go of in that stream's order
+                plan = self._plan(key, capturing)
+            if capturing and plan not in self._kept:
+                self._kept.append(plan)
+            plan.run_on_streams(comm._native, inp, out, factor, outer, transfers, kernels, own_memory=capturing)
 
     # ---- The end.
 
@@ -360,28 +358,29 @@ def _as_stored(value, code: int):
 
 def _grouped(library, native, ops, bases, stream: int) -> None:
     """Issue sends and receives as one; each is (method, number of its base, offset, count, dtype code, peer)."""
-    library.group_start()
-    try:
-        for method, base, offset, count, code, peer in ops:
-            getattr(native, method)(bases[base] + offset, count, code, peer, stream)
-    except BaseException:
-        leave_group(library)
-        raise
-    library.group_end()
+    run_grouped(
+        library,
+        [
+            (getattr(native, method), (bases[base] + offset, count, code, peer, stream))
+            for method, base, offset, count, code, peer in ops
+        ],
+    )
 
 
 # ---- One call, prepared.
 
-_BASES = {"in": 0, "out": 1}  # the rest lies at addresses that are known beforehand
+_BASES = {"in": 0, "out": 1}  # the rest lies in scratch
+_SCRATCH, _TABLE = 2, 3
 
 
 class _Kernel:
     """A reduction, ready to run but for the addresses of the caller's arrays and the factor."""
 
-    __slots__ = ("after", "args", "base", "kernel", "number", "offset", "scaled", "signals")
+    __slots__ = ("after", "args", "base", "first", "kernel", "number", "offset", "scaled", "signals")
 
-    def __init__(self, args, kernel, base: int, offset: int, scaled: bool, number: int, after: int):
+    def __init__(self, args, kernel, first: int, base: int, offset: int, scaled: bool, number: int, after: int):
         self.args = args
+        self.first = first  # of its sources in the table
         self.kernel = kernel
         self.base = base
         self.offset = offset
@@ -391,6 +390,7 @@ class _Kernel:
         self.signals = False  # a transfer waits for it
 
     def run(self, bases, factor, device) -> None:
+        self.args.sources = bases[_TABLE] + 8 * self.first
         self.args.out = bases[self.base] + self.offset
         if self.scaled and factor is not None:
             self.args.scale = factor
@@ -431,7 +431,7 @@ class _Plan:
         )  # fmt: skip
         self._lay_out(made, borrow)
         self._pad = None
-        self._sources: list[tuple[int, int]] = []  # address or offset, and whether it is one in the caller's array
+        self._sources: list[tuple[int, int | None]] = []  # offset and its base, or an address and None
         self._tasks = []
         counts = [0, 0]
         for task in made.tasks:
@@ -453,13 +453,9 @@ class _Plan:
         fill = made.longest * ITEMSIZE[self._code] if self._factor_fills else 0
         self._longest = made.longest
         self._scratch = borrow(raw + wide + fill) if raw + wide + fill else None
-        at = self._scratch.data_ptr() if self._scratch is not None else 0
-        self._starts = {"raw": at, "wide": at + raw}
-        self._factor_at = at + raw + wide
-        self._factor = None
-        if fill:
-            integers = {1: torch.int8, 4: torch.int32, 8: torch.int64}[ITEMSIZE[self._code]]
-            self._factor = self._scratch[raw + wide : raw + wide + fill].view(integers)
+        self._starts = {"raw": 0, "wide": raw}
+        self._factor_at = raw + wide
+        self._fill = fill
 
     def _locate(self, span) -> tuple[int, int, int]:
         """Give (number of its base, offset, dtype code) of a span."""
@@ -467,7 +463,7 @@ class _Plan:
         offset = span.start * ITEMSIZE[code]
         if span.where in _BASES:
             return _BASES[span.where], offset, code
-        return 2, self._starts[span.where] + offset, code
+        return _SCRATCH, self._starts[span.where] + offset, code
 
     def _prepare_messages(self, task, number: int, key, size) -> _Messages:
         ops = []
@@ -481,14 +477,14 @@ class _Plan:
         sources = []
         for span in task.sources:
             base, address, source_code = self._locate(span)
-            sources.append((address, base != 2))
+            sources.append((address, base))
         base, offset, out_code = self._locate(task.out)
         op, scale = key.op, 1.0
         scaled = task.scaled
         if len(sources) == 1:
             op = _SUM
             if scaled and self._factor_fills:
-                sources.append((self._factor_at, False))
+                sources.append((self._factor_at, _SCRATCH))
                 op, scaled = _PROD, False
         elif op == _AVG and not (task.final and len(sources) == size):
             op = _SUM
@@ -497,63 +493,77 @@ class _Plan:
             elif task.final:
                 # The kernel divides by the number of its sources: make it up with zeros, which change nothing.
                 op = _AVG
-                sources += [(self._zeros(source_code), False)] * (size - len(sources))
+                sources += [(self._zeros(source_code), None)] * (size - len(sources))
         first = len(self._sources)
         self._sources += sources
         args = abi.ReduceArgs(
-            abi.Work(-(-task.out.count // TILE), 0, 0), 8 * first, len(sources), 0, task.out.count, 0, scale, op,
+            abi.Work(-(-task.out.count // TILE), 0, 0), 0, len(sources), 0, task.out.count, 0, scale, op,
             source_code, out_code, 0,
         )  # fmt: skip
-        return _Kernel(args, kernel_of(source_code, out_code), base, offset, scaled, number, task.after)
+        return _Kernel(args, kernel_of(source_code, out_code), first, base, offset, scaled, number, task.after)
 
     def _zeros(self, code: int) -> int:
         if self._pad is None:
-            self._pad = torch.full((self._longest,), -0.0 if code in _FLOATING else 0, dtype=_TORCH[code], device="cpu")
-            self._pad = self._pad.to(self.device)  # -0.0 is what changes no sign
+            pad = torch.full((self._longest,), -0.0 if code in _FLOATING else 0, dtype=_TORCH[code])
+            self._pad = self._sent(pad)  # -0.0 is what changes no sign
         return self._pad.data_ptr()
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give a copy on the device, queued on the current stream."""
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _fill_table(self) -> None:
         """Make the table of the reductions' sources, which a call completes by the address of the caller's array."""
-        fixed = torch.tensor([address for address, _ in self._sources], dtype=torch.int64)
-        of_caller = torch.tensor([int(mine) for _, mine in self._sources], dtype=torch.int64)
-        self._fixed, self._of_caller = fixed.to(self.device), of_caller.to(self.device)
+        scratch = 0 if self._scratch is None else self._scratch.data_ptr()
+        fixed = [at + (scratch if base == _SCRATCH else 0) for at, base in self._sources]
+        columns = [fixed, *([int(base in which) for _, base in self._sources] for which in ((0, 1), (_SCRATCH,)))]
+        self._fixed, self._of_caller, self._of_scratch = self._sent(torch.tensor(columns, dtype=torch.int64)).unbind()
         self._table = torch.empty_like(self._fixed)
-        for task in self._tasks:
-            if isinstance(task, _Kernel):
-                task.args.sources += self._table.data_ptr()
 
-    def _begin(self, inp: int, factor) -> None:
+    def _bases(self, inp: int, out: int, scratch, table) -> tuple[int, int, int, int]:
+        return inp, out, 0 if scratch is None else scratch.data_ptr(), table.data_ptr()
+
+    def _begin(self, inp: int, factor, scratch, table) -> None:
         """Fill in what a call brings along: it takes one or two small kernels on a GPU, and no copy from the host."""
         if self._sources:
-            torch.add(self._fixed, self._of_caller, alpha=inp, out=self._table)
-        if self._factor is not None:
-            bits = 8 * self._factor.element_size()
+            torch.add(self._fixed, self._of_caller, alpha=inp, out=table)
+            if scratch is not self._scratch:
+                table.add_(self._of_scratch, alpha=scratch.data_ptr() - self._scratch.data_ptr())
+        if self._fill:
+            integers = {1: torch.int8, 4: torch.int32, 8: torch.int64}[ITEMSIZE[self._code]]
+            into = scratch[self._factor_at : self._factor_at + self._fill].view(integers)
+            bits = 8 * into.element_size()
             wrapped = (factor + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
-            self._factor.fill_(wrapped)
-
-    def leave(self, stream) -> None:
-        """Keep the memory from being used again before a stream's kernels have ended."""
-        for tensor in (self._table, self._fixed, self._of_caller, self._pad):
-            if tensor is not None and tensor.numel():
-                tensor.record_stream(stream)
+            into.fill_(wrapped)
 
     def run(self, native, inp: int, out: int, factor) -> None:
         """Do everything in this thread, one task after the other."""
-        bases = inp, out, 0
-        self._begin(inp, factor)
+        bases = self._bases(inp, out, self._scratch, self._table)
+        self._begin(inp, factor, self._scratch, self._table)
         for task in self._tasks:
             if type(task) is _Messages:
                 _grouped(self.library, native, task.ops, bases, 0)
             else:
                 task.run(bases, factor, self.device)
 
-    def run_on_streams(self, native, inp: int, out: int, factor, outer, transfers, kernels) -> None:
-        """Queue everything: transfers on one stream, kernels on the other, both after and before `outer`."""
-        bases = inp, out, 0
-        transfers.wait_stream(outer)
+    def run_on_streams(self, native, inp, out, factor, outer, transfers, kernels, *, own_memory: bool = False) -> None:
+        """Queue everything: transfers on one stream, kernels on the other, both after and before `outer`.
+
+        `own_memory`: of the graph that is being captured, from its pool. It may be replayed on any stream, beside calls
+        that use the plan's.
+        """
         kernels.wait_stream(outer)
+        # Calls share scratch, and an earlier one may have come from a stream that `outer` knows nothing of. Its kernels
+        # must have read what the transfers now write, and the other way round.
+        transfers.wait_stream(kernels)
+        kernels.wait_stream(transfers)
         with torch.cuda.stream(kernels):
-            self._begin(inp, factor)
+            scratch, table = self._scratch, self._table
+            if own_memory:
+                scratch = None if scratch is None else torch.empty_like(scratch)
+                table = torch.empty_like(table)
+            bases = self._bases(inp, out, scratch, table)
+            self._begin(inp, factor, scratch, table)
             for task in self._tasks:
                 message = type(task) is _Messages
                 own = transfers if message else kernels
@@ -568,5 +578,7 @@ class _Plan:
                     if event is None:
                         event = self._events[message, task.number] = torch.cuda.Event()
                     event.record(own)
+            if own_memory:
+                kernels.wait_stream(transfers)  # the memory goes back to the pool as this stream's
         outer.wait_stream(transfers)
         outer.wait_stream(kernels)

@@ -19,15 +19,16 @@ from .hierarchical import Hierarchical
 from .layout import WIRE_BLOCKS, WIRE_FORMATS
 from .local_sgd import LocalSGD
 from .memory import ReturningBuffers
-from .names import names_of
+from .names import Names
 from .optim import _Optimizer
 from .overlap import ShardedStep
 from .reduction import Reduction
+from .torch_changes import scalers_in_use
 from .torch_groups import default_group
 from .wire import Bucket, Plain, Wire, parse_wire
 from .wires import make_wire
 
-__all__ = ["HookState"]
+__all__ = ["HookState", "check_group"]
 
 _ALGORITHMS = ("native", "ring", "direct")
 
@@ -36,9 +37,8 @@ class HookState:
     """The state of `fused_allreduce`: which ranks average, and how. All of it composes.
 
     `comm`: a `Communicator` to use; or `process_group`: a torch process group over whose ranks one is opened at first
-    use; with neither, the default group. A gradient bucket doesn't tell its group: where torch's DDP was built over a
-    subgroup, it must be named here (`collectives.DistributedDataParallel` names its own); otherwise the gradients of
-    all ranks would be averaged.
+    use; with neither, the default group. Where torch's DDP was built over a subgroup, it must be named here
+    (`collectives.DistributedDataParallel` names its own): a state that names none is refused then.
 
     The wire. `wire`: "fp32" (as they are), "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8" (these three with a scale for
     each `block` values, 128, 256 or 512), or "powersgd:RANK" (Vogels 2019). Whatever it is, sums are taken in fp32, in
@@ -53,7 +53,8 @@ class HookState:
 
     What follows the sum. `max_norm`: clip the gradient of all parameters to this norm, as
     ``torch.nn.utils.clip_grad_norm_`` does after the backward; `norm_type`: 2, another p, or infinity (2 is found in
-    the reduction's own pass). `check_finite`: count non-finite values. `optimizer`: a `collectives.optim` one, stepped
+    the reduction's own pass). `check_finite`: count non-finite values; only
+    with `optimizer` does it leave a step out. `optimizer`: a `collectives.optim` one, stepped
     inside of the backward: each rank reduces and updates its part of each bucket and all gather the parameters, so that
     its state takes 1/n of the memory; see `collectives.overlap`. Where max_norm, check_finite or a GradScaler must see
     all first, the updates wait for the last bucket; non-finite gradients leave the step out on all ranks.
@@ -70,6 +71,9 @@ class HookState:
     stepped as above; make `optimizer` from the sharded parameters and set it (``state.optimizer = optimizer``).
     `gather` is for it alone: the format, one of the 16-bit and 8-bit wires', in which parameters are gathered, while
     the rank that owns them keeps them as they are. One state may serve all units of a model, but not DDP beside them.
+
+    Residuals and the like are saved by the parameters' names, in the modules on which the hook was registered with this
+    state; `register` names those of others.
 
     After a step: `grad_norm`, `nonfinite`, `bytes_on_wire`, `stats()`. One state may serve several DDP modules of the
     same group. Picklable, with all that training needs to go on bit for bit: communicator and group are left out and
@@ -99,6 +103,7 @@ class HookState:
         }  # fmt: skip
         _check(self._options, optimizer)
         self.comm = comm
+        self.names = Names()
         self._number = enroll(self)
         self._group = None
         self._pickled_size = None
@@ -112,7 +117,7 @@ class HookState:
         self.reduction = Reduction(
             self._wire, average=average, predivide=predivide, streams=self._options["streams"], max_norm=max_norm,
             norm_type=norm_type, check_finite=check_finite, deterministic=deterministic, sharded=None,
-            local=self._local, scaler=self._find_scaler, told=self._told,
+            local=self._local, scaler=self._find_scaler, told=self._told, names=self.names,
         )  # fmt: skip
         if optimizer is not None:
             self.optimizer = optimizer
@@ -134,14 +139,15 @@ class HookState:
         options = self._options
         algorithm = None if options["algorithm"] == "native" else options["algorithm"]
         names = ("block", "error_feedback", "stochastic_rounding", "deterministic")
-        wire = make_wire(options["wire"], algorithm=algorithm, **{name: options[name] for name in names})
+        given = {name: options[name] for name in names}
+        wire = make_wire(options["wire"], algorithm=algorithm, names=self.names, **given)
         return Hierarchical(wire) if options["hierarchical"] is True else wire
 
     def _told(self) -> dict:
         """Give what must be the same on all ranks."""
         told = {name: value for name, value in self._options.items() if name != "zero_copy"}
         told["optimizer"] = type(self._optimizer).__name__ if self._optimizer is not None else None
-        told["loaded from a saved state"] = self.reduction.saved_layout is not None
+        told["loaded from a saved state"] = self.reduction.buckets.resumes
         told["what the wire starts from"] = self._wire.starts_from()
         return told
 
@@ -211,6 +217,16 @@ class HookState:
             self._returning.begin()
         self._returning.see(comm, bucket.flat, lambda: bucket.params[0])
 
+    # ---- Modules.
+
+    def register(self, module: torch.nn.Module) -> None:
+        """Take note of a module whose gradients this state serves: its parameters' names are those that are saved.
+
+        ``register_comm_hook(state, collectives.fused_allreduce)`` does it. It is to be called where that is not so, as
+        for a hook of one's own that calls `fused_allreduce` for several modules; on all ranks in the same order.
+        """
+        self.names.register(module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module)
+
     # ---- The optimizer and the scaler.
 
     @property
@@ -262,12 +278,11 @@ class HookState:
         if isinstance(self._scaler, weakref.ref) and self._scaler() is None:
             self._scaler = None  # another one may have taken its place
         if self._scaler is None:
-            # Once, since it takes some ten milliseconds.
-            found = _scalers_in_use()
+            found = scalers_in_use()
             if len(found) > 1:
                 found = None
-                gc.collect()  # an earlier training's, which nobody holds any more, but in a cycle
-                found = _scalers_in_use()
+                gc.collect()  # an earlier training's, which nobody holds any more, but in a cycle: on all ranks alike
+                found = scalers_in_use()
             if len(found) > 1:
                 raise InvalidUsage(
                     f"there are {len(found)} GradScalers in use: name this module's, state.grad_scaler = scaler, or "
@@ -286,15 +301,9 @@ class HookState:
         elif self._group is not None and self._group is not dist.group.WORLD:
             size = self._group.size()
         sharded = self.reduction.sharded
-        layout = [[reference() for reference in bucket] for bucket in self.reduction.layout]
-        if any(param is None for bucket in layout for param in bucket):
-            layout = []  # of a module that is gone
-        names = [names_of(params) for params in layout]
-        if not names:
-            names = self.reduction.saved_layout or []  # of a state that was loaded and not used since
         return {
-            "layout": None if not names or any(None in bucket for bucket in names) else names,
-            "ranks": self.reduction.ranks,
+            "layouts": self.reduction.buckets.state_dict(),
+            "ranks": self.reduction.ranks or self.reduction.buckets.ranks,  # the latter if not used since loading
             "options": self._options,
             "size": size,
             "wire": self._wire.state_dict(),
@@ -333,6 +342,7 @@ class HookState:
             share = state["size"] / size
             wire["residuals"] = {name: residual * share for name, residual in wire["residuals"].items()}
         self._wire.load_state_dict(wire)
+        self.reduction.buckets.expect()
         if self._local is not None and state["local"] is not None:
             self._local.load_state_dict(state["local"])
         if state["optimizer"] is not None:
@@ -348,7 +358,8 @@ class HookState:
         self._saved_optimizer = state["optimizer"]
         if self._local is not None:
             self._local.load_state_dict(state["local"])
-        self.reduction.saved_layout, self.reduction.saved_ranks = state["layout"], state["ranks"]
+        layouts = state["layouts"] if "layouts" in state else state["layout"] and [state["layout"]]  # of one module
+        self.reduction.buckets.load(layouts, state["ranks"])
         self.reduction.totals.update(state["totals"])
 
     def __repr__(self):
@@ -363,12 +374,18 @@ class HookState:
         return f"HookState({', '.join(words)}, zero_copy: {shared})"
 
 
-def _scalers_in_use() -> list:
-    """All GradScalers, but for those that have scaled nothing yet."""
-    return [
-        thing for thing in gc.get_objects()
-        if issubclass(type(thing), torch.amp.GradScaler) and thing.is_enabled() and thing._scale is not None
-    ]  # fmt: skip
+def check_group(ddp) -> None:
+    """Raise `InvalidUsage` for a DDP object over a part of the default group's ranks, for a state that names none.
+
+    The others would never come to the communicator over all ranks.
+    """
+    group = ddp.process_group
+    if dist.is_initialized() and group is not dist.group.WORLD and group.size() != dist.group.WORLD.size():
+        raise InvalidUsage(
+            f"this DistributedDataParallel object is over a process group of {group.size()} of the "
+            f"{dist.group.WORLD.size()} ranks, and the hook's state names no ranks, which means all of them: register "
+            "it with HookState(process_group=group), or use collectives.DistributedDataParallel, which names its own"
+        )
 
 
 _DEFAULTS = {

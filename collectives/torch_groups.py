@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 
 import torch
@@ -14,12 +15,12 @@ from .engine import get_engine
 from .errors import InvalidUsage
 from .exchange import needs_store
 from .hosts import open_over
+from .presence import Fates, announce
 from .rendezvous import identify, meet_over_store
+from .watchdog import Notes, watch
 from .world import init
 
-__all__ = ["communicator_over", "default_group", "drop", "init_process_group", "opened"]
-
-_OPEN_SECONDS = 300.0  # how far apart the ranks may reach the first bucket of the first backward
+__all__ = ["communicator_over", "default_group", "drop", "group_timeout", "init_process_group", "opened"]
 
 _opened: dict = {}  # (id of the group, device) -> (weak reference to the group, communicator)
 _lock = threading.Lock()
@@ -62,10 +63,24 @@ def default_group(whose: str, instead: str, *, op: str | None = None):
     return dist.group.WORLD
 
 
+def group_timeout(group, device: torch.device) -> float:
+    """Give the timeout with which a ``torch.distributed`` group was made, in seconds."""
+    for each in (device, *group._device_types):
+        try:
+            seconds = group._get_backend(each).options._timeout.total_seconds()
+        except (RuntimeError, AttributeError):  # no backend for this device, or one that has no such options
+            continue
+        if seconds > 0:
+            return seconds
+    return dist.constants.default_pg_timeout.total_seconds()
+
+
 def communicator_over(group, device: torch.device) -> Communicator:
     """Give the communicator of a ``torch.distributed`` group's ranks and a device; the first call opens it.
 
-    All ranks of the group must make that call: it blocks until they have, at most 300 s.
+    All ranks of the group must make that call: it blocks until they have, at most the group's timeout, which is also
+    the communicator's. Raises `CollectiveTimeout` past it, and `RemoteError` as soon as it is known that a rank's
+    process has ended.
     """
     key = (id(group), device)
     known = _opened.get(key)
@@ -80,17 +95,25 @@ def communicator_over(group, device: torch.device) -> Communicator:
         # count kept here would differ from that of a process that has come later.
         prefix = f"collectives/ddp/{group.group_name}/{size}/{device.type}"
         number = store.add(f"{prefix}/opened/{rank}", 1)
+        announce()
+        timeout = group_timeout(group, device)
+        deadline = time.monotonic() + timeout
         meeting = meet_over_store(
-            store, f"{prefix}/{number}", rank, size, engine=engine, timeout=_OPEN_SECONDS, device=device
-        )
+            store, f"{prefix}/{number}", rank, size, engine=engine, timeout=timeout, device=device,
+            purpose=f"to open the communicator of process group {group.group_name!r} on {device.type}, which all its "
+            "ranks do at its first use",
+            fates=Fates(store, dist.get_process_group_ranks(group)),
+        )  # fmt: skip
         native = None
         if needs_store(meeting, engine.name):
-            engine, native = open_over(engine, meeting, rank, _OPEN_SECONDS)
+            engine, native = open_over(engine, meeting, rank, max(1.0, deadline - time.monotonic()))
         comm = Communicator(
             engine, meeting.unique_id, rank, size, device=device,
-            local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
+            local_rank=meeting.local_rank, local_size=meeting.local_size, timeout=timeout, peers=meeting.peers,
             native=native,
         )  # fmt: skip
+        if engine.device_type != "cpu":
+            watch(comm, Notes(store, f"{prefix}/{number}/watch", weak=True))
         _opened[key] = (weakref.ref(group), comm)
         return comm
 

@@ -12,7 +12,7 @@ import torch
 from ._nccl import DTYPES, OPS
 from .arrays import ITEMSIZE
 from .errors import CollectivesError, InvalidUsage
-from .group import leave_group
+from .group import run_grouped
 from .hosts import NoShortWay
 from .machines import Layout
 
@@ -53,7 +53,7 @@ class TwoLevels:
             self._inside.abort()
             raise
         self._ops: dict[int, int] = {}  # premultiplied sums of `flat` -> those of `inside`
-        self._scratch: dict[int, torch.Tensor] = {}  # by stream, on which its users follow each other
+        self._scratch: dict[int, torch.Tensor] = {}  # on the host, by queue, in which its users follow each other
         self._old: list[torch.Tensor] = []  # may be in use yet
 
     def __getattr__(self, name: str):
@@ -85,7 +85,8 @@ class TwoLevels:
             self.flat.reduce_scatter(send, recv, recvcount, dtype, op, stream)
             return
         nbytes = recvcount * ITEMSIZE[dtype]
-        sums = self._borrow(nbytes * self._between.size, stream)
+        scratch = self._borrow(nbytes * self._between.size, stream)
+        sums = scratch.data_ptr()
 
         def inside(machine: int) -> None:
             block = send + machine * self._inside.size * nbytes
@@ -100,7 +101,8 @@ class TwoLevels:
             self.flat.all_gather(send, recv, sendcount, dtype, stream)
             return
         nbytes = sendcount * ITEMSIZE[dtype]
-        blocks = self._borrow(nbytes * self._between.size, stream)
+        scratch = self._borrow(nbytes * self._between.size, stream)
+        blocks = scratch.data_ptr()
         self._between.all_gather(send, blocks, sendcount, dtype, stream)
 
         def inside(machine: int) -> None:
@@ -124,6 +126,11 @@ class TwoLevels:
         """Limit operations on all levels; host engine only."""
         for native in (self.flat, self._inside, self._between):
             native.set_timeout(seconds)
+
+    def wait_for_calls(self) -> None:
+        """Wait for the calls of other threads on all levels."""
+        for native in (self.flat, self._inside, self._between):
+            native.wait_for_calls()
 
     def async_error(self) -> int:
         """Give the first level's result that is no success."""
@@ -150,24 +157,23 @@ class TwoLevels:
             raise failed
 
     def _each_machine(self, call) -> None:
-        library = self.flat.library
-        library.group_start()
-        try:
-            for machine in range(self._between.size):
-                call(machine)
-        except BaseException:
-            leave_group(library)
-            raise
-        library.group_end()
+        run_grouped(self.flat.library, [(call, (machine,)) for machine in range(self._between.size)])
 
-    def _borrow(self, nbytes: int, stream: int) -> int:
-        """Give scratch memory to the operations of one stream. It grows by doubling, and is kept until the end."""
+    def _borrow(self, nbytes: int, stream: int) -> torch.Tensor:
+        """Give scratch memory to the operations of one stream.
+
+        On CUDA it is that stream's own memory, so that letting go of it after the calls is in order, in a capture too.
+        On the host a queue may come to the calls later: there it grows by doubling, and is kept until the end.
+        """
+        if self._device.type == "cuda":
+            default = torch.cuda.default_stream(self._device)
+            own = default if stream == default.cuda_stream else torch.cuda.ExternalStream(stream, self._device)
+            with torch.cuda.device(self._device), torch.cuda.stream(own):
+                return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         have = self._scratch.get(stream)
         if have is None or have.numel() < nbytes:
             if have is not None:
                 self._old.append(have)
             size = 1 << max(12, (nbytes - 1).bit_length())
-            self._scratch[stream] = have = torch.empty(size, dtype=torch.uint8, device=self._device)
-            if self._device.type != "cpu":
-                torch.cuda.current_stream(self._device).synchronize()  # it is used on another stream
-        return have.data_ptr()
+            self._scratch[stream] = have = torch.empty(size, dtype=torch.uint8)
+        return have

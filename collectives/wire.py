@@ -18,7 +18,7 @@ import torch
 from .errors import InvalidArgument
 from .kernels import Statistics, reduce_n
 from .layout import WIRE_FORMATS
-from .names import names_of
+from .names import Names, names_of
 
 __all__ = [
     "Bucket",
@@ -28,6 +28,7 @@ __all__ = [
     "Wire",
     "add_found",
     "add_share",
+    "follow",
     "parse_wire",
     "statistics_for",
     "transport",
@@ -51,16 +52,17 @@ class Bucket:
 
     `params`: the parameters whose gradients it holds, or a function that gives them when they are first asked for;
     `offsets`: the element at which each one's begins; None: one after the other. `index`: its place among the buckets
-    of a backward, the same on all ranks.
+    of a backward, the same on all ranks. `known`: where messages find the parameters' names; None: in the modules.
     """
 
-    __slots__ = ("_offsets", "_params", "flat", "index")
+    __slots__ = ("_known", "_offsets", "_params", "flat", "index")
 
-    def __init__(self, flat: torch.Tensor, params, offsets: list[int] | None, index: int):
+    def __init__(self, flat: torch.Tensor, params, offsets: list[int] | None, index: int, known: Names | None = None):
         self.flat = flat
         self.index = index
         self._params = params
         self._offsets = offsets
+        self._known = known
 
     @property
     def params(self) -> list:
@@ -78,7 +80,7 @@ class Bucket:
 
     def names(self) -> list[str]:
         """The parameters' names, or their shapes where they have none; looked up now."""
-        found = names_of(self.params)
+        found = names_of(self.params) if self._known is None else self._known.of(self.params)
         return [name or f"shape {tuple(param.shape)}" for name, param in zip(found, self.params, strict=True)]
 
     def describe(self, most: int = 8) -> str:
@@ -98,7 +100,46 @@ def parse_wire(wire) -> tuple[str, int]:
             if not (colon and rank.isascii() and rank.isdigit() and len(rank) < 6 and int(rank) > 0):
                 raise InvalidArgument(f"wire {wire!r}: PowerSGD needs a rank from 1 up, as in 'powersgd:2'")
             return name, int(rank)
+        if wire == "fp8":
+            raise InvalidArgument(
+                "wire='fp8' could be either of two: 'fp8_e4m3' has 3 bits of mantissa and is the one for gradients in "
+                "blocks with a scale each, 'fp8_e5m2' has 2 and a wider range"
+            )
     raise InvalidArgument(f"wire must be one of {', '.join(map(repr, known))}, not {wire!r:.60}")
+
+
+def follow(last, *tensors):
+    """Let torch's current stream use memory that `last` has used last, in the kernels to come; give that stream.
+
+    Its kernels then come behind all that the other stream has been given so far, and the memory isn't used again before
+    they are done, whichever stream it was allocated on. `last`: what this has given before, None at first. On the host
+    it is nothing. A stream that is captured needs no wait: nothing was running when the capture began.
+    """
+    device = tensors[0].device
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.current_stream(device)
+    if last is not None and last != stream:
+        if not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(last)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+    return stream
+
+
+class _Flat:
+    """The residuals of a bucket, and the stream that has used them last."""
+
+    __slots__ = ("stream", "values")
+
+    def __init__(self, values: torch.Tensor):
+        self.values = values
+        self.stream = None
+        self.use()
+
+    def use(self) -> torch.Tensor:
+        self.stream = follow(self.stream, self.values)
+        return self.values
 
 
 class Residuals:
@@ -108,8 +149,9 @@ class Residuals:
     are made again. What was loaded by name waits until its parameter comes.
     """
 
-    def __init__(self):
-        # id of a parameter -> (weak reference to it, its part, the flat tensor, its place)
+    def __init__(self, names: Names | None = None):
+        self._names = names or Names()
+        # id of a parameter -> (weak reference to it, its part, what that is a part of, its place there)
         self._views: dict[int, tuple] = {}
         self._loaded: dict[str, torch.Tensor] = {}
 
@@ -117,19 +159,21 @@ class Residuals:
         """Give the residuals of a bucket's elements: fp32, as long as ``bucket.flat``, on its device; 0 at first."""
         count, views = bucket.flat.numel(), self._views
         first = views.get(id(bucket.params[0]))
-        flat = None if first is None else first[2]
-        if flat is not None and flat.numel() == count and flat.device == bucket.flat.device:
+        home = None if first is None else first[2]
+        if home is not None and home.values.numel() == count and home.values.device == bucket.flat.device:
             known = zip(map(views.get, map(id, bucket.params)), bucket.params, bucket.offsets, strict=True)
-            if all(v is not None and v[0]() is param and v[2] is flat and v[3] == at for v, param, at in known):
-                return flat
+            if all(v is not None and v[0]() is param and v[2] is home and v[3] == at for v, param, at in known):
+                return home.use()
         flat = torch.zeros(count, dtype=torch.float32, device=bucket.flat.device)
-        names = names_of(bucket.params) if self._loaded else [None] * len(bucket.params)
+        home = _Flat(flat)
+        names = self._names.of(bucket.params) if self._loaded else [None] * len(bucket.params)
         ends = [*bucket.offsets[1:], count]
         for param, name, begin, end in zip(bucket.params, names, bucket.offsets, ends, strict=True):
             # Behind a parameter there may be padding, which loses nothing.
             end = min(end, begin + (param.numel() << param.is_complex()))
             part, old = flat[begin:end], views.get(id(param))
             if old is not None and old[0]() is param and old[1].numel() == part.numel():
+                old[2].use()  # another bucket's, which went by another stream
                 part.copy_(old[1])
             elif name is not None and name in self._loaded:
                 given = self._loaded.pop(name)
@@ -138,7 +182,7 @@ class Residuals:
                         f"the loaded residual of {name} has {given.numel()} elements, its gradient {part.numel()}"
                     )
                 part.copy_(given)
-            views[id(param)] = (self._watch(param), part, flat, begin)
+            views[id(param)] = (self._watch(param), part, home, begin)
         return flat
 
     def _watch(self, param) -> weakref.ref:
@@ -156,14 +200,15 @@ class Residuals:
         return list(self._loaded)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Give copies by parameter name; `InvalidArgument` where a parameter is in no module that can be found."""
+        """Give copies by parameter name; `InvalidArgument` where a parameter is in no module that was registered."""
         found = dict(self._loaded)
         views = [(reference(), part) for reference, part, _, _ in list(self._views.values())]
         views = [(param, part) for param, part in views if param is not None]
-        for name, (param, part) in zip(names_of(param for param, _ in views), views, strict=True):
+        for name, (param, part) in zip(self._names.of(param for param, _ in views), views, strict=True):
             if name is None:
                 raise InvalidArgument(
-                    f"a parameter of shape {tuple(param.shape)} has no name, by which its residual could be saved"
+                    f"a parameter of shape {tuple(param.shape)} has no name, by which its residual could be saved: let "
+                    "the state know its module, state.register(module)"
                 )
             found[name] = part.detach().cpu().clone()
         return found
@@ -198,6 +243,10 @@ class Wire:
 
     def begin(self) -> None:
         """Begin a backward."""
+
+    def unclaimed(self) -> list[str]:
+        """Give the names of parameters of which something was loaded, and which have not come."""
+        return []
 
     def starts_from(self) -> int:
         """Give a number for what was loaded and must be the same on all ranks; 0 where that is nothing."""
@@ -335,12 +384,13 @@ def statistics_for(device: torch.device) -> Statistics:
     return known[key]
 
 
-_memory: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> its transport memory
+_memory: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> its memory, the stream used last
 
 
 def transport(comm, nbytes: int) -> torch.Tensor:
     """Give memory of at least so many bytes, which the ranks share on the host; one for each communicator, kept."""
-    memory = _memory.get(comm)
+    memory, last = _memory.get(comm, (None, None))
     if memory is None or memory.numel() < nbytes:
-        memory = _memory[comm] = comm.empty(nbytes, torch.uint8)
+        memory, last = comm.empty(nbytes, torch.uint8), None
+    _memory[comm] = memory, follow(last, memory)
     return memory

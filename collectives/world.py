@@ -7,14 +7,19 @@ import threading
 import time
 
 import torch
+import torch.distributed as dist
 
 from . import rendezvous
 from .communicator import Communicator, device_of, parse_device
+from .cuda_state import set_first_device
 from .engine import Engine, get_engine
 from .errors import InvalidArgument, InvalidUsage
 from .exchange import needs_store
 from .hosts import open_over
 from .two_levels import use_two_levels
+from .variables import check
+from .waiting import said
+from .watchdog import Notes, watch
 
 __all__ = ["init"]
 
@@ -37,12 +42,16 @@ def init(
     on GPUs NCCL does as it finds best unless it is True. Raises `CollectiveTimeout` naming the ranks that did not come,
     `InvalidUsage` where two ranks have one number, `EngineUnavailable`, `TransportError`. After `close()` it opens
     a new one.
+
+    A GPU becomes torch's current device, as by ``torch.cuda.set_device``, where CUDA was not used before; where it was,
+    with another device as the current one, a warning says so: call ``torch.cuda.set_device(local_rank)`` first.
     """
     global _world, _generation
     with _lock:
         if _world is not None and (not _world.closed or _world.forked):
             _same_world(_world, engine, device, deterministic)
             return _world
+        check()
         chosen = get_engine(engine, None if device is None else parse_device(device).type)
         identity = rendezvous.identify()
         place = None
@@ -50,6 +59,8 @@ def init(
             place = device_of(chosen, device)
         elif identity.local_rank is not None or chosen.device_type == "cpu":
             place = _local_device(chosen, identity.local_rank)
+        if place is not None:
+            set_first_device(place)
         # A meeting that fails uses its number up as well: some ranks may have seen it succeed.
         generation, _generation = _generation, _generation + 1
         deadline = time.monotonic() + timeout if isinstance(timeout, int | float) else 0.0
@@ -61,14 +72,26 @@ def init(
             chosen, native = open_over(chosen, meeting, identity.rank, max(1.0, deadline - time.monotonic()))
         if place is None:
             place = _local_device(chosen, meeting.local_rank)
-        _world = Communicator(
-            chosen, meeting.unique_id, identity.rank, identity.size,
-            device=place, local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
-            deterministic=deterministic, native=native,
-        )  # fmt: skip
+            set_first_device(place)
+        with said("to open the job's communicator", identity.rank, timeout):
+            _world = Communicator(
+                chosen, meeting.unique_id, identity.rank, identity.size,
+                device=place, local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
+                deterministic=deterministic, native=native,
+            )  # fmt: skip
+        notes = _notes(meeting, generation)
+        if notes is not None and chosen.device_type != "cpu":
+            watch(_world, notes)
         if hierarchical and native is None:
             use_two_levels(_world)
         return _world
+
+
+def _notes(meeting, generation: int) -> Notes | None:
+    prefix = f"collectives/watch/{generation}"
+    if dist.is_available() and dist.is_initialized():
+        return Notes(dist.distributed_c10d._get_default_store(), prefix, weak=True)
+    return None if meeting.store is None else Notes(meeting.store, prefix)
 
 
 def _same_world(world: Communicator, engine, device, deterministic) -> None:

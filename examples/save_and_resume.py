@@ -60,7 +60,7 @@ class Training:
         optimizer = AdamW(model.parameters(), lr=2e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
         if state is None:
-            state = collectives.HookState(wire=arguments.wire, error_feedback=True, max_norm=1.0)
+            state = collectives.HookState(wire=arguments.wire, error_feedback=arguments.wire != "fp32", max_norm=1.0)
         state.optimizer = optimizer
         self.step, self.losses = 0, []
         if saved is not None:

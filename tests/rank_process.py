@@ -84,7 +84,8 @@ class RankContext:
         self.timeout: float = call["timeout"]
         self.pids: list[int] = call["pids"]
         self.device_name: str = call["device"]
-        self._key = (self.engine, tuple(self.pids), tuple(sorted(call["env"].items())))
+        envs = tuple(tuple(sorted(each.items())) for each in call["envs"])  # of all ranks, so that all have one key
+        self._key = (self.engine, tuple(self.pids), envs)
         self._opened: list = []
 
     @property

@@ -7,18 +7,26 @@ one of ours would be taken for its own. Such a rank doesn't come, and the meetin
 from __future__ import annotations
 
 import json
-from datetime import timedelta
+import time
 
+import torch
 import torch.distributed as dist
+
+from ..errors import CollectivesError
+from ..presence import Fates
+from ..torch_groups import group_timeout
+from ..waiting import Wait
 
 __all__ = ["all_alike"]
 
-_SECONDS = 300.0  # a rank may be saving or validating meanwhile
+_SECONDS = 300.0  # at most: a rank may be saving or validating meanwhile
 
 
 def all_alike(group, value: dict) -> str:
-    """Compare a value with all ranks of a group; blocks until all have come, at most 300 s. Give "" or what differs.
+    """Compare a value with all ranks of a group; blocks until all have come. Give "" or what differs.
 
+    It waits for 300 s at most, and half of the group's timeout: a rank that doesn't come may stand in a collective of
+    the group, which must not run out of time meanwhile. A rank that is known to have ended isn't waited for.
     The answer is the same on all ranks as to whether it is "": the first verdict in the store counts. `value`: what
     JSON takes; "error" in it, when not None, is what keeps this rank from going on.
     """
@@ -29,13 +37,21 @@ def all_alike(group, value: dict) -> str:
     prefix += f"/{store.add(f'{prefix}/met/{rank}', 1)}"
     value = {"sequence": _sequence(group), **value}
     store.set(f"{prefix}/{rank}", json.dumps(value))
+    seconds = min(_SECONDS, group_timeout(group, torch.device("cpu")) / 2)
+    keys = [f"{prefix}/{other}" for other in range(size)]
+    fates = Fates(store, dist.get_process_group_ranks(group))
+    wait = Wait("to the same step", rank, size, seconds, fate=fates.of)
+    pause, found = 0.001, "all"
     try:
-        store.wait([f"{prefix}/{other}" for other in range(size)], timedelta(seconds=_SECONDS))
-        found = "all"
-    except RuntimeError:  # stores differ in the class; one that is gone fails again below
-        found = "late"
-    if store.compare_set(f"{prefix}/verdict", "", found).decode() != "all":
-        return f"not all ranks came to the same step within {_SECONDS:.0f} s"
+        while not store.check(keys):
+            wait.look(lambda: [other for other in range(size) if not store.check([keys[other]])])
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.05)
+    except CollectivesError as error:
+        found = error.message
+    verdict = store.compare_set(f"{prefix}/verdict", "", found).decode()
+    if verdict != "all":
+        return f"not all ranks came to the same step: {verdict}"
     values = [json.loads(store.get(f"{prefix}/{other}")) for other in range(size)]
     for other, theirs in enumerate(values):
         if theirs["error"] is not None:

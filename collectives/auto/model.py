@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ..ddp import HookState, fused_allreduce
 from ..engine import get_engine
+from ..presence import announce
 from .meeting import all_alike
 from .report import say
 from .trial import Trial
@@ -57,6 +58,7 @@ class Model:
         self._times = {"plain": [], "ours": []}
         if settings is None or self._group.size() == 1:
             return
+        announce()
         reason = _why_not(ddp)
         if reason:
             self.leave_alone(reason)

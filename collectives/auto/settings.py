@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from ..ddp import HookState
 from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS
+from ..variables import check
 from ..wire import parse_wire
 
 __all__ = ["read"]
@@ -21,7 +22,9 @@ def read(environ: Mapping[str, str] | None = None) -> dict | None:
     `environ`: ``os.environ`` if not given; an empty value counts as unset. Raises `InvalidArgument`, which names the
     variable, for a value that can't be used, and for values that can't be combined.
     """
-    environ = os.environ if environ is None else environ
+    if environ is None:
+        environ = os.environ
+        check()
     given = {name: environ.get(_PREFIX + name, "").strip() for name in ("AUTO", *_READERS)}
     if given["AUTO"] and not _switch("AUTO", given["AUTO"]):
         return None

@@ -19,6 +19,7 @@ import numpy
 import torch
 
 from ..communicator import Communicator
+from ..cuda_state import set_thread_device
 from ..errors import CollectivesError, InvalidArgument
 from ..timeline import recording
 from .exceptions import HorovodInternalError
@@ -106,10 +107,19 @@ class Coordinator:
             self._awake.set()
 
     def wait(self, submission: Submission) -> None:
-        """Block until an operation is done, driving the cycles where nobody does; raises its error."""
+        """Block until an operation is done, driving the cycles where nobody does; raises its error.
+
+        On CUDA it is done once it is queued: the current stream is ordered after it, and the host doesn't wait.
+        """
         self._until(submission)
         if submission.error is not None:
             raise submission.error
+        if submission.finished is not None:
+            stream = torch.cuda.current_stream(self.comms["cuda"].device)
+            stream.wait_event(submission.finished)
+            for result in submission.results:
+                if result.is_cuda:  # alltoall's counts aren't
+                    result.record_stream(stream)
 
     def _until(self, end) -> None:
         """Block until a submission or an `_End` is done."""
@@ -337,7 +347,13 @@ class Coordinator:
         self._thread = threading.Thread(target=self._work, name="collectives horovod", daemon=True)
         self._thread.start()
 
+    def take_device(self) -> None:
+        """Make this rank's GPU the calling thread's device; a thread of ours does so before anything else."""
+        for comm in self.comms.values():
+            set_thread_device(comm.device)
+
     def _work(self) -> None:
+        self.take_device()
         while True:
             self._awake.wait()
             if self._ended:

@@ -47,15 +47,18 @@ class Executor:
             self._do(item, own)
             return
         stream = self._streams[device]
-        with torch.cuda.stream(stream):
-            for each in own:
-                if each is not None:
-                    stream.wait_event(each.ready)
+        mine = [each for each in own if each is not None]
+        # The device, too: a stream of another one would be left by making the thread's former device current.
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            for each in mine:
+                stream.wait_event(each.ready)
+                # Whoever submitted them may drop them as soon as this is queued.
+                for tensor in each.tensors():
+                    tensor.record_stream(stream)
             self._do(item, own)
             finished = stream.record_event()
-        for each in own:
-            if each is not None:
-                each.finished = finished
+        for each in mine:
+            each.finished = finished
 
     def _do(self, item: Ready | Batch, own: list[Submission | None]) -> None:
         if isinstance(item, Batch):

@@ -77,15 +77,18 @@ class _Sent:
 
     submission: Submission | None = None
     sequence = -1  # of the operation, once it is done: the same on all ranks
+    pending = 1  # members whose gradients aren't ready
     apart = True  # whether what is reduced is a copy of the gradients, or has another version counter
 
     def wait(self, coordinator) -> None:
         """Block until the reduction is done; on CUDA order the current stream after it."""
-        submission = self.submission
-        coordinator.wait(submission)
-        self.sequence = submission.sequence
-        if submission.finished is not None:
-            torch.cuda.current_stream(self.params[0].device).wait_event(submission.finished)
+        coordinator.wait(self.submission)
+        self.sequence = self.submission.sequence
+
+    def ready(self) -> bool:
+        """Take note that the backward has made one more gradient; tell whether it was the last one."""
+        self.pending -= 1
+        return not self.pending
 
     def present(self) -> list[bool]:
         """Tell of each member whether it has a gradient now."""
@@ -106,6 +109,7 @@ class Unit(_Sent, GradientBucket):
         self.pending = len(members)
         self.collected = False
         self._slots: list[torch.Tensor] | None = None
+        self._streams: list = []  # on which the backward has made gradients
         shape = (*first.shape, 2) if first.is_complex() else tuple(first.shape)
         self._signature = Signature("allreduce", name, (DTYPE_NAMES[dtype],), (shape,), self.device.type, **reduction)
 
@@ -131,8 +135,31 @@ class Unit(_Sent, GradientBucket):
         """Whether the elements travel in another dtype."""
         return any(element_type(param, None) != self.dtype for param in self.params)
 
+    def ready(self) -> bool:
+        """Take note that the backward has made one more gradient; tell whether it was the last one."""
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            if stream not in self._streams:
+                self._streams.append(stream)
+        return super().ready()
+
+    def _order(self) -> None:
+        """Order the current stream after those on which gradients were made, where a model has run on several."""
+        if not self._streams:
+            return
+        current = torch.cuda.current_stream(self.device)
+        others = [stream for stream in self._streams if stream != current]
+        for stream in others:
+            current.wait_stream(stream)
+        if others:
+            for param in self.params:
+                if param.grad is not None:
+                    param.grad.record_stream(current)
+        self._streams = []
+
     def collect(self) -> None:
         """Bring the gradients to where they are sent from, zeros for missing ones."""
+        self._order()
         for param in self.params:
             if param.grad is not None and param.grad.is_sparse:
                 param.grad = param.grad.to_dense()
@@ -175,6 +202,7 @@ class Unit(_Sent, GradientBucket):
         self.pending = len(self.members)
         self.collected = False
         self.submission = None
+        self._streams = []
         self.forget()
 
 

@@ -110,8 +110,7 @@ class GradientReducer:
                 return
             if member.slot is not None:
                 member.move()
-            unit.pending -= 1
-            if unit.pending:
+            if not unit.ready():
                 member.see()
                 return
             unit.collect()

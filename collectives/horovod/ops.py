@@ -123,14 +123,7 @@ def synchronize(handle: int):
     coordinator, submission, grouped = entry
     if coordinator is None:
         raise submission.error
-    if not submission.done or submission.error is not None:
-        coordinator.wait(submission)
-    if submission.finished is not None:
-        stream = torch.cuda.current_stream(coordinator.comms["cuda"].device)
-        stream.wait_event(submission.finished)
-        for result in submission.results:
-            if result.is_cuda:
-                result.record_stream(stream)
+    coordinator.wait(submission)
     results = submission.results
     if submission.signature.kind == "alltoall":
         return tuple(results)

@@ -113,6 +113,11 @@ class Submission:
         if request.signature.device == "cuda":
             self.ready = torch.cuda.current_stream(inputs[0].device).record_event()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Give the caller's tensors: those that are read, and those that are written to."""
+        apart = self.outputs is not None and self.outputs is not self.inputs
+        return [*self.inputs, *self.outputs] if apart else self.inputs
+
     @property
     def signature(self) -> Signature:
         """What the ranks compare."""

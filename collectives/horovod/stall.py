@@ -63,6 +63,7 @@ class Watch:
         if shutdown and (late := coordinator.stalled(shutdown)):
             text = f"not submitted by all ranks within {shutdown:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS):\n"
             peers = sorted({rank for _, _, ranks in late for rank in ranks})
+            coordinator.take_device()
             coordinator.abort(CollectiveTimeout(text + _told(late), op="hvd", rank=self._rank, peers=peers))
 
 

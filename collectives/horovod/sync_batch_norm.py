@@ -39,7 +39,9 @@ class SyncBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
         out, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps)
         if self.track_running_stats and self.running_mean is not None:
-            share = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+            share = self.momentum
+            if share is None:  # a tensor: the host doesn't wait for it
+                share = (1.0 / self.num_batches_tracked.double()).to(self.running_mean.dtype)
             with torch.no_grad():
                 unbiased = variance * (count / (count - 1))
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
@@ -83,8 +85,10 @@ class _Normalise(torch.autograd.Function):
             own[1 + channels :] = variance.double() * count
         rows = synchronize(allgather_async(own[None], None, global_process_set, _waits=True))
         counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
-        total = counts.sum().item()
-        if total < 2:
+        total = counts.sum()
+        if not total.is_cuda or count < 2:  # else there are enough, and the host needn't wait to see how many
+            total = total.item()
+        if not isinstance(total, torch.Tensor) and total < 2:
             raise ValueError(
                 f"expected more than 1 value per channel when training, got {total:g} on all ranks together "
                 f"(here input of size {list(input.shape)})"
@@ -94,7 +98,7 @@ class _Normalise(torch.autograd.Function):
         ctx.total, ctx.over = total, over
         inverse = torch.rsqrt(variance + eps)
         ctx.save_for_backward(input, weight, mean, inverse)
-        ctx.mark_non_differentiable(mean, variance)
+        ctx.mark_non_differentiable(mean, variance, *([total] if isinstance(total, torch.Tensor) else ()))
         if not count:
             return torch.empty_like(input), mean, variance, total
         parameters = (None if each is None else each.to(wide.dtype) for each in (weight, bias))

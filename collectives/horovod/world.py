@@ -6,15 +6,17 @@ import os
 import threading
 
 import torch
+import torch.distributed as dist
 
 from .. import world as job
 from ..communicator import Communicator
-from ..control import host_communicator_over
+from ..control import beside
 from ..engine import engines
 from ..errors import InvalidArgument
 from ..exchange import PeerInfo
 from ..memory import large_from_heap
 from ..timeline import Timeline, timeline
+from ..torch_groups import group_timeout
 from .coordinator import Coordinator
 from .process_sets import ProcessSet, global_process_set
 from .settings import Settings, number_of, read_settings
@@ -37,7 +39,7 @@ __all__ = [
     "stop_timeline",
 ]
 
-_OPEN_SECONDS = 300.0  # how far apart the ranks may call init; HOROVOD_GLOO_TIMEOUT_SECONDS replaces it
+_OPEN_SECONDS = 300.0  # how far apart the ranks may call init, without a process group of torch's
 _world: World | None = None
 _lock = threading.RLock()
 
@@ -45,10 +47,14 @@ _lock = threading.RLock()
 class World:
     """An initialised job: a communicator over its ranks and what was split off it.
 
-    ``comm``: the communicator; ``peers``: where each of its ranks is; ``owns``: whether `close` ends the communicator.
+    ``comm``: the communicator; ``peers``: where each of its ranks is; ``owns``: whether `close` ends the communicator;
+    ``seconds``: how long its ranks may be in coming to this, None: the communicator's own limit.
     """
 
-    def __init__(self, comm: Communicator, peers: list[PeerInfo], *, owns: bool, settings: Settings):
+    def __init__(
+        self, comm: Communicator, peers: list[PeerInfo], *, owns: bool, settings: Settings,
+        seconds: float | None = None,
+    ):  # fmt: skip
         self.comm = comm
         self.peers = peers
         self.owns = owns
@@ -67,7 +73,7 @@ class World:
         self._coordinators: dict[int, Coordinator] = {}
         self._watch = Watch(settings, self.rank)
         # Process sets are split off these, and nothing else uses them.
-        self.admin = _host_beside(comm)
+        self.admin = beside(comm, seconds)
         self._next_id = 0
 
     # ---- Process sets.
@@ -161,11 +167,6 @@ class World:
         self.admin.abort()
 
 
-def _host_beside(comm: Communicator) -> Communicator:
-    """Give a communicator of its own on host memory over the same ranks."""
-    return comm.split(0) if comm.device.type == "cpu" else host_communicator_over(comm)
-
-
 # ---- What programs call.
 
 
@@ -175,7 +176,8 @@ def init(comm=None, process_sets=None) -> None:
     The ranks are found as `collectives.init` finds them: torchrun, mpirun, srun, or alone. ``comm``: a list of the
     job's ranks that this rank is to work with (all ranks call `init`, each with the list that it is in), or an mpi4py
     communicator; None: all. ``process_sets``: `ProcessSet` objects to add, or "dynamic", which changes nothing: they
-    can always be added. Raises as `collectives.init`, within 300 s or HOROVOD_GLOO_TIMEOUT_SECONDS.
+    can always be added. Raises as `collectives.init`, within HOROVOD_GLOO_TIMEOUT_SECONDS; without that, within the
+    timeout of torch.distributed's default group where there is one, else 300 s.
     """
     global _world
     with _lock:
@@ -183,7 +185,8 @@ def init(comm=None, process_sets=None) -> None:
             return
         settings = read_settings()
         owns = job._world is None or job._world.closed
-        base = job.init(timeout=number_of("HOROVOD_GLOO_TIMEOUT_SECONDS", _OPEN_SECONDS))
+        seconds = number_of("HOROVOD_GLOO_TIMEOUT_SECONDS", _open_seconds())
+        base = job.init(timeout=seconds)
         peers = list(base.peers) if base.peers else None
         if peers is None:
             raise InvalidArgument("the communicator that is open doesn't tell where its ranks are", op="hvd.init")
@@ -192,7 +195,13 @@ def init(comm=None, process_sets=None) -> None:
             base, owns = base.split(min(ranks), ranks.index(base.rank)), True
             peers = [peers[r] for r in ranks]
         large_from_heap()  # operations give new tensors, whose page faults would cost more than the sums
-        enter(World(base, peers, owns=owns, settings=settings), process_sets)
+        enter(World(base, peers, owns=owns, settings=settings, seconds=seconds or None), process_sets)
+
+
+def _open_seconds() -> float:
+    if dist.is_available() and dist.is_initialized():
+        return group_timeout(dist.group.WORLD, torch.device("cpu"))
+    return _OPEN_SECONDS
 
 
 def enter(world: World, process_sets=None) -> None:

@@ -1,11 +1,12 @@
 """The arguments of every kernel as ctypes structs: kernels/include/coll/kernel_abi.h once more.
 
-The same struct goes to the host kernels (by pointer) and to the CUDA kernels (by value).
+The same struct goes to the host kernels (by pointer) and to the CUDA kernels (by value, with a table's rows behind it
+where there is room).
 """
 
 from __future__ import annotations
 
-from ctypes import Structure, c_byte, c_double, c_int32, c_int64, c_uint64
+from ctypes import Structure, c_double, c_int32, c_int64, c_uint64
 from typing import NamedTuple
 
 import numpy
@@ -13,6 +14,7 @@ import numpy
 __all__ = [
     "ADAM",
     "ADD",
+    "ARGUMENTS",
     "CAST",
     "CAST_BF16_BF16",
     "CAST_BF16_F32",
@@ -65,6 +67,7 @@ __all__ = [
 
 OPAQUE = 32  # + bytes of an element that is only copied
 FROM_FLAT, ADD = 1, 2
+ARGUMENTS = 4080  # bytes of a CUDA kernel's arguments where it reads a table
 
 # coll_tensor: one row of a table.
 TENSOR = numpy.dtype(
@@ -109,24 +112,29 @@ class FinishArgs(Structure):
 
 
 class Kernel(NamedTuple):
-    """A kernel: its number for collKernelRun, its name in ``source`` of kernels/cuda, its arguments."""
+    """A kernel: its number for collKernelRun, its name in ``source`` of kernels/cuda, its arguments.
+
+    ``rows_at``: where in the arguments the address of its table's rows lies; None: it reads no table.
+    """
 
     number: int
     name: str
     source: str
     args: type[Structure]
+    rows_at: int | None = None
 
 
-CAST = Kernel(0, "coll_cast", "cast.cu", CastArgs)
+_tensors_at = CastArgs.tensors.offset
+CAST = Kernel(0, "coll_cast", "cast.cu", CastArgs, _tensors_at)
 # The same kernel on the host; on GPUs each is compiled for its types.
-CAST_WIDE = Kernel(0, "coll_cast_wide", "cast.cu", CastArgs)
-CAST_COPY = Kernel(0, "coll_copy", "cast_pairs.cu", CastArgs)
-CAST_F32_F32 = Kernel(0, "coll_cast_f32_f32", "cast_pairs.cu", CastArgs)
-CAST_F32_BF16 = Kernel(0, "coll_cast_f32_bf16", "cast_pairs.cu", CastArgs)
-CAST_F32_F16 = Kernel(0, "coll_cast_f32_f16", "cast_pairs.cu", CastArgs)
-CAST_BF16_F32 = Kernel(0, "coll_cast_bf16_f32", "cast_pairs.cu", CastArgs)
-CAST_BF16_BF16 = Kernel(0, "coll_cast_bf16_bf16", "cast_pairs.cu", CastArgs)
-CAST_F16_F32 = Kernel(0, "coll_cast_f16_f32", "cast_pairs.cu", CastArgs)
+CAST_WIDE = Kernel(0, "coll_cast_wide", "cast.cu", CastArgs, _tensors_at)
+CAST_COPY = Kernel(0, "coll_copy", "cast_pairs.cu", CastArgs, _tensors_at)
+CAST_F32_F32 = Kernel(0, "coll_cast_f32_f32", "cast_pairs.cu", CastArgs, _tensors_at)
+CAST_F32_BF16 = Kernel(0, "coll_cast_f32_bf16", "cast_pairs.cu", CastArgs, _tensors_at)
+CAST_F32_F16 = Kernel(0, "coll_cast_f32_f16", "cast_pairs.cu", CastArgs, _tensors_at)
+CAST_BF16_F32 = Kernel(0, "coll_cast_bf16_f32", "cast_pairs.cu", CastArgs, _tensors_at)
+CAST_BF16_BF16 = Kernel(0, "coll_cast_bf16_bf16", "cast_pairs.cu", CastArgs, _tensors_at)
+CAST_F16_F32 = Kernel(0, "coll_cast_f16_f32", "cast_pairs.cu", CastArgs, _tensors_at)
 FINISH = Kernel(1, "coll_finish", "cast.cu", FinishArgs)
 
 
@@ -149,17 +157,18 @@ class ReduceArgs(Structure):
     ]
 
 
-REDUCE = Kernel(2, "coll_reduce", "reduce.cu", ReduceArgs)  # of fp32
+_sources_at = ReduceArgs.sources.offset
+REDUCE = Kernel(2, "coll_reduce", "reduce.cu", ReduceArgs, _sources_at)  # of fp32
 # The same kernel on the host; on GPUs one for each type of the sources.
-REDUCE_BF16 = Kernel(2, "coll_reduce_bf16", "reduce.cu", ReduceArgs)
-REDUCE_F16 = Kernel(2, "coll_reduce_f16", "reduce.cu", ReduceArgs)
-REDUCE_E4M3 = Kernel(2, "coll_reduce_e4m3", "reduce.cu", ReduceArgs)
-REDUCE_E5M2 = Kernel(2, "coll_reduce_e5m2", "reduce.cu", ReduceArgs)
-REDUCE_F64 = Kernel(2, "coll_reduce_f64", "reduce.cu", ReduceArgs)
-REDUCE_WIDE = Kernel(2, "coll_reduce_wide", "reduce.cu", ReduceArgs)  # the floating types above into fp64
-REDUCE_INT8 = Kernel(2, "coll_reduce_int8", "reduce.cu", ReduceArgs)  # and unsigned
-REDUCE_INT32 = Kernel(2, "coll_reduce_int32", "reduce.cu", ReduceArgs)
-REDUCE_INT64 = Kernel(2, "coll_reduce_int64", "reduce.cu", ReduceArgs)
+REDUCE_BF16 = Kernel(2, "coll_reduce_bf16", "reduce.cu", ReduceArgs, _sources_at)
+REDUCE_F16 = Kernel(2, "coll_reduce_f16", "reduce.cu", ReduceArgs, _sources_at)
+REDUCE_E4M3 = Kernel(2, "coll_reduce_e4m3", "reduce.cu", ReduceArgs, _sources_at)
+REDUCE_E5M2 = Kernel(2, "coll_reduce_e5m2", "reduce.cu", ReduceArgs, _sources_at)
+REDUCE_F64 = Kernel(2, "coll_reduce_f64", "reduce.cu", ReduceArgs, _sources_at)
+REDUCE_WIDE = Kernel(2, "coll_reduce_wide", "reduce.cu", ReduceArgs, _sources_at)  # the floating types above into fp64
+REDUCE_INT8 = Kernel(2, "coll_reduce_int8", "reduce.cu", ReduceArgs, _sources_at)  # and unsigned
+REDUCE_INT32 = Kernel(2, "coll_reduce_int32", "reduce.cu", ReduceArgs, _sources_at)
+REDUCE_INT64 = Kernel(2, "coll_reduce_int64", "reduce.cu", ReduceArgs, _sources_at)
 
 # ---- Quantize, dequantize, requantize.
 
@@ -223,9 +232,10 @@ class RequantizeArgs(Structure):
     _fields_ = [("work", Work), ("from", Decoder), ("to", Encoder)]
 
 
+_wires_at = getattr(DequantizeArgs, "from").offset + Decoder.wires.offset  # and in RequantizeArgs
 QUANTIZE = Kernel(3, "coll_quantize", "quantize.cu", QuantizeArgs)
-DEQUANTIZE = Kernel(4, "coll_dequantize", "quantize.cu", DequantizeArgs)
-REQUANTIZE = Kernel(5, "coll_requantize", "quantize.cu", RequantizeArgs)
+DEQUANTIZE = Kernel(4, "coll_dequantize", "quantize.cu", DequantizeArgs, _wires_at)
+REQUANTIZE = Kernel(5, "coll_requantize", "quantize.cu", RequantizeArgs, _wires_at)
 
 # ---- Optimizers.
 MAXIMIZE, DIVIDE, STOCHASTIC, NESTEROV, DECOUPLED = 1, 2, 4, 8, 16
@@ -269,7 +279,6 @@ class Update(Structure):
         ("weight_decay", c_double),
         ("seed", c_uint64),
         ("flags", c_int64),
-        ("one", c_byte * PARAMETER.itemsize),
     ]
 
 
@@ -285,5 +294,5 @@ class AdamArgs(Structure):
     _fields_ = [("work", Work), ("update", Update), ("beta1", c_double), ("beta2", c_double), ("eps", c_double)]
 
 
-SGD = Kernel(6, "coll_sgd", "optim.cu", SgdArgs)
-ADAM = Kernel(7, "coll_adam", "optim.cu", AdamArgs)
+SGD = Kernel(6, "coll_sgd", "optim.cu", SgdArgs, SgdArgs.update.offset + Update.parameters.offset)
+ADAM = Kernel(7, "coll_adam", "optim.cu", AdamArgs, AdamArgs.update.offset + Update.parameters.offset)

@@ -92,9 +92,9 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
             table.meets if unpacks else lambda ptr, nbytes: ptr < place + table.nbytes and place < ptr + nbytes,
         )
     if table.tiles:
-        args.tensors = table.place_rows()
+        args.tensors = table.rows.address
         copies = scale == 1.0 and not scale_at and statistics is None and not flags & abi.ADD
-        run(table.kernel(unpacks, copies), args, table.device)
+        run(table.kernel(unpacks, copies), args, table.device, table.rows)
         if unpacks:
             written(table.tensors)
     if statistics is not None:

@@ -13,8 +13,10 @@ import functools
 import hashlib
 import os
 import re
+import struct
 import tempfile
 import threading
+from collections.abc import Callable
 from ctypes import sizeof
 from pathlib import Path
 from typing import NamedTuple
@@ -24,12 +26,14 @@ import torch
 
 from ..errors import CudaError, EngineUnavailable, InvalidUsage
 from . import abi
+from .rows import Rows
 
-__all__ = ["BLOCK", "OPTIONS", "compile_source", "launch", "source_text"]
+__all__ = ["BLOCK", "OPTIONS", "arguments", "compile_source", "launch", "source_text"]
 
 # No contraction, IEEE division and square root, subnormals kept: the same bits as on the host.
 OPTIONS = ("-std=c++17", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-diag-suppress=177")
 BLOCK = 256  # COLL_BLOCK
+_ADDRESS = struct.Struct("=Q")
 
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 _INSTALL = "pip install 'collectives[cuda12]' (or [cuda13])"
@@ -214,7 +218,7 @@ def _load(kernel: abi.Kernel, index: int) -> _Loaded:
             raise CudaError(message, op=kernel.name, detail=str(error)) from error
         loaded = _Loaded(
             function,
-            numpy.dtype((numpy.void, sizeof(kernel.args))),
+            numpy.dtype((numpy.void, sizeof(kernel.args) if kernel.rows_at is None else abi.ARGUMENTS)),
             torch.cuda.get_device_properties(index).multi_processor_count * max(held, 1),
             cupy.cuda.runtime.getDevice,
             errors,
@@ -223,16 +227,42 @@ def _load(kernel: abi.Kernel, index: int) -> _Loaded:
         return loaded
 
 
-def launch(kernel: abi.Kernel, args, device: torch.device) -> None:
+def arguments(kernel: abi.Kernel, args, rows: Rows | None, place: Callable[[], int]) -> bytes | bytearray:
+    """Give the bytes that a CUDA kernel takes: its arguments, and behind them its table's rows where there is room.
+
+    ``rows``: of the table; None where ``args`` has their address. ``place``: gives an address where the kernel can read
+    them; it is asked where there is no room.
+    """
+    if kernel.rows_at is None:
+        return bytes(args)
+    size = sizeof(args)
+    whole = bytearray(abi.ARGUMENTS)
+    whole[:size] = bytes(args)
+    if rows is not None:
+        by_value = rows.nbytes <= abi.ARGUMENTS - size
+        _ADDRESS.pack_into(whole, kernel.rows_at, 0 if by_value else place())
+        if by_value:
+            whole[size : size + rows.nbytes] = rows.array.tobytes()
+    return whole
+
+
+def launch(kernel: abi.Kernel, args, device: torch.device, rows: Rows | None = None) -> None:
     """Queue a kernel on torch's current stream of a GPU. Never waits for it; the first call compiles.
 
-    From the second call on it neither allocates nor waits, so that it can be captured in a CUDA graph. ``args`` is
-    copied by the driver. Raises ``CudaError``, maybe of an earlier kernel on that GPU, as CUDA does.
+    From the second call on it can be captured in a CUDA graph. ``args`` and ``rows``, those of the table that the
+    kernel reads, are copied before this returns. Raises ``CudaError``, maybe of an earlier kernel on that GPU, as CUDA
+    does.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     loaded = _loaded.get((kernel.name, index)) or _load(kernel, index)
+    held = []
+
+    def place() -> int:
+        held.append(rows.on_device())
+        return held[0].data_ptr()
+
     # An array of one opaque element goes by value.
-    values = (numpy.frombuffer(args, loaded.value),)
+    values = (numpy.frombuffer(arguments(kernel, args, rows, place), loaded.value),)
     grid = (max(1, min(args.work.tiles, loaded.most_blocks)),)
     stream = _Stream(torch.cuda.current_stream(index).cuda_stream)
     try:

@@ -15,6 +15,7 @@ from ..arrays import shown
 from ..errors import EngineUnavailable, InvalidArgument
 from ..launch import who_am_i
 from . import abi, cuda
+from .rows import Rows
 from .table import check_storage
 
 __all__ = [
@@ -123,24 +124,29 @@ class Launch:
     and to move the version counters of what is written.
     """
 
-    __slots__ = ("_device", "_held", "_kernel", "args")
+    __slots__ = ("_device", "_held", "_kernel", "_rows", "args")
 
-    def __init__(self, kernel: abi.Kernel, args, device: torch.device, held: tuple):
+    def __init__(self, kernel: abi.Kernel, args, device: torch.device, held: tuple, rows: Rows | None = None):
         self._kernel = kernel
         self.args = args
         self._device = device
         self._held = held
+        self._rows = rows
 
     def __call__(self) -> None:
-        run(self._kernel, self.args, self._device)
+        run(self._kernel, self.args, self._device, self._rows)
 
 
-def run(kernel: abi.Kernel, args, device: torch.device) -> None:
-    """Run a kernel. On the host it is done when this returns; on a GPU it is queued on torch's current stream."""
+def run(kernel: abi.Kernel, args, device: torch.device, rows: Rows | None = None) -> None:
+    """Run a kernel. On the host it is done when this returns; on a GPU it is queued on torch's current stream.
+
+    ``rows``: of the table that the kernel reads. ``args`` has their address on the host; without ``rows``, the address
+    of some that are there for the kernel until it is done.
+    """
     if device.type == "cpu":
-        run_on_host(kernel, args)
+        run_on_host(kernel, args, rows)
     else:
-        cuda.launch(kernel, args, device)
+        cuda.launch(kernel, args, device, rows)
 
 
 def written(arrays) -> None:
@@ -148,8 +154,8 @@ def written(arrays) -> None:
     increment_version([each for each in arrays if isinstance(each, torch.Tensor) and not each.is_inference()])
 
 
-def run_on_host(kernel: abi.Kernel, args) -> None:
-    """Run a kernel on host memory."""
+def run_on_host(kernel: abi.Kernel, args, rows: Rows | None = None) -> None:
+    """Run a kernel on host memory; ``args`` has the address of its table's ``rows``."""
     library().run(kernel.number, args, _thread_limit())
 
 
@@ -170,6 +176,9 @@ class Statistics:
         self.nonfinite = torch.zeros(1, dtype=torch.int64, device=device)
         self._sums = torch.empty(0, dtype=torch.float64, device=device)
         self._bad = torch.empty(0, dtype=torch.int32, device=device)
+        self._streams = []  # on which it was made and used
+        if self.device.type == "cuda":
+            self._streams.append(torch.cuda.current_stream(self.device))
 
     @property
     def norm(self) -> torch.Tensor:
@@ -189,9 +198,19 @@ class Statistics:
         if self._sums.numel() < work.tiles:
             self._sums = torch.empty(work.tiles, dtype=torch.float64, device=device)
             self._bad = torch.empty(work.tiles, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            self._record(torch.cuda.current_stream(device))
         work.sums, work.bad = self._sums.data_ptr(), self._bad.data_ptr()
         if not work.tiles:
             work.sums = self.sum_of_squares.data_ptr()  # not NULL: statistics are wanted
+
+    def _record(self, stream) -> None:
+        """Keep the memory from being used again while a stream on which it wasn't made uses it."""
+        if stream not in self._streams:
+            self._streams.append(stream)
+        if len(self._streams) > 1:
+            for tensor in (self.sum_of_squares, self.nonfinite, self._sums, self._bad):
+                tensor.record_stream(stream)
 
     def finish(self, tiles: int) -> None:
         """Add up the tiles' shares."""

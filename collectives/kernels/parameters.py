@@ -6,7 +6,6 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Iterable
-from ctypes import c_byte
 
 import numpy
 import torch
@@ -16,6 +15,7 @@ from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
 from .execution import Statistics, run
+from .rows import Rows
 from .table import _place, check_storage, device_of
 
 __all__ = ["ParameterTable"]
@@ -29,8 +29,6 @@ _ITEMSIZES = numpy.array([ITEMSIZE.get(code, 0) for code in range(max(ITEMSIZE) 
 _LOW = 2**40  # addresses below it may be those of freed storage
 _TensorBase = torch._C.TensorBase  # attributes as functions, so that map needs no Python frame a tensor
 _data_ptr, _numel, _is_contiguous = _TensorBase.data_ptr, _TensorBase.numel, _TensorBase.is_contiguous
-_ONE = c_byte * abi.PARAMETER.itemsize
-_CAPTURED = []  # rows whose copy is part of a CUDA graph, which reads them at each replay: kept for good
 
 _OF_GRADIENTS = " and, where it is a Parameter's, assign the copy to p.grad"
 
@@ -115,7 +113,7 @@ class ParameterTable:
         self._read_only(self._steps, "step {}".format)
         read = [array for array, step in zip(self._step_arrays, self._steps, strict=True) if step.at]
         self._fixed = _Places(kept, read)
-        self._on_device = None
+        self._table = Rows(rows, self.device)
         self.grads = None
         self._generation = 0
         self.set_grads(grads)
@@ -134,7 +132,7 @@ class ParameterTable:
                 for column, old in zip(("grad", "grad_type"), known, strict=True):
                     rows[column] = numpy.frombuffer(old, dtype=rows[column].dtype)
                 raise
-            self._on_device = None
+            self._table.changed()
             self._generation += 1
         self.grads = grads
 
@@ -247,9 +245,9 @@ class ParameterTable:
         # The arguments are addresses: what lies there lives as long as the plan.
         named = zip(("lr", "grad_scale", "clip", "found_nonfinite"), map(_plain, scalars), strict=True)
         at = [(what, scalar, scalar.data_ptr()) for what, scalar in named if isinstance(scalar, torch.Tensor)]
-        return functools.partial(self._launch, self._generation, self._on_device, at, kernel, args)
+        return functools.partial(self._launch, self._generation, at, kernel, args)
 
-    def _launch(self, generation, _on_device, scalars, kernel, args, *, checked=False) -> None:
+    def _launch(self, generation, scalars, kernel, args, *, checked=False) -> None:
         """Run a planned step. ``checked``: `moved` has just been asked, and the gradients and scalars were read."""
         if not checked:
             if generation != self._generation:
@@ -261,7 +259,7 @@ class ParameterTable:
                     f"{moved} doesn't lie where it did when the table was made: its memory was freed, resized or "
                     "exchanged, or its strides were changed; make the table again"
                 )
-        run(kernel, args, self.device)
+        run(kernel, args, self.device, self._table)
 
     def _update(self, lr, weight_decay, maximize, grad_scale, clip, found_nonfinite, seed, flags) -> abi.Update:
         found_nonfinite = _plain(found_nonfinite)
@@ -273,7 +271,7 @@ class ParameterTable:
                 raise self._wrong("seed asks for rounding at random, which is for bf16 parameters, and none is")
             flags |= abi.STOCHASTIC
         return abi.Update(
-            self._table(),
+            self._table.address,
             len(self.rows),
             self._number(lr, "lr", least=0.0),
             self._number(grad_scale, "grad_scale"),
@@ -282,23 +280,7 @@ class ParameterTable:
             self._real(weight_decay, "weight_decay"),
             int(seed or 0),
             flags,
-            _ONE.from_buffer_copy(self.rows[0].tobytes()) if len(self.rows) == 1 else _ONE(),
         )
-
-    def _table(self) -> int:
-        """The address of the rows where the kernel runs; one row travels with the arguments."""
-        if len(self.rows) == 1:
-            return 0
-        if self.device.type == "cpu":
-            return self.rows.ctypes.data
-        if self._on_device is None:
-            # From pinned memory, which torch doesn't use again before the copy is done, so that nobody waits for it.
-            rows = torch.from_numpy(self.rows.view(numpy.uint8)).pin_memory()
-            if torch.cuda.is_current_stream_capturing():
-                _CAPTURED.append(rows)
-            self._on_device = rows.to(self.device, non_blocking=True)
-        self._on_device.record_stream(torch.cuda.current_stream(self.device))
-        return self._on_device.data_ptr()
 
     # ---- Reading the arguments.
     def _list(self, column, arrays) -> list:

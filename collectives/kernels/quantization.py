@@ -16,6 +16,7 @@ from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS, WIRE_FORMATS, WireLayout, tiles_of, wire_layout
 from . import abi
 from .execution import Launch, Statistics, written
+from .rows import Rows
 from .table import FLOATING, FLOATS_END, Held, check_storage, device_of
 
 __all__ = [
@@ -45,8 +46,7 @@ class WireTable:
 
     ``wires``: uint8 arrays on one device, in the order in which they are summed. The table holds on to them. One whose
     memory has moved since (``resize_``, ``.data = ...``), or whose size or strides were changed, is an
-    ``InvalidArgument`` when the table is used. On a GPU the addresses are copied there, which waits for the current
-    stream.
+    ``InvalidArgument`` when the table is used.
     """
 
     def __init__(self, wires: Iterable):
@@ -90,10 +90,10 @@ class WireTable:
         self._held = Held(
             tuple(self._arrays), [place.ptr for place in self._places], [place.count for place in self._places], needs
         )
-        self._rows = None
+        self.rows = None  # a single wire needs none
         if len(sizes) > 1:
             addresses = numpy.array([place.ptr for place in self._places], dtype=numpy.uint64)
-            self._rows = torch.from_numpy(addresses.view(numpy.int64)).to(self.device)
+            self.rows = Rows(addresses, self.device)
 
     def _check_addresses(self, op):
         index = self._held.moved()
@@ -103,14 +103,6 @@ class WireTable:
                 "changed: make a new WireTable",
                 op=op,
             )
-
-    def _place_rows(self) -> int:
-        """Give the address of the addresses, for a kernel on the current stream; 0: there is but one wire."""
-        if self._rows is None:
-            return 0
-        if self._rows.is_cuda:
-            self._rows.record_stream(torch.cuda.current_stream(self.device))
-        return self._rows.data_ptr()
 
 
 class _Scale(NamedTuple):
@@ -261,7 +253,7 @@ def plan_requantize(
     to, places = _encoder(out, residual, count, layout, format, block, seed, position, reader, op, wire_is="out")
     _apart(places, read, op, in_place="out")
     args = abi.RequantizeArgs(abi.Work(tiles_of(count), 0, 0), from_, to)
-    return Launch(abi.REQUANTIZE, args, table.device, (table, out, scale, residual))
+    return Launch(abi.REQUANTIZE, args, table.device, (table, out, scale, residual), table.rows)
 
 
 def plan_dequantize(wire, out, *, format, block=256, scale=1.0) -> Launch:
@@ -294,7 +286,7 @@ def _plan_decode(wires, out, format, block, scale, average_over, add, statistics
         raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)
     work = abi.Work(tiles_of(values.count), 0, 0)
     args = abi.DequantizeArgs(work, from_, values.ptr, values.code, abi.ADD if add else 0)
-    return Launch(abi.DEQUANTIZE, args, device, (table, out, scale)), device, values
+    return Launch(abi.DEQUANTIZE, args, device, (table, out, scale), table.rows), device, values
 
 
 def _decoder(wires, count, layout: WireLayout, format, block, scale, average_over, op):
@@ -310,7 +302,8 @@ def _decoder(wires, count, layout: WireLayout, format, block, scale, average_ove
     read = {name.format(index): place for index, place in enumerate(table._places)} | factor.read
     first = table._places[0].ptr
     code = _CODES[format]
-    args = abi.Decoder(table._place_rows(), first, len(table), count, factor.ptr, factor.value, code, block, over, 0)
+    at = table.rows.address if table.rows is not None else 0
+    args = abi.Decoder(at, first, len(table), count, factor.ptr, factor.value, code, block, over, 0)
     return table, reader, read, args
 
 

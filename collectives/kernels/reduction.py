@@ -14,6 +14,7 @@ from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
 from .execution import Statistics, run, written
+from .rows import Rows
 from .table import FLOATING, FLOATS_END, Held, check_storage, device_of, read_scale
 
 __all__ = ["Sources", "kernel_of", "reduce_n"]
@@ -40,8 +41,7 @@ class Sources:
     """The arrays of a reduction, checked once, and the table of their addresses where the kernel can read it.
 
     ``sources``: from one up, with no limit, torch, NumPy or CuPy arrays of one dtype, size and device, which are kept
-    alive. On a GPU the table is made on torch's current stream: use it there, or after it. Raises ``InvalidArgument``,
-    which names the first array that won't do.
+    alive. Raises ``InvalidArgument``, which names the first array that won't do.
     """
 
     def __init__(self, sources: Iterable):
@@ -64,19 +64,13 @@ class Sources:
         self.count = first.count
         self.nbytes = first.nbytes
         addresses = numpy.array([place.ptr for place in places], dtype=numpy.uint64)
-        self._table = torch.from_numpy(addresses.view(numpy.int64)).to(self.device)
+        self.rows = Rows(addresses, self.device)
         self._by_address = sorted((place.ptr, i) for i, place in enumerate(places))
         needs = [check_storage(array, 0, f"source {i}", _OP) for i, array in enumerate(self.arrays)]
         self._held = Held(self.arrays, [place.ptr for place in places], [place.count for place in places], needs)
 
     def __reduce__(self):
         return type(self), (self.arrays,)  # a copy's arrays lie elsewhere
-
-    def place_addresses(self) -> int:
-        """Give the address of the table, for a kernel on the current stream: it lives until that is done."""
-        if self.device.type != "cpu":
-            self._table.record_stream(torch.cuda.current_stream(self.device))
-        return self._table.data_ptr()
 
     @property
     def dtype(self) -> str:
@@ -115,7 +109,7 @@ def reduce_n(
     """Reduce n arrays into one, element by element, times ``scale`` and cast to ``out``'s dtype.
 
     ``sources``: arrays of one dtype, size and device (torch, NumPy, CuPy), or a `Sources` made of them, which saves the
-    checks and on a GPU the copy of the addresses. ``out``: an array of that size and device; of any floating dtype
+    checks. ``out``: an array of that size and device; of any floating dtype
     (fp64, fp32, fp16, bf16, fp8 e4m3 and e5m2) where the sources are floating, of their dtype where they are integers.
     It may be one of the sources as a whole, and must not overlap one otherwise. ``op``: "sum", "prod", "min", "max", or
     "avg", which divides the sum by n. ``scale``: for floating types; a finite number, or an fp32 tensor of one element
@@ -147,7 +141,7 @@ def reduce_n(
     if type(scale) is not float or not -FLOATS_END < scale < FLOATS_END or not floating:
         scale, scale_at = _parse_scale(scale, reader, place, floating, _F64 in (table.code, place.code))
     args = abi.ReduceArgs(
-        abi.Work(-(-table.count // TILE), 0, 0), table.place_addresses(), len(table.arrays), place.ptr, table.count,
+        abi.Work(-(-table.count // TILE), 0, 0), table.rows.address, len(table.arrays), place.ptr, table.count,
         scale_at, scale, OPS[op], table.code, place.code, 0,
     )  # fmt: skip
     if statistics is not None:
@@ -157,7 +151,7 @@ def reduce_n(
             raise _wrong(f"statistics are for floating types, and the sources are {table.dtype}: leave them out")
         statistics.begin(args.work, table.device, _OP, place.meets)
     if args.work.tiles:
-        run(kernel_of(table.code, place.code), args, table.device)
+        run(kernel_of(table.code, place.code), args, table.device, table.rows)
         written([out])
     if statistics is not None:
         statistics.finish(args.work.tiles)

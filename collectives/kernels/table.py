@@ -15,6 +15,7 @@ from ..arrays import DTYPE_NAMES, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import ALIGNMENT, TILE, bucket_layout, check_offsets
 from . import abi
+from .rows import Rows
 
 __all__ = ["FLOATING", "FLOATS_END", "Held", "Table", "check_storage", "device_of", "read_scale"]
 
@@ -102,8 +103,9 @@ class Table:
     ``offsets``: of each tensor's first element, in elements of the flat buffer, in any order and with any gaps; without
     them each tensor begins at the next multiple of 16 bytes.
 
-    A table holds its tensors, and each call checks that they still lie where they did. On a GPU the table itself is
-    copied there once, which waits for the current stream. Raises ``InvalidArgument``, which names the tensor's index.
+    A table holds its tensors, and each call checks that they still lie where they did. A short one goes to a GPU with
+    each launch; a longer one is copied there at its first use on each stream. Nobody waits for that. Raises
+    ``InvalidArgument``, which names the tensor's index.
 
     Attributes: ``tensors``, ``dtype``, ``device``, ``offsets``, ``total`` (elements that the flat buffer must have at
     least, with the last tensor's padding), ``nbytes`` (the same in bytes), ``len()``.
@@ -247,9 +249,7 @@ class Table:
             )
         self._low = int(self._starts.min(initial=1 << 62, where=count > 0))
         self._high = int(self._ends.max(initial=0, where=count > 0))
-        self.rows = torch.from_numpy(rows.view(numpy.uint8))
-        if self.device.type != "cpu":
-            self.rows = self.rows.to(self.device)
+        self.rows = Rows(rows, self.device)
 
     # ---- What is checked at each use.
     def verify(self, op: str = "Table") -> None:
@@ -333,12 +333,6 @@ class Table:
             return abi.CAST_WIDE
         pair = (self.type, self.common_type) if unpacks else (self.common_type, self.type)
         return _PAIRS.get(pair, abi.CAST)
-
-    def place_rows(self) -> int:
-        """Give the address of the rows, for a kernel on the current stream: they live until it is done."""
-        if self.device.type != "cpu":
-            self.rows.record_stream(torch.cuda.current_stream(self.device))
-        return self.rows.data_ptr()
 
 
 def device_of(array) -> torch.device:

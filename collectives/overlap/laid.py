@@ -19,12 +19,12 @@ _data_ptr, _is_contiguous = _TensorBase.data_ptr, _TensorBase.is_contiguous
 class Share:
     """The parameters of one group that are in one bucket."""
 
-    __slots__ = ("batch", "members", "number")
+    __slots__ = ("batches", "members", "number")
 
     def __init__(self, number):
         self.number = number
         self.members: list[int] = []
-        self.batch: Batch | None = None
+        self.batches: dict[int | None, Batch] = {}  # what one launch steps: None: all but those that have their own
 
 
 class Laid:

@@ -34,9 +34,10 @@ def refuse_arguments(closure, others: dict, by: str, whose: str) -> None:
 class ShardedStep:
     """Steps an optimizer of `collectives.optim` inside of a DDP hook, each rank the elements that it owns.
 
-    `optimizer`: a `collectives.SGD`, `Adam` or `AdamW`, whose ``step()`` from then on only ends the step; see `step`.
-    Parameters must be dense. For each bucket the hook leaves this rank's reduced gradients at ``shares(...).own`` and
-    ``.rest`` of ``bucket.flat`` and calls `update`, or `defer` where the update must wait for ``optimizer.step()``.
+    `optimizer`: a `collectives.optim.SGD`, `Adam` or `AdamW`, whose ``step()`` from then on only ends the step; see
+    `step`. Parameters must be dense. For each bucket the hook leaves this rank's reduced gradients at
+    ``shares(...).own`` and ``.rest`` of ``bucket.flat`` and calls `update`, or `defer` where the update must wait for
+    ``optimizer.step()``.
 
     ``optimizer.state`` and ``optimizer.state_dict()`` hold what this rank owns, as tensors of one dimension, and the
     layout they belong to under "shard". Where the buckets change, as DDP's do after the first backward, the state moves
@@ -46,7 +47,7 @@ class ShardedStep:
     def __init__(self, optimizer):
         if not isinstance(optimizer, _Optimizer):
             raise InvalidArgument(
-                "the optimizer that a hook steps must be a collectives.SGD, Adam or AdamW, not a "
+                "the optimizer that a hook steps must be a collectives.optim.SGD, Adam or AdamW, not a "
                 f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
             )
         self.optimizer = optimizer
@@ -187,14 +188,15 @@ class ShardedStep:
     @torch.no_grad()
     def update(
         self, comm, bucket, *, grad_scale=1.0, clip=1.0, divide=False, found=None, from_grads=False, align=None,
-        unused=(),
+        unused=(), doubtful=None,
     ) -> int:  # fmt: skip
         """Step what this rank owns of a bucket, and gather the parameters; give the bytes that this rank has sent.
 
         The averaged gradients lie at ``shares(...).own`` and ``.rest`` of ``bucket.flat``; `from_grads`: in
         ``param.grad``, and parameters without one aren't stepped. `grad_scale` and `clip`: their factors, numbers or
         tensors of one element; `divide`: by `grad_scale`. `unused`: places in the bucket of parameters that no rank has
-        a gradient of; they aren't stepped. `found`: where it isn't 0 (a number, `Statistics` or tensor
+        a gradient of; they aren't stepped; `doubtful`: places of those of which only a GPU knows, each with a tensor of
+        one fp32 element, 0 where some rank has one. `found`: where it isn't 0 (a number, `Statistics` or tensor
         of one element) nothing changes. All arguments, tensors included, must say the same on all ranks.
 
         On the host it is done when this returns; on a GPU it is queued on torch's current stream. The first calls for a
@@ -210,9 +212,12 @@ class ShardedStep:
             plans = []  # all is checked before anything is written
             for share in laid.shares:
                 group = optimizer.param_groups[share.number]
-                batch = self._batch(laid, share, group, bucket, from_grads, unused)
-                how = optimizer._how(group, laid.device, batch.params, scalars, found)
-                plans.append((batch, batch.plan(optimizer, group, how), how))
+                for key, members, left_out in self._launches(laid, share, from_grads, unused, doubtful):
+                    batch = self._batch(laid, share, group, bucket, from_grads, key, members)
+                    each = found if left_out is None or found is None else found + left_out
+                    each = left_out if each is None else each
+                    how = optimizer._how(group, laid.device, batch.params, scalars, each)
+                    plans.append((batch, batch.plan(optimizer, group, how), how))
             for batch, launch, how in plans:
                 if launch is not None:
                     launch(checked=True)
@@ -265,18 +270,26 @@ class ShardedStep:
             )
         return [where[id(param)] for param in bucket.params]
 
-    def _batch(self, laid, share, group, bucket, from_grads, unused) -> Batch:
-        optimizer = self.optimizer
-        members = share.members
+    @staticmethod
+    def _launches(laid, share, from_grads, unused, doubtful):
+        """Give what is stepped by a launch each: its batch's key, the members, and what leaves them out on a GPU."""
+        members, alone = share.members, []
         if from_grads:
             members = [at for at in members if laid.params[at].grad is not None]
         if unused:
             members = [at for at in members if at not in unused]
+        if doubtful:
+            alone = [at for at in members if at in doubtful]
+            members = [at for at in members if at not in doubtful]
+        return [(None, members, None), *((at, [at], doubtful[at]) for at in alone)]
+
+    def _batch(self, laid, share, group, bucket, from_grads, key, members) -> Batch:
+        optimizer = self.optimizer
         params = [laid.params[at] for at in members]
         columns = optimizer._columns(group)
         counts = ["step"] if optimizer._counts_steps(group) else []
         keys = [*columns, *(["master_param"] if group["master_weights"] else []), *counts]
-        batch = share.batch
+        batch = share.batches.get(key)
         if batch is None or not batch.current(params, keys, [optimizer.state[param] for param in params]):
             for param, at in zip(params, members, strict=True):
                 fill(param, optimizer.state[param], group, columns, bool(counts), laid.pieces[at], laid.name(at))
@@ -287,7 +300,7 @@ class ShardedStep:
                 start = sum(p.numel() for other in before if other["stochastic_rounding"] for p in other["params"])
                 starts = _positions(group["params"], [laid.where[at][1] for at in members], start)
                 positions = {at: first for at, first in zip(members, starts, strict=True)}
-            batch = share.batch = Batch(laid, members, params, keys, states, positions)
+            batch = share.batches[key] = Batch(laid, members, params, keys, states, positions)
         batch.give(optimizer._op, columns, bucket.flat, from_grads)
         for param, master, version in zip(batch.mastered, batch.masters, batch.versions, strict=True):
             if master is not None and param._version != version:
@@ -345,6 +358,8 @@ class ShardedStep:
             if known is None or known.tolist() != laid.wanted[at]:
                 for key in KEYS:
                     if isinstance(state.get(key), torch.Tensor):
+                        if state[key].is_cuda:  # made on the stream of the bucket that had the parameter before
+                            state[key].record_stream(torch.cuda.current_stream(state[key].device))
                         full = assembled(comm, param, state[key], known)
                         state[key] = cut(full, laid.pieces[at], state[key].dtype)
                         del full

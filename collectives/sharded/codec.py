@@ -10,6 +10,7 @@ import torch
 
 from ..kernels import dequantize, quantize
 from ..layout import WIRE_FORMATS, wire_layout
+from .streams import current_stream, release
 
 __all__ = ["Codec"]
 
@@ -62,6 +63,7 @@ class _Decoding:
 
     def __init__(self, how, work, wires, out, size):
         self._left = (how, work, wires, out, size)
+        self._home = current_stream(out.device)
 
     def wait(self) -> None:
         if self._left is None:
@@ -70,6 +72,10 @@ class _Decoding:
         self._left = None
         if work is not None:
             work.wait()
+            release(work, self._home, out.device)
+        here = current_stream(out.device)
+        if here != self._home:
+            wires.record_stream(here)
         share, width = out.numel() // size, wires.numel() // size
         for rank in range(size if share else 0):
             dequantize(wires[rank * width : (rank + 1) * width], out[rank * share : (rank + 1) * share], **how)

@@ -30,12 +30,13 @@ class ShardedDataParallel(ShardedModule):
     own enums are taken, too. `cpu_offload`: ``CPUOffload(offload_params=True)``. `auto_wrap_policy`: which submodules
     become units of their own, see `collectives.sharded.wrap`; None: all is one unit, but for submodules that are
     sharded already. `backward_prefetch`, `forward_prefetch`: gather the next unit in advance, where there is something
-    beside which to do it: a GPU, or spare cores. `limit_all_gathers`: on a GPU, wait on the host before more than two
-    units are gathered in advance. `mixed_precision`: a `MixedPrecision`. `device_id`: where it computes; the module is
-    moved there, unit by unit. `sync_module_states`: take rank 0's parameters and buffers. `param_init_fn`: gives
-    modules on the meta device memory and values; None: ``to_empty`` and ``reset_parameters()``. `ignored_modules`,
-    `ignored_states`: modules, or parameters, that stay as they are. `use_orig_params` changes nothing: the optimizer
-    always sees each parameter's piece. `hook_state`: a `collectives.HookState`.
+    beside which to do it: a GPU, or spare cores. `limit_all_gathers` changes nothing: a gather waits, on the GPU, for
+    the computation that had its memory before, and no more than one unit is gathered in advance. `mixed_precision`: a
+    `MixedPrecision`. `device_id`: where it computes; the module is moved there, unit by unit. `sync_module_states`:
+    take rank 0's parameters and buffers. `param_init_fn`: gives modules on the meta device memory and values; None:
+    ``to_empty`` and ``reset_parameters()``. `ignored_modules`, `ignored_states`: modules, or parameters, that stay as
+    they are. `use_orig_params` changes nothing: the optimizer always sees each parameter's piece. `hook_state`: a
+    `collectives.HookState`.
 
     A collective, which blocks. Raises what `collectives.sharded.fully_shard` raises, on all ranks.
     """
@@ -76,7 +77,6 @@ class ShardedDataParallel(ShardedModule):
             unit.prefetches_forward = bool(forward_prefetch)
             unit.prefetches_backward = prefetch is not None
             unit.prefetches_late = prefetch is BackwardPrefetch.BACKWARD_POST
-            unit.order.limited = bool(limit_all_gathers)
         if precision.buffer_dtype is not None:
             _cast_buffers(module, precision.buffer_dtype, modules)
         return module

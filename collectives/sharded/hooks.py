@@ -17,13 +17,13 @@ import torch
 from ..arrays import kind_of
 from ..errors import InvalidArgument, InvalidUsage
 from ..lanes import lanes_of
-from ..names import tell_later, tell_names
 from ..state import HookState, _streams
 from ..torch_groups import communicator_over
 from ..wire import Bucket, Factor, Plain, _after, _counts_itself, _op, _ring_bytes, add_share
 from .clip import counts_here, global_norm
 from .codec import Codec
 from .stepping import UnitStep
+from .streams import current_stream, release
 
 __all__ = ["Hooks", "hooks_of"]
 
@@ -128,7 +128,7 @@ class Hooks:
             self._next += 1
         self._units.append(weakref.ref(unit))
         if not self._untold:
-            tell_later(self._tell)
+            self.state.names.add_later(self._tell)
         self._untold.append(weakref.ref(unit))
         unit.hook = self
 
@@ -151,7 +151,7 @@ class Hooks:
                 if other is not None and other is not unit and other not in named:
                     named[other] = f"{name}."
         self._untold = []
-        tell_names((prefix + slot.name, slot.full) for unit, prefix in named.items() for slot in unit.slots)
+        self.state.names.add((prefix + slot.name, slot.full) for unit, prefix in named.items() for slot in unit.slots)
 
     # ---- The optimizer.
 
@@ -194,6 +194,8 @@ class Hooks:
         self.wire.begin()
         if self.steps:
             self._step.begin()
+            if self.comm._on_host:
+                reduction.compare_steps(self.comm)
         self._begun = True
 
     def _factor(self, unit, size: int) -> Factor:
@@ -236,7 +238,7 @@ class Hooks:
         if type(self.wire) is Plain:
             return self._plain(comm, group, flat, own, whole, factor, health, async_op)
         offsets = [slot.offset << flat.is_complex() for slot in group.slots]
-        bucket = Bucket(send, [slot.full for slot in group.slots], offsets, number)
+        bucket = Bucket(send, [slot.full for slot in group.slots], offsets, number, self.state.names)
         if whole:
             self._sent += self.wire.reduce(comm, bucket, factor, health=health)
         else:
@@ -246,6 +248,7 @@ class Hooks:
 
     def _plain(self, comm, group, flat, own, whole, factor, health, async_op):
         """Reduce as the gradients are, into the place of the pieces' own, beside the computation where that goes."""
+        home = current_stream(flat.device)
         op, after, algorithm = _op(factor, comm.size), _after(factor, comm.size), self.wire._algorithm(comm)
         counted = health is not None and _counts_itself(comm, algorithm)
         options = {"share": health} if counted else {"algorithm": algorithm}
@@ -261,6 +264,7 @@ class Hooks:
         def end():
             if work is not None:
                 work.wait()
+                release(work, home, flat.device)
             if after != 1.0:
                 out.mul_(after)
                 if counted:
@@ -276,6 +280,8 @@ class Hooks:
         """Step a unit whose gradients are there, unless the step must wait for others."""
         if not self.steps or self._waits() or len(unit.trainable) < len(unit.groups):
             return  # what is frozen may still be needed as it is
+        if any(group.offloads for group in unit.groups):
+            return  # the gradients are on their way to the host until the backward's end
         if all(slot.arrived for slot in unit.slots):
             self._step.update(unit)
             self._stepped.add(unit)
@@ -303,9 +309,11 @@ class Hooks:
                 if unit not in self._stepped:
                     self._step.update(unit, clip=clip, found=found)
         elif clip is not None and not (isinstance(clip, float) and clip == 1.0):
-            grads = self._gradients()
-            if grads:
-                torch._foreach_mul_(grads, clip)
+            kinds: dict[torch.device, list] = {}
+            for grad in self._gradients():
+                kinds.setdefault(grad.device, []).append(grad)
+            for device, grads in kinds.items():
+                torch._foreach_mul_(grads, clip if isinstance(clip, float) else clip.to(device))
         totals = reduction.totals
         totals["backwards"] += 1
         totals["buckets"] += len(self._reduced)

@@ -27,9 +27,10 @@ from .changes import Members
 from .clip import clip_grad_norm_, watch_clipping
 from .hooks import hooks_of
 from .materialize import wrap_inits
-from .order import Order, order_of, orders_of_parameters, units_of_parameters
+from .order import Order, all_orders, order_of, orders_of_parameters, units_of_parameters
 from .param import Ranks
 from .ranks import device_of, ranks_of
+from .refusals import check_elementwise, watch_state_dicts
 from .running import run_forward, watch_gradients
 from .scaler import watch_scalers
 from .state_dicts import begin_load, end_load, make_state_dict, shown_masters
@@ -113,6 +114,7 @@ def shard(
     _look_at_optimizers()
     watch_clipping()
     watch_scalers()
+    watch_state_dicts()
     if not isinstance(ignored_params, Iterable):
         raise InvalidArgument(f"ignored_params must be parameters, not {kind_of(ignored_params)}", op="fully_shard")
     ignored_params = list(ignored_params)
@@ -139,7 +141,7 @@ def shard(
     values = sum(map(_checksum, (param for _, _, param in found)))
     unit = Unit(
         None, ranks, parameters=found, name=type(module).__name__, mp_policy=mp_policy, offload_policy=offload_policy,
-        persistent=persistent, loans=order.loans, align=0 if hooks is None else hooks.align,
+        persistent=persistent, loans=order.loans, copies=order.copies, align=0 if hooks is None else hooks.align,
         codec=None if hooks is None else hooks.codec,
     )  # fmt: skip
     order.add(unit, described)
@@ -327,6 +329,14 @@ class ShardedModule:
         """Name the modules to gather in advance when this one's backward begins."""
         self._unit.backward_prefetch = [_sharded(module)._unit for module in modules]
 
+    def set_static_graph(self, static_graph: bool) -> None:
+        """Say whether ranks whose steps were the same twice go on with no wait for each other; on GPUs they do.
+
+        False: they agree before each collective, on the host, so that they may take other branches in any step. A
+        collective; of all units over the same communicator.
+        """
+        self._order.set_follows(bool(static_graph))
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradients by this in place of the number of ranks; in each rank, before the sum."""
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
@@ -435,6 +445,9 @@ def _before_step(optimizer, _args, _kwargs) -> None:
                     "optimizer from the sharded module's parameters()",
                     op=f"{type(optimizer).__name__}.step",
                 )
+    check_elementwise(optimizer)
+    for order in all_orders():
+        order.copies.wait()  # gathers may still read what the step writes, where pieces lie on the host
     if not isinstance(optimizer, _Optimizer):  # torch's, with temporaries as large as the parameters
         for order in orders_of_parameters(param for group in optimizer.param_groups for param in group["params"]):
             # Where parameters stay gathered until the backward, the blocks are many, and the peak is past.

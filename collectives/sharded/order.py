@@ -1,49 +1,21 @@
-"""Order: what the ranks agree on before each gather and reduction, and what a backward still owes at its end.
-
-Ranks need not run the same units. Before a collective each tells, in one small all-reduce, which one it has come to:
-
-- all the same: they do it.
-- some want a gather: all take part in the one of the lowest unit; those that didn't want it let the result go.
-- else reductions of different units: these wait for the end of the backward.
-- at the end of its backward a rank helps with the others' gathers until all are there; what gradients still wait on
-  any rank are then reduced, by all, with zeros from those that have none.
-
-So branches, unused units, one rank that evaluates alone, or more micro-batches on one rank can't block the others for
-ever. The price is one all-reduce of some 60 bytes a collective, and that a GPU's rank waits on the host for the others.
-"""
+"""Order: the units of a communicator, what forward and backward do with them, and what a backward owes at its end."""
 
 from __future__ import annotations
 
-import itertools
 import weakref
-import zlib
-from collections import deque
 
 import numpy
 import torch
 
 from ..communicator import Communicator
-from ..control import control_of
-from ..errors import InvalidUsage, RemoteError
+from ..errors import InvalidUsage
 from ..lanes import overlaps
+from .agreement import ALIKE, GATHER, KINDS, LATER, MASTERS, REDUCE, Agreement, known_to_all
 from .loans import Loans
+from .streams import HostCopies
 from .unit import State, Unit
 
 __all__ = ["Order", "all_orders", "order_of", "orders_of_parameters", "units_of_parameters"]
-
-_DONE, _REDUCE, _GATHER, _MAKE, _MEET = 1, 2, 3, 4, 5
-_MOST_FREED = 2
-LATER, ALIKE, HELPED = range(3)
-_KIND, _COUNT = 33, 20  # bits below
-_KINDS = 24  # in a reduction's number: which of the unit's groups have gradients
-_MASTERS = 1 << 31  # in a gather's number: of the pieces in their own dtype
-_NONE = -(1 << 62)
-_DOES = ("", "ends a backward", "reduces", "is in a forward or gathers")
-_SAME_MODULES = (
-    "the ranks don't shard the same modules",
-    "build the same model, and give all ranks the same wrap policy and arguments",
-)
-_SAME_CALL = ("the ranks don't make the same call", "all ranks must make it, at the same place of the training")
 
 # id of a communicator -> its order, which holds it
 _orders: dict[int, Order] = {}
@@ -61,23 +33,17 @@ def order_of(comm: Communicator) -> Order:
     return _orders[id(comm)]
 
 
-class Order:
+class Order(Agreement):
     """The units of a communicator and the order of their collectives, in forward and backward; see the module."""
 
     def __init__(self, comm: Communicator):
-        self.comm = comm
+        super().__init__(comm)
         self.loans = Loans()
-        self.control = control_of(comm)
-        self._units: list[weakref.ref] = []
-        self._slots = 0  # of all units
-        self._row = numpy.zeros(6, dtype=numpy.int64)
+        self.copies = HostCopies()
         # Gathers and reductions run beside the computation where there is something to run them on.
         self.beside = not comm._on_host or overlaps(comm)
-        self.interrupted = 0  # forwards and backwards that an exception has left
         self.depth = 0  # forwards of units that this thread is in
         self.last_backward = True
-        self.limited = True  # on a GPU, by `limit_all_gathers`
-        self._freed: deque = deque()  # events behind which gathered parameters were let go
         self._backward_order: list[weakref.ref] = []
         self.begins = self._begins = 0  # how many of them it came to before it had let go of any
         self._left = False  # it has let go of one
@@ -87,23 +53,6 @@ class Order:
         self.task: int | None = None  # the backward under way
         self._accumulated: list = []  # pieces of which people want to know that their gradients are there
         self._unfinished: list = []  # functions that wait for reductions and end them
-
-    def add(self, unit: Unit, described: str) -> None:
-        """Take a unit up; `InvalidUsage` on all ranks where they don't make the same one now."""
-        self.agree(_MAKE, zlib.crc32(described.encode()), f"shards {described}")
-        unit.index = len(self._units)
-        unit.first_slot = self._slots
-        unit.freed = self._freed
-        self._slots += len(unit.slots)
-        self._units.append(weakref.ref(unit))
-
-    def same_number(self, number: int) -> bool:
-        """Tell whether all ranks have the same number, of 64 bits with its sign. A collective."""
-        if self.control is None:
-            return True
-        ends = numpy.array([number, -number], dtype=numpy.int64)
-        self.control.all_reduce(ends, "max")
-        return bool(ends[0] == -ends[1])
 
     @property
     def units(self) -> list[Unit]:
@@ -122,94 +71,6 @@ class Order:
         """The units of the last backward, each once."""
         return _living(self._backward_order)
 
-    # ---- Agreeing.
-
-    def agree(self, kind: int, index: int = 0, described: str = "", *, near: bool = False) -> int:
-        """Tell the others what this rank has come to, and help until all do it.
-
-        Give `ALIKE`: all do; `HELPED`: a gather, in which others only help or have kept other parts (`near`); `LATER`:
-        a reduction that must wait.
-        """
-        if self.control is None:
-            return ALIKE
-        code, row = kind << _KIND | index << 1 | near, self._row
-        count = self.interrupted << _COUNT | self.comm.rank
-        wish = -index if kind == _GATHER else _NONE
-        while True:
-            row[:] = (code, -code, wish, count, -count, 0)
-            self.control.all_reduce(row, "max")
-            most, least, lowest, newest, oldest, failed = row.tolist()
-            if failed:
-                self._reset()
-                raise self._remote(f"rank {failed - 1} could not go on, in its forward, and raised the reason there")
-            if newest >> _COUNT != -oldest >> _COUNT:
-                self._reset()
-                self.interrupted = newest >> _COUNT
-                ahead = newest & (1 << _COUNT) - 1
-                where = "here" if ahead == self.comm.rank else f"on rank {ahead}"
-                raise self._remote(
-                    f"a forward or backward was interrupted by an exception {where} and not on all ranks: their "
-                    "gradients would be of different batches; catch exceptions on all ranks, or on none"
-                )
-            if most == -least:
-                return ALIKE
-            if most >> _KIND == _MAKE:
-                self._differ(described or _DOES[kind], _SAME_MODULES)
-            if lowest != _NONE:
-                if wish == lowest:
-                    return HELPED
-                self._help(-lowest)
-            elif most >> _KIND == _MEET:
-                self._differ(described or _DOES[kind], _SAME_CALL)
-            elif kind == _REDUCE:
-                return LATER
-
-    def _remote(self, text: str) -> RemoteError:
-        """Give an error of which all ranks know."""
-        return _known(RemoteError(text, op="fully_shard", rank=self.comm.rank))
-
-    def _differ(self, described: str, what: tuple[str, str]) -> None:
-        """Raise an error that says which ranks do what."""
-        text = described.encode()
-        length = numpy.array([len(text)], dtype=numpy.int64)
-        self.control.all_reduce(length, "max")
-        table = numpy.zeros((self.comm.size, int(length[0])), dtype=numpy.uint8)
-        table[self.comm.rank, : len(text)] = numpy.frombuffer(text, dtype=numpy.uint8)
-        self.control.all_reduce(table, "max")
-        told = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in table]
-        parts = [each.split("; ") for each in told]
-        at = next(i for i, rows in enumerate(itertools.zip_longest(*parts)) if len(set(rows)) > 1)
-        ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(parts):
-            shown = "; ".join([each[0], *each[max(1, at) : at + 1]])
-            ranks.setdefault(shown[:200], []).append(rank)
-        found = " | ".join(f"rank {', '.join(map(str, who[:8]))} {what}" for what, who in ranks.items())
-        self._reset()
-        raise _known(InvalidUsage(f"{what[0]} ({found}): {what[1]}", op="fully_shard", rank=self.comm.rank))
-
-    def fail(self) -> None:
-        """Tell the others, in what they do next, that this rank can't go on."""
-        if self.control is not None:
-            self._row[:] = (0, 0, _NONE, 0, 0, self.comm.rank + 1)
-            self.control.all_reduce(self._row, "max")
-        self._reset()
-
-    def _help(self, index: int) -> None:
-        masters, index = divmod(index, _MASTERS)
-        unit = self._units[index]() if index < len(self._units) else None
-        if unit is None:
-            raise InvalidUsage(
-                f"another rank gathers unit {index}, of a module that is gone here: keep it as long as the others do",
-                op="fully_shard", rank=self.comm.rank,
-            )  # fmt: skip
-        unit.help_gather(masters)
-
-    def meet(self, described: str) -> None:
-        """Wait for all ranks to come to the same call, and help with what they do before; `InvalidUsage` where one
-        ends a backward or makes another call.
-        """
-        self.agree(_MEET, zlib.crc32(described.encode()), described)
-
     # ---- Gathering.
 
     @torch.inference_mode(False)
@@ -225,17 +86,15 @@ class Order:
             self.fail()
             raise
         if unit.gathers:
-            self.agree(_GATHER, _MASTERS | unit.index)
+            self.agree(GATHER, MASTERS | unit.index)
         return [group.gather_masters() for group in unit.groups]
 
     def gather(self, unit: Unit, *, beside: bool = False) -> None:
         """Begin to gather a unit, if nothing has; `beside`: in advance, while something else is computed."""
         if unit.state is State.SHARDED:
-            if self.limited and self._freed is not None and len(self._freed) >= _MOST_FREED:
-                self._freed.popleft().synchronize()
             near = unit.is_near
             if unit.gathers:
-                near = self.agree(_GATHER, unit.index, near=near) == ALIKE and near
+                near = self.agree(GATHER, unit.index, near=near) == ALIKE and near
             unit.start_gather(async_op=beside, near=near)
 
     def need(self, unit: Unit) -> None:
@@ -276,7 +135,7 @@ class Order:
             unit.check()
         except Exception as error:
             self.fail()
-            _known(error)
+            known_to_all(error)
             raise
         if unit.groups and not in_backward and unit not in self._seen_forward:
             self._seen_forward.append(unit)
@@ -295,6 +154,8 @@ class Order:
                     each.rest()
                 elif each.state is State.UNSHARDED:
                     each.reshard()
+            if not torch.is_grad_enabled():
+                self.copies.wait()  # people may write to pieces on the host now
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Tell whether a unit lets go behind its forward. What the backward begins with, it doesn't."""
@@ -313,7 +174,9 @@ class Order:
     def _reset(self) -> None:
         self.task = None
         self._accumulated = []
+        self._reduced.clear()
         self._finish()
+        self.copies.wait()
         for hook in self._hooks():
             hook.reset()
         for unit in self.units:
@@ -348,7 +211,9 @@ class Order:
         # Frozen parameters may still be needed, until the gradients of the inputs are there.
         stays = unit.calls > 0 and len(unit.trainable) < len(unit.groups)
         if unit.syncs:
-            if self.agree(_REDUCE, unit.index | unit.kinds << _KINDS) == LATER:
+            if unit.index in self._reduced:
+                self._diverge(f"{unit!r} has gradients here, and the others have reduced it before")
+            if self.agree(REDUCE, unit.index | unit.kinds << KINDS) == LATER:
                 return  # the end of the backward sees to it
             if unit.reshard_after_backward and not stays:
                 unit.reshard()  # before, since the gradients can be packed where the parameters were
@@ -392,6 +257,7 @@ class Order:
         if any(unit.syncs for unit in units):
             self._flush(units)
         self._finish()
+        self.copies.wait()
         for hook in self._hooks():
             hook.end()
         self.task = None
@@ -416,9 +282,7 @@ class Order:
                 flags[begin : begin + len(unit.slots)] = [2 * slot.arrived for slot in unit.slots]
             for at in unit.trainable_slots:  # 1: of a group with gradients; 2: it has one
                 flags[count + unit.first_slot + at] |= 1
-        if self.control is not None:
-            self.agree(_DONE)
-            self.control.all_reduce(flags, "max")
+        flags = self._agree_on(flags, units)
         used = flags[count:].tolist()
         for unit in units:
             unit.add_trainable(used[unit.first_slot : unit.first_slot + len(unit.slots)])
@@ -433,6 +297,7 @@ class Order:
                 slot.arrived |= slot.full.grad is not None
             self._reduce(unit)
         self._finish()
+        self.copies.wait()
         for unit in units:
             for slot, was in zip(unit.slots, used[unit.first_slot : unit.first_slot + len(unit.slots)], strict=True):
                 if slot.fresh and was < 2:
@@ -440,12 +305,6 @@ class Order:
                 slot.fresh = False
                 if was >= 2 and slot.piece._post_accumulate_grad_hooks:
                     self._accumulated.append(slot.piece)
-
-
-def _known(error: Exception) -> Exception:
-    """Mark an error of which all ranks know. It isn't kept: its traceback holds what was in use, the model for one."""
-    error.known_to_all = True
-    return error
 
 
 def _living(references) -> list[Unit]:

@@ -20,6 +20,7 @@ from ..layout import Layout, bucket_layout, padded
 from .changes import take_hooks
 from .codec import Codec
 from .loans import LEAST_LENT, Loans
+from .streams import HostCopies
 
 __all__ = ["Group", "Ranks", "Slot", "shard_layout"]
 
@@ -98,17 +99,19 @@ class Group:
 
     `device`: where the unit computes; `store`: where the shard lies. `persistent`: the gathered buffer stays, and the
     shard is part of it. `align`: the shard is a multiple of so many elements; 0: of 16 bytes. `codec`: in which format
-    it is gathered, where that is fewer bytes; None: as `gather_dtype`.
+    it is gathered, where that is fewer bytes; None: as `gather_dtype`. `copies`: those between `store` and `device`,
+    where they differ.
     """
 
     def __init__(
         self, slots: list[Slot], originals: list[nn.Parameter], ranks: Ranks, loans: Loans, *, device: torch.device,
         store: torch.device, pinned: bool, gather_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
-        persistent: bool, align: int = 0, codec: Codec | None = None,
+        persistent: bool, align: int = 0, codec: Codec | None = None, copies: HostCopies | None = None,
     ):  # fmt: skip
         self.slots = slots
         self.ranks = ranks
         self.loans = loans
+        self.copies = HostCopies() if copies is None else copies
         self.device = device
         self.store = store
         self.pinned = pinned
@@ -143,6 +146,11 @@ class Group:
     # ---- Making it.
 
     @property
+    def offloads(self) -> bool:
+        """Tell whether the shard lies on another device than where the unit computes."""
+        return self.store != self.device
+
+    @property
     def shares_memory(self) -> bool:
         """Tell whether the full parameters lie where the pieces do, so that a step changes what autograd has saved."""
         return self.persistent or (
@@ -160,7 +168,7 @@ class Group:
     def _empty(self, n: int, shared: bool, device) -> torch.Tensor:
         if shared and n * self.dtype.itemsize >= LEAST_LENT:
             return self.ranks.world.empty(n, self.dtype)
-        pinned = self.pinned and device.type == "cpu" and self.device.type == "cuda"
+        pinned = self.pinned and self.offloads and device.type == "cpu"
         return torch.empty(n, dtype=self.dtype, device=device, pin_memory=pinned)
 
     def _make_shard(self, data: list[torch.Tensor], device: torch.device) -> None:
@@ -238,6 +246,7 @@ class Group:
     @torch.no_grad()
     def adopt(self) -> None:
         """Bring pieces that were given other memory back into the shard, which is made again if it was meta."""
+        self.copies.wait()
         if any(slot.piece.device.type == "meta" for slot in self.slots if slot.piece.numel()):
             return  # start_gather says so
         if self.flat.device.type == "meta":
@@ -301,11 +310,16 @@ class Group:
         if self.codec is not None and ranks.shard is not None:
             if custom is not None:
                 raise InvalidUsage("a custom all-gather sends parameters as they are: leave HookState's gather out")
-            shard = self.flat if self.store == self.device else self.flat.to(self.device)
+            shard = self.flat
+            if self.offloads:
+                shard = self.copies.to_device(torch.empty(self.share, dtype=self.dtype, device=self.device), shard)
             return self.codec.gather(ranks.shard, shard, out, self.lend, async_op=async_op)
         if not self.persistent and (self.gather_dtype != self.dtype or self.store != self.device):
             inp = out[ranks.rank * self.share :][: self.share]
-            inp.copy_(self.flat, non_blocking=True)
+            if self.offloads:
+                self.copies.to_device(inp, self.flat)
+            else:
+                inp.copy_(self.flat)
         if ranks.shard is None:
             return None
         if custom is not None:
@@ -454,7 +468,7 @@ class Group:
             if self.ranks.shard is None:  # reduced where it lies
                 self.grad = self._empty(self.share, self.ranks.world._on_host, self.store)
             else:
-                self.grad = torch.empty(self.share, dtype=self.dtype, device=self.store)
+                self.grad = self._empty(self.share, False, self.store)
         return self.grad
 
     def output(self) -> tuple[torch.Tensor, bool]:
@@ -466,10 +480,16 @@ class Group:
 
     @torch.no_grad()
     def take_in(self, part: torch.Tensor, in_place: bool) -> None:
-        """Make this rank's part of the reduced gradients the pieces' gradients, or add it to those they have."""
+        """Make this rank's part of the reduced gradients the pieces' gradients, or add it to those they have.
+
+        Where the pieces lie on the host their values are there once `copies` has been waited for.
+        """
         grad = self._own_grad()
+        if self.offloads:
+            self._take_to_host(part, grad)
+            return
         if not in_place and all(slot.piece.grad is None for slot in self.slots):
-            grad.copy_(part, non_blocking=True)
+            grad.copy_(part)
             in_place = True
         for slot in self.slots:
             count = slot.piece.numel()
@@ -482,3 +502,24 @@ class Group:
                 slot.piece.grad = view
             else:
                 slot.piece.grad.add_(self._piece_of(part, slot, count).to(slot.piece.grad))
+
+    def _take_to_host(self, part: torch.Tensor, grad: torch.Tensor) -> None:
+        fresh = [slot for slot in self.slots if slot.piece.grad is None]
+        added = [slot for slot in self.slots if slot.piece.grad is not None and slot.piece.numel()]
+        for slot in fresh:
+            slot.fresh = True
+            slot.piece.grad = self._piece_of(grad, slot, slot.piece.numel())
+        if not added:
+            self.copies.to_host(grad, part)
+            return
+        arrived = self._empty(self.share, False, self.store)
+
+        @torch.no_grad()
+        def take():
+            for slot in fresh:
+                self._piece_of(grad, slot, slot.piece.numel()).copy_(self._piece_of(arrived, slot, slot.piece.numel()))
+            for slot in added:
+                if slot.piece.grad is not None:
+                    slot.piece.grad.add_(self._piece_of(arrived, slot, slot.piece.numel()))
+
+        self.copies.to_host(arrived, part, take)

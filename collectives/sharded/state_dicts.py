@@ -95,6 +95,7 @@ def shown_masters(
     try:
         for unit in units:
             unit.reshard()
+            unit.copies.wait()
             if rank0_only and unit.ranks.world.rank:
                 unit.order.gather_masters(unit)
             else:
@@ -163,6 +164,7 @@ def begin_load(unit: Unit, state_dict: dict, prefix: str) -> None:
     What is on the meta device gets memory.
     """
     unit.reshard()
+    unit.copies.wait()
     empty = [slot for group in unit.groups if group.flat.is_meta for slot in group.slots]
     for group in unit.groups:
         group.give_memory()

@@ -17,8 +17,8 @@ __all__ = ["UnitStep"]
 class UnitStep:
     """Steps an optimizer of `collectives.optim` unit by unit, and lets the gradients go.
 
-    `optimizer`: a `collectives.SGD`, `Adam` or `AdamW` of pieces, whose ``step()`` from then on only ends the step.
-    `units`: a function that gives the units. All pieces with a gradient must be the optimizer's, and its other
+    `optimizer`: a `collectives.optim.SGD`, `Adam` or `AdamW` of pieces, whose ``step()`` from then on only ends the
+    step. `units`: a function that gives the units. All pieces with a gradient must be the optimizer's, and its other
     parameters must have none.
     """
 

@@ -20,6 +20,7 @@ from .changes import Members, follow
 from .codec import Codec
 from .loans import Loans
 from .param import Group, Ranks, Slot
+from .streams import HostCopies, beside, current_stream, release
 
 __all__ = ["State", "Unit", "check_parameter", "managed_parameters", "units_in"]
 
@@ -98,7 +99,7 @@ class Unit:
     def __init__(
         self, module: nn.Module | None, ranks: Ranks | Communicator, *, parameters=None, ignored_params=(),
         name: str = "", mp_policy: MixedPrecisionPolicy | None = None, offload_policy=None, persistent: bool = False,
-        loans: Loans | None = None, align: int = 0, codec: Codec | None = None,
+        loans: Loans | None = None, align: int = 0, codec: Codec | None = None, copies: HostCopies | None = None,
     ):  # fmt: skip
         if isinstance(ranks, Communicator):
             ranks = Ranks(ranks if ranks.size > 1 else None, None, ranks)
@@ -108,6 +109,7 @@ class Unit:
         self.mp_policy = precision_of(mp_policy)
         self.persistent = persistent
         self.loans = Loans() if loans is None else loans
+        self.copies = HostCopies() if copies is None else copies
         self.state = State.SHARDED
         self.index = self.first_slot = 0  # its place among the units of a communicator, the same on all ranks
         self.divide_factor: float | None = None
@@ -119,7 +121,8 @@ class Unit:
         self.prefetches_late = False  # in backward, behind a unit's gradients
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
-        self.order = self.module = self.freed = None
+        self.order = self.module = None
+        self._home = None  # the stream that the gathered memory was allocated on
         self.form = self.settings = None  # in which state dicts are given, and as it was set; None: full tensors
         self.calls = 0  # forwards whose backward is still to end
         self.neighbours: Communicator | None = None  # those who keep the parameters together after a forward
@@ -136,7 +139,7 @@ class Unit:
                 [slot for slot, _ in members], [param for _, param in members], ranks, self.loans, device=self.device,
                 store=store, pinned=offload is not None and offload.pin_memory, gather_dtype=self.mp_policy.param_dtype,
                 reduce_dtype=self.mp_policy.reduce_dtype, persistent=persistent, align=align,
-                codec=codec,
+                codec=codec, copies=self.copies,
             )
             for members in kinds.values()
         ]  # fmt: skip
@@ -265,6 +268,7 @@ class Unit:
         if self.state is not State.SHARDED:
             return
         works = []
+        self._home = current_stream(self.device)
         for group in self.groups:
             if near:
                 work = group.start_gather_near(self.neighbours, async_op)
@@ -288,10 +292,20 @@ class Unit:
         works, self._works = self._works, []
         for work in works:
             work.wait()
+            release(work, self._home, self.device)
+        self._used_here()
         for group in self.groups:
             group.show()
         self._register("full")
         self.state = State.UNSHARDED
+
+    def _used_here(self) -> None:
+        """Keep what is gathered from being allocated anew before the current stream has done with it."""
+        here = current_stream(self.device)
+        if here != self._home:
+            for group in self.groups:
+                if group.gathered is not None:
+                    group.gathered.record_stream(here)
 
     @property
     def is_shown(self) -> bool:
@@ -356,10 +370,10 @@ class Unit:
                 group.write_back()
             if keep_near and self.neighbours is not None:
                 group.keep_near(self.neighbours)
+        self._used_here()
+        for group in self.groups:
             group.hide()
         self.state = State.SHARDED
-        if self.freed is not None and self.device.type == "cuda":
-            self.freed.append(torch.cuda.current_stream(self.device).record_event())
 
     def write_back(self) -> None:
         """Take over into the pieces what was written to the full parameters."""
@@ -400,22 +414,24 @@ class Unit:
         """Average the full gradients over the ranks into the pieces' gradients, or add to those that are there."""
         for finish in self.start_reduce():
             finish()
+        self.copies.wait()
 
     def _reduce(self, group: Group, async_op: bool):
+        home = current_stream(self.device)
         flat = group.take_gradients(self.custom_reduce_scatter)
-        part, in_place = self._average(group, flat, async_op)
-        work = None
-        if isinstance(part, tuple):
-            part, work = part
+        part, works, in_place = self._average(group, flat, async_op)
 
         def finish():
-            if work is not None:
-                work.wait()
+            if works:
+                works[-1].wait()
+            for work in works:
+                release(work, home, self.device)
             group.take_in(part, in_place)
 
         return finish
 
     def _average(self, group: Group, flat: torch.Tensor, async_op: bool):
+        """Begin to average; give where it goes, the operations, each behind the one before, and `in_place`."""
         ranks = self.ranks
         op = "avg" if self.divide_factor is None else 1.0 / self.divide_factor
         send = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
@@ -424,18 +440,22 @@ class Unit:
             # On one machine's memory a sum over all ranks at once is in rank order, as DDP's is.
             work = self._all_reduce(ranks.world, send, op, async_op)
             in_place = flat is group.grad
-            return ((flat if in_place else flat[own]), work), in_place
+            return (flat if in_place else flat[own]), [] if work is None else [work], in_place
         out, in_place = group.output()
         to = torch.view_as_real(out).view(-1) if out.is_complex() else out
-        if self.custom_reduce_scatter is not None:
-            work = self.custom_reduce_scatter(to, send, ranks.group or ranks.shard, _torchs(op), async_op)
-        else:
-            work = ranks.shard.reduce_scatter(to, send, op, async_op=async_op)
-        if ranks.replicas is not None:
-            if work is not None:
-                work.wait()
-            work = self._all_reduce(ranks.replicas, to, "avg" if op == "avg" else "sum", async_op)
-        return (out, work), in_place
+        # The second of two reductions waits for the first one on another stream than the computation's.
+        with beside(self.device) if async_op and ranks.replicas is not None else contextlib.nullcontext():
+            if self.custom_reduce_scatter is not None:
+                work = self.custom_reduce_scatter(to, send, ranks.group or ranks.shard, _torchs(op), async_op)
+            else:
+                work = ranks.shard.reduce_scatter(to, send, op, async_op=async_op)
+            works = [] if work is None else [work]
+            if ranks.replicas is not None:
+                if works:
+                    works[-1].wait()
+                work = self._all_reduce(ranks.replicas, to, "avg" if op == "avg" else "sum", async_op)
+                works += [] if work is None else [work]
+        return out, works, in_place
 
     def _all_reduce(self, comm: Communicator, flat: torch.Tensor, op, async_op: bool):
         if self.custom_all_reduce is not None:

@@ -32,11 +32,12 @@ static __device__ __forceinline__ void cast_tile(const coll_cast_args& a, const 
 }
 
 template <bool kWide>
-static __device__ __forceinline__ void cast_tiles(const coll_cast_args& a) {
+static __device__ __forceinline__ void cast_tiles(const coll_launch<coll_cast_args>& launch) {
+  const coll_cast_args& a = launch.args;
   __shared__ double lanes[COLL_LANES];
   __shared__ uint32_t bad;
   double scale = coll_cast_scale(a);
-  for_each_span(a, false, [&](const coll_cast_span& s, int64_t tile) {
+  for_each_span(launch, false, [&](const coll_cast_span& s, int64_t tile) {
     if (s.copies) copy_bytes(s.to, s.from, s.count * coll_width(s.to_type));
     else if (kWide && coll_cast_is_wide(s)) cast_tile<double>(a, s, tile, scale, lanes, &bad);
     else cast_tile<float>(a, s, tile, (float)scale, (float*)lanes, &bad);
@@ -44,8 +45,8 @@ static __device__ __forceinline__ void cast_tiles(const coll_cast_args& a) {
 }
 
 // Any types; only coll_cast_wide takes fp64, which costs half of the threads that a multiprocessor holds.
-COLL_KERNEL_HELD(2) coll_cast(const coll_cast_args a) { cast_tiles<false>(a); }
-COLL_KERNEL_HELD(1) coll_cast_wide(const coll_cast_args a) { cast_tiles<true>(a); }
+COLL_KERNEL_HELD(2) coll_cast(COLL_WITH_ROWS(coll_cast_args) a) { cast_tiles<false>(a); }
+COLL_KERNEL_HELD(1) coll_cast_wide(COLL_WITH_ROWS(coll_cast_args) a) { cast_tiles<true>(a); }
 
 // One block.
 COLL_KERNEL coll_finish(const coll_finish_args a) {

@@ -117,12 +117,14 @@ static __device__ __forceinline__ void clear_padding(const coll_cast_span& s) {
 // A block's tiles: a run side by side, so that it looks for its first tensor only once. Tiles of one tensor are taken
 // together where `whole` says so, else one by one.
 template <class F>
-static __device__ __forceinline__ void for_each_span(const coll_cast_args& a, bool whole, F do_span) {
+static __device__ __forceinline__ void for_each_span(const coll_launch<coll_cast_args>& launch, bool whole, F do_span) {
+  const coll_cast_args& a = launch.args;
+  const coll_tensor* tensors = coll_rows_of(launch, a.tensors);
   int64_t tile = a.work.tiles * (int64_t)blockIdx.x / gridDim.x;
   int64_t last = a.work.tiles * ((int64_t)blockIdx.x + 1) / gridDim.x;
-  int64_t at = tile < last ? coll_tensor_of(a.tensors, a.count, tile) : 0;
+  int64_t at = tile < last ? coll_tensor_of(tensors, a.count, tile) : 0;
   while (tile < last) {
-    coll_tensor tensor = a.tensors[at];
+    coll_tensor tensor = tensors[at];
     int64_t end = tensor.first_tile + coll_tiles_of(tensor.count);
     if (tile >= end) {
       ++at;

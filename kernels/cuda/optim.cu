@@ -147,16 +147,16 @@ struct Plan {
 };
 
 template <class Args, template <class> class Rule>
-static __device__ __forceinline__ void step_tiles(const Args& a, Plan<Rule>& plan) {
+static __device__ __forceinline__ void step_tiles(const coll_launch<Args>& launch, Plan<Rule>& plan) {
+  const Args& a = launch.args;
   int64_t tile = a.work.tiles * (int64_t)blockIdx.x / gridDim.x;
   int64_t last = a.work.tiles * ((int64_t)blockIdx.x + 1) / gridDim.x;
   if (tile >= last || coll_left_out(a.update)) return;
-  const coll_parameter* rows = a.update.parameters;
-  for (int64_t at = rows ? coll_tensor_of(rows, a.update.count, tile) : 0; tile < last; ++at) {
+  const coll_parameter* rows = coll_rows_of(launch, a.update.parameters);
+  for (int64_t at = coll_tensor_of(rows, a.update.count, tile); tile < last; ++at) {
     __syncthreads();
     if (threadIdx.x == 0) {
-      if (rows) plan.row = rows[at];
-      else plan.row = a.update.one;
+      plan.row = rows[at];
       Rule<double> rule = coll_rule_of(a, plan.row);
       plan.narrow = coll_rounded<float>(rule);
       plan.wide = coll_rounded<double>(rule);
@@ -173,12 +173,12 @@ static __device__ __forceinline__ void step_tiles(const Args& a, Plan<Rule>& pla
 }
 
 // 3: 80 registers a thread; with 64 some of them spill.
-COLL_KERNEL_HELD(3) coll_sgd(const coll_sgd_args a) {
+COLL_KERNEL_HELD(3) coll_sgd(COLL_WITH_ROWS(coll_sgd_args) a) {
   __shared__ Plan<coll_sgd_rule> plan;
   step_tiles(a, plan);
 }
 
-COLL_KERNEL_HELD(3) coll_adam(const coll_adam_args a) {
+COLL_KERNEL_HELD(3) coll_adam(COLL_WITH_ROWS(coll_adam_args) a) {
   __shared__ Plan<coll_adam_rule> plan;
   step_tiles(a, plan);
 }

@@ -75,7 +75,7 @@ static __device__ __forceinline__ void decode(const coll_decoder& from, float sc
   int64_t scales_at = coll_wire_scales_at(from.count, from.format) + at / from.block * 4;
 #pragma unroll 4
   for (int64_t k = 0; k < from.wire_count; ++k) {
-    const char* wire = (const char*)(from.wires ? from.wires[k] : from.wire);
+    const char* wire = (const char*)from.wires[k];
     coll_four<typename F::element> four = load_four((const typename F::element*)wire + at, live);
     float factor = F::kScaled ? *(const float*)(wire + scales_at) : 1.0f;
     COLL_UNROLL
@@ -86,6 +86,14 @@ static __device__ __forceinline__ void decode(const coll_decoder& from, float sc
   }
   COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) x[j] = coll_decoded(x[j], from.average_over, scale);
+}
+
+// What is read, with the address of the wires' addresses.
+template <class Args>
+static __device__ __forceinline__ coll_decoder decoder_of(const coll_launch<Args>& launch) {
+  coll_decoder from = launch.args.from;
+  from.wires = from.wire_count > 1 ? coll_rows_of(launch, from.wires) : &launch.args.from.wire;
+  return from;
 }
 
 struct coll_from_wires {
@@ -246,9 +254,11 @@ COLL_KERNEL coll_quantize(const coll_quantize_args a) {
 }
 
 // 2: without a number the compiler spills registers for sm_100.
-COLL_KERNEL_HELD(2) coll_requantize(const coll_requantize_args a) {
+COLL_KERNEL_HELD(2) coll_requantize(COLL_WITH_ROWS(coll_requantize_args) launch) {
   __shared__ coll_encode_space space;
-  coll_from_wires source = {a.from, (float)coll_factor(a.from.scale, a.from.scale_at)};
+  const coll_requantize_args& a = launch.args;
+  coll_decoder from = decoder_of(launch);
+  coll_from_wires source = {from, (float)coll_factor(from.scale, from.scale_at)};
   encode(source, a.to, a.work.tiles, &space);
 }
 
@@ -284,15 +294,16 @@ static __device__ __forceinline__ void store(const coll_dequantize_args& a, cons
 }
 
 template <class F>
-static __device__ __forceinline__ void decode_tile(const coll_dequantize_args& a, float scale, float limit, int64_t first,
-                                                   int count, coll_four<float>* lanes, uint32_t* bad) {
+static __device__ __forceinline__ void decode_tile(const coll_dequantize_args& a, const coll_decoder& from, float scale,
+                                                   float limit, int64_t first, int count, coll_four<float>* lanes,
+                                                   uint32_t* bad) {
   for (int column = threadIdx.x; column < COLL_PACKS; column += blockDim.x) {
     coll_four<float> sums = {};
 #pragma unroll 1
     for (int at = column * COLL_PACK; at < count; at += COLL_LANES) {
       int live = count - at < COLL_PACK ? count - at : COLL_PACK;
       float x[COLL_PACK];
-      decode<F>(a.from, scale, x, first + at, live);
+      decode<F>(from, scale, x, first + at, live);
       if (a.work.sums) {
         COLL_UNROLL
         for (int j = 0; j < COLL_PACK; ++j) {
@@ -307,7 +318,9 @@ static __device__ __forceinline__ void decode_tile(const coll_dequantize_args& a
   }
 }
 
-COLL_KERNEL coll_dequantize(const coll_dequantize_args a) {
+COLL_KERNEL coll_dequantize(COLL_WITH_ROWS(coll_dequantize_args) launch) {
+  const coll_dequantize_args& a = launch.args;
+  coll_decoder from = decoder_of(launch);
   __shared__ coll_four<float> lanes[COLL_PACKS];
   __shared__ uint32_t bad;
   float scale = (float)coll_factor(a.from.scale, a.from.scale_at), limit = (float)coll_limit(a.out_type);
@@ -317,7 +330,7 @@ COLL_KERNEL coll_dequantize(const coll_dequantize_args a) {
     int64_t first = tile * COLL_TILE, left = a.from.count - first;
     int count = (int)(left < COLL_TILE ? left : COLL_TILE);
     uint32_t own_bad = 0;
-#define COLL_DO(F) decode_tile<F>(a, scale, limit, first, count, lanes, &own_bad)
+#define COLL_DO(F) decode_tile<F>(a, from, scale, limit, first, count, lanes, &own_bad)
     COLL_FOR_WIRE(a.from.format, COLL_DO)
 #undef COLL_DO
     if (a.work.sums) coll_leave_share(a.work, tile, (float*)lanes, &bad, own_bad);

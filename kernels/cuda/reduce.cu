@@ -215,8 +215,16 @@ static __device__ __forceinline__ int elements_of(const coll_reduce_args& a, int
   return (int)(left < COLL_TILE ? left : COLL_TILE);
 }
 
+// The arguments with the address of the sources' addresses.
+static __device__ __forceinline__ coll_reduce_args coll_reduce_of(const coll_launch<coll_reduce_args>& launch) {
+  coll_reduce_args a = launch.args;
+  a.sources = coll_rows_of(launch, a.sources);
+  return a;
+}
+
 template <class S, class A>
-static __device__ __forceinline__ void reduce_floats(const coll_reduce_args& a) {
+static __device__ __forceinline__ void reduce_floats(const coll_launch<coll_reduce_args>& launch) {
+  coll_reduce_args a = coll_reduce_of(launch);
   __shared__ A lanes[COLL_LANES];
   __shared__ uint32_t bad;
   bool packs = takes_packs(a);
@@ -233,7 +241,8 @@ static __device__ __forceinline__ void reduce_floats(const coll_reduce_args& a) 
 
 // T: signed, U: the unsigned type of the same width.
 template <class T, class U>
-static __device__ __forceinline__ void reduce_integers(const coll_reduce_args& a, bool is_signed) {
+static __device__ __forceinline__ void reduce_integers(const coll_launch<coll_reduce_args>& launch, bool is_signed) {
+  coll_reduce_args a = coll_reduce_of(launch);
   bool packs = takes_packs(a);
   int64_t last = a.work.tiles * ((int64_t)blockIdx.x + 1) / gridDim.x;
   COLL_KEEP_LOOP
@@ -250,14 +259,14 @@ static __device__ __forceinline__ void reduce_integers(const coll_reduce_args& a
 }
 
 // Sources of fp32.
-COLL_KERNEL coll_reduce(const coll_reduce_args a) { reduce_floats<float, float>(a); }
-COLL_KERNEL coll_reduce_bf16(const coll_reduce_args a) { reduce_floats<coll_bf16, float>(a); }
-COLL_KERNEL coll_reduce_f16(const coll_reduce_args a) { reduce_floats<coll_fp16, float>(a); }
-COLL_KERNEL coll_reduce_e4m3(const coll_reduce_args a) { reduce_floats<coll_e4m3, float>(a); }
-COLL_KERNEL coll_reduce_e5m2(const coll_reduce_args a) { reduce_floats<coll_e5m2, float>(a); }
-COLL_KERNEL coll_reduce_f64(const coll_reduce_args a) { reduce_floats<double, double>(a); }
+COLL_KERNEL coll_reduce(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<float, float>(a); }
+COLL_KERNEL coll_reduce_bf16(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<coll_bf16, float>(a); }
+COLL_KERNEL coll_reduce_f16(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<coll_fp16, float>(a); }
+COLL_KERNEL coll_reduce_e4m3(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<coll_e4m3, float>(a); }
+COLL_KERNEL coll_reduce_e5m2(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<coll_e5m2, float>(a); }
+COLL_KERNEL coll_reduce_f64(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<double, double>(a); }
 // Sources of any other floating type into fp64.
-COLL_KERNEL coll_reduce_wide(const coll_reduce_args a) { reduce_floats<narrow, double>(a); }
-COLL_KERNEL coll_reduce_int8(const coll_reduce_args a) { reduce_integers<int8_t, uint8_t>(a, a.source_type == COLL_I8); }
-COLL_KERNEL coll_reduce_int32(const coll_reduce_args a) { reduce_integers<int32_t, uint32_t>(a, a.source_type == COLL_I32); }
-COLL_KERNEL coll_reduce_int64(const coll_reduce_args a) { reduce_integers<int64_t, uint64_t>(a, a.source_type == COLL_I64); }
+COLL_KERNEL coll_reduce_wide(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<narrow, double>(a); }
+COLL_KERNEL coll_reduce_int8(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_integers<int8_t, uint8_t>(a, a.args.source_type == COLL_I8); }
+COLL_KERNEL coll_reduce_int32(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_integers<int32_t, uint32_t>(a, a.args.source_type == COLL_I32); }
+COLL_KERNEL coll_reduce_int64(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_integers<int64_t, uint64_t>(a, a.args.source_type == COLL_I64); }

@@ -12,6 +12,21 @@
 // The same where the compiler is to be told how many blocks a processor should hold at once: it divides the registers.
 #define COLL_KERNEL_HELD(blocks) extern "C" __global__ void __launch_bounds__(COLL_BLOCK, blocks)
 
+// The arguments of a kernel that reads a table, see COLL_ARGUMENTS. There is one copy of them for all threads, whose address can be
+// taken without making another one.
+template <class Args>
+struct coll_launch {
+  Args args;
+  char rows[COLL_ARGUMENTS - sizeof(Args)];
+};
+#define COLL_WITH_ROWS(Args) const __grid_constant__ coll_launch<Args>
+
+// Where the rows are: at `there`, or behind the arguments.
+template <class Row, class Args>
+static __device__ __forceinline__ const Row* coll_rows_of(const coll_launch<Args>& launch, const Row* there) {
+  return there ? there : (const Row*)launch.rows;
+}
+
 // Before each loop of a fixed number of turns over an array of a thread's own: where NVRTC doesn't unroll it, the array lies in
 // memory instead of registers. Works inside macros, too.
 #if defined(__CUDACC_RTC__)

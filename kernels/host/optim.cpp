@@ -143,7 +143,7 @@ void step_tile(const Rule& rule, const coll_parameter& row, coll_parameter_tile 
 template <class Args>
 void step_tiles(const Args& a, int64_t first, int64_t last) {
   if (first >= last || coll_left_out(a.update)) return;
-  const coll_parameter* rows = a.update.parameters ? a.update.parameters : &a.update.one;
+  const coll_parameter* rows = a.update.parameters;
   int64_t at = coll_tensor_of(rows, a.update.count, first);
   for (int64_t tile = first; tile < last; ++at) {
     const coll_parameter& row = rows[at];

@@ -144,6 +144,18 @@ def test_groups_of_nothing(library):
     library.group_end()
 
 
+def test_a_group_is_cancelled(library):
+    """Without a function for it: cancelling raises where NCCL would have launched what was in the group."""
+    library.group_start()
+    library.group_start()
+    library.group_cancel()
+    with pytest.raises(errors.InvalidUsage):
+        library.group_end()
+    library.group_cancel()  # none is open
+    library.group_start()
+    library.group_end()
+
+
 CROSSTALK = (
     f"REAL = {str(real_library())!r}"
     + """

@@ -3,6 +3,7 @@ and what happens when a rank calls something else, comes late or dies."""
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import os
 import signal
@@ -484,54 +485,94 @@ def test_abort_ends_a_step():
 
 
 class FakeStream:
-    """In place of a CUDA stream, without a GPU: it runs at once, and nothing may wait for what is still to come."""
+    """In place of a CUDA stream, without a GPU: what is put on it runs at once; it knows what is ordered before it."""
 
     cuda_stream = 0  # the host engine's NULL stream
 
     def __init__(self):
-        self.waited = []
+        self.before = collections.Counter()  # stream -> how many of its operations have ended when the next one runs
 
     def wait_stream(self, other):
-        self.waited.append(other)
+        self.before |= other.before
 
     def wait_event(self, event):
-        assert event.recorded_on is not None and event.recorded_on is not self, "a wait for what was never recorded"
+        assert event.recorded is not None, "a wait for what was never recorded"
+        self.before |= event.recorded
+
+    def put(self):
+        self.before[id(self)] += 1
 
 
 class FakeEvent:
-    recorded_on = None
+    recorded = None
 
     def record(self, stream):
-        self.recorded_on = stream
+        self.recorded = stream.before.copy()
 
 
 def on_fake_streams(ctx, algorithm):
-    """The CUDA way of running a plan, on host memory: two streams, events, and no allocation in the second call."""
+    """The CUDA way of running a plan, on host memory: two streams, events, and calls from streams that don't know of
+    each other, as an asynchronous call and one on the current stream. Every other call is as in a capture."""
     import contextlib
 
     import torch
 
     from collectives import ring
 
-    comm, real, n = ctx.new_communicator(), ring._Plan.run, ctx.size
-    outers = []
+    comm, n = ctx.new_communicator(), ctx.size
+    grouped, run_kernel = ring._grouped, ring.run_kernel
+    transfers, kernels = FakeStream(), FakeStream()
+    outers, events, earlier, found = [], [], {}, []
 
     def run(plan, native, inp, out, factor):
-        outer, transfers, kernels = FakeStream(), FakeStream(), FakeStream()
-        plan.run_on_streams(native, inp, out, factor, outer, transfers, kernels)
-        assert outer.waited == [transfers, kernels] and transfers.waited == kernels.waited == [outer]
-        outers.append(len(plan._events))
+        outer = FakeStream()
+        outer.put()
+        outers.append(outer)
+        graph = len(outers) % 2 == 0  # as in a capture, whose scratch is its own
+        before = None if plan._scratch is None else plan._scratch.clone()
+        plan.run_on_streams(native, inp, out, factor, outer, transfers, kernels, own_memory=graph)
+        if graph and before is not None and not torch.equal(before, plan._scratch):
+            found.append("a captured call uses scratch of calls that aren't")
+        if outer.before | transfers.before | kernels.before != outer.before:
+            found.append("the caller's stream goes on before the call has ended")
+        events.append(len(plan._events))
+        earlier.update({id(each): each.before[id(each)] for each in (transfers, kernels)})
+
+    def put(own, other, what):
+        own.put()
+        if own.before[id(other)] < earlier.get(id(other), 0):
+            found.append(f"{what} beside {'kernels' if own is transfers else 'transfers'} of the call before it")
+        if not own.before[id(outers[-1])]:
+            found.append(f"{what} before the caller's stream has come to the call")
+
+    def transfer(*args):
+        put(transfers, kernels, "a transfer")
+        grouped(*args)
+
+    def kernel(*args):
+        put(kernels, transfers, "a kernel")
+        run_kernel(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring._Plan, "run", run)
+        patch.setattr(ring, "_grouped", transfer)
+        patch.setattr(ring, "run_kernel", kernel)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(torch.cuda, "Event", FakeEvent)
         for factor in (1, 2):
             x = torch.arange(70_000) * factor * (ctx.rank + 1)
             comm.all_reduce(x, 3, algorithm=algorithm)
             assert torch.equal(x, torch.arange(70_000) * (3 * factor * n * (n + 1) // 2))
+        for factor in (1, 2):
+            x = torch.full((n * 500,), (ctx.rank + 1.0) * factor)
+            part = torch.zeros(500)
+            comm.reduce_scatter(part, x, algorithm=algorithm)
+            comm.all_reduce(x, algorithm=algorithm)
+            whole = torch.empty(n * 500)
+            comm.all_gather(whole, part, algorithm=algorithm)
+            assert torch.equal(x, whole) and torch.equal(x, torch.full_like(x, factor * n * (n + 1) / 2))
     comm.close()
-    return [] if real is ring._Plan.run and outers[0] == outers[1] > 0 else [f"events {outers}"]
+    return [*found, *([] if events[0] == events[1] > 0 and events[2:5] == events[5:] else [f"events {events}"])]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

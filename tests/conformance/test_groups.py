@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+import signal
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.buffers import memory_of
 from tests.conformance.cases import COLLECTIVES, REDUCTIONS, Case, PreMulOps, Prepared, run_cases
 from tests.conformance.worlds import WORLDS, check
+from tests.rank_process import HOST_LIBRARY
 from tests.ranks import run_ranks
 
 HOST_WORLDS = [w for w in WORLDS if "host" in w.id]
@@ -270,3 +276,50 @@ def all_in_one_process(ctx, n, seed):
 def test_all_ranks_in_one_process_and_thread(n):
     (found,) = run_ranks(all_in_one_process, 1, n, 3, timeout=60, env={"COLLECTIVES_HOST_CHUNK": "4096"})
     assert not found, "\n".join(found)
+
+
+@pytest.fixture(scope="module")
+def without_cancel(tmp_path_factory):
+    """A library with NCCL's groups and no way to cancel one, which carries data without a GPU."""
+    path = tmp_path_factory.mktemp("groups") / "libnccl_groups.so"
+    source = Path(__file__).with_name("nccl_groups.c")
+    flags = ["-shared", "-fPIC", "-Wall", "-Werror", f'-DHOST="{HOST_LIBRARY}"']
+    subprocess.run(["gcc", *flags, str(source), "-o", str(path), "-ldl"], check=True, timeout=60)
+    return str(path)
+
+
+def interrupted(ctx, path):
+    """Ctrl-C between the start and the end of a group, after half of its calls: no call of it is launched."""
+    from collectives._nccl import DTYPES, OPS, Library
+    from collectives.group import Call, issue
+
+    library = Library(path) if path else ctx.library
+    unique_id = ctx.exchange(library.get_unique_id() if ctx.rank == 0 else None)[0]
+    native = library.comm_init_rank(ctx.size, unique_id, ctx.rank)
+    engine = SimpleNamespace(library=library)
+    comm = SimpleNamespace(engine=engine, _native=native)
+
+    def call(array):
+        address = array.ctypes.data
+        steps = (("all_reduce", (address, address, array.size, DTYPES["float32"], OPS["sum"])),)
+        return Call(comm, "all_reduce", steps, (array,), array.nbytes)
+
+    presses = SimpleNamespace(recv=lambda *args: signal.raise_signal(signal.SIGINT))
+    bad = Call(SimpleNamespace(engine=engine, _native=presses), "recv", (("recv", ()),), (), 0)
+    x, y = (np.full(10, ctx.rank + value, np.float32) for value in (1, 10))
+    found = []
+    if ctx.rank == 0:
+        with pytest.raises(KeyboardInterrupt):
+            issue([call(x), bad, call(x)], [0, 0, 0])
+        if x[0] != 1:
+            found.append("half of the group was launched")
+    issue([call(y), call(y)], [0, 0])
+    if y[0] != ctx.size * sum(rank + 10 for rank in range(ctx.size)):
+        found.append(f"what comes after the group gives {y[0]}")
+    native.destroy()
+    return found
+
+
+@pytest.mark.parametrize("library", ["host", "nccl's rules"])
+def test_ctrl_c_inside(library, without_cancel):
+    check(interrupted, "host", 2, None if library == "host" else without_cancel, timeout=20)

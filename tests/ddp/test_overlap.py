@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 
 import pytest
 import torch
@@ -82,20 +83,34 @@ def outside(ctx, kind, options, *, steps=6, accumulate=1, calls_step=True, scale
 def branched(ctx, where):
     """Parameters without a gradient in some steps: AdamW leaves them alone, decay and momentum included."""
     model = Branches()
+    model.step = ctx.rank if where.endswith("apart") else 0  # then each is used on one rank
     optimizer = optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    state = HookState(optimizer=optimizer if where == "inside" else None)
+    state = HookState(optimizer=None if where.startswith("outside") else optimizer)
     ddp = wrap(model, "torch", state, find_unused_parameters=True)
+    known = state.reduction._unused
+
+    def as_on_a_gpu(comm, bucket):
+        """What the ranks find, as tensors that the host doesn't look at."""
+        unused, _ = known(comm, bucket)
+        here = [at for at, param in enumerate(bucket.params) if param.grad is None]
+        return set(), {at: torch.tensor([float(at in unused)]) for at in here}
+
+    if where.startswith("on a GPU"):
+        state.reduction._unused = as_on_a_gpu
     for step in range(5):
         loss_of(ddp, step, ctx.rank).backward()
-        if where == "outside":
+        if where.startswith("outside"):
             optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_unused_parameters_are_left_alone(tmp_path):
-    ours, plain = (run(branched, 2, tmp_path / where, where) for where in ("inside", "outside"))
-    assert all(torch.equal(a, b) for found in ours for a, b in zip(found, plain[0], strict=True))
+@pytest.mark.parametrize("how", ["", ", apart"])
+def test_unused_parameters_are_left_alone(tmp_path, how):
+    plain = run(branched, 2, tmp_path / "outside", "outside" + how)
+    for where in ("inside", "on a GPU"):
+        ours = run(branched, 2, tmp_path / where, where + how)
+        assert all(torch.equal(a, b) for found in ours for a, b in zip(found, plain[0], strict=True))
 
 
 def go(ctx, path, where, kind, options, how):
@@ -200,3 +215,40 @@ def wrong_uses(ctx):
 def test_wrong_uses(tmp_path):
     run(wrong_uses, 2, tmp_path / "store")
     assert collectives.optim is optim
+
+
+@over_gloo
+def unlike_steps(ctx, kind, key, value, when):
+    """From a step on rank 1 has another value in its second group."""
+    model = make_model()
+    params = list(model.parameters())
+    optimizer = MAKE[kind]([{"params": params[:4]}, {"params": params[4:]}])
+    ddp = wrap(model, "torch", HookState(optimizer=optimizer))
+    for step in range(when):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9  # as a scheduler does on all ranks
+        loss_of(ddp, step, ctx.rank).backward()
+        optimizer.zero_grad()
+    before = [p.detach().clone() for p in params]
+    if ctx.rank == 1:
+        optimizer.param_groups[1][key] = value
+    with pytest.raises(errors.Mismatch) as caught:
+        loss_of(ddp, when, ctx.rank).backward()
+    assert all(map(torch.equal, before, params))
+    return str(caught.value), caught.value.peers
+
+
+@pytest.mark.parametrize(
+    "kind, key, value, when",
+    [
+        ("adamw", "lr", 0.5, 0),
+        ("momentum", "lr", 0.5, 3),
+        ("adamw", "betas", (0.5, 0.9), 1),
+        ("momentum", "weight_decay", 1.0, 2),
+    ],
+)
+def test_ranks_that_would_step_unlike_are_refused(tmp_path, kind, key, value, when):
+    for rank, (text, peers) in enumerate(run(unlike_steps, 2, tmp_path / "store", kind, key, value, when)):
+        named = rf"{key} of group 1: .* on rank 0; {re.escape(str(value))} on rank 1"
+        assert re.search(rf"different hyperparameters \({named}\)", text), text
+        assert peers == (1 - rank,)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import collectives
 from collectives import powersgd
-from collectives.names import tell
+from collectives.names import Names
 from collectives.powersgd import PowerSGD
 from collectives.wire import Bucket, Factor
 from tests.ddp.training import over_gloo, run
@@ -156,20 +156,21 @@ def bucket_over(module, indices=None, index=0):
 
 def resumed(ctx, rank):
     net = Net()
-    tell(net)
+    names = Names()
+    names.register(net)
     bucket = bucket_over(net)
-    wire = PowerSGD(rank)
+    wire = PowerSGD(rank, names=names)
     for step in range(3):
         reduce(wire, ctx, bucket, step)
     saved = wire.state_dict()
     on = [reduce(wire, ctx, bucket, step)[0] for step in range(3, 6)]
-    other = PowerSGD(rank)
+    other = PowerSGD(rank, names=names)
     other.load_state_dict(saved)
     again = other.state_dict()  # before its parameters have come
     again_on = [reduce(other, ctx, bucket, step)[0] for step in range(3, 6)]
 
     # In other buckets: everything goes along, and the batches in which factors are made orthonormal are others.
-    split = PowerSGD(rank)
+    split = PowerSGD(rank, names=names)
     split.load_state_dict(again)
     halves = [bucket_over(net, range(0, 4)), bucket_over(net, range(4, 7), 1)]
     apart = []

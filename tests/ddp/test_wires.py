@@ -409,6 +409,9 @@ def test_factors_that_one_rank_alone_has_loaded_are_refused(tmp_path):
     "options, text",
     [
         ({"wire": "fp4"}, "wire must be one of 'fp32'"),
+        ({"wire": "fp8"}, "'fp8_e4m3' has .*'fp8_e5m2' has"),
+        ({"error_feedback": True}, "error_feedback: the fp32 wire .* wire='int8'"),
+        ({"stochastic_rounding": True}, "stochastic_rounding: the fp32 wire"),
         ({"wire": None}, "wire must be one of"),
         ({"wire": "powersgd"}, "needs a rank"),
         ({"wire": "powersgd:0"}, "needs a rank"),

@@ -291,3 +291,33 @@ def test_no_descriptor_left_for_the_meeting():
         assert name in ("TransportError", "CollectiveTimeout", "RemoteError")
         assert found == []
     assert any(word in results[0][2].lower() for word in ("descriptor", "open files")), results[0][2]
+
+
+def all_interrupted(ctx, gaps):
+    """Rank 2 sends both the signal. Rank 0, which computes, ends the communicator at once; rank 1 waits for it."""
+    kinds = []
+    for gap in gaps:
+        comm = ctx.new_communicator()
+        if ctx.rank == 2:
+            ctx.barrier()
+            time.sleep(0.2)
+            for pid in ctx.pids[:2]:
+                os.kill(pid, signal.SIGINT)
+                time.sleep(gap)
+        else:
+            try:
+                ctx.barrier()
+                if ctx.rank == 0:
+                    time.sleep(20)
+                comm.all_reduce(np.ones(10, dtype="float32"))
+            except BaseException as error:
+                kinds.append(type(error).__name__)
+                comm.abort()
+        ctx.barrier()
+        comm.abort()
+    return kinds
+
+
+def test_ctrl_c_on_all_ranks_is_an_interrupt_on_each():
+    gaps = [0.0, 0.001, 0.0, 0.02, 0.0, 0.02]
+    assert run_ranks(all_interrupted, 3, gaps)[:2] == [["KeyboardInterrupt"] * len(gaps)] * 2

@@ -112,6 +112,9 @@ def cast_on_cuda() -> Rows:
             ("if (own_bad) atomicAdd(bad, own_bad);", "if (own_bad) *bad = own_bad;"),
             ("work.sums[tile] = ", "work.sums[0] = "),
             ("work.bad[tile] = *bad", "work.bad[tile] += *bad"),
+            # A table by value, and one of 2,501 rows.
+            ("return there ? there :", "return"),
+            ("return there ? there : (const Row*)launch.rows", "return there"),
         ),
         *plant(
             "cuda/cast.cu", "", SUMS,
@@ -135,7 +138,7 @@ def cast_on_cuda() -> Rows:
             "cuda/cast_pairs.cu", "", PAIRS,
             ("int first = threadIdx.x * COLL_PACK;", "int first = blockIdx.x * COLL_PACK;"),
             ("first < COLL_LANES; first += blockDim.x * COLL_PACK", "first < COLL_LANES; first += COLL_LANES"),
-            ("for_each_span(a, false", "for_each_span(a, true"),
+            ("for_each_span(launch, false", "for_each_span(launch, true"),
             ("bool add = a.flags & COLL_ADD;", "bool add = a.flags & COLL_FROM_FLAT;"),
             ("uint32_t own_bad = 0;", "uint32_t own_bad = threadIdx.x;"),
         ),
@@ -145,7 +148,7 @@ def cast_on_cuda() -> Rows:
             ("int64_t tile = a.work.tiles * (int64_t)blockIdx.x / gridDim.x", "int64_t tile = 0"),
             ("(int64_t)blockIdx.x / gridDim.x;", "(int64_t)blockIdx.x / gridDim.x + 1;"),
             ("a.work.tiles * ((int64_t)blockIdx.x + 1)", "(a.work.tiles - 1) * ((int64_t)blockIdx.x + 1)"),
-            ("coll_tensor_of(a.tensors, a.count, tile)", "coll_tensor_of(a.tensors, a.count, tile + 1)"),
+            ("coll_tensor_of(tensors, a.count, tile)", "coll_tensor_of(tensors, a.count, tile + 1)"),
             ("if (tile >= end) {", "if (tile > end) {"),
             ("(end < last ? end : last) - tile", "last - tile"),
             # Rows and packs.

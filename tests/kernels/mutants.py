@@ -166,7 +166,7 @@ class HostText:
     def has(self, kernel: abi.Kernel) -> bool:
         return kernel.number in self.runs
 
-    def run(self, kernel: abi.Kernel, args, launch: tuple) -> None:
+    def run(self, kernel: abi.Kernel, args, rows, launch: tuple) -> None:
         """All tiles, in parts as threads take them."""
         tiles = args.work.tiles
         cuts = sorted({0, min(1, tiles), tiles // 2, tiles})
@@ -184,9 +184,10 @@ class CudaText:
     def has(self, kernel: abi.Kernel) -> bool:
         return kernel.name in self.text.names
 
-    def run(self, kernel: abi.Kernel, args, launch: tuple) -> None:
+    def run(self, kernel: abi.Kernel, args, rows, launch: tuple) -> None:
         grid, block, order = launch
-        self.text.run(kernel.name, bytes(args), max(1, min(grid, args.work.tiles)), block, order, SECONDS / 4)
+        blocks = max(1, min(grid, args.work.tiles))
+        self.text.run(kernel.name, shim.taken(kernel, args, rows), blocks, block, order, SECONDS / 4)
 
 
 Text = HostText | CudaText
@@ -212,12 +213,12 @@ def through(text: Text, launch: tuple) -> Iterator[list[str]]:
     usual = execution.run_on_host
     ran: list[str] = []
 
-    def run_on_host(kernel: abi.Kernel, args) -> None:
+    def run_on_host(kernel: abi.Kernel, args, rows=None) -> None:
         if text.has(kernel):
             ran.append(kernel.name)
-            text.run(kernel, args, launch)
+            text.run(kernel, args, rows, launch)
         else:
-            usual(kernel, args)
+            usual(kernel, args, rows)
 
     with mock.patch.object(execution, "run_on_host", run_on_host):
         yield ran

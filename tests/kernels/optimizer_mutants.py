@@ -75,7 +75,7 @@ ON_CUDA = (
     ("int64_t tile = a.work.tiles * (int64_t)blockIdx.x / gridDim.x", "int64_t tile = 0"),
     ("a.work.tiles * ((int64_t)blockIdx.x + 1)", "(a.work.tiles - 1) * ((int64_t)blockIdx.x + 1)"),
     ("|| coll_left_out(a.update)", ""),
-    ("coll_tensor_of(rows, a.update.count, tile) : 0", "coll_tensor_of(rows, a.update.count, tile + 1) : 0"),
+    ("coll_tensor_of(rows, a.update.count, tile)", "coll_tensor_of(rows, a.update.count, tile + 1)"),
     ("++at) {\n    __syncthreads();", "++at) {"),
     ("    }\n    __syncthreads();\n    int64_t end", "    }\n    int64_t end"),
     ("plan.row = rows[at];", "plan.row = rows[0];"),
@@ -111,7 +111,7 @@ ON_CUDA = (
 ON_HOST = (
     # Tiles and rows.
     ("if (first >= last || coll_left_out(a.update)) return;", "if (first >= last) return;"),
-    ("a.update.parameters ? a.update.parameters :", "a.update.parameters ? &a.update.one :"),
+    ("= a.update.parameters;", "= a.update.parameters + 1;"),
     ("coll_tensor_of(rows, a.update.count, first)", "coll_tensor_of(rows, a.update.count, first + 1)"),
     ("if (end > last) end = last;", ""),
     ("for (; tile < end; ++tile)", "for (; tile < end - 1; ++tile)"),

@@ -28,8 +28,9 @@ from pathlib import Path
 from unittest import mock
 
 from collectives.kernels import abi, cuda, execution
+from collectives.kernels.rows import Rows
 
-__all__ = ["ORDERS", "Fault", "Text", "cuda_text"]
+__all__ = ["ORDERS", "Fault", "Text", "cuda_text", "taken"]
 
 HERE = Path(__file__).resolve().parent / "shim"
 ORDERS = ("forward", "reverse", 1)  # a number: shuffled, by this seed
@@ -122,6 +123,11 @@ def text_of(source: str) -> Text:
     return Text(source)
 
 
+def taken(kernel: abi.Kernel, args, rows: Rows | None) -> bytes:
+    """Give what a launch on a GPU gives a kernel; rows that have no room in it are read where they lie."""
+    return bytes(cuda.arguments(kernel, args, rows, lambda: rows.address))
+
+
 @contextlib.contextmanager
 def cuda_text(
     grid: int = 3, block: int = 64, order: str | int = "forward", texts: Callable[[str], Text] = text_of
@@ -132,10 +138,10 @@ def cuda_text(
     """
     ran: list[str] = []
 
-    def run_on_host(kernel: abi.Kernel, args) -> None:
+    def run_on_host(kernel: abi.Kernel, args, rows: Rows | None = None) -> None:
         ran.append(kernel.name)
         blocks = max(1, min(grid, args.work.tiles))
-        texts(kernel.source).run(kernel.name, bytes(args), blocks, block, order)
+        texts(kernel.source).run(kernel.name, taken(kernel, args, rows), blocks, block, order)
 
     with mock.patch.object(execution, "run_on_host", run_on_host):
         yield ran

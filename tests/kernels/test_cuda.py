@@ -18,6 +18,7 @@ import torch
 from collectives import kernels
 from collectives.errors import CudaError, EngineUnavailable, InvalidUsage
 from collectives.kernels import abi, cuda, execution
+from collectives.kernels.rows import Rows
 
 from . import shim
 from .registers import SOURCES
@@ -277,7 +278,7 @@ def pack_on(index, monkeypatch, tensors, **options):
     device = torch.device("cuda") if index is None else torch.device("cuda", index)
     flat = torch.zeros(kernels.Table(tensors, torch.float32).total)
     with monkeypatch.context() as patch:
-        patch.setattr(execution, "run_on_host", lambda kernel, args: cuda.launch(kernel, args, device))
+        patch.setattr(execution, "run_on_host", lambda kernel, args, rows=None: cuda.launch(kernel, args, device, rows))
         kernels.pack(tensors, flat, **options)
     return flat
 
@@ -293,6 +294,21 @@ def test_launch(machine, monkeypatch):
     assert machine.launches == [("coll_cast_f32_f32", 1, 24, 256, 1001), ("coll_finish", 1, 1, 256, 1001)]
     assert machine.loads == [("cast_pairs.cu", 1), ("cast.cu", 1)]
     assert machine.current == 0
+
+
+def test_a_long_table_is_read_where_it_was_copied(machine, monkeypatch):
+    """A short one goes with the launch: nothing is copied for it."""
+    copies = []
+
+    def on_device(rows):
+        copies.append(torch.from_numpy(rows.array.view("u1").copy()))
+        rows.array["count"] = -1  # what lies on the host isn't what the kernel reads
+        return copies[-1]
+
+    monkeypatch.setattr(Rows, "on_device", on_device)
+    for count, copied in ((100, 0), (101, 1)):
+        flat = pack_on(1, monkeypatch, [torch.full((4,), float(i)) for i in range(count)], scale=0.5)
+        assert flat.view(-1, 4)[:, 0].tolist() == [i / 2 for i in range(count)] and len(copies) == copied
 
 
 def test_a_source_is_loaded_once_a_gpu(machine, monkeypatch):

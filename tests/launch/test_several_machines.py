@@ -50,9 +50,10 @@ def test_two_real_namespaces(namespaces):
         env = clean_environment(RANK=rank, WORLD_SIZE=4, MASTER_ADDR=namespaces[0][1], MASTER_PORT=port)
         if rank == 3:
             env["GLOO_SOCKET_IFNAME"] = "end0"
-        commands.append((["ip", "netns", "exec", name, *worker(40, *STEPS[:3])], env))
+        commands.append((["ip", "netns", "exec", name, *worker(40, *STEPS[:3], "control")], env))
     results = run(*commands, results=4)
     assert all(result["sums"] == [10.0, 10.0] and result["same"] for result in results)
+    assert [result["control"] for result in results] == [10.0] * 4
 
 
 def of_job(rank, job):

@@ -2,8 +2,9 @@
 
 ``init`` open and sum over the ranks; ``twice`` init again; ``reopen`` close and init again; ``group`` a process group
 of torch.distributed, its sum, and its end; ``group-first`` the same, left open; ``ours`` as group, by
-``collectives.init_process_group``; ``restart`` fail in the first life of
-rank 1. The first argument is the time limit of ``init()`` in seconds. What ``init()`` raises becomes the result.
+``collectives.init_process_group``; ``control`` a communicator on host memory over a subgroup; ``restart`` fail in the
+first life of rank 1. The first argument is the time limit of ``init()`` in seconds. What ``init()`` raises becomes the
+result.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 import collectives
 from collectives import rendezvous
+from collectives.control import host_communicator_over
 from collectives.errors import CollectivesError
 
 
@@ -57,6 +59,13 @@ def run(timeout: float, steps: list[str], result: dict) -> None:
             dist.destroy_process_group()
         elif step == "group-first":
             result.setdefault("groups", []).append(open_group())
+        elif step == "control":
+            # The last rank is the first of the subgroup: what it serves isn't on MASTER_ADDR's machine.
+            part = comm.split(0, -comm.rank)
+            control = host_communicator_over(part, timeout / 2)
+            result["control"] = sum_of_ranks(control)
+            control.close()
+            part.close()
         elif step == "twice":
             result["same"] = collectives.init() is comm
         else:

@@ -37,6 +37,11 @@ class Uses:
     def array(self, address: int, count: int, code: int, writes: bool) -> None:
         self.add(address, count * width(code), writes, f"elements of {width(code)} bytes[{count}]")
 
+    def table(self, address: int, nbytes: int) -> None:
+        """A table that is on the GPU; one on the host goes along by value."""
+        if address and checker.block_at(address) is not None:
+            self.add(address, nbytes, READS, "a table")
+
     def number(self, number) -> None:
         self.add(number.at, 4 if number.type == 7 else 8, READS, "a scalar")
 
@@ -50,7 +55,7 @@ class Uses:
 
 def _cast(uses, args, abi):
     uses.scale(args)
-    uses.add(args.tensors, args.count * abi.TENSOR.itemsize, READS, "a table")
+    uses.table(args.tensors, args.count * abi.TENSOR.itemsize)
     for row in rows_of(args.tensors, args.count, abi.TENSOR):
         count, offset, code = int(row["count"]), int(row["offset"]), int(row["type"])
         unpacks = bool(args.flags & abi.FROM_FLAT)
@@ -76,7 +81,7 @@ def _reduce(uses, args, abi):
 
 
 def _pointers(uses, address: int, count: int) -> list[int]:
-    uses.add(address, 8 * count, READS, "a table")
+    uses.table(address, 8 * count)
     return list((ctypes.c_uint64 * count).from_address(address)) if count else []
 
 
@@ -120,12 +125,8 @@ def _optimizer(uses, args, abi):
     update = args.update
     for name in ("lr", "grad_scale", "clip", "nonfinite"):
         uses.number(getattr(update, name))
-    if update.parameters:
-        uses.add(update.parameters, update.count * abi.PARAMETER.itemsize, READS, "a table")
-        rows = rows_of(update.parameters, update.count, abi.PARAMETER)
-    else:
-        rows = rows_of(ctypes.addressof(update.one), 1, abi.PARAMETER)
-    for row in rows:
+    uses.table(update.parameters, update.count * abi.PARAMETER.itemsize)
+    for row in rows_of(update.parameters, update.count, abi.PARAMETER):
         count, code = int(row["count"]), int(row["param_type"])
         state = 8 if width(code) == 8 else 4
         uses.array(int(row["param"]), count, code, WRITES)
@@ -166,16 +167,27 @@ def text_of(source: str):
         return shim.Text(source)
 
 
-def launch(kernel, args, on) -> None:
+def launch(kernel, args, on, rows=None) -> None:
     """Stand for collectives.kernels.cuda.launch: run a kernel's CUDA text on the CPU, on torch's current stream."""
     import torch
 
+    from collectives.kernels import cuda
+
     index = torch.cuda.current_device() if on.index is None else on.index
     stream = (index << 40) | device.library.simulated_current_stream(index)
-    accesses, where = uses_of(args), site()
+    where, held = site(), []
+
+    def place() -> int:
+        held.append(rows.on_device())
+        return held[0].data_ptr()
+
+    values = bytes(cuda.arguments(kernel, args, rows, place))
+    checker.flush()
+    accesses = uses_of(args)
+    accesses += [(each.data_ptr(), each.data_ptr() + each.nbytes, READS, "a table") for each in held]
     capture = graphs.capture_of(stream)
     checker.submit(checker.operation, f"kernel {kernel.name}", stream, accesses, where, device.known())
-    values, tiles = bytes(args), args.work.tiles
+    tiles = args.work.tiles
 
     def run():
         text_of(kernel.source).run(kernel.name, values, max(1, min(3, tiles)), 64, "forward", 60.0)
@@ -196,10 +208,10 @@ def install() -> None:
     cuda.launch = launch
     on_host = execution.run_on_host
 
-    def run_on_host(kernel, args):
+    def run_on_host(kernel, args, rows=None):
         pinned = [each for each in uses_of(args) if (block := checker.block_at(each[0])) and block.kind == "pinned"]
         if pinned:
             checker.submit(checker.host_access, f"kernel {kernel.name}", pinned, site(), device.known())
-        return on_host(kernel, args)
+        return on_host(kernel, args, rows)
 
     execution.run_on_host = run_on_host

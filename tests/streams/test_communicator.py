@@ -95,23 +95,32 @@ def algorithms(ctx, name, use_async):
     waits = [comm.all_reduce(values(ctx, 3000), op, algorithm=name, async_op=use_async) for op in ("sum", 0.5)]
     for work in waits:  # plans are made
         assert work is None or work.wait()
+    small, sums = values(ctx, 1500), values(ctx, 1500)
+    for _ in range(2):
+        comm.reduce_scatter(small, tensors[0], algorithm=name)
     with steps(ctx):
         # Two calls in a row share the scratch memory; the second is on the current stream.
+        first = comm.reduce_scatter(small, tensors[0], algorithm=name, async_op=use_async)
+        comm.reduce_scatter(sums, tensors[1], algorithm=name)
+        if use_async:
+            first.wait()
+        small.add_(sums)
         first = comm.all_reduce(tensors[0], algorithm=name, async_op=use_async)
         comm.all_reduce(tensors[1], algorithm=name)
         if use_async:
             first.wait()
         tensors[0].add_(1)
         comm.all_reduce(tensors[2], 0.5, algorithm=name)
-    results = [each.tolist() for each in tensors]
+    results = [each.tolist() for each in (*tensors, small)]
     comm.barrier()
     comm.close()
     return results
 
 
+@pytest.mark.parametrize("use_async", [False, True])
 @pytest.mark.parametrize("name", ["ring", "direct"])
-def test_our_algorithms(name):
-    both(algorithms, 2, name, False)
+def test_our_algorithms(name, use_async):
+    both(algorithms, 2, name, use_async)
 
 
 def streams_and_futures(ctx):

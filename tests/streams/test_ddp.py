@@ -30,7 +30,7 @@ def on_host(tensors):
 
 
 def compare(program, tmp_path, *args, ranks=2, same=torch.equal):
-    """Run a program on the simulated GPU and on the host, and compare what it gives: bit for bit, unless `same` says."""
+    """Run a program on the simulated GPU and on the host, and compare what it gives; bit for bit by default."""
     there = run(program, ranks, tmp_path / "simulated", *args, device="simulated")
     here = run(program, ranks, tmp_path / "host", *args)
     for rank in range(ranks):
@@ -85,8 +85,8 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_hook(tmp_path, options):
-    # NCCL adds 16-bit values; the host engine adds them in fp32, and rounds once.
-    rounded = options.get("wire") in ("bf16", "fp16")
+    # NCCL adds 16-bit values; the host engine adds them in fp32, and the squares for a norm in another order.
+    rounded = options.get("wire") in ("bf16", "fp16") or "max_norm" in options
     compare(trained, tmp_path, options, same=nearly if rounded else torch.equal)
 
 
@@ -96,7 +96,7 @@ def test_modes_of_ddp(tmp_path, ddp_options):
 
 
 def test_gradscaler(tmp_path):
-    compare(trained, tmp_path, {"max_norm": 0.1}, None, True)
+    compare(trained, tmp_path, {"max_norm": 0.1}, None, True, same=nearly)
 
 
 @over_gloo
@@ -107,9 +107,11 @@ def bucketed(ctx, options, parts):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     buckets = collectives.GradientBuckets(model.named_parameters(), 0.004, first_bucket_mb=0.004, comm=comm, **options)
     batches = batches_on(ctx, (WARM + 2) * parts)
+    # With overlap buckets are sent in the first backward; which the second one changes is agreed on, and they go again.
+    strict = parts == 1 or options.get("overlap") is False or "wire" in options
     with contextlib.closing(buckets):
         for number in range(WARM + 2):
-            with steps(ctx, number >= WARM):
+            with steps(ctx, number >= WARM and strict):
                 optimizer.zero_grad()
                 for x, y in batches[number * parts : (number + 1) * parts]:
                     loss_of(model, x, y).backward()

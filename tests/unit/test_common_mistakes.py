@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import collectives
 from collectives import optim, world
 from collectives.arrays import Reader
+from collectives.cuda_state import set_first_device
 from collectives.devices import check_device_ids
 from collectives.engine import Engine, get_engine
 from collectives.exchange import Own, settle
@@ -102,6 +103,14 @@ def test_inputs_on_another_device_and_an_optimizer_of_two_models():
     for text in (*notes, stray):
         check(text)
     assert cured == [[3.0, 3.0]] * 2
+
+
+def test_the_first_gpu_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.warns(RuntimeWarning) as caught:
+        set_first_device(torch.device("cuda", 1))
+    check(str(caught[0].message))
 
 
 def test_arrays_on_another_device():
@@ -206,4 +215,4 @@ def test_several_models_of_a_horovod_optimizer():
 
 def test_no_symptom_is_left_out():
     """As many blocks as the tests above check."""
-    assert len(BLOCKS) == 16
+    assert len(BLOCKS) == 17

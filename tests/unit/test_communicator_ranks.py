@@ -452,3 +452,39 @@ def aborted_by_a_handler(ctx, how):
 @pytest.mark.parametrize("how", ["wait", "turn", "call"])
 def test_abort_in_a_signal_handler(how):
     assert run_ranks(aborted_by_a_handler, 2, how, timeout=30, fresh=True)[1] == ("Aborted", True, True)
+
+
+def closed_beside_a_call(ctx):
+    """close() in one thread while another one's call on registered memory waits for its peer."""
+    comm = ctx.new_communicator()
+    library = comm.engine.library
+    array = torch.full((1 << 18,), ctx.rank + 1.0)
+    address, nbytes = array.data_ptr(), array.nbytes
+    if not comm.register(array).zero_copy:
+        return ["the array can't be shared"]
+    threads = []
+    if ctx.rank == 0:
+        threads.append(threading.Thread(target=comm.all_reduce, args=(array,)))
+        threads[0].start()
+        while comm._native.pending() is None:
+            time.sleep(0.01)
+        threads.append(threading.Thread(target=comm.close))
+        threads[1].start()
+        while not comm.closed:
+            time.sleep(0.01)
+        time.sleep(0.1)
+    shared = library.memory_shared(address, nbytes)
+    ctx.barrier()
+    if ctx.rank:
+        comm.all_reduce(array)
+        comm.close()
+    for thread in threads:
+        thread.join(20)
+    found = [] if shared else ["the array's memory was released in the middle of the call"]
+    if not torch.all(array == 3.0):
+        found.append(f"the sum is {array[:3]}")
+    return found
+
+
+def test_close_waits_for_the_calls_of_other_threads():
+    assert run_ranks(closed_beside_a_call, 2, timeout=30) == [[], []]

@@ -14,10 +14,13 @@ PACKAGE = ROOT / "collectives"
 # A module imports only modules that stand before it in this list.
 ORDER = """
 errors
+cuda_state
+variables
 schedule
 layout
 launch failure_record
 machines
+presence waiting
 _nccl
 arrays
 _kernels
@@ -32,6 +35,7 @@ across
 hosts
 two_levels
 lifetime
+watchdog
 ring
 tune
 communicator
@@ -40,6 +44,7 @@ world
 torch_groups
 compiled
 devices
+torch_changes
 names
 timeline
 wire
@@ -49,12 +54,15 @@ powersgd
 wires
 optim
 alike
+hyperparameters
 lanes
+saved_buckets
 reduction
 overlap
 local_sgd
 state
 gradients
+round_flags
 buckets
 ddp
 sharded

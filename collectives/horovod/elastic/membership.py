@@ -19,7 +19,8 @@ import numpy
 
 from ...communicator import Communicator
 from ...errors import CollectivesError, CollectiveTimeout, InvalidUsage, TransportError
-from ...exchange import PeerInfo, name_ranks
+from ...exchange import PeerInfo
+from ...waiting import name_ranks
 from ..functions import allgather_object
 from ..world import World
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ... import world as job
 from ...errors import Aborted, CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError
-from ...exchange import name_ranks
+from ...waiting import name_ranks
 from ..exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from ..ops import barrier
 from ..world import World, current, enter

@@ -23,6 +23,10 @@ typedef unsigned long size_t;
 #define COLL_TILE 4096   // elements of a tile; a tile never spans two tensors
 #define COLL_LANES 1024  // partial sums in a tile, see tile.h
 
+// Bytes of a CUDA kernel's arguments where it reads a table: the struct, and behind it the table's rows if there is room for all of
+// them; the struct's pointer to them is NULL then. Every GPU and CUDA takes 4,096.
+#define COLL_ARGUMENTS 4080
+
 // Element types, with NCCL's numbers; COLL_OPAQUE + w: elements of w bytes that are only ever copied.
 enum {
   COLL_I8 = 0, COLL_U8 = 1, COLL_I32 = 2, COLL_U32 = 3, COLL_I64 = 4, COLL_U64 = 5, COLL_F16 = 6, COLL_F32 = 7, COLL_F64 = 8,
@@ -187,7 +191,7 @@ enum {
 
 // What the optimizers share. The gradient's factor is clip * grad_scale. Where `nonfinite` isn't 0 nothing is written.
 typedef struct {
-  const coll_parameter* parameters;  // NULL: the one below
+  const coll_parameter* parameters;
   int64_t count;                     // parameters
   coll_number lr;
   coll_number grad_scale;
@@ -196,7 +200,6 @@ typedef struct {
   double weight_decay;
   uint64_t seed;
   int64_t flags;
-  coll_parameter one;
 } coll_update;
 
 typedef struct {

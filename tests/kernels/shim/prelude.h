@@ -15,6 +15,7 @@
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __grid_constant__
 // Shared memory: static storage that the scheduler fills with garbage before each block.
 #define __shared__ static __attribute__((section("shim_shared")))
 

@@ -137,7 +137,12 @@ struct CUDAHooks : at::CUDAHooksInterface {  // the registry looks for this very
   c10::DeviceIndex current_device() const override { return static_cast<c10::DeviceIndex>(device); }
   void setCurrentDevice(c10::DeviceIndex index) const override { if (index != device) set_device(index); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override { return swap(index); }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return swap(index); }
+  // A device without a context isn't set in CUDA, only noted for the thread's next call.
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    auto old = static_cast<c10::DeviceIndex>(device);
+    if (index >= 0) device = index;
+    return old;
+  }
   static c10::DeviceIndex swap(c10::DeviceIndex index) {
     auto old = static_cast<c10::DeviceIndex>(device);
     if (index >= 0 && index != device) set_device(index);

@@ -1,0 +1,109 @@
+"""What CUDA keeps for each thread and stream: the thread's device, whether calls are recorded in a CUDA graph.
+
+A thread begins with device 0. Whatever it does first opens a context there (about 0.5 GB), and so does
+``with torch.cuda.stream()`` when it goes back to where it came from. While a stream is captured, neither it nor an
+event of the capture can be queried, and no thread may query anything unless it says that it knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import threading
+import warnings
+
+import torch
+
+from .errors import CudaError
+
+__all__ = ["capture_of", "is_capturing", "queries_allowed", "set_first_device", "set_thread_device"]
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+_state = threading.local()
+
+
+def set_thread_device(device: torch.device) -> None:
+    """Make a rank's device this thread's own; a thread of ours calls it before anything else. Nothing for a CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def set_first_device(device: torch.device) -> None:
+    """Make a rank's device the current one, as programs do by ``torch.cuda.set_device``, where CUDA is still unused.
+
+    Where it has been used, and with another device, that may be the program's will: it is warned of.
+    """
+    if device.type != "cuda":
+        return
+    if not torch.cuda.is_initialized():
+        torch.cuda.set_device(device)
+    elif torch.cuda.current_device() != device.index:
+        warnings.warn(
+            f"this rank's device is {device}, but torch's current one is cuda:{torch.cuda.current_device()}: what is "
+            "made on 'cuda' goes there, and `with torch.cuda.stream()` goes back there and opens a context (about "
+            f"0.5 GB). Call torch.cuda.set_device({device.index}) at the beginning of the program",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def is_capturing(stream) -> bool:
+    """Tell whether a torch stream is part of a capture; None: the current stream."""
+    if stream is None:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def capture_of(stream) -> int | None:
+    """Give the number of the capture that a torch stream is part of, which no other one of the process has, or None.
+
+    None as the stream: the current one.
+    """
+    driver = _driver()
+    if driver is None:
+        return 0 if is_capturing(stream) else None
+    handle = (torch.cuda.current_stream() if stream is None else stream).cuda_stream
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    _check(driver.cuStreamGetCaptureInfo_v2(handle, ctypes.byref(status), ctypes.byref(number), None, None, None))
+    return number.value if status.value == _ACTIVE else None
+
+
+@contextlib.contextmanager
+def queries_allowed():
+    """Let this thread query events that are part of no capture, whatever other threads are capturing.
+
+    Without it ``cudaEventQuery`` fails, and the capture with it, while any thread captures in the mode that
+    ``torch.cuda.graph`` takes.
+    """
+    driver = _driver()
+    depth = getattr(_state, "depth", 0)
+    if driver is None or depth:
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    _state.depth = 1
+    try:
+        yield
+    finally:
+        _state.depth = 0
+        _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+
+
+@functools.cache
+def _driver():
+    """The driver's library, which a process that uses CUDA has loaded; None on a build of torch that has no CUDA."""
+    if torch.version.cuda is None:
+        return None
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuStreamGetCaptureInfo_v2.argtypes = [ctypes.c_void_p] * 6
+    driver.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.c_void_p]
+    return driver
+
+
+def _check(code: int) -> None:
+    if code:
+        raise CudaError(f"the CUDA driver gave CUresult {code} when it was asked for a stream's or thread's capture")

@@ -1,0 +1,78 @@
+"""What can't be right on pieces, and is refused in place of wrong in silence.
+
+- Optimizers that look at a parameter as a whole (its rows and columns, its norm, its singular values): a piece has none
+  of these. Recognised by their class, at their first step.
+- torch.distributed.checkpoint.state_dict's functions of optimizers: each rank's pieces would be taken for all of the
+  state. They all begin a state by one function of that module, which is changed here to raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import torch
+from torch.distributed.checkpoint import state_dict as torchs
+
+from ..errors import InvalidUsage
+from .order import units_of_parameters
+
+__all__ = ["check_elementwise", "watch_state_dicts"]
+
+# What the names of such classes contain, without "_" and in small letters...
+_PARTS = re.compile(
+    "adafactor|muon|shampoo|novograd|lbfgs|adammini|dadapt|prodigy|galore"
+)
+# ... or have as one of their words: too short to be looked for anywhere.
+_WORDS = {"lamb", "lars", "larc", "soap", "came", "sm3", "kfac", "psgd", "sgdp", "adamp", "spam", "ranger"}
+
+
+@functools.cache
+def _is_elementwise(cls: type) -> bool:
+    for each in cls.__mro__:
+        if each in (torch.optim.Optimizer, object):
+            continue
+        words = re.findall(r"[A-Z]+[0-9]*(?![a-z])|[A-Z]?[a-z]+[0-9]*", each.__name__)
+        if _PARTS.search(each.__name__.replace("_", "").lower()) or _WORDS & {word.lower() for word in words}:
+            return False
+    return True
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `InvalidUsage` where an optimizer that isn't element by element holds pieces, but for whole ones."""
+    if _is_elementwise(type(optimizer)):
+        return
+    units = units_of_parameters(param for group in optimizer.param_groups for param in group["params"])
+    split = [unit for unit in units if unit.ranks.shard is not None]
+    if split:
+        raise InvalidUsage(
+            f"{type(optimizer).__name__} looks at a parameter as a whole (its rows, its norm, or all parameters at "
+            "once), and this rank has a piece of it: use an optimizer that works element by element (SGD, Adam, AdamW, "
+            f"...), give the parameters of {split[0]!r} to another one, or keep them whole by ignored_params or "
+            "ShardingStrategy.NO_SHARD",
+            op=f"{type(optimizer).__name__}.step", rank=split[0].ranks.world.rank,
+        )  # fmt: skip
+
+
+@functools.cache
+def watch_state_dicts() -> None:
+    """Let torch.distributed.checkpoint.state_dict's functions raise for optimizers of pieces.
+
+    ``get_state_dict``, ``get_optimizer_state_dict``, ``set_state_dict`` and ``set_optimizer_state_dict`` call this one
+    by its name in their module, so that it doesn't matter who has imported them, and when.
+    """
+    begin = torchs._init_optim_state
+
+    @functools.wraps(begin)
+    def _init_optim_state(optim, *args, **kwargs):
+        if units_of_parameters(param for group in optim.param_groups for param in group["params"]):
+            raise InvalidUsage(
+                "torch.distributed.checkpoint.state_dict's functions take this rank's pieces for the optimizer's whole "
+                "state: use collectives.sharded.get_optimizer_state_dict and set_optimizer_state_dict (with "
+                "get_model_state_dict and set_model_state_dict in place of get_state_dict and set_state_dict), or "
+                "collectives.sharded.save and load",
+                op="get_optimizer_state_dict",
+            )
+        return begin(optim, *args, **kwargs)
+
+    torchs._init_optim_state = _init_optim_state

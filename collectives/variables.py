@@ -1,0 +1,62 @@
+"""The environment variables of this package: all their names, and readers that refuse what they can't mean.
+
+What each one sets stands in the README. Variables of which one module alone knows the values are read there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Mapping
+
+from .errors import InvalidArgument
+
+__all__ = ["KNOWN", "check", "label", "switch"]
+
+_PREFIX = "COLLECTIVES_"
+KNOWN = frozenset(
+    _PREFIX + name
+    for name in """
+    ALGORITHM AUTO BLOCK CHECK CHUNK ENGINE ERROR_FEEDBACK HOST_CHUNK HOST_ID HOST_LIBRARY ISA JOB_ID KERNEL_THREADS
+    NCCL_LIBRARY OVERLAP REQUIRE_GPU STOCHASTIC_ROUNDING STREAMS TIMELINE TUNE_FILE WIRE
+    """.split()
+)
+_OTHERS = ("COLLECTIVES_TEST_",)  # the tests' own
+_LONGEST_LABEL = 255
+
+_warned: set[str] = set()
+
+
+def switch(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Read a variable that is 0 or 1; not set or empty: 0. Raises `InvalidArgument` for anything else."""
+    value = (os.environ if environ is None else environ).get(name, "").strip()
+    if value not in ("", "0", "1"):
+        raise InvalidArgument(f"{name} must be 0 or 1, not {value!r}")
+    return value == "1"
+
+
+def label(name: str) -> str:
+    """Read a variable that is a name, "" where it isn't set. Raises `InvalidArgument` where it is set and empty."""
+    value = os.environ.get(name)
+    if value is None:
+        return ""
+    value = value.strip()
+    if not 0 < len(value) <= _LONGEST_LABEL:
+        wrong = f"has more than {_LONGEST_LABEL} letters" if value else "is set and empty: unset it, or give it a value"
+        raise InvalidArgument(f"{name} {wrong}")
+    return value
+
+
+def check() -> None:
+    """Refuse values that can't be meant, and warn once of each variable that looks like one of ours and is none."""
+    switch("COLLECTIVES_CHECK")
+    label("COLLECTIVES_HOST_ID")
+    for name in os.environ:
+        if name.startswith(_PREFIX) and name not in KNOWN and name not in _warned and not name.startswith(_OTHERS):
+            _warned.add(name)
+            known = [each.removeprefix(_PREFIX) for each in sorted(KNOWN)]
+            near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
+            hint = f": is {_PREFIX}{near[0]} meant?" if near else ""
+            # A later version may know it, so it is no error.
+            warnings.warn(f"the variable {name} is unknown to this version and sets nothing{hint}", stacklevel=3)

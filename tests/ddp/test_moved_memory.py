@@ -1,0 +1,106 @@
+"""What is kept from step to step by a bucket's stream, and goes on in another one's: residuals, PowerSGD's factors.
+
+Which orders and records there are is looked at here on the host, with streams that are names; that they suffice is for
+the simulated GPU.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from collectives import powersgd, wire
+from collectives.powersgd import PowerSGD
+from collectives.wire import Bucket, Factor, Residuals, follow, transport
+
+
+class Stream:
+    """What `follow` needs of one."""
+
+    def __init__(self):
+        self.waited = []
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+
+class OnGPU:
+    device = torch.device("cuda", 0)
+
+    def __init__(self):
+        self.recorded = []
+
+    def record_stream(self, stream):
+        self.recorded.append(stream)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_follow_waits_and_records(capturing):
+    one, other, memory = Stream(), Stream(), OnGPU()
+    with (
+        mock.patch.object(torch.cuda, "current_stream", lambda device: now),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: capturing),
+    ):
+        now = one
+        assert follow(None, memory) is one and follow(one, memory) is one
+        assert memory.recorded == [] and one.waited == []
+        now = other
+        assert follow(one, memory) is other
+        assert memory.recorded == [other] and one.waited == [] and other.waited == ([] if capturing else [one])
+    assert follow(None, torch.ones(1)) is None
+
+
+class Streams:
+    """Stands for `follow`: what was used last by which stream, and is used now by `current`."""
+
+    def __init__(self):
+        self.current = "a"
+        self.last: dict[int, str] = {}  # by address of the memory
+
+    def follow(self, last, *tensors):
+        for tensor in tensors:
+            address = tensor.untyped_storage().data_ptr()
+            assert last is None or self.last[address] == last
+            self.last[address] = self.current
+        return self.current
+
+
+class Alone:
+    size, rank, device = 1, 0, torch.device("cpu")
+
+    def empty(self, count, dtype):
+        return torch.empty(count, dtype=dtype)
+
+    def all_reduce(self, values, op="sum"):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["residuals", "powersgd"])
+def test_what_moves_between_buckets_follows_its_stream(kind):
+    """All memory that a bucket reads was taken over by its stream: its own, and that of the buckets before."""
+    streams = Streams()
+    params = [nn.Parameter(torch.ones(20, 30)) for _ in range(4)]
+    residuals, factors, comm = Residuals(), PowerSGD(1, error_feedback=True), Alone()
+
+    def step(*groups):
+        for name, group in zip("ab", groups, strict=True):
+            streams.current = name
+            bucket = Bucket(torch.ones(600 * len(group)), [params[at] for at in group], None, group[0])
+            read = []
+            if kind == "residuals":
+                read = [view[1] for view in map(residuals._views.get, map(id, bucket.params)) if view is not None]
+                residuals.of(bucket)
+            else:
+                read = [known[1] for known in map(factors._starts.get, map(id, bucket.params)) if known is not None]
+                factors.reduce(comm, bucket, Factor())
+            assert all(streams.last[each.untyped_storage().data_ptr()] == name for each in read)
+
+    with mock.patch.object(wire, "follow", streams.follow), mock.patch.object(powersgd, "follow", streams.follow):
+        step([0, 1], [2, 3])
+        step([2, 0], [3, 1])  # DDP has made its buckets anew
+        step([2, 0], [3, 1])
+        step([3, 1], [2, 0])  # the same buckets on the other streams
+        memory = transport(comm, 64)
+        streams.current = "c"
+        assert transport(comm, 32) is memory and streams.last[memory.untyped_storage().data_ptr()] == "c"

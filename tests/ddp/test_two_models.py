@@ -1,0 +1,336 @@
+"""Several modules in one process: the names of their parameters, and what a state saves of each and goes on with.
+
+Equal names of parameters, garbage that Python has collected on one rank only, and models that still live beside their
+successors: none of it may change a gradient.
+"""
+
+import gc
+import io
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import collectives
+from collectives import HookState, errors, names, torch_changes
+from tests.ddp.training import BUCKET_MB, Branches, gradients, loss_of, make_model, over_gloo, run, wrap
+
+
+def generator_and_critic():
+    """Two models whose parameters have the same names, and which have other buckets."""
+    torch.manual_seed(3)
+    return [
+        nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 5)),
+        nn.Sequential(nn.Linear(12, 50), nn.Tanh(), nn.Linear(50, 10), nn.Tanh(), nn.Linear(10, 5)),
+    ]
+
+
+def wrapped(models, states, ctx, collects):
+    found = []
+    for model, state in zip(models, states, strict=True):
+        found.append(wrap(model, "torch", state))
+        if collects and ctx.rank == 1:
+            gc.collect()
+    return found
+
+
+def steps(ddps, numbers, rank):
+    seen = []
+    for number in numbers:
+        for which, ddp in enumerate(ddps):
+            ddp.zero_grad()
+            loss_of(ddp, 10 * number + which, rank).backward()
+            seen += gradients(ddp)
+            with torch.no_grad():
+                for param in ddp.parameters():
+                    param.sub_(param.grad, alpha=0.1)
+    return seen
+
+
+@over_gloo
+def resumed(ctx, wire, stops, collects=False, keeps=False, shared=False):
+    """Six steps of both; with `stops`, the last three in new objects, made while those before live (`keeps`) or not."""
+    options = {"wire": wire, "error_feedback": True}
+    states = [HookState(**options)] * 2 if shared else [HookState(**options) for _ in range(2)]
+    models = generator_and_critic()
+    ddps = wrapped(models, states, ctx, collects)
+    seen = steps(ddps, range(3), ctx.rank)
+    old = None
+    if stops:
+        file = io.BytesIO()
+        torch.save({"states": states, "models": [model.state_dict() for model in models]}, file)
+        old = (states, models, ddps)
+        saved = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        if not keeps:
+            del old, states, ddps
+        states, models = saved["states"], generator_and_critic()
+        for model, values in zip(models, saved["models"], strict=True):
+            model.load_state_dict(values)
+        ddps = wrapped(models, states, ctx, collects)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        seen += steps(ddps, range(3, 6), ctx.rank)
+    kept = [state._wire.state_dict()["residuals"] for state in states[: 1 if shared else 2]]
+    return seen, kept
+
+
+def same(one, other):
+    return (
+        len(one[0]) == len(other[0])
+        and all(map(torch.equal, one[0], other[0]))
+        and [each.keys() for each in one[1]] == [each.keys() for each in other[1]]
+    )
+
+
+@pytest.mark.parametrize("wire, shared", [("int8", False), ("bf16", False), ("int8", True)])
+def test_two_models_with_equal_names_go_on_bit_for_bit(tmp_path, wire, shared):
+    whole = run(resumed, 2, tmp_path / "whole", wire, False, False, False, shared)
+    assert all(map(torch.equal, whole[0][0], whole[1][0]))
+    assert all(found.abs().max() > 0 for each in whole[0][1] for found in each.values())
+    for number, (collects, keeps) in enumerate(((True, True), (True, False))):
+        halves = run(resumed, 2, tmp_path / str(number), wire, True, collects, keeps, shared)
+        for rank in range(2):
+            assert same(halves[rank], whole[rank])
+            for kept, expected in zip(halves[rank][1], whole[rank][1], strict=True):
+                assert all(torch.equal(kept[name], expected[name]) for name in expected)
+
+
+@over_gloo
+def loaded_in_place(ctx):
+    """A state dict in a new state and a new model, as in a notebook, while the old ones live."""
+    state, model = HookState(wire="int8", error_feedback=True), make_model()
+    ddp = wrap(model, "torch", state)
+    steps([ddp], range(3), ctx.rank)
+    saved = state.state_dict()
+    other, again = HookState(wire="int8", error_feedback=True), make_model()
+    other.load_state_dict(saved)
+    again.load_state_dict(model.state_dict())
+    ddp_again = wrap(again, "torch", other)
+    alone = make_model()
+    alone.load_state_dict(model.state_dict())
+    loss_of(alone, 7, ctx.rank).backward()
+    owed = [p.grad + saved["wire"]["residuals"][name].view_as(p) for name, p in alone.named_parameters()]
+    loss_of(ddp_again, 7, ctx.rank).backward()
+    assert other._wire.residuals.unclaimed() == [] and len(saved["wire"]["residuals"]) == len(owed)
+    for total in owed:
+        dist.all_reduce(total)
+    lost = [2 * p.grad + _all(residual) for p, residual in zip(again.parameters(), _kept(other, again), strict=True)]
+    for a, b in zip(owed, lost, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    return len(state._wire.residuals._views)
+
+
+def _kept(state, model):
+    found = state._wire.state_dict()["residuals"]
+    return [found[name].view_as(param) for name, param in model.named_parameters()]
+
+
+def _all(tensor):
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def test_residuals_go_to_the_new_model_while_the_old_one_lives(tmp_path):
+    run(loaded_in_place, 2, tmp_path / "store")
+
+
+# ---- What doesn't fit.
+
+
+@over_gloo
+def exchanged(ctx):
+    """Two states of one model in other buckets, of which rank 1 loads the other one."""
+    states = [HookState(wire="int8", max_norm=1.0) for _ in range(2)]
+    caps = (BUCKET_MB, 1)
+    before = [wrap(make_model(), "torch", state, bucket_cap_mb=cap) for state, cap in zip(states, caps, strict=True)]
+    steps(before, range(2), ctx.rank)
+    file = io.BytesIO()
+    torch.save(states[ctx.rank], file)
+    ddp = wrap(make_model(), "torch", torch.load(io.BytesIO(file.getvalue()), weights_only=False))
+    with pytest.raises(errors.Mismatch, match="different buckets.*from .* on rank 0; .*1 from .* on rank 1") as caught:
+        steps([ddp], range(1), ctx.rank)
+    return caught.value.peers
+
+
+def test_other_saved_buckets_on_a_rank_are_a_mismatch(tmp_path):
+    assert run(exchanged, 2, tmp_path / "store") == [(1,), (0,)]
+
+
+@over_gloo
+def renamed(ctx, wire):
+    state = HookState(wire=wire, error_feedback=True)
+    before = wrap(make_model(), "torch", state)
+    steps([before], range(2), ctx.rank)
+    file = io.BytesIO()
+    torch.save(state, file)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    ddp = wrap(nn.Sequential(make_model()), "torch", state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps([ddp], range(4), ctx.rank)
+    assert set(state._wire.state_dict()["residuals"]) > {"0.weight", "0.0.weight"}  # not lost in the next state
+    return sorted(str(each.message) for each in caught if "HookState" in str(each.message))
+
+
+@pytest.mark.parametrize("wire", ["int8", "powersgd:1"])
+def test_what_was_loaded_for_no_parameter_is_named(tmp_path, wire):
+    for texts in run(renamed, 2, tmp_path / "store", wire):
+        (text,) = texts
+        assert "what the wire had kept of 0." in text and "no module that is registered" in text
+
+
+@over_gloo
+def other_buckets(ctx):
+    """The saved model had a part without gradients, which the resumed one has."""
+    state, model = HookState(wire="int8"), make_model()
+    model[0].requires_grad_(False)
+    before = wrap(model, "torch", state)
+    for number in range(2):
+        loss_of(before, number, ctx.rank).backward()
+    file = io.BytesIO()
+    torch.save(state, file)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    with pytest.warns(RuntimeWarning, match="only one of both has 0.bias, 0.weight"):
+        steps([wrap(make_model(), "torch", state)], range(1), ctx.rank)
+
+
+def test_saved_buckets_of_other_gradients_are_named(tmp_path):
+    run(other_buckets, 2, tmp_path / "store")
+
+
+# ---- The names.
+
+
+def test_names_go_by_the_order_of_registration():
+    known, models = names.Names(), generator_and_critic()
+    for model in models:
+        known.register(model)
+    gone = nn.Sequential(nn.Linear(2, 2))
+    known.register(gone)
+    del gone
+    gc.collect()
+    last = nn.Sequential(nn.Linear(2, 2))
+    known.register(last)
+    known.register(models[0])
+    assert known.of(models[0].parameters())[:2] == ["0.weight", "0.bias"]
+    assert known.of(models[1].parameters())[:2] == ["2:0.weight", "2:0.bias"]
+    assert known.of(last.parameters()) == ["4:0.weight", "4:0.bias"]
+    assert known.of([nn.Parameter(torch.ones(1))]) == [None]
+    assert known.unknown(["0.weight", "4:0.bias", "5:0.bias"]) == ["5:0.bias"]
+    assert names.Names().of(models[1].parameters()) == [None] * 6  # no hook is on it
+    assert names.names_of(models[1].parameters())[:1] == ["0.weight"]
+
+
+def own_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return collectives.fused_allreduce(state[0], bucket)
+
+
+@over_gloo
+def by_own_hooks(ctx):
+    state = HookState(wire="int8", error_feedback=True)
+    models = generator_and_critic()
+    ddps = [wrap(model, "plain") for model in models]
+    for ddp in ddps:
+        ddp.register_comm_hook([state], own_hook)
+    state.register(models[1])
+    steps(ddps, range(1), ctx.rank)
+    found = state._wire.state_dict()["residuals"]
+    assert found["0.weight"].numel() == models[1][0].weight.numel()
+    assert found["2:0.weight"].numel() == models[0][0].weight.numel()
+    assert torch_changes.ddps_of(models[0][0].weight) == [ddps[0]]
+    # The same parameters in another DDP object keep their names.
+    again = wrap(models[0], "torch", state, find_unused_parameters=True)
+    assert names.module_of(list(models[0].parameters())) is again
+    steps([again], range(1), ctx.rank)
+    assert state._wire.state_dict()["residuals"].keys() == found.keys()
+
+
+def test_hooks_of_the_users_own(tmp_path):
+    run(by_own_hooks, 2, tmp_path / "store")
+
+
+def test_nothing_is_found_by_a_walk_over_objects():
+    for path in Path(collectives.__file__).parent.rglob("*.py"):
+        assert not re.search(r"get_objects|get_referrers", path.read_text()), path
+
+
+# ---- GradScalers.
+
+
+class OwnScale(torch.amp.GradScaler):
+    def scale(self, outputs):
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(outputs.device)
+        return outputs * self._scale
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, OwnScale])
+def test_scalers_are_found_once_they_scale(kind):
+    gc.collect()
+    assert torch_changes.scalers_in_use() == []
+    scaler, off = kind("cpu"), kind("cpu", enabled=False)
+    assert HookState()._find_scaler() is None
+    scaler.scale(torch.ones(1))
+    state = HookState()
+    assert torch_changes.scalers_in_use() == [scaler] and state._find_scaler() is scaler
+    second = kind("cpu")
+    second.scale(torch.ones(1))
+    assert state._find_scaler() is scaler
+    with pytest.raises(errors.InvalidUsage, match="there are 2 GradScalers in use"):
+        HookState()._find_scaler()
+    second.cycle = second
+    del second
+    assert HookState()._find_scaler() is scaler  # the other one is garbage, collected or not
+    del scaler, off
+
+
+def test_a_scaler_that_began_before_the_import_is_found():
+    scaler = torch.amp.GradScaler("cpu")
+    torch.amp.GradScaler._lazy_init_scale_growth_tracker.__wrapped__(scaler, torch.device("cpu"))
+    assert torch_changes.scalers_in_use() == []
+    scaler.scale(torch.ones(1))
+    assert torch_changes.scalers_in_use() == [scaler]
+
+
+# ---- Ranks.
+
+
+@over_gloo
+def over_a_part(ctx, how):
+    group, other = dist.new_group([0, 2]), dist.new_group([1])
+    mine = other if ctx.rank == 1 else group
+    ddp = torch.nn.parallel.DistributedDataParallel(nn.Linear(12, 5), process_group=mine, bucket_cap_mb=BUCKET_MB)
+    match = r"HookState\(process_group=group\)"
+    if how == "own hook":
+        ddp.register_comm_hook([None], own_hook)
+        with pytest.raises(errors.InvalidUsage, match=match):
+            ddp(torch.ones(1, 12)).sum().backward()
+        return None
+    with pytest.raises(errors.InvalidUsage, match=match):
+        ddp.register_comm_hook(HookState() if how == "state" else None, collectives.fused_allreduce)
+    # Nothing was registered: what the message says to write works.
+    ddp.register_comm_hook(HookState(process_group=mine), collectives.fused_allreduce)
+    ddp(torch.full((1, 12), float(ctx.rank))).sum().backward()
+    return ddp.module.weight.grad[0, 0].item()
+
+
+@pytest.mark.parametrize("how", ["none", "state", "own hook"])
+def test_ddp_over_a_part_of_the_ranks_needs_a_group(tmp_path, how):
+    assert run(over_a_part, 3, tmp_path / "store", how) == ([None] * 3 if how == "own hook" else [1.0, 1.0, 1.0])
+
+
+@over_gloo
+def over_all_ranks(ctx):
+    """Another group of all ranks is none to be named."""
+    group = dist.new_group([0, 1])
+    ddp = torch.nn.parallel.DistributedDataParallel(Branches(), process_group=group, find_unused_parameters=True)
+    ddp.register_comm_hook(None, collectives.fused_allreduce)
+    loss_of(ddp, 0, ctx.rank).backward()
+
+
+def test_ddp_over_another_group_of_all_ranks(tmp_path):
+    run(over_all_ranks, 2, tmp_path / "store")

@@ -1,0 +1,227 @@
+"""A rank that waits for others to open a communicator: the others die, never come, or are late."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives import errors, fused_allreduce, presence, waiting
+from collectives.control import beside
+from tests.launch.processes import clean_environment, finish, free_port, started
+from tests.ranks import run_ranks
+
+
+class Branches(nn.Module):
+    """Two layers, of which an input may use one alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, both):
+        return self.other(x) + self.one(x) if both else self.other(x)
+
+
+def open_group(ctx, port, seconds):
+    store = dist.TCPStore("127.0.0.1", port, ctx.size, ctx.rank == 0, wait_for_workers=False)
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", store=store, rank=ctx.rank, world_size=ctx.size, timeout=limit)
+
+
+def hooked():
+    module = DistributedDataParallel(Branches())
+    module.register_comm_hook(None, fused_allreduce)
+    return module
+
+
+def backward(module, both=True):
+    module(torch.ones(2, 4), both).sum().backward()
+
+
+# ---- A rank that dies.
+
+
+def dies_first(ctx, port, victim):
+    open_group(ctx, port, 50)
+    module = hooked()
+    ctx.barrier()
+    if ctx.rank == victim:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(errors.RemoteError) as caught:
+        backward(module)
+    dist.destroy_process_group()
+    return pickle.dumps((caught.value.peers, str(caught.value)))
+
+
+@pytest.mark.parametrize(("n", "victim"), [(2, 0), (3, 2)])
+def test_a_rank_killed_before_its_first_backward(n, victim):
+    """Rank 0's process serves the group's store: without that, the others know what they had read of it before."""
+    results = run_ranks(dies_first, n, free_port(), victim, timeout=45, deaths={victim})
+    for rank in set(range(n)) - {victim}:
+        peers, text = pickle.loads(results[rank])
+        assert peers == (victim,) and f"rank {victim}" in text and "has ended" in text and "gradient bucket" in text
+
+
+RAISES = """
+import os, sys, torch, torch.distributed as dist
+from tests.faults.test_waits import backward, hooked
+from datetime import timedelta
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+module = hooked()
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ValueError("no such file: data.csv")
+try:
+    backward(module)
+except Exception as error:
+    print("RESULT", __import__("json").dumps({"kind": type(error).__name__, "text": str(error), "rank": 0}))
+os._exit(0)  # Gloo's destructor may wait for a peer that is gone
+"""
+
+
+def test_a_rank_on_another_machine_that_an_exception_ends():
+    """Its process can't be seen, but it leaves a note."""
+    port = free_port()
+    commands = [
+        (
+            [sys.executable, "-c", RAISES],
+            clean_environment(
+                RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, COLLECTIVES_HOST_ID=rank
+            ),
+        )
+        for rank in range(2)
+    ]
+    with started(*commands) as running:
+        (result,), codes, _ = finish(running, 40)
+    assert codes == [0, 1] and result["kind"] == "RemoteError"
+    assert "rank 1: it ended with ValueError: no such file: data.csv" in result["text"]
+
+
+# ---- A rank that doesn't come.
+
+
+def stays_away(ctx, port, how):
+    open_group(ctx, port, 2)
+    module = hooked() if ctx.rank == 0 or how == "unused" else DistributedDataParallel(Branches())
+    kind = errors.CollectiveTimeout if ctx.rank == 0 else RuntimeError  # Gloo's, or none
+    try:
+        backward(module, both=ctx.rank == 0 or how != "unused")
+    except kind as error:
+        found = getattr(error, "peers", None), str(error)
+    else:
+        found = None, ""
+    ctx.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("how", ["hook on one rank", "unused"])
+def test_the_groups_timeout_ends_the_wait(how):
+    peers, text = run_ranks(stays_away, 2, free_port(), how, timeout=45)[0]
+    assert peers == (1,) and "rank 1 of 2 did not come within 2 s to open the communicator of process group" in text
+
+
+def limits(ctx, port):
+    open_group(ctx, port, 17)
+    from collectives.torch_groups import communicator_over
+
+    found = []
+    for group in (dist.group.WORLD, dist.new_group([0, 1], timeout=timedelta(seconds=19))):
+        comm = communicator_over(group, torch.device("cpu"))
+        found.append(comm.timeout)
+        comm.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_communicator_has_its_groups_timeout():
+    assert run_ranks(limits, 2, free_port()) == [[17.0, 19.0]] * 2
+
+
+# ---- A rank that is late.
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def late(ctx, port):
+    lines = Lines()
+    logging.getLogger("collectives").addHandler(lines)
+    open_group(ctx, port, 30)
+    module, comm = hooked(), ctx.new_communicator()
+    with mock.patch.object(waiting, "SAY_AFTER_S", 0.2):
+        time.sleep(1.0 * ctx.rank)
+        backward(module)
+        ctx.barrier()
+        time.sleep(0.8 * ctx.rank)
+        beside(comm).close()
+    comm.close()
+    logging.getLogger("collectives").removeHandler(lines)
+    del module
+    ctx.barrier()
+    dist.destroy_process_group()
+    return lines.lines
+
+
+def test_a_long_wait_is_said_on_the_log():
+    lines, none = run_ranks(late, 2, free_port())
+    assert not none and all(line.startswith("WARNING rank 0 has waited") for line in lines)
+    for purpose in ("rank 1 to open the communicator of process group", "other ranks to open a second communicator"):
+        assert any(purpose in line for line in lines), lines
+    assert "; it goes on for at most 30 s more" in lines[0]
+
+
+# ---- Processes.
+
+
+def test_whether_a_process_has_ended():
+    own = presence.this_process()
+    assert not presence.has_ended(own)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    machine, namespace, _, _ = own.split("|")
+    name = f"{machine}|{namespace}|{child.pid}|{presence.start_time(child.pid)}"
+    assert not presence.has_ended(name)
+    assert presence.has_ended(f"{machine}|{namespace}|{child.pid}|1")  # its number was used again
+    child.stdin.close()
+    until = time.monotonic() + 20
+    while not presence.has_ended(name) and time.monotonic() < until:  # a zombie has ended, too
+        time.sleep(0.02)
+    assert presence.has_ended(name)
+    child.wait()
+    assert presence.has_ended(name)
+    for unknown in ("", "a|b|c|d", f"elsewhere|{namespace}|{child.pid}|1", f"{machine}|other|{child.pid}|1"):
+        assert not presence.has_ended(unknown)
+
+
+def test_a_wait_in_a_library_says_so_from_a_thread():
+    lines = Lines()
+    logging.getLogger("collectives").addHandler(lines)
+    try:
+        with mock.patch.object(waiting, "SAY_AFTER_S", 0.05), waiting.said("to come", 3, None, lambda: [1, 2]):
+            until = time.monotonic() + 20
+            while not lines.lines and time.monotonic() < until:
+                time.sleep(0.01)
+    finally:
+        logging.getLogger("collectives").removeHandler(lines)
+    assert lines.lines[0] == "WARNING rank 3 has waited 0 s for ranks 1, 2 to come; it goes on with no limit"

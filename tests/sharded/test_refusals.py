@@ -1,0 +1,168 @@
+"""What would be wrong on pieces raises: optimizers that look at whole parameters, torch's functions for their state."""
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as torchs
+from torch import nn
+
+import collectives
+from collectives.errors import InvalidUsage
+from collectives.sharded import ShardedDataParallel, ShardingStrategy, fully_shard
+from collectives.sharded.refusals import _is_elementwise
+from tests.ranks import run_ranks
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 5, bias=False))
+
+
+def backward(model, rank, step=0):
+    torch.manual_seed(10 * step + rank)
+    model(torch.randn(4, 6)).square().sum().backward()
+
+
+class Third(torch.optim.Optimizer):
+    """A stranger's optimizer, element by element: Lion."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                mean = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                param.sub_(group["lr"] * torch.sign(0.9 * mean + 0.1 * param.grad))
+                mean.lerp_(param.grad, 0.01)
+
+
+class PytorchLAMB(Third):
+    pass
+
+
+class SingleDeviceMuonWithAuxAdam(Third):
+    pass
+
+
+class Derived(PytorchLAMB):
+    pass
+
+
+def refused(ctx):
+    comm = ctx.communicator()
+    kinds = [torch.optim.Adafactor, torch.optim.LBFGS, PytorchLAMB, SingleDeviceMuonWithAuxAdam, Derived]
+    kinds += [torch.optim.Muon] if hasattr(torch.optim, "Muon") else []
+    found = {}
+    for kind in kinds:
+        model = fully_shard(net(), comm=comm)
+        before = [param.detach().clone() for param in model.parameters()]
+        backward(model, ctx.rank)
+        optimizer = kind(model.parameters())
+        try:
+            optimizer.step(lambda: 0.0)
+        except InvalidUsage as error:
+            untouched = all(map(torch.equal, before, model.parameters()))
+            found[kind.__name__] = untouched and kind.__name__ in str(error) and "piece" in str(error)
+        else:
+            found[kind.__name__] = False
+        whole = ShardedDataParallel(net(), comm=comm, sharding_strategy=ShardingStrategy.NO_SHARD)
+        backward(whole, ctx.rank)
+        kind(whole.parameters()).step(lambda: 0.0)
+    return found
+
+
+def test_optimizers_of_whole_parameters_raise_at_their_first_step():
+    for found in run_ranks(refused, 2):
+        assert len(found) >= 5
+        assert all(found.values()), found
+
+
+def test_which_optimizers_are_element_by_element():
+    named = "SGD Adam AdamW NAdam RAdam Adagrad Adadelta RMSprop Rprop Adamax ASGD SparseAdam".split()
+    mine = [collectives.optim.SGD, collectives.optim.Adam, collectives.optim.AdamW, Third]
+    for kind in [*(getattr(torch.optim, name) for name in named), *mine]:
+        assert _is_elementwise(kind), kind
+    names = "Lion Lamprey Polarstern Camera Soaping Sophia AdEMAMix ScheduleFreeAdamW LambdaSGD Lomo DecoupledAdamW"
+    for name in names.split():
+        assert _is_elementwise(type(name, (torch.optim.Optimizer,), {})), name
+    names = "Lamb LAMB FusedLAMB LAMB8bit Lars LARS PytorchLARS LARC Adafactor AdaFactor Muon DistributedShampoo SOAP"
+    names += " FusedNovoGrad Adam_mini AdamMini CAME SM3 Prodigy DAdaptAdam GaLoreAdamW LBFGS FullBatchLBFGS"
+    for name in names.split():
+        assert not _is_elementwise(type(name, (torch.optim.Optimizer,), {})), name
+
+
+def third(ctx):
+    model = fully_shard(net(), comm=ctx.communicator())
+    optimizer = Third(model.parameters())
+    plain = net()
+    theirs = Third(plain.parameters())
+    for step in range(3):
+        backward(model, ctx.rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank in range(ctx.size):
+            backward(plain, rank, step)
+        for param in plain.parameters():
+            param.grad /= ctx.size
+        theirs.step()
+        theirs.zero_grad()
+    state = model.state_dict()
+    return [name for name, value in plain.state_dict().items() if not torch.allclose(value, state[name], atol=1e-6)]
+
+
+def test_an_unknown_optimizer_element_by_element_trains():
+    assert run_ranks(third, 2) == [[], []]
+
+
+def states(ctx, path):
+    store = dist.FileStore(path, ctx.size)
+    dist.init_process_group("gloo", store=store, rank=ctx.rank, world_size=ctx.size)
+    try:
+        model = fully_shard(net(), comm=ctx.communicator())
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        backward(model, ctx.rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain = net()
+        theirs = torch.optim.Adam(plain.parameters(), 0.01)
+        backward(plain, 0)
+        theirs.step()
+        theirs.zero_grad()
+        whole, state = torchs.get_state_dict(plain, theirs)  # those of others go on
+        calls = {
+            "get_state_dict": lambda: torchs.get_state_dict(model, optimizer),
+            "get_optimizer_state_dict": lambda: torchs.get_optimizer_state_dict(
+                model, [optimizer], options=torchs.StateDictOptions(full_state_dict=True)
+            ),
+            "set_state_dict": lambda: torchs.set_state_dict(
+                model, optimizer, model_state_dict=dict(whole), optim_state_dict=state
+            ),
+            "set_optimizer_state_dict": lambda: torchs.set_optimizer_state_dict(model, optimizer, state),
+        }
+        found = {}
+        for name, call in calls.items():
+            try:
+                call()
+            except InvalidUsage as error:
+                found[name] = "collectives.sharded.get_optimizer_state_dict" in str(error)
+            else:
+                found[name] = False
+        for full in (False, True):  # a model's are right
+            options = torchs.StateDictOptions(full_state_dict=full)
+            torchs.set_model_state_dict(model, dict(plain.state_dict()), options=options)
+            got = torchs.get_model_state_dict(model, options=options)
+            found["model", full] = all(torch.equal(value, got[name]) for name, value in plain.state_dict().items())
+        options = torchs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        doubled = {name: 2 * value for name, value in plain.state_dict().items()}
+        torchs.set_model_state_dict(model, dict(doubled) if ctx.rank == 0 else {}, options=options)
+        got = model.state_dict()
+        found["model from rank 0"] = all(torch.equal(value, got[name]) for name, value in doubled.items())
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torchs_functions_for_optimizer_state_raise(tmp_path):
+    for rank, found in enumerate(run_ranks(states, 2, str(tmp_path / "store"))):
+        assert all(found.values()), (rank, found)
