@@ -118,6 +118,16 @@ cdef class ArrayReader:
         """Whether tensors are read: there was an exchange table, and of a version that is known here."""
         return self.table is not NULL
 
+    def current_stream(self):
+        """Return the stream on which the short way would put a call: 0 on the CPU, None where it can't be read."""
+        cdef void* current = NULL
+        if self.device_type == collDLCPU:
+            return 0
+        if self.table is NULL or self.table.current_stream(self.device_type, self.device_id, &current) != 0:
+            PyErr_Clear()
+            return None
+        return <size_t> current
+
     def read(self, array, bint writes=True):
         """Return (address, count, dtype code) of an array; None where it isn't one that can be used as it lies.
 

@@ -83,8 +83,19 @@ class RankContext:
         self.engine: str = call["engine"]
         self.timeout: float = call["timeout"]
         self.pids: list[int] = call["pids"]
-        self._key = (self.engine, tuple(self.pids), tuple(sorted(call["env"].items())))
+        self.device_name: str = call["device"]
+        envs = tuple(tuple(sorted(each.items())) for each in call["envs"])  # of all ranks, so that all have one key
+        self._key = (self.engine, tuple(self.pids), envs)
         self._opened: list = []
+
+    @property
+    def device(self):
+        """The torch device of this rank: the host, its GPU, or its simulated one (``device=`` of run_ranks)."""
+        import torch
+
+        if self.device_name == "simulated":
+            return torch.device("cuda", self.rank)
+        return torch.device("cpu" if self.engine == "host" else "cuda:0")
 
     def exchange(self, value, ranks=None) -> list:
         """Give ``value`` to every rank of ``ranks`` (default: all) and return theirs, in rank order. Waits for all."""
@@ -132,8 +143,7 @@ class RankContext:
 
         bind_submodules()
         engine = collectives.engine.get_engine(self.engine)
-        device = "cpu" if self.engine == "host" else "cuda:0"
-        settings = {"device": device, "local_rank": self.rank, "local_size": self.size, **options}
+        settings = {"device": self.device, "local_rank": self.rank, "local_size": self.size, **options}
         return collectives.communicator.Communicator(engine, self.unique_id(), self.rank, self.size, **settings)
 
     def communicator(self):
@@ -178,7 +188,14 @@ def serve(pipe: Connection) -> None:
         os.environ.update(call["env"])
         ctx = RankContext(pipe, call)
         try:
-            answer = ("result", find_function(call)(ctx, *call["args"]))
+            function = find_function(call)
+            if call["device"] == "simulated":
+                from tests.streams.running import simulated
+
+                with simulated(ctx, call):
+                    answer = ("result", function(ctx, *call["args"]))
+            else:
+                answer = ("result", function(ctx, *call["args"]))
         except BaseException as error:  # also KeyboardInterrupt and SystemExit: the test decides what they mean
             answer = ("error", error, "".join(traceback.format_exception(error)))
         try:
@@ -219,6 +236,10 @@ def main(fd: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if os.environ.get("COLLECTIVES_SIMULATED_GPU"):  # tests/streams: before torch is imported
+        from tests.streams import start
+
+        start.start(int(os.environ["COLLECTIVES_SIMULATED_GPU"]))
     with light_package():  # then `from collectives.errors import ...` in a test does not import torch
         importlib.import_module("collectives.errors")
     serve(Connection(fd))

@@ -107,16 +107,22 @@ class Worker:
 
 
 class Pool:
-    """Long-lived workers; a run with n ranks takes the first n. Workers of a failed run are killed, never reused."""
+    """Long-lived workers; a run with n ranks takes the first n. Workers of a failed run are killed, never reused.
 
-    def __init__(self):
+    `start_env`: what is set in all of them before they start, by rank; the last one holds for all that follow.
+    """
+
+    def __init__(self, start_env: tuple[dict[str, str], ...] = ({},)):
+        self.start_env = start_env
         self.workers: list[Worker] = []
         self.owner = os.getpid()
 
     def take(self, n: int) -> list[Worker]:
+        if any(not w.alive() for w in self.workers[:n]) and len(self.start_env) > 1:
+            self.drop(list(self.workers))  # each has the variables of its rank
         self.drop([w for w in self.workers if not w.alive()])
         while len(self.workers) < n:
-            self.workers.append(Worker({}))
+            self.workers.append(Worker(_of_rank(self.start_env, len(self.workers))))
         return self.workers[:n]
 
     def drop(self, workers: list[Worker]) -> None:
@@ -129,8 +135,28 @@ class Pool:
             self.drop(list(self.workers))
 
 
-_pool = Pool()
-atexit.register(_pool.close)
+# Of a process with simulated GPUs (tests/streams): each rank has one, and there are more.
+SIMULATED = {"COLLECTIVES_SIMULATED_GPU": "4"}
+_pools: dict[tuple, Pool] = {}  # by what was set before their processes started
+
+
+def _of_rank(envs, rank: int) -> dict[str, str]:
+    return envs[min(rank, len(envs) - 1)]
+
+
+def _by_rank(env) -> tuple[dict[str, str], ...]:
+    """Return one dictionary of texts for each rank; one alone holds for all."""
+    envs = (env or {},) if isinstance(env, dict | None) else tuple(env)
+    return tuple({key: str(value) for key, value in each.items()} for each in envs)
+
+
+def _pool_of(start_env) -> Pool:
+    envs = _by_rank(start_env)
+    key = tuple(tuple(sorted(each.items())) for each in envs)
+    if key not in _pools:
+        _pools[key] = Pool(envs)
+        atexit.register(_pools[key].close)
+    return _pools[key]
 
 
 class Run:
@@ -149,7 +175,7 @@ class Run:
     def start(self, call: dict) -> None:
         for rank, worker in enumerate(self.workers):
             worker.log_start = os.fstat(worker.log.fileno()).st_size
-            worker.pipe.send({**call, "rank": rank})
+            worker.pipe.send({**call, "rank": rank, "env": _of_rank(call["envs"], rank)})
 
     def open_ranks(self) -> list[int]:
         return [r for r in range(len(self.workers)) if r not in self.results and r not in self.errors]
@@ -235,19 +261,29 @@ class Run:
         return RankFailure("\n".join(parts), errors)
 
 
-def run_ranks(fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, deaths=()):
+def run_ranks(
+    fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, deaths=(), start_env=None, device=""
+):
     """Call ``fn(ctx, *args)`` on n rank processes and return the n results, in rank order.
 
     ``ctx`` is a :class:`tests.rank_process.RankContext`. ``fn`` is a module-level function. ``timeout``: seconds
     for the whole call, start of the processes included. ``env``: set in the processes during the call; with
-    ``fresh=True`` before they start, in processes of their own that are ended afterwards. ``deaths``: ranks that are to
-    end their process, whose result is a :class:`Died`. Raises RankFailure when a rank raises, hangs, dies unexpectedly,
+    ``fresh=True`` before they start, in processes of their own that are ended afterwards. ``start_env``: set before the
+    processes start, which are kept for later calls with the same one: for libraries that read a variable once. Either
+    is a dictionary for all ranks or a list with one for each rank. ``deaths``: ranks that are to end their process,
+    whose result is a :class:`Died`. ``device="simulated"``: in processes with simulated GPUs, with engine "nccl" in
+    front of the host engine (tests/streams/README.md). Raises RankFailure when a rank raises, hangs, dies unexpectedly,
     or was to die and lived.
     """
     __tracebackhide__ = True
-    env = {key: str(value) for key, value in (env or {}).items()}
-    deaths = frozenset(deaths)
-    workers = [Worker(env) for _ in range(n)] if fresh else _pool.take(n)
+    if device == "simulated":
+        engine, start_env = "nccl", {**SIMULATED, **(start_env or {})}
+    envs, deaths = _by_rank(env), frozenset(deaths)
+    pool = _pool_of(start_env)
+    if fresh:
+        workers = [Worker({**_of_rank(pool.start_env, r), **_of_rank(envs, r)}) for r in range(n)]
+    else:
+        workers = pool.take(n)
     run = Run(workers, timeout, deaths)
     code = fn.__code__
     keep = False
@@ -260,7 +296,8 @@ def run_ranks(fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, 
                 "args": args,
                 "size": n,
                 "engine": engine,
-                "env": env,
+                "device": device,
+                "envs": envs,
                 "timeout": timeout,
                 "path": list(sys.path),
                 "pids": [w.pid for w in workers],
@@ -279,4 +316,5 @@ def run_ranks(fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, 
         return [run.results[r] for r in range(n)]
     finally:
         if not keep:
-            _pool.drop(workers)
+            # A process with simulated GPUs keeps its rank, and so its GPU.
+            pool.drop([*pool.workers, *workers] if device else workers)

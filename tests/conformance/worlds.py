@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests import one_gpu
 from tests.ranks import run_ranks
 
 __all__ = ["SMALL_CHUNK", "WORLDS", "check", "environment"]
@@ -20,9 +21,7 @@ WORLDS = [
 def environment(engine: str, chunk: int | None = SMALL_CHUNK) -> dict[str, str]:
     if engine == "host":
         return {} if chunk is None else {"COLLECTIVES_HOST_CHUNK": str(chunk)}
-    # Several ranks on one GPU: experimental since NCCL 2.30. Few channels and no NVLS, or they wait for room for ever.
-    # NCCL reads these once in the life of a process, so a world of one sets them as well.
-    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"}
+    return {}
 
 
 def version_and_function(ctx, name):
@@ -35,12 +34,12 @@ def check(fn, engine: str, n: int, *args, timeout=100.0, chunk: int | None = SMA
     ``needs``: a C function that an older NCCL may lack; the test is skipped there.
     """
     __tracebackhide__ = True
+    options = {}
     if engine == "nccl":
-        ((version, has),) = run_ranks(version_and_function, 1, needs, engine=engine, env=environment(engine))
-        if n > 1 and version < 23000:
-            pytest.skip(f"NCCL {version} refuses several ranks on one GPU; 2.30 and newer allow it")
+        options = {"start_env": one_gpu.start_env(n)}
+        ((version, has), *_) = run_ranks(version_and_function, n, needs, engine=engine, **options)
         if not has:
             pytest.skip(f"NCCL {version} has no {needs}")
-    results = run_ranks(fn, n, *args, engine=engine, env=environment(engine, chunk), timeout=timeout)
+    results = run_ranks(fn, n, *args, engine=engine, env=environment(engine, chunk), timeout=timeout, **options)
     found = [text for result in results for text in result]
     assert not found, "\n".join(found)

@@ -20,7 +20,7 @@ from collectives.auto.check import differing, error_bound
 from collectives.auto.settings import read
 from collectives.errors import InvalidArgument, InvalidUsage, TransportError
 from collectives.layout import WIRE_FORMATS
-from tests.ddp.training import Branches, batch, loss_of, make_model, over_gloo, run, wrap
+from tests.ddp.training import Branches, loss_of, make_model, over_gloo, run, wrap
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -318,34 +318,6 @@ def test_a_saved_model_knows_nothing_of_it(program):
 
 def test_sparse_gradients_are_left_alone(program):
     assert "left alone: it has sparse gradients" in program[0]["sparse"][0]
-
-
-@over_gloo
-def on_one_gpu(ctx):
-    import collectives.auto  # noqa: F401
-    from collectives.auto import model
-
-    log = Lines()
-    model._WARMUP, model._TIMED = 2, 3
-    module, whole = make_model().cuda(), make_model().cuda()
-    ddp = wrap(module, "plain", device_ids=[0])
-    for step in range(14):
-        for one in (ddp, whole):
-            one.zero_grad()
-        batches = [batch(step, rank)[0].cuda() for rank in range(ctx.size)]
-        ddp(batches[ctx.rank]).square().mean().backward()
-        (sum(whole(x).square().mean() for x in batches) / ctx.size).backward()
-    pairs = zip(module.parameters(), whole.parameters(), strict=True)
-    return max((a.grad - b.grad).abs().max().item() for a, b in pairs), log.take()
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_events_are_timed(tmp_path):
-    from tests.ddp.test_gpu import on_gpu
-
-    first, second = on_gpu(on_one_gpu, 2, tmp_path / "store")
-    assert max(first[0], second[0]) < 1e-6
-    assert "ms with fused_allreduce" in first[1][0]
 
 
 # ---- python -m collectives.auto

@@ -16,9 +16,9 @@ from collectives.sharded import (
     memory_plan,
 )
 from collectives.sharded.loans import Loans
+from tests import one_gpu
 from tests.ddp.training import over_gloo, run
 from tests.sharded.counting import Counted
-from tests.unit.test_communicator_gpu import FIRST_TOGETHER, TOGETHER
 
 WIDTH = 192
 
@@ -198,14 +198,11 @@ def measured_on_gpu(ctx):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2], ids=["1rank", "2ranks"])
 def test_measured_on_gpu(tmp_path, ranks):
-    from collectives.engine import get_engine
-
-    if ranks > 1 and get_engine("nccl").library.version < FIRST_TOGETHER:
-        pytest.skip("several ranks on one GPU need NCCL 2.30")
-    env = TOGETHER if ranks > 1 else {}
     path = str(tmp_path / "store")
-    for found in run(measured_on_gpu, ranks, path, engine="nccl", timeout=120, env=env, fresh=True):
+    # In processes of its own, whose allocator has nothing of other tests.
+    options = {"timeout": one_gpu.SECONDS, "start_env": one_gpu.start_env(ranks), "fresh": True}
+    for found in run(measured_on_gpu, ranks, path, engine="nccl", **options):
         for name, (most, planned, text) in found.items():
             assert most == pytest.approx(planned, rel=0.02), (name, most, planned, text)

@@ -92,3 +92,23 @@ def test_environment_lasts_for_one_call():
 def test_result_that_cannot_travel_is_a_failure():
     with pytest.raises(RankFailure, match="can't be sent back"):
         run_ranks(not_picklable, 1)
+
+
+def test_variables_of_each_rank_and_of_processes_that_are_kept():
+    by_rank = [{"COLLECTIVES_TEST_X": 1}, {"COLLECTIVES_TEST_X": 2}]
+    assert run_ranks(environment, 2, "COLLECTIVES_TEST_X", env=by_rank) == ["1", "2"]
+    assert run_ranks(environment, 2, "COLLECTIVES_TEST_X", start_env=by_rank) == ["1", "2"]
+    kept = run_ranks(who, 2, start_env=by_rank)
+    assert run_ranks(who, 2, start_env=by_rank) == kept
+    assert not {each[2] for each in run_ranks(who, 2)} & {each[2] for each in kept}
+    assert run_ranks(end_process, 2, 1, signal.SIGKILL, start_env=by_rank, deaths=[1])[0] == 0
+    assert run_ranks(environment, 2, "COLLECTIVES_TEST_X", start_env=by_rank) == ["1", "2"]
+
+
+def test_communicators_of_ranks_with_variables_of_their_own():
+    run_ranks(summed, 2, env=[{"COLLECTIVES_TEST_X": 1}, {"COLLECTIVES_TEST_X": 1}])
+    run_ranks(summed, 2, env=[{"COLLECTIVES_TEST_X": 1}, {"COLLECTIVES_TEST_X": 2}], timeout=20)
+
+
+def summed(ctx):
+    ctx.comm().all_reduce(0, 0, 0, 0, 0, 0)

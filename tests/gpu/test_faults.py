@@ -1,0 +1,177 @@
+"""What goes wrong on every device ends with an error: a killed rank, one that doesn't come, an abort."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import collectives
+from collectives.errors import Aborted, CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError
+from tests.ddp.training import wrap
+from tests.gpu.devices import everywhere, in_group, on
+from tests.gpu.training import batches, make_terms
+from tests.ranks import Died
+
+LIMIT = 2.0  # seconds that a communicator waits
+ENDS = (RemoteError, CollectiveTimeout, Aborted)
+
+
+def ended(place, comm, tensor):
+    """Start an operation that can't end, wait for it, and give the error and the seconds that it took."""
+    begun = time.monotonic()
+    with pytest.raises(CollectivesError) as caught:
+        comm.all_reduce(tensor)  # the host engine raises here
+        work = comm.all_reduce(tensor, async_op=True)
+        work.wait(timeout=10 * LIMIT)
+    with pytest.raises(CollectivesError):  # and not only once
+        comm.all_reduce(tensor)
+        comm.barrier()
+    comm.abort()
+    return caught.value, time.monotonic() - begun
+
+
+def killed(place):
+    comm = place.new_communicator(timeout=LIMIT)
+    tensor = place.full(1.0, 1 << 16)
+    comm.all_reduce(tensor)
+    place.synchronize()
+    place.barrier()
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ended(place, comm, tensor)
+
+
+@everywhere(ranks=(2,))
+def test_a_killed_rank(device, ranks):
+    (error, seconds), died = on(device, killed, ranks, deaths=[1], fresh=device == "cuda")
+    assert died == Died(signal.SIGKILL, 0)
+    assert isinstance(error, ENDS), error
+    assert seconds < 5 * LIMIT
+
+
+def absent(place):
+    comm = place.new_communicator(timeout=LIMIT)
+    tensor = place.full(1.0, 1 << 16)
+    comm.all_reduce(tensor)
+    place.synchronize()
+    if place.rank == 1:
+        place.barrier()
+        comm.abort()
+        return None
+    found = ended(place, comm, tensor)
+    place.barrier()
+    return found
+
+
+@everywhere(ranks=(2,))
+def test_a_rank_that_does_not_come(device, ranks):
+    (error, seconds), _ = on(device, absent, ranks, fresh=device == "cuda")
+    assert isinstance(error, CollectiveTimeout), error
+    assert error.op == "all_reduce" and 1 in error.peers
+    assert LIMIT / 2 < seconds < 5 * LIMIT
+
+
+def aborted(place):
+    """A call under way ends with an abort from another thread of its own rank, and the device is usable."""
+    comm = place.new_communicator(timeout=60.0)
+    tensor = place.full(1.0, 1 << 16)
+    comm.all_reduce(tensor)
+    place.synchronize()
+    if place.rank == 0:
+        work = comm.all_reduce(tensor, async_op=True)
+        time.sleep(0.3)
+        begun = time.monotonic()
+        comm.abort()
+        assert time.monotonic() - begun < 20
+        with pytest.raises(CollectivesError):
+            work.wait(timeout=20)
+    place.barrier()
+    comm.abort()
+    with pytest.raises(InvalidUsage, match="abort"):
+        comm.all_reduce(tensor)
+    again = place.new_communicator()
+    fresh = place.full(1.0, 8)
+    again.all_reduce(fresh)
+    assert fresh.unique().tolist() == [again.size]
+    again.close()
+
+
+@everywhere(ranks=(2,))
+def test_abort(device, ranks):
+    on(device, aborted, ranks, fresh=device == "cuda")
+
+
+@in_group
+def killed_in_a_backward(place):
+    """The hook's error names the bucket; the process ends by itself, whatever is on the device."""
+    comm = place.new_communicator(timeout=LIMIT)
+    model = make_terms(place.device)
+    ddp = wrap(model, "torch", collectives.HookState(comm=comm))
+    for step in range(3):
+        ddp(batches(step, place.rank, place.device)).backward()
+    place.synchronize()
+    place.barrier()
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises((CollectivesError, RuntimeError)) as caught:
+        for step in range(3):  # on a GPU the first one may end before anything is known
+            ddp(batches(step, place.rank, place.device)).backward()
+            work = comm.all_reduce(place.full(1.0, 8), async_op=True)
+            work.wait(timeout=10 * LIMIT)
+    os.write(1, f"{type(caught.value).__name__}\n".encode())
+    os._exit(7)  # Gloo's teardown is not what is tested
+
+
+@everywhere(ranks=(2,))
+def test_a_rank_that_is_killed_in_training(device, ranks):
+    first, second = on(device, killed_in_a_backward, ranks, deaths=[0, 1], fresh=device == "cuda")
+    assert first == Died(0, 7) and second == Died(signal.SIGKILL, 0)
+
+
+def exits_with_operations_under_way(place):
+    """The interpreter ends with an operation in flight that its peer never joins."""
+    import atexit
+
+    comm = place.new_communicator(timeout=60.0)
+    tensor = place.full(1.0, 1 << 16)
+    comm.all_reduce(tensor)
+    place.synchronize()
+    if place.rank == 0:
+        comm.all_reduce(tensor, async_op=True)
+    place.barrier()
+    if place.rank == 0:
+        begun = time.monotonic()
+        atexit._run_exitfuncs()
+        os._exit(3 if time.monotonic() - begun < 30 else 4)
+    time.sleep(0.5)
+    comm.abort()
+
+
+@everywhere(ranks=(2,))
+def test_the_interpreter_ends_with_an_operation_under_way(device, ranks):
+    first, _ = on(device, exits_with_operations_under_way, ranks, deaths=[0], fresh=device == "cuda")
+    assert first == Died(0, 3)
+
+
+def names_of_threads():
+    import threading
+
+    return sorted(thread.name for thread in threading.enumerate())
+
+
+def current_device(place):
+    """No thread of ours opens a context on another device, or changes which one is the caller's."""
+    comm = place.comm
+    before = None if place.is_host else torch.cuda.current_device()
+    comm.all_reduce(place.full(1.0, 8), async_op=True).wait()
+    comm.barrier()
+    assert before == (None if place.is_host else torch.cuda.current_device()), names_of_threads()
+
+
+@everywhere()
+def test_the_callers_device_stays(device, ranks):
+    on(device, current_device, ranks)

@@ -1,0 +1,212 @@
+"""Communicator operations on the simulated GPU: the host engine's numbers, and nothing to report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.streams.simulated import needs_simulation, steps
+
+pytestmark = needs_simulation
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+REDUCING = ["sum", "max", "avg", 0.5]
+
+
+def values(ctx, *shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(100 * seed + ctx.rank)
+    made = torch.randn(*shape, generator=generator) * 8
+    return made.to(dtype).to(ctx.device)
+
+
+def both(program, ranks, *args, **options):
+    """Compare a program's results on the simulated GPU and on the host, bit for bit."""
+    there = run_ranks(program, ranks, *args, device="simulated", **options)
+    here = run_ranks(program, ranks, *args, **options)
+    assert there == here
+    return there
+
+
+def every_operation(ctx, use_async):
+    comm = ctx.new_communicator()
+    size, rank = comm.size, comm.rank
+    done = []
+
+    def do(name, result, *args, **options):
+        work = getattr(comm, name)(*args, async_op=use_async, **options)
+        assert (work is not None) == use_async
+        if work is not None:
+            assert work.wait()
+        if result is not None:
+            result.mul_(1)  # it is used on the current stream
+            done.append(result)
+
+    cases = []  # everything is allocated before, as a copy from the host waits
+    for dtype in DTYPES:
+        for op in REDUCING:
+            if isinstance(op, str) or dtype.is_floating_point:
+                cases.append((values(ctx, 1000, dtype=dtype), op))
+    rows = [rank + peer + 1 for peer in range(size)]
+    blocks = [values(ctx, size, 5), values(ctx, size, 5), values(ctx, sum(rows), 3), values(ctx, 5), values(ctx, 7)]
+    with steps(ctx):
+        for tensor, op in cases:
+            do("all_reduce", tensor, tensor, op)
+        do("reduce", blocks[3] if rank == size - 1 else None, blocks[3], size - 1, "max")
+        do("broadcast", blocks[4], blocks[4], size - 1)
+        out = torch.empty_like(blocks[3])
+        do("reduce_scatter", out, out, blocks[0])
+        whole = torch.zeros_like(blocks[0])
+        whole[rank] += 1
+        do("all_gather", whole, whole, whole[rank])
+        out = torch.empty_like(blocks[1])
+        do("all_to_all", out, out, blocks[1])
+        out = torch.empty_like(blocks[2])
+        do("all_to_all", out, out, blocks[2], rows, rows)
+        for root in range(size):
+            out = torch.zeros_like(blocks[0]) if rank == root else None
+            do("gather", out, out, whole[rank], root)
+            out = torch.zeros_like(blocks[3])
+            do("scatter", out, out, blocks[1] if rank == root else None, root)
+        got = torch.empty_like(blocks[3])
+        with comm.group():
+            works = [
+                comm.send(blocks[3], (rank + 1) % size, async_op=use_async),
+                comm.recv(got, (rank - 1) % size, async_op=use_async),
+            ]
+        if use_async:
+            assert all(work.wait() for work in works)
+        done.append(got.mul_(2))
+        del works
+    comm.barrier()
+    results = [each.tolist() for each in done]
+    comm.close()
+    return results
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_every_operation(use_async):
+    both(every_operation, 2, use_async)
+
+
+def algorithms(ctx, name, use_async):
+    comm = ctx.new_communicator()
+    tensors = [values(ctx, 3000, seed=seed) for seed in range(3)]
+    waits = [comm.all_reduce(values(ctx, 3000), op, algorithm=name, async_op=use_async) for op in ("sum", 0.5)]
+    for work in waits:  # plans are made
+        assert work is None or work.wait()
+    small, sums = values(ctx, 1500), values(ctx, 1500)
+    for _ in range(2):
+        comm.reduce_scatter(small, tensors[0], algorithm=name)
+    with steps(ctx):
+        # Two calls in a row share the scratch memory; the second is on the current stream.
+        first = comm.reduce_scatter(small, tensors[0], algorithm=name, async_op=use_async)
+        comm.reduce_scatter(sums, tensors[1], algorithm=name)
+        if use_async:
+            first.wait()
+        small.add_(sums)
+        first = comm.all_reduce(tensors[0], algorithm=name, async_op=use_async)
+        comm.all_reduce(tensors[1], algorithm=name)
+        if use_async:
+            first.wait()
+        tensors[0].add_(1)
+        comm.all_reduce(tensors[2], 0.5, algorithm=name)
+    results = [each.tolist() for each in (*tensors, small)]
+    comm.barrier()
+    comm.close()
+    return results
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("name", ["ring", "direct"])
+def test_our_algorithms(name, use_async):
+    both(algorithms, 2, name, use_async)
+
+
+def streams_and_futures(ctx):
+    comm = ctx.communicator()
+    tensor = values(ctx, 1000)
+    side = torch.cuda.Stream()
+    with steps(ctx):
+        side.wait_stream(torch.cuda.current_stream())
+        comm.all_reduce(tensor, stream=side)
+        torch.cuda.current_stream().wait_stream(side)
+        tensor.add_(1)
+        with torch.cuda.stream(side):
+            side.wait_stream(torch.cuda.default_stream())
+            comm.all_reduce(tensor)
+        torch.cuda.current_stream().wait_stream(side)
+        work = comm.all_reduce(tensor, async_op=True)
+        assert work.future().wait() is not None
+        tensor.add_(1)
+        for _ in range(20):  # nobody keeps tensor or Work
+            comm.all_reduce(torch.ones(1 << 10, device=comm.device), async_op=True)
+    comm.barrier()
+    return tensor.sum().item()
+
+
+def test_streams_and_futures():
+    results = run_ranks(streams_and_futures, 2, device="simulated")
+    assert results[0] == results[1]
+
+
+def groups(ctx, use_async):
+    comm = ctx.communicator()
+    tensors = [values(ctx, 100, seed=seed) for seed in range(4)]
+    with steps(ctx):
+        with comm.group():
+            works = [comm.all_reduce(each, async_op=use_async) for each in tensors]
+        for work in works if use_async else ():
+            work.wait()
+        for each in tensors:
+            each.mul_(2)
+        works = work = None
+    return [each.tolist() for each in tensors]
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_groups(use_async):
+    both(groups, 2, use_async)
+
+
+def captured(ctx):
+    comm = ctx.communicator()
+    tensor = torch.ones(8, device=ctx.device)
+    comm.all_reduce(tensor)
+    tensor.fill_(1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor.add_(1)
+        comm.all_reduce(tensor)
+        twice = tensor * 2
+    assert tensor.tolist() == [1.0] * 8  # a capture runs nothing
+    for _ in range(2):
+        graph.replay()
+    return tensor.tolist(), twice.tolist()
+
+
+def test_capture():
+    assert run_ranks(captured, 2, device="simulated") == [([10.0] * 8, [20.0] * 8)] * 2  # 1 -> 4 -> 10
+
+
+def memory(ctx):
+    comm = ctx.new_communicator()
+    tensor = comm.empty(1000, torch.bfloat16)
+    tensor.fill_(1.0)
+    registration = comm.register(tensor)
+    comm.all_reduce(tensor)
+    total = tensor.float().sum().item()
+    comm.deregister(registration)
+    del tensor
+    child = comm.split(0, key=-comm.rank)
+    other = torch.ones(3, device=comm.device)
+    child.all_reduce(other)
+    result = total, other.tolist(), child.rank
+    child.close()
+    comm.close()
+    return result
+
+
+def test_memory_and_split():
+    both(memory, 2)

@@ -1,0 +1,173 @@
+"""Planted errors: with a fix taken back the checker reports just that."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.streams import test_communicator, test_ddp, test_horovod, test_sharded
+from tests.streams.planted import Change, reports_without, sites, sweep
+from tests.streams.simulated import needs_simulation, steps
+
+pytestmark = needs_simulation
+
+
+def dropped_input(ctx):
+    """hvd's input is dropped as soon as the operation was submitted."""
+    from tests.horovod.test_optimizer import a_job
+
+    with a_job(ctx) as _:
+        from collectives import horovod as hvd
+
+        x = torch.ones(1000, device=ctx.device)
+        for _ in range(2):
+            handle = hvd.allreduce_async(x * 2, name="dropped")
+            hvd.synchronize(handle)
+        torch.cuda.synchronize()
+
+
+def large_table(ctx):
+    """A table whose rows don't fit into a kernel's arguments."""
+    from collectives import kernels
+
+    tensors = [torch.ones(8, device=ctx.device) for _ in range(300)]
+    flat = torch.empty(8 * 300, device=ctx.device)
+    with steps(ctx):
+        kernels.pack(tensors, flat)
+
+
+def shared_scratch(ctx):
+    test_communicator.algorithms(ctx, "ring", True)
+
+
+def moved_residuals(ctx, path):
+    options = {"wire": "int8", "error_feedback": True, "streams": 2}
+    test_ddp.trained(ctx, path, options)
+
+
+def offloaded(ctx, path):
+    test_sharded.by_units(ctx, path, "offload")
+
+
+PLANTED = {
+    "hvd: what an operation reads isn't recorded on its stream": (
+        [Change("collectives/horovod/execution.py", "Executor.run", "tensor.record_stream(stream)", "pass")],
+        dropped_input,
+        ("freed", "is freed"),
+    ),
+    "offload: no wait for the gradients' copies": (
+        [Change("collectives/sharded/streams.py", "HostCopies.wait", "event.synchronize()", "pass")],
+        offloaded,
+        ("race", "pinned memory"),
+    ),
+    "ring: no order between calls from two streams": (
+        [
+            Change(
+                "collectives/ring.py",
+                "_Plan.run_on_streams",
+                "transfers.wait_stream(kernels)\n        kernels.wait_stream(transfers)\n",
+                "transfers.wait_stream(outer)\n",
+            )
+        ],
+        shared_scratch,
+        ("race", "nccl recv"),
+    ),
+    "DDP: residuals go on in another stream": (
+        [Change("collectives/wire.py", "follow", "last != stream", "False")],
+        moved_residuals,
+        ("freed", "is freed"),
+    ),
+    "kernels: a table is copied from pageable memory": (
+        [Change("collectives/kernels/rows.py", "_copied_from", "non_blocking=True", "non_blocking=False")],
+        large_table,
+        ("host wait", "rows.py"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_fix_that_is_taken_back_is_reported(tmp_path, name):
+    changes, program, (kind, words) = PLANTED[name]
+    args = (tmp_path / "store",) if program in (moved_residuals, offloaded) else ()
+    for found, _ in run_ranks(reports_without, 2, changes, program, *args, device="simulated"):
+        assert found and {each for each, _ in found} == {kind}, found
+        assert any(words in text for _, text in found), found
+
+
+# ---- Any synchronisation of the package.
+
+
+def ring_and_direct(ctx):
+    for name in ("ring", "direct"):
+        test_communicator.algorithms(ctx, name, True)
+
+
+def communicator(ctx):
+    test_communicator.every_operation(ctx, True)
+    test_communicator.streams_and_futures(ctx)
+    test_communicator.groups(ctx, True)
+
+
+def horovod(ctx):
+    test_horovod.operations(ctx)
+    test_horovod.trained(ctx, {})
+    dropped_input(ctx)
+
+
+def hook(ctx, path):
+    options = {"wire": "int8", "error_feedback": True, "streams": 2, "max_norm": 0.1}
+    test_ddp.trained(ctx, path + "a", options)
+    test_ddp.trained(ctx, path + "b", {"optimizer": "AdamW", "streams": 2})
+
+
+def buckets(ctx, path):
+    test_ddp.bucketed(ctx, path, {}, 2)
+
+
+def units(ctx, path):
+    for kind in ("plain", "int8", "offload"):
+        test_sharded.by_units(ctx, path + kind, kind)
+    test_sharded.by_strategy(ctx, path, "SHARD_OPTIMIZER")
+
+
+SCENARIOS = {
+    "collectives/ring.py": [(ring_and_direct, False)],
+    "collectives/work.py": [(communicator, False)],
+    "collectives/horovod": [(horovod, False)],
+    "collectives/sharded": [(units, True)],
+    "collectives/gradients.py": [(buckets, True)],
+    "collectives/kernels": [(hook, True)],
+    "collectives/": [(hook, True), (units, True)],
+}
+
+# Calls that no scenario needs, each with the reason why it stays.
+SUPERFLUOUS: dict[str, str] = {}
+
+
+def scenarios_of(site):
+    return next(found for folder, found in SCENARIOS.items() if site.file.startswith(folder))
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_thirty_sites_that_are_taken_back_are_reported(tmp_path):
+    chosen = random.Random(15).sample(sites(), 30)
+    left = {site: [] for site in chosen}
+    programs = {each for site in chosen for each in scenarios_of(site)}
+    for number, (program, over_gloo) in enumerate(sorted(programs, key=lambda each: each[0].__name__)):
+        mine = [site for site in left if (program, over_gloo) in scenarios_of(site)]
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path = str(folder) if over_gloo else None
+        results = run_ranks(sweep, 2, mine, program, path, device="simulated", timeout=900)
+        for site, *ranks in zip(mine, *results, strict=True):
+            left[site] += ranks
+    missed = {
+        str(site): found
+        for site, found in left.items()
+        if not any(kinds for _, kinds in found) and str(site) not in SUPERFLUOUS
+    }
+    assert not missed, missed

@@ -1,0 +1,94 @@
+"""Sharded modules on the simulated GPU: the host engine's numbers, and nothing to report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import collectives
+from collectives.sharded import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ModuleWrapPolicy,
+    ShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+)
+from tests.ddp.training import make_model, over_gloo
+from tests.streams.simulated import needs_simulation, steps
+from tests.streams.test_ddp import batches_on, compare, loss_of, nearly, on_host
+
+pytestmark = needs_simulation
+
+WARM = 3
+
+
+def train(ctx, model, optimizer, waits=False):
+    """Train; give the full parameters. `waits`: the host waits once at a backward's end, as the optimizer is there."""
+    for number, (x, y) in enumerate(batches_on(ctx, WARM + 2)):
+        with steps(ctx, number >= WARM and not waits):
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+    with ShardedDataParallel.summon_full_params(model, writeback=False):
+        return on_host(model.parameters())
+
+
+def units_of(model, **options):
+    for layer in (model[0], model[2], model[4]):
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+@over_gloo
+def by_strategy(ctx, strategy):
+    model = ShardedDataParallel(
+        make_model().to(ctx.device),
+        sharding_strategy=ShardingStrategy[strategy],
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        comm=ctx.communicator(),
+    )
+    return train(ctx, model, torch.optim.AdamW(model.parameters(), 0.01))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "SHARD_OPTIMIZER"])
+def test_strategies(tmp_path, strategy):
+    compare(by_strategy, tmp_path, strategy)
+
+
+@over_gloo
+def by_units(ctx, kind):
+    model = make_model().to(ctx.device)
+    options = {
+        "plain": {},
+        "kept": {"reshard_after_forward": False},
+        "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        "offload": {"offload_policy": CPUOffloadPolicy()},
+        "int8": {"hook_state": collectives.HookState(comm=ctx.communicator(), wire="int8")},
+        "norm": {"hook_state": collectives.HookState(comm=ctx.communicator(), max_norm=0.1)},
+    }[kind]
+    units_of(model, comm=ctx.communicator(), **options)
+    rule = collectives.optim.AdamW if kind in ("plain", "offload") else torch.optim.AdamW
+    return train(ctx, model, rule(model.parameters(), 0.01), waits=kind == "offload")
+
+
+@pytest.mark.parametrize("kind", ["plain", "kept", "bf16", "offload", "int8", "norm"])
+def test_units(tmp_path, kind):
+    compare(by_units, tmp_path, kind, same=nearly if kind in ("norm", "bf16") else torch.equal)
+
+
+def test_offload_of_one_rank(tmp_path):
+    compare(by_units, tmp_path, "offload", ranks=1)
+
+
+@over_gloo
+def hybrid(ctx):
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = units_of(make_model().to(ctx.device), mesh=mesh)
+    return train(ctx, model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_hybrid(tmp_path):
+    compare(hybrid, tmp_path, ranks=4, same=nearly)  # NCCL sums a part over shards, then over replicas
