@@ -247,7 +247,7 @@ def fresh_and_resumed(rank, path, stop):
     for step in range(4):
         if stop and step == 2:
             torch.save({"state": state, "model": model.state_dict()}, path)
-            saved = torch.load(path, weights_only=False)
+            saved = torch.load(path, weights_only=False, map_location="cpu")
             del ddp, model, optimizer
             model, state = make_terms(rank.device), saved["state"]
             model.load_state_dict(saved["model"])
