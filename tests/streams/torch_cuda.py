@@ -132,6 +132,13 @@ def _exchange(index: int) -> int:
     return old
 
 
+def _maybe_exchange(index: int) -> int:
+    old = device.library.simulated_current_device()
+    if index >= 0:
+        device.library.simulated_aim_at_device(index)
+    return old
+
+
 def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
     device.library.simulated_set_device(device_index)
     device.library.simulated_set_current_stream(device_index, stream_id)
@@ -173,7 +180,7 @@ def install() -> None:
         "_cuda_getDevice": lambda: library.simulated_current_device(),
         "_cuda_setDevice": lambda index: library.simulated_set_device(index),
         "_cuda_exchangeDevice": _exchange,
-        "_cuda_maybeExchangeDevice": _exchange,
+        "_cuda_maybeExchangeDevice": _maybe_exchange,
         "_cuda_getDeviceCount": lambda: library.simulated_device_count(),
         "_cuda_getCurrentRawStream": lambda index: library.simulated_current_stream(index),
         "_cuda_getCurrentStream": lambda index: (library.simulated_current_stream(_given(index)), _given(index), CUDA),
@@ -204,7 +211,7 @@ def install() -> None:
         "_initialized": True,
         "_is_compiled": lambda: True,
         "_exchange_device": _exchange,
-        "_maybe_exchange_device": _exchange,
+        "_maybe_exchange_device": _maybe_exchange,
         "Stream": Stream,
         "ExternalStream": ExternalStream,
         "Event": Event,

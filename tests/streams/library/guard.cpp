@@ -177,6 +177,7 @@ EXPORTED void simulated_set_callback(simulated::Callback function) { simulated::
 EXPORTED void simulated_set_device_count(int count) { simulated::devices = count; }
 EXPORTED int simulated_device_count() { return simulated::devices; }
 EXPORTED int simulated_current_device() { return simulated::device; }
+EXPORTED void simulated_aim_at_device(int index) { simulated::device = index; }  // which makes no context
 EXPORTED void simulated_set_device(int index) { if (index != simulated::device) simulated::set_device(index); }
 EXPORTED int64_t simulated_current_stream(int index) { return simulated::current_stream(index); }
 EXPORTED void simulated_set_current_stream(int index, int64_t id) { simulated::current[index] = id; }
