@@ -6,6 +6,7 @@ import torch
 
 import collectives
 from tests.gpu.devices import check, compare, everywhere
+from tests.gpu.test_ddp import rounded_once
 from tests.gpu.training import RATE, STEPS, alone, batches, make_terms
 
 CASES = {
@@ -35,7 +36,8 @@ def trained(rank, case):
 
 @everywhere(CASES, everyday={"inside", "beside", "int8, feedback"})
 def test_training(device, ranks, case):
-    (found, *_) = check(device, trained, ranks, case)
+    close = {"exact": False, "rtol": 2e-2, "atol": 2e-2} if rounded_once(CASES[case]) else {}
+    (found, *_) = check(device, trained, ranks, case, **close)
     if "wire" not in CASES[case]:
         compare(list(found), list(alone(ranks, average=CASES[case].get("average", True))))
 
