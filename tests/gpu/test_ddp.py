@@ -99,7 +99,9 @@ def test_training(device, ranks, case):
     # Where ranks go on with their own gradients those differ, and the models until they are averaged.
     own, options = case == "local_steps", CASES[case]
     tolerance = {} if case in EXACT else {"exact": False, "rtol": 1e-4, "atol": 1e-5}
-    if options.get("stochastic_rounding") or rounded_once(options):
+    if options.get("stochastic_rounding"):  # at random, on both
+        tolerance = {"exact": False, "rtol": 4 * LOSS["int8"], "atol": 4 * LOSS["int8"]}
+    elif rounded_once(options):
         tolerance = {"exact": False, "rtol": LOSS[options["wire"]], "atol": LOSS[options["wire"]]}
     elif "check_finite" in options:  # the norm, which is found in other passes
         tolerance = {"exact": False, "rtol": 1e-5, "atol": 1e-6}
