@@ -131,13 +131,44 @@ def units(ctx, path):
     test_sharded.by_strategy(ctx, path, "SHARD_OPTIMIZER")
 
 
+def tables(ctx):
+    """Tables by copies from pinned memory that is used again, and statistics on two streams."""
+    from collectives import kernels
+
+    for _ in range(4):
+        large_table(ctx)
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    tensors, flat = [torch.ones(8, device=ctx.device)], torch.empty(8, device=ctx.device)
+    found = kernels.Statistics(ctx.device)
+    kernels.pack(tensors, flat, statistics=found)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        kernels.pack(tensors, flat, statistics=found)
+    for tensor in (*tensors, flat):
+        tensor.record_stream(side)
+    del found, tensor, tensors, flat
+    torch.cuda.synchronize()
+
+
+def residuals(ctx, path):
+    moved_residuals(ctx, path)
+
+
+def units_on_two_streams(ctx, path):
+    test_sharded.on_two_streams(ctx, path, "plain")
+    test_sharded.on_two_streams(ctx, path + "8", "gathered as int8")
+
+
 SCENARIOS = {
+    "collectives/wire.py": [(residuals, True)],
+    "collectives/sharded/codec.py": [(units_on_two_streams, True)],
+    "collectives/sharded/unit.py": [(units_on_two_streams, True)],
     "collectives/ring.py": [(ring_and_direct, False)],
     "collectives/work.py": [(communicator, False)],
     "collectives/horovod": [(horovod, False)],
     "collectives/sharded": [(units, True)],
     "collectives/gradients.py": [(buckets, True)],
-    "collectives/kernels": [(hook, True)],
+    "collectives/kernels": [(tables, False), (hook, True)],
     "collectives/": [(hook, True), (units, True)],
 }
 

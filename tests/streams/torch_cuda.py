@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import types
 
 import torch
 
 from . import device, graphs
+from .checker import checker, site
 
 CUDA = 1  # c10::DeviceType::CUDA
 
@@ -158,6 +160,21 @@ def _resize(self, nbytes):
     return self
 
 
+def _on_host(name: str, writes: bool):
+    """A method of tensors that uses memory on the host below torch's dispatcher: seen where the memory is pinned."""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def seen(self, *args, **kwargs):
+        if self.device.type == "cpu" and self.numel() and self.layout is torch.strided and self.is_pinned():
+            shape = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+            access = (self.data_ptr(), self.data_ptr() + self.numel() * self.element_size(), writes, shape)
+            checker.submit(checker.host_access, name, [access], site(), device.known())
+        return method(self, *args, **kwargs)
+
+    return seen
+
+
 def _set_sync_debug_mode(mode) -> None:
     device.sync_debug_mode = mode
 
@@ -225,6 +242,8 @@ def install() -> None:
     cuda.graphs._graph_pool_handle = low["_graph_pool_handle"]
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = Graph
     torch.UntypedStorage.resize_ = _resize
+    torch.Tensor.numpy = _on_host("numpy", True)  # an array can be written
+    torch.Tensor.tolist = _on_host("tolist", False)
 
 
 def is_capturing() -> bool:
