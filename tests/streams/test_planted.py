@@ -172,8 +172,44 @@ SCENARIOS = {
     "collectives/": [(hook, True), (units, True)],
 }
 
-# Calls that no scenario needs, each with the reason why it stays.
-SUPERFLUOUS: dict[str, str] = {}
+# Calls without which no program here is reported, by file and function, each with the reason why it stays.
+_MEASURES = "the event is for a time or a limit on the host, and orders nothing"
+_NOT_RUN = "no program here comes to it: "
+SUPERFLUOUS = {
+    ("collectives/auto/model.py", "Model._now"): _MEASURES,
+    ("collectives/auto/trial.py", "_wait_at_most"): _MEASURES,
+    ("collectives/reduction.py", "Reduction._reduce"): _MEASURES,
+    ("collectives/timeline/__init__.py", "_anchor"): _MEASURES,
+    ("collectives/work.py", "CudaLane.mark"): _MEASURES,
+    ("collectives/work.py", "CudaLane.quiet"): "it is for the interpreter's end and abort(), where nothing is ordered",
+    ("collectives/gradients.py", "GradientBucket.pack"): "rounds on several streams, which the program that makes the "
+    "gradients orders itself; without that order the wait is what keeps the flat buffer whole",
+    ("collectives/horovod/gradient_memory.py", "Unit._order"): _NOT_RUN + "a model that runs on several streams",
+    (
+        "collectives/overlap/sharded_step.py",
+        "ShardedStep._adopt",
+    ): "a state that is replaced while a step still reads it",
+    (
+        "collectives/ring.py",
+        "_Plan.run_on_streams",
+        "kernels.wait_stream(transfers)",
+    ): "a call's first kernel follows a "
+    "message of the same call, and so the transfers before it; the second one is for a capture's own memory",
+    ("collectives/round_flags.py", "RoundFlags._keep"): _NOT_RUN
+    + "rounds in which a rank has something unusual to say",
+    ("collectives/sharded/codec.py", "_Decoding.wait"): _NOT_RUN + "a gather begun on one stream and used on another",
+    ("collectives/sharded/unit.py", "Unit._used_here"): _NOT_RUN + "a gather begun on one stream and used on another",
+    ("collectives/sharded/streams.py", "beside"): _NOT_RUN + "ranks that say something to each other beside a step",
+    (
+        "collectives/wire.py",
+        "follow",
+    ): "each alone: lanes are joined between backwards, and here the last reader of old "
+    "residuals is their memory's own stream; both taken back are reported, see above",
+}
+
+
+def excepted(site) -> bool:
+    return (site.file, site.function) in SUPERFLUOUS or (site.file, site.function, site.call) in SUPERFLUOUS
 
 
 def scenarios_of(site):
@@ -197,8 +233,8 @@ def test_every_call_that_is_taken_back_is_reported(tmp_path):
     missed = [
         f"{site}: passed {[count for count, _ in found]} times"
         for site, found in left.items()
-        if not any(kinds for _, kinds in found) and str(site) not in SUPERFLUOUS
+        if not any(kinds for _, kinds in found) and not excepted(site)
     ]
     assert not missed, "not reported:\n" + "\n".join(missed)
-    known = {str(site) for site in left}
-    assert not [each for each in SUPERFLUOUS if each not in known]
+    there = {(site.file, site.function) for site in left}
+    assert not [each for each in SUPERFLUOUS if each[:2] not in there]
