@@ -86,7 +86,8 @@ def _count(steps, found, one=None) -> None:
     if not steps:
         return
     if found is not None:
-        torch._foreach_add_(steps, (found == 0).to(torch.float32).reshape(()))
+        # A list: torch's form for one tensor reads it on the host, but where a device has a kernel of its own for it.
+        torch._foreach_add_(steps, [(found == 0).to(torch.float32).reshape(())] * len(steps))
     elif steps[0].is_cpu:
         one = torch.tensor(1.0, device="cpu") if one is None else one  # 4 times as fast as a number
         torch._foreach_add_(steps, one, alpha=1.0)

@@ -586,11 +586,6 @@ class CudaLane(Lane):
 
         return has_ended
 
-    def join(self) -> None:
-        """Order torch's current stream after all that this lane was given."""
-        if self._side is not None:
-            torch.cuda.current_stream(self._comm.device).wait_stream(self._side)
-
     def close(self) -> None:
         """Let the side stream go, and what graphs were captured with."""
         self._side = self._stream = None

@@ -6,6 +6,7 @@ import torch
 
 import collectives
 from tests.gpu.devices import check, compare, everywhere
+from tests.gpu.test_ddp import rounded_once
 from tests.gpu.training import RATE, STEPS, alone, batches, make_terms
 
 CASES = {
@@ -35,22 +36,23 @@ def trained(rank, case):
 
 @everywhere(CASES, everyday={"inside", "beside", "int8, feedback"})
 def test_training(device, ranks, case):
-    (found, *_) = check(device, trained, ranks, case)
+    close = {"exact": False, "rtol": 2e-2, "atol": 2e-2} if rounded_once(CASES[case]) else {}
+    (found, *_) = check(device, trained, ranks, case, **close)
     if "wire" not in CASES[case]:
         compare(list(found), list(alone(ranks, average=CASES[case].get("average", True))))
 
 
 def changed_late(rank):
-    """Two backwards of which the first has sent its buckets, and a gradient that is written to behind them."""
+    """Two backwards of which the first has sent its buckets, and a gradient that is written to behind them; on all
+    ranks, since a rank on a GPU doesn't wait for what another one alone has changed."""
     model = make_terms(rank.device)
     sizes = {"bucket_cap_mb": 0.004, "first_bucket_mb": 0.002}
     with collectives.GradientBuckets(model.parameters(), comm=rank.comm, overlap=True, **sizes) as buckets:
         for step in range(STEPS):
             model.zero_grad()
             model(batches(step, rank.rank, rank.device)).backward()
-            if rank.rank == 0:
-                model(batches(10 + step, rank.rank, rank.device)).backward()
-                model.terms[0].weight.grad.mul_(2)
+            model(batches(10 + step, rank.rank, rank.device)).backward()
+            model.terms[0].weight.grad.mul_(2)
             buckets.all_reduce()
         assert len(buckets.buckets) > 2
     return [param.grad.clone() for param in model.parameters()]

@@ -97,10 +97,15 @@ def trained(rank, case, views):
 @everywhere(CASES, everyday=EVERYDAY)
 def test_training(device, ranks, case):
     # Where ranks go on with their own gradients those differ, and the models until they are averaged.
-    own = case == "local_steps"
+    own, options = case == "local_steps", CASES[case]
     tolerance = {} if case in EXACT else {"exact": False, "rtol": 1e-4, "atol": 1e-5}
+    if options.get("stochastic_rounding"):  # at random, on both
+        tolerance = {"exact": False, "rtol": 4 * LOSS["int8"], "atol": 4 * LOSS["int8"]}
+    elif rounded_once(options):
+        tolerance = {"exact": False, "rtol": LOSS[options["wire"]], "atol": LOSS[options["wire"]]}
+    elif "check_finite" in options:  # the norm, which is found in other passes
+        tolerance = {"exact": False, "rtol": 1e-5, "atol": 1e-6}
     (found, *_) = check(device, trained, ranks, case, True, same=not own, **tolerance)
-    options = CASES[case]
     grads, ends = expected(ranks, options.get("optimizer"), options.get("average", True))
     if {"wire", "max_norm", "local_steps"} & set(options):
         if options.get("wire") in LOSS and "optimizer" not in options:
@@ -113,6 +118,11 @@ def test_training(device, ranks, case):
         compare(found["gradients"], grads)
     if "check_finite" in options:
         assert found["nonfinite"] == 0
+
+
+def rounded_once(options) -> bool:
+    """Tell whether the host engine casts on the way into shared memory, and so rounds only the sum."""
+    return options.get("wire") in ("bf16", "fp16") and not options.get("error_feedback")
 
 
 @functools.cache
@@ -247,7 +257,7 @@ def fresh_and_resumed(rank, path, stop):
     for step in range(4):
         if stop and step == 2:
             torch.save({"state": state, "model": model.state_dict()}, path)
-            saved = torch.load(path, weights_only=False)
+            saved = torch.load(path, weights_only=False, map_location="cpu")
             del ddp, model, optimizer
             model, state = make_terms(rank.device), saved["state"]
             model.load_state_dict(saved["model"])
@@ -266,7 +276,7 @@ def whole_and_halves(rank, folder):
     return fresh_and_resumed(rank, path, False), fresh_and_resumed(rank, path, True)
 
 
-@everywhere()
+@everywhere(devices=["host", "cuda"])  # torch.save knows no simulated storage
 def test_training_goes_on_from_a_saved_state(device, ranks, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     for whole, halves in check(device, whole_and_halves, ranks, str(folder)):

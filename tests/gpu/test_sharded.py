@@ -23,7 +23,7 @@ from collectives.sharded import (
     fully_shard,
 )
 from tests.gpu.devices import check, compare, everywhere, in_group
-from tests.gpu.test_ddp import OPTIMIZERS, expected
+from tests.gpu.test_ddp import OPTIMIZERS, expected, rounded_once
 from tests.gpu.training import RATE, STEPS, Term, batches, make_terms
 
 BF16 = torch.bfloat16
@@ -160,6 +160,10 @@ def hooked(rank, case):
 def test_hook_state(device, ranks, case):
     options = HOOKED[case]
     close = {"exact": False, "rtol": 1e-4, "atol": 1e-5} if "norm" in case or "powersgd" in case else {}
+    if "check_finite" in options:  # the norm
+        close = {"exact": False, "rtol": 1e-5, "atol": 1e-6}
+    if rounded_once(options):
+        close = {"exact": False, "rtol": 2e-2, "atol": 2e-2}
     (found, *_) = check(device, hooked, ranks, case, **close)
     if not {"wire", "gather", "max_norm"} & set(options):
         compare(found["parameters"], expected(ranks, options.get("optimizer"), True)[1])

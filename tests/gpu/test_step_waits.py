@@ -22,6 +22,7 @@ from tests.gpu.test_horovod import started
 from tests.gpu.test_sharded import by_units
 from tests.gpu.training import RATE, Term, batches, make_terms
 
+WATCHED = ("simulated", "cuda")  # on the host there is nothing to wait for
 WARM = 4  # steps before the one that is watched: buckets are made, kernels compiled, orders learnt
 
 
@@ -84,7 +85,7 @@ def step_of_ddp(rank, case):
     watched(rank, loop(rank, ddp, None if inside else rule))
 
 
-@everywhere(DDP, everyday={"fp32", "optimizer, max_norm, check_finite, int8", "max_norm"})
+@everywhere(DDP, everyday={"fp32", "optimizer, max_norm, check_finite, int8", "max_norm"}, devices=WATCHED)
 def test_ddp(device, ranks, case):
     on(device, step_of_ddp, ranks, case)
 
@@ -116,7 +117,7 @@ def step_with_a_scaler(rank, where):
         optimizer.zero_grad()
 
 
-@everywhere(["ddp", "shards"], everyday=["ddp"])
+@everywhere(["ddp", "shards"], everyday=["ddp"], devices=WATCHED)
 def test_backward_with_a_scaler(device, ranks, case):
     on(device, step_with_a_scaler, ranks, case)
 
@@ -157,7 +158,7 @@ def step_of_shards(rank, case):
     watched(rank, loop(rank, model, optimizer, before_step=before))
 
 
-@everywhere(SHARDS, everyday={"FULL_SHARD", "SHARD_OPTIMIZER", "optimizer", "clipped by torch"})
+@everywhere(SHARDS, everyday={"FULL_SHARD", "SHARD_OPTIMIZER", "optimizer", "clipped by torch"}, devices=WATCHED)
 def test_shards(device, ranks, case):
     on(device, step_of_shards, ranks, case)
 
@@ -179,7 +180,7 @@ def backward_of_offloaded_shards(rank):
         optimizer.zero_grad()
 
 
-@everywhere()
+@everywhere(devices=WATCHED)
 def test_forward_of_offloaded_shards(device, ranks):
     on(device, backward_of_offloaded_shards, ranks)
 
@@ -196,7 +197,7 @@ def step_of_buckets(rank, case):
         watched(rank, step)
 
 
-@everywhere(BUCKETS, everyday={"beside"})
+@everywhere(BUCKETS, everyday={"beside"}, devices=WATCHED)
 def test_gradient_buckets(device, ranks, case):
     on(device, step_of_buckets, ranks, case)
 
@@ -221,7 +222,7 @@ def step_of_horovod(rank, case):
         watched(rank, loop(rank, model, optimizer))
 
 
-@everywhere(HOROVOD, everyday={"plain", "int8"})
+@everywhere(HOROVOD, everyday={"plain", "int8"}, devices=WATCHED)
 def test_horovod(device, ranks, case):
     on(device, step_of_horovod, ranks, case)
 
@@ -240,7 +241,7 @@ def step_of_horovods_operations(rank):
         watched(rank, step)
 
 
-@everywhere()
+@everywhere(devices=WATCHED)
 def test_horovods_operations(device, ranks):
     on(device, step_of_horovods_operations, ranks)
 
@@ -263,6 +264,6 @@ def step_of_a_communicator(rank):
     watched(rank, step)
 
 
-@everywhere()
+@everywhere(devices=WATCHED)
 def test_communicator(device, ranks):
     on(device, step_of_a_communicator, ranks)

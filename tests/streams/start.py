@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 from . import build, device
@@ -14,9 +15,12 @@ _started = False
 def why_not() -> str:
     """Why torch of this environment can't have simulated GPUs; empty where it can."""
     version = (build.torch_folder() / "version.py").read_text()
-    if "cuda: str | None = None" in version or "cuda: Optional[str] = None" in version:
-        return ""
-    return "torch is built for CUDA, so that the real device is registered: the simulated GPU needs a CPU build"
+    for name in ("cuda", "hip"):
+        found = re.search(rf"^{name}\b[^=]*= *(\S+)", version, re.MULTILINE)
+        if found and found[1] != "None":
+            build_is = f"torch is built for a GPU ({name} {found[1]})"
+            return f"{build_is}, so that the real device is registered: the simulated GPU needs a CPU build"
+    return ""
 
 
 def start(devices: int = 4) -> None:

@@ -96,9 +96,18 @@ def algorithms(ctx, name, use_async):
     for work in waits:  # plans are made
         assert work is None or work.wait()
     small, sums = values(ctx, 1500), values(ctx, 1500)
+    halves = [values(ctx, 3000, dtype=torch.bfloat16, seed=seed) for seed in range(2)]
     for _ in range(2):
         comm.reduce_scatter(small, tensors[0], algorithm=name)
+        comm.all_reduce(torch.zeros_like(halves[0]), algorithm=name)
     with steps(ctx):
+        for tensor in (*tensors, *halves):
+            tensor.add_(1)
+        # Sums of 16-bit values are sent from scratch, in fp32.
+        first = comm.all_reduce(halves[0], algorithm=name, async_op=use_async)
+        comm.all_reduce(halves[1], algorithm=name)
+        if use_async:
+            first.wait()
         # Two calls in a row share the scratch memory; the second is on the current stream.
         first = comm.reduce_scatter(small, tensors[0], algorithm=name, async_op=use_async)
         comm.reduce_scatter(sums, tensors[1], algorithm=name)
@@ -111,7 +120,7 @@ def algorithms(ctx, name, use_async):
             first.wait()
         tensors[0].add_(1)
         comm.all_reduce(tensors[2], 0.5, algorithm=name)
-    results = [each.tolist() for each in (*tensors, small)]
+    results = [each.tolist() for each in (*tensors, *halves, small)]
     comm.barrier()
     comm.close()
     return results

@@ -68,18 +68,24 @@ def trained(ctx, options, ddp_options=None, scaled=False):
     return on_host(model.parameters())
 
 
+def thorough(*cases):
+    return [pytest.param(*each, marks=pytest.mark.thorough) for each in cases]
+
+
 OPTIONS = [
     {},
     {"streams": 2},
-    {"algorithm": "direct"},
-    {"algorithm": "ring"},
-    *({"wire": wire} for wire in ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8")),
+    {"wire": "bf16"},
     {"wire": "int8", "error_feedback": True, "streams": 2},
     {"max_norm": 0.1},
-    {"max_norm": 0.1, "wire": "int8", "streams": 2},
-    {"check_finite": True},
-    {"optimizer": "SGD"},
     {"optimizer": "AdamW", "max_norm": 0.1, "streams": 2},
+    *thorough(
+        *([{"algorithm": name}] for name in ("direct", "ring")),
+        *([{"wire": wire}] for wire in ("fp16", "fp8_e4m3", "fp8_e5m2", "int8")),
+        [{"max_norm": 0.1, "wire": "int8", "streams": 2}],
+        [{"check_finite": True}],
+        [{"optimizer": "SGD"}],
+    ),
 ]
 
 
@@ -120,7 +126,15 @@ def bucketed(ctx, options, parts):
     return on_host(model.parameters())
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"wire": "int8", "error_feedback": True}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({}, 1),
+        ({"overlap": False}, 2),
+        *thorough(({}, 2), ({"overlap": False}, 1)),
+        *thorough(*(({"wire": "int8", "error_feedback": True}, parts) for parts in (1, 2))),
+    ],
+    ids=str,
+)
 def test_gradient_buckets(tmp_path, options, parts):
     compare(bucketed, tmp_path, options, parts)

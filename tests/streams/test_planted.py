@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -133,18 +131,85 @@ def units(ctx, path):
     test_sharded.by_strategy(ctx, path, "SHARD_OPTIMIZER")
 
 
+def tables(ctx):
+    """Tables by copies from pinned memory that is used again, and statistics on two streams."""
+    from collectives import kernels
+
+    for _ in range(4):
+        large_table(ctx)
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    tensors, flat = [torch.ones(8, device=ctx.device)], torch.empty(8, device=ctx.device)
+    found = kernels.Statistics(ctx.device)
+    kernels.pack(tensors, flat, statistics=found)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        kernels.pack(tensors, flat, statistics=found)
+    for tensor in (*tensors, flat):
+        tensor.record_stream(side)
+    del found, tensor, tensors, flat
+    torch.cuda.synchronize()
+
+
+def residuals(ctx, path):
+    moved_residuals(ctx, path)
+
+
+def units_on_two_streams(ctx, path):
+    test_sharded.on_two_streams(ctx, path, "plain")
+    test_sharded.on_two_streams(ctx, path + "8", "gathered as int8")
+
+
 SCENARIOS = {
+    "collectives/wire.py": [(residuals, True)],
+    "collectives/sharded/codec.py": [(units_on_two_streams, True)],
+    "collectives/sharded/unit.py": [(units_on_two_streams, True)],
     "collectives/ring.py": [(ring_and_direct, False)],
     "collectives/work.py": [(communicator, False)],
     "collectives/horovod": [(horovod, False)],
     "collectives/sharded": [(units, True)],
     "collectives/gradients.py": [(buckets, True)],
-    "collectives/kernels": [(hook, True)],
+    "collectives/kernels": [(tables, False), (hook, True)],
     "collectives/": [(hook, True), (units, True)],
 }
 
-# Calls that no scenario needs, each with the reason why it stays.
-SUPERFLUOUS: dict[str, str] = {}
+# Calls without which no program here is reported, by file and function, each with the reason why it stays.
+_MEASURES = "the event is for a time or a limit on the host, and orders nothing"
+_NOT_RUN = "no program here comes to it: "
+SUPERFLUOUS = {
+    ("collectives/auto/model.py", "Model._now"): _MEASURES,
+    ("collectives/auto/trial.py", "_wait_at_most"): _MEASURES,
+    ("collectives/reduction.py", "Reduction._reduce"): _MEASURES,
+    ("collectives/timeline/__init__.py", "_anchor"): _MEASURES,
+    ("collectives/work.py", "CudaLane.mark"): _MEASURES,
+    ("collectives/work.py", "CudaLane.quiet"): "it is for the interpreter's end and abort(), where nothing is ordered",
+    ("collectives/gradients.py", "GradientBucket.pack"): "rounds on several streams, which the program that makes the "
+    "gradients orders itself; without that order the wait is what keeps the flat buffer whole",
+    ("collectives/horovod/gradient_memory.py", "Unit._order"): _NOT_RUN + "a model that runs on several streams",
+    (
+        "collectives/overlap/sharded_step.py",
+        "ShardedStep._adopt",
+    ): "a state that is replaced while a step still reads it",
+    (
+        "collectives/ring.py",
+        "_Plan.run_on_streams",
+        "kernels.wait_stream(transfers)",
+    ): "a call's first kernel follows a "
+    "message of the same call, and so the transfers before it; the second one is for a capture's own memory",
+    ("collectives/round_flags.py", "RoundFlags._keep"): _NOT_RUN
+    + "rounds in which a rank has something unusual to say",
+    ("collectives/sharded/codec.py", "_Decoding.wait"): _NOT_RUN + "a gather begun on one stream and used on another",
+    ("collectives/sharded/unit.py", "Unit._used_here"): _NOT_RUN + "a gather begun on one stream and used on another",
+    ("collectives/sharded/streams.py", "beside"): _NOT_RUN + "ranks that say something to each other beside a step",
+    (
+        "collectives/wire.py",
+        "follow",
+    ): "each alone: lanes are joined between backwards, and here the last reader of old "
+    "residuals is their memory's own stream; both taken back are reported, see above",
+}
+
+
+def excepted(site) -> bool:
+    return (site.file, site.function) in SUPERFLUOUS or (site.file, site.function, site.call) in SUPERFLUOUS
 
 
 def scenarios_of(site):
@@ -153,10 +218,9 @@ def scenarios_of(site):
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_thirty_sites_that_are_taken_back_are_reported(tmp_path):
-    chosen = random.Random(15).sample(sites(), 30)
-    left = {site: [] for site in chosen}
-    programs = {each for site in chosen for each in scenarios_of(site)}
+def test_every_call_that_is_taken_back_is_reported(tmp_path):
+    left = {site: [] for site in sites()}
+    programs = {each for site in left for each in scenarios_of(site)}
     for number, (program, over_gloo) in enumerate(sorted(programs, key=lambda each: each[0].__name__)):
         mine = [site for site in left if (program, over_gloo) in scenarios_of(site)]
         folder = tmp_path / str(number)
@@ -165,9 +229,12 @@ def test_thirty_sites_that_are_taken_back_are_reported(tmp_path):
         results = run_ranks(sweep, 2, mine, program, path, device="simulated", timeout=900)
         for site, *ranks in zip(mine, *results, strict=True):
             left[site] += ranks
-    missed = {
-        str(site): found
+    assert len(left) >= 30
+    missed = [
+        f"{site}: passed {[count for count, _ in found]} times"
         for site, found in left.items()
-        if not any(kinds for _, kinds in found) and str(site) not in SUPERFLUOUS
-    }
-    assert not missed, missed
+        if not any(kinds for _, kinds in found) and not excepted(site)
+    ]
+    assert not missed, "not reported:\n" + "\n".join(missed)
+    there = {(site.file, site.function) for site in left}
+    assert not [each for each in SUPERFLUOUS if each[:2] not in there]

@@ -16,7 +16,7 @@ from collectives.sharded import (
     ShardingStrategy,
     fully_shard,
 )
-from tests.ddp.training import make_model, over_gloo
+from tests.ddp.training import make_model, over_gloo, run
 from tests.streams.simulated import needs_simulation, steps
 from tests.streams.test_ddp import batches_on, compare, loss_of, nearly, on_host
 
@@ -81,6 +81,33 @@ def test_units(tmp_path, kind):
 
 def test_offload_of_one_rank(tmp_path):
     compare(by_units, tmp_path, "offload", ranks=1)
+
+
+@over_gloo
+def on_two_streams(ctx, kind):
+    """Every other step runs on a stream of its own, behind and before the others."""
+    model = make_model().to(ctx.device)
+    options = {"gathered as int8": {"hook_state": collectives.HookState(comm=ctx.communicator(), gather="int8")}}
+    units_of(model, comm=ctx.communicator(), **options.get(kind, {}))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    for number, (x, y) in enumerate(batches_on(ctx, WARM + 3)):
+        stream = side if number % 2 else main
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream), steps(ctx, number >= WARM):
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        for each in (x, y):
+            each.record_stream(stream)
+        main.wait_stream(stream)
+    torch.cuda.synchronize()
+    return []
+
+
+@pytest.mark.parametrize("kind", ["plain", "gathered as int8"])
+def test_two_streams(tmp_path, kind):
+    run(on_two_streams, 2, tmp_path / "simulated", kind, device="simulated")
 
 
 @over_gloo

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.ranks import RankFailure, run_ranks
+from tests.streams import build, start
 from tests.streams.simulated import needs_simulation
 
 pytestmark = needs_simulation
@@ -13,6 +14,15 @@ pytestmark = needs_simulation
 
 def on_one(program, *args):
     return run_ranks(program, 1, *args, device="simulated")[0]
+
+
+@pytest.mark.parametrize(("line", "words"), [("", ""), ("cuda = '12.8'", "cuda '12.8'"), ("hip = '6.4'", "hip '6.4'")])
+def test_a_build_for_gpus_is_refused(tmp_path, monkeypatch, line, words):
+    none = [f"{name}: Optional[str] = None" for name in ("cuda", "hip", "xpu") if not line.startswith(name)]
+    typed = line.replace(" =", ": Optional[str] =")
+    (tmp_path / "version.py").write_text("\n".join(["__version__ = '2.13.0'", *none, typed]))
+    monkeypatch.setattr(build, "torch_folder", lambda: tmp_path)
+    assert words in start.why_not() and bool(start.why_not()) == bool(words)
 
 
 # ---- What is right.

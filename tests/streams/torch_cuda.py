@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import types
 
 import torch
 
 from . import device, graphs
+from .checker import checker, site
 
 CUDA = 1  # c10::DeviceType::CUDA
 
@@ -132,6 +134,13 @@ def _exchange(index: int) -> int:
     return old
 
 
+def _maybe_exchange(index: int) -> int:
+    old = device.library.simulated_current_device()
+    if index >= 0:
+        device.library.simulated_aim_at_device(index)
+    return old
+
+
 def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
     device.library.simulated_set_device(device_index)
     device.library.simulated_set_current_stream(device_index, stream_id)
@@ -158,6 +167,21 @@ def _resize(self, nbytes):
     return self
 
 
+def _on_host(name: str, writes: bool):
+    """A method of tensors that uses memory on the host below torch's dispatcher: seen where the memory is pinned."""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def seen(self, *args, **kwargs):
+        if self.device.type == "cpu" and self.numel() and self.layout is torch.strided and self.is_pinned():
+            shape = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+            access = (self.data_ptr(), self.data_ptr() + self.numel() * self.element_size(), writes, shape)
+            checker.submit(checker.host_access, name, [access], site(), device.known())
+        return method(self, *args, **kwargs)
+
+    return seen
+
+
 def _set_sync_debug_mode(mode) -> None:
     device.sync_debug_mode = mode
 
@@ -173,7 +197,7 @@ def install() -> None:
         "_cuda_getDevice": lambda: library.simulated_current_device(),
         "_cuda_setDevice": lambda index: library.simulated_set_device(index),
         "_cuda_exchangeDevice": _exchange,
-        "_cuda_maybeExchangeDevice": _exchange,
+        "_cuda_maybeExchangeDevice": _maybe_exchange,
         "_cuda_getDeviceCount": lambda: library.simulated_device_count(),
         "_cuda_getCurrentRawStream": lambda index: library.simulated_current_stream(index),
         "_cuda_getCurrentStream": lambda index: (library.simulated_current_stream(_given(index)), _given(index), CUDA),
@@ -204,7 +228,7 @@ def install() -> None:
         "_initialized": True,
         "_is_compiled": lambda: True,
         "_exchange_device": _exchange,
-        "_maybe_exchange_device": _exchange,
+        "_maybe_exchange_device": _maybe_exchange,
         "Stream": Stream,
         "ExternalStream": ExternalStream,
         "Event": Event,
@@ -225,6 +249,8 @@ def install() -> None:
     cuda.graphs._graph_pool_handle = low["_graph_pool_handle"]
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = Graph
     torch.UntypedStorage.resize_ = _resize
+    torch.Tensor.numpy = _on_host("numpy", True)  # an array can be written
+    torch.Tensor.tolist = _on_host("tolist", False)
 
 
 def is_capturing() -> bool:

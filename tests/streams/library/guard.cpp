@@ -77,11 +77,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return of(device); }
   void setDevice(c10::Device d) const override { if (index_of(d) != device) set_device(index_of(d)); }
   void uncheckedSetDevice(c10::Device d) const noexcept override { device = index_of(d); }
-  c10::Stream getStream(c10::Device d) const override { return stream(index_of(d), current[index_of(d)]); }
+  c10::Stream getStream(c10::Device d) const noexcept override { return stream(index_of(d), current[index_of(d)]); }
   c10::Stream getDefaultStream(c10::Device d) const override { return stream(index_of(d), 0); }
   c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return stream(index_of(d), streams++); }
   c10::Stream getNewStream(c10::Device d, int) const override { return stream(index_of(d), streams++); }
-  c10::Stream exchangeStream(c10::Stream s) const override {
+  c10::Stream exchangeStream(c10::Stream s) const noexcept override {
     int64_t old = current[s.device_index()];
     current[s.device_index()] = s.id();
     return stream(s.device_index(), old);
@@ -177,6 +177,7 @@ EXPORTED void simulated_set_callback(simulated::Callback function) { simulated::
 EXPORTED void simulated_set_device_count(int count) { simulated::devices = count; }
 EXPORTED int simulated_device_count() { return simulated::devices; }
 EXPORTED int simulated_current_device() { return simulated::device; }
+EXPORTED void simulated_aim_at_device(int index) { simulated::device = index; }  // which makes no context
 EXPORTED void simulated_set_device(int index) { if (index != simulated::device) simulated::set_device(index); }
 EXPORTED int64_t simulated_current_stream(int index) { return simulated::current_stream(index); }
 EXPORTED void simulated_set_current_stream(int index, int64_t id) { simulated::current[index] = id; }
