@@ -60,12 +60,13 @@ def needed_by(method) -> list[str]:
     return re.findall(r"``((?:nccl|collHost)[A-Z]\w*(?<!_t))``", method.__doc__ or "")
 
 
-# handle, library, rank, size and the like are no calls or known to the object; param_get_typed calls several in turn.
+# handle, library, rank, size and the like are no calls or known to the object; param_get_typed calls several in turn;
+# group_cancel does with NCCL's functions what the host engine has one of its own for.
 METHODS = [
     (cls, name)
     for cls in (nccl.Library, nccl.Comm)
     for name, member in vars(cls).items()
-    if not name.startswith("_") and callable(member) and needed_by(member) and name != "abort"
+    if not name.startswith("_") and callable(member) and needed_by(member) and name not in ("abort", "group_cancel")
 ]
 
 

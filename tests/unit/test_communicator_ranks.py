@@ -458,7 +458,7 @@ def closed_beside_a_call(ctx):
     """close() in one thread while another one's call on registered memory waits for its peer."""
     comm = ctx.new_communicator()
     library = comm.engine.library
-    array = torch.full((1 << 18,), ctx.rank + 1.0)
+    array = torch.full((1 << 24,), ctx.rank + 1.0)  # 64 MiB: malloc always maps it apart, so that it can be shared
     address, nbytes = array.data_ptr(), array.nbytes
     if not comm.register(array).zero_copy:
         return ["the array can't be shared"]
