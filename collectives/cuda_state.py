@@ -17,10 +17,11 @@ import torch
 
 from .errors import CudaError
 
-__all__ = ["capture_of", "is_capturing", "queries_allowed", "set_first_device", "set_thread_device"]
+__all__ = ["capture_of", "is_capturing", "queries_allowed", "set_first_device", "set_thread_device", "stream_at"]
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _state = threading.local()
 
 
@@ -49,6 +50,11 @@ def set_first_device(device: torch.device) -> None:
         )
 
 
+def stream_at(address: int, device: torch.device):
+    """Give torch's stream of an address. Of 0, the default stream's, ``ExternalStream`` would make a new one."""
+    return torch.cuda.ExternalStream(address, device) if address else torch.cuda.default_stream(device)
+
+
 def is_capturing(stream) -> bool:
     """Tell whether a torch stream is part of a capture; None: the current stream."""
     if stream is None:
@@ -67,7 +73,12 @@ def capture_of(stream) -> int | None:
         return 0 if is_capturing(stream) else None
     handle = (torch.cuda.current_stream() if stream is None else stream).cuda_stream
     status, number = ctypes.c_int(), ctypes.c_uint64()
-    _check(driver.cuStreamGetCaptureInfo_v2(handle, ctypes.byref(status), ctypes.byref(number), None, None, None))
+    asked = handle, ctypes.byref(status), ctypes.byref(number), None, None, None
+    code = driver.cuStreamGetCaptureInfo_v2(*asked)
+    if code == _NO_CONTEXT:  # a thread's first call: the runtime takes the device's context, the driver doesn't
+        is_capturing(stream)
+        code = driver.cuStreamGetCaptureInfo_v2(*asked)
+    _check(code)
     return number.value if status.value == _ACTIVE else None
 
 

@@ -20,7 +20,7 @@ import torch
 from ._nccl import DTYPES, OPS
 from .agree import PREMUL, compare, row
 from .arrays import ITEMSIZE, TORCH_CODES, Place
-from .cuda_state import is_capturing
+from .cuda_state import is_capturing, stream_at
 from .errors import Aborted, CollectivesError, InternalError, InvalidArgument, InvalidUsage
 from .group import run_grouped
 from .hosts import another
@@ -253,8 +253,7 @@ class Algorithms:
             if self._streams is None:
                 self._streams = torch.cuda.Stream(comm.device), torch.cuda.Stream(comm.device)
             transfers, kernels = self._streams
-            default = torch.cuda.default_stream(comm.device)
-            outer = default if handle == default.cuda_stream else torch.cuda.ExternalStream(handle, comm.device)
+            outer = stream_at(handle, comm.device)
             capturing = is_capturing(outer)
             with torch.cuda.stream(kernels):  # whose memory a plan's is; it is let go of in that stream's order
                 plan = self._plan(key, capturing)

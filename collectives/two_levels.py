@@ -11,6 +11,7 @@ import torch
 
 from ._nccl import DTYPES, OPS
 from .arrays import ITEMSIZE
+from .cuda_state import stream_at
 from .errors import CollectivesError, InvalidUsage
 from .group import run_grouped
 from .hosts import NoShortWay
@@ -166,9 +167,7 @@ class TwoLevels:
         On the host a queue may come to the calls later: there it grows by doubling, and is kept until the end.
         """
         if self._device.type == "cuda":
-            default = torch.cuda.default_stream(self._device)
-            own = default if stream == default.cuda_stream else torch.cuda.ExternalStream(stream, self._device)
-            with torch.cuda.device(self._device), torch.cuda.stream(own):
+            with torch.cuda.device(self._device), torch.cuda.stream(stream_at(stream, self._device)):
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         have = self._scratch.get(stream)
         if have is None or have.numel() < nbytes:

@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 
 from ._nccl import check
-from .cuda_state import capture_of, is_capturing, queries_allowed
+from .cuda_state import capture_of, is_capturing, queries_allowed, stream_at
 from .errors import Aborted, CollectivesError, CollectiveTimeout, CudaError, InvalidArgument, InvalidUsage
 
 __all__ = ["CudaLane", "HostLane", "Work"]
@@ -430,7 +430,7 @@ class CudaLane(Lane):
     def _open(self, stream):
         device = self._comm.device
         if stream is not None:
-            self._stream = torch.cuda.ExternalStream(stream, device)
+            self._stream = stream_at(stream, device)
             return stream
         if self._side is None:
             self._side = torch.cuda.Stream(device)
@@ -567,7 +567,7 @@ class CudaLane(Lane):
         if stream in comm._foreign:
             return None
         with comm._guard():
-            given = torch.cuda.ExternalStream(stream, comm.device) if stream else torch.cuda.default_stream()
+            given = stream_at(stream, comm.device)
             if is_capturing(given):
                 return None
             event = torch.cuda.Event()

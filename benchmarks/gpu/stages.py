@@ -43,7 +43,8 @@ def tests(name: str, part: int, seconds: float, folders: tuple[str, ...], ranks:
     """Return the stage of tests marked `gpu`; a dry run collects them and runs none."""
     words = (
         "-m", "pytest", "-q", "-rfEs", "--tb=short", "--color=no", "-p", "benchmarks.gpu.selection", "-m",
-        "gpu and not multigpu", "--gpu-ranks", str(ranks), "--gpu-output", "{output}", *options, *folders,
+        "gpu and not multigpu", "--gpu-ranks", str(ranks), "--gpu-output", "{output}",
+        "--continue-on-collection-errors", *options, *folders,
     )  # fmt: skip
     beside = ("-n", str(jobs), "--dist", "worksteal") if jobs else ()
     limits = ("--timeout", "150")

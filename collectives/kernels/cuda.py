@@ -9,6 +9,7 @@ would flush subnormals.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import os
@@ -89,12 +90,25 @@ def _nvrtc():
     try:
         from cupy.cuda import nvrtc
 
-        return nvrtc, nvrtc.getVersion()
+        version = nvrtc.getVersion()
     except Exception as error:  # CuPy has several kinds for a library that it can't load
         raise EngineUnavailable(
             f"the CUDA kernels are compiled by NVRTC, which CuPy can't load: {_INSTALL}, or nvidia-cuda-nvrtc-cu12 "
             f"(nvidia-cuda-nvrtc for CUDA 13) alone: {error}"
         ) from error
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
+        paths = {line.split(maxsplit=5)[5].strip() for line in file if "/libnvrtc.so" in line}
+    _load_builtins(paths, version)
+    return nvrtc, version
+
+
+def _load_builtins(paths, version) -> None:
+    """Load what lies beside NVRTC, which opens it by its bare name: the wheel of CUDA 13 doesn't say where it is."""
+    for path in paths:
+        builtins = Path(path).resolve().with_name("libnvrtc-builtins.so.{}.{}".format(*version))
+        if builtins.exists():
+            with contextlib.suppress(OSError):  # NVRTC says it, if it finds no other one
+                ctypes.CDLL(str(builtins))
 
 
 def compile_source(source: str, arch: str, *more: str) -> tuple[bytes, str]:

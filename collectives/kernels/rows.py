@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy
 import torch
 
+from ..cuda_state import queries_allowed
+
 __all__ = ["Rows"]
 
 _LEAST = 12  # the smallest pinned buffer has 1 << 12 bytes
@@ -79,7 +81,7 @@ def _copied_from(memory: torch.Tensor, array: numpy.ndarray, device: torch.devic
 def _copied(array: numpy.ndarray, stream: torch.cuda.Stream) -> torch.Tensor:
     """Copy an array to the current GPU by a buffer whose last copy is done, or by one more."""
     size = max(_LEAST, (array.nbytes - 1).bit_length())
-    with _lock:
+    with _lock, queries_allowed():
         ring = _rings.setdefault((stream.device_index, size), deque())
         slot = ring.popleft() if ring and ring[0].event.query() else None
     if slot is None:
@@ -92,6 +94,7 @@ def _copied(array: numpy.ndarray, stream: torch.cuda.Stream) -> torch.Tensor:
 
 
 def _copied_in_capture(array: numpy.ndarray) -> torch.Tensor:
-    memory = _pinned(array.nbytes)
+    with queries_allowed():  # and what else could be unsafe in a capture, as taking page-locked memory
+        memory = _pinned(array.nbytes)
     _captured.append(memory)
     return _copied_from(memory, array, torch.cuda.current_stream().device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import collectives
@@ -79,7 +80,10 @@ def step_of_ddp(rank, case):
     options = dict(DDP[case])
     model = make_terms(rank.device)
     rule = optim.AdamW(model.parameters(), lr=0.01)
-    inside, how = options.pop("optimizer", False), options.pop("ddp", {})
+    inside, how = options.pop("optimizer", False), dict(options.pop("ddp", {}))
+    if "find_unused_parameters" in how and rank.kind == "cuda":
+        # DDP sends its map by the process group; Gloo's thread waits for the GPU then, which torch's mode refuses.
+        how["process_group"] = dist.new_group(backend="nccl")
     state = HookState(comm=rank.comm, optimizer=rule if inside else None, **options)
     ddp = wrap(model, "torch", state, gradient_as_bucket_view=True, **how)
     watched(rank, loop(rank, ddp, None if inside else rule))

@@ -43,7 +43,8 @@ def test_the_short_way_reads_torchs_current_stream(device, ranks):
         for read, current in pairs:
             assert read == current, pairs
         if device != "host":
-            assert len({current for _, current in pairs}) == 4, "default, two beside it, and the capture's"
+            # torch has 32 streams and gives them in turn: the capture's may be one of the two.
+            assert len({current for _, current in pairs}) >= 3, "default, two beside it, and the capture's"
 
 
 def short_way(place):

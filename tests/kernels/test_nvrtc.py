@@ -6,10 +6,13 @@ It needs NVRTC but no GPU; without NVRTC it fails. The table of registers: ``pyt
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
 from collectives.kernels import cuda
+from collectives.kernels.execution import library_path
 
 from .registers import ARCHITECTURES, KERNELS, SOURCES, usage
 
@@ -67,3 +70,11 @@ def test_arguments_fit(kernel):
     from ctypes import sizeof
 
     assert sizeof(kernel.args) <= PARAMETERS
+
+
+def test_what_nvrtc_opens_by_its_bare_name_is_loaded(tmp_path):
+    """CUDA 13's wheel has its builtins beside NVRTC, where nothing looks for them."""
+    there = tmp_path / "libnvrtc-builtins.so.99.1"
+    shutil.copy(library_path(), there)
+    cuda._load_builtins({str(tmp_path / "libnvrtc.so.99"), str(tmp_path / "elsewhere" / "libnvrtc.so.99")}, (99, 1))
+    assert str(there) in Path("/proc/self/maps").read_text()

@@ -134,6 +134,7 @@ class Event:
 
     def query(self):
         assert not self.device.capturing, "an event was queried in a capture"
+        assert self.device.allowed, "a query that spoils the capture of another thread"
         return self.done
 
     def record(self, stream):
@@ -148,7 +149,7 @@ class Device:
     """A "GPU" that is host memory."""
 
     def __init__(self, monkeypatch):
-        self.capturing = False
+        self.capturing = self.allowed = False
         self.events, self.pinned = [], []
         self.stream = self.new_stream(1)
         for name, value in {
@@ -159,6 +160,7 @@ class Device:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(rows, "_pinned", self.pin)
+        monkeypatch.setattr(rows, "queries_allowed", self.allow)
         monkeypatch.setattr(rows, "_rings", {})
         monkeypatch.setattr(rows, "_captured", [])
 
@@ -169,7 +171,14 @@ class Device:
         self.events.append(Event(self))
         return self.events[-1]
 
+    @contextlib.contextmanager
+    def allow(self):
+        self.allowed = True
+        yield
+        self.allowed = False
+
     def pin(self, nbytes):
+        assert self.allowed or not self.capturing, "taking page-locked memory spoils the capture"
         self.pinned.append(torch.empty(nbytes, dtype=torch.uint8))
         return self.pinned[-1]
 

@@ -148,6 +148,11 @@ def streams_and_futures(ctx):
         work = comm.all_reduce(tensor, async_op=True)
         assert work.future().wait() is not None
         tensor.add_(1)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # the default stream's address is 0
+            comm.all_reduce(tensor, async_op=True, stream=torch.cuda.default_stream()).wait()
+            tensor.add_(1)
+        torch.cuda.current_stream().wait_stream(side)
         for _ in range(20):  # nobody keeps tensor or Work
             comm.all_reduce(torch.ones(1 << 10, device=comm.device), async_op=True)
     comm.barrier()

@@ -18,7 +18,7 @@ class Stream(torch.Stream):
     """torch.cuda.Stream"""
 
     def __new__(cls, device=None, priority=0, **kwargs):
-        if "stream_ptr" in kwargs:
+        if kwargs.get("stream_ptr"):  # of 0 torch makes a new stream, too
             return super().__new__(cls, stream_id=kwargs["stream_ptr"], device_index=_index(device), device_type=CUDA)
         if "stream_id" in kwargs:
             return super().__new__(cls, **kwargs)

@@ -338,6 +338,21 @@ def test_queries_are_allowed_by_the_threads_mode(monkeypatch):
         pass
 
 
+def test_a_threads_first_call_asks_for_a_capture(gpu, monkeypatch):
+    """The driver knows no context in a thread before the runtime has been called there."""
+    ready = []
+
+    def ask(stream, status, number, *rest):
+        status._obj.value, number._obj.value = 1, 9
+        return 0 if ready else 201
+
+    monkeypatch.setattr(cuda_state, "_driver", lambda: types.SimpleNamespace(cuStreamGetCaptureInfo_v2=ask))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: ready.append(1))
+    assert cuda_state.capture_of(None) == 9
+    ready.clear()
+    assert cuda_state.capture_of(gpu.current) == 9
+
+
 # ---- Devices of threads.
 
 
