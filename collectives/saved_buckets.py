@@ -121,13 +121,14 @@ class SavedBuckets:
             return None
         if params[0] in self._goes_by:
             return self._goes_by[params[0]]
-        names = set(self._names.of(params))
+        own = self._names.of(params)
+        names = set(own)
         layouts = ((each, itertools.chain.from_iterable(each.layout or ())) for each in self._saved)
         found = next((each for each, saved in layouts if not names.isdisjoint(saved)), None)
         layout = None if found is None else found.layout
-        digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-        told = "none" if layout is None else f"{len(layout)} from {layout[0][0]:.24} ({digest})"
-        Given({"saved buckets of this module": told}).compare(
+        saved = "none" if layout is None else f"{len(layout)} from {layout[0][0]:.24} ({_digest(layout)})"
+        here = f"{len(own)} from {own[0]!s:.24} ({_digest(own)})"
+        Given({"saved buckets of this module": saved, "names of its first bucket": here}).compare(
             comm, "the ranks would go on in different buckets",
             "load on all ranks what they saved at one moment of one run, and register the modules' hooks in one order",
             Mismatch,
@@ -163,6 +164,10 @@ class SavedBuckets:
                     "modules, with these registered in another order?",
                     RuntimeWarning, stacklevel=2,
                 )  # fmt: skip
+
+
+def _digest(names: list) -> str:
+    return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
 
 def _shown(names: list[str]) -> str:

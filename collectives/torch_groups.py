@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from .communicator import Communicator
 from .engine import get_engine
-from .errors import InvalidUsage
-from .exchange import needs_store
+from .errors import InvalidUsage, TransportError
+from .exchange import first_line, needs_store
 from .hosts import open_over
 from .presence import Fates, announce
 from .rendezvous import identify, meet_over_store
@@ -80,8 +80,8 @@ def communicator_over(group, device: torch.device) -> Communicator:
     """Give the communicator of a ``torch.distributed`` group's ranks and a device; the first call opens it.
 
     All ranks of the group must make that call: it blocks until they have, at most the group's timeout, which is also
-    the communicator's. Raises `CollectiveTimeout` past it, and `RemoteError` as soon as it is known that a rank's
-    process has ended.
+    the communicator's. Raises `CollectiveTimeout` past it, `RemoteError` as soon as it is known that a rank's
+    process has ended, and `TransportError` where torch's store has gone away.
     """
     key = (id(group), device)
     known = _opened.get(key)
@@ -95,7 +95,14 @@ def communicator_over(group, device: torch.device) -> Communicator:
         # A store may outlive a group and its name. Which opening this is, is counted in the store itself, by rank: a
         # count kept here would differ from that of a process that has come later.
         prefix = f"collectives/ddp/{group.group_name}/{size}/{device.type}"
-        number = store.add(f"{prefix}/opened/{rank}", 1)
+        try:
+            number = store.add(f"{prefix}/opened/{rank}", 1)
+        except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, in some stores a plain one
+            raise TransportError(
+                f"torch.distributed's store has gone away or failed: {first_line(error)}. Its server is in torchrun's "
+                "process or in rank 0's, mostly: it has ended",
+                op="init", rank=rank,
+            ) from error  # fmt: skip
         announce()
         timeout = group_timeout(group, device)
         deadline = time.monotonic() + timeout

@@ -2,6 +2,8 @@
 
 - Optimizers that look at a parameter as a whole (its rows and columns, its norm, its singular values): a piece has none
   of these. Recognised by their class, at their first step.
+- Optimizers that share out the parameters over the ranks themselves (torch's ZeroRedundancyOptimizer): they take
+  them to be equal on all ranks, and would overwrite one rank's pieces with another's. Recognised in the same way.
 - torch.distributed.checkpoint.state_dict's functions of optimizers: each rank's pieces would be taken for all of the
   state. They all begin a state by one function of that module, which is changed here to raise.
 """
@@ -20,11 +22,18 @@ from .order import units_of_parameters
 __all__ = ["check_elementwise", "watch_state_dicts"]
 
 # What the names of such classes contain, without "_" and in small letters...
-_PARTS = re.compile(
-    "adafactor|muon|shampoo|novograd|lbfgs|adammini|dadapt|prodigy|galore"
-)
+_PARTS = re.compile("adafactor|muon|shampoo|novograd|lbfgs|adammini|dadapt|prodigy|galore")
 # ... or have as one of their words: too short to be looked for anywhere.
 _WORDS = {"lamb", "lars", "larc", "soap", "came", "sm3", "kfac", "psgd", "sgdp", "adamp", "spam", "ranger"}
+
+
+# Of those that exchange parameters between the ranks.
+_EXCHANGING = re.compile("zeroredundancy")
+
+
+@functools.cache
+def _exchanges(cls: type) -> bool:
+    return any(_EXCHANGING.search(each.__name__.replace("_", "").lower()) for each in cls.__mro__)
 
 
 @functools.cache
@@ -33,17 +42,26 @@ def _is_elementwise(cls: type) -> bool:
         if each in (torch.optim.Optimizer, object):
             continue
         words = re.findall(r"[A-Z]+[0-9]*(?![a-z])|[A-Z]?[a-z]+[0-9]*", each.__name__)
-        if _PARTS.search(each.__name__.replace("_", "").lower()) or _WORDS & {word.lower() for word in words}:
+        if _PARTS.search(each.__name__.replace("_", "").lower()) or _WORDS & {
+            form for word in map(str.lower, words) for form in (word, word.rstrip("0123456789"))
+        }:
             return False
     return True
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `InvalidUsage` where an optimizer that isn't element by element holds pieces, but for whole ones."""
-    if _is_elementwise(type(optimizer)):
+    """Raise `InvalidUsage` where an optimizer that can't step pieces holds some, but for whole ones."""
+    exchanges = _exchanges(type(optimizer))
+    if _is_elementwise(type(optimizer)) and not exchanges:
         return
     units = units_of_parameters(param for group in optimizer.param_groups for param in group["params"])
     split = [unit for unit in units if unit.ranks.shard is not None]
+    if split and exchanges:
+        raise InvalidUsage(
+            f"{type(optimizer).__name__} takes parameters to be equal on all ranks, and each rank has other pieces of "
+            f"{split[0]!r}: step with the optimizer inside of it; each rank steps its pieces alone already",
+            op=f"{type(optimizer).__name__}.step", rank=split[0].ranks.world.rank,
+        )  # fmt: skip
     if split:
         raise InvalidUsage(
             f"{type(optimizer).__name__} looks at a parameter as a whole (its rows, its norm, or all parameters at "

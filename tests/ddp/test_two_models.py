@@ -161,6 +161,28 @@ def test_other_saved_buckets_on_a_rank_are_a_mismatch(tmp_path):
 
 
 @over_gloo
+def other_order(ctx):
+    """On rank 1 the two models are registered in another order than before; both have a 0.weight, one alone more."""
+    state, models = HookState(wire="int8", error_feedback=True), [make_model(), nn.Sequential(nn.Linear(12, 7))]
+    before = [wrap(model, "torch", state) for model in models]
+    for ddp in before:
+        ddp(torch.ones(2, 12)).sum().backward()
+    file = io.BytesIO()
+    torch.save(state, file)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    for model in models if ctx.rank == 0 else reversed(models):
+        state.register(model)
+    ddps = [wrap(model, "torch", state) for model in models]
+    with pytest.raises(errors.Mismatch, match="names of its first bucket: .* on rank 0; .* on rank 1") as caught:
+        ddps[0](torch.ones(2, 12)).sum().backward()
+    return caught.value.peers
+
+
+def test_models_registered_in_another_order_on_a_rank_are_a_mismatch(tmp_path):
+    assert run(other_order, 2, tmp_path / "store") == [(1,), (0,)]
+
+
+@over_gloo
 def renamed(ctx, wire):
     state = HookState(wire=wire, error_feedback=True)
     before = wrap(make_model(), "torch", state)

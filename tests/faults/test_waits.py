@@ -76,6 +76,25 @@ def test_a_rank_killed_before_its_first_backward(n, victim):
         assert peers == (victim,) and f"rank {victim}" in text and "has ended" in text and "gradient bucket" in text
 
 
+def comes_late(ctx, port):
+    """Rank 0, whose process serves the store, has ended before the other looks."""
+    open_group(ctx, port, 50)
+    module = hooked()
+    ctx.barrier()
+    if ctx.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    with pytest.raises(errors.TransportError) as caught:
+        backward(module)
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_store_that_is_gone_before_the_first_backward():
+    text = run_ranks(comes_late, 2, free_port(), timeout=45, deaths={0})[1]
+    assert "store has gone away" in text and "rank 0's" in text and "gradient bucket 0" in text
+
+
 RAISES = """
 import os, sys, torch, torch.distributed as dist
 from tests.faults.test_waits import backward, hooked

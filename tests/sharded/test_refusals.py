@@ -1,9 +1,11 @@
 """What would be wrong on pieces raises: optimizers that look at whole parameters, torch's functions for their state."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as torchs
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import collectives
 from collectives.errors import InvalidUsage
@@ -87,7 +89,7 @@ def test_which_optimizers_are_element_by_element():
     for name in names.split():
         assert _is_elementwise(type(name, (torch.optim.Optimizer,), {})), name
     names = "Lamb LAMB FusedLAMB LAMB8bit Lars LARS PytorchLARS LARC Adafactor AdaFactor Muon DistributedShampoo SOAP"
-    names += " FusedNovoGrad Adam_mini AdamMini CAME SM3 Prodigy DAdaptAdam GaLoreAdamW LBFGS FullBatchLBFGS"
+    names += " FusedNovoGrad Lamb8bit Adam_mini AdamMini CAME SM3 Prodigy DAdaptAdam GaLoreAdamW LBFGS FullBatchLBFGS"
     for name in names.split():
         assert not _is_elementwise(type(name, (torch.optim.Optimizer,), {})), name
 
@@ -113,6 +115,26 @@ def third(ctx):
 
 def test_an_unknown_optimizer_element_by_element_trains():
     assert run_ranks(third, 2) == [[], []]
+
+
+def exchanging(ctx, path):
+    store = dist.FileStore(path, ctx.size)
+    dist.init_process_group("gloo", store=store, rank=ctx.rank, world_size=ctx.size)
+    try:
+        model = fully_shard(net(), comm=ctx.communicator())
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        before = [param.detach().clone() for param in model.parameters()]
+        backward(model, ctx.rank)
+        with pytest.raises(InvalidUsage, match="ZeroRedundancyOptimizer takes parameters to be equal on all ranks"):
+            optimizer.step()
+        return all(map(torch.equal, before, model.parameters()))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_optimizer_that_exchanges_parameters_is_refused(tmp_path):
+    """It would overwrite a rank's pieces with those of another one."""
+    assert run_ranks(exchanging, 2, str(tmp_path / "store")) == [True, True]
 
 
 def states(ctx, path):
