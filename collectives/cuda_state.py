@@ -17,7 +17,15 @@ import torch
 
 from .errors import CudaError
 
-__all__ = ["capture_of", "is_capturing", "queries_allowed", "set_first_device", "set_thread_device", "stream_at"]
+__all__ = [
+    "capture_of",
+    "has_completed",
+    "is_capturing",
+    "queries_allowed",
+    "set_first_device",
+    "set_thread_device",
+    "stream_at",
+]
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -102,6 +110,12 @@ def queries_allowed():
     finally:
         _state.depth = 0
         _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+
+
+def has_completed(event) -> bool:
+    """Tell whether an event, which is part of no capture, has completed; also while other threads capture."""
+    with queries_allowed():
+        return event.query()
 
 
 @functools.cache

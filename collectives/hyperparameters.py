@@ -11,6 +11,7 @@ import struct
 import torch
 
 from .alike import Given
+from .cuda_state import has_completed
 from .errors import Mismatch
 
 __all__ = ["Hyperparameters"]
@@ -73,7 +74,7 @@ class Hyperparameters:
 
     def _look(self, comm) -> None:
         """Look at the last copy, if it is there."""
-        if self._copied is None or not self._copied.query():
+        if self._copied is None or not has_completed(self._copied):
             return
         self._copied = None
         rows = self._on_host.tolist()

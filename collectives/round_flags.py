@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .communicator import Communicator
+from .cuda_state import has_completed
 from .errors import CollectivesError, InvalidArgument, InvalidUsage
 
 __all__ = ["Found", "RoundFlags"]
@@ -113,7 +114,7 @@ class RoundFlags:
         if self._copy is None:
             return
         if self._on_cuda:
-            if self._copied is None or torch.cuda.is_current_stream_capturing() or not self._copied.query():
+            if self._copied is None or torch.cuda.is_current_stream_capturing() or not has_completed(self._copied):
                 return
             self._copied = None
         found = self._read(self._copy.tolist())

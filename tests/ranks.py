@@ -277,6 +277,9 @@ def run_ranks(
     """
     __tracebackhide__ = True
     if device == "simulated":
+        from tests.streams.build import build_all
+
+        build_all()
         engine, start_env = "nccl", {**SIMULATED, **(start_env or {})}
     envs, deaths = _by_rank(env), frozenset(deaths)
     pool = _pool_of(start_env)

@@ -43,10 +43,13 @@ def dry_device() -> tuple[str, str]:
     """Return the device of a dry run, and why it is the CPU: the simulated GPU where this torch can carry it."""
     if importlib.util.find_spec("tests.streams") is None:
         return "cpu", "tests/streams isn't there"
+    from tests.streams.build import build_all
     from tests.streams.start import why_not
 
-    reason = why_not()
-    return ("cpu", reason) if reason else ("simulated", "")
+    if reason := why_not():
+        return "cpu", reason
+    build_all()  # in no stage's time
+    return "simulated", ""
 
 
 def words_of(stage: Stage, device: str, dry: bool, output: Path, folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from ..cuda_state import has_completed
 from ..ddp import HookState, fused_allreduce
 from ..errors import CollectiveTimeout
 from ..lanes import close_lanes
@@ -131,7 +132,7 @@ def _wait_at_most(seconds: float, device: torch.device) -> None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     limit = time.monotonic() + seconds
-    while not event.query():
+    while not has_completed(event):
         if time.monotonic() > limit:
             raise CollectiveTimeout(f"a bucket was not reduced within {seconds:.0f} s", op="all_reduce")
         time.sleep(1e-4)

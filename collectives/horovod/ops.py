@@ -12,6 +12,7 @@ from enum import IntEnum
 
 import torch
 
+from ..cuda_state import has_completed
 from .coordinator import Coordinator
 from .exceptions import HorovodInternalError
 from .process_sets import ProcessSet, global_process_set
@@ -107,7 +108,7 @@ def poll(handle: int) -> bool:
     if entry is None:
         raise ValueError(f"handle {handle} is unknown, or was synchronized before")
     finished = entry[1].finished
-    return entry[1].done and (finished is None or finished.query())
+    return entry[1].done and (finished is None or has_completed(finished))
 
 
 def synchronize(handle: int):

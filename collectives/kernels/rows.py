@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from ..cuda_state import queries_allowed
+from ..cuda_state import has_completed, queries_allowed
 
 __all__ = ["Rows"]
 
@@ -81,9 +81,9 @@ def _copied_from(memory: torch.Tensor, array: numpy.ndarray, device: torch.devic
 def _copied(array: numpy.ndarray, stream: torch.cuda.Stream) -> torch.Tensor:
     """Copy an array to the current GPU by a buffer whose last copy is done, or by one more."""
     size = max(_LEAST, (array.nbytes - 1).bit_length())
-    with _lock, queries_allowed():
+    with _lock:
         ring = _rings.setdefault((stream.device_index, size), deque())
-        slot = ring.popleft() if ring and ring[0].event.query() else None
+        slot = ring.popleft() if ring and has_completed(ring[0].event) else None
     if slot is None:
         slot = _Slot(_pinned(1 << size), torch.cuda.Event())
     copy = _copied_from(slot.memory, array, stream.device)

@@ -79,6 +79,7 @@ class Agreement:
         self.interrupted = 0  # forwards and backwards that an exception has left
         self._units: list[weakref.ref] = []
         self._slots = 0  # of all units
+        self._unit_of_slot: list[int] = []
         self._row = numpy.zeros(6, dtype=numpy.int64)
         self._reduced: set[int] = set()  # units that this rank has reduced with what it had, since the others did
 
@@ -88,6 +89,7 @@ class Agreement:
         unit.index = len(self._units)
         unit.first_slot = self._slots
         self._slots += len(unit.slots)
+        self._unit_of_slot += [unit.index] * len(unit.slots)
         self._units.append(weakref.ref(unit))
 
     def same_number(self, number: int) -> bool:
@@ -274,7 +276,7 @@ class Agreement:
         if here:
             unit = self._units[min(here)]()
             self._diverge(f"{unit!r} has gradients here, and the others have reduced it before")
-        if self.control is None or self._follow(DONE << _KIND, flags):
+        if self.control is None or self._follow(DONE << _KIND, self._of_used_units(flags)):
             self._reduced.clear()
             return flags
         self.agree(DONE)
@@ -282,7 +284,7 @@ class Agreement:
         if self.rounds.next is not None:  # others have ended the round as they did before
             for unit in units:
                 flags[unit.index] = unit.syncs and unit.has_gradients()
-            if not self.rounds.covers(flags):
+            if not self.rounds.covers(self._of_used_units(flags)):
                 self._diverge("this rank has gradients at the end of its backward that it didn't have in the others")
             return self.rounds.end_flags().copy()
         if not self.follows:
@@ -291,9 +293,25 @@ class Agreement:
         both = numpy.concatenate([flags, 255 - flags])
         self.control.all_reduce(both, "max")
         flags, least = both[: len(flags)], 255 - both[len(flags) :]
+        used = self._of_used_units(flags)
+        had_all = bool((least >= used).all())
         # None is left to be reduced, and all ranks had all gradients.
-        self.rounds.end(flags, bool((flags == least).all()) and not flags[: len(self._units)].any())
+        self.rounds.end(used, had_all and not flags[: len(self._units)].any())
         return flags
+
+    def _of_used_units(self, flags: numpy.ndarray) -> numpy.ndarray | None:
+        """Return the flags with zeros for units without gradients: their modules may be gone on some ranks and not on
+        others, where nothing has collected them yet. None where no round can be followed.
+        """
+        if not self.follows:
+            return None
+        count = len(self._units)
+        units = numpy.array(self._unit_of_slot, dtype=numpy.int64)
+        used = numpy.zeros(count, dtype=bool)
+        used[units[flags[count:] >= 2]] = True
+        kept = flags.copy()
+        kept[count:][~used[units]] = 0
+        return kept
 
 
 def _tells_to_stop(row: numpy.ndarray) -> bool:

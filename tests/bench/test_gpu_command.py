@@ -17,7 +17,7 @@ from benchmarks.gpu import limited, selection, stages
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def gpu_command(*options, timeout=280, **variables):
+def gpu_command(*options, timeout=580, **variables):
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", *options], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
         env={**os.environ, **variables},
@@ -27,7 +27,7 @@ def gpu_command(*options, timeout=280, **variables):
 @pytest.mark.parametrize("part", stages.PARTS)
 def test_the_dry_run(tmp_path, part):
     """Every stage's own program is executed: none runs for the first time on a GPU."""
-    done = gpu_command("--dry", "--part", str(part), "--folder", str(tmp_path), "--part-seconds", "270")
+    done = gpu_command("--dry", "--part", str(part), "--folder", str(tmp_path), "--part-seconds", "540")
     report = json.loads((tmp_path / "report.json").read_text())
     found = report["parts"][str(part)]["stages"]
     assert done.returncode == 0, done.stdout + json.dumps([s for s in found if s["result"] != "passed"], indent=1)

@@ -4,6 +4,7 @@ On GPUs they do; here the host engine's ranks are told to.
 """
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -101,6 +102,32 @@ def repeats(ctx):
 
 def test_steps_that_repeat_themselves_wait_for_no_host(tmp_path):
     check(repeats, tmp_path)
+
+
+@over_gloo
+def beside_one_that_is_gone(ctx):
+    """A model that is gone, and collected on one rank only, keeps no round from repeating."""
+    gone, _ = made()
+    for at in range(3):
+        step(gone, ctx.rank, at)
+    gone.cycle = gone
+    gc.disable()
+    try:
+        del gone
+        if ctx.rank == 1:
+            gc.collect()
+        model, waits = made()
+        counts = []
+        for at in range(6):
+            step(model, ctx.rank, at)
+            counts.append(waits.take())
+    finally:
+        gc.enable()
+    return {"followed": [] if counts[-1] == (0, True) else counts, "gradients": equal(gradients(model), theirs(5))}
+
+
+def test_a_model_that_is_gone_on_one_rank(tmp_path):
+    check(beside_one_that_is_gone, tmp_path)
 
 
 @over_gloo
