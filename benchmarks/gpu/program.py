@@ -118,9 +118,8 @@ def rank_environment(rank: int, ranks: int, device: str, port: int) -> dict[str,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     if device == "cuda" and ranks > 1:
-        from tests.one_gpu import environment
-
         from collectives.engine import get_engine
+        from tests.one_gpu import environment
 
         found |= environment(rank, ranks, get_engine("nccl").library.version)
     return found
