@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from collectives import kernels
+from collectives import cuda_state, kernels
 from collectives.kernels import abi, cuda, rows
 from collectives.kernels.rows import Rows
 from collectives.layout import wire_layout
@@ -160,7 +160,8 @@ class Device:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(rows, "_pinned", self.pin)
-        monkeypatch.setattr(rows, "queries_allowed", self.allow)
+        for module in (rows, cuda_state):
+            monkeypatch.setattr(module, "queries_allowed", self.allow)
         monkeypatch.setattr(rows, "_rings", {})
         monkeypatch.setattr(rows, "_captured", [])
 
