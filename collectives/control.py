@@ -10,9 +10,8 @@ import torch
 from .communicator import Communicator
 from .engine import get_engine
 from .errors import CollectiveTimeout
-from .exchange import RECORD_BYTES, Own, needs_store, serve_lasting, settle, with_store
+from .exchange import RECORD_BYTES, Own, needs_store, serving_record, settle, with_store
 from .hosts import open_over
-from .machines import own_address
 from .waiting import said
 
 __all__ = ["beside", "control_of", "host_communicator_over"]
@@ -58,10 +57,7 @@ def host_communicator_over(comm: Communicator, seconds: float | None = None) -> 
     seconds = seconds or comm.timeout or _OPEN_SECONDS
     deadline = time.monotonic() + seconds
     own = Own(comm.rank, comm.size, engine, torch.device("cpu"))
-    record, server = own.record(), None
-    if comm.rank == 0:
-        server = serve_lasting()
-        record = json.dumps({**json.loads(record), "store": [own_address(), server.port]}).encode()
+    record, server = serving_record(own)
     mine = torch.frombuffer(bytearray(record.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8).to(comm.device)
     everyone = torch.empty(comm.size * RECORD_BYTES, dtype=torch.uint8, device=comm.device)
     with said("to open a communicator on host memory", comm.rank, seconds, lambda: _missing(comm)):

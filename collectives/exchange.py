@@ -40,6 +40,7 @@ __all__ = [
     "parse",
     "reach_lasting",
     "serve_lasting",
+    "serving_record",
     "settle",
     "wants_store",
     "with_store",
@@ -227,6 +228,15 @@ def needs_store(meeting: Meeting, engine: str) -> bool:
 def wants_store(meeting: Meeting, engine: str) -> bool:
     """Tell whether the ranks' communicator has a use for a store that lasts: NCCL's for the notes of its watchdog."""
     return needs_store(meeting, engine) or (engine == "nccl" and len(meeting.peers) > 1)
+
+
+def serving_record(own: Own) -> tuple[bytes, dist.TCPStore | None]:
+    """Return this rank's record and None; on rank 0 with the address of a store that it serves from now on, and it."""
+    record = own.record()
+    if own.rank != 0:
+        return record, None
+    server = serve_lasting()
+    return json.dumps({**json.loads(record), "store": [own_address(), server.port]}).encode(), server
 
 
 def serve_lasting() -> dist.TCPStore:
@@ -519,10 +529,7 @@ def over_mpi(mpi: Any, own: Own, generation: int, deadline: float, timeout: floa
             op="init",
             rank=own.rank,
         )
-    record, server = own.record(), None
-    if own.rank == 0:
-        server = serve_lasting()
-        record = json.dumps({**json.loads(record), "store": [own_address(), server.port]}).encode()
+    record, server = serving_record(own)
     if own.rank != 0:
         answer = bytearray(2 * RECORD_BYTES * (own.size + 1))  # records inside JSON: twice their bytes at most
         sent = comm.Isend([record, mpi.BYTE], 0, tag)

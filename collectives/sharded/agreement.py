@@ -74,7 +74,7 @@ class Agreement:
     def __init__(self, comm: Communicator):
         self.comm = comm
         self.follows = follows_rounds(comm)
-        self.rounds = Rounds(self._post, _tells_to_stop)
+        self.rounds = Rounds(self._post, _has_failed)
         self.control = control_of(comm)
         self.interrupted = 0  # forwards and backwards that an exception has left
         self._units: list[weakref.ref] = []
@@ -158,7 +158,7 @@ class Agreement:
         """Say whether rounds that repeat themselves are followed. A collective, which blocks."""
         self.meet(f"set_static_graph({follows})")
         self.follows = follows
-        self.rounds = Rounds(self._post, _tells_to_stop)
+        self.rounds = Rounds(self._post, _has_failed)
 
     def _post(self, row: numpy.ndarray):
         return self.control.all_reduce(row, "max", async_op=True)
@@ -314,7 +314,7 @@ class Agreement:
         return kept
 
 
-def _tells_to_stop(row: numpy.ndarray) -> bool:
+def _has_failed(row: numpy.ndarray) -> bool:
     """Tell whether a row says that a rank can't go on, or was interrupted and others weren't."""
     _, _, _, newest, oldest, failed = row.tolist()
     return bool(failed) or newest >> _COUNT != -oldest >> _COUNT

@@ -22,13 +22,13 @@ _KNOWN = 8  # rounds that were followed before and are followed again as soon as
 class Rounds:
     """The round under way, and the one that is followed.
 
-    `post`: a function that begins the all-reduce of a row, and gives its Work. `tells_to_stop`: a function of a row
+    `post`: a function that begins the all-reduce of a row, and gives its Work. `has_failed`: a function of a row
     that has come back; whether its sender must not go on alone.
     """
 
-    def __init__(self, post, tells_to_stop):
+    def __init__(self, post, has_failed):
         self._post = post
-        self._tells_to_stop = tells_to_stop
+        self._has_failed = has_failed
         self._round: list[int] = []
         self._alike = True  # so far all ranks have had this round
         self._last: list[int] | None = None
@@ -94,7 +94,7 @@ class Rounds:
                 self.leave()
                 raise
             self._posted.popleft()
-            self._stopped = self._stopped or self._tells_to_stop(row)
+            self._stopped = self._stopped or self._has_failed(row)
 
     def leave_if_followed(self) -> None:
         """`leave`, where a round is followed."""
