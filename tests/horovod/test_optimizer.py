@@ -608,18 +608,15 @@ def parts(ctx):
         wrapped.zero_grad()  # not stuck
 
     model = nn.Linear(3, 2)
-    job = a_job(ctx)
-    job.__enter__()
-    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    for _ in range(2):
-        wrapped.zero_grad()
-        model(torch.ones(3)).sum().backward()
-        wrapped.step()
-    units = wrapped._reducer._units
-    assert units
-    # Another job, with the same optimizer: all is agreed on anew.
-    hvd.shutdown()
     with a_job(ctx):
+        wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        for _ in range(2):
+            wrapped.zero_grad()
+            model(torch.ones(3)).sum().backward()
+            wrapped.step()
+        units = wrapped._reducer._units
+        assert units
+    with a_job(ctx):  # another job, with the same optimizer: all is agreed on anew
         for _ in range(2):
             wrapped.zero_grad()
             (model(torch.ones(3)).sum() * (ctx.rank + 1)).backward()

@@ -105,7 +105,10 @@ def measured(ctx, case):
             peaks["step"] = counted.most
             stepper.zero_grad()
         as_is = memory_plan(model, ctx.size, stepper, **how)
-    return peaks, plan.peaks, as_is.peaks, str(plan)
+    # Beside the computation a buffer comes back a little sooner or later, and then a larger one may be lent in its place:
+    # `Loans` holds up to a quarter more than it lends.
+    spare = model._order.loans.most / 4 if beside and kind == "mixed" else 0
+    return peaks, plan.peaks, as_is.peaks, str(plan), spare
 
 
 @over_gloo
@@ -120,11 +123,11 @@ def all_cases(ctx, cases):
 
 def test_measured_peak_is_the_planned_one(tmp_path):
     for found in run(all_cases, 2, str(tmp_path / "store"), list(CASES), timeout=180):
-        for case, (peaks, planned, as_is, text) in found.items():
+        for case, (peaks, planned, as_is, text, spare) in found.items():
             assert planned == as_is, case
-            told = case, peaks, planned, text
-            assert peaks["backward"] == pytest.approx(max(planned["forward"], planned["backward"]), rel=0.01), told
-            assert peaks["step"] == pytest.approx(planned["step"], rel=0.01), told
+            expected = {"backward": max(planned["forward"], planned["backward"]), "step": planned["step"]}
+            for phase, most in expected.items():
+                assert 0.99 * most <= peaks[phase] <= 1.01 * most + spare, (case, phase, peaks, planned, spare, text)
         # 16 bytes a parameter and rank, and two units at the last one's reduction, whose gradients have no shard yet.
         unit = 4 * (WIDTH + 1) * WIDTH
         for case in ("full shard", "full shard, ours"):
