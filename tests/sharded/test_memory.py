@@ -105,8 +105,8 @@ def measured(ctx, case):
             peaks["step"] = counted.most
             stepper.zero_grad()
         as_is = memory_plan(model, ctx.size, stepper, **how)
-    # Beside the computation a buffer comes back a little sooner or later, and then a larger one may be lent in its place:
-    # `Loans` holds up to a quarter more than it lends.
+    # Beside the computation a buffer comes back a little sooner or later, and then a larger one may be lent in its
+    # place: `Loans` holds up to a quarter more than it lends.
     spare = model._order.loans.most / 4 if beside and kind == "mixed" else 0
     return peaks, plan.peaks, as_is.peaks, str(plan), spare
 
