@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 import types
+import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -176,6 +177,27 @@ def find_function(call: dict):
     return found
 
 
+def state_of_process() -> dict:
+    """What a test may leave behind in a process that serves the next one too, and then breaks another test."""
+    found = {"warnings are errors": any(each[0] == "error" and each[1] is None for each in warnings.filters)}
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "get_default_dtype"):
+        found["torch's default dtype"] = torch.get_default_dtype()
+        found["gradients are computed"] = torch.is_grad_enabled()
+        found["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
+    horovod = sys.modules.get("collectives.horovod")
+    found["hvd is initialised"] = horovod is not None and horovod.is_initialized()
+    return found
+
+
+def check_left_behind(before: dict) -> None:
+    """Raise where a call has left the process otherwise than it was; the process is then not used again."""
+    after = state_of_process()
+    changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    if changed:
+        raise AssertionError(f"left behind in the rank's process (before, after): {changed}")
+
+
 def serve(pipe: Connection) -> None:
     while True:
         try:
@@ -189,6 +211,7 @@ def serve(pipe: Connection) -> None:
         ctx = RankContext(pipe, call)
         try:
             function = find_function(call)
+            state = state_of_process()
             if call["device"] == "simulated":
                 from tests.streams.running import simulated
 
@@ -196,6 +219,7 @@ def serve(pipe: Connection) -> None:
                     answer = ("result", function(ctx, *call["args"]))
             else:
                 answer = ("result", function(ctx, *call["args"]))
+            check_left_behind(state)
         except BaseException as error:  # also KeyboardInterrupt and SystemExit: the test decides what they mean
             answer = ("error", error, "".join(traceback.format_exception(error)))
         try:

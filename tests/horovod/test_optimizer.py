@@ -258,7 +258,8 @@ def memory(ctx):
                     wrapped.synchronize()
                     scaler.unscale_(wrapped)
                     assert nn.utils.clip_grad_norm_(params, 1.0).isfinite() != infinite
-                with wrapped.skip_synchronize() if synchronizes else warnings.catch_warnings():
+                how = wrapped.skip_synchronize() if synchronizes else contextlib.nullcontext()
+                with warnings.catch_warnings(), how:
                     warnings.simplefilter("error")
                     scaler.step(wrapped)
                 scaler.update()
