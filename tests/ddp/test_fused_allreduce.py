@@ -130,6 +130,7 @@ def complex_model(ctx, hook):
     return model.weight.grad
 
 
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="DDP itself: Gloo of torch 2.8 broadcasts no complex numbers")
 def test_complex_parameters(tmp_path):
     ours = run(complex_model, 2, tmp_path / "ours", "torch")
     plain = run(complex_model, 2, tmp_path / "plain", "plain")
