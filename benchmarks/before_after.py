@@ -54,6 +54,7 @@ def times_of(row):
     if "time_us" in row:
         return {" ".join(map(str, [*names, "us"])): row["time_us"]}
     found = {key: value for key, value in row.items() if key.endswith(UNITS) or key == "us"}
+    found = {key: value for key, value in found.items() if isinstance(value, int | float)}
     peer = next((key for key in PEERS if key in found), None)
     if peer is not None:  # what else runs on the machine slows both
         found = {f"{key} / {peer}": value / found[peer] for key, value in found.items() if key not in OTHERS}
