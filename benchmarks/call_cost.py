@@ -30,8 +30,8 @@ import torch
 from provenance import where_and_when
 
 from collectives import __version__, _nccl, arrays
-from collectives.communicator import Communicator
-from collectives.engine import Engine
+from collectives.comm.communicator import Communicator
+from collectives.comm.engine import Engine
 
 ROOT = Path(__file__).resolve().parent.parent
 STUB = """

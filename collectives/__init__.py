@@ -1,15 +1,15 @@
 """Collective communication for PyTorch: NCCL on GPUs and a shared-memory engine on host memory, behind one binding."""
 
 from . import errors
-from .buckets import GradientBuckets
-from .communicator import Communicator
-from .ddp import DistributedDataParallel, HookState, fused_allreduce
-from .engine import EngineInfo, engines
-from .timeline import timeline
-from .torch_groups import init_process_group
-from .tune import tune
-from .work import Work
-from .world import init
+from .comm.algorithms.tune import tune
+from .comm.communicator import Communicator
+from .comm.engine import EngineInfo, engines
+from .comm.work import Work
+from .ddp.hook import DistributedDataParallel, HookState, fused_allreduce
+from .gradients.buckets import GradientBuckets
+from .rendezvous.process_groups import init_process_group
+from .rendezvous.world import init
+from .tracing import timeline
 
 __version__ = "0.1.0"
 

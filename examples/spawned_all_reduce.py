@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import collectives
-from collectives.launch import who_am_i
+from collectives.launcher import who_am_i
 
 WAYS = ("torch.distributed", "communicator over its ranks", "collectives alone")
 

@@ -45,7 +45,7 @@ def first_visible() -> str:
 @functools.cache
 def start_env(ranks: int) -> list[dict[str, str]]:
     """Return `run_ranks`' ``start_env`` for so many ranks on one GPU; skips the test where this NCCL can't do it."""
-    from collectives.engine import get_engine
+    from collectives.comm.engine import get_engine
     from collectives.errors import InvalidArgument
 
     version = get_engine("nccl").library.version

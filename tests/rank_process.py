@@ -139,13 +139,13 @@ class RankContext:
 
     def new_communicator(self, **options):
         """A ``collectives.Communicator`` of all ranks, not cached: the function closes it."""
-        import collectives.communicator
-        import collectives.engine
+        import collectives.comm.communicator
+        import collectives.comm.engine
 
         bind_submodules()
-        engine = collectives.engine.get_engine(self.engine)
+        engine = collectives.comm.engine.get_engine(self.engine)
         settings = {"device": self.device, "local_rank": self.rank, "local_size": self.size, **options}
-        return collectives.communicator.Communicator(engine, self.unique_id(), self.rank, self.size, **settings)
+        return collectives.comm.communicator.Communicator(engine, self.unique_id(), self.rank, self.size, **settings)
 
     def communicator(self):
         """The ``collectives.Communicator`` of all ranks, opened once as :meth:`comm` is."""

@@ -118,7 +118,7 @@ def rank_environment(rank: int, ranks: int, device: str, port: int) -> dict[str,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     if device == "cuda" and ranks > 1:
-        from collectives.engine import get_engine
+        from collectives.comm.engine import get_engine
         from tests.one_gpu import environment
 
         found |= environment(rank, ranks, get_engine("nccl").library.version)

@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from ..compression.base import parse_wire
 from ..layout import WIRE_FORMATS
-from ..wire import parse_wire
 
 __all__ = ["differing", "error_bound"]
 

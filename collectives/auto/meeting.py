@@ -12,11 +12,11 @@ import time
 import torch
 import torch.distributed as dist
 
+from ..comm.liveness import Fates
+from ..comm.waiting import Wait
 from ..errors import CollectivesError
-from ..presence import Fates
+from ..rendezvous.process_groups import group_timeout
 from ..torch_compat import default_store, sequence_number
-from ..torch_groups import group_timeout
-from ..waiting import Wait
 
 __all__ = ["all_alike"]
 

@@ -20,9 +20,9 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ..ddp import HookState, fused_allreduce
-from ..engine import get_engine
-from ..presence import announce
+from ..comm.engine import get_engine
+from ..comm.liveness import announce
+from ..ddp.hook import HookState, fused_allreduce
 from .meeting import all_alike
 from .report import say
 from .trial import Trial

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ..ddp import HookState
+from ..compression.base import parse_wire
+from ..ddp.hook import HookState
+from ..environment import check
 from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS
-from ..variables import check
-from ..wire import parse_wire
 
 __all__ = ["read"]
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ..cuda_state import has_completed
-from ..ddp import HookState, fused_allreduce
+from ..ddp.hook import HookState, fused_allreduce
 from ..errors import CollectiveTimeout
-from ..lanes import close_lanes
-from ..torch_groups import communicator_over, drop, opened
+from ..gradients.streams import close_lanes
+from ..rendezvous.process_groups import communicator_over, drop, opened
 from .check import differing, error_bound
 
 __all__ = ["Trial"]

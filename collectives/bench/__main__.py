@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         except (CollectivesError, OSError, ValueError) as error:  # its own refusals, a file, what is in a file
             print(f"collectives.bench: {error}", file=sys.stderr)
             return 2
-    from ..launch import who_am_i
+    from ..launcher import who_am_i
     from .options import UsageError, parse
 
     first = True
@@ -58,7 +58,7 @@ def _started_by(arguments: list[str]) -> int | None:
 
 
 def _alone(options, arguments: list[str]) -> int:
-    from ..engine import get_engine
+    from ..comm.engine import get_engine
     from . import report
     from .options import UsageError
     from .processes import run_ranks
@@ -83,7 +83,7 @@ def _rank(options, identity, parent: int | None) -> int:
     """Be one rank: of a launcher's, or of ours."""
     import torch
 
-    from .. import world
+    from ..rendezvous import world
     from .control import Control
     from .options import UsageError
     from .processes import become_rank

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..communicator import Communicator
+from ..comm.communicator import Communicator
 
 __all__ = ["Control"]
 

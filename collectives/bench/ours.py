@@ -10,7 +10,7 @@ import torch
 from .. import __version__
 from .._nccl import OPS as CODES
 from ..arrays import TORCH_CODES
-from ..communicator import Communicator
+from ..comm.communicator import Communicator
 from ..kernels import Table, pack, unpack
 from .buffers import Buffers
 from .cases import MULSUM, Case, DataType

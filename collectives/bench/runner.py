@@ -6,9 +6,9 @@ import contextlib
 import os
 import statistics
 
-from ..communicator import Communicator
+from ..comm.communicator import Communicator
+from ..comm.multinode.topology import simulated
 from ..errors import InvalidArgument
-from ..machines import simulated
 from .cases import Case
 from .contestant import Contestant, Plan
 from .control import Control

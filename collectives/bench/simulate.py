@@ -21,9 +21,9 @@ import torch
 
 from .._nccl import DTYPES
 from .._nccl import OPS as REDOPS
-from ..engine import engines
+from ..comm.engine import engines
 from ..errors import CollectivesError, InvalidArgument
-from ..world import init
+from ..rendezvous.world import init
 from .model import ALGORITHMS, OPS, Cost, Fit, Network, Point, busbw_factor, fit, predict
 
 __all__ = ["NETWORKS", "best", "crossovers", "main", "nccl_estimates", "points_of", "predictions"]

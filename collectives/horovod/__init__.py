@@ -5,8 +5,7 @@ in docs/coming-from.md.
 """
 
 from . import elastic
-from .compression import Compression
-from .differentiable import (
+from .autograd import (
     allgather,
     allreduce,
     allreduce_,
@@ -19,6 +18,31 @@ from .differentiable import (
     grouped_reducescatter,
     reducescatter,
 )
+from .basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from .compression import Compression
 from .exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
 from .functions import (
     allgather_object,
@@ -28,7 +52,7 @@ from .functions import (
     broadcast_parameters,
 )
 from .install import install
-from .ops import (
+from .operations import (
     Adasum,
     Average,
     Max,
@@ -57,30 +81,6 @@ from .ops import (
 from .optimizer import DistributedOptimizer
 from .process_sets import ProcessSet, global_process_set
 from .sync_batch_norm import SyncBatchNorm
-from .world import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
 
 __all__ = [
     "Adasum",

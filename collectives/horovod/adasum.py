@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..communicator import Communicator
+from ..comm.communicator import Communicator
 
 __all__ = ["adasum_"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .ops import Adasum
-from .requests import DTYPE_NAMES, Signature, Submission, request_of
-from .world import current
+from .basics import current
+from .messages import DTYPE_NAMES, Signature, Submission, request_of
+from .operations import Adasum
 
 __all__ = ["AdasumReducer"]
 

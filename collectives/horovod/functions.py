@@ -16,10 +16,10 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..torch_compat import tree_map
-from .ops import allgather_async, broadcast_async_, synchronize
+from .basics import current
+from .messages import DTYPE_NAMES
+from .operations import allgather_async, broadcast_async_, synchronize
 from .process_sets import ProcessSet, global_process_set
-from .requests import DTYPE_NAMES
-from .world import current
 
 __all__ = [
     "allgather_object",

@@ -10,11 +10,11 @@ import operator
 
 import torch
 
-from ..gradients import GradientBucket
+from ..gradients.bucket import GradientBucket
 from ..kernels import pack
 from .compression import BF16Compressor, Compressor, FP16Compressor, Int8Compressor, NoneCompressor
-from .ops import sparse_allreduce_async
-from .requests import DTYPE_NAMES, Signature, Submission, request_of
+from .messages import DTYPE_NAMES, Signature, Submission, request_of
+from .operations import sparse_allreduce_async
 
 __all__ = ["Compressed", "Member", "Sparse", "Unit", "can_pack", "element_type"]
 

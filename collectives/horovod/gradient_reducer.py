@@ -14,15 +14,15 @@ import weakref
 
 import torch
 
-from ..lanes import has_spare_cores
+from ..gradients.streams import has_spare_cores
 from ..layout import padded
-from .coordinator import Coordinator
+from .basics import current
+from .controller import Coordinator
 from .exceptions import HorovodInternalError
 from .gradient_memory import Compressed, Member, Sparse, Unit, can_pack, element_type
-from .ops import Average, Sum, allreduce_async, name_of_op, synchronize
+from .messages import Signature, Submission, request_of
+from .operations import Average, Sum, allreduce_async, name_of_op, synchronize
 from .process_sets import ProcessSet
-from .requests import Signature, Submission, request_of
-from .world import current
 
 __all__ = ["GradientReducer"]
 

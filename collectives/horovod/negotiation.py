@@ -9,7 +9,7 @@ from __future__ import annotations
 from operator import is_
 from typing import NamedTuple
 
-from .requests import Request, Signature, request_of
+from .messages import Request, Signature, request_of
 
 __all__ = ["Batch", "Plan", "Ready", "Table", "fuse", "key_of"]
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from .adasum_optimizer import AdasumReducer
+from .basics import current
 from .compression import Compression
 from .gradient_reducer import GradientReducer
-from .ops import Adasum, Average, ReduceOp
+from .operations import Adasum, Average, ReduceOp
 from .process_sets import global_process_set
-from .world import current
 
 __all__ = ["DistributedOptimizer"]
 

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ..torch_compat import BatchNorm
-from .ops import Sum, allgather_async, allreduce_async, synchronize
+from .basics import current
+from .operations import Sum, allgather_async, allreduce_async, synchronize
 from .process_sets import global_process_set
-from .world import current
 
 __all__ = ["SyncBatchNorm"]
 

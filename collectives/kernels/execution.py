@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from .._kernels import Library
 from ..arrays import shown
 from ..errors import EngineUnavailable, InvalidArgument
-from ..launch import who_am_i
+from ..launcher import who_am_i
 from . import abi, cuda
 from .rows import Rows
 from .table import check_storage

@@ -17,15 +17,15 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .checkpoint import load, save
 from .data_parallel import ShardedDataParallel
 from .materialize import materialize
-from .memory import MemoryPlan, memory_plan
-from .model_state import get_model_state_dict, set_model_state_dict
+from .memory_plan import MemoryPlan, memory_plan
 from .module import ShardedModule, UnshardHandle, fully_shard, register_forward_method
-from .optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
-from .piece import Piece
 from .scaler import ShardedGradScaler
+from .state.checkpoint import load, save
+from .state.model import get_model_state_dict, set_model_state_dict
+from .state.optimizer import get_optimizer_state_dict, set_optimizer_state_dict
+from .state.shard_tensor import Piece
 from .unit import Unit
 from .wrap import (
     CustomPolicy,

@@ -38,9 +38,9 @@ import zlib
 
 import numpy
 
-from ..communicator import Communicator
-from ..control import control_of
+from ..comm.communicator import Communicator
 from ..errors import InvalidUsage, RemoteError
+from ..rendezvous.control import control_of
 from .rounds import FOLLOWS, Rounds
 from .unit import Unit
 

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ..arrays import kind_of
-from ..communicator import Communicator, parse_device
+from ..comm.communicator import Communicator, parse_device
 from ..errors import InvalidArgument
-from ..torch_groups import communicator_over
+from ..rendezvous.process_groups import communicator_over
 from .api import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, offload_of
+from .mesh import ranks_of
 from .module import ShardedModule
 from .param import Ranks
-from .ranks import ranks_of
 from .wrap import units_of
 
 __all__ = ["Precision", "ignored", "member", "offload", "parse_device_id", "ranks_for", "settings_of", "units_for"]

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import is_traceable_wrapper_subclass as is_wrapper
-from .order import all_orders
+from .scheduler import all_orders
 
 __all__ = ["clip_grad_norm_", "global_norm", "watch_clipping"]
 

@@ -8,16 +8,16 @@ import torch
 from torch import nn
 
 from ..arrays import kind_of
-from ..communicator import Communicator
+from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import current_graph_task_id
 from . import settings
 from .api import BackwardPrefetch, ShardingStrategy
 from .arguments import Precision, ignored, member, offload, parse_device_id, ranks_for, settings_of, units_for
 from .changes import own_modules
-from .model_state import make_rank_0s
 from .module import ShardedModule, shard
-from .state_dicts import shown_masters
+from .state.model import make_rank_0s
+from .state.state_dict import shown_masters
 from .unit import managed_parameters, units_in
 
 __all__ = ["ShardedDataParallel"]

@@ -19,11 +19,11 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ..communicator import Communicator
+from ..comm.communicator import Communicator
 from ..errors import CollectivesError, EngineUnavailable, InvalidArgument, InvalidUsage
+from ..rendezvous.process_groups import communicator_over, drop
 from ..torch_compat import fsdp_collectives
-from ..torch_groups import communicator_over, drop
-from .loans import LEAST_LENT, Loans
+from .buffer_pool import LEAST_LENT, Loans
 
 _protocol = fsdp_collectives()
 

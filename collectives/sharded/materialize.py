@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import InvalidUsage
-from .state_dicts import shown_masters, take_shown
+from .state.state_dict import shown_masters, take_shown
 from .unit import Unit, units_in
 
 __all__ = ["INITS", "materialize", "wrap_inits"]

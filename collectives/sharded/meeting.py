@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import CollectivesError, InvalidUsage, RemoteError
-from .order import Order
+from .scheduler import Order
 
 __all__ = ["Meeting", "order_in"]
 

@@ -17,23 +17,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..arrays import kind_of
-from ..communicator import Communicator
+from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
+from ..gradients.state import HookState
 from ..optim import _Optimizer
-from ..state import HookState
-from ..torch_groups import communicator_over
+from ..rendezvous.process_groups import communicator_over
 from .api import MixedPrecisionPolicy, OffloadPolicy
 from .changes import Members
 from .clip import clip_grad_norm_, watch_clipping
-from .hooks import hooks_of
+from .forward_hooks import run_forward, watch_gradients
+from .gradient_options import hooks_of
 from .materialize import wrap_inits
-from .order import Order, all_orders, order_of, orders_of_parameters, units_of_parameters
+from .mesh import device_of, ranks_of
 from .param import Ranks
-from .ranks import device_of, ranks_of
 from .refusals import check_elementwise, watch_state_dicts
-from .running import run_forward, watch_gradients
 from .scaler import watch_scalers
-from .state_dicts import begin_load, end_load, make_state_dict, shown_masters
+from .scheduler import Order, all_orders, order_of, orders_of_parameters, units_of_parameters
+from .state.state_dict import begin_load, end_load, make_state_dict, shown_masters
 from .unit import State, Unit, check_parameter, managed_parameters, units_in
 
 __all__ = ["ShardedModule", "UnshardHandle", "fully_shard", "register_forward_method", "shard", "units_in"]

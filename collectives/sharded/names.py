@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import InvalidArgument
 from .param import Slot
-from .state_dicts import piece_of
+from .state.state_dict import piece_of
 
 __all__ = ["Named", "clean", "named_parameters", "named_slots"]
 

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..communicator import Communicator
+from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import pack
 from ..layout import Layout, bucket_layout, padded
 from ..torch_compat import TensorBase
+from .buffer_pool import LEAST_LENT, Loans
 from .changes import take_hooks
-from .codec import Codec
-from .loans import LEAST_LENT, Loans
+from .quantized_gather import Codec
 from .streams import HostCopies
 
 __all__ = ["Group", "Ranks", "Slot", "shard_layout"]

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint import state_dict as torchs
 
 from ..errors import InvalidUsage
-from .order import units_of_parameters
+from .scheduler import units_of_parameters
 
 __all__ = ["check_elementwise", "watch_state_dicts"]
 

@@ -9,7 +9,7 @@ import dataclasses
 
 import torch
 
-from .loans import LEAST_LENT, Loans
+from .buffer_pool import LEAST_LENT, Loans
 from .param import shard_layout
 
 __all__ = ["Flat", "Rehearsal", "UnitPlan"]

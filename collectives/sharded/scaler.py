@@ -14,8 +14,8 @@ import functools
 import torch
 import torch.distributed as dist
 
-from ..torch_groups import communicator_over
-from .order import orders_of_parameters
+from ..rendezvous.process_groups import communicator_over
+from .scheduler import orders_of_parameters
 
 __all__ = ["ShardedGradScaler", "watch_scalers"]
 

@@ -19,8 +19,8 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .optimizer_state import from_rank_0, full_state, local_state_dict, on_cpu, pieces_of_state
-from .state_dicts import Form
+from .state.optimizer import from_rank_0, full_state, local_state_dict, on_cpu, pieces_of_state
+from .state.state_dict import Form
 from .unit import units_in
 
 __all__ = [

@@ -8,8 +8,8 @@ import weakref
 import torch
 
 from ..errors import InvalidArgument, InvalidUsage
+from ..gradients.zero import refuse_arguments
 from ..optim import _Optimizer
-from ..overlap import refuse_arguments
 
 __all__ = ["UnitStep"]
 

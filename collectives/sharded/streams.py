@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from ..work import Work
+from ..comm.work import Work
 
 __all__ = ["HostCopies", "beside", "current_stream", "release"]
 

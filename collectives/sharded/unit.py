@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..communicator import Communicator
+from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import premul_sum, top_saved_tensors_hooks
 from .api import MixedPrecisionPolicy, offload_of, precision_of
+from .buffer_pool import Loans
 from .changes import Members, follow
-from .codec import Codec
-from .loans import Loans
 from .param import Group, Ranks, Slot
+from .quantized_gather import Codec
 from .streams import HostCopies, beside, current_stream, release
 
 __all__ = ["State", "Unit", "check_parameter", "managed_parameters", "units_in"]

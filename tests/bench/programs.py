@@ -15,7 +15,7 @@ from unittest import mock
 
 which, folder, *everything = sys.argv[1:]
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / which))
-from collectives.reduction import Reduction  # noqa: E402
+from collectives.gradients.pipeline import Reduction  # noqa: E402
 from collectives.sharded.param import Group  # noqa: E402
 
 right, right_of_shards = Reduction.start, Group.take_in

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from collectives.schedule import piece_bounds
+from collectives.comm.algorithms.schedule import piece_bounds
 from tests import oracle
 from tests.conformance.cases import REDUCTIONS, Case, PreMulOps, Prepared, describe, reduced, scalar_of
 from tests.conformance.worlds import check
@@ -367,7 +367,7 @@ def killed_between_steps(ctx):
     """The victim meets the others, and is gone before its first step."""
     import torch
 
-    from collectives import ring
+    from collectives.comm.algorithms import executor as ring
     from collectives.errors import CollectivesError, RemoteError
 
     comm = ctx.new_communicator()
@@ -392,7 +392,7 @@ def fails_in_a_step(ctx):
     """A kernel that fails on one rank: the others don't wait for it, and all say so from then on."""
     import torch
 
-    from collectives import ring
+    from collectives.comm.algorithms import executor as ring
     from collectives.errors import InvalidUsage, RemoteError
 
     comm = ctx.new_communicator()
@@ -453,7 +453,7 @@ def aborted(ctx):
     """An abort ends a step that waits: rank 1 has met rank 0 and does no step."""
     import torch
 
-    from collectives import ring
+    from collectives.comm.algorithms import executor as ring
     from collectives.errors import Aborted, CollectivesError
 
     comm = ctx.new_communicator()
@@ -517,7 +517,7 @@ def on_fake_streams(ctx, algorithm):
 
     import torch
 
-    from collectives import ring
+    from collectives.comm.algorithms import executor as ring
 
     comm, n = ctx.new_communicator(), ctx.size
     grouped, run_kernel = ring._grouped, ring.run_kernel

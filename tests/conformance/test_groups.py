@@ -291,7 +291,7 @@ def without_cancel(tmp_path_factory):
 def interrupted(ctx, path):
     """Ctrl-C between the start and the end of a group, after half of its calls: no call of it is launched."""
     from collectives._nccl import DTYPES, OPS, Library
-    from collectives.group import Call, issue
+    from collectives.comm.group import Call, issue
 
     library = Library(path) if path else ctx.library
     unique_id = ctx.exchange(library.get_unique_id() if ctx.rank == 0 else None)[0]

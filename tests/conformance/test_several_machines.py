@@ -13,8 +13,8 @@ import torch
 
 from collectives import errors
 from collectives.arrays import TORCH_CODES
-from collectives.machines import Layout, grouped, machine_number
-from collectives.two_levels import TwoLevels
+from collectives.comm.multinode.nccl_hierarchical import TwoLevels
+from collectives.comm.multinode.topology import Layout, grouped, machine_number
 from tests.hosts import joined
 from tests.ranks import Died, run_ranks
 

@@ -298,7 +298,7 @@ def returning(ctx):
 
     import torch
 
-    from collectives.memory import ReturningBuffers
+    from collectives.comm.memory import ReturningBuffers
 
     comm = ctx.new_communicator()
     library = comm.engine.library
@@ -339,8 +339,8 @@ def test_returning_buffers_are_let_go():
 def let_go_in_flight(ctx):
     import torch
 
+    from collectives.comm.memory import ReturningBuffers
     from collectives.errors import InvalidUsage
-    from collectives.memory import ReturningBuffers
 
     comm = ctx.new_communicator()
     mine, theirs = torch.full((10 << 20,), ctx.rank + 1.0), torch.full((10 << 20,), ctx.rank + 1.0)

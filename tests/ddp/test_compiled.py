@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives
-from collectives.compiled import reduce_tuple
+from collectives.gradients.compiled import reduce_tuple
 from tests.ddp.training import batch, over_gloo, run
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 import collectives
-from collectives import HookState, errors, lanes
+from collectives import HookState, errors
+from collectives.gradients import streams as lanes
 from tests.ddp.training import buckets_of, loss_of, make_model, over_gloo, run, train, wrap
 from tests.ranks import run_ranks
 

@@ -11,10 +11,11 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torchs_optimizer
 
-from collectives import local_sgd, optim
+from collectives import optim
+from collectives.compression.base import Bucket
 from collectives.errors import InvalidArgument, InvalidUsage, Mismatch
-from collectives.local_sgd import LocalSGD
-from collectives.wire import Bucket
+from collectives.gradients import local_sgd
+from collectives.gradients.local_sgd import LocalSGD
 from tests.ddp.training import BUCKET_MB, loss_of, make_model, over_gloo, run, wrap
 
 

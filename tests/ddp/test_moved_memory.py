@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from collectives import powersgd, wire
-from collectives.powersgd import PowerSGD
-from collectives.wire import Bucket, Factor, Residuals, follow, transport
+from collectives.compression import base as wire
+from collectives.compression import powersgd
+from collectives.compression.base import Bucket, Factor, Residuals, follow, transport
+from collectives.compression.powersgd import PowerSGD
 
 
 class Stream:

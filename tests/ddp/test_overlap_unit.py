@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives import errors, optim
-from collectives.overlap import Ownership, ShardedStep
-from collectives.wire import Bucket
+from collectives.compression.base import Bucket
+from collectives.gradients.shard_spec import Ownership
+from collectives.gradients.zero import ShardedStep
 from tests.ddp.training import Branches, loss_of, make_model, over_gloo, run, wrap
 
 BF16 = torch.bfloat16

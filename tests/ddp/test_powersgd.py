@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives
-from collectives import powersgd
-from collectives.names import Names
-from collectives.powersgd import PowerSGD
-from collectives.wire import Bucket, Factor
+from collectives.compression import powersgd
+from collectives.compression.base import Bucket, Factor
+from collectives.compression.powersgd import PowerSGD
+from collectives.parameter_names import Names
 from tests.ddp.training import over_gloo, run
 
 # At rank 1 the first, the third and the last are compressed; what is not lies in three places.

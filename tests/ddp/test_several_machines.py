@@ -6,8 +6,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives
-from collectives import optim, torch_groups
-from collectives.hosts import HostsComm
+from collectives import optim
+from collectives.comm.multinode.comm import HostsComm
+from collectives.rendezvous import process_groups as torch_groups
 from collectives.sharded import ModuleWrapPolicy, ShardedDataParallel
 from tests.ddp.training import make_model, run
 from tests.hosts import apart

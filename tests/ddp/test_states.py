@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import collectives
-from collectives import HookState, ddp, errors, torch_groups
+from collectives import HookState, errors
+from collectives.ddp import hook as ddp
+from collectives.rendezvous import process_groups as torch_groups
 from tests.ddp.training import loss_of, make_model, over_gloo, run, train, wrap
 
 

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import collectives
-from collectives import HookState, errors, names, torch_changes
+from collectives import HookState, errors
+from collectives import parameter_names as names
+from collectives import torch_patches as torch_changes
 from tests.ddp.training import BUCKET_MB, Branches, gradients, loss_of, make_model, over_gloo, run, wrap
 
 

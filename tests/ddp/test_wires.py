@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import collectives
-from collectives import HookState, errors, hierarchical
+from collectives import HookState, errors
+from collectives.compression import hierarchical
+from collectives.compression.base import Bucket, Factor
+from collectives.compression.quantized import Quantized
 from collectives.layout import WIRE_FORMATS
-from collectives.quantized import Quantized
-from collectives.wire import Bucket, Factor
 from tests.ddp.training import loss_of, make_model, over_gloo, run, train, wrap
 
 WIRES = ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8"]

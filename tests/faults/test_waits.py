@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives import errors, fused_allreduce, presence, waiting
-from collectives.control import beside
+from collectives import errors, fused_allreduce
+from collectives.comm import liveness as presence
+from collectives.comm import waiting
+from collectives.rendezvous.control import beside
 from tests.launch.processes import clean_environment, finish, free_port, started
 from tests.ranks import run_ranks
 
@@ -156,7 +158,7 @@ def test_the_groups_timeout_ends_the_wait(how):
 
 def limits(ctx, port):
     open_group(ctx, port, 17)
-    from collectives.torch_groups import communicator_over
+    from collectives.rendezvous.process_groups import communicator_over
 
     found = []
     for group in (dist.group.WORLD, dist.new_group([0, 1], timeout=timedelta(seconds=19))):

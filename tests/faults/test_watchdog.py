@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import errors, presence, watchdog
-from collectives.exchange import PeerInfo
-from collectives.launch import start_time
+from collectives import errors
+from collectives.comm import liveness as presence
+from collectives.comm import watchdog
+from collectives.launcher import start_time
+from collectives.rendezvous.exchange import PeerInfo
 from tests.launch.processes import clean_environment, free_port
 from tests.rank_process import ROOT
 from tests.ranks import run_ranks
@@ -29,8 +31,8 @@ def raised(call):
 
 
 def hangs(ctx, port, how):
-    from collectives.engine import get_engine
-    from collectives.exchange import Own, settle
+    from collectives.comm.engine import get_engine
+    from collectives.rendezvous.exchange import Own, settle
 
     store = dist.TCPStore("127.0.0.1", port, ctx.size, ctx.rank == 0, wait_for_workers=False)
     own = Own(ctx.rank, ctx.size, get_engine("host"))
@@ -94,7 +96,7 @@ assert thread.is_alive()
 pid = os.fork()
 if pid == 0:
     assert not watchdog._watched and watchdog._thread is None
-    other = collectives.engine.get_engine("host")
+    other = collectives.comm.engine.get_engine("host")
     os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 assert thread.is_alive()

@@ -188,7 +188,8 @@ def of_two_devices(rank):
         module = wrap(model, "alone")
         module(torch.full((1, 12), rank.rank + 1.0).to(device)).sum().backward()
         grads.append(model.weight.grad.unique())
-    engines = {comm.engine.name for _, comm in collectives.torch_groups._opened.values() if not comm.closed}
+    known = collectives.rendezvous.process_groups._opened.values()
+    engines = {comm.engine.name for _, comm in known if not comm.closed}
     assert engines == {"host", rank.engine}
     return grads
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import collectives
 from collectives.errors import Aborted, CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError
-from collectives.torch_groups import communicator_over
+from collectives.rendezvous.process_groups import communicator_over
 from tests.ddp.training import wrap
 from tests.gpu.devices import everywhere, in_group, on
 from tests.gpu.training import batches, make_terms

@@ -14,11 +14,11 @@ def started(ctx, process_sets=None, **more):
     import torch
 
     import collectives.horovod as hvd
-    import collectives.world
+    import collectives.rendezvous.world
 
     job = ctx.exchange(os.urandom(8).hex())[0]
     with variables(RANK=ctx.rank, WORLD_SIZE=ctx.size, COLLECTIVES_JOB_ID=job, **more):
-        collectives.world._generation = 0  # these processes have served other tests, each its own number of them
+        collectives.rendezvous.world._generation = 0  # other tests in these processes have counted
         torch.set_num_threads(1)
         try:
             hvd.init(process_sets=process_sets)

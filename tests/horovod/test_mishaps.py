@@ -9,14 +9,14 @@ import time
 
 import torch
 
-from collectives.communicator import Communicator
-from collectives.engine import get_engine
-from collectives.exchange import PeerInfo
-from collectives.horovod import ops
+from collectives.comm.communicator import Communicator
+from collectives.comm.engine import get_engine
+from collectives.horovod import operations as ops
+from collectives.horovod.basics import World, current, enter
+from collectives.horovod.messages import Signature
 from collectives.horovod.negotiation import Table
-from collectives.horovod.requests import Signature
 from collectives.horovod.settings import read_settings
-from collectives.horovod.world import World, current, enter
+from collectives.rendezvous.exchange import PeerInfo
 from tests.ranks import run_ranks
 
 from .started import started

@@ -12,8 +12,8 @@ import time
 
 import torch
 
+from collectives.horovod.messages import Signature
 from collectives.horovod.negotiation import Batch, Table, fuse
-from collectives.horovod.requests import Signature
 from tests.ranks import Died, run_ranks
 
 from .started import started

@@ -14,10 +14,10 @@ from torch import nn
 import collectives
 from collectives import horovod as hvd
 from collectives import optim
-from collectives.exchange import PeerInfo
 from collectives.horovod import optimizer as made_by
+from collectives.horovod.basics import World, enter
 from collectives.horovod.settings import read_settings
-from collectives.horovod.world import World, enter
+from collectives.rendezvous.exchange import PeerInfo
 from tests.ddp.training import batch, make_model, over_gloo
 from tests.ranks import run_ranks
 

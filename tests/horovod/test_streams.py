@@ -14,9 +14,9 @@ import torch
 
 from collectives.horovod import adasum_optimizer, gradient_memory, sync_batch_norm
 from collectives.horovod.compression import Compression
-from collectives.horovod.coordinator import Coordinator
+from collectives.horovod.controller import Coordinator
 from collectives.horovod.gradient_memory import Member, Unit
-from collectives.horovod.requests import Signature, Submission, request_of
+from collectives.horovod.messages import Signature, Submission, request_of
 from collectives.horovod.settings import Settings
 
 GPU = torch.device("cuda", 1)

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 import collectives
-from collectives import rendezvous
-from collectives.control import host_communicator_over
 from collectives.errors import CollectivesError
+from collectives.rendezvous import rendezvous
+from collectives.rendezvous.control import host_communicator_over
 
 
 def sum_of_ranks(comm) -> float:

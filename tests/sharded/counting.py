@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from collectives import communicator
+from collectives.comm import communicator
 
 
 class Counted(TorchDispatchMode):

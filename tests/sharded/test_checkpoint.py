@@ -17,10 +17,10 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 import collectives
 from collectives.errors import CollectivesError, InvalidArgument, InvalidUsage, RemoteError
 from collectives.sharded import MixedPrecisionPolicy, fully_shard
-from collectives.sharded.checkpoint import CHECKSUMS, load, save
-from collectives.sharded.model_state import get_model_state_dict
-from collectives.sharded.optimizer_state import get_optimizer_state_dict
-from collectives.sharded.piece import boxes
+from collectives.sharded.state.checkpoint import CHECKSUMS, load, save
+from collectives.sharded.state.model import get_model_state_dict
+from collectives.sharded.state.optimizer import get_optimizer_state_dict
+from collectives.sharded.state.shard_tensor import boxes
 from tests.ddp.training import over_gloo, run
 from tests.ranks import run_ranks
 from tests.sharded.states import Net, differences, optimizer_of, sharded, train

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from collectives.errors import EngineUnavailable, InvalidArgument, InvalidUsage
+from collectives.rendezvous.process_groups import communicator_over
 from collectives.sharded import fsdp2
-from collectives.torch_groups import communicator_over
 from tests.ddp.training import over_gloo, run
 
 with contextlib.suppress(ImportError):

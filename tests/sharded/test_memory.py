@@ -15,7 +15,7 @@ from collectives.sharded import (
     ShardingStrategy,
     memory_plan,
 )
-from collectives.sharded.loans import Loans
+from collectives.sharded.buffer_pool import Loans
 from tests import one_gpu
 from tests.ddp.training import over_gloo, run
 from tests.sharded.counting import Counted

@@ -9,8 +9,8 @@ from torch import nn
 
 from collectives.sharded import CPUOffloadPolicy, Unit, fully_shard
 from collectives.sharded.module import ShardedModule, shard
-from collectives.sharded.order import order_of
 from collectives.sharded.param import Ranks
+from collectives.sharded.scheduler import order_of
 from collectives.sharded.streams import HostCopies
 from tests.ranks import run_ranks
 from tests.sharded.late_copies import DEVICE, Cuda, late_copies

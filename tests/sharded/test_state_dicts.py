@@ -25,8 +25,8 @@ from collectives.sharded import (
     set_optimizer_state_dict,
     settings,
 )
-from collectives.sharded.model_state import sync_states
-from collectives.sharded.piece import Piece
+from collectives.sharded.state.model import sync_states
+from collectives.sharded.state.shard_tensor import Piece
 from tests.ddp.training import run
 from tests.sharded.states import IDS, Net, differences, optimizer_of, sharded, train
 

@@ -52,7 +52,7 @@ def offloaded(ctx, path):
 
 PLANTED = {
     "hvd: what an operation reads isn't recorded on its stream": (
-        [Change("collectives/horovod/execution.py", "Executor.run", "tensor.record_stream(stream)", "pass")],
+        [Change("collectives/horovod/fusion.py", "Executor.run", "tensor.record_stream(stream)", "pass")],
         dropped_input,
         ("freed", "is freed"),
     ),
@@ -64,7 +64,7 @@ PLANTED = {
     "ring: no order between calls from two streams": (
         [
             Change(
-                "collectives/ring.py",
+                "collectives/comm/algorithms/executor.py",
                 "_Plan.run_on_streams",
                 "transfers.wait_stream(kernels)\n        kernels.wait_stream(transfers)\n",
                 "transfers.wait_stream(outer)\n",
@@ -74,7 +74,7 @@ PLANTED = {
         ("race", "nccl recv"),
     ),
     "DDP: residuals go on in another stream": (
-        [Change("collectives/wire.py", "follow", "last != stream", "False")],
+        [Change("collectives/compression/base.py", "follow", "last != stream", "False")],
         moved_residuals,
         ("freed", "is freed"),
     ),
@@ -160,14 +160,14 @@ def units_on_two_streams(ctx, path):
 
 
 SCENARIOS = {
-    "collectives/wire.py": [(residuals, True)],
-    "collectives/sharded/codec.py": [(units_on_two_streams, True)],
+    "collectives/compression/base.py": [(residuals, True)],
+    "collectives/sharded/quantized_gather.py": [(units_on_two_streams, True)],
     "collectives/sharded/unit.py": [(units_on_two_streams, True)],
-    "collectives/ring.py": [(ring_and_direct, False)],
-    "collectives/work.py": [(communicator, False)],
+    "collectives/comm/algorithms/executor.py": [(ring_and_direct, False)],
+    "collectives/comm/work.py": [(communicator, False)],
     "collectives/horovod": [(horovod, False)],
     "collectives/sharded": [(units, True)],
-    "collectives/gradients.py": [(buckets, True)],
+    "collectives/gradients/bucket.py": [(buckets, True)],
     "collectives/kernels": [(tables, False), (hook, True)],
     "collectives/": [(hook, True), (units, True)],
 }
@@ -178,30 +178,30 @@ _NOT_RUN = "no program here comes to it: "
 SUPERFLUOUS = {
     ("collectives/auto/model.py", "Model._now"): _MEASURES,
     ("collectives/auto/trial.py", "_wait_at_most"): _MEASURES,
-    ("collectives/reduction.py", "Reduction._reduce"): _MEASURES,
+    ("collectives/gradients/pipeline.py", "Reduction._reduce"): _MEASURES,
     ("collectives/timeline/__init__.py", "_anchor"): _MEASURES,
-    ("collectives/work.py", "CudaLane.mark"): _MEASURES,
-    ("collectives/work.py", "CudaLane.quiet"): "it is for the interpreter's end and abort(), where nothing is ordered",
-    ("collectives/gradients.py", "GradientBucket.pack"): "rounds on several streams, which the program that makes the "
+    ("collectives/comm/work.py", "CudaLane.mark"): _MEASURES,
+    ("collectives/comm/work.py", "CudaLane.quiet"): "it is for the interpreter's end and abort(), where nothing is ordered",
+    ("collectives/gradients/bucket.py", "GradientBucket.pack"): "rounds on several streams, which the program that makes the "
     "gradients orders itself; without that order the wait is what keeps the flat buffer whole",
     ("collectives/horovod/gradient_memory.py", "Unit._order"): _NOT_RUN + "a model that runs on several streams",
     (
-        "collectives/overlap/sharded_step.py",
+        "collectives/gradients/zero.py",
         "ShardedStep._adopt",
     ): "a state that is replaced while a step still reads it",
     (
-        "collectives/ring.py",
+        "collectives/comm/algorithms/executor.py",
         "_Plan.run_on_streams",
         "kernels.wait_stream(transfers)",
     ): "a call's first kernel follows a "
     "message of the same call, and so the transfers before it; the second one is for a capture's own memory",
-    ("collectives/round_flags.py", "RoundFlags._keep"): _NOT_RUN
+    ("collectives/gradients/round_flags.py", "RoundFlags._keep"): _NOT_RUN
     + "rounds in which a rank has something unusual to say",
-    ("collectives/sharded/codec.py", "_Decoding.wait"): _NOT_RUN + "a gather begun on one stream and used on another",
+    ("collectives/sharded/quantized_gather.py", "_Decoding.wait"): _NOT_RUN + "a gather begun on one stream and used on another",
     ("collectives/sharded/unit.py", "Unit._used_here"): _NOT_RUN + "a gather begun on one stream and used on another",
     ("collectives/sharded/streams.py", "beside"): _NOT_RUN + "ranks that say something to each other beside a step",
     (
-        "collectives/wire.py",
+        "collectives/compression/base.py",
         "follow",
     ): "each alone: lanes are joined between backwards, and here the last reader of old "
     "residuals is their memory's own stream; both taken back are reported, see above",

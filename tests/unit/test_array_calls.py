@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from collectives import _nccl, arrays, errors
 from collectives.arrays import TORCH_CODES, Reader
-from collectives.communicator import Communicator
-from collectives.engine import get_engine
+from collectives.comm.communicator import Communicator
+from collectives.comm.engine import get_engine
 from tests.ranks import run_ranks
 from tests.unit.test_communicator import fake, read_only
 

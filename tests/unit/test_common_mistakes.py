@@ -17,15 +17,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import collectives
-from collectives import optim, world
+from collectives import optim
 from collectives.arrays import Reader
+from collectives.comm.engine import Engine, get_engine
 from collectives.cuda_state import set_first_device
-from collectives.devices import check_device_ids
-from collectives.engine import Engine, get_engine
-from collectives.exchange import Own, settle
+from collectives.ddp.devices import check_device_ids
 from collectives.horovod.optimizer import _read_names
-from collectives.launch import Identity
-from collectives.rendezvous import meet
+from collectives.launcher import Identity
+from collectives.rendezvous import world
+from collectives.rendezvous.exchange import Own, settle
+from collectives.rendezvous.rendezvous import meet
 from tests.ranks import run_ranks
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "common-mistakes.md").read_text()

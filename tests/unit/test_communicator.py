@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from collectives import errors
 from collectives.arrays import Reader
-from collectives.communicator import Communicator
-from collectives.engine import get_engine
+from collectives.comm.communicator import Communicator
+from collectives.comm.engine import get_engine
 
 ONE_SIDED = ("send", "recv")
 IN_PLACE = ("all_reduce", "reduce", "broadcast")

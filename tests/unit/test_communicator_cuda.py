@@ -14,11 +14,13 @@ import weakref
 import pytest
 import torch
 
-from collectives import closing, communicator, cuda_state, errors, memory, work, world
-from collectives.communicator import Communicator
-from collectives.engine import Engine
-from collectives.horovod.coordinator import Coordinator
-from collectives.tune import Policy
+from collectives import cuda_state, errors
+from collectives.comm import closing, communicator, memory, work
+from collectives.comm.algorithms.tune import Policy
+from collectives.comm.communicator import Communicator
+from collectives.comm.engine import Engine
+from collectives.horovod.controller import Coordinator
+from collectives.rendezvous import world
 
 DEVICE = torch.device("cuda", 1)
 

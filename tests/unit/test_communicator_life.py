@@ -17,8 +17,8 @@ import torch
 
 import collectives
 from collectives import errors
-from collectives.communicator import Communicator
-from collectives.engine import get_engine
+from collectives.comm.communicator import Communicator
+from collectives.comm.engine import get_engine
 
 
 @pytest.fixture

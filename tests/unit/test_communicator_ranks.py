@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.agree import agree, row
+from collectives.comm.fingerprint import agree, row
 from collectives.errors import CollectivesError, CollectiveTimeout, InvalidArgument, Mismatch
 from tests.ranks import run_ranks
 

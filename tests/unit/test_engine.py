@@ -11,8 +11,8 @@ import threading
 import pytest
 import torch
 
-from collectives import engine as module
-from collectives.engine import Engine, engines, get_engine
+from collectives.comm import engine as module
+from collectives.comm.engine import Engine, engines, get_engine
 from collectives.errors import EngineUnavailable, InvalidArgument
 
 

@@ -11,68 +11,21 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "collectives"
 
-# A module imports only modules that stand before it in this list.
-ORDER = """
-errors
-variables
-torch_compat
-cuda_state
-schedule
-layout
-launch failure_record
-machines
-presence waiting
-_nccl
-arrays
-_kernels
+# A package imports only packages of the lines above its own. Inside of a package, and inside of a line, modules import each
+# other as they like, as long as Python can load them.
+LAYERS = """
+errors environment torch_compat torch_patches cuda_state layout launcher parameter_names tracing
+arrays _nccl _kernels
 kernels
-engine
-work
-memory
-group agree
-exchange rendezvous
-mesh
-across
-hosts
-two_levels
-lifetime
-watchdog
-closing
-ring
-tune
-communicator
-control
-world
-torch_groups
-compiled
-devices
-torch_changes
-names
-timeline
-wire
-quantized
-hierarchical
-powersgd
-wires
 optim
-alike
-hyperparameters
-lanes
-saved_buckets
-reduction
-overlap
-local_sgd
-state
+comm
+rendezvous
+compression
 gradients
-round_flags
-buckets
-ddp
-sharded
-horovod
-auto
-run
-bench
-""".split()
+ddp sharded horovod
+auto run bench
+"""
+LAYER = {name: number for number, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyx"), *PACKAGE.rglob("*.pxi")])
 ALL_TEXT = [
@@ -84,68 +37,81 @@ ALL_TEXT = [
 MAX_LINES = 800
 
 
-def module_of(path: Path) -> str:
-    """The part of the package that a file belongs to; "" is its own ``__init__``. A .pxi is part of its .pyx."""
+def package_of(path: Path) -> str:
+    """The package or top-level module that a file is part of; "" is the whole's ``__init__``. A .pxi is its .pyx's."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     if path.suffix == ".pxi":
-        owners = [p.stem for p in PACKAGE.glob("*.pyx") if parts[0].startswith(p.stem)]
-        return owners[0]
+        return next(p.stem for p in PACKAGE.glob("*.pyx") if parts[0].startswith(p.stem))
     return "" if parts == ("__init__",) else parts[0]
 
 
-def imported_by_python(path: Path) -> set[str]:
-    """Modules of the package that a Python file imports, wherever in the file the import stands."""
-    depth = len(path.relative_to(PACKAGE).parts)  # 1: a module of the package itself
+def imported_by_python(path: Path) -> set[tuple[str, ...]]:
+    """What a Python file imports of ours, wherever in the file: ("comm", "engine", "get_engine")."""
+    here = path.relative_to(PACKAGE).parts[:-1]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {name.name.split(".")[1] for name in node.names if name.name.startswith("collectives.")}
+            found |= {tuple(each.name.split(".")[1:]) for each in node.names if each.name.startswith("collectives.")}
         elif isinstance(node, ast.ImportFrom):
-            if node.level == 0 and (node.module or "").split(".")[0] == "collectives":
-                parts = node.module.split(".")[1:]
-            elif node.level == depth:
-                parts = node.module.split(".") if node.module else []
+            module = node.module.split(".") if node.module else []
+            if node.level:
+                source = [*here[: len(here) - node.level + 1], *module]
+            elif module[0] == "collectives":
+                source = module[1:]
             else:
-                continue  # outside of the package, or inside of a subpackage
-            found |= {parts[0]} if parts else {name.name for name in node.names}
-    return found
+                continue
+            found |= {(*source, each.name) for each in node.names}
+    return {parts for parts in found if parts}
 
 
-def imported_by_cython(path: Path) -> set[str]:
+def imported_by_cython(path: Path) -> set[tuple[str, ...]]:
     text = path.read_text()
     names = re.findall(r"^\s*(?:c?import|from)\s+collectives\.(\w+)", text, re.M)
     for listed in re.findall(r"^\s*from\s+(?:\.|collectives)\s+c?import\s+\(?([\w, ]+)", text, re.M):
         names += re.findall(r"\w+", listed)
     names += re.findall(r"^\s*from\s+\.(\w+)\s+c?import", text, re.M)
-    return set(names)
+    return {(name,) for name in names}
 
 
-def imported_by(path: Path) -> set[str]:
-    modules = imported_by_python(path) if path.suffix == ".py" else imported_by_cython(path)
-    return {name for name in modules if name in ORDER or (PACKAGE / f"{name}.py").exists()}
+def imported_by(path: Path) -> set[tuple[str, ...]]:
+    found = imported_by_python(path) if path.suffix == ".py" else imported_by_cython(path)
+    return {parts for parts in found if parts[0] in LAYER}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_go_only_downward(path):
-    own = module_of(path)
+    own = package_of(path)
     if own == "":
         return
-    assert own in ORDER, f"{path.name} has no place in the order of tests/unit/test_imports.py"
-    above = ORDER[: ORDER.index(own)]
-    wrong = imported_by(path) - set(above) - {own}
-    assert not wrong, f"{own} imports {sorted(wrong)}, which stand below it"
+    assert own in LAYER, f"{own} is in no layer of tests/unit/test_imports.py"
+    wrong = {parts for parts in imported_by(path) if parts[0] != own and LAYER[parts[0]] >= LAYER[own]}
+    if LAYER[own] <= LAYER["_nccl"] or LAYER[own] == LAYER["auto"]:  # modules of their own, no packages
+        wrong = {parts for parts in wrong if LAYER[parts[0]] > LAYER[own]}
+    assert not wrong, f"{own} imports {sorted(wrong)}, which are not in a layer above it"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_underscore_name_of_another_package_is_imported(path):
+    own = package_of(path)
+    allowed = {("_nccl",), ("_kernels",)}
+    wrong = {
+        parts
+        for parts in imported_by(path)
+        if parts[0] != own and any(name.startswith("_") for name in parts) and parts[:1] not in allowed
+    }
+    assert not wrong
 
 
 def test_the_walk_sees_imports():
-    """The test above is worth what imported_by finds."""
-    assert {"communicator", "torch_groups", "errors"} <= imported_by(PACKAGE / "ddp.py")
-    assert "errors" in imported_by(PACKAGE / "_nccl.pyx")
-    assert {"errors", "engine"} <= imported_by(PACKAGE / "communicator.py")
+    """The tests above are worth what imported_by finds."""
+    assert ("comm", "communicator", "Communicator") in imported_by(PACKAGE / "gradients/buckets.py")
+    assert ("comm", "engine", "Engine") in imported_by(PACKAGE / "comm/communicator.py")
+    assert ("errors",) in imported_by(PACKAGE / "_nccl.pyx")
 
 
 def test_the_binding_imports_no_torch():
     for path in SOURCES:
-        if path.suffix in (".pyx", ".pxi") or path.name in ("errors.py", "schedule.py", "layout.py", "launch.py"):
+        if path.suffix in (".pyx", ".pxi") or path.name in ("errors.py", "schedule.py", "layout.py", "launcher.py"):
             assert not re.search(r"^\s*(from|c?import)\s+torch", path.read_text(), re.M), path
 
 
@@ -213,13 +179,13 @@ def test_the_path_of_one_call():
     """What the README prints, hop by hop: ``ddp.fused_allreduce -> ... -> libnccl | host engine``."""
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert "ddp.fused_allreduce -> Communicator.all_reduce -> _nccl -> ncclAllReduce -> libnccl | host engine" in readme
-    hook = (PACKAGE / "ddp.py").read_text()
+    hook = (PACKAGE / "ddp/hook.py").read_text()
     assert "def fused_allreduce(" in hook
     # The hook's own hops: the bucket, its lane, its wire.
-    assert {"reduction", "start"} <= calls_in(PACKAGE / "ddp.py")
-    assert {"wire", "reduce"} <= calls_in(PACKAGE / "reduction.py")
-    assert "all_reduce" in calls_in(PACKAGE / "wire.py")
-    communicator = ast.parse((PACKAGE / "communicator.py").read_text())
+    assert {"reduction", "start"} <= calls_in(PACKAGE / "ddp/hook.py")
+    assert {"wire", "reduce"} <= calls_in(PACKAGE / "gradients/pipeline.py")
+    assert "all_reduce" in calls_in(PACKAGE / "compression/base.py")
+    communicator = ast.parse((PACKAGE / "comm/communicator.py").read_text())
     (cls,) = (n for n in communicator.body if isinstance(n, ast.ClassDef) and n.name == "Communicator")
     (method,) = (n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == "all_reduce")
     assert any(isinstance(n, ast.Attribute) and n.attr == "all_reduce" for n in ast.walk(method))  # the binding's

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from collectives import launch
+from collectives import launcher as launch
 from collectives.errors import InvalidArgument
-from collectives.launch import Identity, who_am_i
+from collectives.launcher import Identity, who_am_i
 
 TORCHRUN = {
     "RANK": "3",

@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from collectives import exchange, rendezvous
-from collectives.engine import Engine, get_engine
+from collectives.comm.engine import Engine, get_engine
 from collectives.errors import (
     CollectivesError,
     CollectiveTimeout,
@@ -26,9 +25,10 @@ from collectives.errors import (
     RemoteError,
     TransportError,
 )
-from collectives.exchange import Own, PeerInfo, parse, settle
-from collectives.launch import Identity
-from collectives.rendezvous import Meeting, identify, meet, meet_over_store
+from collectives.launcher import Identity
+from collectives.rendezvous import exchange, rendezvous
+from collectives.rendezvous.exchange import Own, PeerInfo, parse, settle
+from collectives.rendezvous.rendezvous import Meeting, identify, meet, meet_over_store
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from collectives.schedule import LINE, OPS, Reduction, Transfer, piece_bounds, schedule
+from collectives.comm.algorithms.schedule import LINE, OPS, Reduction, Transfer, piece_bounds, schedule
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -225,7 +225,7 @@ def test_a_reduction_overlaps_the_next_transfer(algorithm):
 @pytest.mark.parametrize("break_it", ["after", "source"])
 def test_the_simulation_can_fail(monkeypatch, break_it):
     """A schedule with no dependencies, or with a wrong piece, must not pass."""
-    import collectives.schedule as module
+    import collectives.comm.algorithms.schedule as module
 
     if break_it == "after":
         monkeypatch.setattr(module._Plan, "after", lambda self, kind, reads, writes: 0)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import collectives
 from collectives import timeline as start
 from collectives.errors import InvalidArgument, InvalidUsage
-from collectives.timeline import Recorder, recording
-from collectives.timeline.report import table
-from collectives.timeline.trace import lines
+from collectives.tracing import Recorder, recording
+from collectives.tracing.report import table
+from collectives.tracing.trace import lines
 from tests.ddp.training import over_gloo
 from tests.ranks import run_ranks
 

@@ -13,8 +13,17 @@ import torch
 
 import collectives
 from collectives import tune as public
+from collectives.comm.algorithms.tune import (
+    Line,
+    Policy,
+    choices_of,
+    choose,
+    fit,
+    parse_algorithm,
+    read_file,
+    tune_file,
+)
 from collectives.errors import InvalidArgument, InvalidUsage, Mismatch
-from collectives.tune import Line, Policy, choices_of, choose, fit, parse_algorithm, read_file, tune_file
 from tests.ranks import RankFailure, run_ranks
 
 
@@ -139,7 +148,7 @@ def test_a_broken_file_says_how_to_mend_it(tmp_path, content):
 
 def used(ctx, variables, count=1000):
     """What a new communicator picks, and which steps its calls take."""
-    from collectives import ring
+    from collectives.comm.algorithms import executor as ring
 
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

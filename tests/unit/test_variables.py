@@ -8,7 +8,8 @@ import warnings
 import pytest
 
 import collectives
-from collectives import machines, variables
+from collectives import environment as variables
+from collectives.comm.multinode import topology as machines
 from collectives.errors import InvalidArgument
 from tests.unit.test_imports import PACKAGE, ROOT
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...communicator import Communicator
+from ...comm.communicator import Communicator
 from ..contestant import Contestant
 from ..control import Control
 from .deepspeed import DeepSpeedPeer

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ...communicator import Communicator
+from ...comm.communicator import Communicator
 from ..buffers import Buffers
 from ..cases import Case
 from ..contestant import LocalContestant, Plan, time_on_host

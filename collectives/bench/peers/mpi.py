@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...communicator import Communicator
+from ...comm.communicator import Communicator
 from ..buffers import pattern_tensor
 from ..cases import PERIOD, Case
 from ..contestant import Contestant, Plan

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ...communicator import Communicator
+from ...comm.communicator import Communicator
 from ...torch_compat import premul_sum
 from ..buffers import Buffers
 from ..cases import MULSUM, Case

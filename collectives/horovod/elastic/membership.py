@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 
 import numpy
 
-from ...communicator import Communicator
+from ...comm.communicator import Communicator
+from ...comm.waiting import name_ranks
 from ...errors import CollectivesError, CollectiveTimeout, InvalidUsage, TransportError
-from ...exchange import PeerInfo
-from ...waiting import name_ranks
+from ...rendezvous.exchange import PeerInfo
+from ..basics import World
 from ..functions import allgather_object
-from ..world import World
 
 __all__ = ["Gone", "Member", "Membership", "Report"]
 

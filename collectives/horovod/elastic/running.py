@@ -7,12 +7,12 @@ import logging
 import os
 from typing import Any
 
-from ... import world as job
+from ...comm.waiting import name_ranks
 from ...errors import Aborted, CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError
-from ...waiting import name_ranks
+from ...rendezvous import world as job
+from ..basics import World, current, enter
 from ..exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from ..ops import barrier
-from ..world import World, current, enter
+from ..operations import barrier
 from .membership import Gone, Membership, Report
 
 __all__ = ["run"]

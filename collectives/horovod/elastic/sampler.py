@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ...errors import InvalidUsage
-from ..world import current
+from ..basics import current
 
 __all__ = ["ElasticSampler"]
 

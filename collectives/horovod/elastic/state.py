@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from ..basics import rank
 from ..exceptions import HostsUpdatedInterrupt
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters, pickled
-from ..ops import Max, allgather_async, allreduce_async, synchronize
-from ..world import rank
+from ..operations import Max, allgather_async, allreduce_async, synchronize
 from .sampler import ElasticSampler
 
 __all__ = [

@@ -1,0 +1,43 @@
+"""The wires by name."""
+
+from __future__ import annotations
+
+import secrets
+
+from ..errors import InvalidArgument
+from ..layout import WIRE_BLOCKS
+from ..parameter_names import Names
+from .base import Plain, Wire, parse_wire
+from .powersgd import PowerSGD
+from .quantized import Quantized
+
+__all__ = ["make_wire"]
+
+
+def make_wire(
+    wire: str, *, block: int = 256, error_feedback: bool = False, stochastic_rounding: bool = False,
+    algorithm: str | None = None, deterministic: bool = False, names: Names | None = None,
+) -> Wire:  # fmt: skip
+    """Make the wire of a name: "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8" or "powersgd:RANK".
+
+    `algorithm` and `deterministic` are of fp32 alone; `names`: those by which residuals are saved. Raises
+    `InvalidArgument` for what is none, or can't be had.
+    """
+    name, rank = parse_wire(wire)
+    if isinstance(block, bool) or not isinstance(block, int) or block not in WIRE_BLOCKS:
+        raise InvalidArgument(f"block must be one of {', '.join(map(str, WIRE_BLOCKS))}, not {block!r:.60}")
+    if name == "fp32":
+        for asked, option in ((error_feedback, "error_feedback"), (stochastic_rounding, "stochastic_rounding")):
+            if asked:
+                raise InvalidArgument(
+                    f"{option}: the fp32 wire sends gradients as they are and loses nothing: choose a compressed one "
+                    f"(wire='bf16' or wire='int8', say), or leave {option} out"
+                )
+        return Plain(algorithm, deterministic=deterministic)
+    if name == "powersgd":
+        if stochastic_rounding:
+            raise InvalidArgument("PowerSGD rounds nothing that could be rounded at random")
+        return PowerSGD(rank, error_feedback=error_feedback, names=names)
+    # Each rank draws a seed of its own, so that the ranks' roundings are independent.
+    seed = secrets.randbits(62) if stochastic_rounding else None
+    return Quantized(name, block, error_feedback=error_feedback, seed=seed, names=names)

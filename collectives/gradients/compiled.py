@@ -1,0 +1,97 @@
+"""What compiled autograd calls a DDP hook with: (gradient, parameter), one parameter at a time, while it traces.
+
+With ``torch._dynamo.config.optimize_ddp = "python_reducer"`` DDP has no buckets: it calls its hook for each parameter
+whose gradient is there, as a pair. Compiled autograd traces these calls into its graph, where no communicator can go;
+so the pair becomes one operator, which the graph holds and which all-reduces the gradient when the graph is run.
+Without compiled autograd the same operator runs at once.
+"""
+
+# No `from __future__ import annotations`: torch reads the operator's schema from the annotations.
+
+import itertools
+import weakref
+
+import torch
+
+from ..errors import CollectivesError, InvalidArgument, InvalidUsage
+from ..rendezvous.process_groups import communicator_over, drop
+
+__all__ = ["enroll", "reduce_tuple"]
+
+_numbers = itertools.count()
+_states: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # number -> state
+
+# What needs all gradients of a backward, or their places in a bucket; and the value with which it isn't asked for.
+_REFUSED = {
+    "max_norm": (None, "the norm of all gradients is known only after the last one, when the first are in use already"),
+    "check_finite": (False, "the count covers all gradients, which never come together here"),
+    "optimizer": (None, "its updates are sharded by bucket"),
+    "local_steps": (None, "it averages the model after a whole backward"),
+    "wire": ("fp32", "a compressed wire pays only for buckets, and keeps its residuals by their parameters"),
+    "hierarchical": ("auto", "it splits buckets between the machine's ranks"),
+    "predivide": (None, "it is for sums of long buckets in 16 bits; average=True divides in fp32"),
+}
+
+
+def enroll(state) -> int:
+    """Give a hook's state a number by which the operator in a compiled graph finds it; held weakly."""
+    number = next(_numbers)
+    _states[number] = state
+    return number
+
+
+def reduce_tuple(state, pair) -> None:
+    """Average the gradient of a (gradient, parameter) pair over the state's ranks, in place.
+
+    `state`: a `HookState` (its ``_number`` from `enroll`). Blocks on the host until the gradient is there, as each
+    parameter's all-reduce is one of its own: no buckets, no overlap. Can be traced; then the graph does it when it
+    runs. Raises `InvalidUsage` for a state whose options need the whole backward, with the reason.
+    """
+    _reduce_grad(pair[0], state._number)
+
+
+@torch.library.custom_op("collectives::reduce_grad_", mutates_args=("grad",))
+def _reduce_grad(grad: torch.Tensor, number: int) -> None:
+    state = _states.get(number)
+    if state is None:
+        raise InvalidUsage(
+            "this graph was compiled with a HookState that is gone: compile again (torch.compiler.reset())"
+        )
+    for name, (without, reason) in _REFUSED.items():
+        value = getattr(state, name)
+        if value != without and value is not False:
+            raise InvalidUsage(
+                f"{name}={value!r} can't be used where DDP's hook is called for one parameter at a time "
+                f'(optimize_ddp="python_reducer"): {reason}. Leave {name} out, or set '
+                'torch._dynamo.config.optimize_ddp = "ddp_optimizer"'
+            )
+    if grad.layout is not torch.strided:
+        raise InvalidArgument("a sparse gradient can't be averaged: build the embedding with sparse=False")
+    # Gradients keep the strides of their parameters, which need not be rows (channels_last).
+    dense = grad if grad.is_contiguous() else grad.contiguous()
+    _all_reduce(state, torch.view_as_real(dense) if dense.is_complex() else dense)
+    if dense is not grad:
+        grad.copy_(dense)
+
+
+@_reduce_grad.register_fake
+def _(grad, number):
+    return None
+
+
+def _all_reduce(state, data: torch.Tensor) -> None:
+    comm, owned = state.comm, None
+    try:
+        if comm is None:
+            comm = owned = communicator_over(state.own_group(), data.device)
+        algorithm = state.algorithm
+        if state.deterministic:  # in rank order, which the host engine's own always is
+            algorithm = "native" if data.is_cpu else "direct"
+        elif algorithm == "native":
+            algorithm = None  # what tuning or COLLECTIVES_ALGORITHM says
+        work = comm.all_reduce(data, "avg" if state.average else "sum", async_op=True, algorithm=algorithm)
+        work.wait()  # on CUDA the stream waits, not the host
+    except CollectivesError as error:
+        if owned is not None and not isinstance(error, InvalidArgument):
+            drop(owned)
+        raise

@@ -1,0 +1,263 @@
+"""The operations in their blocking forms. Autograd goes through those that aren't in place, as it does in Horovod.
+
+Horovod's gradients are those of a loss that is the ranks' average: the gradient of an allgather or a broadcast is the
+average of what the ranks' backwards bring, that of an allreduce is reduced as its values were.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import operations as ops
+from .compression import Compression
+from .operations import Adasum, Average, Max, Min, Product, Sum, synchronize
+from .process_sets import global_process_set
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "allreduce_",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
+
+def _follows(tensors) -> bool:
+    """Tell whether autograd wants to know."""
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
+class _Allreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rest, *tensors):
+        ctx.rest = rest
+        return tuple(synchronize(ops.grouped_allreduce_async(tensors, **rest, _waits=True)))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        op = ctx.rest["op"]
+        if op in (Min, Max, Product, Adasum):
+            raise NotImplementedError(
+                f"allreduce by {ops.ReduceOp(op).name} has no gradient here: Sum and Average have"
+            )
+        return None, *_reduced({**ctx.rest, "name": None}, grads)
+
+
+def _reduced(rest, tensors):
+    """Reduce a list of tensors, with autograd where it wants to know, as in a backward with create_graph."""
+    if _follows(tensors):
+        return _Allreduce.apply(rest, *tensors)
+    return synchronize(ops.grouped_allreduce_async(tensors, **rest, _waits=True))
+
+
+def _rest(average, name, op, prescale_factor, postscale_factor, process_set, compression) -> dict:
+    if op is None and average is None:
+        op = Average
+    return {
+        "average": average, "name": name, "op": op, "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor, "process_set": process_set, "_compression": compression,
+    }  # fmt: skip
+
+
+def allreduce(
+    tensor, average=None, name=None, compression=Compression.none, op=None, prescale_factor=1.0, postscale_factor=1.0,
+    process_set=global_process_set,
+):  # fmt: skip
+    """Reduce a tensor over the ranks and give the result, a new tensor; blocks. Arguments: as `allreduce_async`.
+
+    ``compression``: of `Compression`, for the way.
+    """
+    rest = _rest(average, name, op, prescale_factor, postscale_factor, process_set, compression)
+    if compression is Compression.none and not _follows((tensor,)):
+        return synchronize(ops.allreduce_async(tensor, **rest, _waits=True))
+    return _grouped([tensor], compression, rest)[0]
+
+
+def grouped_allreduce(
+    tensors, average=None, name=None, compression=Compression.none, op=None, prescale_factor=1.0, postscale_factor=1.0,
+    process_set=global_process_set,
+):  # fmt: skip
+    """Reduce a list of tensors together and give a list of new ones; blocks."""
+    rest = _rest(average, name, op, prescale_factor, postscale_factor, process_set, compression)
+    return _grouped(tensors, compression, rest)
+
+
+def _grouped(tensors, compression, rest) -> list:
+    if isinstance(tensors, torch.Tensor):
+        raise ValueError("grouped_allreduce takes a list of tensors, not Tensor")
+    sent, contexts = [], []
+    for tensor in tensors:
+        small, context = compression.compress(tensor)
+        sent.append(small)
+        contexts.append(context)
+    if _follows(sent):
+        if rest["average"] is not None:
+            rest["op"] = Average if rest["average"] else Sum
+            rest["average"] = None
+        got = _Allreduce.apply(rest, *sent)
+    else:
+        got = synchronize(ops.grouped_allreduce_async(sent, **rest, _waits=True))
+    return [compression.decompress(each, context) for each, context in zip(got, contexts, strict=True)]
+
+
+def allreduce_(
+    tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0,
+    process_set=global_process_set,
+):  # fmt: skip
+    """Reduce a tensor in place; blocks."""
+    rest = _rest(average, name, op, prescale_factor, postscale_factor, process_set, None)
+    synchronize(ops.allreduce_async_(tensor, **rest, _waits=True))
+    return tensor
+
+
+def grouped_allreduce_(
+    tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0,
+    process_set=global_process_set,
+):  # fmt: skip
+    """Reduce a list of tensors in place; blocks."""
+    rest = _rest(average, name, op, prescale_factor, postscale_factor, process_set, None)
+    synchronize(ops.grouped_allreduce_async_(tensors, **rest, _waits=True))
+    return list(tensors)
+
+
+class _Allgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, name, process_set, *tensors):
+        ctx.rows = [tensor.shape[0] for tensor in tensors]
+        ctx.process_set = process_set
+        return tuple(synchronize(ops.grouped_allgather_async(tensors, name, process_set, _waits=True)))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        process_set = ctx.process_set
+        reduced = _reduced({"op": Average, "process_set": process_set}, grads)
+        rows = synchronize(ops.allgather_async(torch.tensor([ctx.rows]), None, process_set, _waits=True))
+        before = rows[: process_set.rank()].sum(0).tolist()
+        parts = [grad.narrow(0, at, own) for grad, at, own in zip(reduced, before, ctx.rows, strict=True)]
+        return None, None, *parts
+
+
+def allgather(tensor, name=None, process_set=global_process_set):
+    """Join the ranks' tensors along dimension 0, in rank order; blocks. As `allgather_async`."""
+    if _follows((tensor,)):
+        return _Allgather.apply(name, process_set, tensor)[0]
+    return synchronize(ops.allgather_async(tensor, name, process_set, _waits=True))
+
+
+def grouped_allgather(tensors, name=None, process_set=global_process_set):
+    """Join the ranks' tensors, for each of a list; blocks."""
+    if _follows(tensors):
+        return list(_Allgather.apply(name, process_set, *tensors))
+    return synchronize(ops.grouped_allgather_async(tensors, name, process_set, _waits=True))
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, root_rank, name, process_set):
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        return synchronize(ops.broadcast_async(tensor, root_rank, name, process_set, _waits=True))
+
+    @staticmethod
+    def backward(ctx, grad):
+        reduced = allreduce(grad, op=Average, process_set=ctx.process_set)
+        if ctx.process_set.ranks[ctx.process_set.rank()] != ctx.root_rank:
+            reduced.zero_()
+        return reduced, None, None, None
+
+
+def broadcast(tensor, root_rank, name=None, process_set=global_process_set):
+    """Give ``root_rank``'s tensor on all ranks, a new tensor; blocks. Takes any dtype."""
+    if _follows((tensor,)):
+        return _Broadcast.apply(tensor, root_rank, name, process_set)
+    return synchronize(ops.broadcast_async(tensor, root_rank, name, process_set, _waits=True))
+
+
+def broadcast_(tensor, root_rank, name=None, process_set=global_process_set):
+    """Send ``root_rank``'s tensor to all, in place; blocks. Takes any dtype."""
+    synchronize(ops.broadcast_async_(tensor, root_rank, name, process_set, _waits=True))
+    return tensor
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, splits, name, process_set):
+        ctx.process_set, ctx.rows = process_set, tensor.shape[0]
+        out, ctx.received = synchronize(ops.alltoall_async(tensor, splits, name, process_set, _waits=True))
+        ctx.mark_non_differentiable(ctx.received)
+        return out, ctx.received
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        back, _ = alltoall(grad, ctx.received, None, ctx.process_set)
+        unsent = ctx.rows - back.shape[0]
+        if unsent:  # rows behind the last split
+            back = torch.cat([back, back.new_zeros((unsent, *back.shape[1:]))])
+        return back, None, None, None
+
+
+def alltoall(tensor, splits=None, name=None, process_set=global_process_set):
+    """Send rows of a tensor to each rank and give what was received; with ``splits`` also how many rows from each.
+
+    Blocks. As `alltoall_async`.
+    """
+    if _follows((tensor,)):
+        out, received = _Alltoall.apply(tensor, splits, name, process_set)
+    else:
+        out, received = synchronize(ops.alltoall_async(tensor, splits, name, process_set, _waits=True))
+    return out if splits is None else (out, received)
+
+
+class _Reducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rest, *tensors):
+        ctx.rest = rest
+        return tuple(synchronize(ops.grouped_reducescatter_async(tensors, **rest, _waits=True)))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        op = ctx.rest["op"]
+        if op not in (Sum, Average):
+            raise NotImplementedError(
+                f"reducescatter by {ops.ReduceOp(op).name} has no gradient here: Sum and Average have"
+            )
+        process_set = ctx.rest["process_set"]
+        factor = ctx.rest["prescale_factor"] * ctx.rest["postscale_factor"]
+        factor *= process_set.size() if op == Sum else 1
+        gathered = grouped_allgather([grad * factor for grad in grads], process_set=process_set)
+        return None, *gathered
+
+
+def reducescatter(
+    tensor, name=None, compression=Compression.none, op=Average, process_set=global_process_set, prescale_factor=1.0,
+    postscale_factor=1.0,
+):  # fmt: skip
+    """Reduce a tensor and give this rank's rows of the result; blocks. As `reducescatter_async`."""
+    return grouped_reducescatter(
+        [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
+    )[0]  # fmt: skip
+
+
+def grouped_reducescatter(
+    tensors, name=None, compression=Compression.none, op=Average, process_set=global_process_set, prescale_factor=1.0,
+    postscale_factor=1.0,
+):  # fmt: skip
+    """Reduce a list of tensors and give this rank's rows of each; blocks.
+
+    Of the compressions those that change the dtype are of use.
+    """
+    sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
+    rest = {
+        "name": name, "op": op, "process_set": process_set, "prescale_factor": prescale_factor,
+        "postscale_factor": postscale_factor,
+    }  # fmt: skip
+    if _follows(sent):
+        got = _Reducescatter.apply(rest, *sent)
+    else:
+        got = synchronize(ops.grouped_reducescatter_async(sent, **rest, _waits=True))
+    return [compression.decompress(each, context) for each, context in zip(got, contexts, strict=True)]

@@ -1,0 +1,150 @@
+"""Communicators over torch's process groups: one for each group and device, opened at first use."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from ..comm.communicator import Communicator
+from ..comm.engine import get_engine
+from ..comm.liveness import Fates, announce
+from ..comm.multinode.comm import open_over
+from ..comm.watchdog import Notes, watch
+from ..errors import InvalidUsage, TransportError
+from ..torch_compat import default_store, open_process_groups
+from .exchange import first_line, needs_store
+from .rendezvous import identify, meet_over_store
+from .world import init
+
+__all__ = ["communicator_over", "default_group", "drop", "group_timeout", "init_process_group", "opened"]
+
+_opened: dict = {}  # (id of the group, device) -> (weak reference to the group, communicator)
+_lock = threading.Lock()
+
+
+def init_process_group(backend: str | None = None, *, comm: Communicator | None = None, **options) -> None:
+    """Start torch.distributed's default group for the ranks of this job, whatever has started them.
+
+    As ``torch.distributed.init_process_group(backend, **options)`` under torchrun, or wherever MASTER_ADDR and
+    MASTER_PORT are set; under mpirun or srun, which set no RANK, no MASTER_ADDR, or neither, the ranks meet by `comm`,
+    or by what `init()` gives, and rank 0 opens a torch store on a free port. Blocks until all ranks have come. Raises
+    as `init()` and torch do.
+    """
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        who = identify() if comm is None else comm
+        dist.init_process_group(backend, rank=who.rank, world_size=who.size, **options)
+        return
+    comm = init() if comm is None else comm
+    here = comm.local_size == comm.size
+    address = "127.0.0.1" if here or comm.peers is None else comm.peers[0].host
+    port = torch.zeros(1, dtype=torch.int64, device=comm.device)
+    store = None
+    if comm.rank == 0:
+        store = dist.TCPStore(address, 0, comm.size, is_master=True, wait_for_workers=False)
+        port[0] = store.port
+    comm.broadcast(port, root=0)
+    if store is None:
+        store = dist.TCPStore(address, int(port), comm.size, is_master=False)
+    dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, **options)
+
+
+def default_group(whose: str, instead: str, *, op: str | None = None):
+    """Give torch.distributed's default group; `InvalidUsage` where there is none, with what to give `instead`."""
+    if not dist.is_initialized():
+        raise InvalidUsage(
+            f"{whose} communicator is opened over torch.distributed's default group, which isn't initialised: "
+            f"call torch.distributed.init_process_group(), or {instead}",
+            op=op,
+        )
+    return dist.group.WORLD
+
+
+def group_timeout(group, device: torch.device) -> float:
+    """Give the timeout with which a ``torch.distributed`` group was made, in seconds."""
+    for each in (device, *group._device_types):
+        try:
+            seconds = group._get_backend(each).options._timeout.total_seconds()
+        except (RuntimeError, AttributeError):  # no backend for this device, or one that has no such options
+            continue
+        if seconds > 0:
+            return seconds
+    return dist.constants.default_pg_timeout.total_seconds()
+
+
+def communicator_over(group, device: torch.device) -> Communicator:
+    """Give the communicator of a ``torch.distributed`` group's ranks and a device; the first call opens it.
+
+    All ranks of the group must make that call: it blocks until they have, at most the group's timeout, which is also
+    the communicator's. Raises `CollectiveTimeout` past it, `RemoteError` as soon as it is known that a rank's
+    process has ended, and `TransportError` where torch's store has gone away.
+    """
+    key = (id(group), device)
+    known = _opened.get(key)
+    if known is not None and known[0]() is group and (not known[1].closed or known[1].forked):
+        return known[1]
+    with _lock:
+        _close_stale()
+        engine = get_engine(None, device.type)
+        store = default_store()
+        rank, size = group.rank(), group.size()
+        # A store may outlive a group and its name. Which opening this is, is counted in the store itself, by rank: a
+        # count kept here would differ from that of a process that has come later.
+        prefix = f"collectives/ddp/{group.group_name}/{size}/{device.type}"
+        try:
+            number = store.add(f"{prefix}/opened/{rank}", 1)
+        except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, in some stores a plain one
+            raise TransportError(
+                f"torch.distributed's store has gone away or failed: {first_line(error)}. Its server is in torchrun's "
+                "process or in rank 0's, mostly: it has ended",
+                op="init", rank=rank,
+            ) from error  # fmt: skip
+        announce()
+        timeout = group_timeout(group, device)
+        deadline = time.monotonic() + timeout
+        meeting = meet_over_store(
+            store, f"{prefix}/{number}", rank, size, engine=engine, timeout=timeout, device=device,
+            purpose=f"to open the communicator of process group {group.group_name!r} on {device.type}, which all its "
+            "ranks do at its first use",
+            fates=Fates(store, dist.get_process_group_ranks(group)),
+        )  # fmt: skip
+        native = None
+        if needs_store(meeting, engine.name):
+            engine, native = open_over(engine, meeting, rank, max(1.0, deadline - time.monotonic()))
+        comm = Communicator(
+            engine, meeting.unique_id, rank, size, device=device,
+            local_rank=meeting.local_rank, local_size=meeting.local_size, timeout=timeout, peers=meeting.peers,
+            native=native,
+        )  # fmt: skip
+        if engine.device_type != "cpu":
+            watch(comm, Notes(store, f"{prefix}/{number}/watch", weak=True))
+        _opened[key] = (weakref.ref(group), comm)
+        return comm
+
+
+def opened(group, device: torch.device) -> Communicator | None:
+    """Give the communicator of a group's ranks and a device if it is open; a local call."""
+    known = _opened.get((id(group), device))
+    return known[1] if known is not None and known[0]() is group and not known[1].closed else None
+
+
+def _close_stale() -> None:
+    """Close the communicators of groups that were destroyed."""
+    groups = open_process_groups()
+    for key, (reference, comm) in list(_opened.items()):
+        group = reference()
+        if group is None or group not in groups or comm.closed:
+            del _opened[key]
+            comm.abort() if comm._lane.busy() else comm.close()
+
+
+def drop(comm: Communicator) -> None:
+    """End a communicator that has failed, so that the next call over its group opens another one."""
+    for key, (_, known) in list(_opened.items()):
+        if known is comm:
+            del _opened[key]
+    comm.abort()

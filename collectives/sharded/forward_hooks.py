@@ -1,0 +1,138 @@
+"""What happens round a unit's forward, and what autograd is to call in the backward."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+from ..torch_compat import current_graph_task_id, dynamo_disable, tree_flatten, tree_map
+from .changes import versions, written
+from .scheduler import Order
+from .unit import Unit
+
+__all__ = ["run_forward", "watch_gradients"]
+
+
+@dynamo_disable(recursive=False)
+def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
+    """Call a forward with a unit unsharded, and have what follows done in the backward."""
+    order = unit.order
+    in_backward = current_graph_task_id() != -1  # activation checkpointing computes again
+    order.begin_forward(unit, in_backward)
+    try:
+        args, kwargs = _cast_inputs(unit, args, kwargs)
+        order.forward(unit, in_backward)
+        watches = torch.is_grad_enabled() and (not in_backward or not unit.calls)
+        if watches:
+            _watch_inputs(unit, order, (args, kwargs))
+        lets_go = not in_backward and order.reshards_after_forward(unit)
+        saves = torch.is_grad_enabled() and lets_go and unit.gathers
+        with unit.saving(functools.partial(order.demand, unit)) if saves else contextlib.nullcontext():
+            before = versions(unit) if unit.gathers and not in_backward else []
+            output = forward(*args, **kwargs)
+        if before:
+            written(unit, before)
+        if lets_go:
+            unit.reshard(keep_near=torch.is_grad_enabled())
+        if torch.is_grad_enabled():
+            _watch_outputs(unit, order, output)
+        if unit.mp_policy.output_dtype is not None:
+            output = _cast(output, unit.mp_policy.output_dtype)
+    except BaseException as error:
+        order.interrupt(error, in_backward)
+        raise
+    order.end_forward(unit, in_backward)
+    return output
+
+
+def _cast_inputs(unit: Unit, args, kwargs):
+    policy = unit.mp_policy
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return args, kwargs
+    return _cast((args, kwargs), policy.param_dtype)
+
+
+def _cast(tree, dtype: torch.dtype):
+    def cast(value):
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return _map(cast, tree)
+
+
+def _map(function, tree):
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {field.name: _map(function, getattr(tree, field.name)) for field in dataclasses.fields(tree)}
+        return dataclasses.replace(tree, **{name: value for name, value in fields.items() if value is not None})
+    return tree_map(function, tree)
+
+
+def _tensors(tree) -> list[torch.Tensor]:
+    leaves = []
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, torch.Tensor):
+            leaves.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            leaves += _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return leaves
+
+
+def _watch_outputs(unit: Unit, order: Order, output) -> None:
+    """Have the unit unsharded as soon as a gradient of its outputs is there."""
+
+    def begins(_grad):
+        order.backward(unit)
+
+    for tensor in _tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(begins)
+
+
+def _watch_inputs(unit: Unit, order: Order, inputs) -> None:
+    """Let the unit go once the gradients of its inputs are there: then its own are, too."""
+
+    def ends(_grad):
+        if order.task is not None and unit.calls:
+            unit.calls -= 1
+            if not unit.calls:
+                if unit.syncs and unit.has_gradients():
+                    order.arrived(unit)
+                else:
+                    order.leave_backward(unit)
+
+    watched = [tensor for tensor in _tensors(inputs) if tensor.requires_grad and not tensor.is_leaf]
+    unit.calls += 1  # one without such inputs is never seen to end, so that nothing ends too early
+    if len(watched) == 1:
+        watched[0].register_hook(ends)
+    elif watched:
+        # Torch's hook holds the nodes that hold it, and they the graph below: only a collection for each would free it.
+        handle = torch.autograd.graph.register_multi_grad_hook(watched, lambda _grads: (handle.remove(), ends(None)))
+
+
+def watch_gradients(unit: Unit, order: Order) -> None:
+    """Have a unit reduced when the last of its gradients has come."""
+    here = weakref.ref(unit)
+
+    def came(at, _param):  # the hook holds no slot: the collector doesn't see what autograd's hooks hold
+        unit = here()
+        slot = unit.slots[at]
+        order.begin_backward()
+        if unit.note(slot):
+            order.arrived(unit)
+
+    numbers = {id(slot): at for at, slot in enumerate(unit.slots)}
+
+    def watch(slot):
+        if not slot.watched:
+            slot.watched = True
+            at = numbers[id(slot)]
+            slot.full.register_post_accumulate_grad_hook(functools.partial(came, at))
+
+    for slot in unit.slots:
+        if slot.trains:
+            watch(slot)
+    unit.watch = watch

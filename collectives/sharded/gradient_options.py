@@ -1,0 +1,374 @@
+"""A HookState over units: how their gradients are reduced, clipped and stepped, and in which format they are gathered.
+
+A backward is a whole. It begins with the first reduction of any of the state's units and ends when the order of the
+units ends it; what takes all gradients (norm, non-finite values, a GradScaler) comes then. Its statistics are those of
+DDP's hook, in the state itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import weakref
+
+import torch
+
+from ..arrays import kind_of
+from ..compression.base import Bucket, Factor, Plain, _after, _counts_itself, _op, _ring_bytes, add_share
+from ..errors import InvalidArgument, InvalidUsage
+from ..gradients.state import HookState, _streams
+from ..gradients.streams import lanes_of
+from ..rendezvous.process_groups import communicator_over
+from .clip import counts_here, global_norm
+from .quantized_gather import Codec
+from .stepping import UnitStep
+from .streams import current_stream, release
+
+__all__ = ["Hooks", "hooks_of"]
+
+
+def hooks_of(state: HookState | None, world) -> Hooks | None:
+    """Give what a state is for the units of a communicator; made at its first unit, and checked at each.
+
+    Raises `InvalidArgument` for options that can't be had here, with the reason; `InvalidUsage` for a state of other
+    ranks.
+    """
+    if state is None:
+        return None
+    if not isinstance(state, HookState):
+        raise InvalidArgument(
+            f"hook_state must be a collectives.HookState or None, not {kind_of(state)}", op="fully_shard"
+        )
+    if state.units is None:
+        _check(state)
+        state.units = Hooks(state, world)
+    if state.units.comm is not world:
+        raise InvalidUsage(
+            "this HookState serves units over another communicator: a backward is a whole, give these a state of their "
+            "own",
+            op="fully_shard", rank=world.rank,
+        )  # fmt: skip
+    over = state.comm
+    if over is None and state.process_group is not None:
+        over = communicator_over(state.process_group, world.device)
+    if over is not None and over is not world:
+        raise InvalidUsage(
+            f"the HookState names its ranks ({over!r:.80}), and this module is sharded over others ({world!r:.80}): "
+            "leave comm and process_group out of one of them",
+            op="fully_shard", rank=world.rank,
+        )  # fmt: skip
+    return state.units
+
+
+def _check(state: HookState) -> None:
+    wrong = [
+        (state.local_steps is not None,
+         "local_steps: with post-local SGD the ranks' parameters differ, and here each parameter is there once"),
+        (state.hierarchical is True,
+         "hierarchical=True: each rank gets the sum of its own piece, which a flat reduce-scatter gives it"),
+        (state.streams > 1 and state.streams != _streams(None),
+         "streams: the ranks agree on the order of a module's collectives, which are all over one communicator"),
+        (not state.zero_copy, "zero_copy=False: a unit's buffers are the engine's own memory, and always shared"),
+        (state.deterministic and state.max_norm is not None,
+         "deterministic with max_norm: a norm is added up from the ranks' pieces, and depends on where these begin"),
+    ]  # fmt: skip
+    for bad, reason in wrong:
+        if bad:
+            raise InvalidArgument(f"fully_shard's HookState can't have {reason}", op="fully_shard")
+    if state.optimizer is not None:
+        raise InvalidUsage(
+            "this HookState has an optimizer, made before the module is sharded: make it from the sharded module's "
+            "parameters(), then set state.optimizer",
+            op="fully_shard",
+        )
+
+
+class Hooks:
+    """What a `HookState` does for the units of one communicator; `state.units`."""
+
+    def __init__(self, state: HookState, comm):
+        self.state = state
+        self.comm = comm
+        self.wire = state._wire
+        self.codec = None if state.gather is None else Codec(state.gather, state.block)
+        self._units: list[weakref.ref] = []
+        self._numbers = weakref.WeakKeyDictionary()  # group -> its number among the state's, the same on all ranks
+        self._next = 0
+        self._untold: list[weakref.ref] = []  # units whose parameters have no names yet
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the backward under way."""
+        self._begun = False
+        self._reduced: dict[int, tuple] = {}  # number of a group -> (unit, group)
+        self._healths: dict[int, torch.Tensor] = {}
+        self._added: set[int] = set()  # groups whose pieces had gradients before this backward
+        self._stepped: set = set()
+        self._sent = self._as_fp32 = 0
+        self._scaler = None
+
+    # ---- Units.
+
+    @property
+    def align(self) -> int:
+        """Elements of which a rank's shard is a multiple."""
+        return self.wire.align
+
+    def describe(self) -> str:
+        """Give what must be the same on all ranks."""
+        return ", ".join(f"{name}={value!r:.60}" for name, value in self.state._told().items())
+
+    def add(self, unit) -> None:
+        """Reduce a unit's gradients from here on; a local call, in the same order on all ranks."""
+        for group in unit.trainable:
+            if not (group.dtype.is_floating_point or group.dtype.is_complex):
+                raise InvalidArgument(f"gradients of {group.dtype} have no wire", op="fully_shard")
+            self._numbers[group] = self._next
+            self._next += 1
+        self._units.append(weakref.ref(unit))
+        if not self._untold:
+            self.state.names.add_later(self._tell)
+        self._untold.append(weakref.ref(unit))
+        unit.hook = self
+
+    @property
+    def units(self) -> list:
+        """Those that still live."""
+        return [unit for unit in (reference() for reference in self._units) if unit is not None]
+
+    def _tell(self) -> None:
+        """Name the full parameters, by which residuals are saved, as the outermost module does."""
+        named = {}
+        for reference in reversed(self._untold):
+            unit = reference()
+            module = None if unit is None or unit.module is None else unit.module()
+            if unit is None or unit in named:
+                continue
+            named[unit] = ""
+            for name, inner in () if module is None else module.named_modules():
+                other = getattr(inner, "_unit", None)
+                if other is not None and other is not unit and other not in named:
+                    named[other] = f"{name}."
+        self._untold = []
+        self.state.names.add((prefix + slot.name, slot.full) for unit, prefix in named.items() for slot in unit.slots)
+
+    # ---- The optimizer.
+
+    def stepping(self, optimizer) -> UnitStep:
+        """Make what steps an optimizer inside of the backward."""
+        return UnitStep(optimizer, lambda: self.units)
+
+    @property
+    def _step(self) -> UnitStep | None:
+        return self.state.reduction.sharded
+
+    @property
+    def steps(self) -> bool:
+        """Tell whether gradients go with a step inside of the backward."""
+        return self._step is not None
+
+    def check_use(self, unit) -> None:
+        """Raise `InvalidUsage` where a unit's parameters are needed as they were before this backward has stepped."""
+        if unit in self._stepped:
+            raise InvalidUsage(
+                f"{unit!r} is needed in a backward that has stepped its parameters already: its gradients came in "
+                "several parts, as with activation checkpointing's use_reentrant=True, or a parameter is used "
+                "detached, too; step this model's optimizer behind the backward, without HookState's optimizer",
+                op="fully_shard",
+            )
+
+    # ---- A backward.
+
+    def _counts(self) -> bool:
+        state = self.state
+        return state.max_norm is not None or state.check_finite or (self.steps and self._scaler is not None)
+
+    def _begin(self) -> None:
+        state, reduction = self.state, self.state.reduction
+        self.reset()
+        reduction._meet(self.comm)
+        if not reduction.lanes or reduction.lanes[0].comm is not self.comm:
+            reduction.lanes = lanes_of(self.comm, 1)
+        self._scaler = state._find_scaler() if state.max_norm is not None or self.steps else None
+        self.wire.begin()
+        if self.steps:
+            self._step.begin()
+            if self.comm._on_host:
+                reduction.compare_steps(self.comm)
+        self._begun = True
+
+    def _factor(self, unit, size: int) -> Factor:
+        if unit.divide_factor is not None:
+            return Factor(before=1.0 / unit.divide_factor)
+        return self.state.reduction._factor(size)
+
+    def start_reduce(self, unit, *, async_op: bool) -> list:
+        """Begin to reduce a unit's gradients, as `Unit.start_reduce` does. A collective of all ranks."""
+        begun = time.perf_counter_ns()
+        if unit.custom_reduce_scatter is not None or unit.custom_all_reduce is not None:
+            raise InvalidUsage(
+                "set_custom_reduce_scatter and set_custom_all_reduce say how gradients are reduced, and so does "
+                "hook_state: use one of them",
+                op="fully_shard",
+            )
+        self.check_use(unit)
+        if not self._begun:
+            self._begin()
+        ends = [self._reduce(unit, group, async_op) for group in unit.trainable]
+        self.state.reduction.totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
+        return [*ends, functools.partial(self._all_in, unit)]
+
+    def _reduce(self, unit, group, async_op: bool):
+        """Begin to reduce a group's gradients; give a function that ends it."""
+        ranks, number = unit.ranks, self._numbers[group]
+        health = torch.zeros(2, dtype=torch.float64, device=unit.device) if self._counts() else None
+        if any(slot.piece.grad is not None for slot in group.slots):
+            self._added.add(number)
+        self._reduced[number] = (unit, group)
+        self._healths[number] = health
+        flat = group.take_gradients()
+        whole = ranks.shard is None or ranks.replicas is not None  # then all ranks get all of it
+        comm = ranks.world if whole else ranks.shard
+        factor = self._factor(unit, comm.size)
+        self._as_fp32 += (2 if whole else 1) * (comm.size - 1) * flat.numel() * 4 // comm.size
+        send = _real(flat)
+        share = send.numel() // ranks.size
+        own = slice(ranks.rank * group.share, (ranks.rank + 1) * group.share)
+        if type(self.wire) is Plain:
+            return self._plain(comm, group, flat, own, whole, factor, health, async_op)
+        offsets = [slot.offset << flat.is_complex() for slot in group.slots]
+        bucket = Bucket(send, [slot.full for slot in group.slots], offsets, number, self.state.names)
+        if whole:
+            self._sent += self.wire.reduce(comm, bucket, factor, health=health)
+        else:
+            self._sent += self.wire.scatter(comm, bucket, factor, share, health=health)
+        in_place = flat is group.grad
+        return functools.partial(group.take_in, flat if in_place else flat[own], in_place)
+
+    def _plain(self, comm, group, flat, own, whole, factor, health, async_op):
+        """Reduce as the gradients are, into the place of the pieces' own, beside the computation where that goes."""
+        home = current_stream(flat.device)
+        op, after, algorithm = _op(factor, comm.size), _after(factor, comm.size), self.wire._algorithm(comm)
+        counted = health is not None and _counts_itself(comm, algorithm)
+        options = {"share": health} if counted else {"algorithm": algorithm}
+        send = _real(flat)
+        if whole:
+            out, in_place = flat, flat is group.grad
+            work = comm.all_reduce(send, op, async_op=async_op, **options)
+        else:
+            out, in_place = group.output()
+            work = comm.reduce_scatter(_real(out), send, op, async_op=async_op, **options)
+        self._sent += _ring_bytes(send, comm.size, 2 if whole else 1)
+
+        def end():
+            if work is not None:
+                work.wait()
+                release(work, home, flat.device)
+            if after != 1.0:
+                out.mul_(after)
+                if counted:
+                    health[0] *= after * after
+            if health is not None and not counted:
+                add_share(_real(out) if not whole else _real(out).tensor_split(comm.size)[comm.rank], health)
+            part = out if not whole or out.numel() == group.share else out[own]
+            group.take_in(part, in_place)
+
+        return end
+
+    def _all_in(self, unit) -> None:
+        """Step a unit whose gradients are there, unless the step must wait for others."""
+        if not self.steps or self._waits() or len(unit.trainable) < len(unit.groups):
+            return  # what is frozen may still be needed as it is
+        if any(group.offloads for group in unit.groups):
+            return  # the gradients are on their way to the host until the backward's end
+        if all(slot.arrived for slot in unit.slots):
+            self._step.update(unit)
+            self._stepped.add(unit)
+
+    def _waits(self) -> bool:
+        """Whether the optimizer's step must wait for the last unit."""
+        return self._counts() or self._scaler is not None
+
+    def end(self) -> None:
+        """End a backward: what takes all of it. A collective, which the ranks make in the same order."""
+        if not self._begun:
+            return
+        begun = time.perf_counter_ns()
+        reduction, state = self.state.reduction, self.state
+        reduction.norm = reduction.nonfinite = None
+        reduction.bytes_on_wire = self._sent
+        reduction.ranks = self.comm.size
+        clip = self._look_at_all() if self._counts() else None
+        units = list({id(unit): unit for unit, _ in self._reduced.values()}.values())
+        if self.steps and self._scaler is not None:
+            self._step.defer(units, reduction.norm, state.max_norm, reduction.nonfinite)
+        elif self.steps:
+            found = reduction.nonfinite if state.check_finite else None
+            for unit in units:
+                if unit not in self._stepped:
+                    self._step.update(unit, clip=clip, found=found)
+        elif clip is not None and not (isinstance(clip, float) and clip == 1.0):
+            kinds: dict[torch.device, list] = {}
+            for grad in self._gradients():
+                kinds.setdefault(grad.device, []).append(grad)
+            for device, grads in kinds.items():
+                torch._foreach_mul_(grads, clip if isinstance(clip, float) else clip.to(device))
+        totals = reduction.totals
+        totals["backwards"] += 1
+        totals["buckets"] += len(self._reduced)
+        totals["bytes_on_wire"] += self._sent
+        totals["bytes_as_fp32"] += self._as_fp32
+        totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
+        if self.codec is not None:
+            totals["bytes_gathered"] = self.codec.sent
+        self.reset()
+
+    # ---- What takes all gradients.
+
+    def _gradients(self, *, here: bool = False) -> list[torch.Tensor]:
+        """Give the gradients that this backward has reduced; `here`: those that count on this rank."""
+        return [
+            slot.piece.grad
+            for unit, group in self._reduced.values()
+            if not here or counts_here(unit)
+            for slot in group.slots
+            if slot.piece.grad is not None
+        ]
+
+    def _look_at_all(self):
+        """Add up the ranks' shares; give the factor that clips, or None."""
+        state, reduction, comm = self.state, self.state.reduction, self.comm
+        total = torch.zeros(2, dtype=torch.float64, device=comm.device)
+        for number in sorted(self._reduced):
+            unit, group = self._reduced[number]
+            health = self._healths[number]
+            if number in self._added:  # what counts is what it was added to
+                health = torch.zeros_like(health)
+                for slot in group.slots if counts_here(unit) else ():
+                    if slot.piece.grad is not None:
+                        on_its_device = torch.zeros(2, dtype=torch.float64, device=slot.piece.grad.device)
+                        add_share(_real(slot.piece.grad.reshape(-1)), on_its_device)
+                        health += on_its_device.to(health.device)
+            total += health.to(total.device)
+        Plain().reduce(comm, Bucket(total, [], [], 0), Factor())
+        on_host = comm._on_host
+        reduction.nonfinite = int(total[1]) if on_host else total[1]
+        if state.norm_type == 2:
+            norm = total[0].sqrt()
+        else:
+            norm = global_norm(comm, self._gradients(here=True), float(state.norm_type))
+        reduction.norm = norm.item() if on_host else norm
+        if state.max_norm is None:
+            return None
+        if self._scaler is not None and not self.steps:
+            scale = self._scaler._scale
+            reduction.norm = reduction.norm / (scale.item() if on_host else scale.to(torch.float64))
+        factor = state.max_norm / (reduction.norm + 1e-6)
+        if on_host:
+            return min(1.0, factor) if not math.isnan(factor) else math.nan
+        return factor.clamp(max=1.0)
+
+
+def _real(flat: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

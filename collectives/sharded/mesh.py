@@ -1,0 +1,64 @@
+"""Which ranks share a module's parameters, and on which device."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..arrays import kind_of
+from ..comm.communicator import Communicator
+from ..errors import InvalidArgument
+from ..rendezvous.process_groups import communicator_over, default_group
+from .param import Ranks
+
+__all__ = ["device_of", "ranks_of"]
+
+
+def ranks_of(
+    module: nn.Module, comm: Communicator | None, mesh, *, group=None, replicated: bool = False, device=None
+) -> Ranks:
+    """Give the ranks over which to shard a module; opens communicators at first use, which blocks.
+
+    `replicated`: each rank has all of it. `device`: where it computes; None: where its parameters are.
+    """
+    if comm is not None and mesh is not None:
+        raise InvalidArgument("comm and mesh both say which ranks share the parameters: give one", op="fully_shard")
+    if comm is not None:
+        if not isinstance(comm, Communicator):
+            raise InvalidArgument(f"comm must be a collectives.Communicator, not {kind_of(comm)}", op="fully_shard")
+        return Ranks(None if replicated or comm.size == 1 else comm, None, comm)
+    if mesh is None:
+        if group is None:
+            group = default_group("a sharded module's", "give fully_shard a comm or mesh", op="fully_shard")
+        if not isinstance(group, dist.ProcessGroup):  # NON_GROUP_MEMBER is what new_group gives to the others
+            raise InvalidArgument(
+                f"process_group must be a group of torch.distributed that this rank is a member of, not {group!r:.60}",
+                op="ShardedDataParallel",
+            )
+        world = communicator_over(group, device or device_of(module, None))
+        return Ranks(None if replicated or world.size == 1 else world, None, world, group)
+    if not hasattr(mesh, "get_group") or mesh.ndim > 2:
+        raise InvalidArgument(f"mesh must be a DeviceMesh of one or two dimensions, not {mesh!r:.80}", op="fully_shard")
+    device = device or device_of(module, mesh.device_type)
+    if mesh.ndim == 1:
+        world = communicator_over(mesh.get_group(), device)
+        return Ranks(None if replicated or world.size == 1 else world, None, world, mesh.get_group())
+    whole = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
+    world = communicator_over(whole, device)
+    shards, replicas = communicator_over(mesh.get_group(1), device), communicator_over(mesh.get_group(0), device)
+    return Ranks(
+        None if shards.size == 1 else shards, None if replicas.size == 1 else replicas, world, mesh.get_group(1)
+    )
+
+
+def device_of(module: nn.Module, kind: str | None) -> torch.device:
+    """Give where a module computes: where its parameters are; those without memory, on a GPU if there is one."""
+    for param in module.parameters():
+        if param.device.type != "meta" and kind in (None, param.device.type):
+            return param.device
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgument('mesh is of GPUs, and this torch sees none: make a mesh of "cpu"', op="fully_shard")
+    if kind == "cuda" or (kind is None and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

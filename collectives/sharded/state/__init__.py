@@ -1,0 +1,3 @@
+"""State dicts and checkpoints of sharded modules and of their optimizers."""
+
+__all__ = []

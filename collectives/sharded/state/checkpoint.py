@@ -1,0 +1,232 @@
+"""Checkpoints of sharded modules in torch.distributed.checkpoint's format: of n ranks, for m, or for one unsharded.
+
+A checkpoint is a directory: DCP's ``.metadata`` and ``__<rank>_0.distcp``, and `CHECKSUMS`, for ``sha256sum -c``. It is
+written under another name, flushed to the disk, and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ...errors import InvalidUsage
+from ..meeting import Meeting, order_in
+from ..names import named_parameters
+from .contents import METADATA, PARTIAL, Contents, digest_of
+from .model import get_model_state_dict, set_model_state_dict
+from .optimizer import local_state_dict, optimizers_of, pieces_of_state
+
+__all__ = ["CHECKSUMS", "load", "save"]
+
+CHECKSUMS = "checksums.sha256"
+
+
+# ---- Saving.
+
+
+def save(
+    path: str | os.PathLike, model: nn.Module, optimizers=None, *, extra: Any = None, overwrite: bool = False
+) -> None:
+    """Save a model, and its optimizers, one or several, to a directory. A collective, which blocks until it is there.
+
+    Each rank writes its pieces. `extra`: what else is to be kept, rank 0's, by pickle. The entries are
+    "model", "optimizer" and "extra", so that ``torch.distributed.checkpoint.load({"model": ...}, checkpoint_id=path)``
+    reads the model without this package. All ranks must see the same file system. While it is written the directory's
+    name ends in ``.partial``; what fails leaves nothing at `path`, and at `overwrite` what was there before.
+
+    Raises `InvalidUsage` where something is at `path`, unless `overwrite`, and where the ranks don't all call this;
+    ``OSError`` where writing failed, and `RemoteError`, which names it, on the other ranks.
+    """
+    target = Path(os.path.abspath(path))
+    order = order_in(model)
+    if order is None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise InvalidUsage("nothing in this model is sharded: save it by torch.distributed.checkpoint.save", op="save")
+    meeting = Meeting(order, "save", str(target))
+    partial = target.with_name(target.name + PARTIAL)
+
+    def begin() -> None:
+        if target.exists() and not overwrite:
+            raise InvalidUsage(f"{target} exists: take another name, or overwrite=True", op="save")
+        if partial.exists():  # of a job that was ended
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+
+    meeting.first("begin the checkpoint", begin)
+    try:
+        _write(meeting, partial, model, optimizers, extra)
+
+        def end() -> None:
+            _flush(partial)
+            before = None
+            if target.exists():
+                before = target.with_name(target.name + ".replaced")
+                target.rename(before)
+            partial.rename(target)
+            _flush(target.parent)
+            if before is not None:
+                shutil.rmtree(before)
+
+        meeting.first("end the checkpoint", end)
+    except BaseException:
+        if meeting.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        if meeting.failed:
+            meeting.tell(None)  # it is gone when this is raised, on all ranks
+        raise
+
+
+def _write(meeting: Meeting, partial: Path, model, optimizers, extra) -> None:
+    planner, writer = DefaultSavePlanner(flatten_sharded_tensors=False), FileSystemWriter(partial)
+
+    def plan():
+        state: dict[str, Any] = {"model": get_model_state_dict(model)}
+        if optimizers is not None:
+            state["optimizer"] = pieces_of_state(model, optimizers_of(optimizers))
+        if extra is not None and meeting.rank == 0:
+            state["extra"] = (extra,)  # DCP takes dictionaries and lists apart, and tuples as they are
+        planner.set_up_planner(state, writer.storage_meta(), meeting.rank == 0)
+        writer.set_up_storage_writer(meeting.rank == 0, rank=meeting.rank, use_collectives=True)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    metadata: list[Metadata] = []
+
+    def together():
+        made, whole = planner.create_global_plan(plans)
+        metadata.append(whole)
+        return writer.prepare_global_plan(made)
+
+    plans = meeting.each("plan its part of the checkpoint", plan)
+    plans = meeting.first("plan the checkpoint", together)
+
+    def write():
+        done = writer.write_data(planner.finish_plan(plans[meeting.rank]), planner)
+        done.wait()
+        names = sorted({result.storage_data.relative_path for result in done.value()})
+        return done.value(), {name: (digest_of(partial / name), (partial / name).stat().st_size) for name in names}
+
+    written = meeting.each("write its part of the checkpoint", write)
+
+    def finish() -> None:
+        digests = {}
+        for rank, (_, files) in enumerate(written):
+            for name, (digest, size) in files.items():
+                if not (partial / name).exists() or (partial / name).stat().st_size != size:
+                    raise InvalidUsage(
+                        f"rank {rank} wrote {size} bytes to {partial / name}, which rank 0 doesn't see: give a path on "
+                        "a file system that all ranks share",
+                        op="save",
+                    )
+                digests[name] = digest
+        writer.finish(metadata[0], [results for results, _ in written])
+        digests[METADATA] = digest_of(partial / METADATA)
+        with open(partial / CHECKSUMS, "w") as sums:
+            sums.writelines(f"{digest}  {name}\n" for name, digest in digests.items())
+            sums.flush()
+            os.fsync(sums.fileno())
+
+    meeting.first("write the checkpoint's index", finish)
+
+
+def _flush(folder: Path) -> None:
+    """Have a directory's entries on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- Loading.
+
+
+def load(
+    path: str | os.PathLike, model: nn.Module, optimizers=None, *, strict: bool = True, verify: bool = True
+) -> Any:
+    """Load a model, and its optimizers, from a directory that `save` or torch.distributed.checkpoint wrote.
+
+    A collective, which blocks; the ranks may be others than those that saved, and more or fewer. Each reads what it
+    needs. Gives what was saved as `extra`, or None. Units on the meta device get memory. The model is found by its
+    names, under "model" or whatever key; the optimizers' state by names, or by numbers as of an unsharded optimizer.
+    `strict`: all of the model must be there, and no more. `verify`: compare the files with their checksums, each file
+    on one of the ranks; torch's own checkpoints have none. Like torch's it unpickles: load only what you trust.
+
+    Raises, on all ranks, `InvalidArgument` for what is no checkpoint, is damaged or incomplete, or is of another model;
+    nothing has been loaded then.
+    """
+    folder = Path(os.path.abspath(path))
+    order = order_in(model)
+    meeting = Meeting(order, "load", str(folder))
+    optimizers = [] if optimizers is None else optimizers_of(optimizers)
+    contents: list[Contents] = []
+    states: list[dict[str, Any]] = []
+    others: dict[str, Any] = {}
+
+    def open_it() -> None:
+        contents.append(Contents(folder))
+
+    def look() -> None:
+        found = contents[0]
+        found.check_files(CHECKSUMS if verify else None, meeting.rank, meeting.size)
+        found.check_model(get_model_state_dict(model), strict)
+        _check_buffers(model)
+
+    def read_optimizers() -> None:
+        found = contents[0]
+        others["extra"] = found.read_extra()
+        if optimizers:
+            state = found.read_optimizers(named_parameters(model).values())
+            states.extend(local_state_dict(model, each, state) for each in optimizers)
+
+    def read() -> None:
+        device = None if order is None else order.comm.device
+        _give_memory(model, device)
+        template = get_model_state_dict(model)
+        contents[0].read_model(template)
+        set_model_state_dict(model, template, strict=strict)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+    meeting.each("read the checkpoint's index", open_it)
+    meeting.each("find the model in the checkpoint", look)
+    meeting.each("read the optimizers' state", read_optimizers)
+    meeting.each("read the model", read)
+    return others["extra"]
+
+
+def _check_buffers(model: nn.Module) -> None:
+    for prefix, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.is_meta:
+                raise InvalidUsage(
+                    f"buffer {prefix}{'.' if prefix else ''}{name} is on the meta device, and no checkpoint has it: "
+                    "give it values first, by materialize()",
+                    op="load",
+                )
+
+
+def _give_memory(model: nn.Module, device: torch.device | None) -> None:
+    """Give what is on the meta device memory, of any contents."""
+    of_units = set()
+    for module in model.modules():
+        unit = getattr(module, "_unit", None)
+        if unit is not None:
+            unit.reshard()
+            for group in unit.groups:
+                group.give_memory()
+            of_units |= {id(slot.piece) for slot in unit.slots}
+    device = torch.device("cpu") if device is None else device
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param.is_meta and id(param) not in of_units:
+                module._parameters[name] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)

@@ -1,0 +1,127 @@
+"""A model's state dict, full or in pieces, by functions with torch.distributed.checkpoint.state_dict's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import InvalidUsage
+from ..meeting import Meeting, order_in
+from ..names import clean, named_slots
+from .shard_tensor import Piece
+from .state_dict import making, piece_of, read_options
+
+__all__ = ["get_model_state_dict", "make_rank_0s", "set_model_state_dict", "sync_states"]
+
+
+def get_model_state_dict(
+    model: nn.Module, *, full_state_dict: bool = False, cpu_offload: bool = False, rank0_only: bool = False,
+    options=None,
+) -> dict[str, Any]:  # fmt: skip
+    """Give a model's parameters and buffers, by the unsharded model's names. A collective, unless in pieces.
+
+    `full_state_dict`: plain tensors of the unsharded shapes, with memory of their own, gathered unit by unit: on each
+    rank or, by `rank0_only`, on rank 0, and an empty dictionary elsewhere. Else each parameter is a `Piece`, which
+    torch.distributed.checkpoint saves and loads, and which views this rank's memory. `cpu_offload`: on the host; the
+    peak there is the model and one unit, and by `rank0_only` one unit on the other ranks. `options`: torch's
+    StateDictOptions in their place. What torch.compile, checkpoint wrappers and DistributedDataParallel put into names
+    is left out.
+    """
+    form, taking = read_options(options, full_state_dict, cpu_offload, rank0_only)
+    inner = _unwrapped(model)
+    with making(form):
+        made = inner.state_dict()
+    if form.rank0_only:
+        order = order_in(model)
+        if order is not None and order.comm.rank:
+            return {}
+    if form.on_cpu:
+        made = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in made.items()}
+    frozen = set()
+    if taking.ignore_frozen:
+        frozen = {clean(name) for name, p in inner.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: value for name, value in ((clean(key), v) for key, v in made.items()) if name not in frozen}
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Give what DistributedDataParallel holds."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.module
+    return model
+
+
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: dict[str, Any], *, strict: bool = True, broadcast_from_rank0: bool = False,
+    options=None,
+):  # fmt: skip
+    """Load full tensors, or pieces of the same ranks, into a model; give what ``load_state_dict`` gives.
+
+    A local call, to be made on each rank. `broadcast_from_rank0`: rank 0 has the full tensors and the others nothing: a
+    collective, tensor by tensor. `options`: torch's StateDictOptions in their place. Raises ``RuntimeError``, as
+    ``load_state_dict`` does, for missing or unexpected keys and other shapes.
+    """
+    if options is not None:
+        _, taking = read_options(options, True, False, False)
+        strict, broadcast_from_rank0 = taking.strict, taking.broadcast
+    inner = _unwrapped(model)
+    if broadcast_from_rank0:
+        model_state_dict = _from_rank_0(model, model_state_dict)
+    keys = {clean(key): key for key in _keys(inner)}
+    return inner.load_state_dict({keys.get(name, name): v for name, v in model_state_dict.items()}, strict=strict)
+
+
+def _keys(module: nn.Module) -> list[str]:
+    """Give the keys of a module's state dict; nothing is gathered."""
+    with making(read_options(None, False, False, False)[0]):
+        return list(module.state_dict())
+
+
+def _from_rank_0(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    meeting = Meeting(order_in(model), "set_model_state_dict")
+    slots = named_slots(model)
+
+    def outline() -> dict[str, Any]:
+        if any(isinstance(value, Piece) for value in given.values()):
+            raise InvalidUsage("broadcast_from_rank0 takes full tensors, and these are one rank's pieces")
+        return {
+            name: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else (None, v) for name, v in given.items()
+        }
+
+    made = {}
+    for name, (shape, rest) in meeting.first("read the state dict", outline).items():
+        if shape is None:
+            made[name] = rest
+            continue
+        whole = meeting.broadcast(given[name] if meeting.rank == 0 else torch.empty(shape, dtype=rest))
+        slot = slots.get(name)
+        if slot is not None and whole.shape == slot.shape:
+            mine = piece_of(slot, torch.empty(slot.piece.shape, dtype=rest, device=whole.device))
+            whole = mine.copy_(whole)
+        elif slot is not None:
+            whole = torch.empty(shape, dtype=rest, device="meta")  # of another model: torch says which and how
+        made[name] = whole
+    return made
+
+
+def sync_states(module: nn.Module, comm) -> None:
+    """Make the buffers, and the parameters that are in no unit, those of a communicator's rank 0. A collective.
+
+    Units' pieces need none: each lies on one rank alone. Before a module is sharded all its parameters are such.
+    """
+    of_units = {id(slot.piece) for slot in named_slots(module).values()}
+    tensors = [param for param in module.parameters() if id(param) not in of_units]
+    tensors += list(module.buffers())
+    make_rank_0s(tensors, comm)
+
+
+@torch.no_grad()
+def make_rank_0s(tensors: list[torch.Tensor], comm) -> None:
+    """Make tensors those of a communicator's rank 0. A collective for each."""
+    for tensor in tensors:
+        there = tensor.detach().to(comm.device).contiguous()
+        if there.numel():
+            comm.broadcast(there.view(-1).view(torch.uint8))
+        if there.data_ptr() != tensor.data_ptr():
+            tensor.copy_(there)
