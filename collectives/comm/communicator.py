@@ -38,8 +38,8 @@ class Communicator:
     """A set of ranks that call the same operations in the same order.
 
     `engine`: from `collectives.comm.engine.get_engine`; `unique_id`: 128 bytes, the same on all ranks; `rank` of
-    `size`; `device`: whose memory is sent; `timeout`: limit of one operation in seconds, None for no limit. Blocks until all
-    ranks have come. `collectives.init()` makes one from the launcher's variables. `native`: the open binding object,
+    `size`; `device`: whose memory is sent; `timeout`: limit of one operation in seconds, None for no limit. Blocks until
+    all ranks have come. `collectives.init()` makes one from the launcher's variables. `native`: the open binding object,
     where there is one already.
 
     Arrays are torch tensors, NumPy arrays (host engine) and CuPy arrays (NCCL), contiguous and on the communicator's

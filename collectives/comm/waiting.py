@@ -7,16 +7,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from ..errors import CollectivesError, CollectiveTimeout, RemoteError
 
-__all__ = ["SAY_AFTER_S", "Wait", "name_ranks", "said"]
+__all__ = ["SAY_AFTER_S", "Wait", "call_with_limit", "first_line", "name_ranks", "said"]
 
 SAY_AFTER_S = 5.0  # after it, and then each time that a wait has become twice as long, a line goes to the log
 _LOOK_S = 0.2  # how often ranks that are missing are looked for; seldomer where that takes long
 _MOST_LOOKED_AT = 256  # ranks at once
 
+_GIVE_UP_S = 2.0  # how long an interrupted call_with_limit waits for its thread to give up
+
 _log = logging.getLogger("collectives")
+T = TypeVar("T")
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -112,3 +116,41 @@ def _say(rank: int, waited: float, ranks: list[int], purpose: str, left: float |
     whom = name_ranks(ranks) if ranks else "other ranks"
     limit = "with no limit" if left is None else f"for at most {max(0.0, left):.0f} s more"
     _log.warning("rank %d has waited %.0f s for %s %s; it goes on %s", rank, waited, whom, purpose, limit)
+
+
+def call_with_limit(function: Callable[[threading.Event], T], until: float, late: Callable[[], CollectivesError]) -> T:
+    """Run a function that may wait inside torch, so that its time limit and Ctrl-C hold in any case.
+
+    ``until``: on ``time.monotonic``'s clock, in seconds; past it, what ``late`` gives is raised. The function runs in a
+    thread and gets an event that says "give up"; a thread that doesn't come back is left behind, as a daemon.
+    """
+    stop, ended = threading.Event(), threading.Event()
+    outcome: list[tuple[T | None, BaseException | None]] = []
+
+    def target():
+        try:
+            outcome.append((function(stop), None))
+        except BaseException as error:  # raised below, in the caller's thread
+            outcome.append((None, error))
+        ended.set()  # an event: a join that a signal interrupts takes the thread for ended from then on (Python 3.11)
+
+    threading.Thread(target=target, name="collectives-limited-call", daemon=True).start()
+    try:
+        ended.wait(max(0.0, until - time.monotonic()))
+    except BaseException:  # Ctrl-C: the interpreter may end next, and a thread inside torch would abort that
+        stop.set()
+        ended.wait(_GIVE_UP_S)
+        raise
+    finally:
+        stop.set()
+    if not outcome:
+        raise late()
+    result, error = outcome.pop()
+    if error is not None:
+        raise error
+    return result
+
+
+def first_line(error: BaseException) -> str:
+    """Give an error's first line: torch's go on with a C++ stack."""
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -29,9 +29,8 @@ from .._nccl import DTYPES, check
 from ..arrays import ITEMSIZE
 from ..cuda_state import set_thread_device
 from ..errors import CollectivesError, CollectiveTimeout, RemoteError
-from ..rendezvous.exchange import limited
 from .liveness import described, has_ended
-from .waiting import name_ranks
+from .waiting import call_with_limit, name_ranks
 
 __all__ = ["ROUND_S", "Notes", "notes_of", "unwatch", "watch"]
 
@@ -167,7 +166,9 @@ class _Watched:
             return CollectiveTimeout("the store doesn't answer")
 
         try:
-            read = limited(lambda _: {rank: notes.read(str(rank)) for rank in others}, time.monotonic() + _READ_S, late)
+            read = call_with_limit(
+                lambda _: {rank: notes.read(str(rank)) for rank in others}, time.monotonic() + _READ_S, late
+            )
         except CollectivesError:
             return [], f"{unknown}, since the store doesn't answer"
         counts = {rank: said[0] if isinstance(said, list) and said else 0 for rank, said in read.items()}
@@ -202,9 +203,7 @@ def watch(comm, notes: Notes | None = None) -> None:
             if _thread is None:
                 atexit.register(_at_exit)  # runs before what closes communicators, which was registered at import
             _stop.clear()
-            _thread = threading.Thread(
-                target=_run, args=(_stop, comm.device), name="collectives-watchdog", daemon=True
-            )
+            _thread = threading.Thread(target=_run, args=(_stop, comm.device), name="collectives-watchdog", daemon=True)
             _thread.start()
 
 

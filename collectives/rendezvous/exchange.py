@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ..comm.engine import Engine
 from ..comm.liveness import Fates, described, has_ended, this_process
 from ..comm.multinode.topology import grouped, own_address, this_machine
-from ..comm.waiting import Wait, name_ranks
+from ..comm.waiting import Wait, call_with_limit, first_line, name_ranks
 from ..errors import CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError, TransportError
 
 __all__ = [
@@ -33,8 +33,6 @@ __all__ = [
     "Own",
     "PeerInfo",
     "StoreExchange",
-    "first_line",
-    "limited",
     "needs_store",
     "over_mpi",
     "parse",
@@ -267,39 +265,6 @@ def _groups(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
 # ---- Time limits.
 
 
-def limited(function: Callable[[threading.Event], T], until: float, late: Callable[[], CollectivesError]) -> T:
-    """Run a function that may wait inside torch, so that its time limit and Ctrl-C hold in any case.
-
-    ``until``: on ``time.monotonic``'s clock, in seconds; past it, what ``late`` gives is raised. The function runs in a
-    thread and gets an event that says "give up"; a thread that doesn't come back is left behind, as a daemon.
-    """
-    stop, ended = threading.Event(), threading.Event()
-    outcome: list[tuple[T | None, BaseException | None]] = []
-
-    def target():
-        try:
-            outcome.append((function(stop), None))
-        except BaseException as error:  # raised below, in the caller's thread
-            outcome.append((None, error))
-        ended.set()  # an event: a join that a signal interrupts takes the thread for ended from then on (Python 3.11)
-
-    threading.Thread(target=target, name="collectives-meet", daemon=True).start()
-    try:
-        ended.wait(max(0.0, until - time.monotonic()))
-    except BaseException:  # Ctrl-C: the interpreter may end next, and a thread inside torch would abort that
-        stop.set()
-        ended.wait(_GRACE_S)
-        raise
-    finally:
-        stop.set()
-    if not outcome:
-        raise late()
-    result, error = outcome.pop()
-    if error is not None:
-        raise error
-    return result
-
-
 # ---- Over a torch store.
 
 
@@ -346,7 +311,8 @@ class StoreExchange:
 
         lasting = self.store
         try:
-            records = limited(self._run, self.deadline + (2 if self.server == self.own.rank else 1) * _GRACE_S, late)
+            grace = (2 if self.server == self.own.rank else 1) * _GRACE_S
+            records = call_with_limit(self._run, self.deadline + grace, late)
         finally:
             self.store = None
         meeting = settle(records, self.own)
@@ -506,11 +472,6 @@ def raise_told(data: bytes, rank: int) -> None:
     except (ValueError, KeyError, TypeError) as error:
         raise TransportError(f"what arrived as a failure is not one: {data[:80]!r}", op="init", rank=rank) from error
     raise kind(text, op="init", rank=rank, peers=peers)
-
-
-def first_line(error: BaseException) -> str:
-    """Give an error's first line: torch's go on with a C++ stack."""
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 # ---- Over MPI.

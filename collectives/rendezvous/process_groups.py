@@ -14,10 +14,11 @@ from ..comm.communicator import Communicator
 from ..comm.engine import get_engine
 from ..comm.liveness import Fates, announce
 from ..comm.multinode.comm import open_over
+from ..comm.waiting import first_line
 from ..comm.watchdog import Notes, watch
 from ..errors import InvalidUsage, TransportError
 from ..torch_compat import default_store, open_process_groups
-from .exchange import first_line, needs_store
+from .exchange import needs_store
 from .rendezvous import identify, meet_over_store
 from .world import init
 

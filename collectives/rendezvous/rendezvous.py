@@ -26,7 +26,7 @@ from .. import _nccl
 from ..comm.engine import Engine, get_engine
 from ..comm.liveness import Fates, announce
 from ..comm.multinode.topology import simulated
-from ..comm.waiting import Wait
+from ..comm.waiting import Wait, call_with_limit, first_line
 from ..errors import CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError, TransportError
 from ..launcher import Identity, who_am_i
 from ..torch_compat import default_store
@@ -36,8 +36,6 @@ from .exchange import (
     Own,
     PeerInfo,
     StoreExchange,
-    first_line,
-    limited,
     over_mpi,
     parse,
     serve_lasting,
@@ -263,7 +261,7 @@ def _reach(identity: Identity, server: int | None, where: str, deadline: float, 
     def connect(_: threading.Event) -> dist.TCPStore:
         return dist.TCPStore(address, port, None, False, _remaining(deadline), wait_for_workers=False)
 
-    return limited(connect, deadline, late)
+    return call_with_limit(connect, deadline, late)
 
 
 def _store_of_my_double(identity: Identity, prefix: str, own: Own, deadline: float) -> dist.TCPStore | None:

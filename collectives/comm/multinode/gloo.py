@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from ... import errors
 from ...errors import CollectivesError, CollectiveTimeout, RemoteError, TransportError
-from ...rendezvous.exchange import first_line, limited
 from ..liveness import described, has_ended
-from ..waiting import Wait
+from ..waiting import Wait, call_with_limit, first_line
 from .topology import loops, route_to
 
 __all__ = ["Board", "Lost", "Mesh", "span"]
@@ -145,7 +144,9 @@ class Mesh:
             )  # fmt: skip
 
         try:
-            self._gloo = limited(lambda _: dist.ProcessGroupGloo(store, rank, size, options), deadline + 1.0, late)
+            self._gloo = call_with_limit(
+                lambda _: dist.ProcessGroupGloo(store, rank, size, options), deadline + 1.0, late
+            )
         except CollectivesError:
             raise
         except RuntimeError as error:
