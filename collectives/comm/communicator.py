@@ -38,22 +38,19 @@ class Communicator:
     """A set of ranks that call the same operations in the same order.
 
     `engine`: from `collectives.comm.engine.get_engine`; `unique_id`: 128 bytes, the same on all ranks; `rank` of
-    `size`; `device`: whose memory is sent; `timeout`: limit of one operation in seconds, None for no limit. Blocks until
-    all ranks have come. `collectives.init()` makes one from the launcher's variables. `native`: the open binding object,
-    where there is one already.
-
-    Arrays are torch tensors, NumPy arrays (host engine) and CuPy arrays (NCCL), contiguous and on the communicator's
-    device; they are used in place and never copied. Tensors are taken as data: autograd doesn't see the operation.
-    On the host a call blocks until the operation is done; on CUDA it is ordered on torch's current stream, or on
-    `stream`. With ``async_op=True`` it gives a `Work`. All operations raise `InvalidArgument` for what can't be sent,
-    `Mismatch` where the ranks don't make the same call (NCCL: with COLLECTIVES_CHECK=1), `RemoteError` where a rank
-    died, `CollectiveTimeout` past the time limit, `InvalidUsage` after `close()`. It stays open until `close()`,
-    `abort()` or the interpreter's end, also where nobody holds it.
-
+    `size`; `device`: whose memory is sent; `timeout`: limit of one operation in seconds, None for no limit. Blocks
+    until all ranks have come. `collectives.init()` makes one from the launcher's variables. `native`: the open
+    binding object, where there is one already. Arrays are torch tensors, NumPy arrays (host engine) and CuPy arrays
+    (NCCL), contiguous and on the communicator's device; they are used in place and never copied. Tensors are taken as
+    data: autograd doesn't see the operation. On the host a call blocks until the operation is done; on CUDA it is
+    ordered on torch's current stream, or on `stream`. With ``async_op=True`` it gives a `Work`. All operations raise
+    `InvalidArgument` for what can't be sent, `Mismatch` where the ranks don't make the same call (NCCL: with
+    COLLECTIVES_CHECK=1), `RemoteError` where a rank died, `CollectiveTimeout` past the time limit, `InvalidUsage`
+    after `close()`. It stays open until `close()`, `abort()` or the interpreter's end, also where nobody holds it.
     `algorithm` of all_reduce, reduce_scatter and all_gather: "native", what the library does; "ring" or "direct", not
-    in groups; None: what `collectives.tune` found best, or COLLECTIVES_ALGORITHM's, else native. `deterministic`: these
-    reduce in rank order, so that the bits depend on nothing but the arrays: native or direct on the host, direct on
-    NCCL; the same on all ranks, and inherited by `split` and `shrink`.
+    in groups; None: what `collectives.tune` found best, or COLLECTIVES_ALGORITHM's, else native. `deterministic`:
+    these reduce in rank order, so that the bits depend on nothing but the arrays: native or direct on the host,
+    direct on NCCL; the same on all ranks, and inherited by `split` and `shrink`.
     """
 
     def __init__(

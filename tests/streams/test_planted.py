@@ -179,11 +179,12 @@ SUPERFLUOUS = {
     ("collectives/auto/model.py", "Model._now"): _MEASURES,
     ("collectives/auto/trial.py", "_wait_at_most"): _MEASURES,
     ("collectives/gradients/pipeline.py", "Reduction._reduce"): _MEASURES,
-    ("collectives/timeline/__init__.py", "_anchor"): _MEASURES,
+    ("collectives/tracing/__init__.py", "_anchor"): _MEASURES,
     ("collectives/comm/work.py", "CudaLane.mark"): _MEASURES,
-    ("collectives/comm/work.py", "CudaLane.quiet"): "it is for the interpreter's end and abort(), where nothing is ordered",
-    ("collectives/gradients/bucket.py", "GradientBucket.pack"): "rounds on several streams, which the program that makes the "
-    "gradients orders itself; without that order the wait is what keeps the flat buffer whole",
+    ("collectives/comm/work.py", "CudaLane.quiet"): "it is for the interpreter's end and abort(), where nothing is "
+    "ordered",
+    ("collectives/gradients/bucket.py", "GradientBucket.pack"): "rounds on several streams, which the program that "
+    "makes the gradients orders itself; without that order the wait is what keeps the flat buffer whole",
     ("collectives/horovod/gradient_memory.py", "Unit._order"): _NOT_RUN + "a model that runs on several streams",
     (
         "collectives/gradients/zero.py",
@@ -197,7 +198,8 @@ SUPERFLUOUS = {
     "message of the same call, and so the transfers before it; the second one is for a capture's own memory",
     ("collectives/gradients/round_flags.py", "RoundFlags._keep"): _NOT_RUN
     + "rounds in which a rank has something unusual to say",
-    ("collectives/sharded/quantized_gather.py", "_Decoding.wait"): _NOT_RUN + "a gather begun on one stream and used on another",
+    ("collectives/sharded/quantized_gather.py", "_Decoding.wait"): _NOT_RUN
+    + "a gather begun on one stream and used on another",
     ("collectives/sharded/unit.py", "Unit._used_here"): _NOT_RUN + "a gather begun on one stream and used on another",
     ("collectives/sharded/streams.py", "beside"): _NOT_RUN + "ranks that say something to each other beside a step",
     (

@@ -11,8 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "collectives"
 
-# A package imports only packages of the lines above its own. Inside of a package, and inside of a line, modules import each
-# other as they like, as long as Python can load them.
+# A package imports only packages of the lines above its own. Inside of a package modules import each other freely.
 LAYERS = """
 errors environment torch_compat torch_patches cuda_state layout launcher parameter_names tracing
 arrays _nccl _kernels
