@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import signal
@@ -256,7 +257,7 @@ def send(pipe: Connection, answer: tuple) -> None:
         pipe.send(("error", None, f"the result can't be sent back: {error!r}\n{answer[1]!r}"))
 
 
-def main(fd: int) -> None:
+def main(pipe: Connection) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -266,15 +267,30 @@ def main(fd: int) -> None:
         start.start(int(os.environ["COLLECTIVES_SIMULATED_GPU"]))
     with light_package():  # then `from collectives.errors import ...` in a test does not import torch
         importlib.import_module("collectives.errors")
-    serve(Connection(fd))
+    serve(pipe)
+    # Interpreter shutdown with communicators still open is not what these processes test.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main_in_fork(pipe: Connection, log: str, env: dict[str, str]) -> None:
+    """Go on as a rank process in a child of the fork server, which ends with the process that runs the tests."""
+    if "torch" not in sys.modules:
+        raise RuntimeError("the fork server has not imported torch (tests/preloaded.py)")
+    os.environ.clear()
+    os.environ.update(env)
+    for path, flags, fds in ((os.devnull, os.O_RDONLY, (0,)), (log, os.O_WRONLY | os.O_APPEND, (1, 2))):
+        file = os.open(path, flags)
+        for fd in fds:
+            os.dup2(file, fd)
+        os.close(file)
+    multiprocessing.current_process()._config["daemon"] = False  # a rank may have children of its own
+    main(pipe)
 
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
     from tests import rank_process
 
-    rank_process.main(int(sys.argv[1]))
-    # Interpreter shutdown with communicators still open is not what these processes test.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    rank_process.main(Connection(int(sys.argv[1])))

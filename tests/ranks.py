@@ -1,7 +1,8 @@
 """Ranks as real processes for tests: ``run_ranks(function, n, ...)`` calls it on n of them and collects the results.
 
-The processes are reused, since importing torch takes about a second in each one. Every call has a hard time limit: past
-it the Python stacks of all ranks become part of the failure, and the processes are killed and replaced. Usage::
+The processes are reused, and forked from a server that has imported torch, since that takes about a second. Every
+call has a hard time limit: past it the Python stacks of all ranks become part of the failure, and the processes are
+killed and replaced. Usage::
 
     from tests.ranks import run_ranks
 
@@ -19,6 +20,8 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
+import multiprocessing
 import os
 import pickle
 import signal
@@ -28,6 +31,8 @@ import tempfile
 import time
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+
+from tests import rank_process
 
 __all__ = ["Died", "RankFailure", "run_ranks"]
 
@@ -62,21 +67,56 @@ def load_exception(pickled: bytes | None) -> BaseException | None:
         return None
 
 
+# What each rank process has set. Libraries read these once, so the fork server has them, too.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@functools.cache
+def _fork_server():
+    """Start the fork server; return its multiprocessing context."""
+    context = multiprocessing.get_context("forkserver")
+    multiprocessing.set_forkserver_preload(["tests.preloaded"])
+    before = {key: os.environ.get(key) for key in (*ONE_THREAD, "PYTHONPATH")}
+    os.environ.update(ONE_THREAD, PYTHONPATH=os.pathsep.join([str(ROOT), before["PYTHONPATH"] or ""]))
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
+    return context
+
+
+def _is_read_by_collectives_alone(variable: str) -> bool:
+    """The fork server has torch and not collectives, which may so still read a variable for the first time."""
+    return variable.startswith("COLLECTIVES_") and variable not in SIMULATED
+
+
 class Worker:
-    """One rank process, its pipe and its log (an unlinked file that gets its stdout and stderr)."""
+    """One rank process, its pipe and its log (an unlinked file that gets its stdout and stderr).
+
+    It is forked from the server, unless torch or a library must find one of the variables `env` when it is loaded.
+    """
 
     def __init__(self, env: dict[str, str]):
         parent, child = Pipe()
         self.log = tempfile.TemporaryFile()
-        settings = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **env}
-        self.process = subprocess.Popen(
-            [sys.executable, str(ENTRY), str(child.fileno())],
-            pass_fds=[child.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
-            env=settings,
-        )
+        settings = {**os.environ, **ONE_THREAD, **env}
+        self._forked = all(map(_is_read_by_collectives_alone, env))
+        if self._forked:
+            log = f"/proc/{os.getpid()}/fd/{self.log.fileno()}"
+            self.process = _fork_server().Process(
+                target=rank_process.main_in_fork, args=(child, log, settings), daemon=True
+            )
+            self.process.start()
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ENTRY), str(child.fileno())],
+                pass_fds=[child.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
+                env=settings,
+            )
         child.close()
         self.pipe: Connection = parent
         self.log_start = 0
@@ -86,12 +126,24 @@ class Worker:
         return self.process.pid
 
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return self.process.is_alive() if self._forked else self.process.poll() is None
+
+    def _wait(self) -> int:
+        """Wait for the process's end; return its exit code, negative for a signal."""
+        if not self._forked:
+            return self.process.wait()
+        self.process.join()
+        return self.process.exitcode
+
+    def dump_stacks(self) -> None:
+        """Have the process write its threads' stacks into its log."""
+        if self.alive():
+            os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
         if self.alive():
             self.process.kill()
-        self.process.wait()
+        self._wait()
         self.pipe.close()
         self.log.close()
 
@@ -102,7 +154,7 @@ class Worker:
         return os.pread(self.log.fileno(), size - start, start).decode(errors="replace").strip()
 
     def died(self) -> Died:
-        code = self.process.wait()
+        code = self._wait()
         return Died(signal=max(0, -code), exitcode=max(0, code))
 
 
@@ -237,8 +289,7 @@ class Run:
     def dump_late(self) -> dict[int, str]:
         """Stacks of the ranks that did not answer, written by faulthandler into their logs."""
         for rank in self.late:
-            if self.workers[rank].alive():
-                self.workers[rank].process.send_signal(signal.SIGUSR1)
+            self.workers[rank].dump_stacks()
         time.sleep(0.7)
         return {rank: self.workers[rank].log_text() for rank in self.late}
 
@@ -261,9 +312,7 @@ class Run:
         return RankFailure("\n".join(parts), errors)
 
 
-def run_ranks(
-    fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, deaths=(), start_env=None, device=""
-):
+def run_ranks(fn, n, *args, timeout=60.0, env=None, engine="host", fresh=False, deaths=(), start_env=None, device=""):
     """Call ``fn(ctx, *args)`` on n rank processes and return the n results, in rank order.
 
     ``ctx`` is a :class:`tests.rank_process.RankContext`. ``fn`` is a module-level function. ``timeout``: seconds
