@@ -23,10 +23,13 @@ BUILT_FROM := pyproject.toml setup.py $(wildcard MANIFEST.in collectives/*.pyx c
 # The CPU build brings none, and then any will do: kernels are compiled, and the real NCCL's calls without a GPU tested.
 CUDA_EXTRA := import torch; print("cuda13" if (torch.version.cuda or "").startswith("13.") else "cuda12")
 
+# Prints the requirements of the extras that are its arguments. An install of the extras by name would build the package again.
+REQUIREMENTS := import sys; from importlib.metadata import requires; print(*(each.split(";")[0] for each in requires("collectives") if each.split("extra == ")[-1].strip("\" ") in sys.argv[1:]), sep="\n")
+
 .DELETE_ON_ERROR:
 .PHONY: demo test thorough matrix lint sanitize bench gpu mpi setup clean FORCE
 
-demo: setup
+demo: $(VENV)/.built
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_digits.py
 
 # --foreground: Ctrl-C reaches pytest. It gets the same signal at the end of its time, and can then end its rank processes.
@@ -77,9 +80,15 @@ $(BIN)/python:
 $(VENV)/.torch: FORCE | $(BIN)/python
 	@if [ "$$(cat $@ 2>/dev/null)" != "$(TORCH)" ]; then $(PIP) install "torch==$(TORCH)" && echo "$(TORCH)" >$@; fi
 
-$(VENV)/.installed: $(VENV)/.torch $(BUILT_FROM)
+# The package, built in place, and what the demo needs.
+$(VENV)/.built: $(VENV)/.torch $(BUILT_FROM)
 	@command -v g++ >/dev/null || { echo "g++ not found: a C++17 compiler builds the host engine (Debian: apt-get install g++)" >&2; exit 1; }
-	extra=$$($(BIN)/python -c '$(CUDA_EXTRA)') && $(PIP) install -e ".[test,$$extra]"
+	$(PIP) install -e ".[demo]"
+	@touch $@
+
+# What the tests need beside it.
+$(VENV)/.installed: $(VENV)/.built
+	extra=$$($(BIN)/python -c '$(CUDA_EXTRA)') && $(BIN)/python -c '$(REQUIREMENTS)' test $$extra >$(VENV)/requirements.txt && $(PIP) install -r $(VENV)/requirements.txt
 	@touch $@
 
 # Open MPI and MPICH for the tests that start ranks with the real mpirun; without them those tests are skipped, so this never
