@@ -21,7 +21,8 @@ BUILT_FROM := pyproject.toml setup.py $(wildcard MANIFEST.in collectives/*.pyx c
 
 # CuPy, NVRTC and NCCL for the CUDA that torch is built for: of another one they would overwrite what torch has brought.
 # The CPU build brings none, and then any will do: kernels are compiled, and the real NCCL's calls without a GPU tested.
-CUDA_EXTRA := import torch; print("cuda13" if (torch.version.cuda or "").startswith("13.") else "cuda12")
+CUDA_EXTRA_OF := "cuda13" if (torch.version.cuda or "").startswith("13.") else "cuda12"
+CUDA_EXTRA := import torch; print($(CUDA_EXTRA_OF))
 
 # Prints the requirements of the extras that are its arguments. An install of the extras by name would build the package again.
 REQUIREMENTS := import sys; from importlib.metadata import requires; print(*(each.split(";")[0] for each in requires("collectives") if each.split("extra == ")[-1].strip("\" ") in sys.argv[1:]), sep="\n")
@@ -83,7 +84,7 @@ $(VENV)/.torch: FORCE | $(BIN)/python
 # The package, built in place, and what the demo needs.
 $(VENV)/.built: $(VENV)/.torch $(BUILT_FROM)
 	@command -v g++ >/dev/null || { echo "g++ not found: a C++17 compiler builds the host engine (Debian: apt-get install g++)" >&2; exit 1; }
-	$(PIP) install -e ".[demo]"
+	extra=$$($(BIN)/python -c 'import torch; print("," + ($(CUDA_EXTRA_OF)) if torch.version.cuda else "")') && $(PIP) install -e ".[demo$$extra]"
 	@touch $@
 
 # What the tests need beside it.
