@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from collectives.comm import fingerprint
 from collectives.comm.fingerprint import fingerprint_of
 from collectives.errors import CollectivesError, CollectiveTimeout, InvalidArgument, Mismatch
 from tests.ranks import run_ranks

@@ -586,7 +586,7 @@ class Mail:
     def Isend(self, message, peer, tag):
         assert message[1] == "byte"
         self._box(self.here.rank, peer, tag).put(bytes(message[0]))
-        return SimpleNamespace(Test=lambda: True, RankWait=lambda: True)
+        return SimpleNamespace(Test=lambda: True, Wait=lambda: True)
 
     def Irecv(self, message, peer, tag):
         box, cancelled = self._box(peer, self.here.rank, tag), []
