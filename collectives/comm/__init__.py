@@ -1,4 +1,4 @@
-"""Communicators, and what they consist of: engines, asynchronous work, groups, memory, algorithms and the watchdog."""
+"""Communicators and their parts: engines, async work, groups, memory, algorithms, watchdog."""
 
 from .communicator import Communicator
 from .consensus import RankOptions, verify_same_options

@@ -1,4 +1,7 @@
-"""Checks of the arguments of a communicator's operations, before anything is sent; they raise `InvalidArgument`."""
+"""Checks of the arguments of a communicator's operations, before anything is sent.
+
+They raise `InvalidArgument`.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ def parse_int(comm, value, what: str, low: int, name: str, end: int = 2**63) -> 
 
 
 def parse_reduction(comm, op, dtype: int, name: str):
-    """Return (op code, (scalar, dtype code) of a premultiplied sum or None); `dtype`: the array's dtype code."""
+    """Return (op code, (scalar, dtype code) of a premultiplied sum or None).
+
+    `dtype`: the array's dtype code.
+    """
     code, scalar = parse_op(op, rank=comm.rank, name=name)
     if scalar is None:
         return code, None
@@ -69,7 +75,10 @@ def parse_reduction(comm, op, dtype: int, name: str):
 
 
 def parse_allocation(comm, n, dtype: torch.dtype | None) -> tuple[int, torch.dtype]:
-    """Return the number of elements and the dtype of a tensor that is to be allocated; None: torch's default dtype."""
+    """Return the number of elements and the dtype of a tensor that is to be allocated.
+
+    None: torch's default dtype.
+    """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
         raise invalid(comm, "empty", f"dtype must be a torch.dtype, not {dtype!r}")
@@ -132,7 +141,10 @@ def parse_split_sizes(comm, array, place: Place, sizes, what: str, which: str) -
 
 
 def stream_handle(comm, stream) -> int:
-    """Return the address of the CUDA stream to issue on, None: torch's current one; always 0 on the host."""
+    """Return the address of the CUDA stream to issue on, None: torch's current one.
+
+    Always 0 on the host.
+    """
     if comm._on_host:
         if stream is not None:
             text = "the host engine takes no stream: use async_op=True for the communicator's own queue"

@@ -1,4 +1,4 @@
-"""AsyncQueue, the queue of a communicator's asynchronous operations: the part that both engines share.
+"""Queue of a communicator's asynchronous operations: the part that both engines share.
 
 `HostQueue` (the host engine's queue and its thread) and `CudaQueue` (a side stream) are its two
 implementations.
@@ -25,7 +25,7 @@ __all__ = ["AsyncQueue", "fulfil_future"]
 
 
 class AsyncQueue(ABC):
-    """Queue in which a communicator's asynchronous operations run, in the order of their submission.
+    """Queue of a communicator's asynchronous operations, which run in submission order.
 
     A submission is ``begin()``, the calls, ``end()``. The queue is locked between the two, so that
     the completion that `end` records is the submission's own and not that of another thread.
@@ -42,7 +42,10 @@ class AsyncQueue(ABC):
 
     @abstractmethod
     def _open_stream(self, stream: int | None) -> int:
-        """Return the handle of the stream to issue a submission on; `stream`: the caller's own on CUDA."""
+        """Return the handle of the stream to issue a submission on.
+
+        `stream`: the caller's own on CUDA.
+        """
 
     @abstractmethod
     def _record_end(self) -> tuple:
@@ -62,7 +65,10 @@ class AsyncQueue(ABC):
 
     @abstractmethod
     def drain_all(self, timeout: float) -> bool:
-        """Block until nothing of this rank is in flight on the device; return False when the time ran out."""
+        """Block until nothing of this rank is in flight on the device.
+
+        Return False when the time ran out.
+        """
 
     @abstractmethod
     def timeout_error(self, work: Work, timeout: float) -> CollectiveTimeout:
@@ -87,7 +93,10 @@ class AsyncQueue(ABC):
     # ---- Submissions.
 
     def begin(self, stream: int | None = None) -> int:
-        """Begin a submission and return the stream to issue it on; `end` or `cancel` must follow."""
+        """Begin a submission and return the stream to issue it on.
+
+        `end` or `cancel` must follow.
+        """
         self._lock.acquire()
         try:
             return self._open_stream(stream)
@@ -112,7 +121,10 @@ class AsyncQueue(ABC):
             self._lock.release()
 
     def cancel(self, op: str, held: tuple) -> None:
-        """End a submission that failed. Part of it may have been issued, so its arrays are held as well."""
+        """End a submission that failed.
+
+        Part of it may have been issued, so its arrays are held as well.
+        """
         try:
             pending_op = PendingOp(op, held)
             pending_op.reported = True  # the error is being raised
@@ -155,7 +167,10 @@ class AsyncQueue(ABC):
             return bool(self._pending)
 
     def all_ended(self) -> bool:
-        """Return whether every submission was observed to end; changes nothing, so that a finalizer may call it."""
+        """Return whether every submission was observed to end.
+
+        Changes nothing, so that a finalizer may call it.
+        """
         return all(pending_op.ended for pending_op in tuple(self._pending))
 
     def drain(self, timeout: float | None) -> bool:
@@ -177,11 +192,14 @@ class AsyncQueue(ABC):
     # ---- Aborts and forks.
 
     def set_abort_error(self, error: CollectivesError) -> None:
-        """Set the error of what is in flight, since the communicator is about to be aborted; takes no lock."""
+        """Set the error of what is in flight, since the communicator is about to be aborted.
+
+        Takes no lock.
+        """
         self._abort_error = self._abort_error or error
 
     def abort_with_error(self, error: CollectivesError, abort: Callable[[], None]) -> None:
-        """End every submission with an error, by calling `abort`, after which nothing uses the arrays any more.
+        """End every submission with an error, by `abort`, after which nothing uses the arrays.
 
         A thread that hangs inside the engine may hold the lock: `abort` makes it return.
         """
@@ -199,7 +217,9 @@ class AsyncQueue(ABC):
                 self._lock.release()
 
     def reset_after_fork(self, closed) -> tuple:
-        """Drop the parent's submissions in a forked child; return the objects that must not be freed there.
+        """Drop the parent's submissions in a forked child.
+
+        Return the objects that must not be freed there.
 
         `closed`: the communicator's `ClosedHandle`, which takes the native queue's place.
         """

@@ -19,7 +19,10 @@ _WATCHDOG_SECONDS = 10.0  # time for the watchdog to abort the communicator afte
 
 
 def barrier(comm) -> None:
-    """Block until all ranks have called it and all operations before it are done; see `Communicator.barrier`."""
+    """Block until all ranks have called it and all operations before it are done.
+
+    See `Communicator.barrier`.
+    """
     if open_groups and get_ident() in open_groups:
         raise InvalidUsage("barrier() can't stand in a group: call it after the `with` block", rank=comm.rank)
     if comm._on_host:

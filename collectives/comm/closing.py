@@ -1,4 +1,4 @@
-"""The three ways in which a communicator ends: `close`, `abort`, and `abort_with_error` by the watchdog.
+"""The three ways to end a communicator: `close`, `abort`, the watchdog's `abort_with_error`.
 
 Registered memory, arrays and scratch are released after the last operation that may use them has
 ended.
@@ -24,7 +24,10 @@ _ABORT_SECONDS = 1.0  # how long abort() waits for its queue, which fails what i
 
 
 def close(comm) -> None:
-    """Wait for the operations in flight on a communicator, then free it; does nothing where it is closed."""
+    """Wait for the operations in flight on a communicator, then free it.
+
+    Does nothing where it is closed.
+    """
     if _is_closed(comm):
         return
     group = open_groups.get(get_ident())
@@ -77,7 +80,10 @@ def abort(comm) -> None:
 
 
 def abort_with_error(comm, error: CollectivesError) -> None:
-    """Abort a communicator because of an error that the watchdog found; the program's next calls raise it."""
+    """Abort a communicator because of an error that the watchdog found.
+
+    The program's next calls raise it.
+    """
     native, comm._native = comm._native, ClosedHandle(error.message, comm.rank, error=error)
     if type(native) is ClosedHandle:
         comm._native = native
@@ -106,7 +112,10 @@ def _unregister(comm) -> None:
 
 
 def _is_closed(comm) -> bool:
-    """Return whether a communicator is closed; raise the watchdog's error if no call has raised it yet."""
+    """Return whether a communicator is closed.
+
+    Raise the watchdog's error if no call has raised it yet.
+    """
     if comm.closed and comm._native.error is not None and not comm._native.reported:
         comm._native.raise_closed("close")
     return comm.closed
@@ -121,7 +130,10 @@ def _synchronize(comm, abort) -> None:
 
 
 def _free(comm, native) -> None:
-    """Free the engine's resources in reverse order; raise the first error after all of them were freed."""
+    """Free the engine's resources in reverse order.
+
+    Raise the first error after all of them were freed.
+    """
     steps = [partial(native.deregister, registration.handle) for registration in comm._registrations]
     if comm._algorithms is not None:
         steps.append(comm._algorithms.close)

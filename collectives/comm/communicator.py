@@ -163,7 +163,9 @@ class Communicator:
 
     @property
     def machines(self) -> tuple[tuple[int, ...], ...] | None:
-        """The ranks of each node, in the order of the nodes' first ranks; None where they aren't known.
+        """The ranks of each node, in the order of the nodes' first ranks.
+
+        None where they aren't known.
 
         They are known for the communicators that `init()` and the DDP hook open, and on the host.
         """
@@ -241,7 +243,9 @@ class Communicator:
         return launch(self, "all_reduce", steps, (array,), array, nbytes, fingerprint, async_op, stream, scalar)
 
     def reduce(self, array, root: int = 0, op="sum", *, async_op: bool = False, stream=None) -> Work | None:
-        """Reduce `array` over all ranks; only `root` gets the result, in place, and the others' arrays stay.
+        """Reduce `array` over all ranks.
+
+        Only `root` gets the result, in place, and the others' arrays stay.
 
         `op` and dtypes as in `all_reduce`. C: ncclReduce.
         """
@@ -261,7 +265,7 @@ class Communicator:
     def reduce_scatter(
         self, out, inp, op="sum", *, async_op: bool = False, algorithm=None, stream=None, share=None
     ) -> Work | None:
-        """Reduce `inp` over all ranks and give each rank its part: rank r gets part r of `size` equal ones in `out`.
+        """Reduce `inp` over all ranks; rank r gets part r of `size` equal ones in `out`.
 
         `inp` has `size` times as many elements as `out`, of the same dtype. In place where `out` is
         part `rank` of `inp`. C: ncclReduceScatter. `share`: as in `all_reduce`, of the elements in
@@ -324,7 +328,9 @@ class Communicator:
     def all_to_all(
         self, out, inp, output_split_sizes=None, input_split_sizes=None, *, async_op: bool = False, stream=None
     ) -> Work | None:
-        """Send part r of `inp` to rank r, and receive rank r's into part r of `out`. Takes any dtype; never in place.
+        """Send part r of `inp` to rank r, and receive rank r's into part r of `out`.
+
+        Takes any dtype; never in place.
 
         Without split sizes the parts are equal, in elements. The split sizes are rows along
         dimension 0, one for each rank, as in ``torch.distributed.all_to_all_single``; if only one
@@ -367,7 +373,9 @@ class Communicator:
         return all_to_all_steps(to, of, [units] * self.size, [units] * self.size), fingerprint
 
     def gather(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
-        """Gather every rank's `inp` into `root`'s `out`, in rank order. Takes any dtype; `out` is None elsewhere.
+        """Gather every rank's `inp` into `root`'s `out`, in rank order. Takes any dtype.
+
+        `out` is None elsewhere.
 
         In place where `inp` is part `root` of `out`. C: ncclGather; ncclSend and ncclRecv before
         NCCL 2.28.3.
@@ -386,7 +394,9 @@ class Communicator:
         return launch(self, name, steps, held, out, of.nbytes, fingerprint, async_op, stream, label=of.label)
 
     def scatter(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
-        """Send part r of `root`'s `inp` to rank r's `out`. Takes any dtype; `inp` is None elsewhere.
+        """Send part r of `root`'s `inp` to rank r's `out`. Takes any dtype.
+
+        `inp` is None elsewhere.
 
         In place where `out` is part `root` of `inp`. C: ncclScatter; ncclSend and ncclRecv before
         NCCL 2.28.3.
@@ -417,11 +427,14 @@ class Communicator:
         return self._point_to_point("recv", array, peer, async_op, stream)
 
     def barrier(self) -> None:
-        """Block until all ranks have called it and all operations before it are done. Not inside a group."""
+        """Block until all ranks have called it and all operations before it are done.
+
+        Not inside a group.
+        """
         barrier(self)
 
     def group(self) -> Group:
-        """Make the calls inside a ``with`` block one operation, as several sends and receives must be.
+        """Make the calls of a ``with`` block one operation, as several sends and receives must be.
 
         Their arguments are checked at once, and they are issued when the block ends; if it raises,
         none is. C: ncclGroupStart, ncclGroupEnd.
@@ -432,7 +445,7 @@ class Communicator:
     # ---- Other communicators, memory.
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
-        """Make one communicator for each color, its ranks in the order of `key` (None: as in this one).
+        """Make one communicator for each color; `key` orders its ranks (None: as in this one).
 
         All ranks call it; a rank with the color None or -1 gets None. C: ncclCommSplit (NCCL 2.18).
         """
@@ -444,7 +457,9 @@ class Communicator:
         return None if native is None else self._open_child(native, f"split{self._child_count}/{color}")
 
     def shrink(self, exclude, *, abort: bool = False) -> Communicator:
-        """Make a communicator without the ranks in `exclude`, which don't call it; the others all do.
+        """Make a communicator without the ranks in `exclude`, which don't call it.
+
+        The others all do.
 
         `abort`: abort what is in flight first, as it must be where an excluded rank died.
         C: ncclCommShrink (NCCL 2.27).
@@ -460,7 +475,9 @@ class Communicator:
         return self._open_child(native, f"shrink{self._child_count}")
 
     def empty(self, n: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Allocate a tensor of `n` elements in memory that the engine uses with no staging copy; a local call.
+        """Allocate a tensor of `n` elements in memory that the engine uses with no staging copy.
+
+        A local call.
 
         `dtype` None: torch's default. The contents are undefined. The memory is freed with the last
         tensor that views it, also after `close()`. On the host it is shared with the other ranks. A
@@ -483,7 +500,9 @@ class Communicator:
         return register(self, array)
 
     def deregister(self, registration: Registration) -> None:
-        """End a registration; no operation that uses the array may be in flight. C: ncclCommDeregister.
+        """End a registration; no operation that uses the array may be in flight.
+
+        C: ncclCommDeregister.
 
         On the host `InvalidUsage` is raised while asynchronous operations are in flight: the peers
         may use the array's memory, which becomes this process's own again. On CUDA it waits for the
@@ -501,7 +520,9 @@ class Communicator:
         closing.abort(self)
 
     def close(self) -> None:
-        """Wait for what is in flight, then free the communicator. Harmless when called again. C: ncclCommDestroy.
+        """Wait for what is in flight, then free the communicator. Harmless when called again.
+
+        C: ncclCommDestroy.
 
         Raises the error with which the watchdog has ended the communicator, if no call has raised
         it before.
@@ -525,7 +546,10 @@ class Communicator:
     # ---- Internals.
 
     def _pending_info(self):
-        """Return what the engine, or an algorithm's step, waits for now; None where nothing is in progress."""
+        """Return what the engine, or an algorithm's step, waits for now.
+
+        None where nothing is in progress.
+        """
         info = None if self.closed else self._native.pending()
         return self._algorithms.pending() if info is None and self._algorithms is not None else info
 
@@ -572,7 +596,10 @@ class Communicator:
         return torch.cuda.device(self.device)
 
     def _check_fingerprints(self, fingerprints, grouped: bool = False) -> None:
-        """Raise `Mismatch` unless all ranks make the same calls; does nothing without COLLECTIVES_CHECK."""
+        """Raise `Mismatch` unless all ranks make the same calls.
+
+        Does nothing without COLLECTIVES_CHECK.
+        """
         if self._checks_calls and fingerprints:
             with self._device_guard():
                 check_fingerprints(

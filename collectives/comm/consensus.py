@@ -1,4 +1,7 @@
-"""Checks that all ranks have the same options; ranks with different options would wait for each other for ever."""
+"""Checks that all ranks have the same options.
+
+Ranks with different options would wait for each other for ever.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ __all__ = ["RankOptions", "verify_same_options"]
 
 
 def verify_same_options(comm, options: dict) -> None:
-    """Raise `InvalidUsage` on all ranks unless all have the same options, values compared by their repr.
+    """Raise `InvalidUsage` on all ranks unless their options are the same, compared by repr.
 
     A collective that blocks, on CUDA too: an all-reduce of 24 bytes, and where the options differ
     an all-gather.

@@ -39,7 +39,10 @@ class CudaQueue(AsyncQueue):
         return (self._stream.record_event(), self._stream), capture_of(self._stream)
 
     def set_abort_error(self, error: CollectivesError) -> None:
-        """Set the error of what is in flight, as observed when it has left the GPU; what has ended before succeeded."""
+        """Set the error of what is in flight, as observed when it has left the GPU.
+
+        What has ended before succeeded.
+        """
         for pending_op in tuple(self._pending):
             if not pending_op.ended:
                 self.poll(pending_op)
@@ -125,7 +128,10 @@ class CudaQueue(AsyncQueue):
             pending_op.end(error)
 
     def timeout_error(self, work: Work, timeout: float) -> CollectiveTimeout:
-        """Build the error of a wait that timed out; NCCL does not report which ranks are missing."""
+        """Build the error of a wait that timed out.
+
+        NCCL does not report which ranks are missing.
+        """
         return CollectiveTimeout(
             f"not done after {timeout} s ({work.nbytes} bytes); it stays in flight and can be waited for again. NCCL "
             "does not tell which ranks have not arrived: NCCL_DEBUG=INFO shows what each one did",
@@ -155,7 +161,9 @@ class CudaQueue(AsyncQueue):
         return self.drain(timeout)
 
     def record_completion(self, stream: int):
-        """Record an event on a stream; return a function that returns whether it has completed, for the watchdog.
+        """Record an event on a stream.
+
+        Return a function that returns whether it has completed, for the watchdog.
 
         Returns None where an event can't be recorded now: the stream is being captured, or it is an
         external stream, which its owner may have destroyed.

@@ -1,4 +1,4 @@
-"""The engines: NCCL on GPUs ("nccl") and this project's own shared-memory engine on host memory ("host").
+"""The engines: NCCL on GPUs ("nccl"), this project's shared-memory engine on CPUs ("host").
 
 An engine is a library that exports NCCL's C API, loaded by its absolute path into a table of its
 own, and the type of device whose memory it takes. Variables: COLLECTIVES_ENGINE names the engine to
@@ -73,7 +73,10 @@ _lock = threading.Lock()
 
 
 def engines() -> list[EngineInfo]:
-    """List the engines, loading each one's library where it can be found. Doesn't raise where one can't be used."""
+    """List the engines, loading each one's library where it can be found.
+
+    Doesn't raise where one can't be used.
+    """
     found = []
     for name in _DEVICE_TYPES:
         try:
@@ -153,7 +156,10 @@ def parse_device(device) -> torch.device:
 
 
 def resolve_device(engine: Engine, device) -> torch.device:
-    """Return a device with its index; raises `InvalidArgument` where the engine doesn't work on it."""
+    """Return a device with its index.
+
+    Raises `InvalidArgument` where the engine doesn't work on it.
+    """
     device = parse_device(device)
     if device.type != engine.device_type:
         raise InvalidArgument(f"engine {engine.name!r} works on {engine.device_type}, not on {device}")
@@ -210,7 +216,7 @@ def _open(name: str, override: str | None) -> _nccl.Library:
 
 
 def _nccl_candidates() -> list[str]:
-    """Return absolute paths where NCCL may be: its wheel, torch's folder, loaded libraries, the system's folders."""
+    """Return paths where NCCL may be: its wheel, torch's, loaded ones, the system's folders."""
     folders = []
     wheel = importlib.util.find_spec("nvidia") if "nvidia" not in sys.modules else sys.modules["nvidia"].__spec__
     for root in (wheel.submodule_search_locations or ()) if wheel is not None else ():

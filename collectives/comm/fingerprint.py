@@ -1,4 +1,4 @@
-"""Fingerprints of collective calls, compared among the ranks: the check of ``COLLECTIVES_CHECK=1`` on NCCL.
+"""Fingerprints of calls, which the ranks compare with ``COLLECTIVES_CHECK=1`` on NCCL.
 
 NCCL itself doesn't check that all ranks make the same call. With the variable set the ranks
 exchange a fingerprint, a row of numbers, of each call before it is issued. That costs a small
@@ -40,14 +40,16 @@ _NONE = -1
 def fingerprint_of(
     kind: str, *, dtype: int = _NONE, count: int = _NONE, op: int = _NONE, root: int = _NONE
 ) -> tuple[int, ...]:
-    """Return the fingerprint of one call: (number of its kind, dtype, count, op, root), -1 for what it doesn't have."""
+    """Return a call's fingerprint: (index in KINDS, dtype, count, op, root), -1 for none."""
     return KINDS.index(kind), dtype, count, op, root
 
 
 def check(
     native, fingerprints: list[tuple[int, ...]], *, device: torch.device, stream: int, grouped: bool = False
 ) -> None:
-    """Raise `Mismatch` on every rank unless all ranks have the same fingerprints; blocks until all have come.
+    """Raise `Mismatch` on every rank unless all ranks have the same fingerprints.
+
+    Blocks until all have come.
 
     In a group the number of its calls is compared first, since fingerprints of different lengths
     can't be gathered.

@@ -72,7 +72,7 @@ class HostQueue(AsyncQueue):
             pending_op.end(error)
 
     def timeout_error(self, work: Work, timeout: float) -> CollectiveTimeout:
-        """Build the error of a wait that timed out, from the operation that the engine is executing."""
+        """Build the error of a wait that timed out, from the operation in progress."""
         comm = self._comm
         info = comm._pending_info()
         text = f"not done after {timeout} s ({work.nbytes} bytes); it stays in flight and can be waited for again"
@@ -108,7 +108,7 @@ class HostQueue(AsyncQueue):
         return future
 
     def record_completion(self, stream: int):
-        """Return a function that returns whether the operations that are queued now have ended, for the watchdog."""
+        """Return a function that returns whether all that is queued now has ended."""
         with self._lock:
             native = self._native
             if native is None:

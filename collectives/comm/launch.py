@@ -1,4 +1,4 @@
-"""Launch of validated operations: at once, into the thread's open group, or into the communicator's queue."""
+"""Launch of validated operations: at once, into an open group, or into the queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registry of the open communicators of this process, with their treatment at a fork and at the interpreter's exit."""
+"""Registry of the process's open communicators; handles forks and the interpreter's exit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _EXIT_SECONDS = 5.0  # how long the interpreter's exit may wait for operations i
 
 
 class ClosedHandle:
-    """Stand-in for the binding object of a communicator that is closed, aborted or forked; every call on it raises.
+    """Stand-in for the binding object of a communicator that is closed, aborted or forked.
+
+    Every call on it raises.
 
     `error`: with which the watchdog has ended the communicator, or None.
     """
@@ -65,7 +67,10 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    """Close the open communicators. Operations in flight get a few seconds, then abort: their peers may have ended."""
+    """Close the open communicators.
+
+    Operations in flight get a few seconds, then abort: their peers may have ended.
+    """
     for comm in list(open_comms.values()):
         try:
             # NCCL's destroy may wait for peers, its abort doesn't.

@@ -90,7 +90,10 @@ def publish_process() -> None:
 
 
 class RankExits:
-    """How ranks of a group that have published their processes ended; `ranks`: their ranks in the default group."""
+    """How ranks of a group that have published their processes ended.
+
+    `ranks`: their ranks in the default group.
+    """
 
     def __init__(self, store: dist.Store, ranks: Iterable[int]):
         self._store = store
@@ -98,7 +101,10 @@ class RankExits:
         self._processes: dict[int, str] = {}
 
     def reason(self, rank: int) -> str:
-        """Return how a rank of the group has ended; "" while it lives, or where this process can't know."""
+        """Return how a rank of the group has ended.
+
+        "" while it lives, or where this process can't know.
+        """
         key = f"{_PREFIX}/{self._global_ranks[rank]}"
         if self._store.check([f"{key}/ended"]):
             return self._store.get(f"{key}/ended").decode("utf-8", "replace")
@@ -133,7 +139,7 @@ def _at_exit() -> None:
 
 
 def _is_reachable(store: dist.Store) -> bool:
-    """Return whether a TCP store's server runs: for one that doesn't, torch writes a stack to stderr."""
+    """Return whether a TCP store's server runs: if it doesn't, torch writes a stack to stderr."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):

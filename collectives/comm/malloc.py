@@ -1,4 +1,4 @@
-"""Settings of glibc's malloc, so that tensors get memory that can be shared, or memory without new page faults."""
+"""Settings of glibc's malloc: for memory that can be shared, or without new page faults."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def allocate_with_mmap(function) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make malloc take up to 32 MiB from its heap, and keep 64 MiB at its top, as glibc itself does after a while.
+    """Make malloc take up to 32 MiB from its heap, and keep 64 MiB at its top.
 
+    These are the settings that glibc itself uses after a while.
     A new tensor in the place of a freed one then has no page faults. Does nothing where the user
     has set these, or with another libc than glibc.
     """
@@ -57,7 +58,7 @@ def keep_freed_memory() -> None:
 
 
 def _mallopt():
-    """Return glibc's function, or None where the user has tuned malloc or the libc has no such function."""
+    """Return glibc's function; None where the user has tuned malloc or the libc has none."""
     tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     tuned = tuned or any(name.startswith("MALLOC_") for name in os.environ)
     return None if tuned else getattr(ctypes.CDLL(None), "mallopt", None)

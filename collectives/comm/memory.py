@@ -16,14 +16,14 @@ __all__ = ["allocate", "allocation_of", "storage_of"]
 
 
 def storage_of(array):
-    """Return the object that keeps an array's memory alive, even after ``tensor.data = other`` gives it another one."""
+    """Return the object that keeps an array's memory alive, even after ``tensor.data = other``."""
     if isinstance(array, torch.Tensor):
         return array.untyped_storage()
     return getattr(array, "data", None) if type(array).__module__.startswith("cupy") else array
 
 
 def allocation_of(array, ptr: int, nbytes: int) -> tuple[int, int]:
-    """Return (address, bytes) of the allocation that an array views, or `ptr` and `nbytes` where it isn't known."""
+    """Return (address, bytes) of an array's allocation; (`ptr`, `nbytes`) if it isn't known."""
     if isinstance(array, torch.Tensor):
         storage = array.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
@@ -31,7 +31,10 @@ def allocation_of(array, ptr: int, nbytes: int) -> tuple[int, int]:
 
 
 class _CudaBlock:
-    """CUDA allocation as torch reads it; torch keeps this object alive as long as a tensor views the memory."""
+    """CUDA allocation as torch reads it.
+
+    Torch keeps this object alive as long as a tensor views the memory.
+    """
 
     def __init__(self, ptr: int, nbytes: int):
         self.__cuda_array_interface__ = {
@@ -40,7 +43,10 @@ class _CudaBlock:
 
 
 def allocate(library, device: torch.device, n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a tensor of `n` elements by ``ncclMemAlloc``; it is freed with the last tensor that views it."""
+    """Allocate a tensor of `n` elements by ``ncclMemAlloc``.
+
+    It is freed with the last tensor that views it.
+    """
     nbytes = n * dtype.itemsize
     if not nbytes:
         return torch.empty(n, dtype=dtype, device=device)

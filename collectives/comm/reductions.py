@@ -1,4 +1,4 @@
-"""Reductions beside the plain form in place: into another array, and with statistics of the result."""
+"""Reductions besides the plain in-place form: out of place, and with statistics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def all_reduce_out_of_place(comm, out, array, op, async_op, algorithm, stream, s
 def reduce_with_stats(
     comm, name: str, to: Place, of: Place, held, op, share, async_op, algorithm, stream
 ) -> Work | None:
-    """Carry out the reduction `name`, which adds the result's statistics to the caller's `share`: 2 float64.
+    """Carry out the reduction `name`, and add its statistics to the caller's `share`: 2 float64.
 
     `to`, `of`: the output and the input; `held`: the arrays, the output first.
     """

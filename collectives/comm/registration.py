@@ -1,4 +1,4 @@
-"""Registration of arrays with an engine, so that it uses them with no staging copy (ncclCommRegister)."""
+"""Registration of arrays, so that an engine needs no staging copy (ncclCommRegister)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class _Entry:
 
 
 class BufferRegistrationCache:
-    """Cache of registrations of buffers that another library owns and uses again, such as DDP's buckets.
+    """Cache of registrations of buffers that another library uses again, such as DDP's buckets.
 
     A buffer is registered when it is observed for the second time: DDP frees its first buckets
     after one backward, and later ones keep their addresses. A registration holds the buffer's
@@ -96,7 +96,10 @@ class BufferRegistrationCache:
         weakref.finalize(self, _end_all, self._entries).atexit = False
 
     def begin_round(self) -> None:
-        """Begin a round: a backward. Ends the registrations of buffers that were absent for too long."""
+        """Begin a round: a backward.
+
+        Ends the registrations of buffers that were absent for too long.
+        """
         self._round += 1
         for key, entry in list(self._entries.items()):  # a copy: the garbage collector may remove entries meanwhile
             if self._round - entry.last_round > _MAX_ABSENT_ROUNDS:

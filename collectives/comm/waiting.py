@@ -1,4 +1,4 @@
-"""Waits for other ranks, with a time limit, errors for ranks that have ended, and a log that names the missing ones."""
+"""Waits for other ranks: time limits, errors for ended ranks, and log lines that name them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 class RankWait:
-    """One wait of rank `rank` of `size` for others; the caller polls, and calls `check` in each round.
+    """One wait of rank `rank` of `size` for others.
+
+    The caller polls, and calls `check` in each round.
 
     `purpose`: what the others are waited for, "to open ..."; `seconds`: the limit, for messages;
     `deadline`: its end on ``time.monotonic``'s clock, None: `seconds` from now; `exit_reason`: a
@@ -55,7 +57,7 @@ class RankWait:
         self._check_at = self._began
 
     def check(self, find_missing: Callable[[], list[int]]) -> None:
-        """Raise `CollectiveTimeout` past the limit and `RemoteError` where one of the missing ranks has ended.
+        """Raise `CollectiveTimeout` past the limit, `RemoteError` if a missing rank has ended.
 
         `find_missing`: returns the missing ranks; it is called now and then. Where it returns none,
         nothing happens.
@@ -89,7 +91,7 @@ class RankWait:
 def log_while_waiting(
     purpose: str, rank: int, seconds: float | None, find_missing: Callable[[], Iterable[int]] | None = None
 ) -> Iterator[None]:
-    """Log that the block waits, if it does: for a wait inside a library that has a time limit of its own.
+    """Log that the block waits, if it does: for a library's wait with a time limit of its own.
 
     `seconds`: that limit, None for none; `find_missing`: returns the missing ranks, None where this
     rank can't know.
@@ -125,7 +127,7 @@ def _log_wait(rank: int, waited: float, ranks: list[int], purpose: str, remainin
 def call_with_timeout(
     function: Callable[[threading.Event], T], deadline: float, timeout_error: Callable[[], CollectivesError]
 ) -> T:
-    """Call a function that may block inside torch, so that its time limit and Ctrl-C hold in any case.
+    """Call a function that may block inside torch, with a time limit; Ctrl-C ends the call.
 
     ``deadline``: on ``time.monotonic``'s clock, in seconds; past it, the error that
     ``timeout_error`` returns is raised. The function runs in a thread and gets an event that asks

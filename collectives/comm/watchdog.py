@@ -1,4 +1,4 @@
-"""Watchdog: a thread per process that aborts communicators whose operations hang, which NCCL itself never does.
+"""Watchdog: a thread per process that aborts communicators that hang; NCCL never does.
 
 A call costs the binding five stores (`Comm.issued`); everything else is done here. In each round
 the thread reads how many calls a communicator has issued. If the number has not changed since the
@@ -47,7 +47,7 @@ _log = logging.getLogger("collectives")
 
 
 class StatusStore:
-    """The ranks' status in a torch store: each rank's call number, and the failure for which one has aborted.
+    """The ranks' status in a torch store: call numbers, and the failure that aborted a rank.
 
     `store`: torch's own is referenced weakly, since it closes its port when the process group is
     destroyed.
@@ -58,7 +58,7 @@ class StatusStore:
         self._prefix = prefix
 
     def with_prefix(self, name: str) -> StatusStore:
-        """Return a status store with a prefix of its own, for a communicator that was made from this one."""
+        """Return a status store with its own prefix, for a communicator made from this one."""
         child = StatusStore.__new__(StatusStore)
         child._store, child._prefix = self._store, f"{self._prefix}/{name}"
         return child
@@ -160,7 +160,7 @@ class _WatchedComm:
         return {rank: describe_exit(process) for rank, process in processes.items() if has_ended(process)}
 
     def _find_stragglers(self, comm, number: int) -> tuple[list[int], str]:
-        """Return the ranks that have issued fewer calls than this one, by their published numbers, and a text."""
+        """Return the ranks whose published call numbers are below this rank's, and a text."""
         unknown = "nobody knows here which ranks have not come"
         if self.status is None:
             return [], unknown
@@ -245,7 +245,7 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """Reset the state in a forked child, where the parent's communicators can't be used and no thread runs."""
+    """Reset the state in a forked child: no thread runs, and the communicators can't be used."""
     global _thread, _lock, _stop
     _watched.clear()
     _lock, _stop, _thread = threading.Lock(), threading.Event(), None

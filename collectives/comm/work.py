@@ -1,4 +1,4 @@
-"""Work, the handle of an asynchronous operation, and PendingOp, what a queue keeps of each submission in flight.
+"""Work, the handle of an asynchronous operation, and PendingOp, a submission in flight.
 
 A `PendingOp` is one submission to an `AsyncQueue`. It holds the arrays of its operations until the
 engine has finished with them, whether or not the caller keeps the `Work`.
@@ -40,7 +40,7 @@ class PendingOp:
         self.final_error: Callable[[], CollectivesError | None] | None = None
 
     def end(self, error: CollectivesError | None = None) -> None:
-        """Record that the submission has ended, with its error if it failed, and release its arrays."""
+        """Record that the submission has ended, with its error or None; release its arrays."""
         if self.ended:  # by the watchdog's error, which made the operation end
             return
         if self.final_error is not None:
@@ -53,7 +53,10 @@ class PendingOp:
             self.warn_unreported()
 
     def warn_unreported(self) -> None:
-        """Warn of an error that no caller can receive any more. A local abort is no reason for a warning."""
+        """Warn of an error that no caller can receive any more.
+
+        A local abort is no reason for a warning.
+        """
         if self.error is not None and not self.reported and not isinstance(self.error, Aborted):
             self.reported = True
             warnings.warn(f"{self.op} failed and nobody waited for it: {self.error}", RuntimeWarning, stacklevel=2)
@@ -82,7 +85,10 @@ class Work:
         self._pending_op = pending_op
 
     def _issued(self) -> PendingOp:
-        """Return the submission; raises `InvalidUsage` while the operation's group is not issued."""
+        """Return the submission.
+
+        Raises `InvalidUsage` while the operation's group is not issued.
+        """
         if self._pending_op is None:
             raise InvalidUsage(
                 "the group that this operation belongs to hasn't been issued: leave its `with` block first "
@@ -92,7 +98,9 @@ class Work:
         return self._pending_op
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the operation, at most `timeout` seconds; return True or raise the operation's error.
+        """Wait for the end of the operation, at most `timeout` seconds.
+
+        Return True or raise the operation's error.
 
         On the host the call blocks. On CUDA, without a timeout, it makes torch's current stream
         wait for the operation and returns at once, as torch's own Work does; with a timeout it
@@ -150,7 +158,9 @@ class Work:
         return self._result
 
     def future(self, result=None) -> torch.futures.Future:
-        """Return a future of the output array, or of `result` in its place; on CUDA it must be a torch tensor.
+        """Return a future of the output array, or of `result` in its place.
+
+        On CUDA it must be a torch tensor.
 
         On the host its callbacks run in the communicator's queue: they must not wait for operations
         of this communicator. On CUDA the future is complete at once and carries the stream's event.

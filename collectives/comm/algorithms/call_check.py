@@ -1,4 +1,4 @@
-"""CallCheck: the comparison of the ranks' calls at the start of a ring or direct algorithm on the host."""
+"""Comparison of the ranks' calls at the start of a ring or direct algorithm on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ID_WORDS = 16  # int64 in a unique id
 
 
 class CallCheck:
-    """Exchange of the ranks' fingerprints at the start of a call on the host, in the order of the communicator's calls.
+    """Exchange of the ranks' fingerprints at the start of a call on the host, in call order.
 
     The engine or `verify` detects a rank that makes another call, such as one with the native
     algorithm, before a step is executed, so that the communicator stays usable. `label`: the call's

@@ -1,4 +1,4 @@
-"""Executor of the ring and direct algorithms on both engines, by send, receive and reduction kernels.
+"""Executor of the ring and direct algorithms, by send, receive and reduction kernels.
 
 An algorithm uses the engine's binding (send, recv, groups, all_gather) and `kernel_of`'s kernels;
 it never uses a transport. On the host the transfers go over a communicator of their own, since the
@@ -35,7 +35,7 @@ _MAX_PLANS = 128
 
 
 class AlgorithmExecutor:
-    """Executor of one communicator's algorithms: their plans, scratch memory, and streams or communicator of their own.
+    """Executor of one communicator's algorithms, with their plans, scratch memory and streams.
 
     `chunk`: bytes of one message, the same on all ranks. Created at the first call that is not
     native.
@@ -58,7 +58,9 @@ class AlgorithmExecutor:
         self, name: str, algorithm: str, to: Place, of: Place, code: int, scalar, held: tuple, result,
         async_op: bool, stream,
     ) -> Work | None:  # fmt: skip
-        """Carry out one validated call; like the communicator's operations, it blocks on the host and not on CUDA.
+        """Carry out one validated call.
+
+        Like the communicator's operations, it blocks on the host and not on CUDA.
 
         `to`, `of`: the output and the input, the same for an all-reduce; `code`: of the op;
         `scalar`: (value, dtype code) of a premultiplied sum, or None; `stream`: the caller's, or
@@ -125,7 +127,10 @@ class AlgorithmExecutor:
         return plan
 
     def _get_scratch(self, nbytes: int) -> torch.Tensor:
-        """Return scratch memory, which calls share, since they run one after the other. It is kept until `close`."""
+        """Return scratch memory, which calls share, since they run one after the other.
+
+        It is kept until `close`.
+        """
         size = 1 << max(12, (nbytes - 1).bit_length())
         if size not in self._scratch:
             self._scratch[size] = torch.empty(size, dtype=torch.uint8, device=self._comm.device)
@@ -137,7 +142,10 @@ class AlgorithmExecutor:
         return CallCheck(self._comm, label, fingerprint, sends_id=self._native is None)
 
     def _execute_steps(self, call_check: CallCheck, key: CallKey, inp: int, out: int, factor) -> None:
-        """Execute the steps of a call in this thread, one call at a time; its fingerprints were exchanged before."""
+        """Execute the steps of a call in this thread, one call at a time.
+
+        Its fingerprints were exchanged before.
+        """
         call_check.verify()
         with self._execution_lock:
             self._run_plan(call_check, key, inp, out, factor)
@@ -162,7 +170,7 @@ class AlgorithmExecutor:
             raise
 
     def _run_on_aligned_copy(self, plan: ExecutionPlan, native, key: CallKey, inp: int, out: int, factor) -> None:
-        """Run a plan on copies of arrays that don't begin at a multiple of their elements' size, as the kernels need.
+        """Run a plan on copies of arrays that aren't aligned, as the kernels need.
 
         This is no error: the other ranks don't know of it, and they already wait for this rank's
         steps.
@@ -206,7 +214,10 @@ class AlgorithmExecutor:
         return outcome
 
     def _open_native(self, call_check: CallCheck):
-        """Return the communicator of the steps; the first call opens it, with the id that rank 0 has sent."""
+        """Return the communicator of the steps.
+
+        The first call opens it, with the id that rank 0 has sent.
+        """
         with self._lock:
             native = self._native
         if native is None:
@@ -221,7 +232,7 @@ class AlgorithmExecutor:
         return native
 
     def _fail(self, error: BaseException, label: str) -> None:
-        """Record the error of a failed step, and abort: the peers wait for steps that won't come."""
+        """Record a failed step's error, and abort: the peers wait for steps that won't come."""
         if isinstance(error, CollectivesError):
             error.op = label
             self._failure = error
@@ -253,7 +264,10 @@ class AlgorithmExecutor:
         return native.pending() if self._comm._on_host and native is not None and native.handle else None
 
     def abort(self, closing: bool = True) -> None:
-        """Abort the steps in progress, from any thread. Called before the communicator's queue is drained."""
+        """Abort the steps in progress, from any thread.
+
+        Called before the communicator's queue is drained.
+        """
         with self._lock:
             self._closed = self._closed or closing
             native = self._native
@@ -275,7 +289,10 @@ class AlgorithmExecutor:
 def run_algorithm(
     comm, algorithm: str, name: str, to: Place, of: Place, held, result, op, async_op, stream
 ) -> Work | None:
-    """Carry out a communicator's validated call by the ring or direct algorithm; `op`: as the caller passed it."""
+    """Carry out a communicator's validated call by the ring or direct algorithm.
+
+    `op`: as the caller passed it.
+    """
     comm._check_open(name)
     code, scalar = (0, None) if name == "all_gather" else parse_reduction(comm, op, of.code, name)
     if comm._algorithms is None:

@@ -1,4 +1,4 @@
-"""ExecutionPlan: a schedule with its memory and kernels, ready to be executed for any arrays of one size and dtype."""
+"""A schedule with its memory and kernels, ready for any arrays of one size and dtype."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _SCRATCH, _TABLE = 2, 3
 
 
 class CallKey(NamedTuple):
-    """All that a plan depends on, besides the communicator. `code`: of the dtype; `op`: of the reduction."""
+    """All that a plan depends on, besides the communicator. `code`: of the dtype.
+
+    `op`: of the reduction.
+    """
 
     name: str
     algorithm: str
@@ -41,7 +44,7 @@ class CallKey(NamedTuple):
 
 
 def round_to_dtype(value, code: int):
-    """Return a premultiplied sum's factor as the array's dtype holds it, which is how the engines use it."""
+    """Return a premultiplied sum's factor rounded to the array's dtype, as the engines use it."""
     return torch.tensor(value, dtype=_TORCH[code]).item() if code in _FLOATING else value
 
 
@@ -96,7 +99,9 @@ class TransferTask:
 
 
 class ExecutionPlan:
-    """A schedule with its scratch memory: all calls with one `CallKey`, for any arrays. One call uses it at a time.
+    """A schedule with its scratch memory: all calls with one `CallKey`, for any arrays.
+
+    One call uses it at a time.
 
     Partial sums are accumulated in fp32 for the narrower types, so that they are rounded once, at
     the end, by both algorithms. `get_scratch`: a function that returns scratch memory of so many
@@ -134,7 +139,7 @@ class ExecutionPlan:
                 of_kind[TransferTask if type(task) is KernelTask else KernelTask][task.after - 1].signals = True
 
     def _allocate_scratch(self, made: Schedule, get_scratch) -> None:
-        """Lay out the scratch memory: chunks of the array's dtype, then of the sums' dtype, then the factor."""
+        """Lay out the scratch: chunks of the array's dtype, then of the sums' dtype, the factor."""
         raw = -(-made.raw * ITEMSIZE[self._code] // 64) * 64
         wide = -(-made.wide * ITEMSIZE[self._sum_code] // 64) * 64
         fill = made.longest * ITEMSIZE[self._code] if self._factor_fills else 0
@@ -202,7 +207,7 @@ class ExecutionPlan:
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _build_source_table(self) -> None:
-        """Build the table of the reductions' sources, to which a call adds the address of the caller's array."""
+        """Build the table of the reductions' sources; a call adds the address of its array."""
         scratch = 0 if self._scratch is None else self._scratch.data_ptr()
         fixed = [at + (scratch if base == _SCRATCH else 0) for at, base in self._sources]
         columns = [fixed, *([int(base in which) for _, base in self._sources] for which in ((0, 1), (_SCRATCH,)))]
@@ -215,7 +220,7 @@ class ExecutionPlan:
         return inp, out, 0 if scratch is None else scratch.data_ptr(), table.data_ptr()
 
     def _fill_arguments(self, inp: int, factor, scratch, table) -> None:
-        """Fill in a call's address and factor, by one or two small kernels on a GPU and no copy from the host."""
+        """Fill in a call's address and factor: at most 2 small kernels on a GPU, no host copy."""
         if self._sources:
             torch.add(self._fixed, self._of_caller, alpha=inp, out=table)
             if scratch is not self._scratch:
@@ -238,7 +243,9 @@ class ExecutionPlan:
                 task.run(bases, factor, self.device)
 
     def run_on_streams(self, native, inp, out, factor, outer, transfers, kernels, *, own_memory: bool = False) -> None:
-        """Queue the tasks: transfers on one stream, kernels on the other, both ordered after and before `outer`.
+        """Queue the tasks: transfers on one stream, kernels on the other, ordered with `outer`.
+
+        Both are ordered after what `outer` has now, and before what it gets next.
 
         `own_memory`: use memory of the CUDA graph that is being captured, from its pool, since the
         graph may be replayed on any stream, concurrently with calls that use the plan's memory.

@@ -44,7 +44,10 @@ _CHUNKS = {"host": 256 << 10, "nccl": 4 << 20}  # bytes of a message
 
 
 class Line:
-    """time = `alpha` (s) + `beta` (s/byte) * bytes; `residual`: the root mean square of the relative errors."""
+    """time = `alpha` (s) + `beta` (s/byte) * bytes.
+
+    `residual`: the root mean square of the relative errors.
+    """
 
     __slots__ = ("alpha", "beta", "residual")
 
@@ -59,7 +62,10 @@ class Line:
 
 
 def fit(points: Iterable[tuple[float, float]]) -> Line:
-    """Fit a line to (bytes, seconds) by least squares of the relative errors; neither alpha nor beta is negative."""
+    """Fit a line to (bytes, seconds) by least squares of the relative errors.
+
+    Neither alpha nor beta is negative.
+    """
     points = [(float(x), float(t)) for x, t in points]
     if not points or any(t <= 0 for _, t in points):
         raise InvalidArgument(f"a fit needs points with times above 0, not {points!r:.200}", op="tune")
@@ -83,7 +89,10 @@ def fit(points: Iterable[tuple[float, float]]) -> Line:
 
 
 def best_algorithms(lines: dict[str, Line], sizes: Sequence[int]) -> Choices:
-    """Return the fastest algorithm by size, from each algorithm's line; native where they are close."""
+    """Return the fastest algorithm by size, from each algorithm's line.
+
+    Native where they are close.
+    """
     best = []
     for nbytes in sorted(sizes):
         times = {name: line.predict(nbytes) for name, line in lines.items()}
@@ -119,13 +128,19 @@ class Policy:
         self.tables = tables
 
     def allowed_algorithms(self, engine: str, op: str) -> tuple[str, ...]:
-        """Return the algorithms that may be used: with `deterministic` those that reduce in rank order."""
+        """Return the algorithms that may be used.
+
+        `deterministic`: those that reduce in rank order.
+        """
         if not self.deterministic or op == "all_gather":
             return ALGORITHMS
         return ("native", "direct") if engine == "host" else ("direct",)
 
     def choices_for(self, engine: str, size: int) -> dict[str, Choices] | None:
-        """Return the choices for each operation of a communicator of `size` ranks; None: always native."""
+        """Return the choices for each operation of a communicator of `size` ranks.
+
+        None: always native.
+        """
         if size == 1:
             return None
         choices = {}
@@ -145,7 +160,9 @@ def look_up_choice(choices: dict[str, Choices], op: str, nbytes: int) -> str:
 
 
 def select_algorithm(comm, op: str, algorithm, nbytes: int, reduction=None) -> str:
-    """Return the algorithm of a communicator's call: the caller's, else the policy's; in a group always native.
+    """Return the algorithm of a communicator's call: the caller's, else the policy's.
+
+    In a group always native.
 
     `nbytes`: of the larger array; `reduction`: the op that the caller passed. Raises
     `InvalidArgument` for an unknown name, `InvalidUsage` for an algorithm that is not allowed here.
@@ -175,7 +192,7 @@ def select_algorithm(comm, op: str, algorithm, nbytes: int, reduction=None) -> s
 
 
 def parse_algorithm(text: str) -> dict[str, str]:
-    """Parse COLLECTIVES_ALGORITHM: a name for all operations, or operation:name pairs with commas between them."""
+    """Parse COLLECTIVES_ALGORITHM: one name for all operations, or operation:name,... pairs."""
     found = {}
     for part in filter(None, (each.strip() for each in text.split(","))):
         op, colon, name = part.rpartition(":")
@@ -190,7 +207,10 @@ def parse_algorithm(text: str) -> dict[str, str]:
 
 
 def _read_policy(deterministic: bool, engine: str, device: torch.device, in_file: str) -> Policy:
-    """Read the policy from this process's variables and tune file; `in_file`: the engine's name in the file."""
+    """Read the policy from this process's variables and tune file.
+
+    `in_file`: the engine's name in the file.
+    """
     text = os.environ.get("COLLECTIVES_CHUNK", "").strip()
     if text and not (text.isascii() and text.isdigit() and 64 <= int(text) < 1 << 40):
         raise InvalidArgument(f"COLLECTIVES_CHUNK={text}: must be a whole number of bytes from 64 up")
@@ -229,7 +249,7 @@ def agree_on_policy(native, engine: str, device: torch.device, deterministic: bo
 
 
 def _broadcast_policy(native, device, deterministic, policy):
-    """Return rank 0's policy, or its error, on all ranks: one small all-gather, and a broadcast of what is longer."""
+    """Return rank 0's policy or error on all ranks: a small all-gather, a broadcast if needed."""
     sent = b""
     chunk = 0
     if isinstance(policy, CollectivesError):

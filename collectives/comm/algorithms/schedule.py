@@ -1,4 +1,4 @@
-"""Schedules of the ring and direct algorithms: one rank's sends, receives and reductions, in their order.
+"""Schedules of the ring and direct algorithms: one rank's sends, receives and reductions.
 
 Schedules are pure functions of rank, size and counts. A `Schedule` is a list of tasks of two kinds:
 a `Transfer` is a group of sends and receives, a `Reduction` is one kernel. The tasks of each kind
@@ -122,7 +122,10 @@ def schedule(
 
 
 class _ScheduleBuilder:
-    """Builder of one rank's schedule. Scratch slots have the length of a chunk each and are counted by kind."""
+    """Builder of one rank's schedule.
+
+    Scratch slots have the length of a chunk each and are counted by kind.
+    """
 
     def __init__(self, op, rank, size, count, itemsize, chunk, wide, scaled):
         self.op = op
@@ -153,7 +156,10 @@ class _ScheduleBuilder:
         return max(0, min(column[1], self.bounds[shard + 1] - self.bounds[shard] - column[0]))
 
     def array_span(self, where: str, shard: int, column: tuple[int, int]) -> Span:
-        """Return a shard's chunk in an array that holds all shards; "in" is "out" where the operation is in place."""
+        """Return a shard's chunk in an array that holds all shards.
+
+        "in" is "out" where the operation is in place.
+        """
         if self.op == "all_reduce":
             where = "out"
         return Span(where, self.bounds[shard] + column[0], self.chunk_length(shard, column))
@@ -172,7 +178,10 @@ class _ScheduleBuilder:
     # ---- Tasks, with their dependencies across the two kinds.
 
     def find_dependency(self, kind: int, reads, writes) -> int:
-        """Return how many tasks of the other kind must end before a new task; `kind`: 0 a transfer, 1 a reduction."""
+        """Return how many tasks of the other kind must end before a new task.
+
+        `kind`: 0 a transfer, 1 a reduction.
+        """
         other = 1 - kind
         number = self.done[kind] = self.done[kind] + 1
         need = 0
@@ -198,7 +207,7 @@ class _ScheduleBuilder:
             self.tasks.append(Reduction(tuple(sources), out, scaled, final, self.find_dependency(1, sources, (out,))))
 
     def cast_and_scale(self, source: Span, slot: int) -> Span:
-        """Copy this rank's own elements to a slot of the dtype that sums are accumulated in, times its factor."""
+        """Copy own elements to a slot of the accumulation dtype, times this rank's factor."""
         span = self.scratch_span("wide", slot, source.count)
         self.reduce((source,), span, scaled=self.scaled)
         return span
@@ -221,7 +230,7 @@ class _ScheduleBuilder:
                         self.ring_all_gather_step(step, column)
 
     def ring_reduce_scatter(self, columns) -> None:
-        """Pass partial sums around the ring: shard p starts at rank p + 1 and is complete when it arrives at rank p."""
+        """Pass partial sums around the ring: shard p starts at rank p + 1 and is complete at rank p."""
         size, rank = self.size, self.rank
         to, of = (rank + 1) % size, (rank - 1) % size
         partial, own_slots = 0, 2 * DEPTH  # first slots of partial sums (of even, then odd steps), and of own elements
@@ -256,7 +265,10 @@ class _ScheduleBuilder:
         self.transfer([((rank + 1) % size, sent)], [((rank - 1) % size, received)])
 
     def direct(self) -> None:
-        """All-to-all, reduce in rank order, all-gather. The next chunk is transferred while one is reduced."""
+        """All-to-all, reduce in rank order, all-gather.
+
+        The next chunk is transferred while one is reduced.
+        """
         for k, column in enumerate(self.columns):
             self.direct_reduce_scatter(k % 2, column)
             if k and self.op == "all_reduce":

@@ -1,4 +1,4 @@
-"""Tuning: measures the algorithms on a communicator and stores which one is fastest for which size."""
+"""Tuning: measures the algorithms on a communicator and stores the fastest one by size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tune(
     comm, *, ops: Sequence[str] = OPS, sizes: Sequence[int] = _SIZES, algorithms: Sequence[str] = ALGORITHMS,
     dtype: torch.dtype = torch.float32, seconds: float = 0.1, write: bool = True,
 ) -> dict:  # fmt: skip
-    """Measure the algorithms on a communicator, use the result on it from now on, and write it to a file.
+    """Measure the algorithms on a communicator, use the result on it, and write it to a file.
 
     All ranks call it with the same arguments, while nothing else runs. `sizes`: bytes of the larger
     array, from the smallest to the largest, at least 2 of them; `seconds`: for one algorithm of one
@@ -110,7 +110,7 @@ def _check_arguments(comm, ops, sizes, algorithms, dtype, seconds):
 
 
 def _make_call(comm, op: str, nbytes: int, dtype: torch.dtype):
-    """Return a function that makes one call by an algorithm, and the larger array's bytes: a multiple of the ranks."""
+    """Return a function that makes one call by an algorithm, and the larger array's bytes."""
     part = -(-nbytes // (comm.size * dtype.itemsize))
     large = torch.zeros(part * comm.size, dtype=dtype, device=comm.device)
     small = torch.zeros(part, dtype=dtype, device=comm.device)
@@ -123,7 +123,10 @@ def _make_call(comm, op: str, nbytes: int, dtype: torch.dtype):
 
 
 def _measure(comm, call, name: str, seconds: float) -> float:
-    """Return the median time of a call in seconds, on the slowest rank. All ranks make the same number of calls."""
+    """Return the median time of a call in seconds, on the slowest rank.
+
+    All ranks make the same number of calls.
+    """
 
     def max_over_ranks(value: float) -> float:
         shared = torch.tensor([value], dtype=torch.float64, device=comm.device)

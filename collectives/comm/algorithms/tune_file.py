@@ -1,4 +1,4 @@
-"""The tune file: JSON with the measurements of `collectives.tune`, by host, engine, device and number of ranks."""
+"""The tune file: JSON of `collectives.tune`'s results by host, engine, device and ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Choices = tuple[list[int], list[str]]  # upper limits in bytes, and the algorith
 
 
 def tune_file() -> Path:
-    """Return the path of the tune file: COLLECTIVES_TUNE_FILE, or one in the user's cache folder."""
+    """Return the tune file's path: COLLECTIVES_TUNE_FILE, or one in the user's cache folder."""
     named = os.environ.get("COLLECTIVES_TUNE_FILE", "").strip()
     if named:
         return Path(os.path.expanduser(named))  # pathlib's raises where a user has no home, as in some containers
@@ -30,7 +30,10 @@ def tune_file() -> Path:
 
 
 def read_tune_file(path: Path) -> list[dict]:
-    """Return a file's entries, of all hosts; none where there is no file. Raises `InvalidArgument` if it is invalid."""
+    """Return a file's entries, of all hosts; none where there is no file.
+
+    Raises `InvalidArgument` if it is invalid.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -72,13 +75,13 @@ def device_name(device: torch.device) -> str:
 
 
 def file_engine(native, engine: str) -> str:
-    """Return an engine's name in the file: on several nodes it has other times than with as many ranks on one."""
+    """Return an engine's name in the file, which has the number of nodes: times depend on it."""
     nodes = getattr(native, "machine_count", 1)
     return engine if nodes == 1 else f"{engine} on {nodes} machines"
 
 
 def tables_of(entries: list[dict], engine: str, device: torch.device) -> dict[int, dict[str, Choices]]:
-    """Return the choices that were measured with this host, engine and device, by number of ranks and operation."""
+    """Return this host's, engine's and device's choices, by number of ranks and operation."""
     here = node(), engine, device_name(device)
     return {
         entry["ranks"]: {op: (limits, names) for op, (limits, names) in entry["choices"].items()}
@@ -88,7 +91,7 @@ def tables_of(entries: list[dict], engine: str, device: torch.device) -> dict[in
 
 
 def write_entry(path: Path, entry: dict) -> None:
-    """Write an entry to the file in place of the previous one, by a rename, so that readers get either file."""
+    """Replace the previous entry in the file, by a rename, so that readers get either file."""
     key = ("machine", "engine", "device", "ranks")
     entries = [each for each in read_tune_file(path) if any(each[name] != entry[name] for name in key)]
     path.parent.mkdir(parents=True, exist_ok=True)
