@@ -427,10 +427,7 @@ class Communicator:
         return self._point_to_point("recv", array, peer, async_op, stream)
 
     def barrier(self) -> None:
-        """Block until all ranks have called it and all operations before it are done.
-
-        Not inside a group.
-        """
+        """Block until all ranks have come and all earlier operations are done. Not in a group."""
         barrier(self)
 
     def group(self) -> Group:
@@ -457,9 +454,7 @@ class Communicator:
         return None if native is None else self._open_child(native, f"split{self._child_count}/{color}")
 
     def shrink(self, exclude, *, abort: bool = False) -> Communicator:
-        """Make a communicator without the ranks in `exclude`, which don't call it.
-
-        The others all do.
+        """Make a communicator without the ranks in `exclude`; all others call it, and those don't.
 
         `abort`: abort what is in flight first, as it must be where an excluded rank died.
         C: ncclCommShrink (NCCL 2.27).
@@ -546,10 +541,7 @@ class Communicator:
     # ---- Internals.
 
     def _pending_info(self):
-        """Return what the engine, or an algorithm's step, waits for now.
-
-        None where nothing is in progress.
-        """
+        """Return what the engine, or an algorithm's step, waits for now; None for nothing."""
         info = None if self.closed else self._native.pending()
         return self._algorithms.pending() if info is None and self._algorithms is not None else info
 
@@ -596,10 +588,7 @@ class Communicator:
         return torch.cuda.device(self.device)
 
     def _check_fingerprints(self, fingerprints, grouped: bool = False) -> None:
-        """Raise `Mismatch` unless all ranks make the same calls.
-
-        Does nothing without COLLECTIVES_CHECK.
-        """
+        """Raise `Mismatch` unless all ranks make the same calls, with COLLECTIVES_CHECK only."""
         if self._checks_calls and fingerprints:
             with self._device_guard():
                 check_fingerprints(
