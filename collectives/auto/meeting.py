@@ -12,8 +12,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..comm.liveness import Fates
-from ..comm.waiting import Wait
+from ..comm.liveness import RankExits
+from ..comm.waiting import RankWait
 from ..errors import CollectivesError
 from ..rendezvous.process_groups import group_timeout
 from ..torch_compat import default_store, sequence_number
@@ -40,12 +40,12 @@ def all_alike(group, value: dict) -> str:
     store.set(f"{prefix}/{rank}", json.dumps(value))
     seconds = min(_SECONDS, group_timeout(group, torch.device("cpu")) / 2)
     keys = [f"{prefix}/{other}" for other in range(size)]
-    fates = Fates(store, dist.get_process_group_ranks(group))
-    wait = Wait("to the same step", rank, size, seconds, fate=fates.of)
+    fates = RankExits(store, dist.get_process_group_ranks(group))
+    wait = RankWait("to the same step", rank, size, seconds, exit_reason=fates.reason)
     pause, found = 0.001, "all"
     try:
         while not store.check(keys):
-            wait.look(lambda: [other for other in range(size) if not store.check([keys[other]])])
+            wait.check(lambda: [other for other in range(size) if not store.check([keys[other]])])
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
     except CollectivesError as error:

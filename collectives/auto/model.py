@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.engine import get_engine
-from ..comm.liveness import announce
+from ..comm.liveness import publish_process
 from ..ddp.hook import HookState, fused_allreduce
 from .meeting import all_alike
 from .report import say
@@ -58,7 +58,7 @@ class Model:
         self._times = {"plain": [], "ours": []}
         if settings is None or self._group.size() == 1:
             return
-        announce()
+        publish_process()
         reason = _why_not(ddp)
         if reason:
             self.leave_alone(reason)

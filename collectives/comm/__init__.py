@@ -1,3 +1,40 @@
-"""Communicators, and what they are made of: engines, asynchronous work, groups, memory, algorithms, the watchdog."""
+"""Communicators and their parts: engines, async work, groups, memory, algorithms, watchdog."""
 
-__all__ = []
+from .communicator import Communicator
+from .consensus import RankOptions, verify_same_options
+from .engine import Engine, EngineInfo, engines, get_engine, parse_device, resolve_device
+from .liveness import RankExits, describe_exit, has_ended, publish_process, this_process
+from .malloc import allocate_with_mmap, keep_freed_memory
+from .registration import BufferRegistrationCache, Registration
+from .waiting import RankWait, call_with_timeout, first_line, format_ranks, log_while_waiting
+from .watchdog import StatusStore, watch
+from .work import Work
+
+__all__ = [
+    "BufferRegistrationCache",
+    "Communicator",
+    "Engine",
+    "EngineInfo",
+    "RankExits",
+    "RankOptions",
+    "RankWait",
+    "Registration",
+    "StatusStore",
+    "Work",
+    "allocate_with_mmap",
+    "call_with_timeout",
+    "describe_exit",
+    "engines",
+    "first_line",
+    "format_ranks",
+    "get_engine",
+    "has_ended",
+    "keep_freed_memory",
+    "log_while_waiting",
+    "parse_device",
+    "publish_process",
+    "resolve_device",
+    "this_process",
+    "verify_same_options",
+    "watch",
+]

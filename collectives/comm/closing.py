@@ -1,6 +1,7 @@
-"""How a communicator ends: closed by the program, aborted, or ended by the watchdog.
+"""The three ways to end a communicator: `close`, `abort`, the watchdog's `abort_with_error`.
 
-Registered memory, arrays and scratch are released after the last operation that may use them has ended.
+Registered memory, arrays and scratch are released after the last operation that may use them has
+ended.
 """
 
 from __future__ import annotations
@@ -13,82 +14,89 @@ import torch
 from ..cuda_state import is_capturing
 from ..errors import Aborted, CollectivesError, CudaError, InvalidUsage
 from .group import open_groups
-from .lifetime import Gone, kept, opened
+from .lifetime import ClosedHandle, never_freed, open_comms
 from .multinode.comm import NoShortWay
 from .watchdog import unwatch
 
-__all__ = ["abort", "close", "fail", "refuse_in_capture"]
+__all__ = ["abort", "abort_with_error", "close", "refuse_in_capture"]
 
 _ABORT_SECONDS = 1.0  # how long abort() waits for its queue, which fails what is in it at once
 
 
 def close(comm) -> None:
-    """Wait for what is in flight on a communicator, then free it; nothing where it is closed."""
-    if _has_ended(comm):
+    """Wait for the operations in flight on a communicator, then free it.
+
+    Does nothing where it is closed.
+    """
+    if _is_closed(comm):
         return
     group = open_groups.get(get_ident())
-    if group is not None and group.uses(comm):
+    if group is not None and group.has_calls_of(comm):
         raise InvalidUsage("close() inside a group that holds calls of this communicator", rank=comm.rank)
     refuse_in_capture(comm, "close")
-    comm._lane.drain(None)
+    comm._queue.drain(None)
     if not comm._on_host:
-        with comm._guard():  # blocking calls are on torch's streams, and may hang: the watchdog still looks
+        with comm._device_guard():  # blocking calls are on torch's streams, and may hang: the watchdog still polls
             _synchronize(comm, comm.abort)
-    native, comm._native = comm._native, Gone("the communicator is closed", comm.rank)
-    if type(native) is Gone:
+    native, comm._native = comm._native, ClosedHandle("the communicator is closed", comm.rank)
+    if type(native) is ClosedHandle:
         comm._native = native
-        _has_ended(comm)
+        _is_closed(comm)
         return
-    short, comm._short = comm._short, NoShortWay()
+    fast_path, comm._fast_path = comm._fast_path, NoShortWay()
     try:
         native.wait_for_calls()  # of other threads
-    except BaseException:  # a signal handler's, on top of a call
-        comm._native, comm._short = native, short
+    except BaseException:  # a signal handler's, which interrupted a call
+        comm._native, comm._fast_path = native, fast_path
         raise
-    opened.pop(id(comm), None)
+    open_comms.pop(id(comm), None)
     unwatch(comm)
-    with comm._guard():
+    with comm._device_guard():
         if not comm._on_host:
             _synchronize(comm, native.abort)  # what other threads have issued meanwhile
-        comm._lane.close()
+        comm._queue.close()
         _free(comm, native)
 
 
 def abort(comm) -> None:
-    """End everything in flight on a communicator, from any thread, and close it."""
+    """Abort the operations in flight on a communicator, from any thread, and close it."""
     if not comm.closed:
-        comm._lane.give_up(Aborted("abort() closed the communicator during the operation", rank=comm.rank))
-    native, comm._native = comm._native, Gone("the communicator was aborted", comm.rank)
-    if type(native) is Gone:
+        comm._queue.set_abort_error(Aborted("abort() closed the communicator during the operation", rank=comm.rank))
+    native, comm._native = comm._native, ClosedHandle("the communicator was aborted", comm.rank)
+    if type(native) is ClosedHandle:
         comm._native = native
-        native.seen = True
+        native.reported = True
         return
-    _leave(comm)
-    with comm._guard():
+    _unregister(comm)
+    with comm._device_guard():
         native.abort()
-    # Bounded, since abort() may run in a signal handler on top of a call that only then can end.
-    if comm._lane.quiet(_ABORT_SECONDS):
-        comm._lane.close()
-        comm._registered.clear()
+    # Bounded, since abort() may run in a signal handler that interrupted a call which only then can
+    # end.
+    if comm._queue.drain_all(_ABORT_SECONDS):
+        comm._queue.close()
+        comm._registrations.clear()
     else:
-        kept.append((comm._lane, comm._registered))
+        never_freed.append((comm._queue, comm._registrations))
 
 
-def fail(comm, error: CollectivesError) -> None:
-    """End a communicator because of an error that the watchdog found; the program's next calls raise it."""
-    native, comm._native = comm._native, Gone(error.message, comm.rank, error=error)
-    if type(native) is Gone:
+def abort_with_error(comm, error: CollectivesError) -> None:
+    """Abort a communicator because of an error that the watchdog found.
+
+    The program's next calls raise it.
+    """
+    native, comm._native = comm._native, ClosedHandle(error.message, comm.rank, error=error)
+    if type(native) is ClosedHandle:
         comm._native = native
         return
-    _leave(comm)
-    comm._lane.fail(error, native.abort)
-    kept.append((comm._lane, comm._registered))  # a thread of the program's may be inside
+    _unregister(comm)
+    comm._queue.abort_with_error(error, native.abort)
+    never_freed.append((comm._queue, comm._registrations))  # a thread of the program's may be inside the engine
 
 
 def refuse_in_capture(comm, name: str) -> None:
     """Raise `InvalidUsage` where a CUDA graph is being captured on the current stream."""
     if not comm._on_host:
-        with comm._guard():
+        with comm._device_guard():
             if is_capturing(None):
                 raise InvalidUsage(
                     f"{name}() waits for the GPU, which can't be done while a CUDA graph is captured",
@@ -96,17 +104,20 @@ def refuse_in_capture(comm, name: str) -> None:
                 )  # fmt: skip
 
 
-def _leave(comm) -> None:
-    opened.pop(id(comm), None)
+def _unregister(comm) -> None:
+    open_comms.pop(id(comm), None)
     unwatch(comm)
     if comm._algorithms is not None:
         comm._algorithms.abort()
 
 
-def _has_ended(comm) -> bool:
-    """Tell whether a communicator was closed before; raise the error that has ended it, if no call has yet."""
-    if comm.closed and comm._native.error is not None and not comm._native.seen:
-        comm._native.refuse("close")
+def _is_closed(comm) -> bool:
+    """Return whether a communicator is closed.
+
+    Raise the watchdog's error if no call has raised it yet.
+    """
+    if comm.closed and comm._native.error is not None and not comm._native.reported:
+        comm._native.raise_closed("close")
     return comm.closed
 
 
@@ -119,16 +130,19 @@ def _synchronize(comm, abort) -> None:
 
 
 def _free(comm, native) -> None:
-    """Free what the engine has, in reverse; the first error is raised when all has had its turn."""
-    steps = [partial(native.deregister, registration.handle) for registration in comm._registered]
+    """Free the engine's resources in reverse order.
+
+    Raise the first error after all of them were freed.
+    """
+    steps = [partial(native.deregister, registration.handle) for registration in comm._registrations]
     if comm._algorithms is not None:
         steps.append(comm._algorithms.close)
-    failed = None
+    first_error = None
     for step in (*steps, native.destroy):
         try:
             step()
         except CollectivesError as error:
-            failed = failed or error
-    comm._registered.clear()
-    if failed is not None:
-        raise failed
+            first_error = first_error or error
+    comm._registrations.clear()
+    if first_error is not None:
+        raise first_error

@@ -1,4 +1,7 @@
-"""Whether all ranks were given the same: compared at its first use, since ranks that differ wait for ever."""
+"""Checks that all ranks have the same options.
+
+Ranks with different options would wait for each other for ever.
+"""
 
 from __future__ import annotations
 
@@ -9,54 +12,57 @@ import torch
 
 from ..errors import InvalidUsage
 
-__all__ = ["Given", "agree_on_options"]
+__all__ = ["RankOptions", "verify_same_options"]
 
 
-def agree_on_options(comm, options: dict) -> None:
-    """Compare the ranks' options, values by their repr; raise `InvalidUsage` on all of them where they differ.
+def verify_same_options(comm, options: dict) -> None:
+    """Raise `InvalidUsage` on all ranks unless their options are the same, compared by repr.
 
-    A collective that blocks, on CUDA too: an all-reduce of 24 bytes, and where they differ an all-gather.
+    A collective that blocks, on CUDA too: an all-reduce of 24 bytes, and where the options differ
+    an all-gather.
     """
-    Given(options).compare(
+    RankOptions(options).verify_same(
         comm, "the ranks' HookStates differ",
         "give all ranks the same arguments, and the same COLLECTIVES_* variables",
     )  # fmt: skip
 
 
-class Given:
-    """What a rank was given, values by their repr, to be compared with the others'."""
+class RankOptions:
+    """This rank's options, values by their repr, and their digest: a number below 2**56."""
 
     def __init__(self, options: dict):
         self._text = json.dumps({name: repr(value)[:60] for name, value in options.items()}).encode()
         self.digest = int.from_bytes(hashlib.sha256(self._text).digest()[:7], "big")
 
-    def compare(self, comm, what: str, cure: str, error: type = InvalidUsage) -> None:
-        """Raise an `error` on all ranks, with `what` differs and the `cure`, unless they have the same.
+    def verify_same(self, comm, what: str, cure: str, error: type = InvalidUsage) -> None:
+        """Raise an `error` on all ranks unless all ranks of `comm` have the same options.
 
-        A collective that blocks, on CUDA too: an all-reduce of 24 bytes, and where they differ an all-gather.
+        `what`: the message's beginning, "... differ"; `cure`: its end, what to do. A collective
+        that blocks, on CUDA too: an all-reduce of 24 bytes, and where the options differ an
+        all-gather.
         """
         if comm.size == 1:
             return
-        ends = torch.tensor([self.digest, -self.digest, len(self._text)], dtype=torch.int64).to(comm.device)
-        comm.all_reduce(ends, "max", algorithm="native")
-        most, least, longest = ends.tolist()
+        bounds = torch.tensor([self.digest, -self.digest, len(self._text)], dtype=torch.int64).to(comm.device)
+        comm.all_reduce(bounds, "max", algorithm="native")
+        most, least, longest = bounds.tolist()
         if most == -least:
             return
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(self._text)] = torch.frombuffer(bytearray(self._text), dtype=torch.uint8)
-        everyones = torch.empty(comm.size * longest, dtype=torch.uint8, device=comm.device)
-        comm.all_gather(everyones, mine.to(comm.device), algorithm="native")
-        texts = [bytes(row.tolist()).rstrip(b"\0") for row in everyones.cpu().split(longest)]
-        told = [json.loads(each) for each in texts]
+        own_text = torch.zeros(longest, dtype=torch.uint8)
+        own_text[: len(self._text)] = torch.frombuffer(bytearray(self._text), dtype=torch.uint8)
+        gathered = torch.empty(comm.size * longest, dtype=torch.uint8, device=comm.device)
+        comm.all_gather(gathered, own_text.to(comm.device), algorithm="native")
+        texts = [bytes(row.tolist()).rstrip(b"\0") for row in gathered.cpu().split(longest)]
+        per_rank = [json.loads(text) for text in texts]
         differing = []
-        for name in dict.fromkeys(name for each in told for name in each):
-            ranks: dict[str, list[int]] = {}
-            for rank, each in enumerate(told):
-                ranks.setdefault(each.get(name, "unknown"), []).append(rank)
-            if len(ranks) > 1:
-                found = [f"{value} on rank {', '.join(map(str, who[:8]))}" for value, who in ranks.items()]
-                differing.append(f"{name}: {'; '.join(found)}")
+        for name in dict.fromkeys(name for options in per_rank for name in options):
+            ranks_by_value: dict[str, list[int]] = {}
+            for rank, options in enumerate(per_rank):
+                ranks_by_value.setdefault(options.get(name, "unknown"), []).append(rank)
+            if len(ranks_by_value) > 1:
+                values = [f"{v} on rank {', '.join(map(str, ranks[:8]))}" for v, ranks in ranks_by_value.items()]
+                differing.append(f"{name}: {'; '.join(values)}")
         raise error(
             f"{what} ({' | '.join(differing)}): {cure}",
-            rank=comm.rank, peers=[rank for rank, each in enumerate(texts) if each != self._text],
+            rank=comm.rank, peers=[rank for rank, text in enumerate(texts) if text != self._text],
         )  # fmt: skip

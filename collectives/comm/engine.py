@@ -1,8 +1,9 @@
-"""The engines: NCCL on GPUs ("nccl") and this project's own shared-memory engine on host memory ("host").
+"""The engines: NCCL on GPUs ("nccl"), this project's shared-memory engine on CPUs ("host").
 
-An engine is a library that exports NCCL's C API, loaded by its absolute path into a table of its own, and the kind of
-device whose memory it takes. Variables: COLLECTIVES_ENGINE names the engine to use where the caller names none;
-COLLECTIVES_NCCL_LIBRARY and COLLECTIVES_HOST_LIBRARY give a library's path, and then no other one is tried.
+An engine is a library that exports NCCL's C API, loaded by its absolute path into a table of its
+own, and the type of device whose memory it takes. Variables: COLLECTIVES_ENGINE names the engine to
+use where the caller names none; COLLECTIVES_NCCL_LIBRARY and COLLECTIVES_HOST_LIBRARY are a
+library's path, and then no other library is tried.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .. import _nccl
 from ..errors import EngineUnavailable, InvalidArgument
 from ..kernels.execution import library_path
 
-__all__ = ["Engine", "EngineInfo", "device_of", "engines", "get_engine", "parse_device"]
+__all__ = ["Engine", "EngineInfo", "engines", "get_engine", "parse_device", "resolve_device"]
 
 _DEVICE_TYPES = {"nccl": "cuda", "host": "cpu"}
 _OVERRIDES = {"nccl": "COLLECTIVES_NCCL_LIBRARY", "host": "COLLECTIVES_HOST_LIBRARY"}
@@ -38,8 +39,11 @@ _SYSTEM_FOLDERS = (
 
 
 class EngineInfo(NamedTuple):
-    """What is known of an engine: ``version`` such as "2.32.3" and ``path`` are None where no library could be loaded;
-    ``reason`` says why it isn't available, and is empty where it is."""
+    """Availability of an engine.
+
+    ``version`` (such as "2.32.3") and ``path`` are None where no library could be loaded;
+    ``reason`` says why the engine isn't available, and is empty where it is.
+    """
 
     name: str
     available: bool
@@ -50,10 +54,11 @@ class EngineInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
-    """A loaded library and the kind of device it works on.
+    """A loaded library and the type of device that it works on.
 
-    ``name``: "nccl" or "host"; ``device_type``: "cuda" or "cpu"; ``version``: NCCL's version that the library follows,
-    such as "2.32.3" (``library.version`` is the same as NCCL's number, 23203); ``path``: the library's absolute path.
+    ``name``: "nccl" or "host"; ``device_type``: "cuda" or "cpu"; ``version``: NCCL's version that
+    the library follows, such as "2.32.3" (``library.version`` is the same as NCCL's number, 23203);
+    ``path``: the library's absolute path.
     """
 
     name: str
@@ -68,7 +73,10 @@ _lock = threading.Lock()
 
 
 def engines() -> list[EngineInfo]:
-    """List the engines, loading each one's library where it can be found. Doesn't raise where one can't be used."""
+    """List the engines, loading each one's library where it can be found.
+
+    Doesn't raise where one can't be used.
+    """
     found = []
     for name in _DEVICE_TYPES:
         try:
@@ -76,18 +84,19 @@ def engines() -> list[EngineInfo]:
         except EngineUnavailable as error:
             found.append(EngineInfo(name, False, None, None, error.message))
             continue
-        reason = _device_missing(name)
+        reason = _missing_device_reason(name)
         found.append(EngineInfo(name, not reason, _version_text(library.version), library.path, reason))
     return found
 
 
 def get_engine(name: str | None = None, device_type: str | None = None) -> Engine:
-    """Load an engine, or give the one that is loaded already.
+    """Load an engine, or return the one that is loaded already.
 
-    ``name``: "nccl", "host", or None: the one of COLLECTIVES_ENGINE, else the one for ``device_type`` ("cuda" or
-    "cpu"), else "nccl" where CUDA has a device and NCCL's library loads, else "host". Raises ``EngineUnavailable`` with
-    the paths that were tried or the device that is missing, ``InvalidArgument`` for a name that isn't there or an
-    engine that doesn't work on this type of device.
+    ``name``: "nccl", "host", or None: the one of COLLECTIVES_ENGINE, else the one for
+    ``device_type`` ("cuda" or "cpu"), else "nccl" where CUDA has a device and NCCL's library loads,
+    else "host". Raises ``EngineUnavailable`` with the paths that were tried or the device that is
+    missing, ``InvalidArgument`` for an unknown name or an engine that doesn't work on this type of
+    device.
     """
     if device_type is not None and device_type not in _DEVICE_TYPES.values():
         raise InvalidArgument(f"no engine works on device type {device_type!r}; there are 'cuda' and 'cpu'")
@@ -102,7 +111,7 @@ def get_engine(name: str | None = None, device_type: str | None = None) -> Engin
     if device_type not in (None, _DEVICE_TYPES[chosen]):
         raise InvalidArgument(f"{source} works on device type {_DEVICE_TYPES[chosen]!r}, not on {device_type!r}")
     library = _load(chosen)
-    reason = _device_missing(chosen)
+    reason = _missing_device_reason(chosen)
     if reason:
         raise EngineUnavailable(f"engine {chosen!r} can't be used: {reason} ({library.path} was loaded)")
     return Engine(chosen, _DEVICE_TYPES[chosen], _version_text(library.version), library.path, library)
@@ -112,7 +121,7 @@ def _default_name() -> str:
     if not torch.cuda.is_available():
         return "host"
     if os.environ.get(_OVERRIDES["nccl"], "").strip():
-        return "nccl"  # somebody asks for that very library: if it can't be loaded, get_engine says so
+        return "nccl"  # the user asks for that library: if it can't be loaded, get_engine raises
     try:
         _load("nccl")
     except EngineUnavailable as error:
@@ -125,7 +134,7 @@ def _default_name() -> str:
     return "nccl"
 
 
-def _device_missing(name: str) -> str:
+def _missing_device_reason(name: str) -> str:
     if name == "nccl" and not torch.cuda.is_available():
         build = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
         return f"no CUDA device is there for torch ({build if torch.version.cuda else 'its build has no CUDA'})"
@@ -133,21 +142,24 @@ def _device_missing(name: str) -> str:
 
 
 def _version_text(code: int) -> str:
-    """NCCL's number as text: 23203 is 2.32.3, and before 2.9 2708 was 2.7.8."""
+    """Return NCCL's version number as text: 23203 is 2.32.3, and before 2.9 2708 was 2.7.8."""
     major, rest = divmod(code, 10000 if code >= 10000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def parse_device(device) -> torch.device:
-    """Give a torch device, or raise `InvalidArgument`."""
+    """Return a torch device, or raise `InvalidArgument`."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidArgument(f"device {device!r} is none that torch knows: {str(error).splitlines()[0]}") from error
 
 
-def device_of(engine: Engine, device) -> torch.device:
-    """Give the device in full, or raise `InvalidArgument` where the engine doesn't work on it."""
+def resolve_device(engine: Engine, device) -> torch.device:
+    """Return a device with its index.
+
+    Raises `InvalidArgument` where the engine doesn't work on it.
+    """
     device = parse_device(device)
     if device.type != engine.device_type:
         raise InvalidArgument(f"engine {engine.name!r} works on {engine.device_type}, not on {device}")
@@ -169,7 +181,7 @@ def _load(name: str) -> _nccl.Library:
 
 
 def _open(name: str, override: str | None) -> _nccl.Library:
-    """Open the first library of the candidates that is there and loads."""
+    """Open the first of the candidate libraries that exists and loads."""
     if override is not None:
         candidates = [os.path.abspath(override)]
     else:
@@ -204,7 +216,7 @@ def _open(name: str, override: str | None) -> _nccl.Library:
 
 
 def _nccl_candidates() -> list[str]:
-    """Absolute paths where NCCL may lie: its wheel, torch's folder, what is loaded already, the system's folders."""
+    """Return paths where NCCL may be: its wheel, torch's, loaded ones, the system's folders."""
     folders = []
     wheel = importlib.util.find_spec("nvidia") if "nvidia" not in sys.modules else sys.modules["nvidia"].__spec__
     for root in (wheel.submodule_search_locations or ()) if wheel is not None else ():
@@ -220,7 +232,7 @@ def _nccl_candidates() -> list[str]:
 
 
 def _mapped_nccl() -> list[str]:
-    """NCCL libraries that something in this process has loaded already, most likely torch."""
+    """Return the NCCL libraries that this process has loaded already, most likely through torch."""
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         names = [line.split(maxsplit=5)[5].strip() for line in file if "/libnccl.so" in line]
     return [name for name in dict.fromkeys(names) if os.path.exists(name)]

@@ -1,7 +1,8 @@
-"""The check that all ranks make the same call, for an engine that has none itself (NCCL with ``COLLECTIVES_CHECK=1``).
+"""Fingerprints of calls, which the ranks compare with ``COLLECTIVES_CHECK=1`` on NCCL.
 
-The ranks exchange a row of numbers for each call before it is issued. That costs a small all-gather and a copy to the
-host for each call, so it is for finding a fault, not for production.
+NCCL itself doesn't check that all ranks make the same call. With the variable set the ranks
+exchange a fingerprint, a row of numbers, of each call before it is issued. That costs a small
+all-gather and a copy to the host for each call, so it is for finding a fault, not for production.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from .._nccl import DTYPES, OPS
 from ..arrays import dtype_name
 from ..errors import Mismatch
 from .algorithms.schedule import ALGORITHMS
-from .algorithms.schedule import OPS as OPS_BY
+from .algorithms.schedule import OPS as ALGORITHM_OPS
 
-__all__ = ["KINDS", "PREMUL", "agree", "compare", "describe", "row"]
+__all__ = ["KINDS", "PREMUL", "check", "compare", "describe", "fingerprint_of"]
 
 KINDS = (
     "group",
@@ -29,57 +30,67 @@ KINDS = (
     "scatter",
     "barrier",
     "message",
-    *(f"{op} by {algorithm}" for op in OPS_BY for algorithm in ALGORITHMS[1:]),
+    *(f"{op} by {algorithm}" for op in ALGORITHM_OPS for algorithm in ALGORITHMS[1:]),
 )
-PREMUL = len(OPS)  # each rank may have its own scalar, so only that it is one is compared
+PREMUL = len(OPS)  # each rank may have its own scalar, so only the kind of the operation is compared
 _OP_NAMES = {**{code: name for name, code in OPS.items()}, PREMUL: "premultiplied sum"}
 _NONE = -1
 
 
-def row(kind: str, *, dtype: int = _NONE, count: int = _NONE, op: int = _NONE, root: int = _NONE) -> tuple[int, ...]:
-    """Describe one call in numbers."""
+def fingerprint_of(
+    kind: str, *, dtype: int = _NONE, count: int = _NONE, op: int = _NONE, root: int = _NONE
+) -> tuple[int, ...]:
+    """Return a call's fingerprint: (index in KINDS, dtype, count, op, root), -1 for none."""
     return KINDS.index(kind), dtype, count, op, root
 
 
-def agree(native, rows: list[tuple[int, ...]], *, device: torch.device, stream: int, grouped: bool = False) -> None:
-    """Raise `Mismatch` on every rank unless all give the same rows; blocks until all have come.
+def check(
+    native, fingerprints: list[tuple[int, ...]], *, device: torch.device, stream: int, grouped: bool = False
+) -> None:
+    """Raise `Mismatch` on every rank unless all ranks have the same fingerprints.
 
-    In a group the number of its calls is compared first, since the rows of unlike groups can't be exchanged.
+    Blocks until all have come.
+
+    In a group the number of its calls is compared first, since fingerprints of different lengths
+    can't be gathered.
     """
     if grouped:
-        _compare(native, [row("group", count=len(rows))], device, stream)
-    if rows:
-        _compare(native, rows, device, stream)
+        _gather_and_compare(native, [fingerprint_of("group", count=len(fingerprints))], device, stream)
+    if fingerprints:
+        _gather_and_compare(native, fingerprints, device, stream)
 
 
-def _compare(native, rows, device, stream):
-    mine = torch.tensor(rows, dtype=torch.int64, device=device)
-    everyone = torch.empty((native.size, *mine.shape), dtype=torch.int64, device=device)
-    native.all_gather(mine.data_ptr(), everyone.data_ptr(), mine.numel(), DTYPES["int64"], stream)
-    compare(everyone.tolist(), native.rank)
+def _gather_and_compare(native, fingerprints, device, stream):
+    own = torch.tensor(fingerprints, dtype=torch.int64, device=device)
+    gathered = torch.empty((native.size, *own.shape), dtype=torch.int64, device=device)
+    native.all_gather(own.data_ptr(), gathered.data_ptr(), own.numel(), DTYPES["int64"], stream)
+    compare(gathered.tolist(), native.rank)
 
 
 def compare(table: list[list], own: int, ranks=None) -> None:
-    """Raise `Mismatch` unless all ranks' rows are the same; `table`: every rank's rows, `own`: who asks; `ranks`: whose
-    rows they are, if they aren't all ranks' in order."""
+    """Raise `Mismatch` unless all ranks' fingerprints are the same.
+
+    `table`: a list of fingerprints for each rank; `own`: this rank's index in it; `ranks`: the rank
+    of each entry, None: all ranks in order.
+    """
     if all(theirs == table[0] for theirs in table):
         return
-    unlike = next(i for i in range(len(table[0])) if any(theirs[i] != table[0][i] for theirs in table))
+    first = next(i for i in range(len(table[0])) if any(theirs[i] != table[0][i] for theirs in table))
     ranks = range(len(table)) if ranks is None else ranks
-    lines = [f"  rank {rank}: {describe(theirs[unlike])}" for rank, theirs in zip(ranks, table, strict=True)]
-    which = f" (call {unlike} of the group)" if len(table[0]) > 1 else ""
-    mine = table[own][unlike]
+    lines = [f"  rank {rank}: {describe(theirs[first])}" for rank, theirs in zip(ranks, table, strict=True)]
+    which = f" (call {first} of the group)" if len(table[0]) > 1 else ""
+    mine = table[own][first]
     raise Mismatch(
         f"the ranks did not make the same call{which}:\n" + "\n".join(lines),
         op=KINDS[mine[0]],
         rank=ranks[own],
-        peers=[rank for rank, theirs in zip(ranks, table, strict=True) if theirs[unlike] != mine],
+        peers=[rank for rank, theirs in zip(ranks, table, strict=True) if theirs[first] != mine],
     )
 
 
-def describe(numbers) -> str:
-    """Give the words for a row of numbers."""
-    kind, dtype, count, op, root = numbers
+def describe(fingerprint) -> str:
+    """Return a fingerprint in words."""
+    kind, dtype, count, op, root = fingerprint
     if KINDS[kind] == "group":
         return f"a group of {count} collectives"
     words = [KINDS[kind]]

@@ -1,4 +1,4 @@
-"""The communicators that are open in this process: what a fork, and the end of the interpreter, mean for them."""
+"""Registry of the process's open communicators; handles forks and the interpreter's exit."""
 
 from __future__ import annotations
 
@@ -10,62 +10,71 @@ from ..errors import CollectivesError, InvalidUsage
 from .group import open_groups
 from .multinode.comm import HostsComm
 
-__all__ = ["Gone", "kept", "opened"]
+__all__ = ["ClosedHandle", "never_freed", "open_comms"]
 
 _EXIT_SECONDS = 5.0  # how long the interpreter's exit may wait for operations in flight
 
 
-class Gone:
-    """Stand in the place of a binding object that can't be used any more; `error`: what has ended it beside a call."""
+class ClosedHandle:
+    """Stand-in for the binding object of a communicator that is closed, aborted or forked.
 
-    def __init__(self, why: str, rank: int, forked: bool = False, error: CollectivesError | None = None):
-        self.why = why
+    Every call on it raises.
+
+    `error`: with which the watchdog has ended the communicator, or None.
+    """
+
+    def __init__(self, reason: str, rank: int, forked: bool = False, error: CollectivesError | None = None):
+        self.reason = reason
         self.rank = rank
         self.forked = forked
         self.error = error
-        self.seen = False  # the error was raised
+        self.reported = False  # the error was raised
 
     def __getattr__(self, name):
-        self.refuse(name)
+        self.raise_closed(name)
 
-    def refuse(self, name: str):
-        """Raise what a call gets now."""
+    def raise_closed(self, name: str):
+        """Raise the error of a call on the communicator: the watchdog's, else `InvalidUsage`."""
         if self.error is not None:
-            self.seen = True
+            self.reported = True
             raise self.error
-        raise InvalidUsage(self.why, op=name, rank=self.rank)
+        raise InvalidUsage(self.reason, op=name, rank=self.rank)
 
 
-# By id, in the order of opening. They stay alive until close(), abort() or the interpreter's end, since an engine's
-# threads may still be using the arrays of one that nobody holds any more.
-opened: dict = {}
-# What must never be freed in this process: a parent's objects in a forked child, and what an aborted queue still uses.
-kept: list = []
+# By id, in the order of opening. They stay alive until close(), abort() or the interpreter's end,
+# since an engine's threads may still use the arrays of a communicator that the program has dropped.
+open_comms: dict = {}
+# Objects that must never be freed in this process: the parent's in a forked child, and what an
+# aborted queue still uses.
+never_freed: list = []
 
 
 def _after_fork() -> None:
     open_groups.clear()
-    for comm in list(opened.values()):
-        kept.append((comm._native, comm._registered, comm._algorithms))
+    for comm in list(open_comms.values()):
+        never_freed.append((comm._native, comm._registrations, comm._algorithms))
         if isinstance(comm._native, HostsComm):
             comm._native.forget()
         comm._algorithms = None
-        why = (
+        reason = (
             "the communicator was opened in the parent process and can't be used in a forked child: open it in the "
             "children alone, close() it before the fork, or start them by the spawn method"
         )
-        comm._native = Gone(why, comm.rank, forked=True)
-        comm._registered = set()
-        kept.append(comm._lane.leave(comm._native))
-    opened.clear()
+        comm._native = ClosedHandle(reason, comm.rank, forked=True)
+        comm._registrations = set()
+        never_freed.append(comm._queue.reset_after_fork(comm._native))
+    open_comms.clear()
 
 
 def _at_exit() -> None:
-    """Close what is open. What is still in flight gets a few seconds, then it is aborted: peers may be gone."""
-    for comm in list(opened.values()):
+    """Close the open communicators.
+
+    Operations in flight get a few seconds, then abort: their peers may have ended.
+    """
+    for comm in list(open_comms.values()):
         try:
             # NCCL's destroy may wait for peers, its abort doesn't.
-            if comm._lane.quiet(_EXIT_SECONDS) and comm._on_host and comm._native.pending() is None:
+            if comm._queue.drain_all(_EXIT_SECONDS) and comm._on_host and comm._native.pending() is None:
                 comm.close()
             else:
                 comm.abort()

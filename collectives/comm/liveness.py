@@ -1,8 +1,9 @@
-"""Which process a rank is, and whether it has ended: what a rank that waits for another one can find out.
+"""Liveness of ranks: the process of each rank, and whether it has ended.
 
-A process is named by its machine, its pid namespace, its number and its start time. A rank announces itself in
-torch.distributed's store as soon as it has to do with this package, long before the others wait for it. Whether a
-process of the same machine lives, the kernel says; one that ends by an exception leaves a note in the store.
+A process is identified by its node, its pid namespace, its pid and its start time. A rank publishes
+its process in torch.distributed's store at its first use of this package, long before other ranks
+wait for it. The kernel tells whether a process of the same node lives; a process that ends by an
+exception writes its error to the store.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from ..launcher import start_time
 from ..torch_compat import default_store
 from .multinode.topology import this_machine
 
-__all__ = ["Fates", "announce", "described", "has_ended", "this_process"]
+__all__ = ["RankExits", "describe_exit", "has_ended", "publish_process", "this_process"]
 
 _PREFIX = "collectives/process"
 _PROBE_S = 0.5
-_MOST_TEXT = 500
+_MAX_TEXT = 500
 
-_announced: list = []  # (weak reference to the store, key, pid): of the last process group
+_published: list = []  # (weak reference to the store, key, pid) of the last process group
 
 
 @functools.cache
@@ -41,15 +42,15 @@ def _identity(pid: int, machine: str) -> str:
 
 
 def this_process() -> str:
-    """Name this process, for `has_ended` in another one."""
+    """Return this process's identity, for `has_ended` in another process."""
     host, boot_id, _ = this_machine()
     return _identity(os.getpid(), boot_id or host)
 
 
 def has_ended(process: str) -> bool:
-    """Tell whether a process, as `this_process` names it there, has ended. False also where that can't be known here.
+    """Return whether a process has ended; False also where this process can't know.
 
-    A zombie has ended: nothing of it will come any more.
+    `process`: its identity, which its own `this_process` has returned. A zombie has ended.
     """
     words, own = process.split("|"), this_process().split("|")
     if len(words) != 4 or words[:2] != own[:2] or not words[1] or not (words[2] + words[3]).isdigit():
@@ -64,51 +65,60 @@ def has_ended(process: str) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b") ")[2].split()
-    except FileNotFoundError:  # it ended just now, or /proc is hidden: the next look will tell
+    except FileNotFoundError:  # it ended just now, or /proc is hidden: the next call will tell
         return False
     except OSError:
         return False
     return fields[0] in (b"Z", b"X") or (started > 0 and int(fields[19]) != started)
 
 
-def announce() -> None:
-    """Put this process's name into the store of torch.distributed's default group, once; without a group: nothing."""
+def publish_process() -> None:
+    """Publish this process's identity in the store of torch.distributed's default group, once.
+
+    Does nothing without a default group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return
     store = default_store()
-    if _announced and _announced[0]() is store and _announced[2] == os.getpid():
+    if _published and _published[0]() is store and _published[2] == os.getpid():
         return
     key = f"{_PREFIX}/{dist.get_rank()}"
-    # A store that is gone is reported by the first wait that needs it.
+    # A store that is closed is reported by the first wait that needs it.
     with contextlib.suppress(RuntimeError):
         store.set(key, this_process())
-        _announced[:] = weakref.ref(store), key, os.getpid()
+        _published[:] = weakref.ref(store), key, os.getpid()
 
 
-class Fates:
-    """How ranks of a group that have announced themselves ended; `ranks`: their numbers in the default group."""
+class RankExits:
+    """How ranks of a group that have published their processes ended.
+
+    `ranks`: their ranks in the default group.
+    """
 
     def __init__(self, store: dist.Store, ranks: Iterable[int]):
         self._store = store
-        self._numbers = list(ranks)
-        self._known: dict[int, str] = {}
+        self._global_ranks = list(ranks)
+        self._processes: dict[int, str] = {}
 
-    def of(self, rank: int) -> str:
-        """Say how a rank of the group has ended; "" while it lives, or where that can't be known here."""
-        key = f"{_PREFIX}/{self._numbers[rank]}"
+    def reason(self, rank: int) -> str:
+        """Return how a rank of the group has ended.
+
+        "" while it lives, or where this process can't know.
+        """
+        key = f"{_PREFIX}/{self._global_ranks[rank]}"
         if self._store.check([f"{key}/ended"]):
             return self._store.get(f"{key}/ended").decode("utf-8", "replace")
-        if rank not in self._known and self._store.check([key]):
-            self._known[rank] = self._store.get(key).decode("utf-8", "replace")
-        return described(self._known[rank]) if has_ended(self._known.get(rank, "")) else ""
+        if rank not in self._processes and self._store.check([key]):
+            self._processes[rank] = self._store.get(key).decode("utf-8", "replace")
+        return describe_exit(self._processes[rank]) if has_ended(self._processes.get(rank, "")) else ""
 
-    def without_store(self) -> dict[int, str]:
-        """Say it of those ranks whose processes were known before the store was gone."""
-        return {rank: described(process) for rank, process in self._known.items() if has_ended(process)}
+    def reasons_without_store(self) -> dict[int, str]:
+        """Return the reasons of the ranks whose processes were read before the store was closed."""
+        return {rank: describe_exit(process) for rank, process in self._processes.items() if has_ended(process)}
 
 
-def described(process: str) -> str:
-    """Say that a process has ended."""
+def describe_exit(process: str) -> str:
+    """Return the text that a process has ended."""
     return f"its process {process.split('|')[2]} has ended"
 
 
@@ -116,20 +126,20 @@ def described(process: str) -> str:
 
 
 def _at_exit() -> None:
-    """Leave a note where an exception ends this process: ranks on other machines can't see that it has."""
+    """Publish the exception that ends this process: ranks on other nodes can't observe its end."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # Python 3.12, and before
-    if error is None or not _announced or _announced[2] != os.getpid():
+    if error is None or not _published or _published[2] != os.getpid():
         return
-    store, key = _announced[0](), _announced[1]
-    if store is None or not _answers(store):
+    store, key = _published[0](), _published[1]
+    if store is None or not _is_reachable(store):
         return
-    text = f"it ended with {type(error).__name__}: {error}"[:_MOST_TEXT]
+    text = f"it ended with {type(error).__name__}: {error}"[:_MAX_TEXT]
     with contextlib.suppress(RuntimeError):
         store.set(f"{key}/ended", text)
 
 
-def _answers(store: dist.Store) -> bool:
-    """Tell whether a TCP store's server is there: for one that isn't, torch writes a stack to stderr."""
+def _is_reachable(store: dist.Store) -> bool:
+    """Return whether a TCP store's server runs: if it doesn't, torch writes a stack to stderr."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):

@@ -1,4 +1,4 @@
-"""A wait for other ranks, whatever for: it ends in time, notices ranks that have ended, and says who is missing."""
+"""Waits for other ranks: time limits, errors for ended ranks, and log lines that name them."""
 
 from __future__ import annotations
 
@@ -11,118 +11,127 @@ from typing import TypeVar
 
 from ..errors import CollectivesError, CollectiveTimeout, RemoteError
 
-__all__ = ["SAY_AFTER_S", "Wait", "call_with_limit", "first_line", "name_ranks", "said"]
+__all__ = ["LOG_AFTER_S", "RankWait", "call_with_timeout", "first_line", "format_ranks", "log_while_waiting"]
 
-SAY_AFTER_S = 5.0  # after it, and then each time that a wait has become twice as long, a line goes to the log
-_LOOK_S = 0.2  # how often ranks that are missing are looked for; seldomer where that takes long
-_MOST_LOOKED_AT = 256  # ranks at once
+LOG_AFTER_S = 5.0  # a wait is logged after it, and again each time that the wait has become twice as long
+_CHECK_S = 0.2  # interval of the checks for missing ranks; longer where a check takes long
+_MAX_RANKS_CHECKED = 256  # at once
 
-_GIVE_UP_S = 2.0  # how long an interrupted call_with_limit waits for its thread to give up
+_STOP_S = 2.0  # how long an interrupted call_with_timeout waits for its thread to stop
 
 _log = logging.getLogger("collectives")
 T = TypeVar("T")
 
 
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Write "rank 3" or "ranks 0, 1, 2"; after 16 only how many more."""
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return "rank 3" or "ranks 0, 1, 2"; of more than 16 ranks the number of the others only."""
     ranks = sorted(ranks)
     text = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-class Wait:
-    """One wait of rank `rank` of `size` for others, in a loop of the caller's, which calls `look` in each round.
+class RankWait:
+    """One wait of rank `rank` of `size` for others.
 
-    `purpose`: what the others are to do, "to open ..."; `seconds`: the limit, for messages, and `deadline`: its end
-    on ``time.monotonic``'s clock, None: `seconds` from now; `fate`: gives how a rank has ended, "" while it lives.
+    The caller polls, and calls `check` in each round.
+
+    `purpose`: what the others are waited for, "to open ..."; `seconds`: the limit, for messages;
+    `deadline`: its end on ``time.monotonic``'s clock, None: `seconds` from now; `exit_reason`: a
+    function that returns how a rank has ended, "" while it lives; `op`: the operation's name, for
+    errors.
     """
 
     def __init__(
         self, purpose: str, rank: int, size: int, seconds: float, *, deadline: float | None = None,
-        fate: Callable[[int], str] | None = None, op: str | None = None,
+        exit_reason: Callable[[int], str] | None = None, op: str | None = None,
     ):  # fmt: skip
         self.purpose = purpose
         self.rank = rank
         self.size = size
         self.seconds = seconds
         self.op = op
-        self._fate = fate
+        self._exit_reason = exit_reason
         self._began = time.monotonic()
         self.deadline = self._began + seconds if deadline is None else deadline
-        self._say_at = self._began + SAY_AFTER_S
-        self._look_at = self._began
+        self._log_at = self._began + LOG_AFTER_S
+        self._check_at = self._began
 
-    def look(self, missing: Callable[[], list[int]]) -> None:
-        """Raise `CollectiveTimeout` past the limit and `RemoteError` where one of the missing ranks has ended.
+    def check(self, find_missing: Callable[[], list[int]]) -> None:
+        """Raise `CollectiveTimeout` past the limit, `RemoteError` if a missing rank has ended.
 
-        `missing`: gives them; it is called now and then. Where it gives none, nothing happens.
+        `find_missing`: returns the missing ranks; it is called now and then. Where it returns none,
+        nothing happens.
         """
         now = time.monotonic()
-        if now < min(self._look_at, self.deadline, self._say_at):
+        if now < min(self._check_at, self.deadline, self._log_at):
             return
-        ranks = missing()
+        ranks = find_missing()
         if not ranks:
             return
-        if self._fate is not None:
-            ended = {rank: how for rank in ranks[:_MOST_LOOKED_AT] if (how := self._fate(rank))}
+        if self._exit_reason is not None:
+            ended = {rank: how for rank in ranks[:_MAX_RANKS_CHECKED] if (how := self._exit_reason(rank))}
             if ended:
                 how = "; ".join(f"rank {rank}: {text}" for rank, text in list(ended.items())[:8])
                 raise RemoteError(
-                    f"{name_ranks(ended)} will not come {self.purpose}: {how}",
+                    f"{format_ranks(ended)} will not come {self.purpose}: {how}",
                     op=self.op, rank=self.rank, peers=sorted(ended),
                 )  # fmt: skip
         if now >= self.deadline:
             raise CollectiveTimeout(
-                f"{name_ranks(ranks)} of {self.size} did not come within {self.seconds:g} s {self.purpose}",
+                f"{format_ranks(ranks)} of {self.size} did not come within {self.seconds:g} s {self.purpose}",
                 op=self.op, rank=self.rank, peers=ranks,
             )  # fmt: skip
-        if now >= self._say_at:
-            _say(self.rank, now - self._began, ranks, self.purpose, self.deadline - now)
-            self._say_at = now + max(SAY_AFTER_S, now - self._began)
-        self._look_at = now + max(_LOOK_S, 20 * (time.monotonic() - now))
+        if now >= self._log_at:
+            _log_wait(self.rank, now - self._began, ranks, self.purpose, self.deadline - now)
+            self._log_at = now + max(LOG_AFTER_S, now - self._began)
+        self._check_at = now + max(_CHECK_S, 20 * (time.monotonic() - now))
 
 
 @contextlib.contextmanager
-def said(
-    purpose: str, rank: int, seconds: float | None, missing: Callable[[], Iterable[int]] | None = None
+def log_while_waiting(
+    purpose: str, rank: int, seconds: float | None, find_missing: Callable[[], Iterable[int]] | None = None
 ) -> Iterator[None]:
-    """Say on the log that the block waits, where it does: for a wait inside of a library, which has a limit of its own.
+    """Log that the block waits, if it does: for a library's wait with a time limit of its own.
 
-    `seconds`: that limit, None for none; `missing`: gives the ranks that have not come, None where nobody here knows.
+    `seconds`: that limit, None for none; `find_missing`: returns the missing ranks, None where this
+    rank can't know.
     """
     done = threading.Event()
     began = time.monotonic()
 
-    def watch() -> None:
-        pause = SAY_AFTER_S
+    def log_periodically() -> None:
+        pause = LOG_AFTER_S
         while not done.wait(pause):
             waited = time.monotonic() - began
             try:
-                ranks = list(missing()) if missing is not None else []
-            except CollectivesError:  # closed meanwhile: nobody knows any more
+                ranks = list(find_missing()) if find_missing is not None else []
+            except CollectivesError:  # the communicator was closed meanwhile
                 ranks = []
             if not done.is_set():
-                _say(rank, waited, ranks, purpose, None if seconds is None else seconds - waited)
-            pause = max(SAY_AFTER_S, waited)
+                _log_wait(rank, waited, ranks, purpose, None if seconds is None else seconds - waited)
+            pause = max(LOG_AFTER_S, waited)
 
-    threading.Thread(target=watch, name="collectives-wait", daemon=True).start()
+    threading.Thread(target=log_periodically, name="collectives-wait", daemon=True).start()
     try:
         yield
     finally:
         done.set()
 
 
-def _say(rank: int, waited: float, ranks: list[int], purpose: str, left: float | None) -> None:
-    whom = name_ranks(ranks) if ranks else "other ranks"
-    limit = "with no limit" if left is None else f"for at most {max(0.0, left):.0f} s more"
+def _log_wait(rank: int, waited: float, ranks: list[int], purpose: str, remaining: float | None) -> None:
+    whom = format_ranks(ranks) if ranks else "other ranks"
+    limit = "with no limit" if remaining is None else f"for at most {max(0.0, remaining):.0f} s more"
     _log.warning("rank %d has waited %.0f s for %s %s; it goes on %s", rank, waited, whom, purpose, limit)
 
 
-def call_with_limit(function: Callable[[threading.Event], T], until: float, late: Callable[[], CollectivesError]) -> T:
-    """Run a function that may wait inside torch, so that its time limit and Ctrl-C hold in any case.
+def call_with_timeout(
+    function: Callable[[threading.Event], T], deadline: float, timeout_error: Callable[[], CollectivesError]
+) -> T:
+    """Call a function that may block inside torch, with a time limit; Ctrl-C ends the call.
 
-    ``until``: on ``time.monotonic``'s clock, in seconds; past it, what ``late`` gives is raised. The function runs in a
-    thread and gets an event that says "give up"; a thread that doesn't come back is left behind, as a daemon.
+    ``deadline``: on ``time.monotonic``'s clock, in seconds; past it, the error that
+    ``timeout_error`` returns is raised. The function runs in a thread and gets an event that asks
+    it to stop; a thread that doesn't return keeps running as a daemon.
     """
     stop, ended = threading.Event(), threading.Event()
     outcome: list[tuple[T | None, BaseException | None]] = []
@@ -132,19 +141,19 @@ def call_with_limit(function: Callable[[threading.Event], T], until: float, late
             outcome.append((function(stop), None))
         except BaseException as error:  # raised below, in the caller's thread
             outcome.append((None, error))
-        ended.set()  # an event: a join that a signal interrupts takes the thread for ended from then on (Python 3.11)
+        ended.set()  # no join: after a signal has interrupted one, it takes the thread for ended (Python 3.11)
 
     threading.Thread(target=target, name="collectives-limited-call", daemon=True).start()
     try:
-        ended.wait(max(0.0, until - time.monotonic()))
+        ended.wait(max(0.0, deadline - time.monotonic()))
     except BaseException:  # Ctrl-C: the interpreter may end next, and a thread inside torch would abort that
         stop.set()
-        ended.wait(_GIVE_UP_S)
+        ended.wait(_STOP_S)
         raise
     finally:
         stop.set()
     if not outcome:
-        raise late()
+        raise timeout_error()
     result, error = outcome.pop()
     if error is not None:
         raise error
@@ -152,5 +161,5 @@ def call_with_limit(function: Callable[[threading.Event], T], until: float, late
 
 
 def first_line(error: BaseException) -> str:
-    """Give an error's first line: torch's go on with a C++ stack."""
+    """Return the first line of an error's text: those of torch continue with a C++ stack."""
     return str(error).partition("\n")[0] or type(error).__name__

@@ -113,7 +113,7 @@ class Quantized(Wire):
         """Round on the way into shared memory and sum in fp32: one pass, and the sum isn't rounded again."""
         op = OPS["avg" if factor.over else "sum"]
         dtype = DTYPES[str(flat.dtype).removeprefix("torch.")]
-        place = comm._read.place(flat, "all_reduce", writes=True)
+        place = comm._reader.place(flat, "all_reduce", writes=True)
         comm._native.all_reduce_cast(place.ptr, place.ptr, place.count, dtype, _CAST[self.format], op, factor.before)
         increment_version([flat])
         return (comm.size - 1) * 2 * place.count

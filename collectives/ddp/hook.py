@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ..arrays import kind_of
 from ..comm.communicator import Communicator
-from ..comm.liveness import announce
-from ..comm.memory import mapped_apart
+from ..comm.liveness import publish_process
+from ..comm.malloc import allocate_with_mmap
 from ..compression.base import Bucket
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from ..gradients.compiled import reduce_tuple
@@ -102,7 +102,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     So `fused_allreduce` averages over the right ranks also where the module was built over a subgroup. Gradients are
     views of DDP's buckets (``gradient_as_bucket_view``, True unless it is given), which saves two passes over them, and
     which the hook makes memory that the ranks share; as in torch, such a gradient can't be ``detach_()``-ed. So that
-    they can be shared, the buckets are made apart from malloc's heap; see `memory.mapped_apart`. Raises
+    they can be shared, the buckets are made apart from malloc's heap; see `malloc.allocate_with_mmap`. Raises
     `InvalidArgument` for `device_ids` that don't fit where the module's parameters are, with those that would.
     """
 
@@ -128,7 +128,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             # DDP makes its buckets again in its second or third forward, and keeps those; here, so that they can be
             # shared. Not where ranks that have joined do so in an order of their own.
             if not (self._use_python_reducer or self._delay_all_reduce_all_params or self._join_config.enable):
-                mapped_apart(self._make_buckets)
+                allocate_with_mmap(self._make_buckets)
         return super()._pre_forward(*inputs, **arguments)
 
     def _make_buckets(self) -> None:
@@ -171,7 +171,7 @@ def _registered(ddp, state, hook) -> None:
     """Take note of a DDP object's module when `fused_allreduce` is registered on it, and check its ranks."""
     if hook is not fused_allreduce:
         return
-    announce()  # else the others could not see, before this rank's first gradients, that its process has ended
+    publish_process()  # else the others could not see, before this rank's first gradients, that its process has ended
     if state is None:
         check_group(ddp)
     elif isinstance(state, HookState):

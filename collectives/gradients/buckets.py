@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ..arrays import kind_of
 from ..comm.communicator import Communicator
-from ..comm.liveness import announce
+from ..comm.liveness import publish_process
 from ..compression.base import Bucket, Factor, Plain
 from ..compression.by_name import make_wire
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
@@ -95,7 +95,7 @@ class GradientBuckets:
         caps = _cap(first_bucket_mb, "first_bucket_mb"), _cap(bucket_cap_mb, "bucket_cap_mb")
         members = read_params(params)
         if comm is None:
-            announce()
+            publish_process()
         else:
             for number, (name, param) in enumerate(members):
                 if param.device != comm.device:
@@ -219,7 +219,7 @@ class GradientBuckets:
     def __exit__(self, kind, error, trace):
         if kind is not None:
             for device, lane in self._lanes.items():
-                if lane is not self._comms[device] and not lane.closed and lane._lane.busy():
+                if lane is not self._comms[device] and not lane.closed and lane._queue.busy():
                     lane.abort()  # what is in flight may never end
         self.close()
 
@@ -229,7 +229,7 @@ class GradientBuckets:
         """Find the communicators; where they are new ones, compare the ranks' parameters and agree on overlap."""
         comms = {device: self._given or communicator_over(self._own_group(), device) for device in self._devices}
         for comm in comms.values():
-            comm._alive("all_reduce")
+            comm._check_open("all_reduce")
         if self._overlap is not None and all(self._comms[device] is comm for device, comm in comms.items()):
             return
         self._drop(failed=False)
@@ -485,7 +485,7 @@ def _let_go(handles, lanes, comms) -> None:
         handle.remove()
     for device, lane in lanes.items():
         # NCCL's destroy may wait for the other ranks; such a communicator stays until the interpreter's end.
-        if lane is not comms[device] and lane._on_host and not lane.closed and lane._lane.settled():
+        if lane is not comms[device] and lane._on_host and not lane.closed and lane._queue.all_ended():
             lane.close()
 
 

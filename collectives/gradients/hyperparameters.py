@@ -10,7 +10,7 @@ import struct
 
 import torch
 
-from ..comm.consensus import Given
+from ..comm.consensus import RankOptions
 from ..cuda_state import has_completed
 from ..errors import Mismatch
 
@@ -29,7 +29,7 @@ class Hyperparameters:
 
     def __init__(self):
         self._values: list = []
-        self._given: Given | None = None
+        self._given: RankOptions | None = None
         self._compared = None  # the communicator of the last comparison that blocked
         self._own = self._everyones = self._on_host = self._copied = None
 
@@ -44,9 +44,9 @@ class Hyperparameters:
         changed = values != self._values
         if changed:
             told = {f"{key} of group {at}": value for at, each in enumerate(values) for key, value in each.items()}
-            self._values, self._given = values, Given(told)
+            self._values, self._given = values, RankOptions(told)
         if comm._on_host or self._compared is not comm:
-            self._given.compare(comm, _WHAT, _CURE, Mismatch)
+            self._given.verify_same(comm, _WHAT, _CURE, Mismatch)
             self._compared, self._own = comm, None
         elif not torch.cuda.is_current_stream_capturing():
             self._look(comm)

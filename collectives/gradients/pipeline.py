@@ -16,7 +16,7 @@ import weakref
 import torch
 
 from ..comm.communicator import Communicator
-from ..comm.consensus import agree_on_options
+from ..comm.consensus import verify_same_options
 from ..compression.base import Bucket, Factor, Plain, Wire
 from ..errors import CollectivesError, InvalidUsage
 from ..parameter_names import Names, module_of
@@ -170,7 +170,7 @@ class Reduction:
         if comm not in self._agreed:
             self.buckets.check_ranks(comm.size)
             if self.told is not None:
-                agree_on_options(comm, self.told())
+                verify_same_options(comm, self.told())
             self._agreed.add(comm)
         self.buckets.name_unmatched(self.wire)
 

@@ -13,7 +13,7 @@ import weakref
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..comm.consensus import Given
+from ..comm.consensus import RankOptions
 from ..errors import Mismatch
 from ..parameter_names import Names
 
@@ -128,7 +128,7 @@ class SavedBuckets:
         layout = None if found is None else found.layout
         saved = "none" if layout is None else f"{len(layout)} from {layout[0][0]:.24} ({_digest(layout)})"
         here = f"{len(own)} from {own[0]!s:.24} ({_digest(own)})"
-        Given({"saved buckets of this module": saved, "names of its first bucket": here}).compare(
+        RankOptions({"saved buckets of this module": saved, "names of its first bucket": here}).verify_same(
             comm, "the ranks would go on in different buckets",
             "load on all ranks what they saved at one moment of one run, and register the modules' hooks in one order",
             Mismatch,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..arrays import kind_of
 from ..comm.communicator import Communicator
-from ..comm.memory import ReturningBuffers
+from ..comm.registration import BufferRegistrationCache
 from ..compression.base import Bucket, Plain, Wire, parse_wire
 from ..compression.by_name import make_wire
 from ..compression.hierarchical import Hierarchical
@@ -107,7 +107,7 @@ class HookState:
         self._number = enroll(self)
         self._group = None
         self._pickled_size = None
-        self._returning = ReturningBuffers()
+        self._returning = BufferRegistrationCache()
         self._scaler = None  # False: there is none; a weak reference; None: not looked for yet
         self._optimizer = None
         self._saved_optimizer = None
@@ -214,8 +214,8 @@ class HookState:
     def see(self, comm, bucket: Bucket) -> None:
         """Look whether a bucket on the host comes again, and let the engine use its memory where it lies."""
         if bucket.index == 0:
-            self._returning.begin()
-        self._returning.see(comm, bucket.flat, lambda: bucket.params[0])
+            self._returning.begin_round()
+        self._returning.observe(comm, bucket.flat, lambda: bucket.params[0])
 
     # ---- Modules.
 
@@ -364,7 +364,7 @@ class HookState:
 
     def __repr__(self):
         over = self.comm if self.comm is not None else self._group
-        shared = self._returning.told() if self._options["zero_copy"] else "off"
+        shared = self._returning.describe() if self._options["zero_copy"] else "off"
         defaults = {"zero_copy": None, "average": None, "streams": 1, **_DEFAULTS}
         others = [f"{key}={value!r}" for key, value in self._options.items() if value != defaults.get(key, value)]
         words = ["default group" if over is None else str(over), f"average={self._options['average']}"]

@@ -84,7 +84,7 @@ def _close_stale() -> None:
     """End the lanes over communicators that were closed: their threads, and the communicators beside the first one."""
     for comm in list(_lanes):
         if comm.closed:
-            close_lanes(comm, abort=any(lane.comm._lane.busy() for lane in _lanes[comm]))
+            close_lanes(comm, abort=any(lane.comm._queue.busy() for lane in _lanes[comm]))
 
 
 def close_lanes(comm: Communicator, *, abort: bool = False) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..comm.engine import engines
-from ..comm.memory import large_from_heap
+from ..comm.malloc import keep_freed_memory
 from ..errors import InvalidArgument
 from ..rendezvous import world as job
 from ..rendezvous.control import beside
@@ -155,7 +155,7 @@ class World:
             process_set.unbind()
         for comm in (self.admin, *((self.comm,) if self.owns else ())):
             if not comm.closed:
-                comm.abort() if comm._lane.busy() else comm.close()
+                comm.abort() if comm._queue.busy() else comm.close()
 
     def abort(self, error: BaseException) -> None:
         """End all that is under way with an error, and all of this world's communicators but the one it is made of."""
@@ -194,7 +194,7 @@ def init(comm=None, process_sets=None) -> None:
             ranks = _ranks_of(comm, base)
             base, owns = base.split(min(ranks), ranks.index(base.rank)), True
             peers = [peers[r] for r in ranks]
-        large_from_heap()  # operations give new tensors, whose page faults would cost more than the sums
+        keep_freed_memory()  # operations give new tensors, whose page faults would cost more than the sums
         enter(World(base, peers, owns=owns, settings=settings, seconds=seconds or None), process_sets)
 
 

@@ -10,7 +10,7 @@ import torch
 from ..comm.communicator import Communicator
 from ..comm.engine import get_engine
 from ..comm.multinode.comm import open_over
-from ..comm.waiting import said
+from ..comm.waiting import log_while_waiting
 from ..errors import CollectiveTimeout
 from .exchange import RECORD_BYTES, Own, needs_store, serving_record, settle, with_store
 
@@ -39,7 +39,7 @@ def beside(comm: Communicator, seconds: float | None = None) -> Communicator:
     if seconds is not None:
         comm.timeout = seconds if before is None else min(seconds, before)
     try:
-        with said("to open a second communicator", comm.rank, comm.timeout, lambda: _missing(comm)):
+        with log_while_waiting("to open a second communicator", comm.rank, comm.timeout, lambda: _missing(comm)):
             child = comm.split(0)
     finally:
         if not comm.closed:
@@ -60,9 +60,9 @@ def host_communicator_over(comm: Communicator, seconds: float | None = None) -> 
     record, server = serving_record(own)
     mine = torch.frombuffer(bytearray(record.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8).to(comm.device)
     everyone = torch.empty(comm.size * RECORD_BYTES, dtype=torch.uint8, device=comm.device)
-    with said("to open a communicator on host memory", comm.rank, seconds, lambda: _missing(comm)):
+    with log_while_waiting("to open a communicator on host memory", comm.rank, seconds, lambda: _missing(comm)):
         work = comm.all_gather(everyone, mine, algorithm="native", async_op=True)
-        if not comm._lane.block(work._flight, seconds):
+        if not comm._queue.wait_blocking(work._pending_op, seconds):
             raise CollectiveTimeout(
                 f"not all ranks came within {seconds:g} s to open a communicator on host memory", op="init",
                 rank=comm.rank,
@@ -83,5 +83,5 @@ def host_communicator_over(comm: Communicator, seconds: float | None = None) -> 
 
 
 def _missing(comm: Communicator) -> tuple[int, ...]:
-    info = comm._pending()
+    info = comm._pending_info()
     return () if info is None else info.peers

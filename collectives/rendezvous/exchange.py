@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from ..comm.engine import Engine
-from ..comm.liveness import Fates, described, has_ended, this_process
+from ..comm.liveness import RankExits, describe_exit, has_ended, this_process
 from ..comm.multinode.topology import grouped, own_address, this_machine
-from ..comm.waiting import Wait, call_with_limit, first_line, name_ranks
+from ..comm.waiting import RankWait, call_with_timeout, first_line, format_ranks
 from ..errors import CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError, TransportError
 
 __all__ = [
@@ -181,13 +181,13 @@ def settle(data: Iterable[bytes], own: Own) -> Meeting:
     for name, what in (("size", "number of ranks"), ("engine", "engine")):
         groups = _groups((record[name], record["rank"]) for record in records)
         if len(groups) > 1:
-            told = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in groups.items())
+            told = "; ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
             raise InvalidUsage(f"the ranks don't have the same {what}: {told}", op="init", rank=own.rank)
     names = ("rank", "host", "boot_id", "pid", "device", "namespace", "gpu", "process")
     peers = tuple(PeerInfo(*(r[name] for name in names)) for r in records)
     machines = grouped(peer.machine for peer in peers)
     if own.engine.name == "host" and len(machines) > 1 and own.hierarchical is False:
-        told = "; ".join(f"{name_ranks(ranks)} on {peers[ranks[0]].host}" for ranks in machines)
+        told = "; ".join(f"{format_ranks(ranks)} on {peers[ranks[0]].host}" for ranks in machines)
         what = "several machines"
         if len({peer.boot_id for peer in peers}) == 1:
             what = "several containers of one machine, with a network namespace each"
@@ -209,9 +209,10 @@ def _refuse_shared_gpus(peers: tuple[PeerInfo, ...], own: Own) -> None:
         if gpu is not None and len(ranks) > 1:
             first = peers[ranks[0]]
             raise InvalidUsage(
-                f"{name_ranks(ranks)} are all on one GPU, {first.device} ({gpu}) of {first.host}: NCCL takes one rank "
-                "a GPU. Give each its own, init(device=f'cuda:{local_rank}'), and start no more ranks on a machine "
-                "than it has GPUs; where each rank sees one GPU only, CUDA_VISIBLE_DEVICES must differ between them",
+                f"{format_ranks(ranks)} are all on one GPU, {first.device} ({gpu}) of {first.host}: NCCL takes one "
+                "rank a GPU. Give each its own, init(device=f'cuda:{local_rank}'), and start no more ranks on a "
+                "machine than it has GPUs; where each rank sees one GPU only, CUDA_VISIBLE_DEVICES must differ between "
+                "them",
                 op="init",
                 rank=own.rank,
                 peers=ranks,
@@ -293,7 +294,7 @@ class StoreExchange:
     host: str = ""
     lasts: bool = False
     purpose: str = "to open the job's communicator"
-    fates: Fates | None = None
+    fates: RankExits | None = None
     _server_came: bool = False
     _lasting: tuple = (None, None)
     _came: dict = field(default_factory=dict)  # rank -> its process
@@ -312,7 +313,7 @@ class StoreExchange:
         lasting = self.store
         try:
             grace = (2 if self.server == self.own.rank else 1) * _GRACE_S
-            records = call_with_limit(self._run, self.deadline + grace, late)
+            records = call_with_timeout(self._run, self.deadline + grace, late)
         finally:
             self.store = None
         meeting = settle(records, self.own)
@@ -368,14 +369,16 @@ class StoreExchange:
             raise
         store.set(f"peer/{rank}", record)
         keys = [f"peer/{peer}" for peer in range(size)]
-        wait = Wait(self.purpose, rank, size, self.timeout, deadline=self.deadline, fate=self._fate, op="init")
+        wait = RankWait(
+            self.purpose, rank, size, self.timeout, deadline=self.deadline, exit_reason=self._fate, op="init"
+        )
         pause = 0.001
         while True:
             self._raise_failure()
             if store.check(keys):
                 return [store.get(key) for key in keys]
             try:
-                wait.look(self._absent)
+                wait.check(self._absent)
             except (CollectiveTimeout, RemoteError) as error:
                 self._fail(type(error), error.message, error.peers)
             if self._is_guest() and not self._server_came:
@@ -396,14 +399,14 @@ class StoreExchange:
 
     def _fate(self, rank: int) -> str:
         if rank in self._came:
-            return described(self._came[rank]) if has_ended(self._came[rank]) else ""
-        return self.fates.of(rank) if self.fates is not None else ""
+            return describe_exit(self._came[rank]) if has_ended(self._came[rank]) else ""
+        return self.fates.reason(rank) if self.fates is not None else ""
 
     def _ended_now(self) -> dict[int, str]:
         """Say of which ranks the processes have ended, once the store has: it may go a moment before its process."""
         until = time.monotonic() + _GRACE_S / 2
         while self.fates is not None:
-            ended = self.fates.without_store()
+            ended = self.fates.reasons_without_store()
             if ended or time.monotonic() >= until:
                 return ended
             time.sleep(0.02)
@@ -420,13 +423,13 @@ class StoreExchange:
             server = serve_lasting()
             self.store.set("lasting", str(server.port))
             return server, server
-        wait = Wait(
-            "to open a store", self.own.rank, self.own.size, self.timeout, deadline=self.deadline, fate=self._fate,
-            op="init",
+        wait = RankWait(
+            "to open a store", self.own.rank, self.own.size, self.timeout, deadline=self.deadline,
+            exit_reason=self._fate, op="init",
         )  # fmt: skip
         while not self.store.check(["lasting"]):
             self._raise_failure()
-            wait.look(lambda: [0])
+            wait.check(lambda: [0])
             if stop.wait(0.002):
                 raise CollectiveTimeout("rank 0 did not open a store", op="init", rank=self.own.rank, peers=(0,))
         return reach_lasting(self.host, int(self.store.get("lasting")), self.deadline), None
@@ -505,7 +508,7 @@ def over_mpi(mpi: Any, own: Own, generation: int, deadline: float, timeout: floa
         records = [record, *(bytes(slot).rstrip(b"\0") for slot in slots.values())]
         text = json.dumps({"records": [data.decode("utf-8", "replace") for data in records]})
         if missing:
-            what = f"{name_ranks(missing)} of {own.size} did not come within {timeout:g} s"
+            what = f"{format_ranks(missing)} of {own.size} did not come within {timeout:g} s"
             text = json.dumps({"kind": "CollectiveTimeout", "text": what, "peers": missing})
             for peer in missing:
                 requests[peer].Cancel()

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..comm.engine import get_engine
-from ..comm.liveness import Fates, announce
+from ..comm.liveness import RankExits, publish_process
 from ..comm.multinode.comm import open_over
 from ..comm.waiting import first_line
-from ..comm.watchdog import Notes, watch
+from ..comm.watchdog import StatusStore, watch
 from ..errors import InvalidUsage, TransportError
 from ..torch_compat import default_store, open_process_groups
 from .exchange import needs_store
@@ -104,14 +104,14 @@ def communicator_over(group, device: torch.device) -> Communicator:
                 "process or in rank 0's, mostly: it has ended",
                 op="init", rank=rank,
             ) from error  # fmt: skip
-        announce()
+        publish_process()
         timeout = group_timeout(group, device)
         deadline = time.monotonic() + timeout
         meeting = meet_over_store(
             store, f"{prefix}/{number}", rank, size, engine=engine, timeout=timeout, device=device,
             purpose=f"to open the communicator of process group {group.group_name!r} on {device.type}, which all its "
             "ranks do at its first use",
-            fates=Fates(store, dist.get_process_group_ranks(group)),
+            fates=RankExits(store, dist.get_process_group_ranks(group)),
         )  # fmt: skip
         native = None
         if needs_store(meeting, engine.name):
@@ -122,7 +122,7 @@ def communicator_over(group, device: torch.device) -> Communicator:
             native=native,
         )  # fmt: skip
         if engine.device_type != "cpu":
-            watch(comm, Notes(store, f"{prefix}/{number}/watch", weak=True))
+            watch(comm, StatusStore(store, f"{prefix}/{number}/watch", weak=True))
         _opened[key] = (weakref.ref(group), comm)
         return comm
 
@@ -140,7 +140,7 @@ def _close_stale() -> None:
         group = reference()
         if group is None or group not in groups or comm.closed:
             del _opened[key]
-            comm.abort() if comm._lane.busy() else comm.close()
+            comm.abort() if comm._queue.busy() else comm.close()
 
 
 def drop(comm: Communicator) -> None:

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from .. import _nccl
 from ..comm.engine import Engine, get_engine
-from ..comm.liveness import Fates, announce
+from ..comm.liveness import RankExits, publish_process
 from ..comm.multinode.topology import simulated
-from ..comm.waiting import Wait, call_with_limit, first_line
+from ..comm.waiting import RankWait, call_with_timeout, first_line
 from ..errors import CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError, TransportError
 from ..launcher import Identity, who_am_i
 from ..torch_compat import default_store
@@ -96,9 +96,9 @@ def meet(
                 f"be rank {own.rank} of {own.size}",
                 op="init",
             )
-        announce()
+        publish_process()
         store = default_store()
-        meeting = _over_lasting(store, prefix, own, deadline, timeout, Fates(store, range(own.size)))
+        meeting = _over_lasting(store, prefix, own, deadline, timeout, RankExits(store, range(own.size)))
     elif identity.master_addr is not None:
         meeting = _over_tcp(identity, prefix, own, deadline, timeout)
     elif identity.one_machine and identity.job_key is not None:
@@ -122,7 +122,7 @@ def meet_over_store(
     timeout: float = 60.0,
     device: object = None,
     purpose: str = "",
-    fates: Fates | None = None,
+    fates: RankExits | None = None,
 ) -> Meeting:
     """Agree on a unique id over a torch store that all ``size`` ranks have, for instance a process group's.
 
@@ -139,7 +139,13 @@ def meet_over_store(
 
 
 def _over_lasting(
-    store: dist.Store, prefix: str, own: Own, deadline: float, timeout: float, fates: Fates | None, purpose: str = ""
+    store: dist.Store,
+    prefix: str,
+    own: Own,
+    deadline: float,
+    timeout: float,
+    fates: RankExits | None,
+    purpose: str = "",
 ) -> Meeting:
     """Meet over a store of torch.distributed's, which outlives the meeting: a communicator may hold it."""
     where = "torch.distributed's store"
@@ -232,7 +238,7 @@ def _reach(identity: Identity, server: int | None, where: str, deadline: float, 
     peers = () if server is None else (server,)
     address, port = identity.master_addr, identity.master_port
     left = deadline - time.monotonic()
-    wait = Wait(f"to serve its store at {address}:{port}", identity.rank, identity.size, left, deadline=math.inf)
+    wait = RankWait(f"to serve its store at {address}:{port}", identity.rank, identity.size, left, deadline=math.inf)
     while True:
         try:
             socket.create_connection((address, port), timeout=max(0.05, min(5.0, deadline - time.monotonic()))).close()
@@ -246,7 +252,7 @@ def _reach(identity: Identity, server: int | None, where: str, deadline: float, 
                     rank=identity.rank,
                     peers=peers,
                 ) from error
-            wait.look(lambda: [0])
+            wait.check(lambda: [0])
             time.sleep(0.02)
 
     def late() -> CollectivesError:
@@ -261,7 +267,7 @@ def _reach(identity: Identity, server: int | None, where: str, deadline: float, 
     def connect(_: threading.Event) -> dist.TCPStore:
         return dist.TCPStore(address, port, None, False, _remaining(deadline), wait_for_workers=False)
 
-    return call_with_limit(connect, deadline, late)
+    return call_with_timeout(connect, deadline, late)
 
 
 def _store_of_my_double(identity: Identity, prefix: str, own: Own, deadline: float) -> dist.TCPStore | None:

@@ -9,12 +9,12 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..comm.communicator import Communicator, device_of, parse_device
-from ..comm.engine import Engine, get_engine
+from ..comm.communicator import Communicator
+from ..comm.engine import Engine, get_engine, parse_device, resolve_device
 from ..comm.multinode.comm import open_over
 from ..comm.multinode.nccl_hierarchical import use_two_levels
-from ..comm.waiting import said
-from ..comm.watchdog import Notes, watch
+from ..comm.waiting import log_while_waiting
+from ..comm.watchdog import StatusStore, watch
 from ..cuda_state import set_first_device
 from ..environment import check
 from ..errors import InvalidArgument, InvalidUsage
@@ -57,7 +57,7 @@ def init(
         identity = rendezvous.identify()
         place = None
         if device is not None:
-            place = device_of(chosen, device)
+            place = resolve_device(chosen, device)
         elif identity.local_rank is not None or chosen.device_type == "cpu":
             place = _local_device(chosen, identity.local_rank)
         if place is not None:
@@ -74,7 +74,7 @@ def init(
         if place is None:
             place = _local_device(chosen, meeting.local_rank)
             set_first_device(place)
-        with said("to open the job's communicator", identity.rank, timeout):
+        with log_while_waiting("to open the job's communicator", identity.rank, timeout):
             _world = Communicator(
                 chosen, meeting.unique_id, identity.rank, identity.size,
                 device=place, local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
@@ -88,11 +88,11 @@ def init(
         return _world
 
 
-def _notes(meeting, generation: int) -> Notes | None:
+def _notes(meeting, generation: int) -> StatusStore | None:
     prefix = f"collectives/watch/{generation}"
     if dist.is_available() and dist.is_initialized():
-        return Notes(default_store(), prefix, weak=True)
-    return None if meeting.store is None else Notes(meeting.store, prefix)
+        return StatusStore(default_store(), prefix, weak=True)
+    return None if meeting.store is None else StatusStore(meeting.store, prefix)
 
 
 def _same_world(world: Communicator, engine, device, deterministic) -> None:
@@ -103,7 +103,7 @@ def _same_world(world: Communicator, engine, device, deterministic) -> None:
             f"init({engine!r}) after a communicator was opened on engine {world.engine.name!r}: close() it first",
             rank=world.rank,
         )
-    if device is not None and device_of(world.engine, device) != world.device:
+    if device is not None and resolve_device(world.engine, device) != world.device:
         raise InvalidUsage(
             f"init(device={str(device)!r}) after a communicator was opened on {world.device}: close() it first",
             rank=world.rank,

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..arrays import kind_of
-from ..comm.communicator import Communicator, parse_device
+from ..comm.communicator import Communicator
+from ..comm.engine import parse_device
 from ..errors import InvalidArgument
 from ..rendezvous.process_groups import communicator_over
 from .api import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, offload_of

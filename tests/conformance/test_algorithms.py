@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from collectives.comm.algorithms.schedule import piece_bounds
+from collectives.comm.algorithms.schedule import shard_bounds
 from tests import oracle
 from tests.conformance.cases import REDUCTIONS, Case, PreMulOps, Prepared, describe, reduced, scalar_of
 from tests.conformance.worlds import check
@@ -86,7 +86,7 @@ class ByAlgorithm(Prepared):
         inputs, scalars, _ = reduced(dtype, case.op, self.send_count, seeds, start, start + case.count)
         bounds = (0,) * (self.rank + 1) + (case.count,) * (self.n - self.rank)
         if case.collective == "all_reduce":
-            bounds = piece_bounds(case.count, self.n, dtype.itemsize)
+            bounds = shard_bounds(case.count, self.n, dtype.itemsize)
         text = []
         for piece in range(self.n):
             # Piece p is summed from rank p + 1 round to p. Partial sums are carried in fp32, so that a ring keeps the
@@ -367,14 +367,14 @@ def killed_between_steps(ctx):
     """The victim meets the others, and is gone before its first step."""
     import torch
 
-    from collectives.comm.algorithms import executor as ring
+    from collectives.comm.algorithms import plan as plans
     from collectives.errors import CollectivesError, RemoteError
 
     comm = ctx.new_communicator()
     x = torch.ones(5000)
     comm.all_reduce(x, algorithm="ring")
     if ctx.rank == 0:
-        ring._Plan.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        plans.ExecutionPlan.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RemoteError) as caught:
         comm.all_reduce(x, algorithm="ring")
     with pytest.raises(CollectivesError):
@@ -392,19 +392,19 @@ def fails_in_a_step(ctx):
     """A kernel that fails on one rank: the others don't wait for it, and all say so from then on."""
     import torch
 
-    from collectives.comm.algorithms import executor as ring
+    from collectives.comm.algorithms import plan as plans
     from collectives.errors import InvalidUsage, RemoteError
 
     comm = ctx.new_communicator()
     x = torch.ones(5000)
     comm.all_reduce(x, algorithm="ring")
-    real = ring.run_kernel
+    real = plans.run_kernel
 
     def fails(*_):
         raise MemoryError("made up")
 
     if ctx.rank == 1:
-        ring.run_kernel = fails
+        plans.run_kernel = fails
     try:
         with pytest.raises(MemoryError if ctx.rank == 1 else RemoteError) as caught:
             comm.all_reduce(x, algorithm="ring")
@@ -412,7 +412,7 @@ def fails_in_a_step(ctx):
         with pytest.raises(InvalidUsage, match="out of use since an earlier call failed"):
             work.wait(20)
     finally:
-        ring.run_kernel = real
+        plans.run_kernel = real
     y = torch.ones(5)
     comm.all_reduce(y)  # the communicator itself goes on
     comm.close()
@@ -453,15 +453,15 @@ def aborted(ctx):
     """An abort ends a step that waits: rank 1 has met rank 0 and does no step."""
     import torch
 
-    from collectives.comm.algorithms import executor as ring
+    from collectives.comm.algorithms import plan as plans
     from collectives.errors import Aborted, CollectivesError
 
     comm = ctx.new_communicator()
     x = torch.ones(100)
     comm.all_reduce(x, "max", algorithm="ring")
-    real = ring._Plan.run
+    real = plans.ExecutionPlan.run
     if ctx.rank == 1:
-        ring._Plan.run = lambda *_: None
+        plans.ExecutionPlan.run = lambda *_: None
     try:
         work = comm.all_reduce(x, algorithm="ring", async_op=True)
         if ctx.rank == 0:
@@ -476,7 +476,7 @@ def aborted(ctx):
             work.wait(10)
             comm.abort()
     finally:
-        ring._Plan.run = real
+        plans.ExecutionPlan.run = real
     return []
 
 
@@ -517,10 +517,10 @@ def on_fake_streams(ctx, algorithm):
 
     import torch
 
-    from collectives.comm.algorithms import executor as ring
+    from collectives.comm.algorithms import plan as plans
 
     comm, n = ctx.new_communicator(), ctx.size
-    grouped, run_kernel = ring._grouped, ring.run_kernel
+    grouped, run_kernel = plans.issue_transfers, plans.run_kernel
     transfers, kernels = FakeStream(), FakeStream()
     outers, events, earlier, found = [], [], {}, []
 
@@ -554,9 +554,9 @@ def on_fake_streams(ctx, algorithm):
         run_kernel(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring._Plan, "run", run)
-        patch.setattr(ring, "_grouped", transfer)
-        patch.setattr(ring, "run_kernel", kernel)
+        patch.setattr(plans.ExecutionPlan, "run", run)
+        patch.setattr(plans, "issue_transfers", transfer)
+        patch.setattr(plans, "run_kernel", kernel)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(torch.cuda, "Event", FakeEvent)
         for factor in (1, 2):

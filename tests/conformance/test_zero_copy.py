@@ -293,41 +293,41 @@ def resident():
 
 
 def returning(ctx):
-    """What ReturningBuffers registered goes again: with its buffer, with itself, with its communicator."""
+    """What BufferRegistrationCache registered goes again: with its buffer, with itself, with its communicator."""
     import gc
 
     import torch
 
-    from collectives.comm.memory import ReturningBuffers
+    from collectives.comm.registration import BufferRegistrationCache
 
     comm = ctx.new_communicator()
     library = comm.engine.library
     owner = torch.nn.Parameter(torch.ones(1))
-    buffers = ReturningBuffers()
+    buffers = BufferRegistrationCache()
 
     def seen(buffers, comm, buffer):
         for _ in range(2):
-            buffers.begin()
-            buffers.see(comm, buffer, lambda: owner)
+            buffers.begin_round()
+            buffers.observe(comm, buffer, lambda: owner)
         assert library.memory_shared(buffer.data_ptr(), buffer.nbytes)
 
     before = resident()
     for _ in range(4):
         seen(buffers, comm, torch.ones(10 << 20))
         for _ in range(5):
-            buffers.begin()
-        assert not comm._registered
+            buffers.begin_round()
+        assert not comm._registrations
     assert resident() - before < 80 << 20  # of 160 MiB that came by, none is held
     last = torch.ones(10 << 20)
     seen(buffers, comm, last)
     comm.close()
     assert not library.memory_shared(last.data_ptr(), last.nbytes)
     comm = ctx.new_communicator()
-    buffers.see(comm, last, lambda: owner)
+    buffers.observe(comm, last, lambda: owner)
     seen(buffers, comm, last)
     del buffers
     gc.collect()
-    assert not comm._registered and not library.memory_shared(last.data_ptr(), last.nbytes)
+    assert not comm._registrations and not library.memory_shared(last.data_ptr(), last.nbytes)
     comm.close()
 
 
@@ -339,7 +339,7 @@ def test_returning_buffers_are_let_go():
 def let_go_in_flight(ctx):
     import torch
 
-    from collectives.comm.memory import ReturningBuffers
+    from collectives.comm.registration import BufferRegistrationCache
     from collectives.errors import InvalidUsage
 
     comm = ctx.new_communicator()
@@ -347,10 +347,10 @@ def let_go_in_flight(ctx):
     registration = comm.register(mine)
     assert registration.zero_copy
     owner = torch.nn.Parameter(torch.ones(1))
-    buffers = ReturningBuffers()
+    buffers = BufferRegistrationCache()
     for _ in range(2):
-        buffers.begin()
-        buffers.see(comm, theirs, lambda: owner)
+        buffers.begin_round()
+        buffers.observe(comm, theirs, lambda: owner)
     ctx.barrier()
     works = []
     if ctx.rank == 0:

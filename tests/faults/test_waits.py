@@ -191,7 +191,7 @@ def late(ctx, port):
     logging.getLogger("collectives").addHandler(lines)
     open_group(ctx, port, 30)
     module, comm = hooked(), ctx.new_communicator()
-    with mock.patch.object(waiting, "SAY_AFTER_S", 0.2):
+    with mock.patch.object(waiting, "LOG_AFTER_S", 0.2):
         time.sleep(1.0 * ctx.rank)
         backward(module)
         ctx.barrier()
@@ -239,7 +239,10 @@ def test_a_wait_in_a_library_says_so_from_a_thread():
     lines = Lines()
     logging.getLogger("collectives").addHandler(lines)
     try:
-        with mock.patch.object(waiting, "SAY_AFTER_S", 0.05), waiting.said("to come", 3, None, lambda: [1, 2]):
+        with (
+            mock.patch.object(waiting, "LOG_AFTER_S", 0.05),
+            waiting.log_while_waiting("to come", 3, None, lambda: [1, 2]),
+        ):
             until = time.monotonic() + 20
             while not lines.lines and time.monotonic() < until:
                 time.sleep(0.01)

@@ -41,7 +41,7 @@ def hangs(ctx, port, how):
     comm._timeout = 0.6
     found = {}
     with mock.patch.object(watchdog, "ROUND_S", 0.05), mock.patch.object(watchdog, "_PENDING_S", 0.3):
-        watchdog.watch(comm, watchdog.Notes(store, "watch"))
+        watchdog.watch(comm, watchdog.StatusStore(store, "watch"))
         tensor = torch.ones(1000)
         for _ in range(3):
             comm.all_reduce(tensor, async_op=True).wait()
@@ -50,7 +50,7 @@ def hangs(ctx, port, how):
         if ctx.rank == 1:
             ctx.barrier()
             if how == "absent":
-                comm._fail(errors.Aborted("the test is over"))
+                comm._abort_with_error(errors.Aborted("the test is over"))
                 return None
         if how == "idle":
             if ctx.rank == 0:
@@ -86,7 +86,7 @@ def test_what_ends_is_left_alone():
 
 ALONE = """
 import os, sys, threading, time
-from collectives import watchdog
+from collectives.comm import watchdog
 watchdog.ROUND_S = 0.05
 import collectives, torch
 comm = collectives.init()
@@ -123,12 +123,12 @@ class Native:
         return 0
 
 
-class Lane:
+class Queue:
     def __init__(self):
         self.marks = []
         self.ends = True
 
-    def mark(self, stream):
+    def record_completion(self, stream):
         self.marks.append(stream)
         return lambda: self.ends
 
@@ -139,41 +139,41 @@ class Comm:
     rank, size, timeout, closed, peers = 0, 3, 30.0, False, None
 
     def __init__(self):
-        self._native, self._lane, self.error = Native(), Lane(), None
+        self._native, self._queue, self.error = Native(), Queue(), None
 
-    def _fail(self, error):
+    def _abort_with_error(self, error):
         self.error = error
 
 
 def test_calls_that_keep_coming_are_not_marked():
     """Nothing is recorded while the number of calls moves: a call costs no event, a group may not be launched yet."""
     comm = Comm()
-    watched = watchdog._Watched(comm, None)
+    watched = watchdog._WatchedComm(comm, None)
     for number in range(1, 5):
         comm._native.issued = (number, "all_reduce", 1, 7, 55)
-        watched.look()
-    assert comm._lane.marks == []
+        watched.check()
+    assert comm._queue.marks == []
     for _ in range(4):
-        watched.look()
-    assert comm._lane.marks == [55] and comm.error is None
+        watched.check()
+    assert comm._queue.marks == [55] and comm.error is None
 
 
 def hanging(comm, notes):
-    comm._lane.ends = False
+    comm._queue.ends = False
     comm._native.issued = (4, "reduce_scatter", 10, 7, 55)
-    watched = watchdog._Watched(comm, notes)
+    watched = watchdog._WatchedComm(comm, notes)
     for _ in range(2):
-        watched.look()
+        watched.check()
     assert comm.error is None
     with mock.patch.object(watchdog, "_PENDING_S", 0.0):
-        watched.look()
+        watched.check()
     return comm.error
 
 
 def test_what_ends_a_wait_before_its_limit():
     """A peer's process that is gone, and a failure that another rank has found; NCCL itself would wait."""
     store = dist.HashStore()
-    assert hanging(Comm(), watchdog.Notes(store, "some")) is None
+    assert hanging(Comm(), watchdog.StatusStore(store, "some")) is None
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     machine, namespace, _, _ = presence.this_process().split("|")
     process = f"{machine}|{namespace}|{child.pid}|{start_time(child.pid)}"
@@ -182,11 +182,11 @@ def test_what_ends_a_wait_before_its_limit():
     child.stdin.close()
     comm = Comm()
     comm.peers = (PeerInfo(0, "a", "b"), PeerInfo(1, "a", "b"), PeerInfo(2, "a", "b", process=process))
-    error = hanging(comm, watchdog.Notes(store, "some"))
+    error = hanging(comm, watchdog.StatusStore(store, "some"))
     assert type(error) is errors.RemoteError and error.peers == (2,) and (error.seq, error.nbytes) == (4, 40)
     assert f"can't end: rank 2: its process {child.pid} has ended" in error.message
     other = Comm()
     other.rank = 1
-    error = hanging(other, watchdog.Notes(store, "some"))  # which can't see the process
+    error = hanging(other, watchdog.StatusStore(store, "some"))  # which can't see the process
     assert type(error) is errors.RemoteError and error.peers == (2,)
     assert "rank 0 has ended the communicator: reduce_scatter, call 4" in error.message

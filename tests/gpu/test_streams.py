@@ -9,7 +9,7 @@ from tests.gpu.devices import everywhere, on
 
 def streams_read(place):
     """Give pairs of what the binding reads and what torch says: on the default stream, beside it, in a capture."""
-    reader = place.comm._read.plainly
+    reader = place.comm._reader.plainly
     pairs = []
 
     def look():
@@ -53,7 +53,7 @@ def short_way(place):
     assert type(tensor) is torch.Tensor
     side = place.new_stream()
     with place.use(side):
-        assert comm._short.all_reduce(tensor, "sum")
+        assert comm._fast_path.all_reduce(tensor, "sum")
     place.join(side)
     return tensor
 

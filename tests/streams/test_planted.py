@@ -64,8 +64,8 @@ PLANTED = {
     "ring: no order between calls from two streams": (
         [
             Change(
-                "collectives/comm/algorithms/executor.py",
-                "_Plan.run_on_streams",
+                "collectives/comm/algorithms/plan.py",
+                "ExecutionPlan.run_on_streams",
                 "transfers.wait_stream(kernels)\n        kernels.wait_stream(transfers)\n",
                 "transfers.wait_stream(outer)\n",
             )
@@ -163,8 +163,8 @@ SCENARIOS = {
     "collectives/compression/base.py": [(residuals, True)],
     "collectives/sharded/quantized_gather.py": [(units_on_two_streams, True)],
     "collectives/sharded/unit.py": [(units_on_two_streams, True)],
-    "collectives/comm/algorithms/executor.py": [(ring_and_direct, False)],
-    "collectives/comm/work.py": [(communicator, False)],
+    "collectives/comm/algorithms": [(ring_and_direct, False)],
+    "collectives/comm/cuda_queue.py": [(communicator, False)],
     "collectives/horovod": [(horovod, False)],
     "collectives/sharded": [(units, True)],
     "collectives/gradients/bucket.py": [(buckets, True)],
@@ -180,9 +180,11 @@ SUPERFLUOUS = {
     ("collectives/auto/trial.py", "_wait_at_most"): _MEASURES,
     ("collectives/gradients/pipeline.py", "Reduction._reduce"): _MEASURES,
     ("collectives/tracing/__init__.py", "_anchor"): _MEASURES,
-    ("collectives/comm/work.py", "CudaLane.mark"): _MEASURES,
-    ("collectives/comm/work.py", "CudaLane.quiet"): "it is for the interpreter's end and abort(), where nothing is "
-    "ordered",
+    ("collectives/comm/cuda_queue.py", "CudaQueue.record_completion"): _MEASURES,
+    (
+        "collectives/comm/cuda_queue.py",
+        "CudaQueue.drain_all",
+    ): "it is for the interpreter's end and abort(), where nothing is ordered",
     ("collectives/gradients/bucket.py", "GradientBucket.pack"): "rounds on several streams, which the program that "
     "makes the gradients orders itself; without that order the wait is what keeps the flat buffer whole",
     ("collectives/horovod/gradient_memory.py", "Unit._order"): _NOT_RUN + "a model that runs on several streams",
@@ -191,8 +193,8 @@ SUPERFLUOUS = {
         "ShardedStep._adopt",
     ): "a state that is replaced while a step still reads it",
     (
-        "collectives/comm/algorithms/executor.py",
-        "_Plan.run_on_streams",
+        "collectives/comm/algorithms/plan.py",
+        "ExecutionPlan.run_on_streams",
         "kernels.wait_stream(transfers)",
     ): "a call's first kernel follows a "
     "message of the same call, and so the transfers before it; the second one is for a capture's own memory",

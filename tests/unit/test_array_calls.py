@@ -310,8 +310,8 @@ def every_call(ctx, how):
     comm = ctx.communicator()
     native, rank, size = comm._native, comm.rank, comm.size
     if how == "without a table":
-        comm._read = reader_without_table()
-        comm._short = _nccl.ArrayCalls(native, comm._read.plainly, {})
+        comm._reader = reader_without_table()
+        comm._fast_path = _nccl.ArrayCalls(native, comm._reader.plainly, {})
     else:
         comm._native = Unused()
     as_array = (lambda t: t.numpy()) if how == "numpy" else lambda t: t
@@ -373,7 +373,7 @@ def test_every_call(how, ranks):
 
 def answers(comm):
     one, two = torch.ones(4), torch.zeros(4)
-    short = comm._short
+    short = comm._fast_path
     return [
         short.all_reduce(one, "sum"),
         short.reduce(one, 0, "max"),
@@ -386,7 +386,7 @@ def answers(comm):
 
 @needs_table
 def test_what_the_short_way_does_not_take(comm):
-    one, two, short = torch.ones(4), torch.zeros(4), comm._short
+    one, two, short = torch.ones(4), torch.zeros(4), comm._fast_path
     assert answers(comm) == [True] * 6
     before = comm._native.sequence()
     for op in ("mean", "SUM", None, 0, 0.5, torch.distributed.ReduceOp.SUM, ["sum"]):
@@ -489,7 +489,7 @@ def test_a_call_allocates_nothing_and_keeps_nothing(comm, name, kind):
     call = CALLS[name]
     for _ in range(20):
         call(comm, a, b)
-    held = a, b, comm, comm._short, False, None
+    held = a, b, comm, comm._fast_path, False, None
     gc.collect()
     gc.disable()
     counts = [sys.getrefcount(each) for each in held]

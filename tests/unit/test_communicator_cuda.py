@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from collectives import cuda_state, errors
-from collectives.comm import closing, communicator, memory, work
-from collectives.comm.algorithms.tune import Policy
+from collectives.comm import closing, communicator, cuda_queue, launch, memory
+from collectives.comm.algorithms.policy import Policy
 from collectives.comm.communicator import Communicator
 from collectives.comm.engine import Engine
+from collectives.comm.registration import Registration
 from collectives.horovod.controller import Coordinator
 from collectives.rendezvous import world
 
@@ -113,8 +114,8 @@ def gpu(monkeypatch):
     put("synchronize", lambda device=None: gpu.log.append("synchronize"))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: DEVICE.index, raising=False)
-    monkeypatch.setattr(work, "capture_of", lambda stream: gpu.capture)
-    monkeypatch.setattr(work, "queries_allowed", allowed)
+    monkeypatch.setattr(cuda_queue, "capture_of", lambda stream: gpu.capture)
+    monkeypatch.setattr(cuda_queue, "queries_allowed", allowed)
     # Its thread would look at these doubles at times of its own; it has tests of its own.
     monkeypatch.setattr(communicator, "watch", lambda comm, notes=None: None)
     return gpu
@@ -124,7 +125,7 @@ def gpu(monkeypatch):
 def comm(gpu):
     engine = Engine("nccl", "cuda", "2.29.7", "libnccl.so.2", Library(gpu.log))
     comm = Communicator.__new__(Communicator)
-    comm._adopt(Native(gpu.log), engine, DEVICE, 0, 1, 60.0, Policy(False, 1 << 20, {}, {}))
+    comm._initialize(Native(gpu.log), engine, DEVICE, 0, 1, 60.0, Policy(False, 1 << 20, {}, {}))
     yield comm
     for event in gpu.events:
         event.happened = True
@@ -135,7 +136,7 @@ def comm(gpu):
 def start(comm, array):
     """What ``all_reduce(array, async_op=True)`` does once the array was read."""
     steps = (("all_reduce", (0, 0, 1, 7, 0)),)
-    return comm._launch("all_reduce", steps, (array,), array, 4, None, True, None)
+    return launch.launch(comm, "all_reduce", steps, (array,), array, 4, None, True, None)
 
 
 class Array(list):
@@ -165,7 +166,7 @@ def test_a_capture_is_not_spoilt(gpu, comm):
     gpu.capture = 3
     one, two = start(comm, Array()), start(comm, Array())
     assert one.wait() and two.wait() and [each.capture for each in gpu.current.waited[-2:]] == [3, 3]
-    assert not before.done() and comm._lane.busy()
+    assert not before.done() and comm._queue.busy()
     assert "query" not in gpu.log and not gpu.spoilt
     for blocks in (comm.barrier, comm.close, lambda: before.wait(timeout=1)):
         with pytest.raises(errors.InvalidUsage, match="capture"):
@@ -178,8 +179,8 @@ def test_a_work_that_was_captured(gpu, comm):
     gpu.capture = 3
     captured = start(comm, Array())
     captured.wait()
-    flight = captured._flight
-    assert flight.captured == 3 and "in a CUDA graph" in repr(captured)
+    pending_op = captured._pending_op
+    assert pending_op.capture_id == 3 and "in a CUDA graph" in repr(captured)
     for capture in (None, 4):
         gpu.capture = capture
         ordered = len(gpu.current.waited)
@@ -188,14 +189,14 @@ def test_a_work_that_was_captured(gpu, comm):
             with pytest.raises(errors.InvalidUsage, match=r"captured in a CUDA graph.*replay"):
                 asks()
     gpu.capture = None
-    assert not comm._lane.busy() and comm._lane.drain(1.0)
+    assert not comm._queue.busy() and comm._queue.drain(1.0)
     start(comm, Array())  # sweeps
     assert not gpu.spoilt
 
 
 def test_what_ended_before_a_capture_can_be_waited_for_in_it(gpu, comm):
     before, running = start(comm, Array()), start(comm, Array())
-    before._flight.mark[0].happened = True
+    before._pending_op.completion[0].happened = True
     gpu.capture = 3
     assert before.wait()
     with pytest.raises(errors.InvalidUsage, match="started before it"):
@@ -213,7 +214,7 @@ def test_arrays_of_a_capture_live_as_long_as_the_communicator(gpu, comm):
     for _ in range(2):
         start(comm, Array())
         gpu.events[-1].happened = True
-    comm._lane.drain(1.0)
+    comm._queue.drain(1.0)
     gc.collect()
     assert gone() is not None
     gpu.log.clear()
@@ -227,17 +228,17 @@ def test_a_submission_that_fails_may_have_begun(gpu, comm, monkeypatch):
     array = Array()
     gone = weakref.ref(array)
 
-    def interrupted(call, steps, stream):
+    def interrupted(comm, call, steps, stream):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(comm, "_issue", interrupted)
+    monkeypatch.setattr(launch, "_issue", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         start(comm, array)
     del array, caught
     gc.collect()
-    assert gone() is not None and comm._lane.busy()
+    assert gone() is not None and comm._queue.busy()
     gpu.events[-1].happened = True
-    assert not comm._lane.busy()
+    assert not comm._queue.busy()
     gc.collect()
     assert gone() is None
 
@@ -265,7 +266,7 @@ def test_nccls_error_lets_go_of_no_array(gpu, comm):
             raise errors.RemoteError("gone", code=code)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "check", Check())
+        patch.setattr(cuda_queue, "check", Check())
         assert isinstance(pending.exception(), errors.RemoteError)
     pending._result = None
     del array
@@ -274,15 +275,15 @@ def test_nccls_error_lets_go_of_no_array(gpu, comm):
 
 
 def test_close_releases_registered_memory_last(gpu, comm):
-    comm._registered.add(memory.Registration(Array(), 7, 4, None))
+    comm._registrations.add(Registration(Array(), 7, 4, None))
     gpu.log.clear()
     comm.close()
     assert gpu.log == ["synchronize", "wait_for_calls", "synchronize", "deregister", "destroy"]
 
 
 def test_deregister_waits_for_the_gpu(gpu, comm):
-    registration = memory.Registration(Array(), 7, 4, None)
-    comm._registered.add(registration)
+    registration = Registration(Array(), 7, 4, None)
+    comm._registrations.add(registration)
     gpu.log.clear()
     comm.deregister(registration)
     assert gpu.log == ["synchronize", "deregister"]
@@ -293,8 +294,8 @@ def test_abort_lets_go_of_what_has_left_the_gpu(gpu, comm, monkeypatch):
     done, array, registered = start(comm, Array()), Array(), Array()
     gone, freed = weakref.ref(array), weakref.ref(registered)
     pending = start(comm, array)
-    done._flight.mark[0].happened = True
-    comm._registered.add(memory.Registration(registered, 7, 4, None))
+    done._pending_op.completion[0].happened = True
+    comm._registrations.add(Registration(registered, 7, 4, None))
     pending._result = None
     del array, registered
     comm.abort()  # it waits for the event, but not for ever
@@ -315,7 +316,7 @@ def test_memory_is_not_freed_in_a_capture(gpu, monkeypatch):
     memory._free(library, 64, DEVICE, memory.os.getpid())
     assert gpu.log == []
     gpu.capture = None
-    memory._free_late()
+    memory._free_deferred()
     assert gpu.log == ["synchronize", "mem_free"]
 
 

@@ -33,7 +33,7 @@ def gate(comm):
     """Hold the communicator's queue until the event is set."""
     comm.all_reduce(torch.zeros(1), async_op=True).wait()
     event = threading.Event()
-    comm._lane._queue.call(lambda: event.wait(30))
+    comm._queue._native.call(lambda: event.wait(30))
     yield event
     event.set()
 
@@ -438,7 +438,7 @@ import collectives, torch, time, threading
 comm = collectives.init()
 t = torch.ones(2)
 comm.all_reduce(t, async_op=True)
-comm._lane._queue.call(lambda: time.sleep(1))
+comm._queue._native.call(lambda: time.sleep(1))
 work = comm.all_reduce(t, async_op=True)
 future = work.future().then(lambda f: print("settled", flush=True))
 """

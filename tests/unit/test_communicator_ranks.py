@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.comm.fingerprint import agree, row
+from collectives.comm import fingerprint
+from collectives.comm.fingerprint import fingerprint_of
 from collectives.errors import CollectivesError, CollectiveTimeout, InvalidArgument, Mismatch
 from tests.ranks import run_ranks
 
@@ -213,17 +214,17 @@ def checked_rows(ctx):
     comm = ctx.communicator()
 
     def check(rows, grouped=False):
-        agree(comm._native, rows, device=comm.device, stream=0, grouped=grouped)
+        fingerprint.check(comm._native, rows, device=comm.device, stream=0, grouped=grouped)
 
-    same = row("all_reduce", dtype=7, count=3, op=0)
+    same = fingerprint_of("all_reduce", dtype=7, count=3, op=0)
     check([same])
-    check([same, row("barrier")], grouped=True)
+    check([same, fingerprint_of("barrier")], grouped=True)
     check([], grouped=True)
     texts = []
     for rows, grouped in (
-        ([row("all_reduce", dtype=7, count=3 + comm.rank, op=0)], False),
-        ([row("broadcast", dtype=7, count=3, root=comm.rank)], False),
-        ([same, row("reduce", dtype=9, count=1, op=comm.rank, root=0)], True),
+        ([fingerprint_of("all_reduce", dtype=7, count=3 + comm.rank, op=0)], False),
+        ([fingerprint_of("broadcast", dtype=7, count=3, root=comm.rank)], False),
+        ([same, fingerprint_of("reduce", dtype=9, count=1, op=comm.rank, root=0)], True),
         ([same] * (1 + comm.rank), True),
     ):
         with pytest.raises(Mismatch) as caught:

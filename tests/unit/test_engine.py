@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 
+import collectives
 from collectives.comm import engine as module
 from collectives.comm.engine import Engine, engines, get_engine
 from collectives.errors import EngineUnavailable, InvalidArgument
@@ -201,7 +202,7 @@ def test_a_library_that_is_in_the_process_already_is_a_candidate(tmp_path):
     """torch's CUDA builds load an NCCL of their own when torch is imported; another one comes behind it."""
     code = (
         "import ctypes, sys\n"
-        "from collectives import engine\n"
+        "from collectives.comm import engine\n"
         "before = engine._mapped_nccl()\n"
         "ctypes.CDLL(sys.argv[1])\n"
         "after = engine._mapped_nccl()\n"
@@ -210,7 +211,7 @@ def test_a_library_that_is_in_the_process_already_is_a_candidate(tmp_path):
     )
     other = tmp_path.resolve() / "libnccl.so.2"
     shutil.copy(module.library_path(), other)
-    root = os.path.dirname(os.path.dirname(os.path.abspath(module.__file__)))
+    root = os.path.dirname(os.path.dirname(collectives.__file__))
     command = [sys.executable, "-c", code, str(other)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["False", "True", "True"], done.stderr

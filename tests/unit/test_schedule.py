@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from collectives.comm.algorithms.schedule import LINE, OPS, Reduction, Transfer, piece_bounds, schedule
+from collectives.comm.algorithms.schedule import LINE, OPS, Reduction, Transfer, schedule, shard_bounds
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -20,7 +20,7 @@ CHUNKS = st.sampled_from([1, 64, 128, 192, 1024, 1 << 20])
 
 @given(count=COUNTS, parts=st.integers(1, 9), itemsize=ITEMSIZES)
 def test_pieces_cover_everything_in_order_and_lie_on_boundaries(count, parts, itemsize):
-    bounds = piece_bounds(count, parts, itemsize)
+    bounds = shard_bounds(count, parts, itemsize)
     assert len(bounds) == parts + 1 and bounds[0] == 0 and bounds[-1] == count
     assert list(bounds) == sorted(bounds)
     for bound in bounds[:-1]:
@@ -174,7 +174,7 @@ def test_every_rank_gets_every_element_once(op, algorithm, size, count, itemsize
         else:
             assert [sorted(terms) for terms in got] == want  # each rank's exactly once
     if algorithm == "ring" and reduces and size > 1:
-        bounds = piece_bounds(count, size, itemsize) if op == "all_reduce" else None
+        bounds = shard_bounds(count, size, itemsize) if op == "all_reduce" else None
         for rank in ranks:
             for i, terms in enumerate(rank.memory["out"]):
                 piece = max(p for p in range(size) if bounds[p] <= i) if bounds else rank.rank
@@ -224,15 +224,17 @@ def test_a_reduction_overlaps_the_next_transfer(algorithm):
 
 @pytest.mark.parametrize("break_it", ["after", "source"])
 def test_the_simulation_can_fail(monkeypatch, break_it):
-    """A schedule with no dependencies, or with a wrong piece, must not pass."""
+    """A schedule with no dependencies, or with a wrong shard, must not pass."""
     import collectives.comm.algorithms.schedule as module
 
     if break_it == "after":
-        monkeypatch.setattr(module._Plan, "after", lambda self, kind, reads, writes: 0)
+        monkeypatch.setattr(module._ScheduleBuilder, "find_dependency", lambda self, kind, reads, writes: 0)
     else:
-        real = module._Plan.user
+        real = module._ScheduleBuilder.array_span
         monkeypatch.setattr(
-            module._Plan, "user", lambda s, w, piece, column: real(s, w, piece % max(1, s.size - 1), column)
+            module._ScheduleBuilder,
+            "array_span",
+            lambda s, w, shard, column: real(s, w, shard % max(1, s.size - 1), column),
         )
     wrong = 0
     for seed in range(10):

@@ -13,22 +13,14 @@ import torch
 
 import collectives
 from collectives import tune as public
-from collectives.comm.algorithms.tune import (
-    Line,
-    Policy,
-    choices_of,
-    choose,
-    fit,
-    parse_algorithm,
-    read_file,
-    tune_file,
-)
+from collectives.comm.algorithms.policy import Line, Policy, best_algorithms, fit, look_up_choice, parse_algorithm
+from collectives.comm.algorithms.tune_file import read_tune_file, tune_file
 from collectives.errors import InvalidArgument, InvalidUsage, Mismatch
 from tests.ranks import RankFailure, run_ranks
 
 
 def test_the_public_name_is_the_function():
-    importlib.import_module("collectives.tune")  # the module; the name in the package stays the function's
+    importlib.import_module("collectives.comm.algorithms.tune")  # the module of the same name
     assert callable(collectives.tune) and collectives.tune is public
 
 
@@ -66,27 +58,30 @@ SIZES = [1 << k for k in range(10, 27, 4)]
 
 def test_the_lower_line_is_chosen_and_native_where_they_are_close():
     lines = {"native": Line(1e-6, 2e-9), "ring": Line(50e-6, 1e-9), "direct": Line(1e-6, 1.95e-9)}
-    limits, names = choices_of(lines, SIZES)
+    limits, names = best_algorithms(lines, SIZES)
     assert names == ["native", "ring"] and len(limits) == 1 and SIZES[1] < limits[0] < SIZES[-1]
     picks = {"all_reduce": (limits, names)}
-    assert choose(picks, "all_reduce", 0) == "native" and choose(picks, "all_reduce", limits[0]) == "native"
-    assert choose(picks, "all_reduce", limits[0] + 1) == "ring"
-    assert choices_of({"ring": Line(1.0, 0.0), "direct": Line(0.0, 1.0)}, [1, 100])[1] == ["ring"]
+    assert (
+        look_up_choice(picks, "all_reduce", 0) == "native"
+        and look_up_choice(picks, "all_reduce", limits[0]) == "native"
+    )
+    assert look_up_choice(picks, "all_reduce", limits[0] + 1) == "ring"
+    assert best_algorithms({"ring": Line(1.0, 0.0), "direct": Line(0.0, 1.0)}, [1, 100])[1] == ["ring"]
 
 
 def test_what_is_used():
     table = {2: {"all_reduce": ([100], ["native", "ring"])}}
-    assert Policy(False, 1, {}, {}).picks("host", 4) is None  # nothing to look up on any call
-    assert Policy(False, 1, {}, table).picks("host", 4) is None  # measured with another number of ranks
-    assert Policy(False, 1, {"all_reduce": "ring"}, {}).picks("host", 1) is None
-    picks = Policy(False, 1, {}, table).picks("host", 2)
-    assert [choose(picks, "all_reduce", n) for n in (100, 101)] == ["native", "ring"]
-    assert choose(picks, "all_gather", 1 << 30) == "native"
-    fixed = Policy(False, 1, {"all_reduce": "direct"}, table).picks("host", 2)
-    assert choose(fixed, "all_reduce", 101) == "direct"
-    assert Policy(True, 1, {}, table).picks("host", 2) is None  # native reduces in rank order there
-    ordered = Policy(True, 1, {}, table).picks("nccl", 2)
-    assert [choose(ordered, op, 101) for op in ("all_reduce", "reduce_scatter", "all_gather")] == [
+    assert Policy(False, 1, {}, {}).choices_for("host", 4) is None  # nothing to look up on any call
+    assert Policy(False, 1, {}, table).choices_for("host", 4) is None  # measured with another number of ranks
+    assert Policy(False, 1, {"all_reduce": "ring"}, {}).choices_for("host", 1) is None
+    picks = Policy(False, 1, {}, table).choices_for("host", 2)
+    assert [look_up_choice(picks, "all_reduce", n) for n in (100, 101)] == ["native", "ring"]
+    assert look_up_choice(picks, "all_gather", 1 << 30) == "native"
+    fixed = Policy(False, 1, {"all_reduce": "direct"}, table).choices_for("host", 2)
+    assert look_up_choice(fixed, "all_reduce", 101) == "direct"
+    assert Policy(True, 1, {}, table).choices_for("host", 2) is None  # native reduces in rank order there
+    ordered = Policy(True, 1, {}, table).choices_for("nccl", 2)
+    assert [look_up_choice(ordered, op, 101) for op in ("all_reduce", "reduce_scatter", "all_gather")] == [
         "direct", "direct", "native",
     ]  # fmt: skip
 
@@ -106,7 +101,7 @@ def test_where_the_file_lies(monkeypatch, tmp_path):
     assert tune_file() == tmp_path / "collectives" / "tune.json"
     monkeypatch.setenv("COLLECTIVES_TUNE_FILE", str(tmp_path / "mine.json"))
     assert tune_file() == tmp_path / "mine.json"
-    assert read_file(tune_file()) == []
+    assert read_tune_file(tune_file()) == []
 
 
 def entry(machine=None, ranks=2, choices=None, **more):
@@ -142,19 +137,19 @@ def test_a_broken_file_says_how_to_mend_it(tmp_path, content):
     path = tmp_path / "tune.json"
     path.write_bytes(content)
     with pytest.raises(InvalidArgument, match=r"delete it and run collectives\.tune\(\) again") as caught:
-        read_file(path)
+        read_tune_file(path)
     assert str(path) in str(caught.value)
 
 
 def used(ctx, variables, count=1000):
     """What a new communicator picks, and which steps its calls take."""
-    from collectives.comm.algorithms import executor as ring
+    from collectives.comm.algorithms.plan import ExecutionPlan
 
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     calls = []
-    real = ring._Plan.run
-    ring._Plan.run = lambda plan, *args: (calls.append(len(plan._tasks)), real(plan, *args))[1]
+    real = ExecutionPlan.run
+    ExecutionPlan.run = lambda plan, *args: (calls.append(len(plan._tasks)), real(plan, *args))[1]
     try:
         with ctx.new_communicator() as comm:
             x = torch.ones(count)
@@ -164,11 +159,11 @@ def used(ctx, variables, count=1000):
             comm.all_reduce(x[:10], algorithm=None)
             comm.barrier()
             sub = comm.split(comm.rank % 2)
-            assert sub._picks is None  # of other ranks
+            assert sub._choices is None  # of other ranks
             sub.close()
-            return comm._picks, comm._policy.chunk, len(calls), x[20].item()
+            return comm._choices, comm._policy.chunk, len(calls), x[20].item()
     finally:
-        ring._Plan.run = real
+        ExecutionPlan.run = real
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
@@ -238,7 +233,7 @@ def measured(ctx, path):
                 collectives.tune(comm, ops=["broadcast"])
             with pytest.raises(InvalidArgument, match="algorithms"):
                 collectives.tune(comm, algorithms=["tree"])
-            used_now = comm._picks
+            used_now = comm._choices
         os.environ["COLLECTIVES_TUNE_FILE"] = f"{path}/below/a/file"
         with ctx.new_communicator() as comm, pytest.raises(InvalidArgument, match="could not write"):
             collectives.tune(comm, ops=["all_gather"], sizes=sizes, algorithms=["native"], seconds=0.001)
@@ -261,7 +256,9 @@ def test_a_measurement(tmp_path):
             row = table["ops"][op][name]
             assert len(row["times_us"]) == 3 and min(row["times_us"]) > 0
             assert row["alpha_us"] >= 0 and row["beta_us_per_mib"] >= 0 and row["residual"] >= 0
-    wanted = Policy(False, 1, {}, {2: {op: tuple(each) for op, each in table["choices"].items()}}).picks("host", 2)
+    wanted = Policy(False, 1, {}, {2: {op: tuple(each) for op, each in table["choices"].items()}}).choices_for(
+        "host", 2
+    )
     assert used_now == wanted
     assert os.listdir(tmp_path) == ["tune.json"]  # nothing is left beside it
 
@@ -275,7 +272,7 @@ def test_the_simulated_failure_is_seen():
 def test_a_user_without_a_home_has_no_file(monkeypatch):
     monkeypatch.delenv("COLLECTIVES_TUNE_FILE", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it does where there is none
-    assert read_file(tune_file()) == []
+    assert read_tune_file(tune_file()) == []
 
 
 def test_a_default_file_that_may_not_be_read_is_none(monkeypatch, tmp_path):
@@ -284,16 +281,16 @@ def test_a_default_file_that_may_not_be_read_is_none(monkeypatch, tmp_path):
 
     monkeypatch.setattr(Path, "read_text", refuse)
     monkeypatch.delenv("COLLECTIVES_TUNE_FILE", raising=False)
-    assert read_file(tune_file()) == []
+    assert read_tune_file(tune_file()) == []
     monkeypatch.setenv("COLLECTIVES_TUNE_FILE", str(tmp_path / "x"))
     with pytest.raises(InvalidArgument, match="can't be read"):
-        read_file(tune_file())
+        read_tune_file(tune_file())
 
 
 def test_a_file_of_nothing_but_brackets(tmp_path):
     (tmp_path / "x").write_text("[" * 100_000)
     with pytest.raises(InvalidArgument, match="is no result"):
-        read_file(tmp_path / "x")
+        read_tune_file(tmp_path / "x")
 
 
 def test_what_tune_refuses():

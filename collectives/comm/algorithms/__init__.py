@@ -1,3 +1,3 @@
-"""The ring and direct algorithms as schedules, their execution by send and receive, and the choice among algorithms."""
+"""The ring and direct algorithms: schedules, execution by send and receive, and choice."""
 
 __all__ = []

@@ -21,7 +21,7 @@ from ..._nccl import DTYPES, OPS, SHRINK_ABORT, ErrorInfo
 from ...arrays import ITEMSIZE
 from ...errors import Aborted, CollectivesError, CollectiveTimeout, InternalError, InvalidUsage, RemoteError
 from ..engine import Engine
-from ..fingerprint import KINDS, PREMUL, row
+from ..fingerprint import KINDS, PREMUL, fingerprint_of
 from .gloo import Board, Lost, Mesh
 from .hierarchical import Across, Message, Reduction, Unlike
 from .topology import Layout, grouped
@@ -448,7 +448,7 @@ class HostsComm:
         named, of = getattr(self.library._here, "label", None) or (None, None)
         kind = named if named in KINDS else kind
         digest = 0 if of is None else crc32(of.encode())
-        return (*row(kind, dtype=dtype, count=count, op=op, root=root), digest, 0)
+        return (*fingerprint_of(kind, dtype=dtype, count=count, op=op, root=root), digest, 0)
 
     def _reduction(self, kind: str, dtype: int, count: int, op: int, root: int = -1):
         scalar = self._scalars.get(op)

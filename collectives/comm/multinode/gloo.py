@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ... import errors
 from ...errors import CollectivesError, CollectiveTimeout, RemoteError, TransportError
-from ..liveness import described, has_ended
-from ..waiting import Wait, call_with_limit, first_line
+from ..liveness import describe_exit, has_ended
+from ..waiting import RankWait, call_with_timeout, first_line
 from .topology import loops, route_to
 
 __all__ = ["Board", "Lost", "Mesh", "span"]
@@ -69,7 +69,9 @@ class Board:
         """Wait for ``peer``'s note, until ``deadline`` on ``time.monotonic``'s clock."""
         seconds = max(0.0, deadline - time.monotonic())
         size = max(2, len(self.processes))
-        wait = Wait("to connect the machines", self.rank, size, seconds, deadline=deadline, fate=self._fate, op="init")
+        wait = RankWait(
+            "to connect the machines", self.rank, size, seconds, deadline=deadline, exit_reason=self._fate, op="init"
+        )
         pause = _POLL_S
         while True:
             try:
@@ -77,13 +79,13 @@ class Board:
                     return self.store.get(key)
             except RuntimeError as error:
                 raise self._gone(error) from error
-            wait.look(lambda: [peer])
+            wait.check(lambda: [peer])
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
 
     def _fate(self, peer: int) -> str:
         process = self.processes[peer] if peer < len(self.processes) else ""
-        return described(process) if has_ended(process) else ""
+        return describe_exit(process) if has_ended(process) else ""
 
     def tell(self, error: CollectivesError) -> None:
         """Leave the cause of a failure for the others, unless somebody was first. Where the store is gone: nothing."""
@@ -144,7 +146,7 @@ class Mesh:
             )  # fmt: skip
 
         try:
-            self._gloo = call_with_limit(
+            self._gloo = call_with_timeout(
                 lambda _: dist.ProcessGroupGloo(store, rank, size, options), deadline + 1.0, late
             )
         except CollectivesError:

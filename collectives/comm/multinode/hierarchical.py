@@ -35,7 +35,7 @@ _EXACT = (OPS["max"], OPS["min"])  # nothing is rounded, so nothing wider is nee
 _TORCH = {code: dtype for dtype, code in TORCH_CODES.items()}
 _FLOATING = {code for code, dtype in _TORCH.items() if dtype.is_floating_point}
 
-_WORDS = 8  # int64 of a frame's head: sequence, the call's row of `agree`, a digest of the dtype's name, 0
+_WORDS = 8  # int64 of a frame's head: sequence, the call's fingerprint, a digest of the dtype's name, 0
 _HEAD = 8 * _WORDS
 SMALL = 8192  # bytes that travel in a frame
 _INSIDE_MORE_S = 3.0  # by which waits inside are longer that may be for a rank that waits for another machine

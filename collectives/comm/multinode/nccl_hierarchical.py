@@ -27,9 +27,9 @@ def use_two_levels(comm) -> None:
     """Make a communicator reduce and gather in two levels from now on; nothing where all ranks are on one level."""
     layout = Layout(comm.machines, comm.rank)
     if 1 < len(layout.machines) < comm.size:
-        with comm._guard():
+        with comm._device_guard():
             comm._native = TwoLevels(comm._native, layout, comm.device)
-        comm._short = NoShortWay()
+        comm._fast_path = NoShortWay()
 
 
 class TwoLevels:

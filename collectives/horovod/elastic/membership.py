@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy
 
 from ...comm.communicator import Communicator
-from ...comm.waiting import name_ranks
+from ...comm.waiting import format_ranks
 from ...errors import CollectivesError, CollectiveTimeout, InvalidUsage, TransportError
 from ...rendezvous.exchange import PeerInfo
 from ..basics import World
@@ -87,7 +87,7 @@ class Membership:
             ranks = self.alive()
             if len(ranks) < least:
                 lost = sorted(set(range(len(self.members))) - set(ranks))
-                raise Gone(f"{name_ranks(lost)} died, and of the {least} ranks that it takes {len(ranks)} are left")
+                raise Gone(f"{format_ranks(lost)} died, and of the {least} ranks that it takes {len(ranks)} are left")
             comm = None
             try:
                 comm = self._open(world, ranks)
@@ -100,7 +100,7 @@ class Membership:
                 if time.monotonic() < until:
                     continue
                 late = [ranks[peer] for peer in error.peers] if isinstance(error, CollectiveTimeout) else []
-                who = name_ranks(late) if late else "some ranks"
+                who = format_ranks(late) if late else "some ranks"
                 raise Gone(
                     f"{who} live, and did not come within {seconds:g} s (HOROVOD_ELASTIC_TIMEOUT) to go on: {error}"
                 ) from error

@@ -7,7 +7,7 @@ import logging
 import os
 from typing import Any
 
-from ...comm.waiting import name_ranks
+from ...comm.waiting import format_ranks
 from ...errors import Aborted, CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError
 from ...rendezvous import world as job
 from ..basics import World, current, enter
@@ -178,7 +178,7 @@ class _Running:
         if self._vain >= _VAIN:
             text = f"{cause} (nobody has died, and this was number {_VAIN} with nothing committed between)"
             raise HorovodInternalError(text) from cause
-        who = f"{name_ranks(lost)} died" if lost else "nobody died"
+        who = f"{format_ranks(lost)} died" if lost else "nobody died"
         _LOG.warning(
             "hvd [rank %d]: %s; going on from the last commit with %d ranks, this one as rank %d: %s",
             before.rank, who, self._world.size, self._world.rank, cause,

@@ -1,0 +1,283 @@
+"""A schedule with its memory and kernels, ready for any arrays of one size and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..._nccl import DTYPES, OPS
+from ...arrays import ITEMSIZE, TORCH_CODES
+from ...kernels import abi
+from ...kernels.execution import run as run_kernel
+from ...kernels.reduction import kernel_of
+from ...layout import TILE
+from ..group import run_grouped
+from .schedule import Reduction, Schedule, schedule
+
+__all__ = ["CallKey", "ExecutionPlan", "issue_transfers", "round_to_dtype"]
+
+_F32 = DTYPES["float32"]
+_SUM, _PROD, _AVG = OPS["sum"], OPS["prod"], OPS["avg"]
+_EXACT = (OPS["max"], OPS["min"])  # they round nothing, so they need no wider type for partial results
+_TORCH = {code: dtype for dtype, code in TORCH_CODES.items()}
+_FLOATING = {code for code, dtype in _TORCH.items() if dtype.is_floating_point}
+
+_BASES = {"in": 0, "out": 1}  # indices of base addresses; all other spans are in scratch
+_SCRATCH, _TABLE = 2, 3
+
+
+class CallKey(NamedTuple):
+    """All that a plan depends on, besides the communicator. `code`: of the dtype.
+
+    `op`: of the reduction.
+    """
+
+    name: str
+    algorithm: str
+    count: int
+    code: int
+    op: int
+    scaled: bool
+    in_place: bool
+
+
+def round_to_dtype(value, code: int):
+    """Return a premultiplied sum's factor rounded to the array's dtype, as the engines use it."""
+    return torch.tensor(value, dtype=_TORCH[code]).item() if code in _FLOATING else value
+
+
+def issue_transfers(library, native, ops, bases, stream: int) -> None:
+    """Issue sends and receives as one group.
+
+    `ops`: tuples of (method, index in `bases`, offset in bytes, count, dtype code, peer).
+    """
+    run_grouped(
+        library,
+        [
+            (getattr(native, method), (bases[base] + offset, count, code, peer, stream))
+            for method, base, offset, count, code, peer in ops
+        ],
+    )
+
+
+class KernelTask:
+    """A reduction, ready to run except for the addresses of the caller's arrays and the factor."""
+
+    __slots__ = ("after", "args", "base", "first_source", "kernel", "number", "offset", "scaled", "signals")
+
+    def __init__(self, args, kernel, first_source: int, base: int, offset: int, scaled: bool, number: int, after: int):
+        self.args = args
+        self.first_source = first_source  # index in the table of sources
+        self.kernel = kernel
+        self.base = base
+        self.offset = offset
+        self.scaled = scaled
+        self.number = number  # among the reductions, from 1
+        self.after = after
+        self.signals = False  # a transfer waits for its event
+
+    def run(self, bases, factor, device) -> None:
+        self.args.sources = bases[_TABLE] + 8 * self.first_source
+        self.args.out = bases[self.base] + self.offset
+        if self.scaled and factor is not None:
+            self.args.scale = factor
+        run_kernel(self.kernel, self.args, device)
+
+
+class TransferTask:
+    """A group of sends and receives, ready to issue. `ops`: as in `issue_transfers`."""
+
+    __slots__ = ("after", "number", "ops", "signals")
+
+    def __init__(self, ops, number: int, after: int):
+        self.ops = ops
+        self.number = number
+        self.after = after
+        self.signals = False  # a kernel waits for its event
+
+
+class ExecutionPlan:
+    """A schedule with its scratch memory: all calls with one `CallKey`, for any arrays.
+
+    One call uses it at a time.
+
+    Partial sums are accumulated in fp32 for the narrower types, so that they are rounded once, at
+    the end, by both algorithms. `get_scratch`: a function that returns scratch memory of so many
+    bytes.
+    """
+
+    def __init__(self, key: CallKey, comm, chunk: int, get_scratch: Callable[[int], torch.Tensor]):
+        self.device = comm.device
+        self.library = comm.engine.library
+        code, size = key.code, comm.size
+        floating = code in _FLOATING
+        wide = key.name != "all_gather" and floating and ITEMSIZE[code] < 4 and key.op not in _EXACT
+        self._code = code
+        self._sum_code = _F32 if wide else code
+        self._factor_fills = key.scaled and not floating  # there is no kernel that scales integers: they are multiplied
+        made = schedule(
+            key.name, key.algorithm, rank=comm.rank, size=size, count=key.count, itemsize=ITEMSIZE[code], chunk=chunk,
+            wide=wide, scaled=key.scaled, in_place=key.in_place,
+        )  # fmt: skip
+        self._allocate_scratch(made, get_scratch)
+        self._pad = None
+        self._sources: list[tuple[int, int | None]] = []  # offset and its base, or an address and None
+        self._tasks = []
+        counts = [0, 0]
+        for task in made.tasks:
+            reduction = isinstance(task, Reduction)
+            counts[reduction] += 1
+            prepare = self._prepare_kernel if reduction else self._prepare_transfer
+            self._tasks.append(prepare(task, counts[reduction], key, size))
+        self._build_source_table()
+        self._events = {}
+        of_kind = {kind: [task for task in self._tasks if type(task) is kind] for kind in (TransferTask, KernelTask)}
+        for task in self._tasks:
+            if task.after:
+                of_kind[TransferTask if type(task) is KernelTask else KernelTask][task.after - 1].signals = True
+
+    def _allocate_scratch(self, made: Schedule, get_scratch) -> None:
+        """Lay out the scratch: chunks of the array's dtype, then of the sums' dtype, the factor."""
+        raw = -(-made.raw * ITEMSIZE[self._code] // 64) * 64
+        wide = -(-made.wide * ITEMSIZE[self._sum_code] // 64) * 64
+        fill = made.longest * ITEMSIZE[self._code] if self._factor_fills else 0
+        self._longest = made.longest
+        self._scratch = get_scratch(raw + wide + fill) if raw + wide + fill else None
+        self._starts = {"raw": 0, "wide": raw}
+        self._factor_at = raw + wide
+        self._fill = fill
+
+    def _locate(self, span) -> tuple[int, int, int]:
+        """Return (index of its base address, offset, dtype code) of a span."""
+        code = self._sum_code if span.where == "wide" else self._code
+        offset = span.start * ITEMSIZE[code]
+        if span.where in _BASES:
+            return _BASES[span.where], offset, code
+        return _SCRATCH, self._starts[span.where] + offset, code
+
+    def _prepare_transfer(self, task, number: int, key, size) -> TransferTask:
+        ops = []
+        for method, messages in (("send", task.sends), ("recv", task.recvs)):
+            for peer, span in messages:
+                base, offset, code = self._locate(span)
+                ops.append((method, base, offset, span.count, code, peer))
+        return TransferTask(tuple(ops), number, task.after)
+
+    def _prepare_kernel(self, task, number: int, key: CallKey, size: int) -> KernelTask:
+        sources = []
+        for span in task.sources:
+            base, address, source_code = self._locate(span)
+            sources.append((address, base))
+        base, offset, out_code = self._locate(task.out)
+        op, scale = key.op, 1.0
+        scaled = task.scaled
+        if len(sources) == 1:
+            op = _SUM
+            if scaled and self._factor_fills:
+                sources.append((self._factor_at, _SCRATCH))
+                op, scaled = _PROD, False
+        elif op == _AVG and not (task.final and len(sources) == size):
+            op = _SUM
+            if task.final and source_code in _FLOATING and not size & (size - 1):
+                scale = 1.0 / size  # the same bits as the division
+            elif task.final:
+                # The kernel divides by the number of its sources: zeros, which change nothing, are
+                # added up to `size`.
+                op = _AVG
+                sources += [(self._zero_source(source_code), None)] * (size - len(sources))
+        first = len(self._sources)
+        self._sources += sources
+        args = abi.ReduceArgs(
+            abi.Work(-(-task.out.count // TILE), 0, 0), 0, len(sources), 0, task.out.count, 0, scale, op,
+            source_code, out_code, 0,
+        )  # fmt: skip
+        return KernelTask(args, kernel_of(source_code, out_code), first, base, offset, scaled, number, task.after)
+
+    def _zero_source(self, code: int) -> int:
+        """Return the address of an array of zeros that is as long as the longest reduction."""
+        if self._pad is None:
+            pad = torch.full((self._longest,), -0.0 if code in _FLOATING else 0, dtype=_TORCH[code])
+            self._pad = self._to_device(pad)  # -0.0 changes no sign
+        return self._pad.data_ptr()
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device, queued on the current stream."""
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _build_source_table(self) -> None:
+        """Build the table of the reductions' sources; a call adds the address of its array."""
+        scratch = 0 if self._scratch is None else self._scratch.data_ptr()
+        fixed = [at + (scratch if base == _SCRATCH else 0) for at, base in self._sources]
+        columns = [fixed, *([int(base in which) for _, base in self._sources] for which in ((0, 1), (_SCRATCH,)))]
+        self._fixed, self._of_caller, self._of_scratch = self._to_device(
+            torch.tensor(columns, dtype=torch.int64)
+        ).unbind()
+        self._table = torch.empty_like(self._fixed)
+
+    def _bases(self, inp: int, out: int, scratch, table) -> tuple[int, int, int, int]:
+        return inp, out, 0 if scratch is None else scratch.data_ptr(), table.data_ptr()
+
+    def _fill_arguments(self, inp: int, factor, scratch, table) -> None:
+        """Fill in a call's address and factor: at most 2 small kernels on a GPU, no host copy."""
+        if self._sources:
+            torch.add(self._fixed, self._of_caller, alpha=inp, out=table)
+            if scratch is not self._scratch:
+                table.add_(self._of_scratch, alpha=scratch.data_ptr() - self._scratch.data_ptr())
+        if self._fill:
+            integers = {1: torch.int8, 4: torch.int32, 8: torch.int64}[ITEMSIZE[self._code]]
+            into = scratch[self._factor_at : self._factor_at + self._fill].view(integers)
+            bits = 8 * into.element_size()
+            wrapped = (factor + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
+            into.fill_(wrapped)
+
+    def run(self, native, inp: int, out: int, factor) -> None:
+        """Run the tasks in this thread, one after the other."""
+        bases = self._bases(inp, out, self._scratch, self._table)
+        self._fill_arguments(inp, factor, self._scratch, self._table)
+        for task in self._tasks:
+            if type(task) is TransferTask:
+                issue_transfers(self.library, native, task.ops, bases, 0)
+            else:
+                task.run(bases, factor, self.device)
+
+    def run_on_streams(self, native, inp, out, factor, outer, transfers, kernels, *, own_memory: bool = False) -> None:
+        """Queue the tasks: transfers on one stream, kernels on the other, ordered with `outer`.
+
+        Both are ordered after what `outer` has now, and before what it gets next.
+
+        `own_memory`: use memory of the CUDA graph that is being captured, from its pool, since the
+        graph may be replayed on any stream, concurrently with calls that use the plan's memory.
+        """
+        kernels.wait_stream(outer)
+        # Calls share scratch, and an earlier one may have been ordered on a stream that `outer` has
+        # not waited for. Its kernels must have read what the transfers now write, and the other way
+        # round.
+        transfers.wait_stream(kernels)
+        kernels.wait_stream(transfers)
+        with torch.cuda.stream(kernels):
+            scratch, table = self._scratch, self._table
+            if own_memory:
+                scratch = None if scratch is None else torch.empty_like(scratch)
+                table = torch.empty_like(table)
+            bases = self._bases(inp, out, scratch, table)
+            self._fill_arguments(inp, factor, scratch, table)
+            for task in self._tasks:
+                message = type(task) is TransferTask
+                own = transfers if message else kernels
+                if task.after:
+                    own.wait_event(self._events[not message, task.after])
+                if message:
+                    issue_transfers(self.library, native, task.ops, bases, own.cuda_stream)
+                else:
+                    task.run(bases, factor, self.device)
+                if task.signals:
+                    event = self._events.get((message, task.number))
+                    if event is None:
+                        event = self._events[message, task.number] = torch.cuda.Event()
+                    event.record(own)
+            if own_memory:
+                kernels.wait_stream(transfers)  # the memory returns to the pool as this stream's
+        outer.wait_stream(transfers)
+        outer.wait_stream(kernels)

@@ -1,0 +1,285 @@
+"""Policy: which algorithm a communicator uses for which operation and size, the same on all ranks.
+
+`fit` and `best_algorithms` turn measured times into a table. It models an algorithm's time as alpha
++ beta * bytes (R. Hockney, "The communication challenge for MPP", 1994). A communicator's policy is
+what rank 0 has read from its variables and its tune file when the communicator was opened: rank 0
+sends it to the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from threading import get_ident
+
+import torch
+
+from ..._nccl import DTYPES
+from ..._nccl import OPS as OP_CODES
+from ...arrays import parse_op
+from ...errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
+from ..group import open_groups
+from .schedule import ALGORITHMS, OPS
+from .tune_file import Choices, file_engine, read_tune_file, tables_of, tune_file
+
+__all__ = [
+    "Line",
+    "Policy",
+    "agree_on_policy",
+    "best_algorithms",
+    "fit",
+    "look_up_choice",
+    "parse_algorithm",
+    "select_algorithm",
+]
+
+_MARGIN = 0.1  # another algorithm than native has to be predicted to be faster by this much
+_CHUNKS = {"host": 256 << 10, "nccl": 4 << 20}  # bytes of a message
+
+
+# ---- The model of an algorithm's time.
+
+
+class Line:
+    """time = `alpha` (s) + `beta` (s/byte) * bytes.
+
+    `residual`: the root mean square of the relative errors.
+    """
+
+    __slots__ = ("alpha", "beta", "residual")
+
+    def __init__(self, alpha: float, beta: float, residual: float = 0.0):
+        self.alpha = alpha
+        self.beta = beta
+        self.residual = residual
+
+    def predict(self, nbytes: float) -> float:
+        """Return the time in seconds."""
+        return self.alpha + self.beta * nbytes
+
+
+def fit(points: Iterable[tuple[float, float]]) -> Line:
+    """Fit a line to (bytes, seconds) by least squares of the relative errors.
+
+    Neither alpha nor beta is negative.
+    """
+    points = [(float(x), float(t)) for x, t in points]
+    if not points or any(t <= 0 for _, t in points):
+        raise InvalidArgument(f"a fit needs points with times above 0, not {points!r:.200}", op="tune")
+    # Divided by its time, a point's equation is alpha / t + beta * x / t = 1.
+    aa = sum(1 / t**2 for _, t in points)
+    ab = sum(x / t**2 for x, t in points)
+    bb = sum((x / t) ** 2 for x, t in points)
+    a1 = sum(1 / t for _, t in points)
+    b1 = sum(x / t for x, t in points)
+    determinant = aa * bb - ab * ab
+    alpha = beta = -1.0
+    if determinant > 1e-12 * aa * bb:
+        alpha, beta = (a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant
+    if alpha < 0 or beta < 0:  # the best one with one of the two at 0
+        ends = [Line(a1 / aa, 0.0)] + ([Line(0.0, b1 / bb)] if bb else [])
+        best = min(ends, key=lambda line: sum((line.predict(x) / t - 1) ** 2 for x, t in points))
+        alpha, beta = best.alpha, best.beta
+    line = Line(alpha, beta)
+    line.residual = math.sqrt(sum((line.predict(x) / t - 1) ** 2 for x, t in points) / len(points))
+    return line
+
+
+def best_algorithms(lines: dict[str, Line], sizes: Sequence[int]) -> Choices:
+    """Return the fastest algorithm by size, from each algorithm's line.
+
+    Native where they are close.
+    """
+    best = []
+    for nbytes in sorted(sizes):
+        times = {name: line.predict(nbytes) for name, line in lines.items()}
+        name = min(times, key=times.__getitem__)
+        if "native" in times and times[name] > times["native"] * (1 - _MARGIN):
+            name = "native"
+        best.append((nbytes, name))
+    limits, names = [], [best[0][1]]
+    for (nbytes, name), (following, other) in zip(best, best[1:], strict=False):
+        if other != name:
+            limits.append(math.isqrt(nbytes * following))
+            names.append(other)
+    return limits, names
+
+
+# ---- The choice.
+
+
+class Policy:
+    """Policy of a communicator, the same on all its ranks.
+
+    `deterministic`: reductions are in rank order; `chunk`: bytes of an algorithm's message;
+    `fixed`: operation -> algorithm, from COLLECTIVES_ALGORITHM; `tables`: number of ranks ->
+    operation -> `Choices`.
+    """
+
+    __slots__ = ("chunk", "deterministic", "fixed", "tables")
+
+    def __init__(self, deterministic: bool, chunk: int, fixed: dict[str, str], tables: dict[int, dict[str, Choices]]):
+        self.deterministic = deterministic
+        self.chunk = chunk
+        self.fixed = fixed
+        self.tables = tables
+
+    def allowed_algorithms(self, engine: str, op: str) -> tuple[str, ...]:
+        """Return the algorithms that may be used.
+
+        `deterministic`: those that reduce in rank order.
+        """
+        if not self.deterministic or op == "all_gather":
+            return ALGORITHMS
+        return ("native", "direct") if engine == "host" else ("direct",)
+
+    def choices_for(self, engine: str, size: int) -> dict[str, Choices] | None:
+        """Return the choices for each operation of a communicator of `size` ranks.
+
+        None: always native.
+        """
+        if size == 1:
+            return None
+        choices = {}
+        for op in OPS:
+            allowed = self.allowed_algorithms(engine, op)
+            limits, names = self.tables.get(size, {}).get(op, ([], ["native"]))
+            if op in self.fixed:
+                limits, names = [], [self.fixed[op]]
+            choices[op] = limits, [name if name in allowed else allowed[0] for name in names]
+        return None if all(set(names) == {"native"} for _, names in choices.values()) else choices
+
+
+def look_up_choice(choices: dict[str, Choices], op: str, nbytes: int) -> str:
+    """Return the algorithm for an operation on so many bytes (of the larger array)."""
+    limits, names = choices[op]
+    return names[bisect_left(limits, nbytes)]
+
+
+def select_algorithm(comm, op: str, algorithm, nbytes: int, reduction=None) -> str:
+    """Return the algorithm of a communicator's call: the caller's, else the policy's.
+
+    In a group always native.
+
+    `nbytes`: of the larger array; `reduction`: the op that the caller passed. Raises
+    `InvalidArgument` for an unknown name, `InvalidUsage` for an algorithm that is not allowed here.
+    """
+    grouped = bool(open_groups) and get_ident() in open_groups
+    by = algorithm
+    if by is None:
+        by = look_up_choice(comm._choices, op, nbytes) if comm._choices is not None and not grouped else "native"
+    elif not isinstance(by, str) or by not in ALGORITHMS:
+        names = ", ".join(map(repr, ALGORITHMS))
+        raise InvalidArgument(f"algorithm must be {names} or None, not {by!r:.40}", op=op, rank=comm.rank)
+    allowed = ALGORITHMS if comm.size == 1 else comm._policy.allowed_algorithms(comm.engine.name, op)
+    # Maxima and minima are the same in any order.
+    if by not in allowed and parse_op(reduction, rank=comm.rank, name=op)[0] not in (OP_CODES["max"], OP_CODES["min"]):
+        raise InvalidUsage(
+            f"algorithm {by!r}{', which groups take,' * grouped} doesn't reduce in rank order, as deterministic=True "
+            f"asks for: use {' or '.join(map(repr, allowed))}, outside of groups",
+            op=op, rank=comm.rank,
+        )  # fmt: skip
+    if grouped and by != "native":
+        raise InvalidUsage(
+            f"algorithm {by!r} is several steps, which can't stand in a group: call it after the `with` block, or "
+            "leave it to 'native'",
+            op=op, rank=comm.rank,
+        )  # fmt: skip
+    return by
+
+
+def parse_algorithm(text: str) -> dict[str, str]:
+    """Parse COLLECTIVES_ALGORITHM: one name for all operations, or operation:name,... pairs."""
+    found = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        op, colon, name = part.rpartition(":")
+        ops = [op.strip()] if colon else OPS
+        if name.strip() not in ALGORITHMS or any(each not in OPS for each in ops):
+            raise InvalidArgument(
+                f"COLLECTIVES_ALGORITHM={text}: {part!r} is no algorithm: use one of {', '.join(ALGORITHMS)} for all "
+                f"operations, or {OPS[0]}:ring, with commas between, of {', '.join(OPS)}"
+            )
+        found.update(dict.fromkeys(ops, name.strip()))
+    return found
+
+
+def _read_policy(deterministic: bool, engine: str, device: torch.device, in_file: str) -> Policy:
+    """Read the policy from this process's variables and tune file.
+
+    `in_file`: the engine's name in the file.
+    """
+    text = os.environ.get("COLLECTIVES_CHUNK", "").strip()
+    if text and not (text.isascii() and text.isdigit() and 64 <= int(text) < 1 << 40):
+        raise InvalidArgument(f"COLLECTIVES_CHUNK={text}: must be a whole number of bytes from 64 up")
+    fixed = parse_algorithm(os.environ.get("COLLECTIVES_ALGORITHM", ""))
+    policy = Policy(deterministic, int(text) if text else _CHUNKS[engine], fixed, {})
+    for op, name in fixed.items():
+        if name not in policy.allowed_algorithms(engine, op):
+            raise InvalidUsage(
+                f"COLLECTIVES_ALGORITHM has {op}:{name}, which deterministic=True forbids: "
+                f"use {' or '.join(policy.allowed_algorithms(engine, op))}"
+            )
+    if len(fixed) < len(OPS):
+        policy.tables = tables_of(read_tune_file(tune_file()), in_file, device)
+    return policy
+
+
+def agree_on_policy(native, engine: str, device: torch.device, deterministic: bool) -> Policy:
+    """Return the policy of rank 0, on all ranks. Blocks until all have come.
+
+    Raises `Mismatch` where the ranks differ in `deterministic`, `InvalidArgument` on all ranks
+    where rank 0's variables or its file are invalid.
+    """
+    if native.rank:
+        policy = None
+    else:
+        try:
+            policy = _read_policy(deterministic, engine, device, file_engine(native, engine))
+        except CollectivesError as error:
+            policy = error
+    if native.size > 1:
+        policy = _broadcast_policy(native, device, deterministic, policy)
+    if isinstance(policy, CollectivesError):
+        policy.rank = native.rank
+        raise policy
+    return policy
+
+
+def _broadcast_policy(native, device, deterministic, policy):
+    """Return rank 0's policy or error on all ranks: a small all-gather, a broadcast if needed."""
+    sent = b""
+    chunk = 0
+    if isinstance(policy, CollectivesError):
+        sent = json.dumps({"error": [type(policy).__name__, policy.message]}).encode()
+    elif policy is not None:
+        chunk = policy.chunk
+        if policy.fixed or policy.tables:
+            sent = json.dumps({"fixed": policy.fixed, "tables": policy.tables}).encode()
+    stream = 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
+    own = torch.tensor([len(sent), int(deterministic), chunk], dtype=torch.int64, device=device)
+    gathered = torch.empty((native.size, 3), dtype=torch.int64, device=device)
+    native.all_gather(own.data_ptr(), gathered.data_ptr(), 3, DTYPES["int64"], stream)
+    (length, wanted, chunk), *_ = table = gathered.tolist()
+    others = [rank for rank, (_, other, _) in enumerate(table) if other != int(deterministic)]
+    if others:
+        raise Mismatch(
+            f"deterministic={deterministic} here, and not on rank {', '.join(map(str, others))}: it must be the same "
+            "on all ranks",
+            op="init", rank=native.rank, peers=others,
+        )  # fmt: skip
+    if not length:
+        return policy or Policy(deterministic, chunk, {}, {})
+    text = torch.zeros(length, dtype=torch.uint8)
+    if native.rank == 0:
+        text = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+    text = text.to(device)
+    native.broadcast(text.data_ptr(), text.data_ptr(), length, DTYPES["uint8"], 0, stream)
+    received = json.loads(bytes(text.cpu().numpy()))
+    if "error" in received:
+        kind, message = received["error"]
+        return (InvalidUsage if kind == "InvalidUsage" else InvalidArgument)(message, op="init")
+    tables = {int(ranks): {op: tuple(each) for op, each in ops.items()} for ranks, ops in received["tables"].items()}
+    return Policy(bool(wanted), chunk, received["fixed"], tables)

@@ -1,0 +1,197 @@
+"""CudaQueue, the queue of asynchronous operations on CUDA: a side stream with events."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+
+from .._nccl import check
+from ..cuda_state import capture_of, is_capturing, queries_allowed, stream_at
+from ..errors import CollectivesError, CollectiveTimeout, CudaError, InvalidUsage
+from .async_queue import AsyncQueue, fulfil_future
+from .work import PendingOp, Work
+
+__all__ = ["CudaQueue"]
+
+
+class CudaQueue(AsyncQueue):
+    """A communicator's side stream on CUDA, which is created at its first use."""
+
+    def __init__(self, comm):
+        super().__init__(comm)
+        self._side_stream = None
+        self._stream = None  # of the submission that is open: the side stream, or the caller's
+
+    def _open_stream(self, stream):
+        device = self._comm.device
+        if stream is not None:
+            self._stream = stream_at(stream, device)
+            return stream
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(device)
+        self._stream = self._side_stream
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        return self._stream.cuda_stream
+
+    def _record_end(self):
+        return (self._stream.record_event(), self._stream), capture_of(self._stream)
+
+    def set_abort_error(self, error: CollectivesError) -> None:
+        """Set the error of what is in flight, as observed when it has left the GPU.
+
+        What has ended before succeeded.
+        """
+        for pending_op in tuple(self._pending):
+            if not pending_op.ended:
+                self.poll(pending_op)
+        super().set_abort_error(error)
+
+    def wait(self, pending_op: PendingOp, timeout: float | None) -> bool:
+        """Make torch's current stream wait for a submission; with a timeout, block."""
+        if timeout is not None:
+            return self.wait_blocking(pending_op, timeout)
+        with self._comm._device_guard():
+            capture = capture_of(None)
+            if pending_op.capture_id is None and capture is not None:
+                self._query(pending_op)  # a capture needs no order after an operation that has ended
+                if not pending_op.ended:
+                    raise InvalidUsage(
+                        "wait() inside of a CUDA graph's capture for an operation that was started before it: wait for "
+                        "it before the capture",
+                        op=pending_op.op, rank=self._comm.rank,
+                    )  # fmt: skip
+            elif self._abort_error is not None:
+                pending_op.reported = True
+                raise self._abort_error
+            elif pending_op.capture_id == capture:
+                event, _ = pending_op.completion
+                torch.cuda.current_stream().wait_event(event)
+        return True
+
+    def wait_blocking(self, pending_op: PendingOp, timeout: float | None) -> bool:
+        """Block until a submission has ended, at most `timeout` seconds; return whether it has."""
+        self._refuse_captured(pending_op)
+        with self._comm._device_guard():
+            if is_capturing(None):
+                raise InvalidUsage(
+                    "the host would wait for a GPU while a CUDA graph is captured, in which nothing runs yet",
+                    op=pending_op.op, rank=self._comm.rank,
+                )  # fmt: skip
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = 10e-6
+        while True:
+            self.poll(pending_op)
+            if pending_op.ended:
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+
+    def poll(self, pending_op: PendingOp) -> None:
+        """Update a submission's state without waiting; inside a capture no event is queried."""
+        self._refuse_captured(pending_op)
+        with self._comm._device_guard():
+            if not is_capturing(None):
+                self._query(pending_op)
+
+    def _refuse_captured(self, pending_op: PendingOp) -> None:
+        if pending_op.capture_id is not None:
+            raise InvalidUsage(
+                "the operation was captured in a CUDA graph, so it runs when the graph is replayed, and nobody can say "
+                "whether it has ended: wait() without a timeout orders the stream inside of the capture; after a "
+                "replay, synchronize the stream that replays it",
+                op=pending_op.op, rank=self._comm.rank,
+            )  # fmt: skip
+
+    def _query(self, pending_op: PendingOp) -> None:
+        event, _ = pending_op.completion
+        comm = self._comm
+        try:
+            with queries_allowed():
+                ended = event.query()
+        except RuntimeError as error:
+            pending_op.end(CudaError(str(error), op=pending_op.op, rank=comm.rank))
+            return
+        if ended:
+            pending_op.end(self._abort_error)
+        if ended or self._abort_error is not None:  # its kernels may use the arrays until they have ended
+            return
+        try:
+            code = comm._native.async_error()
+            if code not in (0, 7):  # 7: ncclInProgress
+                check(code, comm.engine.library, comm._native)
+        except CollectivesError as error:
+            self._held_until_close.append(pending_op.held)  # its kernels run on until the communicator is aborted
+            pending_op.end(error)
+
+    def timeout_error(self, work: Work, timeout: float) -> CollectiveTimeout:
+        """Build the error of a wait that timed out.
+
+        NCCL does not report which ranks are missing.
+        """
+        return CollectiveTimeout(
+            f"not done after {timeout} s ({work.nbytes} bytes); it stays in flight and can be waited for again. NCCL "
+            "does not tell which ranks have not arrived: NCCL_DEBUG=INFO shows what each one did",
+            op=work.op, rank=self._comm.rank, nbytes=work.nbytes,
+        )  # fmt: skip
+
+    def create_future(self, pending_op: PendingOp, result) -> torch.futures.Future:
+        """Return a future that is complete and carries the stream's event."""
+        _, stream = pending_op.completion
+        future = torch.futures.Future(devices=[self._comm.device])
+        # The future records its own event on the current stream. Without the guard, leaving the
+        # `stream` block would open a CUDA context on the device that was current before.
+        with self._comm._device_guard(), torch.cuda.stream(stream):
+            fulfil_future(future, pending_op, result)
+        return future
+
+    def drain_all(self, timeout: float) -> bool:
+        """Block until torch's current stream is idle, too; return False when the time ran out."""
+        with self._lock, self._comm._device_guard():
+            if is_capturing(None):
+                return False
+            pending_op = PendingOp("exit", ())
+            pending_op.reported = True  # no caller waits for it
+            with contextlib.suppress(RuntimeError):  # an error that CUDA keeps: nothing runs any more
+                pending_op.completion = (torch.cuda.current_stream().record_event(), None)
+                self._pending.append(pending_op)
+        return self.drain(timeout)
+
+    def record_completion(self, stream: int):
+        """Record an event on a stream.
+
+        Return a function that returns whether it has completed, for the watchdog.
+
+        Returns None where an event can't be recorded now: the stream is being captured, or it is an
+        external stream, which its owner may have destroyed.
+        """
+        comm = self._comm
+        if stream in comm._external_streams:
+            return None
+        with comm._device_guard():
+            recorded = stream_at(stream, comm.device)
+            if is_capturing(recorded):
+                return None
+            event = torch.cuda.Event()
+            event.record(recorded)
+            if is_capturing(recorded):  # since just now: the event may be part of it, and must not be queried
+                return None
+
+        def completed() -> bool:
+            with comm._device_guard(), queries_allowed():
+                try:
+                    return event.query()
+                except RuntimeError as error:
+                    if "captur" in str(error).lower():  # a capture has begun and ended just then
+                        return True
+                    raise CudaError(f"{error}", op="watchdog", rank=comm.rank) from error
+
+        return completed
+
+    def close(self) -> None:
+        """Release the side stream, and the arrays that CUDA graphs were captured with."""
+        self._side_stream = self._stream = None
+        self._held_until_close.clear()

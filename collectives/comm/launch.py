@@ -1,0 +1,65 @@
+"""Launch of validated operations: at once, into an open group, or into the queue."""
+
+from __future__ import annotations
+
+from threading import get_ident
+
+from .arguments import invalid, stream_handle
+from .group import Call, issue, open_groups
+from .memory import storage_of
+from .work import Work
+
+__all__ = ["launch"]
+
+
+def launch(
+    comm, name: str, steps, held: tuple, result, nbytes: int, fingerprint, async_op: bool, stream, scalar=None,
+    label=None,
+) -> Work | None:  # fmt: skip
+    """Launch an operation of a communicator whose arguments are valid.
+
+    `steps`, `scalar`, `label`: as in `Call`; `held`: the arrays to keep alive; `result`: what
+    `Work.result` returns; `fingerprint`: for COLLECTIVES_CHECK, or a false value; `stream`: as the
+    caller passed it.
+    """
+    group = open_groups.get(get_ident()) if open_groups else None
+    handle = stream_handle(comm, stream)
+    if group is not None or async_op:
+        held = (*held, *map(storage_of, held))
+    if group is not None:
+        comm._check_open(name)
+        if async_op and stream is not None:
+            raise invalid(comm, name, "in a group, async_op=True takes the communicator's own stream: leave out stream")
+        work = Work(name, nbytes, result) if async_op else None
+        return group.add(Call(comm, name, steps, held, nbytes, fingerprint, scalar, handle, work, label))
+    if fingerprint:
+        comm._check_fingerprints([fingerprint])
+    call = (
+        None
+        if comm._on_host and len(steps) == 1 and scalar is None and label is None
+        else Call(comm, name, steps, held, nbytes, fingerprint, scalar, label=label)
+    )
+    if not async_op:
+        _issue(comm, call, steps, handle)
+        return None
+    comm._check_open(name)  # before a queue is created
+    work = Work(name, nbytes, result)
+    queue = comm._queue
+    handle = queue.begin(None if stream is None else handle)
+    try:
+        _issue(comm, call, steps, handle)
+    except BaseException:
+        queue.cancel(name, held)
+        raise
+    queue.end(name, held, (work,))
+    return work
+
+
+def _issue(comm, call: Call | None, steps, stream: int) -> None:
+    """Issue a call on a stream; None: the one plain step in `steps`."""
+    if call is None:
+        method, args = steps[0]
+        getattr(comm._native, method)(*args, stream)
+    else:
+        with comm._device_guard():
+            issue([call], [stream])
