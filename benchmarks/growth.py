@@ -6,7 +6,7 @@
 A batch is a few calls in a row on one array; its last result is checked against the sums that they must give, so every
 call of every batch is checked. A time is the median over batches, of the slowest rank. Rows of one run replace those of
 the last one in benchmarks/results/growth.jsonl; the first ones have the fields of ``python -m collectives.bench``, so
-``--simulate --measured benchmarks/results/growth.jsonl`` fits the cost model to them.
+``python -m benchmarks.scaling --measured benchmarks/results/growth.jsonl`` fits the cost model to them.
 """
 
 import argparse

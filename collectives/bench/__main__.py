@@ -16,14 +16,9 @@ def main(argv: list[str] | None = None) -> int:
     from ..errors import CollectivesError, EngineUnavailable
 
     if "--simulate" in arguments:
-        from .simulate import main as simulate
-
-        arguments.remove("--simulate")
-        try:
-            return simulate(arguments) or 0
-        except (CollectivesError, OSError, ValueError) as error:  # its own refusals, a file, what is in a file
-            print(f"collectives.bench: {error}", file=sys.stderr)
-            return 2
+        program = "python -m benchmarks.scaling, with the same options, in the source tree"
+        print(f"collectives.bench: --simulate has a program of its own: {program}", file=sys.stderr)
+        return 2
     from ..launcher import who_am_i
     from .options import UsageError, parse
 

@@ -211,7 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--simulate",
         action="store_true",
-        help="print what the cost model predicts for many ranks, and measure nothing (--simulate --help)",
+        help="ended: in the source tree python -m benchmarks.scaling predicts the times of many ranks",
     )
     add = parser.add_argument_group("what is done with it").add_argument
     add("--percentiles", action="store_true", help="print p95 and p99 beside the time (the files always have them)")

@@ -12,11 +12,11 @@ from ..comm.communicator import Communicator
 from ..comm.engine import engines
 from ..comm.memory import large_from_heap
 from ..errors import InvalidArgument
+from ..recorder import recording
 from ..rendezvous import world as job
 from ..rendezvous.control import beside
 from ..rendezvous.exchange import PeerInfo
 from ..rendezvous.process_groups import group_timeout
-from ..tracing import Timeline, timeline
 from .controller import Coordinator
 from .process_sets import ProcessSet, global_process_set
 from .settings import Settings, number_of, read_settings
@@ -293,7 +293,7 @@ def is_homogeneous() -> bool:
 
 # ---- Traces.
 
-_timeline: Timeline | None = None
+_timeline = None  # the `Timeline` that is recorded
 
 
 def start_timeline(file_path, mark_cycles: bool = False) -> None:
@@ -306,7 +306,7 @@ def start_timeline(file_path, mark_cycles: bool = False) -> None:
     current()
     if _timeline is not None:
         raise ValueError("a timeline is being recorded: hvd.stop_timeline() ends it")
-    _timeline = timeline(file_path)
+    _timeline = recording.start(file_path)
 
 
 def stop_timeline() -> None:

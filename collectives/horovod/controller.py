@@ -21,7 +21,7 @@ import torch
 from ..comm.communicator import Communicator
 from ..cuda_state import set_thread_device
 from ..errors import CollectivesError, InvalidArgument
-from ..tracing import recording
+from ..recorder import recording
 from .exceptions import HorovodInternalError
 from .fusion import Executor
 from .messages import Submission, decode, encode

@@ -179,7 +179,7 @@ SUPERFLUOUS = {
     ("collectives/auto/model.py", "Model._now"): _MEASURES,
     ("collectives/auto/trial.py", "_wait_at_most"): _MEASURES,
     ("collectives/gradients/pipeline.py", "Reduction._reduce"): _MEASURES,
-    ("collectives/tracing/__init__.py", "_anchor"): _MEASURES,
+    ("collectives/recorder.py", "_anchor"): _MEASURES,
     ("collectives/comm/work.py", "CudaLane.mark"): _MEASURES,
     ("collectives/comm/work.py", "CudaLane.quiet"): "it is for the interpreter's end and abort(), where nothing is "
     "ordered",
