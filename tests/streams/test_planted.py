@@ -185,7 +185,10 @@ SUPERFLUOUS = {
     "ordered",
     ("collectives/gradients/bucket.py", "GradientBucket.pack"): "rounds on several streams, which the program that "
     "makes the gradients orders itself; without that order the wait is what keeps the flat buffer whole",
-    ("collectives/horovod/gradient_memory.py", "Unit._order"): _NOT_RUN + "a model that runs on several streams",
+    (
+        "collectives/horovod/gradient_buckets.py",
+        "AllreduceBucket._wait_for_streams",
+    ): _NOT_RUN + "a model that runs on several streams",
     (
         "collectives/gradients/zero.py",
         "ShardedStep._adopt",
