@@ -1,3 +1,5 @@
-"""`python -m collectives.bench`: nccl-tests' job on GPUs and host memory, with other libraries measured beside ours."""
+"""`python -m collectives.bench`: bandwidth benchmark as nccl-tests, on GPUs and host memory, with
+other libraries.
+"""
 
 __all__ = []

@@ -1,4 +1,4 @@
-"""What the command line says: nccl-tests' options, and ours."""
+"""Command line of the bench: nccl-tests' options, and ours."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ examples:
 
 
 class UsageError(Exception):
-    """The command line, or a file that it names, can't be followed; the text says why. Exit code 2."""
+    """The command line, or a file that it names, can't be followed; the text says why. Exit code
+    2.
+    """
 
 
 @dataclasses.dataclass
 class Options:
-    """What to measure, checked; see ``--help`` for the meanings. Sizes in bytes, times in seconds."""
+    """Checked options; ``--help`` has their meanings. Sizes in bytes, times in seconds."""
 
     sizes: list[int]
     ops: list
@@ -78,11 +80,13 @@ class Options:
     rows_from: Path | None
 
     def binds(self, ranks: int, cores: int) -> bool:
-        """Whether each rank has a core of its own; without ``--bind``, wherever there are enough."""
+        """Return whether each rank is bound to a core of its own; without ``--bind``, where there
+        are enough.
+        """
         return self.bind == "core" or self.bind is None and ranks <= cores
 
     def cases(self, ranks: int) -> list[Case]:
-        """List the cases in the order of measuring, with no two alike."""
+        """Return the cases in the order of measurement, without duplicates."""
         wires = [wire for wire in self.wires if wire is not None]
         found = []
         for op in self.ops:
@@ -299,7 +303,7 @@ def parse(argv: list[str]) -> Options:
 
 
 def _chosen(text: str, names: dict, option: str, what: str, every=None) -> list:
-    """Look up a list of names with commas between them, or "all", in the order given and each once."""
+    """Look up comma-separated names, or "all", in their order and each once."""
     found = []
     for name in text.split(","):
         if name.strip() == "all":
