@@ -93,16 +93,18 @@ class Recorder:
             self._drop()
 
     def step(self) -> None:
-        """Mark the end of a backward. Backward number ``last_step`` ends the timeline, which is a
-        collective call.
+        """Mark the end of a backward.
+
+        Backward number ``last_step`` ends the timeline, which is a collective call.
         """
         self.marks.append(time.perf_counter_ns())
         if len(self.marks) == self._last_step:
             self._on_last_step()
 
     def resolve(self) -> None:
-        """Convert the CUDA events to events of the host's clock; blocks until the GPU has reached
-        them.
+        """Convert the CUDA events to events of the host's clock.
+
+        Blocks until the GPU has reached them.
         """
         by_device = defaultdict(list)
         unresolved, self._cuda = self._cuda, []

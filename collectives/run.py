@@ -93,8 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """Return torchrun's parser with our options added; it takes every option of the installed
-    torch.
+    """Return torchrun's parser with our options added.
+
+    It takes every option of the installed torch.
     """
     parser = torchrun.get_args_parser()
     parser.prog, parser.usage = f"python -m {_NAME}", _USAGE
@@ -135,10 +136,10 @@ def _set_variables(options: argparse.Namespace) -> None:
         os.environ["HOROVOD_FUSION_THRESHOLD"] = str(int(options.fusion_threshold_mb * 2**20))
     if options.cycle_time_ms is not None:
         os.environ["HOROVOD_CYCLE_TIME"] = f"{options.cycle_time_ms:g}"
-    for given in options.variables:
-        name, sign, value = given.partition("=")
+    for assignment in options.variables:
+        name, sign, value = assignment.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name):
-            raise ValueError(f"-x {given}: {name!r} is no name of a variable")
+            raise ValueError(f"-x {assignment}: {name!r} is no name of a variable")
         if sign:
             os.environ[name] = value
         elif name not in os.environ:
@@ -146,8 +147,9 @@ def _set_variables(options: argparse.Namespace) -> None:
 
 
 def _complete_options(options: argparse.Namespace, hosts: list[Host]) -> None:
-    """Set the options that torch's launcher needs. Raises ``ValueError`` for a job that can't be
-    started.
+    """Set the options that torch's launcher needs.
+
+    Raises ``ValueError`` for a job that can't be started.
     """
     if hosts:
         options.nproc_per_node = str(sum(host.slots for host in hosts))
@@ -211,8 +213,9 @@ def _set_omp_threads(ranks: int) -> None:
 
 
 def _read_hosts(options: argparse.Namespace) -> list[Host]:
-    """Return the nodes that -H or --hostfile name, with the ranks of -n on them; [] where neither
-    is given.
+    """Return the nodes that -H or --hostfile name, with the ranks of -n on them.
+
+    Returns [] without either.
     """
     if options.hosts is None and options.hostfile is None:
         return []
@@ -243,8 +246,9 @@ def _read_hosts(options: argparse.Namespace) -> list[Host]:
 
 
 def _assign_ranks(slots: dict[str, int], options: argparse.Namespace) -> list[Host]:
-    """Assign -n ranks to the nodes in their order; more ranks than slots wrap around, as with Open
-    MPI.
+    """Assign -n ranks to the nodes in their order.
+
+    More ranks than slots wrap around, as with Open MPI.
     """
     room = sum(slots.values())
     if options.ranks is None:
@@ -266,16 +270,17 @@ def _assign_ranks(slots: dict[str, int], options: argparse.Namespace) -> list[Ho
 
 
 def _print_commands(hosts: list[Host], options: argparse.Namespace, words: list[str]) -> int:
-    """Print a line for each node: its name, a tab, and the command to run there. Nothing is
-    started.
+    """Print a line for each node: its name, a tab, and the command to run there.
+
+    Nothing is started.
     """
-    given = words[: len(words) - 1 - len(options.training_script_args)]
+    launch_options = words[: len(words) - 1 - len(options.training_script_args)]
     replaced = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_host_options(replaced)
     for name in ("master", "node"):
         for part in ("addr", "port", "rank"):
             replaced.add_argument(f"--{name}-{part}", f"--{name}_{part}")
-    kept = replaced.parse_known_args(given)[1]
+    kept = replaced.parse_known_args(launch_options)[1]
     address = options.master_addr
     if address == "127.0.0.1":
         address = socket.gethostname() if hosts[0].name == "localhost" else hosts[0].name
@@ -291,8 +296,9 @@ def _print_commands(hosts: list[Host], options: argparse.Namespace, words: list[
 
 
 def _free_port() -> int:
-    """Return a port that is free on this node now. It mostly is on the node of the rendezvous,
-    too.
+    """Return a port that is free on this node now.
+
+    It mostly is on the node of the rendezvous, too.
     """
     with socket.socket() as probe:
         probe.bind(("", 0))

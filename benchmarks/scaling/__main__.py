@@ -5,7 +5,7 @@ Prints, for numbers of ranks and sizes, the time, algbw and busbw that the cost 
 predicts for each algorithm on NVLink and InfiniBand figures from public sources, the fastest
 algorithm, and the sizes at which another one becomes the fastest. ``--measured rows.json`` adds the
 fit to rows that the bench has measured here, its error, and its predictions for more ranks. With
-NCCL and a GPU it prints the estimates of NCCL's ``ncclGroupSimulateEnd`` beside them.
+NCCL and a GPU it prints the estimates of NCCL's ``ncclGroupSimulateEnd`` with them.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the predictions for command-line arguments (default: the process's own); return the
-    exit status.
+    """Print the predictions for command-line arguments (default: the process's own).
+
+    Return the exit status.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
     add_options(parser)
@@ -101,8 +102,8 @@ def _predict(args: argparse.Namespace) -> int:
     _print_predictions(rows, networks, args.op)
     result = {"predictions": rows, "sources": list(networks[0].sources), "fits": [], "nccl": None}
     if args.measured is not None:
-        measured, beside = read_rows(args.measured)
-        fits = fits_of(measured, cores_of(measured, beside), args.cache)
+        measured, container = read_rows(args.measured)
+        fits = fits_of(measured, cores_of(measured, container), args.cache)
         if not fits:
             raise InvalidArgument(f"{args.measured} has no rows of {', '.join(OPS)} by an algorithm of the model")
         _print_fits(fits, args.op, (2, 4, 8, 16, 64), sizes)

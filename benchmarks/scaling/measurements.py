@@ -18,10 +18,10 @@ __all__ = ["cache_bytes", "cores_of", "fits_of", "points_of", "read_rows"]
 
 
 def points_of(rows: Iterable[dict]) -> dict[tuple[str, str], list[Point]]:
-    """Return the points of the bench's rows by engine and algorithm; rows that the model doesn't
-    have are left out.
+    """Return the points of the bench's rows by engine and algorithm.
 
-    Raises `InvalidArgument` for a row without the bench's fields, or one whose results were wrong.
+    Rows that the model doesn't have are left out. Raises `InvalidArgument` for a row without the
+    bench's fields, or one whose results were wrong.
     """
     found: dict[tuple[str, str], list[Point]] = {}
     for row in rows:
@@ -39,8 +39,9 @@ def points_of(rows: Iterable[dict]) -> dict[tuple[str, str], list[Point]]:
 
 
 def read_rows(path: Path) -> tuple[list[dict], dict]:
-    """Read the bench's JSON (``{"machine": ..., "rows": [...]}``) or JSON lines; return its rows
-    and what is beside.
+    """Read the bench's JSON (``{"machine": ..., "rows": [...]}``) or JSON lines.
+
+    Return its rows and the object that contains them.
     """
     text = path.read_text()
     try:
@@ -52,12 +53,12 @@ def read_rows(path: Path) -> tuple[list[dict], dict]:
     return (whole["rows"], whole) if "rows" in whole else ([whole], {})
 
 
-def cores_of(rows: Iterable[dict], beside: dict) -> int:
+def cores_of(rows: Iterable[dict], container: dict) -> int:
     """Return how many cores the rows were measured on: their own field, the file's, or this
     process's.
     """
-    machine = beside.get("machine")
-    places = [*rows, beside, machine if isinstance(machine, dict) else {}]
+    machine = container.get("machine")
+    places = [*rows, container, machine if isinstance(machine, dict) else {}]
     known = {int(place["cores"]) for place in places if place.get("cores")}
     if len(known) > 1:
         raise InvalidArgument(f"the rows come from machines with {sorted(known)} cores: fit each machine's alone")

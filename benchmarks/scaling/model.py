@@ -104,7 +104,7 @@ def busbw_factor(op: str, ranks: int) -> float:
     return (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
 
 
-# ---- Algorithms. Each gives the stages of one chunk of `size` bytes as a _Pipe.
+# ---- Algorithms. Each returns the stages of one chunk of `size` bytes as a _Pipe.
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,9 @@ def _direct(place: _Placement, size: float) -> _Pipe:
 
 
 def _tree(place: _Placement, size: float) -> _Pipe:
-    """All-reduce: up and down two binary trees. Else recursive halving or doubling, within the node
-    first.
+    """All-reduce: up and down two binary trees.
+
+    Else recursive halving or doubling, within the node first.
     """
     intra, inter = place.intra, place.inter
     inner, outer = _levels(place.local), _levels(place.nodes)

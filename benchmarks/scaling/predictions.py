@@ -33,8 +33,9 @@ _HBM = 3.35e12  # bytes/s of an H100's memory, NVIDIA's data sheet; a reduction 
 
 
 def _dgx(name: str, nvlink: float, port: float, sources: tuple[str, ...]) -> tuple[Network, ...]:
-    """Return one network for each of NCCL's protocols. `nvlink`, `port`: bytes/s each way of a GPU
-    and of a NIC.
+    """Return one network for each of NCCL's protocols.
+
+    `nvlink`, `port`: bytes/s each way of a GPU and of a NIC.
     """
     gamma = 3 / _HBM
     ll_ports = min(port * 8 / 2, 20.4e9) / 8  # half of what LL carries are flags
@@ -72,8 +73,9 @@ def best(op: str, algorithm: str, ranks: int, nbytes: int, networks: Sequence[Ne
 
 
 def predictions(op: str, ranks: int, nbytes: int, networks: Sequence[Network], algorithms=_SHOWN) -> list[dict]:
-    """Return one row an algorithm, with the fields of the bench's rows; the fastest has ``"wins":
-    True``.
+    """Return one row an algorithm, with the fields of the bench's rows.
+
+    The fastest has ``"wins": True``.
     """
     found = {algorithm: best(op, algorithm, ranks, nbytes, networks) for algorithm in algorithms}
     least = min(seconds for seconds, _ in found.values())

@@ -45,8 +45,9 @@ def main() -> None:
 
 
 def _file_of(module: str) -> str | None:
-    """Return the file that ``-m`` runs; None where the module doesn't exist, which runpy reports
-    better.
+    """Return the file that ``-m`` runs.
+
+    None where the module doesn't exist, which runpy reports better.
     """
     try:
         found = importlib.util.find_spec(module)

@@ -18,12 +18,11 @@ _BLOCK = 512  # elements of the longest block with one scale: its bound holds fo
 
 
 def error_bound(values: torch.Tensor, settings: dict, size: int) -> torch.Tensor:
-    """Return this rank's term of the bound, elementwise, fp32 or fp64; `count_different` takes the
-    mean over ranks.
+    """Return this rank's term of the bound, elementwise, fp32 or fp64.
 
-    `values`: the bucket before its reduction over `size` ranks. Two sums of n terms in any orders,
-    in the values' dtype at worst, differ by less than 2 n eps mean|x|. A compressed wire adds the
-    error of each rank's quantization.
+    `count_different` takes the mean over ranks. `values`: the bucket before its reduction over
+    `size` ranks. Two sums of n terms in any orders, in the values' dtype at worst, differ by less
+    than 2 n eps mean|x|. A compressed wire adds the error of each rank's quantization.
     """
     magnitude = values.detach().abs().to(torch.promote_types(values.dtype, torch.float32))
     rounding = torch.finfo(values.dtype)
@@ -32,13 +31,12 @@ def error_bound(values: torch.Tensor, settings: dict, size: int) -> torch.Tensor
 
 
 def count_different(ours: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor, settings: dict) -> int:
-    """Return the number of elements of the reduced bucket that are outside of the bound. Blocks for
-    the GPU.
+    """Return the number of elements of the reduced bucket that are outside of the bound.
 
-    `bound`: the mean of all ranks' `error_bound`. Elements whose bound isn't finite (an overflow in
-    the gradients, which a GradScaler may look for) must not be finite in `ours` unless a block's
-    scale could have made them so. PowerSGD has no elementwise bound: the norm of its error must not
-    exceed the norm of the gradient.
+    It waits for the GPU. `bound`: the mean of all ranks' `error_bound`. Elements whose bound isn't
+    finite (an overflow in the gradients, which a GradScaler may look for) must not be finite in
+    `ours` unless a block's scale could have made them so. PowerSGD has no elementwise bound: the
+    norm of its error must not exceed the norm of the gradient.
     """
     format, _ = parse_wire(settings.get("wire", "fp32"))
     ours, reference = ours.to(bound.dtype), reference.to(bound.dtype)

@@ -25,13 +25,13 @@ _SECONDS = 300.0  # at most; meanwhile a rank may save or validate
 
 
 def verify_same_step(group, value: dict) -> str:
-    """Compare a value between all ranks of a group; blocks until all call it. Return "" or the
-    difference.
+    """Compare a value between all ranks of a group; blocks until all call it.
 
-    It waits for 300 s at most, and half of the group's timeout: a rank that doesn't call it may be
-    in a collective of the group, which must not time out meanwhile. It doesn't wait for a rank that
-    has ended. All ranks return "" or none does: the first verdict in the store counts. `value`: a
-    dict for JSON. Its "error", where not None, is the reason for which this rank can't continue.
+    Return "" or the difference. It waits for 300 s at most, and half of the group's timeout: a rank
+    that doesn't call it may be in a collective of the group, which must not time out meanwhile. It
+    doesn't wait for a rank that has ended. All ranks return "" or none does: the first verdict in
+    the store counts. `value`: a dict for JSON. Its "error", where not None, is the reason for which
+    this rank can't continue.
     """
     store = default_store()
     rank, size = group.rank(), group.size()

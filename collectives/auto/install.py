@@ -1,5 +1,6 @@
-"""Patches of torch's DistributedDataParallel by which ``collectives.auto`` observes DDP models;
-applied once.
+"""Patches of torch's DistributedDataParallel by which ``collectives.auto`` observes DDP models.
+
+They are applied once.
 """
 
 from __future__ import annotations

@@ -36,8 +36,9 @@ _MARGIN = 0.02  # ours stays unless plain DDP is faster by more than this
 
 
 class Model:
-    """State of one DDP object; a table holds it and, once it is registered, DDP's reducer. Never
-    pickled.
+    """State of one DDP object; a table holds it and, once it is registered, DDP's reducer.
+
+    Never pickled.
     """
 
     def __init__(self, ddp, settings: dict | None, number: int = 0):
@@ -75,8 +76,9 @@ class Model:
     # ---- Around each forward, while the model is observed.
 
     def before_forward(self, ddp) -> None:
-        """Record the backward that has ended since the last forward; register the hook when it is
-        time.
+        """Record the backward that has ended since the last forward.
+
+        Register the hook when it is time.
         """
         if self._reduce is not None and not self._is_timing():
             self._stop_observing()
@@ -143,8 +145,9 @@ class Model:
         self._times["ours" if self.registered else "plain"].append((self._begin, self._end))
 
     def _median(self, kind: str) -> float:
-        """Return the median seconds of the timed backwards, -1 without any. On CUDA it waits for
-        the last one.
+        """Return the median seconds of the timed backwards, -1 without any.
+
+        On CUDA it waits for the last one.
         """
         spans = [(a, b) for a, b in self._times[kind][_WARMUP:] if a is not None and b is not None]
         if not spans:

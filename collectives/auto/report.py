@@ -1,5 +1,5 @@
-"""The log of ``collectives.auto``: logger "collectives.auto"; on stderr where the program has set
-up no logging.
+"""Log of ``collectives.auto``: the logger "collectives.auto", or stderr where no logging is set
+up.
 """
 
 from __future__ import annotations

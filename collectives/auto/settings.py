@@ -17,11 +17,11 @@ _PREFIX = "COLLECTIVES_"
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> dict | None:
-    """Return `HookState`'s arguments for the variables that are set; None where
-    ``COLLECTIVES_AUTO`` is 0.
+    """Return `HookState`'s arguments for the variables that are set.
 
-    `environ`: default ``os.environ``; an empty value counts as unset. Raises `InvalidArgument`,
-    which names the variable, for a value that can't be used, and for values that can't be combined.
+    None where ``COLLECTIVES_AUTO`` is 0. `environ`: default ``os.environ``; an empty value counts
+    as unset. Raises `InvalidArgument`, which names the variable, for a value that can't be used,
+    and for values that can't be combined.
     """
     if environ is None:
         environ = os.environ

@@ -24,15 +24,14 @@ _TIMEOUT = 120.0
 
 
 class Trial:
-    """Reduces the buckets of one backward twice. After the last one `problem` is the error of any
-    rank, or "".
+    """Reduces the buckets of one backward twice.
 
-    The process group reduces DDP's own buffers, as without a hook; `fused_allreduce` reduces a copy
-    of each. Before each bucket, and after the last one, the ranks exchange over the process group
-    whether any of them has a problem. From then on our hook isn't called any more, and the
-    gradients of this step are plain DDP's on all ranks. Without a problem they are ours, because
-    the residuals of a compressed wire belong to these. During the trial the gradients take three
-    times their memory.
+    After the last one `problem` is the error of any rank, or "". The process group reduces DDP's
+    own buffers, as without a hook; `fused_allreduce` reduces a copy of each. Before each bucket,
+    and after the last one, the ranks exchange over the process group whether any of them has a
+    problem. From then on our hook isn't called any more, and the gradients of this step are plain
+    DDP's on all ranks. Without a problem they are ours, because the residuals of a compressed wire
+    belong to these. During the trial the gradients take three times their memory.
     """
 
     def __init__(self, group, state: HookState, settings: dict):
@@ -51,8 +50,9 @@ class Trial:
         return bool(self._own)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
-        """Reduce a bucket in both ways; blocks. The futures of all buckets are set when the last
-        one's is returned.
+        """Reduce a bucket in both ways; blocks.
+
+        The futures of all buckets are set when the last one's is returned.
         """
         buffer = bucket.buffer()
         future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])

@@ -119,8 +119,9 @@ def _rank(options, identity, parent: int | None) -> int:
 
 
 def _prepare_together(options, control) -> list[dict] | None:
-    """`_prepare_files` on rank 0. Its error ends all ranks, because not every launcher ends the
-    others when one fails.
+    """`_prepare_files` on rank 0.
+
+    Its error ends all ranks, because not every launcher ends the others when one fails.
     """
     from .options import UsageError
 

@@ -17,10 +17,10 @@ _CHUNK_ROWS = 4096  # rows of PERIOD elements that are compared at once; a few M
 
 
 class Buffers:
-    """Arguments of one rank for an operation. ``allocate(n, dtype)`` returns a tensor of n
-    elements.
+    """Arguments of one rank for an operation.
 
-    ``send`` and ``recv`` are tensors, in place parts of one tensor; empty where the rank has none.
+    ``allocate(n, dtype)`` returns a tensor of n elements. ``send`` and ``recv`` are tensors, in
+    place parts of one tensor; empty where the rank has none.
     """
 
     def __init__(self, case: Case, rank: int, in_place: bool, allocate: Callable[[int, torch.dtype], torch.Tensor]):

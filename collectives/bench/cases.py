@@ -109,8 +109,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """Lengths and offsets of a rank's arrays, in elements. In place both are in one buffer of
-    ``total`` elements.
+    """Lengths and offsets of a rank's arrays, in elements.
+
+    In place both are in one buffer of ``total`` elements.
     """
 
     send: int
@@ -122,9 +123,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One row's operation. ``count``: what nccl-tests prints, the elements that the call is given:
-    a part's where there are parts. ``exact``, ``doublings``: of the dtype, or of the wire's where
-    that holds less.
+    """One row's operation.
+
+    ``count``: what nccl-tests prints, the count argument of the call: a part's where there are
+    parts. ``exact``, ``doublings``: of the dtype, or of the wire's where that holds less.
     """
 
     op: Operation

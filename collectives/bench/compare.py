@@ -10,11 +10,11 @@ _KEY = ("op", "engine", "algorithm", "dtype", "redop", "root", "ranks", "bytes",
 
 
 def compare(old: list[dict], new: list[dict], tolerance: float, show=print) -> tuple[int, int]:
-    """Print old and new times and their ratio; return the number of rows in both, and of our own
-    that got slower.
+    """Print old and new times and their ratio.
 
-    ``tolerance``: with 0.2 a row may take 1.2 times as long. A peer's rows are printed, because
-    they show how much the node itself differs, and are never a regression.
+    Return the number of rows in both, and of our own that got slower. ``tolerance``: with 0.2 a row
+    may take 1.2 times as long. A peer's rows are printed, because they show how much the node
+    itself differs, and are never a regression.
     """
     before = {_key(row): row for row in old}  # of several rows with one key the last
     pairs = [(before[_key(row)], row) for row in new if _key(row) in before]

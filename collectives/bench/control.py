@@ -23,8 +23,9 @@ _ADDRESS_BYTES = 256
 
 
 class Control:
-    """Exchanges of small JSON values between all ranks. ``limit``: seconds that a rank waits for
-    the others.
+    """Exchanges of small JSON values between all ranks.
+
+    ``limit``: seconds that a rank waits for the others.
     """
 
     def __init__(self, comm: Communicator, limit: float):

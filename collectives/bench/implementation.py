@@ -24,8 +24,9 @@ __all__ = ["Implementation", "InProcessImplementation", "Plan", "time_on_host"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Calls of a turn: ``warmup`` calls, then ``batches`` of ``calls``. ``blocking``: wait for each
-    call (GPUs).
+    """Calls of a turn: ``warmup`` calls, then ``batches`` of ``calls``.
+
+    ``blocking``: wait for each call (GPUs).
     """
 
     warmup: int
@@ -71,8 +72,9 @@ class Implementation:
 
 
 class InProcessImplementation(Implementation):
-    """Implementation whose ranks are our rank processes. A subclass defines `make_call` and
-    `barrier`.
+    """Implementation whose ranks are our rank processes.
+
+    A subclass defines `make_call` and `barrier`.
     """
 
     device = torch.device("cpu")

@@ -42,8 +42,9 @@ examples:
 
 
 class UsageError(Exception):
-    """The command line, or a file that it names, can't be followed; the text says why. Exit code
-    2.
+    """The command line, or a file that it names, can't be followed; the text says why.
+
+    Exit code 2.
     """
 
 
@@ -80,8 +81,9 @@ class Options:
     rows_from: Path | None
 
     def binds(self, ranks: int, cores: int) -> bool:
-        """Return whether each rank is bound to a core of its own; without ``--bind``, where there
-        are enough.
+        """Return whether each rank is bound to a core of its own.
+
+        Without ``--bind`` it is, where there are enough cores.
         """
         return self.bind == "core" or self.bind is None and ranks <= cores
 
@@ -254,51 +256,51 @@ def _parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str]) -> Options:
     """Read and check the command line. Raises `UsageError`."""
-    given = _parser().parse_args(argv)
-    algorithms = _chosen(given.algorithm, {name: name for name in ALGORITHMS}, "--algorithm", "algorithm")
-    wires = _chosen(given.wire, {"none": None} | {k: TYPES[v] for k, v in _WIRES.items()}, "--wire", "wire format")
-    zero_copy = _ZERO_COPY[given.zero_copy]
-    peers = _chosen(given.peers, {name: name for name in PEERS}, "--peers", "peer") if given.peers else []
+    arguments = _parser().parse_args(argv)
+    algorithms = _chosen(arguments.algorithm, {name: name for name in ALGORITHMS}, "--algorithm", "algorithm")
+    wires = _chosen(arguments.wire, {"none": None} | {k: TYPES[v] for k, v in _WIRES.items()}, "--wire", "wire format")
+    zero_copy = _ZERO_COPY[arguments.zero_copy]
+    peers = _chosen(arguments.peers, {name: name for name in PEERS}, "--peers", "peer") if arguments.peers else []
     alone = not peers and len(algorithms) * len(wires) * len(zero_copy) == 1
     least = {"iters": 1, "warmup_iters": 0, "check": 0, "turns": 1, "agg_iters": 1, "ranks": 1, "hosts": 1}
     for name, low in least.items():
-        value = getattr(given, name)
+        value = getattr(arguments, name)
         if value is not None and value < low:
             raise UsageError(f"--{name} {value}: it has to be at least {low}")
     for name in ("timeout", "tolerance"):
-        if not (0 < getattr(given, name) < math.inf or name == "tolerance" and given.tolerance == 0):
-            raise UsageError(f"--{name} {getattr(given, name):g}: it has to be above 0")
-    kinds = _chosen(given.datatype, _TYPE_NAMES, "-d", "data type", every=TYPES)
+        if not (0 < getattr(arguments, name) < math.inf or name == "tolerance" and arguments.tolerance == 0):
+            raise UsageError(f"--{name} {getattr(arguments, name):g}: it has to be above 0")
+    kinds = _chosen(arguments.datatype, _TYPE_NAMES, "-d", "data type", every=TYPES)
     if any(wires) and [k for k in kinds if k.name not in ("float32", "float64", "float16", "bfloat16")]:
         raise UsageError("--wire casts floating-point data: give -d float, double, half or bfloat16")
     return Options(
-        sizes=_sizes(given),
-        ops=_ops(given.collective),
+        sizes=_sizes(arguments),
+        ops=_ops(arguments.collective),
         kinds=kinds,
-        redops=_chosen(given.redop, {name: name for name in REDOPS}, "-o", "reduction"),
-        root=_root(given.root),
-        iters=given.iters,
-        warmup=given.warmup_iters,
-        calls=given.agg_iters,
-        turns=given.turns or (1 if alone else 5),
-        check=given.check,
-        blocking=bool(given.blocking),
-        percentiles=given.percentiles,
-        engine=given.engine,
+        redops=_chosen(arguments.redop, {name: name for name in REDOPS}, "-o", "reduction"),
+        root=_root(arguments.root),
+        iters=arguments.iters,
+        warmup=arguments.warmup_iters,
+        calls=arguments.agg_iters,
+        turns=arguments.turns or (1 if alone else 5),
+        check=arguments.check,
+        blocking=bool(arguments.blocking),
+        percentiles=arguments.percentiles,
+        engine=arguments.engine,
         algorithms=algorithms,
         zero_copy=zero_copy,
         wires=wires,
         peers=peers,
-        ranks=given.ranks,
-        hosts=given.hosts,
-        bind=given.bind,
-        timeout=given.timeout,
-        json=given.json,
-        csv=given.csv,
-        plot=given.plot,
-        compare=given.compare,
-        tolerance=given.tolerance,
-        rows_from=given.rows_from,
+        ranks=arguments.ranks,
+        hosts=arguments.hosts,
+        bind=arguments.bind,
+        timeout=arguments.timeout,
+        json=arguments.json,
+        csv=arguments.csv,
+        plot=arguments.plot,
+        compare=arguments.compare,
+        tolerance=arguments.tolerance,
+        rows_from=arguments.rows_from,
     )
 
 
@@ -344,27 +346,27 @@ def _bytes(text: str, option: str) -> int:
     return int(number)
 
 
-def _sizes(given) -> list[int]:
-    if given.sizes is not None:
-        return [_bytes(text, "--sizes") for text in given.sizes.split(",")]
-    low, high = _bytes(given.minbytes, "-b"), _bytes(given.maxbytes, "-e")
+def _sizes(arguments) -> list[int]:
+    if arguments.sizes is not None:
+        return [_bytes(text, "--sizes") for text in arguments.sizes.split(",")]
+    low, high = _bytes(arguments.minbytes, "-b"), _bytes(arguments.maxbytes, "-e")
     if low > high:
-        raise UsageError(f"-b {given.minbytes} is larger than -e {given.maxbytes}")
-    if given.stepbytes is not None and given.stepfactor is not None:
+        raise UsageError(f"-b {arguments.minbytes} is larger than -e {arguments.maxbytes}")
+    if arguments.stepbytes is not None and arguments.stepfactor is not None:
         raise UsageError("-i and -f can't be given together")
-    step = _bytes(given.stepbytes, "-i") if given.stepbytes is not None else 0
-    if given.stepbytes is not None and step < 1:
-        raise UsageError(f"-i {given.stepbytes}: the increment has to be at least 1 byte")
+    step = _bytes(arguments.stepbytes, "-i") if arguments.stepbytes is not None else 0
+    if arguments.stepbytes is not None and step < 1:
+        raise UsageError(f"-i {arguments.stepbytes}: the increment has to be at least 1 byte")
     try:
-        factor = float(given.stepfactor or 4)
+        factor = float(arguments.stepfactor or 4)
     except ValueError:
-        raise UsageError(f"-f {given.stepfactor}: the factor has to be a number") from None
+        raise UsageError(f"-f {arguments.stepfactor}: the factor has to be a number") from None
     if not 1 < factor < math.inf:
-        raise UsageError(f"-f {given.stepfactor}: the factor has to be above 1")
+        raise UsageError(f"-f {arguments.stepfactor}: the factor has to be above 1")
     sizes = [low]
     while len(sizes) <= _MAX_SIZES:
         after = sizes[-1] + step if step else max(int(sizes[-1] * factor), sizes[-1] + 1)
         if after > high:
             return sizes
         sizes.append(after)
-    raise UsageError(f"-b {given.minbytes} -e {given.maxbytes} with that step are more than {_MAX_SIZES} sizes")
+    raise UsageError(f"-b {arguments.minbytes} -e {arguments.maxbytes} with that step are more than {_MAX_SIZES} sizes")

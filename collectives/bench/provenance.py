@@ -35,8 +35,9 @@ def _machine() -> str:
 
 
 def _commit() -> str | None:
-    """Return the short hash of the checkout's commit, with a + where files differ; None for an
-    installed package.
+    """Return the short hash of the checkout's commit, with a + where files differ.
+
+    Returns None for an installed package.
     """
     if not (_ROOT / "host" / "api.cpp").exists():  # an installed package, perhaps inside of another project's checkout
         return None

@@ -147,8 +147,9 @@ def label(row: dict) -> str:
 
 
 def is_ours(row: dict) -> bool:
-    """Return whether a row is this project's; torch's own NCCL has the engine's name, too, but no
-    algorithm.
+    """Return whether a row is this project's.
+
+    torch's own NCCL has the engine's name, too, but no algorithm.
     """
     return row["engine"].split()[0] in _OURS and row.get("algorithm") is not None
 
@@ -159,8 +160,9 @@ def speed(row: dict, other: dict) -> float:
 
 
 def print_ratios(rows: list[dict], show=print) -> None:
-    """Print for each size our time, and each peer's as a multiple of it; in place where the
-    operation has an in-place form.
+    """Print for each size our time, and each peer's as a multiple of it.
+
+    The times are those in place where the operation has an in-place form.
     """
     groups: dict[tuple, dict[int, dict[str, dict]]] = {}
     for row in sorted(rows, key=lambda row: row["in_place"]):

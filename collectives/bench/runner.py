@@ -122,13 +122,12 @@ class Session:
         return found
 
     def _call_on_all(self, implementation: Implementation, call, *args, free: bool = False) -> list | None:
-        """Make a call on all ranks and concatenate their lists; None, on all ranks, without a
-        result.
+        """Make a call on all ranks and concatenate their lists.
 
-        Our implementation raises `InvalidArgument` on all ranks, before anything is sent, for an
-        unsupported case, which is skipped. A peer that raises is ended. ``free``: not bound to a
-        core. Any other error of ours is raised: the other ranks get it through the engine, or are
-        ended.
+        Returns None, on all ranks, without a result. Our implementation raises `InvalidArgument` on
+        all ranks, before anything is sent, for an unsupported case, which is skipped. A peer that
+        raises is ended. ``free``: not bound to a core. Any other error of ours is raised: the other
+        ranks get it through the engine, or are ended.
         """
         entries, error = [], None
         if implementation not in self.implementations:
@@ -158,8 +157,9 @@ class Session:
         return None
 
     def _report_unsupported(self, case: Case) -> None:
-        """Report implementations that have neither form of an operation; a missing form shows as
-        dashes in the row.
+        """Report implementations that have neither form of an operation.
+
+        A missing form shows as dashes in the row.
         """
         for implementation in self.implementations:
             reasons = [implementation.unsupported_reason(case, in_place) for in_place in (False, True)]
@@ -210,8 +210,9 @@ class Session:
 
 
 def _binds(options: Options, comm: Communicator) -> bool:
-    """Return whether each rank is bound to a core of its own; never on GPUs, where the host's part
-    is small.
+    """Return whether each rank is bound to a core of its own.
+
+    Never on GPUs, where the host's part is small.
     """
     here = comm.size if simulated() else comm.local_size
     return comm.device.type == "cpu" and options.binds(here, len(os.sched_getaffinity(0)))

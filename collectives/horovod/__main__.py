@@ -21,8 +21,9 @@ mpirun -np 4 python -m collectives.horovod train.py --epochs 3
 
 
 def main(arguments: list[str]) -> None:
-    """Install Horovod's names and run a program as Python does. Exits with 2 for arguments that
-    name none.
+    """Install Horovod's names and run a program as Python does.
+
+    Exits with 2 for arguments that name none.
     """
     if arguments and arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")

@@ -12,13 +12,13 @@ __all__ = ["adasum_"]
 
 
 def adasum_(comm: Communicator, tensors: list[torch.Tensor]) -> None:
-    """Replace tensors by the ranks' Adasum of each, in place; floating types, the same on all
-    ranks. Blocks.
+    """Replace tensors by the ranks' Adasum of each, in place.
 
-    Adasum of two vectors is (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, with the products summed
-    in fp64. n ranks combine pairs, then pairs of pairs and so on, as Horovod does. The number of
-    ranks is any: those past the largest power of two are paired with the first ones beforehand. All
-    ranks get the same bits. Elements are sent in fp32, or in fp64 where a tensor has fp64.
+    Dtypes are floating, and the same on all ranks. Blocks. Adasum of two vectors is (1 - a.b /
+    2|a|^2) a + (1 - a.b / 2|b|^2) b, with the products summed in fp64. n ranks combine pairs, then
+    pairs of pairs and so on, as Horovod does. The number of ranks is any: those past the largest
+    power of two are paired with the first ones beforehand. All ranks get the same bits. Elements
+    are sent in fp32, or in fp64 where a tensor has fp64.
     """
     if comm.size == 1 or not tensors:
         return

@@ -14,11 +14,10 @@ __all__ = ["AdasumReducer"]
 
 
 class AdasumReducer:
-    """Reduces the changes that a step makes to parameters, instead of gradients. Each rank keeps
-    its optimizer state.
+    """Reduces the changes that a step makes to parameters, instead of gradients.
 
-    ``names``: name of each parameter by its id. ``passes``: backwards before a step; it is only
-    stored.
+    Each rank keeps its optimizer state. ``names``: name of each parameter by its id. ``passes``:
+    backwards before a step; it is only stored.
     """
 
     steps_locally = True
@@ -79,8 +78,9 @@ class AdasumReducer:
         return result
 
     def _reduce(self, params, sent):
-        """Start one operation for each device, of all tensors there; return (controller, entry) of
-        each.
+        """Start one operation for each device, of all tensors there.
+
+        Return (controller, entry) of each.
         """
         controller = current().controller(self._process_set)
         started = []

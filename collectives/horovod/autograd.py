@@ -51,8 +51,9 @@ class _Allreduce(torch.autograd.Function):
 
 
 def _grouped_allreduce(options, tensors):
-    """Reduce a list of tensors; differentiable where autograd records, as in a backward with
-    create_graph.
+    """Reduce a list of tensors.
+
+    Differentiable where autograd records, as in a backward with create_graph.
     """
     if _needs_autograd(tensors):
         return _Allreduce.apply(options, *tensors)
@@ -72,10 +73,9 @@ def allreduce(
     tensor, average=None, name=None, compression=Compression.none, op=None, prescale_factor=1.0, postscale_factor=1.0,
     process_set=global_process_set,
 ):  # fmt: skip
-    """Reduce a tensor over the ranks and return the result, a new tensor; blocks. Arguments: as
-    `allreduce_async`.
+    """Reduce a tensor over the ranks and return the result, a new tensor; blocks.
 
-    ``compression``: a class of `Compression`, for what is sent.
+    Arguments: as `allreduce_async`. ``compression``: a class of `Compression`, for what is sent.
     """
     options = _options(average, name, op, prescale_factor, postscale_factor, process_set, compression)
     if compression is Compression.none and not _needs_autograd((tensor,)):
@@ -148,8 +148,9 @@ class _Allgather(torch.autograd.Function):
 
 
 def allgather(tensor, name=None, process_set=global_process_set):
-    """Concatenate the ranks' tensors along dimension 0, in rank order; blocks. As
-    `allgather_async`.
+    """Concatenate the ranks' tensors along dimension 0, in rank order; blocks.
+
+    As `allgather_async`.
     """
     if _needs_autograd((tensor,)):
         return _Allgather.apply(name, process_set, tensor)[0]
@@ -208,10 +209,9 @@ class _Alltoall(torch.autograd.Function):
 
 
 def alltoall(tensor, splits=None, name=None, process_set=global_process_set):
-    """Send rows of a tensor to each rank and return the received rows; with ``splits`` also their
-    number by rank.
+    """Send rows of a tensor to each rank and return the received rows.
 
-    Blocks. As `alltoall_async`.
+    With ``splits`` also their number by rank. Blocks. As `alltoall_async`.
     """
     if _needs_autograd((tensor,)):
         out, received = _Alltoall.apply(tensor, splits, name, process_set)
@@ -244,8 +244,9 @@ def reducescatter(
     tensor, name=None, compression=Compression.none, op=Average, process_set=global_process_set, prescale_factor=1.0,
     postscale_factor=1.0,
 ):  # fmt: skip
-    """Reduce a tensor and return this rank's rows of the result; blocks. As
-    `reducescatter_async`.
+    """Reduce a tensor and return this rank's rows of the result; blocks.
+
+    As `reducescatter_async`.
     """
     return grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor

@@ -173,15 +173,15 @@ class World:
 
 
 def init(comm=None, process_sets=None) -> None:
-    """Initialise the job; call it before all other functions. Another call does nothing. Blocks
-    until all ranks call it.
+    """Initialise the job; call it before all other functions. Another call does nothing.
 
-    The ranks are found as `collectives.init` finds them: torchrun, mpirun, srun, or a single
-    process. ``comm``: a list of the job's ranks with which this rank works (all ranks call `init`,
-    each with the list that it is in), or an mpi4py communicator; None: all ranks. ``process_sets``:
-    `ProcessSet` objects to add, or "dynamic", which changes nothing: process sets can always be
-    added. Raises as `collectives.init` does, after HOROVOD_GLOO_TIMEOUT_SECONDS; where that isn't
-    set, after the timeout of torch.distributed's default group, or 300 s without one.
+    Blocks until all ranks call it. The ranks are found as `collectives.init` finds them: torchrun,
+    mpirun, srun, or a single process. ``comm``: a list of the job's ranks with which this rank
+    works (all ranks call `init`, each with the list that it is in), or an mpi4py communicator;
+    None: all ranks. ``process_sets``: `ProcessSet` objects to add, or "dynamic", which changes
+    nothing: process sets can always be added. Raises as `collectives.init` does, after
+    HOROVOD_GLOO_TIMEOUT_SECONDS; where that isn't set, after the timeout of torch.distributed's
+    default group, or 300 s without one.
     """
     global _world
     with _lock:
@@ -239,8 +239,9 @@ def _ranks_of(comm, base: Communicator) -> list[int]:
 
 
 def shutdown() -> None:
-    """End the job; operations under way fail with `HorovodInternalError`, here and on ranks that
-    wait for this one.
+    """End the job.
+
+    Operations under way fail with `HorovodInternalError`, here and on ranks that wait for this one.
     """
     global _world
     with _lock:
@@ -303,12 +304,11 @@ _timeline = None  # the `Timeline` that start_timeline started
 
 
 def start_timeline(file_path, mark_cycles: bool = False) -> None:
-    """Start to record the ranks' operations as a Chrome trace, with `collectives.timeline`. Call it
-    on all ranks.
+    """Start to record the ranks' operations as a Chrome trace, with `collectives.timeline`.
 
-    Each rank writes a file of its own at the end, ``name.rank0.json`` and so on; where
-    torch.distributed is initialised, rank 0 writes one file for all ranks. ``mark_cycles``:
-    accepted, without effect.
+    Call it on all ranks. Each rank writes a file of its own at the end, ``name.rank0.json`` and so
+    on; where torch.distributed is initialised, rank 0 writes one file for all ranks.
+    ``mark_cycles``: accepted, without effect.
     """
     global _timeline
     current()

@@ -8,11 +8,10 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Compressor:
-    """Compresses tensors before an allreduce and decompresses the result; base class of your own
-    compressors, too.
+    """Compresses tensors before an allreduce and decompresses the result.
 
-    ``wire``: a wire format of ours to which the allreduce itself rounds elements, with sums in
-    fp32; "" for none.
+    Base class of your own compressors, too. ``wire``: a wire format of ours to which the allreduce
+    itself rounds elements, with sums in fp32; "" for none.
     """
 
     wire = ""

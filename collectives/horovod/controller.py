@@ -89,11 +89,11 @@ class Controller:
     # ---- Submitting and waiting; from any thread.
 
     def submit(self, entry: TensorTableEntry, *, waits: bool = False) -> None:
-        """Submit an operation. ``waits``: the caller waits for it next, so that no other thread
-        need run the cycles.
+        """Submit an operation.
 
-        Raises `ValueError` where one of that name is under way, `HorovodInternalError` once the
-        controller is broken.
+        ``waits``: the caller waits for it next, so that no other thread need run the cycles. Raises
+        `ValueError` where one of that name is under way, `HorovodInternalError` once the controller
+        is broken.
         """
         self._raise_if_broken()
         if self._join_requested:
@@ -116,11 +116,10 @@ class Controller:
             self._work_available.set()
 
     def wait(self, entry: TensorTableEntry) -> None:
-        """Block until an operation is done, running cycles where no other thread does; raises its
-        error.
+        """Block until an operation is done, running cycles where no other thread does.
 
-        On CUDA it is done once it is enqueued: the current stream waits for it, and the host
-        doesn't.
+        Raises the operation's error. On CUDA it is done once it is enqueued: the current stream
+        waits for it, and the host doesn't.
         """
         self._wait_until_done(entry)
         if entry.error is not None:
@@ -178,8 +177,9 @@ class Controller:
                 self._cycle_ended.notify_all()
 
     def join(self) -> int:
-        """Take part with zeros in what the others submit until all have joined; return the rank
-        that joined last.
+        """Take part with zeros in what the others submit until all have joined.
+
+        Return the rank that joined last.
         """
         self._raise_if_broken()
         # Operations under way here go on. Their errors are raised in the threads that wait for

@@ -7,13 +7,15 @@ __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedI
 
 class HorovodInternalError(RuntimeError):
     """An operation failed; ``__cause__`` is the `CollectivesError`, where there is one.
+
     `elastic.run` catches it.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The set of workers has changed. ``skip_sync``: nothing was lost, so the state needs no
-    sync.
+    """The set of workers has changed.
+
+    ``skip_sync``: hosts were only removed, so the state needs no sync.
     """
 
     def __init__(self, skip_sync: bool = False):

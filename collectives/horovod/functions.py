@@ -1,5 +1,4 @@
-"""Broadcasts of parameters, optimizer state and objects from one rank, before a training; gathers
-of objects.
+"""Broadcasts of parameters, optimizer state and objects before a training; gathers of objects.
 
 Objects are pickled, as in Horovod, and unpickling runs code. The data comes from the same program's
 other ranks, which the same user has started. Nothing else is unpickled.
@@ -70,10 +69,10 @@ def broadcast_object_fn(
 
 
 def allgather_object(obj, name: str | None = None, process_set: ProcessSet = global_process_set) -> list:
-    """Return a list of all ranks' objects, in rank order; blocks. Pickles as `broadcast_object`
-    does.
+    """Return a list of all ranks' objects, in rank order; blocks.
 
-    `ValueError` on all ranks where one rank's object can't be pickled.
+    Pickles as `broadcast_object` does. `ValueError` on all ranks where one rank's object can't be
+    pickled.
     """
     picklable, data = try_pickle(obj)
     head = torch.tensor([[picklable, data.numel()]], dtype=torch.int64)

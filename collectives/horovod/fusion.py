@@ -23,8 +23,9 @@ __all__ = ["Executor", "contiguous_view", "rows_of_rank"]
 
 
 def rows_of_rank(rows: int, size: int, rank: int) -> int:
-    """Return a rank's number of rows of a reducescatter's result; the first ranks have one more
-    than the others.
+    """Return a rank's number of rows of a reducescatter's result.
+
+    The first ranks have one more than the others.
     """
     return rows // size + (rank < rows % size)
 
@@ -46,8 +47,9 @@ class Executor:
         self._streams = {name: torch.cuda.Stream(comm.device) for name, comm in comms.items() if name == "cuda"}
 
     def run(self, item: Response | FusedResponse, own: list[TensorTableEntry | None]) -> None:
-        """Carry out one item and set the results of this rank's entries; an entry is None where
-        this rank has joined.
+        """Carry out one item and set the results of this rank's entries.
+
+        An entry is None where this rank has joined.
         """
         device = (item.responses[0] if isinstance(item, FusedResponse) else item).request.device
         if device == "cpu":
@@ -100,11 +102,10 @@ class Executor:
 
     def _allreduce_small(self, first: Request, own: list[TensorTableEntry | None]) -> bool:
         """Reduce small tensors by torch's own flattening; their results are views of one tensor.
-        False: nothing is done.
 
-        It takes a fifth of the time of pack and unpack. It is used where its bytes are those of a
-        fusion buffer, which other ranks may use, and so few that one result may keep the memory of
-        all.
+        Returns False where it does nothing. It takes a fifth of the time of pack and unpack. It is
+        used where its bytes are those of a fusion buffer, which other ranks may use, and so few
+        that one result may keep the memory of all.
         """
         if None in own or first.wire:
             return False

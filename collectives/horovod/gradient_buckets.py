@@ -95,8 +95,9 @@ class _PendingReduction:
         self.sequence = self.entry.sequence
 
     def mark_ready(self) -> bool:
-        """Count one more gradient that the backward has made; return whether it was the last
-        one.
+        """Count one more gradient that the backward has made.
+
+        Return whether it was the last one.
         """
         self.pending -= 1
         return not self.pending
@@ -126,8 +127,9 @@ class AllreduceBucket(_PendingReduction, GradientBucket):
         self._request = Request("allreduce", name, (DTYPE_NAMES[dtype],), (shape,), self.device.type, **reduction)
 
     def allocate(self, empty, *, views: bool) -> None:
-        """Allocate the flat tensor by ``empty(elements, dtype=...)``; ``views``: gradients become
-        views of it.
+        """Allocate the flat tensor by ``empty(elements, dtype=...)``.
+
+        ``views``: gradients become views of it.
         """
         self.flat = empty(self.total, dtype=self.dtype).zero_()
         self._request = self._request._replace(shapes=((self.total,),))
@@ -150,8 +152,9 @@ class AllreduceBucket(_PendingReduction, GradientBucket):
         return any(wire_dtype(param, None) != self.dtype for param in self.params)
 
     def mark_ready(self) -> bool:
-        """Count one more gradient that the backward has made; return whether it was the last
-        one.
+        """Count one more gradient that the backward has made.
+
+        Return whether it was the last one.
         """
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
@@ -207,8 +210,9 @@ class AllreduceBucket(_PendingReduction, GradientBucket):
         controller.submit(self.entry, waits=waits)
 
     def write_back(self, used: list[bool]) -> None:
-        """Write the result to the gradients; a parameter that some rank has ``used`` gets one where
-        it has none here.
+        """Write the result to the gradients.
+
+        A parameter that some rank has ``used`` gets one where it has none here.
         """
         if self._views is None:
             self.unpack(used)
@@ -227,8 +231,9 @@ class AllreduceBucket(_PendingReduction, GradientBucket):
 
 
 class CompressedGradient(_PendingReduction):
-    """Gradient of one parameter with a compression of the user's own; otherwise as
-    `AllreduceBucket`.
+    """Gradient of one parameter with a compression of the user's own.
+
+    In all else as `AllreduceBucket`.
     """
 
     def __init__(self, state: ParameterState, name: str, compression: type[Compressor], reduction: dict):
@@ -278,8 +283,9 @@ class CompressedGradient(_PendingReduction):
 
 
 class SparseGradient(_PendingReduction):
-    """Sparse gradient of one parameter, whose entries all ranks gather; otherwise as
-    `AllreduceBucket`.
+    """Sparse gradient of one parameter, whose entries all ranks gather.
+
+    In all else as `AllreduceBucket`.
     """
 
     def __init__(self, state: ParameterState, name: str, op, process_set):
@@ -333,4 +339,4 @@ def _bucket_view(flat: torch.Tensor, offset: int, param: torch.Tensor, strides) 
 def _strides_of(strides, param) -> tuple[int, ...]:
     # A dimension of one element can have any stride: take the parameter's own.
     each = zip(strides, param.stride(), param.shape, strict=True)
-    return tuple(own if size == 1 else given for given, own, size in each)
+    return tuple(own if size == 1 else stride for stride, own, size in each)

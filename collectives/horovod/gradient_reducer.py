@@ -37,12 +37,12 @@ _TOO_MANY = (
 
 
 class GradientReducer:
-    """Reduces the gradients of an optimizer's parameters; arguments as `DistributedOptimizer` has
-    checked them.
+    """Reduces the gradients of an optimizer's parameters.
 
-    ``backward_ran``: whether a backward has run since the last step. ``synchronized``: whether
-    gradients are reduced. ``reduced_for_scaler``: whether they were reduced because a GradScaler
-    unscaled them. ``skip_reduction``: whether a step doesn't reduce.
+    `DistributedOptimizer` has checked the arguments. ``backward_ran``: whether a backward has run
+    since the last step. ``synchronized``: whether gradients are reduced. ``reduced_for_scaler``:
+    whether they were reduced because a GradScaler unscaled them. ``skip_reduction``: whether a step
+    doesn't reduce.
     """
 
     steps_locally = False
@@ -156,8 +156,9 @@ class GradientReducer:
         return current().controller(self._process_set)
 
     def _refresh_controller(self) -> None:
-        """Take the controller of the current job; in another job than before the ranks negotiate
-        all buckets anew.
+        """Take the controller of the current job.
+
+        In a new job the ranks negotiate all buckets anew.
         """
         included = self._process_set.included()
         controller = self._current_controller() if included else None
@@ -244,8 +245,9 @@ class GradientReducer:
     def _exchange_kinds(
         self, controller: Controller, unknown: list[ParameterState]
     ) -> tuple[dict[ParameterState, bool], bool]:
-        """Return the parameters of which some rank has a gradient, with whether it is sparse; and
-        whether all ranks took part.
+        """Return the states of which some rank has a gradient, and whether all ranks took part.
+
+        The states are keys of a dict; the value is whether the gradient is sparse.
         """
         numbers = [1]
         for state in unknown:
@@ -356,8 +358,9 @@ class GradientReducer:
 
 
 def _make_hook(state: ParameterState, owner: weakref.ref):
-    """Return the hook that a parameter calls once its gradient is there; it doesn't keep the
-    optimizer alive.
+    """Return the hook that a parameter calls once its gradient is there.
+
+    It doesn't keep the optimizer alive.
     """
 
     def on_gradient(_param):

@@ -162,8 +162,8 @@ class MessageTable:
         return ready
 
     def finish_join(self) -> int | None:
-        """Return the rank that joined last, once all have joined, and reset the joins; else
-        None.
+        """Return the rank that joined last, and reset the joins; None before all ranks have
+        joined.
         """
         if len(self.joined) < self.size:
             return None
@@ -181,8 +181,9 @@ class MessageTable:
 
 
 def message_key(request: Request, unnamed: dict[str, int]) -> str:
-    """Return the name by which the ranks' entries are matched; ``unnamed`` counts those without a
-    name, by kind.
+    """Return the name by which the ranks' entries are matched.
+
+    ``unnamed`` counts those without a name, by kind.
     """
     if request.name:
         return f"{request.kind}.{request.name}"
@@ -196,9 +197,7 @@ _KINDS_WITH_JOIN = ("allreduce", "allgather", "barrier")
 
 
 def find_mismatch(row: list[CachedRequest | None]) -> str | None:
-    """Return what differs between the ranks' requests of one operation, as text; None: nothing
-    does.
-    """
+    """Return what differs between the ranks' requests of one operation, as text, or None."""
     first = row[0]
     if first is not None and row.count(first) == len(row):
         return None

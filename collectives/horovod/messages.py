@@ -54,13 +54,12 @@ class Request(NamedTuple):
 
 
 class CachedRequest:
-    """A request and what is derived from it. There is one object for each request; compare by
-    identity.
+    """A request and what is derived from it.
 
-    ``key``: name by which the ranks' entries are matched; "" for a request without a name.
-    ``nbytes``: of all tensors. ``fusion_key``: equal for allreduces that can be fused with each
-    other; None for what can't be fused. ``unpadded``: whether a fusion buffer has no padding
-    between its tensors.
+    There is one object for each request; compare by identity. ``key``: name by which the ranks'
+    entries are matched; "" for a request without a name. ``nbytes``: of all tensors.
+    ``fusion_key``: equal for allreduces that can be fused with each other; None for what can't be
+    fused. ``unpadded``: whether a fusion buffer has no padding between its tensors.
     """
 
     __slots__ = ("__weakref__", "fusion_key", "key", "nbytes", "request", "unpadded")
@@ -153,8 +152,9 @@ def encode_requests(new: list[Request], request_ids: list[int] | None) -> bytes:
 
 
 def decode_requests(data: bytes, rank: int) -> tuple[list[Request], list[int] | None]:
-    """Decode what `encode_requests` wrote. Nothing is unpickled; `TransportError` for anything
-    else.
+    """Decode what `encode_requests` wrote.
+
+    Nothing is unpickled; `TransportError` for anything else.
     """
     try:
         if len(data) > _MAX_BYTES:

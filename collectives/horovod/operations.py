@@ -1,6 +1,4 @@
-"""Asynchronous operations, which return handles; `poll` and `synchronize` of handles; barrier,
-join, process sets.
-"""
+"""Asynchronous operations, which return handles, and what is done with handles and process sets."""
 
 from __future__ import annotations
 
@@ -91,8 +89,9 @@ def _submit(process_set: ProcessSet, entry: TensorTableEntry, grouped: bool, wai
 
 
 def _drop_ended_jobs(world: World) -> None:
-    """Drop the handles of ended jobs that were not synchronized; of failed operations keep the
-    error's text.
+    """Drop the handles of ended jobs that were not synchronized.
+
+    For failed operations the error's text is kept.
     """
     global _handles_world
     _handles_world = weakref.ref(world)
@@ -116,11 +115,10 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int):
-    """Wait for an operation and return its result; blocks on the host, and on CUDA makes the
-    current stream wait.
+    """Wait for an operation and return its result.
 
-    Returns None for a handle that was synchronized before. Raises `HorovodInternalError` where the
-    operation failed.
+    Blocks on the host, and on CUDA makes the current stream wait. Returns None for a handle that
+    was synchronized before. Raises `HorovodInternalError` where the operation failed.
     """
     if callable(handle):  # a handle of sparse_allreduce_async
         return handle()
@@ -280,8 +278,9 @@ def grouped_allreduce_async(
     tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0,
     process_set=global_process_set, *, _waits=False, _compression=None,
 ):  # fmt: skip
-    """As `allreduce_async` for a list of tensors, which are reduced together, or not at all; the
-    result is a list.
+    """As `allreduce_async` for a list of tensors, which are reduced together, or not at all.
+
+    The result is a list.
     """
     return _allreduce(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set, False, True, _waits, _compression
@@ -299,11 +298,11 @@ def grouped_allreduce_async_(
 
 
 def sparse_allreduce_async(tensor, name, op, process_set=global_process_set):
-    """Start to reduce a sparse tensor (``torch.sparse_coo``) by `Sum` or `Average`; its result has
-    all ranks' entries.
+    """Start to reduce a sparse tensor (``torch.sparse_coo``) by `Sum` or `Average`.
 
-    Returns a function, which `synchronize` accepts: it waits and returns the coalesced result. The
-    number of entries may differ between the ranks. Sends indices and values, by allgather.
+    Its result has all ranks' entries. Returns a function, which `synchronize` accepts: it waits and
+    returns the coalesced result. The number of entries may differ between the ranks. Sends indices
+    and values, by allgather.
     """
     if not tensor.is_sparse:
         raise ValueError(f"sparse_allreduce_async takes a sparse tensor, not one of {tensor.layout}")
@@ -357,8 +356,9 @@ def _broadcast(tensor, root_rank, name, process_set, in_place, waits):
 
 
 def broadcast_async(tensor, root_rank, name=None, process_set=global_process_set, *, _waits=False):
-    """Start to send ``root_rank``'s tensor to all; the result is a new tensor. Takes any dtype. C:
-    ncclBroadcast.
+    """Start to send ``root_rank``'s tensor to all.
+
+    The result is a new tensor. Takes any dtype. C: ncclBroadcast.
     """
     return _broadcast(tensor, root_rank, name, process_set, False, _waits)
 
@@ -407,10 +407,10 @@ def reducescatter_async(
     tensor, name=None, op=Average, process_set=global_process_set, prescale_factor=1.0, postscale_factor=1.0, *,
     _waits=False,
 ):  # fmt: skip
-    """Start to reduce a tensor and scatter its rows; the first ranks get one more where they can't
-    be split evenly.
+    """Start to reduce a tensor and scatter its rows.
 
-    dtypes: NCCL's. Shape and dtype are the same on all ranks. C: ncclReduceScatter.
+    The first ranks get one more where they can't be split evenly. dtypes: NCCL's. Shape and dtype
+    are the same on all ranks. C: ncclReduceScatter.
     """
     return _reducescatter(tensor, name, op, process_set, prescale_factor, postscale_factor, False, _waits)
 
@@ -444,10 +444,10 @@ def join(device=-1) -> int:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a process set, or one of a list of ranks; all ranks of the job call it. Blocks until they
-    have.
+    """Add a process set, or one of a list of ranks; all ranks of the job call it.
 
-    Raises `ValueError` for ranks that don't exist, or where a set of the same ranks exists.
+    Blocks until they have. Raises `ValueError` for ranks that don't exist, or where a set of the
+    same ranks exists.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -456,8 +456,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; all ranks of the job call it. Returns False for the global one, and one
-    not in use.
+    """Remove a process set; all ranks of the job call it.
+
+    Returns False for the global one, and one not in use.
     """
     if process_set is global_process_set or process_set.process_set_id is None:
         return False

@@ -99,8 +99,9 @@ def DistributedOptimizer(
 
 
 def _share_attributes(optimizer, wrapped) -> dict:
-    """Return the optimizer's attributes, which both share from now on; a scheduler counts our
-    steps.
+    """Return the optimizer's attributes, which both share from now on.
+
+    A scheduler counts our steps.
     """
     shared = vars(optimizer)
     patched = shared.get("step")
@@ -127,9 +128,9 @@ class _DistributedOptimizer:
 
     @property
     def param_groups(self) -> list:
-        """The groups. For GradScaler, which iterates over them to unscale, the gradients are
-        reduced first.
+        """The parameter groups.
 
+        For GradScaler, which iterates over them to unscale, the gradients are reduced first.
         Otherwise each rank would look for infinities among its own gradients, and some ranks would
         skip the step.
         """
@@ -145,8 +146,9 @@ class _DistributedOptimizer:
         self.__dict__["param_groups"] = groups
 
     def synchronize(self) -> None:
-        """Reduce all gradients and wait for them; blocks. A parameter whose backward isn't complete
-        takes part as it is.
+        """Reduce all gradients and wait for them; blocks.
+
+        A parameter whose backward isn't complete takes part as it is.
         """
         self._reducer.synchronize(self)
 
@@ -205,8 +207,9 @@ class _DistributedOptimizer:
         return closure_with_reduction
 
     def zero_grad(self, *arguments, **options) -> None:
-        """As the optimizer's own; `AssertionError` between a backward and the step, while gradients
-        are reduced.
+        """As the optimizer's own.
+
+        `AssertionError` between a backward and the step, while gradients are reduced.
         """
         if self._reducer.backward_ran:
             raise AssertionError(_ZERO_GRAD)

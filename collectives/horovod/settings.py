@@ -46,8 +46,9 @@ def read_settings() -> Settings:
 
 
 def read_number(name: str, default: float, largest: float = _MAX_SECONDS) -> float:
-    """Read one variable, ``default`` where it isn't set; `InvalidArgument` for what is no number
-    from 0 to ``largest``.
+    """Read one variable, ``default`` where it isn't set.
+
+    `InvalidArgument` for what is no number from 0 to ``largest``.
     """
     text = os.environ.get(name, "").strip()
     try:

@@ -72,8 +72,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Normalise(torch.autograd.Function):
-    """Returns the output; and the mean, the biased variance (float64) and the number of values, of
-    all ranks.
+    """Returns the output, and the statistics of all ranks' batches.
+
+    These are the mean, the biased variance (float64) and the number of values.
     """
 
     @staticmethod

@@ -20,8 +20,9 @@ __all__ = ["Timeline", "timeline"]
 
 
 class Timeline:
-    """A running recording: a context manager that writes the trace at its end. `timeline` makes
-    it.
+    """A running recording: a context manager that writes the trace at its end.
+
+    `timeline` makes it.
     """
 
     def __init__(self, path: Path | None, steps: int | None, *, skip_empty: bool = False):
@@ -34,25 +35,25 @@ class Timeline:
         self._text: str | None = None
 
     def stop(self) -> str:
-        """End the recording, write the trace and return the report; a second call returns the
-        report again.
+        """End the recording, write the trace and return the report.
 
-        With torch.distributed initialised this is a collective call over its default group: all
-        ranks make it, rank 0 writes one file for all of them, and all get the same report. Without
-        it each rank writes a file of its own, ``trace.rank1.json``. Blocks until the GPU has done
-        what was recorded. Raises the ``OSError`` of a file that can't be written.
+        A second call returns the report again. With torch.distributed initialised this is a
+        collective call over its default group: all ranks make it, rank 0 writes one file for all of
+        them, and all get the same report. Without it each rank writes a file of its own,
+        ``trace.rank1.json``. Blocks until the GPU has done what was recorded. Raises the
+        ``OSError`` of a file that can't be written.
         """
         return self._end(collective=True)
 
     def report(self) -> str:
-        """Return the table as text, the slowest ranks first; before `stop`, of this rank's steps so
-        far.
+        """Return the table as text, the slowest ranks first.
 
-        Times are means over the steps. A step ends where a backward ends; the time before the first
-        such end isn't counted. "communication": the time in which some communication stream was in
-        a collective. "exposed": the time in which communication blocked the backward. "last to
-        come": the number of collectives, of those that all ranks recorded, to which this rank came
-        last. "waits": the mean time of a collective that this rank waited for the last rank.
+        Before `stop` it is of this rank's steps so far. Times are means over the steps. A step ends
+        where a backward ends; the time before the first such end isn't counted. "communication":
+        the time in which some communication stream was in a collective. "exposed": the time in
+        which communication blocked the backward. "last to come": the number of collectives, of
+        those that all ranks recorded, to which this rank came last. "waits": the mean time of a
+        collective that this rank waited for the last rank.
         """
         if self._text is not None:
             return self._text
@@ -146,17 +147,16 @@ _current: Timeline | None = None
 
 
 def timeline(path=None, *, steps: int | None = None) -> Timeline:
-    """Record what communication does, and write a Chrome trace to `path`; None: make only the
-    report.
+    """Record what communication does, and write a Chrome trace to `path`.
 
-    Starts at once and returns a `Timeline`: a context manager, or ``.stop()`` ends it. With `steps`
-    it ends by itself after that many backwards. Start and end it on all ranks: its end is a
-    collective call. A timeline that wasn't stopped is written at the interpreter's exit, by each
-    rank for itself; so is the one that COLLECTIVES_TIMELINE=path starts at import. A rank holds at
-    most 1,000,000 events; file and report say how many were dropped. The ranks of one node share a
-    clock. The clocks of several nodes are aligned by their wall clocks, with the error of these.
-    Raises `InvalidUsage` while another timeline records, `InvalidArgument` for a path in a folder
-    that doesn't exist.
+    `path` None: it makes only the report. Starts at once and returns a `Timeline`: a context
+    manager, or ``.stop()`` ends it. With `steps` it ends by itself after that many backwards. Start
+    and end it on all ranks: its end is a collective call. A timeline that wasn't stopped is written
+    at the interpreter's exit, by each rank for itself; so is the one that COLLECTIVES_TIMELINE=path
+    starts at import. A rank holds at most 1,000,000 events; file and report say how many were
+    dropped. The ranks of one node share a clock. The clocks of several nodes are aligned by their
+    wall clocks, with the error of these. Raises `InvalidUsage` while another timeline records,
+    `InvalidArgument` for a path in a folder that doesn't exist.
     """
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise InvalidArgument(f"steps must be an int from 1 up, or None for no limit, not {steps!r}")

@@ -1,4 +1,4 @@
-"""Peers: other libraries that are measured beside ours."""
+"""Peers: other libraries that are measured in turn with ours."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["PeerMissing", "open_peer"]
 
 
 def open_peer(name: str, comm: Communicator, control: Control, bound: bool) -> Implementation:
-    """Start a peer by its name; all ranks call it. Raises `PeerMissing` on all ranks where one rank
-    doesn't have it.
+    """Start a peer by its name; all ranks call it.
 
-    ``bound``: the peer's own rank processes are bound to cores.
+    Raises `PeerMissing` on all ranks where one rank doesn't have it. ``bound``: the peer's own rank
+    processes are bound to cores.
     """
     peer, missing = None, None
     try:

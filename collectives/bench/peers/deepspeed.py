@@ -37,8 +37,9 @@ def loop(data: Tensor, calls: int):
 
 
 class DeepSpeedPeer(InProcessImplementation):
-    """Operator of DeepSpeed's ShareMemCommBuilder, which compiles it at first use (minutes). Raises
-    `PeerMissing`.
+    """Operator of DeepSpeed's ShareMemCommBuilder, which compiles it at first use (minutes).
+
+    Raises `PeerMissing`.
     """
 
     name = "deepspeed"
@@ -113,8 +114,9 @@ def _reason_missing(comm: Communicator) -> str | None:
 
 
 def _load():
-    """Import DeepSpeed and load its operator; return the module and DeepSpeed's version. Its output
-    goes to stderr.
+    """Import DeepSpeed and load its operator; return the module and DeepSpeed's version.
+
+    Its output goes to stderr.
     """
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # ninja is there in a venv
     sys.stdout.flush()

@@ -4,6 +4,7 @@ __all__ = ["PeerMissing"]
 
 
 class PeerMissing(Exception):
-    """A peer is not installed, or can't be started here; the text says why and how to install
-    it.
+    """A peer is not installed, or can't be started here.
+
+    The text says why and how to install it.
     """

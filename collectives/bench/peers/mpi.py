@@ -56,8 +56,10 @@ _ORTE = "OMPI_COMM_WORLD_RANK"  # is set inside a job of Open MPI's
 
 @dataclass(frozen=True)
 class MpiFlavour:
-    """One MPI. ``launcher_says``, ``library_says``: text in its launcher's ``--version`` and in its
-    library's version.
+    """One MPI.
+
+    ``launcher_says``, ``library_says``: text in its launcher's ``--version`` and in its library's
+    version.
     """
 
     name: str
@@ -119,8 +121,9 @@ class MpiPeer(Implementation):
         self.fields = {"engine": self.name, "versions": {self.name: version}}
 
     def _start(self, command: list[str], environment: dict[str, str], name: str) -> str:
-        """Start the job and wait until all of its ranks have connected; return the library's
-        version text.
+        """Start the job and wait until all of its ranks have connected.
+
+        Return the library's version text.
         """
         self._output = tempfile.TemporaryFile()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -314,7 +317,7 @@ def _find_intel(flavour: MpiFlavour, environment: dict[str, str]) -> tuple[str, 
         path, launcher = Path(prefix, library), Path(prefix, "bin", "mpiexec.hydra")
         if path.exists() and launcher.exists():
             extra = {"I_MPI_ROOT": prefix, "LD_LIBRARY_PATH": f"{path.parent}:{environment.get('LD_LIBRARY_PATH', '')}"}
-            # Within one machine, and so that no libfabric is needed.
+            # Within one node, where no libfabric is needed.
             return str(launcher), str(path), {"I_MPI_FABRICS": "shm", **environment, **extra}
     raise PeerMissing(f"{prefix} has no lib/libmpi.so.12 and bin/mpiexec.hydra ({flavour.install})")
 
@@ -341,8 +344,9 @@ def _arguments(flavour: MpiFlavour, ranks: int, bound: bool) -> list[str]:
 
 
 def _compiled(flavour: MpiFlavour) -> str:
-    """Compile mpi_loop.c into the user's cache, once for each version of it; return the program's
-    path.
+    """Compile mpi_loop.c into the user's cache, once for each version of it.
+
+    Return the program's path.
     """
     compiler = next((found for found in map(shutil.which, ("cc", "gcc", "clang")) if found), None)
     if compiler is None:

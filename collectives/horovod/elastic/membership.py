@@ -60,8 +60,9 @@ class NotEnoughRanks(RuntimeError):
 
 @dataclass(frozen=True)
 class Membership:
-    """Processes of a world's ranks, by rank. ``token``: a secret of the job, part of the names for
-    connections.
+    """Processes of a world's ranks, by rank.
+
+    ``token``: a secret of the job, part of the names for connections.
     """
 
     token: str
@@ -70,8 +71,9 @@ class Membership:
 
     @classmethod
     def gather(cls, world: World) -> Membership:
-        """Gather the processes; a collective call of all ranks. `InvalidUsage` where the ranks
-        can't watch each other.
+        """Gather the processes; a collective call of all ranks.
+
+        `InvalidUsage` where the ranks can't watch each other.
         """
         own = os.getpid(), _start_time(os.getpid()), os.readlink("/proc/self/ns/pid"), secrets.token_hex(16)
         rows = allgather_object(own)
@@ -86,20 +88,19 @@ class Membership:
     def rebuild_world(
         self, world: World, report: Report, *, min_ranks: int, seconds: float
     ) -> tuple[World, Membership, list]:
-        """Connect the ranks that are alive, in the order of their ranks; return the new world, its
-        membership and all reports.
+        """Connect the ranks that are alive, in the order of their ranks.
 
-        ``world``: the old one, aborted. Blocks until all of them have connected, at most
-        ``seconds``. `NotEnoughRanks` where fewer than ``min_ranks`` are left, or some don't
-        connect.
+        Return the new world, its membership and all reports. ``world``: the old one, aborted.
+        Blocks until all of them have connected, at most ``seconds``. `NotEnoughRanks` where fewer
+        than ``min_ranks`` are left, or some don't connect.
         """
         until = time.monotonic() + seconds
         while True:
             ranks = self.alive_ranks()
             if len(ranks) < min_ranks:
-                lost = sorted(set(range(len(self.members))) - set(ranks))
+                dead = sorted(set(range(len(self.members))) - set(ranks))
                 raise NotEnoughRanks(
-                    f"{name_ranks(lost)} died, and of the {min_ranks} ranks that it takes {len(ranks)} are left"
+                    f"{name_ranks(dead)} died, and of the {min_ranks} ranks that it takes {len(ranks)} are left"
                 )
             comm = None
             try:

@@ -166,8 +166,8 @@ class _ElasticTraining:
             self._abort_world(cause)
             try:
                 reports = self._rebuild_world(Report(None, self.resets), self.seconds)
-            except NotEnoughRanks as gone:
-                raise HorovodInternalError(f"{cause} (and it can't be gone on: {gone})") from cause
+            except NotEnoughRanks as failure:
+                raise HorovodInternalError(f"{cause} (and it can't be gone on: {failure})") from cause
             ended = [(rank, report.error) for rank, report in enumerate(reports) if report.error is not None]
             if ended:
                 rank, text = ended[0]
@@ -181,14 +181,14 @@ class _ElasticTraining:
             except CollectivesError as error:  # another rank died
                 cause = error
         job._world = self._world.comm  # collectives.init() returns it
-        lost = [rank for rank, member in enumerate(before.members) if member not in self._membership.members]
+        dead = [rank for rank, member in enumerate(before.members) if member not in self._membership.members]
         commits = getattr(self.state, "_commits", 0)
-        self._retries = 0 if lost or commits > self._commits else self._retries + 1
+        self._retries = 0 if dead or commits > self._commits else self._retries + 1
         self._commits = commits
         if self._retries >= _MAX_RETRIES:
             text = f"{cause} (nobody has died, and this was number {_MAX_RETRIES} with nothing committed between)"
             raise HorovodInternalError(text) from cause
-        who = f"{name_ranks(lost)} died" if lost else "nobody died"
+        who = f"{name_ranks(dead)} died" if dead else "nobody died"
         _LOG.warning(
             "hvd [rank %d]: %s; going on from the last commit with %d ranks, this one as rank %d: %s",
             before.rank, who, self._world.size, self._world.rank, cause,
@@ -203,8 +203,8 @@ class _ElasticTraining:
         self._abort_world(error)
         try:
             self._rebuild_world(Report(text, self.resets), _POST_ERROR_SECONDS)
-        except (NotEnoughRanks, CollectivesError) as gone:
-            _LOG.error("hvd [rank %d]: not all others could be told: %s", self._membership.rank, gone)
+        except (NotEnoughRanks, CollectivesError) as failure:
+            _LOG.error("hvd [rank %d]: not all others could be told: %s", self._membership.rank, failure)
 
     def _abort_world(self, cause: BaseException) -> None:
         """Abort the old world, so that ranks that wait for this one get an error."""

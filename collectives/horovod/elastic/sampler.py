@@ -37,8 +37,9 @@ class ElasticSampler(torch.utils.data.Sampler):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch, of which nothing is processed. Call it at the end of the previous
-        one.
+        """Begin another epoch, of which nothing is processed.
+
+        Call it at the end of the previous one.
         """
         self.epoch = epoch
         self.processed_indices = set()

@@ -28,10 +28,10 @@ _REMOVED = 1  # bits of update_res of on_hosts_updated: 1 removed, 2 added
 
 
 class State:
-    """Interface of the states of `run`. A class of your own defines `save`, `restore`, `sync` and,
-    if needed, `reset`.
+    """Interface of the states of `run`.
 
-    ``bcast_object`` and ``get_rank``: accepted for Horovod's sake, and not used.
+    A class of your own defines `save`, `restore`, `sync` and, if needed, `reset`. ``bcast_object``
+    and ``get_rank``: accepted for Horovod's sake, and not used.
     """
 
     def __init__(self, bcast_object: Callable | None = None, get_rank: Callable | None = None):
@@ -57,11 +57,11 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int = _REMOVED | 2) -> None:
-        """Make the next commit of all ranks raise `HostsUpdatedInterrupt`; call it from any thread,
-        on one rank or more.
+        """Make the next commit of all ranks raise `HostsUpdatedInterrupt`.
 
-        ``timestamp``: in seconds; one that isn't above the last one has no effect. ``update_res``:
-        1 where hosts were only removed, so that no sync is needed.
+        Call it from any thread, on one rank or more. ``timestamp``: in seconds; one that isn't
+        above the last one has no effect. ``update_res``: 1 where hosts were only removed, so that
+        no sync is needed.
         """
         self._host_messages.put((timestamp, update_res))
 
@@ -78,6 +78,7 @@ class State:
 
     def check_host_updates(self) -> None:
         """Raise `HostsUpdatedInterrupt` on all ranks where `on_hosts_updated` was called on one.
+
         Blocks.
         """
         update = [self._last_updated_timestamp, 0.0, 0.0]  # newest; any update; any update but removals
@@ -228,10 +229,10 @@ class TorchState(ObjectState):
 
 
 class StateHandler:
-    """Saves, restores and syncs one object of a `TorchState` by its state dict; base class of your
-    own handlers.
+    """Saves, restores and syncs one object of a `TorchState` by its state dict.
 
-    A subclass overrides what differs. Where `save` raises, it must leave the handler unchanged.
+    Base class of your own handlers. A subclass overrides what differs. Where `save` raises, it must
+    leave the handler unchanged.
     """
 
     def __init__(self, value):

@@ -1,5 +1,6 @@
-"""Package horovod of a process that was spawned after `collectives.horovod.install`; it installs
-there, too.
+"""Package horovod of a process that was spawned after `collectives.horovod.install`.
+
+It installs there, too.
 """
 
 from collectives.horovod import install
