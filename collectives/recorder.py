@@ -1,5 +1,4 @@
-"""Recorder of what communication does on this rank: the events from which a timeline makes its
-trace.
+"""Recorder of this rank's communication events, from which a timeline makes its trace.
 
 Code that records looks at ``recording.active`` and does nothing where it is None::
 

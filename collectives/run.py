@@ -1,5 +1,4 @@
-"""``python -m collectives.run -n 4 script.py ...``: start the ranks of a program on this node,
-without MPI or Slurm.
+"""``python -m collectives.run -n 4 script.py ...``: start a program's ranks, without MPI or Slurm.
 
 It wraps torch's own launcher. It takes all of ``torchrun``'s options, with the same meaning, and
 mpirun's and horovodrun's spellings of them. The system chooses the port, so concurrent jobs don't

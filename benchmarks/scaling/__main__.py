@@ -1,5 +1,4 @@
-"""Predict the times of collectives for more ranks than one node has: ``python -m
-benchmarks.scaling``.
+"""``python -m benchmarks.scaling``: predict the times of collectives over many nodes.
 
 Prints, for numbers of ranks and sizes, the time, algbw and busbw that the cost model of model.py
 predicts for each algorithm on NVLink and InfiniBand figures from public sources, the fastest

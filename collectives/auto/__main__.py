@@ -1,6 +1,4 @@
-"""``python -m collectives.auto script.py ...`` or ``-m module ...``: run a program with
-``collectives.auto``.
-"""
+"""``python -m collectives.auto script.py ...``: run a program with ``collectives.auto``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""`python -m collectives.bench`: bandwidth benchmark as nccl-tests, on GPUs and host memory, with
-other libraries.
-"""
+"""`python -m collectives.bench`: nccl-tests for GPUs and host memory, with other libraries."""
 
 __all__ = []

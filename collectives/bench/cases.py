@@ -1,5 +1,4 @@
-"""Cases that are measured: operations, their data, their exact results, and nccl-tests' bandwidth
-of each.
+"""Cases of the bench: operations, their data and results, and nccl-tests' bandwidths.
 
 The data are small whole numbers chosen so that every result is exact in the dtype, whatever order
 the ranks are summed in: a wrong element is one whose bits differ. Input element i of rank r is

@@ -1,5 +1,4 @@
-"""Control channel between the rank processes, over torch's TCPStore, on which a waiting rank
-sleeps.
+"""Control channel between rank processes, over torch's TCPStore, on which waiting ranks sleep.
 
 While one library is measured, ranks that take no part must not use its cores. So nothing here is a
 collective, whose waits may spin.

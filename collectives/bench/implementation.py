@@ -1,5 +1,4 @@
-"""Implementations that are measured: the interface, and those that our own rank processes call from
-Python.
+"""Interface of measured implementations; base class of those that our processes call.
 
 All are measured in the same way. A turn is: a barrier, ``warmup`` calls, then ``batches`` times
 ``calls`` calls in a row. The clock is read once before and after each batch, and nothing else runs

@@ -108,7 +108,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (--help lists the options)")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m collectives.bench",
         description="Measure the collectives, check what they give, and measure other libraries beside them.",
@@ -116,7 +116,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument_group("as in nccl-tests").add_argument
+    _add_nccl_tests_options(parser.add_argument_group("as in nccl-tests").add_argument)
+    _add_measured_options(parser.add_argument_group("what is measured").add_argument)
+    _add_output_options(parser.add_argument_group("what is done with it").add_argument)
+    parser.add_argument("--version", action="version", version=f"collectives {__version__}")
+    return parser
+
+
+def _add_nccl_tests_options(add) -> None:
     add("-b", "--minbytes", default="1K", metavar="SIZE", help="smallest size (default: 1K)")
     add("-e", "--maxbytes", default="64M", metavar="SIZE", help="largest size (default: 64M)")
     add("-f", "--stepfactor", metavar="N", help="factor between sizes (default: 4, where -i is not given)")
@@ -165,7 +172,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="hard limit of the whole run, seconds (default: 3600)",
     )
-    add = parser.add_argument_group("what is measured").add_argument
+
+
+def _add_measured_options(add) -> None:
     add("--collective", "--op", default="all_reduce", metavar="NAME", help=f"all, or some of {', '.join(OPS)}")
     add("--ranks", type=int, metavar="N", help="rank processes to start, alone (default: 2, or the number of GPUs)")
     add(
@@ -219,7 +228,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="ended: in the source tree python -m benchmarks.scaling predicts the times of many ranks",
     )
-    add = parser.add_argument_group("what is done with it").add_argument
+
+
+def _add_output_options(add) -> None:
     add("--percentiles", action="store_true", help="print p95 and p99 beside the time (the files always have them)")
     add(
         "--json",
@@ -250,13 +261,11 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--from", dest="rows_from", type=Path, metavar="FILE", help="measure nothing: take the rows of this --json file"
     )
-    parser.add_argument("--version", action="version", version=f"collectives {__version__}")
-    return parser
 
 
 def parse(argv: list[str]) -> Options:
     """Read and check the command line. Raises `UsageError`."""
-    arguments = _parser().parse_args(argv)
+    arguments = _make_parser().parse_args(argv)
     algorithms = _chosen(arguments.algorithm, {name: name for name in ALGORITHMS}, "--algorithm", "algorithm")
     wires = _chosen(arguments.wire, {"none": None} | {k: TYPES[v] for k, v in _WIRES.items()}, "--wire", "wire format")
     zero_copy = _ZERO_COPY[arguments.zero_copy]

@@ -1,6 +1,4 @@
-"""Plots of time and bandwidth against size, with a line, marker and dashes for each
-implementation.
-"""
+"""Plots of time and bandwidth against size, with a line for each implementation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Session of the bench: measures every case, out of place and in place, with all implementations in
-turn.
-"""
+"""Session of the bench: measures each case, out of place and in place, with all in turn."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Horovod's torch API on our communicators: ``import collectives.horovod as hvd`` in place of
-``horovod.torch``.
+"""Horovod's torch API on our communicators, in place of ``horovod.torch``.
 
 `controller.Controller` negotiates operations by name, fuses them and carries them out.
 docs/coming-from.md lists the differences from Horovod.

@@ -1,6 +1,4 @@
-"""``python -m collectives.horovod program.py ...``: run a Horovod program as it is, under any
-launcher.
-"""
+"""``python -m collectives.horovod program.py ...``: run a Horovod program under any launcher."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Adasum: a sum of gradients in which their common part counts once (Maleki et al.,
-arXiv:2006.02924).
-"""
+"""Adasum: sum of gradients whose common part counts once (Maleki et al., arXiv:2006.02924)."""
 
 from __future__ import annotations
 

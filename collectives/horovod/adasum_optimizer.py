@@ -1,6 +1,4 @@
-"""Adasum reducer of a DistributedOptimizer: each rank steps by its own gradients, and Adasum
-reduces the changes.
-"""
+"""Adasum reducer of a DistributedOptimizer: reduces the changes of each rank's own step."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ _lock = threading.RLock()
 
 
 class World:
-    """An initialised job: a communicator over its ranks, and its process sets with their
-    controllers.
+    """An initialised job: its communicator, and its process sets with their controllers.
 
     ``comm``: the communicator. ``peers``: the host and node of each of its ranks. ``owns``: whether
     `close` closes the communicator. ``seconds``: time limit for the ranks to construct it; None:

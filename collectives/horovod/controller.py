@@ -1,5 +1,4 @@
-"""Controller of a process set: negotiates in cycles which operations all ranks have submitted, and
-carries them out.
+"""Controller of a process set: negotiates operations in cycles, and carries them out.
 
 A cycle is one small all-gather. A thread that waits for an operation runs the cycles itself. While
 no thread waits, a background thread runs them, HOROVOD_CYCLE_TIME milliseconds (default 1) after an
@@ -17,7 +16,6 @@ import time
 import weakref
 from collections import deque
 
-import numpy
 import torch
 
 from ..comm.communicator import Communicator
@@ -27,17 +25,12 @@ from ..recorder import recording
 from .exceptions import HorovodInternalError
 from .fusion import Executor
 from .message_table import CachedPlan, FusedResponse, MessageTable, Response, fuse_responses, message_key
-from .messages import TensorTableEntry, decode_requests, encode_requests
+from .messages import TensorTableEntry
+from .request_exchange import RequestExchange
 from .settings import Settings
 
 __all__ = ["Controller"]
 
-# A row, which a cycle gathers from each rank, is int32: flags, bytes of the payload (which a second
-# all-gather gathers), number of request ids, the request ids.
-_WORDS = 256
-_HEAD = 3
-_JOIN, _RESTART, _IDS_IN_PAYLOAD = 1, 2, 4  # flags; _IDS_IN_PAYLOAD: the request ids had no room in the row
-_MAX_REQUESTS = 8192  # of one rank, that the others remember
 _MIN_PAUSE = 50e-6  # seconds, before a rank takes part with nothing new
 
 
@@ -64,7 +57,7 @@ class Controller:
         self._executor = Executor(comms, control)
         self._queue: deque[TensorTableEntry] = deque()
         self._names: set[str] = set()  # of entries under way
-        self._request_ids: dict = {}  # cached request -> its id, by which the others know it
+        self._exchange = RequestExchange(control)
         self._unnamed_counts: dict[str, int] = {}
         self._sequence = 0
         self._cycle_lock = threading.Lock()  # held during a cycle
@@ -78,8 +71,6 @@ class Controller:
         self._join_sent = False
         self._last_joined: int | None = None
         self._join_done: _Completion | None = None
-        self._row = numpy.zeros(_WORDS, dtype=numpy.int32)
-        self._rows = numpy.zeros((self.size, _WORDS), dtype=numpy.int32)
         self._thread: threading.Thread | None = None
         self._work_available = threading.Event()
         self._stopped = False
@@ -151,8 +142,7 @@ class Controller:
             self._notify_waiters()
 
     def _wait_for_driver(self, waited) -> None:
-        """Block while another thread runs the cycles, until what is waited for is done or no thread
-        runs them.
+        """Block until what is waited for is done, or no other thread runs the cycles.
 
         A wait for the cycle lock itself isn't enough: the thread that has it acquires it again for
         its next cycle before any other thread does, for as long as it waits for an operation of its
@@ -259,68 +249,26 @@ class Controller:
 
         Returns a plan where all ranks have sent the same: then the table has nothing to add.
         """
-        row, known = self._row, self._request_ids
-        flags = 0
-        if self._join_requested and not self._join_sent:
-            flags, self._join_sent = _JOIN, True
-        cached_requests = [entry.cached for entry in new]
-        unknown = [each for each in dict.fromkeys(cached_requests) if each not in known]
-        if len(known) + len(unknown) > _MAX_REQUESTS:
-            known.clear()
-            unknown = list(dict.fromkeys(cached_requests))
-            flags |= _RESTART
-        for each in unknown:
-            known[each] = len(known)
-        ids = [known[each] for each in cached_requests]
-        in_payload = len(ids) > _WORDS - _HEAD
-        payload = b""
-        if unknown or in_payload:
-            payload = encode_requests([each.request for each in unknown], ids if in_payload else None)
-        row[:_HEAD] = flags | (_IDS_IN_PAYLOAD if in_payload else 0), len(payload), len(ids)
-        if not in_payload:
-            row[_HEAD:] = 0
-            row[_HEAD : _HEAD + len(ids)] = ids
-        rows = self._gather_rows(row)
+        join = self._join_requested and not self._join_sent
+        if join:
+            self._join_sent = True
+        ids = self._exchange.gather([entry.cached for entry in new], join=join)
         table = self._message_table
-        if not flags and not payload and (rows == row).all():
+        if ids is not None:
             plan = table.plan_for(tuple(ids), self.settings.fusion_threshold)
             if plan is not None:
                 for kind, count in plan.unnamed.items():
                     self._unnamed_counts[kind] = self._unnamed_counts.get(kind, 0) + count
                 return plan
         self._add_outstanding(new)
-        payloads = self._gather_payloads(rows, payload)
-        for rank, (theirs, data) in enumerate(zip(rows, payloads, strict=True)):
-            flags, _, count = theirs[:_HEAD].tolist()
-            ids = theirs[_HEAD : _HEAD + count].tolist()
-            if data:
-                requests, listed = decode_requests(data, rank)
-                table.register_requests(rank, requests, restart=bool(flags & _RESTART))
-                ids = listed if flags & _IDS_IN_PAYLOAD else ids
-            if ids:
-                table.add_submitted(rank, ids)
-            if flags & _JOIN:
+        for rank, message in enumerate(self._exchange.messages()):
+            if message.new is not None:
+                table.register_requests(rank, message.new, restart=message.restart)
+            if message.request_ids:
+                table.add_submitted(rank, message.request_ids)
+            if message.join:
                 table.join(rank)
         return None
-
-    def _gather_rows(self, row):
-        if self.size == 1:
-            return row[None]
-        self.control.all_gather(self._rows, row)
-        return self._rows
-
-    def _gather_payloads(self, rows, payload: bytes) -> list[bytes]:
-        lengths = rows[:, 1].tolist()
-        longest = max(lengths)
-        if not longest:
-            return [b""] * self.size
-        sent = numpy.zeros(longest, dtype=numpy.uint8)
-        sent[: len(payload)] = numpy.frombuffer(payload, dtype=numpy.uint8)
-        gathered = sent[None]
-        if self.size > 1:
-            gathered = numpy.empty((self.size, longest), dtype=numpy.uint8)
-            self.control.all_gather(gathered, sent)
-        return [bytes(data[:length]) for data, length in zip(gathered, lengths, strict=True)]
 
     def _perform_operation(self, item: Response | FusedResponse, own: list[TensorTableEntry | None]) -> None:
         begun = time.perf_counter_ns()
@@ -387,9 +335,7 @@ class Controller:
                 self._drive_cycle(_Completion(not self._queue and not self.outstanding))
 
     def _remaining_cycle_time(self) -> float:
-        """Return the seconds for which this thread leaves new entries to threads that wait, and to
-        fusion.
-        """
+        """Return the seconds for which new entries are left to waiting threads, and to fusion."""
         if self.outstanding:
             return 0.0
         try:
@@ -400,9 +346,7 @@ class Controller:
     # ---- Stalls.
 
     def stalled_entries(self, seconds: float) -> list[tuple[TensorTableEntry, str, list[int]]]:
-        """Return what was submitted here that long ago: entry, name, and the job's ranks that it
-        waits for.
-        """
+        """Return old entries of this rank: entry, name, and the job's ranks that it waits for."""
         before = time.monotonic() - seconds
         found = []
         known = [*self.outstanding.items(), *((_name(each), each) for each in (*self._negotiating, *list(self._queue)))]

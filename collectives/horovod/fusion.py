@@ -1,6 +1,4 @@
-"""Executor of operations that all ranks have submitted: fusion buffers, gathers of unequal parts,
-zeros of joined ranks.
-"""
+"""Executor of negotiated operations: fusion buffers, unequal parts, zeros of joined ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Buckets of an optimizer's gradients: one flat tensor for the parameters that one allreduce
-reduces.
+"""Buckets of an optimizer's gradients: one flat tensor for each allreduce.
 
 Once a bucket has memory that the engine uses with no staging, each ``.grad`` becomes a view of it,
 so that nothing is copied back; a gradient that a backward has made elsewhere is copied into the

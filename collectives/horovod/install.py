@@ -1,6 +1,4 @@
-"""Horovod's module names for this package: after `install`, ``import horovod.torch`` imports
-`collectives.horovod`.
-"""
+"""Horovod's module names for this package, so that ``import horovod.torch`` imports it."""
 
 from __future__ import annotations
 
@@ -33,12 +31,11 @@ _MODULES = {
 
 
 def install() -> None:
-    """Make ``import horovod.torch``, and its submodules, import `collectives.horovod` in this
-    process.
+    """Make imports of horovod.torch and its submodules import `collectives.horovod`.
 
-    Processes that it spawns (a DataLoader's workers) do so, too. It takes precedence over an
-    installed package horovod; where that was imported before, `InvalidUsage` is raised. Another
-    call does nothing.
+    It is for this process and those that it spawns (a DataLoader's workers). It takes precedence
+    over an installed package horovod; where that was imported before, `InvalidUsage` is raised.
+    Another call does nothing.
     """
     imported = sys.modules.get("horovod")
     if getattr(imported, "_collectives", False):

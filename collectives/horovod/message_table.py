@@ -1,5 +1,4 @@
-"""Message table of the negotiation: which ranks have submitted which operation, and how operations
-are fused.
+"""Message table: which ranks have submitted which operation, and how operations are fused.
 
 Ranks submit operations in any order. In each cycle they exchange what is new. An operation is
 carried out when all ranks have submitted it, in the order in which operations became complete,
@@ -55,9 +54,7 @@ class FusedResponse:
 
     @property
     def small(self) -> bool:
-        """Whether there are several, small in total, and a fusion buffer has no padding between
-        their tensors.
-        """
+        """Whether they are several, small in total, and unpadded in a fusion buffer."""
         if self._small is None:
             requests = [response.cached for response in self.responses]
             small = len(requests) > 1 and sum(cached.nbytes for cached in requests) <= _SMALL
@@ -118,8 +115,7 @@ class MessageTable:
                 self._complete_if_ready(key, row)
 
     def plan_for(self, request_ids: tuple[int, ...], threshold: int) -> CachedPlan | None:
-        """Return the plan of what all ranks have submitted in one and the same order, the quick
-        way.
+        """Return the plan of what all ranks have submitted in the same order.
 
         ``threshold``: as of `fuse_responses`. None: `add_submitted` must be called for each rank.
         """
@@ -155,16 +151,12 @@ class MessageTable:
         return [] if row is None else [r for r, s in enumerate(row) if s is None and r not in self.joined]
 
     def pop_ready(self) -> list[Response]:
-        """Remove and return the operations that have become complete, in the order of becoming
-        so.
-        """
+        """Remove and return the complete operations, in the order of their completion."""
         ready, self._ready = self._ready, []
         return ready
 
     def finish_join(self) -> int | None:
-        """Return the rank that joined last, and reset the joins; None before all ranks have
-        joined.
-        """
+        """Return the rank that joined last, and reset the joins; None before all have joined."""
         if len(self.joined) < self.size:
             return None
         last = self.joined[-1]

@@ -1,6 +1,4 @@
-"""Messages of the negotiation: a `Request`, which ranks compare, and the `TensorTableEntry` that
-holds its tensors.
-"""
+"""Messages of the negotiation: `Request`, and `TensorTableEntry`, which holds its tensors."""
 
 from __future__ import annotations
 
@@ -80,9 +78,7 @@ _cache: weakref.WeakValueDictionary[Request, CachedRequest] = weakref.WeakValueD
 
 
 def cached_request(request: Request) -> CachedRequest:
-    """Return the one `CachedRequest` of a request, which lives as long as an entry or a message
-    table holds it.
-    """
+    """Return the one `CachedRequest` of a request, which lives while it is referenced."""
     cached = _cache.get(request)
     if cached is None:
         cached = _cache[request] = CachedRequest(request)
@@ -90,8 +86,7 @@ def cached_request(request: Request) -> CachedRequest:
 
 
 class TensorTableEntry:
-    """An operation of this rank that is under way, with its tensors, which it keeps alive, and its
-    outcome.
+    """An operation of this rank, with its tensors, which it keeps alive, and its outcome.
 
     ``results``: what `synchronize` returns, set when ``done`` is. ``splits``: of alltoall.
     ``ready_event``: on CUDA the event after the inputs were computed. ``finish_event``: on CUDA the
@@ -138,16 +133,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def can_reduce(dtype: torch.dtype) -> bool:
-    """Return whether elements of a dtype can be reduced: NCCL's dtypes, bool, and int16 (by way of
-    int32).
-    """
+    """Return whether a dtype can be reduced: NCCL's dtypes, bool, and int16 (by int32)."""
     return dtype in TORCH_CODES or dtype in (torch.bool, torch.int16)
 
 
 def encode_requests(new: list[Request], request_ids: list[int] | None) -> bytes:
-    """Encode the requests that the other ranks don't know, and all request ids where they have no
-    room elsewhere.
-    """
+    """Encode new requests, and the request ids where they have no room in the row."""
     return json.dumps([new, request_ids], separators=(",", ":")).encode()
 
 

@@ -432,8 +432,7 @@ def barrier(process_set=global_process_set) -> None:
 
 
 def join(device=-1) -> int:
-    """Declare that this rank has no more data, and take part with zeros until all ranks have
-    joined.
+    """Declare that this rank has no more data; take part with zeros until all have joined.
 
     Returns the rank that joined last. ``device`` is accepted, and not used. For inputs of uneven
     length: ranks that have joined contribute zeros to allreduce (an average is still over all

@@ -36,8 +36,7 @@ def DistributedOptimizer(
     gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set=global_process_set, *,
     gradient_as_bucket_view=True,
 ):  # fmt: skip
-    """Return an optimizer of the given one's class that shares its state, and reduces gradients
-    before it steps.
+    """Return an optimizer with the same class and state that reduces gradients before steps.
 
     All ranks of the process set construct and step the same optimizers in the same order; other
     ranks step on their own. ``named_parameters``: (name, parameter) pairs as of
@@ -329,9 +328,7 @@ _prefix_counts: weakref.WeakKeyDictionary = (
 
 
 def _prefix(named, process_set) -> str:
-    """Return a prefix that tells optimizers with the same parameter names apart, by the order of
-    their construction.
-    """
+    """Return a prefix that is unique among optimizers with the same parameter names."""
     counts = _prefix_counts.setdefault(current(), Counter())
     key = process_set.process_set_id, tuple(name for name, _ in named)
     counts[key] += 1

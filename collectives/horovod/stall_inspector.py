@@ -1,6 +1,4 @@
-"""Stall inspector: reports operations that some ranks have submitted and others have not, and ends
-them at a limit.
-"""
+"""Stall inspector: reports, and finally ends, operations that not all ranks have submitted."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(BatchNorm):
-    """Normalises as torch.nn.BatchNorm1d to 3d do, while training by the mean and variance of all
-    ranks' batches.
+    """Normalises as torch.nn.BatchNorm1d to 3d; training uses all ranks' mean and variance.
 
     Arguments, parameters and state dicts are those of torch's. Input: [N, C, ...] of 2 dimensions
     or more, floating, on the CPU or a GPU; N may differ between the ranks, and be 0. In training
@@ -52,9 +51,7 @@ class SyncBatchNorm(BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Replace each batch normalisation of a module by a SyncBatchNorm with its parameters and
-        statistics.
-        """
+        """Replace each batch normalisation of a module by a SyncBatchNorm with its state."""
         converted = module
         if isinstance(module, BatchNorm) and not isinstance(module, cls):
             converted = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)

@@ -1,6 +1,4 @@
-"""Report of a timeline: the times of a step, their exposed part, and the ranks for which others
-wait.
-"""
+"""Report of a timeline: times of a step, their exposed part, and the ranks that come last."""
 
 from __future__ import annotations
 

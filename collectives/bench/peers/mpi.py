@@ -1,5 +1,4 @@
-"""Open MPI, MPICH and Intel MPI: a job of mpi_loop.c's processes, started once, which gets commands
-over sockets.
+"""Open MPI, MPICH and Intel MPI: a job of mpi_loop.c's processes with command sockets.
 
 The loop is C, so no Python runs between an MPI's calls (``caller: "c"``). Its ranks are bound to
 cores as ours are. All other settings are the defaults, except that Open MPI yields where there are

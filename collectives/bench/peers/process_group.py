@@ -1,6 +1,4 @@
-"""torch's own process groups, Gloo and NCCL, in our rank processes and called from Python as
-ours.
-"""
+"""torch's own process groups, Gloo and NCCL, which our rank processes call from Python."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Elastic training, which continues without ranks that have died: `run`, the states that it
-restores, a sampler.
-"""
+"""Elastic training, which continues without ranks that have died: `run`, states, a sampler."""
 
 from .running import run
 from .sampler import ElasticSampler

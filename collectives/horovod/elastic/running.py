@@ -1,6 +1,4 @@
-"""`run`: calls a training again from its last commit, with the ranks that are left, each time that
-ranks die.
-"""
+"""`run`: after ranks die, calls a training again from its last commit with the others."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ def _make_elastic(func, limits: _Limits):
 
 
 class _Limits:
-    """``reset_limit`` and ``min_np`` of `run`, or those of the environment when a training
-    begins.
-    """
+    """Limits of a training: the arguments of `run`, or the environment's when it begins."""
 
     def __init__(self, reset_limit: int | None, min_np: int | None):
         self._reset_limit = _check_count(reset_limit, "reset_limit", 0)

@@ -1,6 +1,4 @@
-"""ElasticSampler: distributes the indices of an epoch over the ranks, and again over the ranks that
-are left.
-"""
+"""ElasticSampler: distributes an epoch's indices, and the rest of them after ranks die."""
 
 from __future__ import annotations
 
