@@ -1,12 +1,14 @@
-"""Measure how the host engine's cost grows with bytes, with ranks and with the number of buckets, and plot it.
+"""Measure how the host engine's cost grows with bytes, with ranks and with the number of buckets,
+and plot it.
 
     python benchmarks/growth.py                       # 2 to 16 ranks, each a process; starts them itself
     python benchmarks/growth.py --plot-only           # draw docs/growth_*.png from the rows that are there
 
-A batch is a few calls in a row on one array; its last result is checked against the sums that they must give, so every
-call of every batch is checked. A time is the median over batches, of the slowest rank. Rows of one run replace those of
-the last one in benchmarks/results/growth.jsonl; the first ones have the fields of ``python -m collectives.bench``, so
-``--simulate --measured benchmarks/results/growth.jsonl`` fits the cost model to them.
+A batch is a few calls in a row on one array; its last result is checked against the sums that they
+must give, so every call of every batch is checked. A time is the median over batches, of the
+slowest rank. Rows of one run replace those of the last one in benchmarks/results/growth.jsonl; the
+first ones have the fields of ``python -m collectives.bench``, so ``python -m benchmarks.scaling
+--measured benchmarks/results/growth.jsonl`` fits the cost model to them.
 """
 
 import argparse
@@ -52,12 +54,16 @@ def pattern(rank):
 
 
 def contribution(rank, count):
-    """Return a rank's array: small whole numbers, so that every sum over ranks is exact in float32."""
+    """Return a rank's array: small whole numbers, so that every sum over ranks is exact in
+    float32.
+    """
     return repeated(pattern(rank), count)
 
 
 def summed(ranks, count, calls):
-    """Return what `calls` all-reduces in a row on one array give: equal arrays from the second one on."""
+    """Return what `calls` all-reduces in a row on one array give: equal arrays from the second one
+    on.
+    """
     total = sum(pattern(rank) for rank in range(ranks))
     for _ in range(calls - 1):
         once, total = total, total.clone()
@@ -67,7 +73,9 @@ def summed(ranks, count, calls):
 
 
 def measure(comm, prepare, call, check, calls, seconds_each):
-    """Return the medians in us of the slowest rank, one call of a batch: median and 95th percentile over batches."""
+    """Return the medians in us of the slowest rank, one call of a batch: median and 95th percentile
+    over batches.
+    """
     seconds = []
 
     def batch():
@@ -147,7 +155,9 @@ def grid_point(comm, op, algorithm, nbytes, zero_copy, seconds):
 
 
 def bucket_point(comm, buckets, queued, zero_copy, seconds):
-    """Measure all-reduces of `buckets` equal parts of one array: queued and waited for together, or one by one."""
+    """Measure all-reduces of `buckets` equal parts of one array: queued and waited for together, or
+    one by one.
+    """
     count = BUCKET_BYTES // 4
     whole, source = empty(comm, count, zero_copy), contribution(comm.rank, count)
     expected = summed(comm.size, count, 1)
@@ -190,7 +200,9 @@ def rank_process(rank, ranks, job, arguments, results):
 
 
 def run(ranks, arguments):
-    """Start the ranks and return their rows. They are forked, since importing torch anew takes a second in each."""
+    """Start the ranks and return their rows. They are forked, since importing torch anew takes a
+    second in each.
+    """
     context = multiprocessing.get_context("fork")
     results, job = context.Queue(), uuid.uuid4().hex
     processes = [context.Process(target=rank_process, args=(r, ranks, job, arguments, results)) for r in range(ranks)]
@@ -206,7 +218,9 @@ INKS = ["#000000", "#b2182b", "#2166ac", "#1b7837", "#762a83", "#8c510a", "#5555
 
 
 def draw(rows, folder):
-    """Draw the three plots from rows; black on white, told apart by mark and line as well as by colour."""
+    """Draw the three plots from rows; black on white, told apart by mark and line as well as by
+    colour.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

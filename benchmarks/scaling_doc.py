@@ -12,20 +12,10 @@ import re
 import sys
 from pathlib import Path
 
-from collectives.bench.model import Point
-from collectives.bench.simulate import (
-    NETWORKS,
-    best,
-    cache_bytes,
-    cores_of,
-    crossovers,
-    fits_of,
-    points_of,
-    predictions,
-    read_rows,
-    show_size,
-    show_time,
-)
+from scaling.measurements import cache_bytes, cores_of, fits_of, points_of, read_rows
+from scaling.model import Point
+from scaling.predictions import NETWORKS, best, crossovers, predictions
+from scaling.units import show_size, show_time
 
 HERE = Path(__file__).resolve().parent
 RANKS = (8, 64, 1024, 16384)

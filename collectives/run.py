@@ -1,9 +1,9 @@
-"""``python -m collectives.run -n 4 script.py ...``: start the ranks of a program here, with no MPI and no Slurm.
+"""``python -m collectives.run -n 4 script.py ...``: start a program's ranks, without MPI or Slurm.
 
-A thin face over torch's own launcher: all of ``torchrun``'s options are taken and mean the same; beside them mpirun's
-and horovodrun's spellings. The port is chosen by the system, so jobs beside each other don't meet; each rank gets its
-share of the cores; the exit code is that of the rank that failed first, which is named. All launchers:
-docs/launchers.md.
+It wraps torch's own launcher. It takes all of ``torchrun``'s options, with the same meaning, and
+mpirun's and horovodrun's spellings of them. The system chooses the port, so concurrent jobs don't
+collide. The ranks divide the cores. The exit code is that of the rank that failed first, which a
+message names. All launchers: docs/launchers.md.
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ __all__ = ["main"]
 _NAME = "collectives.run"
 _USAGE = """python -m collectives.run -n RANKS [option ...] SCRIPT [argument ...]
        python -m collectives.run -n RANKS [option ...] -m MODULE [argument ...]"""
-_BAD_USE = 2
-_TORCHS_PORT = 29500  # where torch's launcher meets, when it is given no other
-# How often torch's agent looks at its ranks, seconds. Its own 0.1 is time enough for the others to fail, too, at the
-# loss of one, and then nobody knows which was first.
-_LOOK_S = 0.02
-# Nobody dies of these because another rank has: among ranks that were found dead together, such a one was first.
-_OWN_DEATH = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-# What ends a rank because another one has ended; the last is Gloo's.
-_AFTER_ANOTHER = re.compile(r"^(RemoteError|HorovodInternalError): |Connection (closed|reset) by peer")
+_USAGE_ERROR = 2
+_DEFAULT_PORT = 29500  # of torch's rendezvous by default
+# Seconds between two checks of the ranks by torch's agent. In its own 0.1 s other ranks fail, too,
+# after the first one, and then the first one is unknown.
+_MONITOR_INTERVAL = 0.02
+# No rank dies of these because another one died: of ranks that were found dead together, such a
+# rank was first.
+_PRIMARY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+# Errors of a rank whose cause is the end of another rank; the last one is Gloo's.
+_SECONDARY_ERROR = re.compile(r"^(RemoteError|HorovodInternalError): |Connection (closed|reset) by peer")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and how many ranks it takes."""
+    """A node and the number of its ranks."""
 
     name: str
     slots: int
 
     @property
-    def here(self) -> bool:
-        """Whether it is this machine: its name, or a name of an address that a socket here can be bound to."""
+    def is_local(self) -> bool:
+        """Whether it is this node: its name, or a name of an address to which a local socket can be
+        bound.
+        """
         own = socket.gethostname()
         if self.name in ("localhost", own, own.partition(".")[0]):
             return True
@@ -58,27 +61,28 @@ class Host:
             (family, kind, _, _, address), *_ = socket.getaddrinfo(self.name, 0, type=socket.SOCK_STREAM)
             with socket.socket(family, kind) as probe:
                 probe.bind(address)
-        except OSError:  # another machine's address, or a name that nobody knows here
+        except OSError:  # another node's address, or an unknown name
             return False
         return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the ranks, wait for them, and give the exit code.
+    """Start the ranks, wait for them, and return the exit code.
 
-    ``arguments``: the command line, ``sys.argv``'s if not given. Blocks until all ranks have ended. Gives 0, or the
-    code of the rank that failed first (128 + its number for a signal, as a shell does), 130 after Ctrl-C, 2 where
-    other machines are needed. Raises ``SystemExit`` with 2 for a command line that can't be used, as argparse does.
+    ``arguments``: the command line; default: ``sys.argv``'s. Blocks until all ranks have ended.
+    Returns 0; or the code of the rank that failed first (128 + its number for a signal, as a shell
+    does); 130 after Ctrl-C; 2 where other nodes are needed. Raises ``SystemExit`` with 2 for an
+    invalid command line, as argparse does.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
+    parser = _make_parser()
     options = parser.parse_args(words)
     try:
         _set_variables(options)
-        hosts = _hosts(options)
-        if not all(host.here for host in hosts):
-            return _tell_commands(hosts, options, words)
-        _complete(options, hosts)
+        hosts = _read_hosts(options)
+        if not all(host.is_local for host in hosts):
+            return _print_commands(hosts, options, words)
+        _complete_options(options, hosts)
     except ValueError as error:
         parser.error(str(error))
     return _run(options)
@@ -87,14 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # ---- The command line.
 
 
-def _parser() -> argparse.ArgumentParser:
-    """torchrun's parser with our options: whatever this version of torch takes is passed on."""
+def _make_parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser with our options added.
+
+    It takes every option of the installed torch.
+    """
     parser = torchrun.get_args_parser()
     parser.prog, parser.usage = f"python -m {_NAME}", _USAGE
     parser.description = "Start the ranks of a program on this machine. All of torchrun's options are taken, too."
     ours = parser.add_argument_group("options beside torchrun's")
     add = ours.add_argument
-    _add_places(ours)
+    _add_host_options(ours)
     add("-x", dest="variables", action="append", default=[], metavar="VAR[=VALUE]",
         help="give the ranks a variable (they have this shell's in any case); may be repeated")  # fmt: skip
     add("--start-timeout", type=int, metavar="SECONDS", help="how long the machines may take to find each other")
@@ -104,8 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_places(parser) -> None:
-    """The options that say where the ranks are."""
+def _add_host_options(parser) -> None:
+    """Add the options that place ranks on nodes."""
     add = parser.add_argument
     add("-n", "-np", "--np", "--nproc", "--num-proc", dest="ranks", metavar="RANKS",
         help="ranks on this machine: a number, auto, gpu or cpu; with -H or --hostfile: on all machines")  # fmt: skip
@@ -116,7 +123,9 @@ def _add_places(parser) -> None:
 
 
 def _set_variables(options: argparse.Namespace) -> None:
-    """What horovodrun's options and -x stand for, into this process's environment, which the ranks inherit."""
+    """Set the variables of horovodrun's options and of -x in this process's environment, which the
+    ranks inherit.
+    """
     if options.timeline_filename is not None:
         os.environ["COLLECTIVES_TIMELINE"] = options.timeline_filename
     for name, value in (("fusion_threshold_mb", options.fusion_threshold_mb), ("cycle_time_ms", options.cycle_time_ms)):
@@ -126,18 +135,21 @@ def _set_variables(options: argparse.Namespace) -> None:
         os.environ["HOROVOD_FUSION_THRESHOLD"] = str(int(options.fusion_threshold_mb * 2**20))
     if options.cycle_time_ms is not None:
         os.environ["HOROVOD_CYCLE_TIME"] = f"{options.cycle_time_ms:g}"
-    for given in options.variables:
-        name, sign, value = given.partition("=")
+    for assignment in options.variables:
+        name, sign, value = assignment.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name):
-            raise ValueError(f"-x {given}: {name!r} is no name of a variable")
+            raise ValueError(f"-x {assignment}: {name!r} is no name of a variable")
         if sign:
             os.environ[name] = value
         elif name not in os.environ:
-            _say(f"-x {name}: there is no such variable here, so the ranks don't get one")
+            _log(f"-x {name}: there is no such variable here, so the ranks don't get one")
 
 
-def _complete(options: argparse.Namespace, hosts: list[Host]) -> None:
-    """Fill in what torch's launcher needs. Raises ``ValueError`` for what can't be started."""
+def _complete_options(options: argparse.Namespace, hosts: list[Host]) -> None:
+    """Set the options that torch's launcher needs.
+
+    Raises ``ValueError`` for a job that can't be started.
+    """
     if hosts:
         options.nproc_per_node = str(sum(host.slots for host in hosts))
     elif options.ranks is not None:
@@ -156,15 +168,15 @@ def _complete(options: argparse.Namespace, hosts: list[Host]) -> None:
         options.rdzv_conf = ",".join(filter(None, (options.rdzv_conf, limits)))
     _check_program(options)
     if options.nnodes in ("1", "1:1") and not options.rdzv_endpoint and options.master_port is None:
-        # Any free port; and this machine's own name need not be known to anybody.
+        # Any free port; and this node's own name needn't be resolvable.
         options.standalone = True
         options.local_addr = options.local_addr or "localhost"
     if options.monitor_interval == torchrun.get_args_parser().get_default("monitor_interval"):
-        options.monitor_interval = _LOOK_S
-    _share_cores(count)
+        options.monitor_interval = _MONITOR_INTERVAL
+    _set_omp_threads(count)
     try:
         torchrun.config_from_args(options)
-    except (AssertionError, RuntimeError) as error:  # for numbers that don't fit
+    except (AssertionError, RuntimeError) as error:  # numbers that don't fit together
         raise ValueError(str(error)) from error
 
 
@@ -172,7 +184,7 @@ def _check_program(options: argparse.Namespace) -> None:
     program = options.training_script
     if options.module:
         try:
-            sys.path.insert(0, os.getcwd())  # where python -m looks first
+            sys.path.insert(0, os.getcwd())  # python -m searches it first
             found = importlib.util.find_spec(program.partition(".")[0])
         except (ImportError, ValueError):
             found = None
@@ -184,21 +196,26 @@ def _check_program(options: argparse.Namespace) -> None:
         raise ValueError(f"can't open file {program!r}: no such file in {os.getcwd()}")
 
 
-def _share_cores(ranks: int) -> None:
-    """OMP_NUM_THREADS, unless it is given: torch's launcher would give each rank 1, and without it each takes all."""
+def _set_omp_threads(ranks: int) -> None:
+    """Set OMP_NUM_THREADS where it isn't set: torch's launcher would set 1, and without it each
+    rank uses all cores.
+    """
     if "OMP_NUM_THREADS" in os.environ or ranks == 1:
         return
     cores = len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     threads = os.environ["OMP_NUM_THREADS"]
-    _say(f"OMP_NUM_THREADS={threads} for each of {ranks} ranks on {cores} cores; set it to change that")
+    _log(f"OMP_NUM_THREADS={threads} for each of {ranks} ranks on {cores} cores; set it to change that")
 
 
-# ---- Machines.
+# ---- Nodes.
 
 
-def _hosts(options: argparse.Namespace) -> list[Host]:
-    """The machines that -H or --hostfile name, with as many ranks on each as -n needs; none where neither is given."""
+def _read_hosts(options: argparse.Namespace) -> list[Host]:
+    """Return the nodes that -H or --hostfile name, with the ranks of -n on them.
+
+    Returns [] without either.
+    """
     if options.hosts is None and options.hostfile is None:
         return []
     if options.hosts is not None and options.hostfile is not None:
@@ -224,11 +241,14 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
         slots[match[1]] = slots.get(match[1], 0) + int(match[2] or 1)
     if not slots:
         raise ValueError(f"{where}: no machine in it")
-    return _spread(slots, options)
+    return _assign_ranks(slots, options)
 
 
-def _spread(slots: dict[str, int], options: argparse.Namespace) -> list[Host]:
-    """Fill the machines in their order with -n ranks; more ranks than slots go round, as with Open MPI."""
+def _assign_ranks(slots: dict[str, int], options: argparse.Namespace) -> list[Host]:
+    """Assign -n ranks to the nodes in their order.
+
+    More ranks than slots wrap around, as with Open MPI.
+    """
     room = sum(slots.values())
     if options.ranks is None:
         return [Host(name, count) for name, count in slots.items()]
@@ -248,15 +268,18 @@ def _spread(slots: dict[str, int], options: argparse.Namespace) -> list[Host]:
     return [Host(name, count) for name, count in taken.items() if count]
 
 
-def _tell_commands(hosts: list[Host], options: argparse.Namespace, words: list[str]) -> int:
-    """Print a line for each machine: its name, a tab, and the command to run there. Nothing is started."""
-    given = words[: len(words) - 1 - len(options.training_script_args)]
+def _print_commands(hosts: list[Host], options: argparse.Namespace, words: list[str]) -> int:
+    """Print a line for each node: its name, a tab, and the command to run there.
+
+    Nothing is started.
+    """
+    launch_options = words[: len(words) - 1 - len(options.training_script_args)]
     replaced = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_places(replaced)
+    _add_host_options(replaced)
     for name in ("master", "node"):
         for part in ("addr", "port", "rank"):
             replaced.add_argument(f"--{name}-{part}", f"--{name}_{part}")
-    kept = replaced.parse_known_args(given)[1]
+    kept = replaced.parse_known_args(launch_options)[1]
     address = options.master_addr
     if address == "127.0.0.1":
         address = socket.gethostname() if hosts[0].name == "localhost" else hosts[0].name
@@ -267,12 +290,15 @@ def _tell_commands(hosts: list[Host], options: argparse.Namespace, words: list[s
         command = [sys.executable, "-m", _NAME, *own, *kept, options.training_script, *options.training_script_args]
         print(f"{host.name}\tcd {shlex.quote(os.getcwd())} && {shlex.join(command)}")
     ranks = sum(host.slots for host in hosts)
-    _say(f"{ranks} ranks on {len(hosts)} machines: nothing was started; run the command of each line on its machine")
-    return _BAD_USE
+    _log(f"{ranks} ranks on {len(hosts)} machines: nothing was started; run the command of each line on its machine")
+    return _USAGE_ERROR
 
 
 def _free_port() -> int:
-    """A port that is free here now. On another machine, where the ranks may meet, it mostly is, too."""
+    """Return a port that is free on this node now.
+
+    It mostly is on the node of the rendezvous, too.
+    """
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
@@ -282,26 +308,26 @@ def _free_port() -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    signal.signal(signal.SIGINT, _end_ranks)
-    if hasattr(options, "signals_to_handle"):  # else this torch passes the SIGINT itself on
+    signal.signal(signal.SIGINT, _terminate_ranks)
+    if hasattr(options, "signals_to_handle"):  # else this torch passes SIGINT on itself
         options.signals_to_handle = ",".join(s for s in options.signals_to_handle.split(",") if s != "SIGINT")
     if not options.max_restarts and "LOGLEVEL" not in os.environ:
         for name in list(logging.root.manager.loggerDict):
-            if name.startswith("torch.distributed.elastic"):  # what it tells of ends is told below, once
+            if name.startswith("torch.distributed.elastic"):  # _report_failures reports the ends, once
                 logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         torchrun.run(options)
     except ChildFailedError as error:
-        return _tell_failures(error.failures)
+        return _report_failures(error.failures)
     except DistNetworkError as error:
         if options.standalone or "EADDRINUSE" not in str(error):
             raise
-        where = options.rdzv_endpoint or f"--master-port {options.master_port or _TORCHS_PORT}"
-        _say(f"{where}: the port is in use by another program on this machine; give all machines a free one")
+        where = options.rdzv_endpoint or f"--master-port {options.master_port or _DEFAULT_PORT}"
+        _log(f"{where}: the port is in use by another program on this machine; give all machines a free one")
         return 1
     except (SignalException, KeyboardInterrupt) as error:
         number = signal.SIGINT if _interrupted or isinstance(error, KeyboardInterrupt) else error.sigval
-        _say(f"ended by {signal.Signals(number).name}, and all ranks with it")
+        _log(f"ended by {signal.Signals(number).name}, and all ranks with it")
         return 128 + number
     return 0
 
@@ -309,54 +335,60 @@ def _run(options: argparse.Namespace) -> int:
 _interrupted = False
 
 
-def _end_ranks(_number: int, _frame: object) -> None:
-    """At Ctrl-C end the ranks as mpirun does, by SIGTERM: SIGINT makes each of them print the stack it was at."""
+def _terminate_ranks(_number: int, _frame: object) -> None:
+    """Terminate the ranks at Ctrl-C by SIGTERM, as mpirun does: at SIGINT each of them would print
+    its stack.
+    """
     global _interrupted
-    if not _interrupted:  # more of them would keep torch's agent from ending the ranks
+    if not _interrupted:  # another one would interrupt torch's agent while it ends the ranks
         _interrupted = True
         raise SignalException("Ctrl-C", sigval=signal.SIGTERM)
 
 
-def _tell_failures(failures: dict[int, ProcessFailure]) -> int:
-    """Name the rank that failed first, and how; give its exit code."""
-    ranks = list(failures)  # in the order in which they were found; those whom the agent has ended come last
-    soon = min(failure.timestamp for failure in failures.values()) + 1  # seconds, whole ones
-    own = [r for r in ranks if -failures[r].exitcode in _OWN_DEATH and failures[r].timestamp <= soon]
+def _report_failures(failures: dict[int, ProcessFailure]) -> int:
+    """Report which rank failed first, and how; return its exit code."""
+    ranks = list(failures)  # in the order of detection; those that the agent has ended come last
+    limit = min(failure.timestamp for failure in failures.values()) + 1  # whole seconds
+    own = [r for r in ranks if -failures[r].exitcode in _PRIMARY_SIGNALS and failures[r].timestamp <= limit]
     causes = [r for r in ranks if _is_cause(failures[r])]
     first = (own or causes or ranks)[0]
-    failure, said = failures[first], _last_words(failures[first])
+    failure, text = failures[first], _error_message(failures[first])
     code = failure.exitcode
-    if said and code == -signal.SIGTERM:  # it was ended while it was ending
+    if text and code == -signal.SIGTERM:  # the agent ended it while it was ending
         code = 1
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
             how += " (by the system, for lack of memory? `dmesg` tells)"
     else:
-        how = f"ended with exit code {code}" + (f" ({said})" if said else "")
+        how = f"ended with exit code {code}" + (f" ({text})" if text else "")
     others = [f"{r} ({failures[r].exitcode})" for r in ranks if r != first and failures[r].exitcode != -signal.SIGTERM]
-    _say(
+    _log(
         f"rank {first} (process {failure.pid}) {how}; it was the first to fail, and the others were ended"
         + (f". Failed after it: rank {', '.join(others)}" if others else "")
     )
     return code if code > 0 else 128 - code
 
 
-def _last_words(failure: ProcessFailure) -> str:
-    """The first line of the exception that ended a rank, where it was written down (`failure_record`, ``@record``)."""
+def _error_message(failure: ProcessFailure) -> str:
+    """Return the first line of the exception that ended a rank, where `failure_record` or
+    ``@record`` stored it.
+    """
     message = failure.error_file_data.get("message")
-    said = message.get("message", "") if isinstance(message, dict) else ""
-    line = said.strip().partition("\n")[0]
+    text = message.get("message", "") if isinstance(message, dict) else ""
+    line = text.strip().partition("\n")[0]
     return line if len(line) <= 300 else f"{line[:300]}..."
 
 
 def _is_cause(failure: ProcessFailure) -> bool:
-    """Whether it failed by itself, and neither because another rank had nor because the agent has ended it."""
-    said = _last_words(failure)
-    return not _AFTER_ANOTHER.search(said) if said else failure.exitcode != -signal.SIGTERM
+    """Return whether a rank failed by itself, and not because of another rank's failure or the
+    agent's signal.
+    """
+    text = _error_message(failure)
+    return not _SECONDARY_ERROR.search(text) if text else failure.exitcode != -signal.SIGTERM
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stderr.write(f"{_NAME}: {text}\n")
     sys.stderr.flush()
 

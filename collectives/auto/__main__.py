@@ -1,4 +1,4 @@
-"""``python -m collectives.auto script.py ...`` or ``-m module ...``: run a program with ``collectives.auto``."""
+"""``python -m collectives.auto script.py ...``: run a program with ``collectives.auto``."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ def main() -> None:
         sys.exit(2)
     sys.argv[:] = words
     if as_module:
-        sys.excepthook = _from(_file_of(words[0]))
+        sys.excepthook = _make_excepthook(_file_of(words[0]))
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     else:
         if not os.path.exists(words[0]):
             print(f"python -m collectives.auto: can't open file {words[0]!r}", file=sys.stderr)
             sys.exit(2)
         if not getattr(sys.flags, "safe_path", False):
-            sys.path[0] = os.path.dirname(os.path.abspath(words[0]))  # where python -m has put the working folder
-        sys.excepthook = _from(words[0])
+            sys.path[0] = os.path.dirname(os.path.abspath(words[0]))  # there python -m has put the working folder
+        sys.excepthook = _make_excepthook(words[0])
         runpy.run_path(words[0], run_name="__main__")
 
 
 def _file_of(module: str) -> str | None:
-    """The file that ``-m`` runs; None where there is no such module, of which runpy tells better."""
+    """Return the file that ``-m`` runs.
+
+    None where the module doesn't exist, which runpy reports better.
+    """
     try:
         found = importlib.util.find_spec(module)
         if found is not None and found.submodule_search_locations is not None:
@@ -53,16 +56,16 @@ def _file_of(module: str) -> str | None:
     return None if found is None else found.origin
 
 
-def _from(path: str | None):
-    """Make an excepthook that leaves out the frames above the program's own."""
+def _make_excepthook(path: str | None):
+    """Return an excepthook that prints no frames above the program's own."""
 
-    def show(kind, error, trace):
+    def print_program_trace(kind, error, trace):
         first = trace
         while first is not None and first.tb_frame.f_code.co_filename != path:
             first = first.tb_next
         traceback.print_exception(kind, error, first or trace)
 
-    return show
+    return print_program_trace
 
 
 main()

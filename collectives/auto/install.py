@@ -1,4 +1,7 @@
-"""Where ``collectives.auto`` gets to see DDP models: methods of torch's class that are wrapped once."""
+"""Patches of torch's DistributedDataParallel by which ``collectives.auto`` observes DDP models.
+
+They are applied once.
+"""
 
 from __future__ import annotations
 
@@ -16,42 +19,45 @@ from .model import Model
 
 __all__ = ["install", "leave_alone"]
 
-# Tables and not attributes of the object, which would be copied and pickled with it.
+# Tables, because attributes of the object would be copied and pickled with it.
 _models: weakref.WeakKeyDictionary[DistributedDataParallel, Model] = weakref.WeakKeyDictionary()
-_numbers: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
-_built: collections.Counter[str] = collections.Counter()  # over each group
+_indices: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
+_constructed: collections.Counter[str] = collections.Counter()  # DDP objects over each group, by its name
 
 
 def install(settings: dict) -> None:
-    """Attend to every DDP object from its next forward on. `settings`: arguments of `HookState`.
+    """Observe every DDP object from its next forward on. `settings`: arguments of `HookState`.
 
-    Dynamo must not trace the wrapper of `forward`, and marking it imports dynamo, which takes more than a second and
-    which DDP's constructor imports anyway: so that is done at the first one, unless there may be DDP objects already.
+    Dynamo must not trace the wrapper of `forward`. Marking it imports dynamo, which takes more than
+    a second and which DDP's constructor imports anyway. So methods are patched at the first
+    construction, or at once where dynamo is imported and DDP objects may exist.
     """
     if not dist.is_available():
         return
     construct = DistributedDataParallel.__init__
-    attend = functools.cache(lambda: (_wrap_forward(settings), _wrap_registering()))
+    patch_methods = functools.cache(lambda: (_wrap_forward(settings), _wrap_hook_registration()))
     if "torch._dynamo" in sys.modules:
-        attend()
+        patch_methods()
 
     @functools.wraps(construct)
     def __init__(self, *args, **kwargs):
-        attend()
+        patch_methods()
         construct(self, *args, **kwargs)
-        # All ranks build the modules of a group in the same order, which tells those with equal parameters apart.
+        # All ranks construct a group's DDP objects in the same order, which distinguishes those
+        # with equal parameters.
         name = self.process_group.group_name
-        _built[name] += 1
-        _numbers[self] = _built[name]
+        _constructed[name] += 1
+        _indices[self] = _constructed[name]
 
     DistributedDataParallel.__init__ = __init__
 
 
 def leave_alone(ddp: DistributedDataParallel) -> None:
-    """Keep torch's own all-reduce for one DDP object, whatever ``collectives.auto`` does with the others.
+    """Keep torch's own all-reduce for one DDP object, whatever ``collectives.auto`` does with the
+    others.
 
-    All ranks must call it, best before the object's first forward; a local call. Raises `InvalidUsage` once
-    `fused_allreduce` is registered on it, which can't be undone.
+    All ranks must call it, best before the object's first forward; a local call. Raises
+    `InvalidUsage` once `fused_allreduce` is registered on it, which can't be undone.
     """
     model = _models.get(ddp)
     if model is not None and model.registered:
@@ -61,7 +67,7 @@ def leave_alone(ddp: DistributedDataParallel) -> None:
         )
     if model is None:
         _models[ddp] = Model(ddp, None)
-    elif model.watching:
+    elif model.observing:
         model.leave_alone("leave_alone() was called")
 
 
@@ -72,8 +78,8 @@ def _wrap_forward(settings: dict) -> None:
     def before(ddp):
         model = _models.get(ddp)
         if model is None:
-            model = _models[ddp] = Model(ddp, settings, _numbers.get(ddp, 0))
-        if model.watching:
+            model = _models[ddp] = Model(ddp, settings, _indices.get(ddp, 0))
+        if model.observing:
             model.before_forward(ddp)
         return model
 
@@ -84,19 +90,19 @@ def _wrap_forward(settings: dict) -> None:
     @functools.wraps(plain)
     def forward(self, *inputs, **kwargs):
         model = _models.get(self)
-        if model is not None and not model.watching:
+        if model is not None and not model.observing:
             return plain(self, *inputs, **kwargs)
         model = before(self)
         output = plain(self, *inputs, **kwargs)
         after(self, model)
         return output
 
-    # What is inside of DDP's own forward is compiled as before.
+    # DDP's own forward is compiled as before.
     DistributedDataParallel.forward = torch.compiler.disable(forward, recursive=False)
 
 
-def _wrap_registering() -> None:
-    """Let a hook that the user registers later take the place of ours, which DDP itself would refuse."""
+def _wrap_hook_registration() -> None:
+    """Let a hook that the user registers later replace ours; DDP itself would raise an error."""
     register = DistributedDataParallel.register_comm_hook
     register_builtin = DistributedDataParallel._register_builtin_comm_hook
     join_hook = DistributedDataParallel.join_hook
@@ -106,12 +112,12 @@ def _wrap_registering() -> None:
         model = _models.get(self)
         if model is None or not model.registered:
             return register(self, state, hook)
-        if model.given_up:
+        if model.user_hook_active:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._check_comm_hook(hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
-        model.give_way(functools.partial(hook, state))
+        model.use_user_hook(functools.partial(hook, state))
 
     @functools.wraps(register_builtin)
     def _register_builtin_comm_hook(self, comm_hook_type):

@@ -1,13 +1,14 @@
-"""One DDP model under ``collectives.auto``: timed plain, then with our hook, then settled.
+"""One DDP model under ``collectives.auto``: timed with plain DDP, then with our hook, then decided.
 
-    PLAIN    nothing is registered; the backwards that reduce are counted and timed
-    CHECK    the first backward with our hook: each bucket is compared with what the process group gives
+    PLAIN    no hook is registered; the backwards that reduce are counted and timed
+    CHECK    the first backward with our hook: each bucket is compared with the process group's result
     OURS     our hook, timed
-    settled  ours, forwarding, the user's own hook, or left alone; nothing is watched any more
+    decided  our hook, forwarding, the user's own hook, or left alone; the model isn't observed any more
 
-Ranks must register at the same backward, and a rank may run forwards that others don't. So backwards are counted, by
-the gradients that arrive after a forward that prepared a reduction; and that all ranks stand between the same two is
-made sure of in `meeting`. Later decisions are taken inside of the hook, which DDP calls alike on all ranks.
+Ranks must register at the same backward, and a rank may run forwards that others don't. So each
+rank counts backwards, by the gradients that are made after a forward that prepared a reduction, and
+`consensus` verifies that all ranks are between the same two. Later decisions are made inside of the
+hook, which DDP calls equally on all ranks.
 """
 
 # No `from __future__ import annotations`: torch compares a hook's annotations as objects.
@@ -23,60 +24,68 @@ import torch.distributed as dist
 from ..comm.engine import get_engine
 from ..comm.liveness import publish_process
 from ..ddp.hook import HookState, fused_allreduce
-from .meeting import all_alike
-from .report import say
+from .consensus import verify_same_step
+from .report import log_line
 from .trial import Trial
 
 __all__ = ["Model"]
 
-_WARMUP = 3  # backwards that aren't timed: buckets are made anew after the first, memory and caches warm up
+_WARMUP = 3  # backwards that aren't timed: DDP rebuilds buckets after the first, memory and caches warm up
 _TIMED = 10
 _MARGIN = 0.02  # ours stays unless plain DDP is faster by more than this
 
 
 class Model:
-    """What is known of one DDP object; held by a table and, once registered, by its reducer. Never pickled."""
+    """State of one DDP object; a table holds it and, once it is registered, DDP's reducer.
+
+    Never pickled.
+    """
 
     def __init__(self, ddp, settings: dict | None, number: int = 0):
-        self.watching = False
-        self.registered = False  # our hook is on the reducer, and can't be taken off
-        self.given_up = False  # the user's hook is called in its place
+        self.observing = False
+        self.registered = False  # our hook is registered, and can't be removed
+        self.user_hook_active = False  # our hook calls the user's
         self._ddp = weakref.ref(ddp)
         self._name = type(ddp.module).__name__
         self._group = ddp.process_group
         self._settings = settings
         self._state = None
-        # What the hook does with a bucket: a plain function of (model, bucket). A bound method would be a cycle, which
-        # keeps the process group until a collection comes; Gloo's may hang when it goes with the interpreter.
-        self._act = None
+        # What the hook does with a bucket: a plain function of (model, bucket). A bound method
+        # would be a reference cycle, which keeps the process group until a garbage collection;
+        # Gloo's may hang when it ends with the interpreter.
+        self._reduce = None
         self._handles = []
-        self._due = False  # a forward has prepared a reduction
-        self._queued = False
+        self._reduction_prepared = False  # a forward has prepared a reduction
+        self._callback_queued = False
         self._reduced = False  # ... and its backward has ended
-        self._backwards = 0  # with our hook, those that the hook has seen
+        self._backwards = 0  # with our hook, those in which it was called
         self._begin = self._end = None
         self._times = {"plain": [], "ours": []}
         if settings is None or self._group.size() == 1:
             return
         publish_process()
-        reason = _why_not(ddp)
+        reason = _reason_to_skip(ddp)
         if reason:
             self.leave_alone(reason)
         else:
-            # Now, when no rank has trained it: later a rank may have stepped that another one waits for.
+            # Now, before any rank has trained it: later one rank may have stepped, and another one
+            # not.
             self._fingerprint = f"{number}:{_fingerprint(ddp)}"
-            self._watch(ddp)
+            self._start_observing(ddp)
 
-    # ---- Around each forward, while watching.
+    # ---- Around each forward, while the model is observed.
 
     def before_forward(self, ddp) -> None:
-        """Take in the backward that has ended since; register the hook when it is time."""
-        if self._act is not None and not self._timing():
-            self._unwatch()
+        """Record the backward that has ended since the last forward.
+
+        Register the hook when it is time.
+        """
+        if self._reduce is not None and not self._is_timing():
+            self._stop_observing()
             return
         if self._reduced:
-            self._reduced = self._due = False
-            self._keep_time()
+            self._reduced = self._reduction_prepared = False
+            self._record_time()
             if not self.registered:
                 self._backwards += 1
         if self.registered or not _will_reduce(ddp):
@@ -90,38 +99,38 @@ class Model:
 
     def after_forward(self, ddp) -> None:
         """Start the clock for the backward that belongs to this forward, if it reduces."""
-        if self.watching and _will_reduce(ddp):
-            self._due, self._queued, self._reduced = True, False, False
+        if self.observing and _will_reduce(ddp):
+            self._reduction_prepared, self._callback_queued, self._reduced = True, False, False
             self._begin = self._now()
 
-    # ---- When a backward has ended, DDP's own end of it included.
+    # ---- The end of a backward, after DDP's own callback.
 
-    def _watch(self, ddp) -> None:
-        self.watching = True
-        came = torch.compiler.disable(self._gradient_came)  # a backward inside of a compiled function runs it, too
+    def _start_observing(self, ddp) -> None:
+        self.observing = True
+        came = torch.compiler.disable(self._on_gradient)  # a backward inside of a compiled function calls it, too
         for parameter in ddp.parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(came))
 
-    def _unwatch(self) -> None:
-        self.watching = False
+    def _stop_observing(self) -> None:
+        self.observing = False
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._times = {"plain": [], "ours": []}
         self._begin = self._end = None
 
-    def _gradient_came(self, parameter) -> None:
-        if self._due and not self._queued:
-            self._queued = True
+    def _on_gradient(self, parameter) -> None:
+        if self._reduction_prepared and not self._callback_queued:
+            self._callback_queued = True
             _at_end_of_backward(torch.compiler.disable(self._backward_ended))
 
     def _backward_ended(self) -> None:
-        # Behind DDP's own, which waits for the buckets.
+        # After DDP's own callback, which waits for the buckets.
         _at_end_of_backward(torch.compiler.disable(self._reduction_ended))
 
     def _reduction_ended(self) -> None:
-        self._queued, self._reduced = False, True
+        self._callback_queued, self._reduced = False, True
         self._end = self._now()
 
     def _now(self):
@@ -132,11 +141,14 @@ class Model:
         event.record(torch.cuda.current_stream(ddp.device))
         return event
 
-    def _keep_time(self) -> None:
+    def _record_time(self) -> None:
         self._times["ours" if self.registered else "plain"].append((self._begin, self._end))
 
     def _median(self, kind: str) -> float:
-        """Seconds of the timed backwards, -1 where there are none. On CUDA it waits for the last one."""
+        """Return the median seconds of the timed backwards, -1 without any.
+
+        On CUDA it waits for the last one.
+        """
         spans = [(a, b) for a, b in self._times[kind][_WARMUP:] if a is not None and b is not None]
         if not spans:
             return -1.0
@@ -155,11 +167,11 @@ class Model:
         try:
             get_engine(None, device.type)
             self._state = HookState(process_group=self._group, **self._settings)
-        except Exception as problem:  # all ranks are told, and stay with plain DDP
+        except Exception as problem:  # all ranks get it, and stay with plain DDP
             error = f"{type(problem).__name__}: {problem}"
         value = {"error": error, "settings": self._settings, "model": self._fingerprint, "step": self._backwards}
         try:
-            reason = all_alike(self._group, value)
+            reason = verify_same_step(self._group, value)
         except RuntimeError as problem:
             reason = f"{type(problem).__name__}: {problem}"
         if reason:
@@ -167,7 +179,7 @@ class Model:
             self.leave_alone(reason, logging.WARNING)
             return
         self._trial = Trial(self._group, self._state, self._settings)
-        self._act = Model._check
+        self._reduce = Model._reduce_checked
         self._backwards = 0
         ddp.register_comm_hook(self, torch.compiler.disable(_auto_allreduce))
         # The list is for compiled autograd alone, and would be pickled with the object.
@@ -175,43 +187,43 @@ class Model:
         self.registered = True
 
     def leave_alone(self, reason: str, level: int = logging.INFO) -> None:
-        """Stay with plain DDP, or with the user's hook, for good."""
-        self._unwatch()
-        self._say(level, f"left alone: {reason}")
+        """Keep plain DDP, or the user's hook, from now on."""
+        self._stop_observing()
+        self._log(level, f"left alone: {reason}")
 
-    def give_way(self, hook) -> None:
+    def use_user_hook(self, hook) -> None:
         """Call the user's hook from now on."""
-        self.given_up = True
-        self._act = lambda model, bucket: hook(bucket)
+        self.user_hook_active = True
+        self._reduce = lambda model, bucket: hook(bucket)
         self._state = self._trial = None
-        self._say(logging.INFO, "a hook was registered, which takes the place of ours")
+        self._log(logging.INFO, "a hook was registered, which takes the place of ours")
 
-    # ---- What the hook does with a bucket, one phase after the other.
+    # ---- What the hook does with a bucket, phase by phase.
 
-    def _timing(self) -> bool:
-        return self._act in (Model._check, Model._timed)
+    def _is_timing(self) -> bool:
+        return self._reduce in (Model._reduce_checked, Model._reduce_timed)
 
-    def _check(self, bucket):
+    def _reduce_checked(self, bucket):
         future = self._trial.reduce(bucket)
         if bucket.is_last():
             trial, self._trial = self._trial, None
             problem = trial.problem
             if problem:
-                self._settle(Model._forward)
-                self._say(
+                self._finish(Model._reduce_plain)
+                self._log(
                     logging.WARNING,
                     f"the first step with fused_allreduce went wrong ({problem}), and took the process group's result: "
                     "plain DDP from here on, on all ranks",
                     everywhere=trial.own_problem,
                 )
             else:
-                self._act = Model._timed
+                self._reduce = Model._reduce_timed
         return future
 
-    def _timed(self, bucket):
+    def _reduce_timed(self, bucket):
         if bucket.index() == 0 and self._backwards == _WARMUP + _TIMED:
             self._decide(bucket.buffer().device)
-            return self._act(self, bucket)
+            return self._reduce(self, bucket)
         if bucket.is_last():
             self._backwards += 1
         return fused_allreduce(self._state, bucket)
@@ -221,40 +233,40 @@ class Model:
         dist.all_reduce(medians, dist.ReduceOp.MAX, group=self._group)
         plain, ours = medians.tolist()
         if plain <= 0 or ours <= 0:
-            self._settle(Model._ours)
-            self._say(logging.INFO, "fused_allreduce, checked; its gain could not be measured")
+            self._finish(Model._reduce_fused)
+            self._log(logging.INFO, "fused_allreduce, checked; its gain could not be measured")
             return
         figures = f"{plain * 1e3:.3g} ms a backward with plain DDP, {ours * 1e3:.3g} ms with fused_allreduce"
         if plain < (1 - _MARGIN) * ours:
-            self._settle(Model._forward)
-            self._say(logging.INFO, f"{figures}: plain DDP stays")
+            self._finish(Model._reduce_plain)
+            self._log(logging.INFO, f"{figures}: plain DDP stays")
         else:
-            self._settle(Model._ours)
-            self._say(logging.INFO, f"{figures} ({plain / ours:.2f} times as fast): fused_allreduce stays")
+            self._finish(Model._reduce_fused)
+            self._log(logging.INFO, f"{figures} ({plain / ours:.2f} times as fast): fused_allreduce stays")
 
-    def _settle(self, act) -> None:
-        self._act = act
-        if act is Model._forward:
+    def _finish(self, reduce) -> None:
+        self._reduce = reduce
+        if reduce is Model._reduce_plain:
             self._state = None
 
-    def _ours(self, bucket):
+    def _reduce_fused(self, bucket):
         return fused_allreduce(self._state, bucket)
 
-    def _forward(self, bucket):
-        """What DDP does without a hook."""
-        return _sum_over(self._group, bucket.buffer().div_(self._group.size()))
+    def _reduce_plain(self, bucket):
+        """Reduce as DDP does without a hook."""
+        return _all_reduce(self._group, bucket.buffer().div_(self._group.size()))
 
-    def _say(self, level: int, text: str, everywhere: bool = False) -> None:
+    def _log(self, level: int, text: str, everywhere: bool = False) -> None:
         if everywhere or self._group.rank() == 0:
             settings = "".join(f" {name}={value}" for name, value in (self._settings or {}).items())
-            say(level, f"DistributedDataParallel({self._name}){settings}: {text}")
+            log_line(level, f"DistributedDataParallel({self._name}){settings}: {text}")
 
 
 def _auto_allreduce(model, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return model._act(model, bucket)
+    return model._reduce(model, bucket)
 
 
-def _sum_over(group, tensor):
+def _all_reduce(group, tensor):
     return dist.all_reduce(tensor, group=group, async_op=True).get_future().then(lambda done: done.value()[0])
 
 
@@ -267,15 +279,15 @@ def _will_reduce(ddp) -> bool:
 
 
 def _fingerprint(ddp) -> str:
-    """Tells this model from another one; alike on all ranks, since their parameters are."""
+    """Return a hash of the model; the same on all ranks, because their parameters are."""
     parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
     some = [p.detach().flatten()[:16].cpu().contiguous().view(torch.uint8).numpy().tobytes() for p in parameters[:4]]
     text = repr((type(ddp.module).__name__, len(parameters), sum(p.numel() for p in parameters)))
     return hashlib.sha256(text.encode() + b"".join(some)).hexdigest()[:16]
 
 
-def _why_not(ddp) -> str:
-    """Say why a DDP object is left alone, or nothing."""
+def _reason_to_skip(ddp) -> str:
+    """Return why a DDP object is left alone, or ""."""
     if ddp._comm_hooks:
         return "it has a hook of its own"
     if ddp.mixed_precision is not None:

@@ -1,17 +1,19 @@
-"""The log of ``collectives.auto``: logger "collectives.auto"; on stderr where the program has set up no logging."""
+"""Log of ``collectives.auto``: the logger "collectives.auto", or stderr where no logging is set
+up.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 
-__all__ = ["say"]
+__all__ = ["log_line"]
 
 _log = logging.getLogger("collectives.auto")
 
 
-def say(level: int, text: str) -> None:
-    """Log a line. A program with handlers decides what it sees of it; without any it is written to stderr."""
+def log_line(level: int, text: str) -> None:
+    """Log a line with the program's handlers; write it to stderr where the program has none."""
     if _log.hasHandlers():
         _log.log(level, text)
     elif level >= (_log.level or logging.INFO):

@@ -1,4 +1,4 @@
-"""The settings of ``collectives.auto``: environment variables, checked, as arguments of `HookState`."""
+"""Settings of ``collectives.auto``: checked environment variables, as arguments of `HookState`."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from ..environment import check
 from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS
 
-__all__ = ["read"]
+__all__ = ["read_settings"]
 
 _PREFIX = "COLLECTIVES_"
 
 
-def read(environ: Mapping[str, str] | None = None) -> dict | None:
-    """Give `HookState`'s arguments for the variables that are set; None where ``COLLECTIVES_AUTO`` is 0.
+def read_settings(environ: Mapping[str, str] | None = None) -> dict | None:
+    """Return `HookState`'s arguments for the variables that are set.
 
-    `environ`: ``os.environ`` if not given; an empty value counts as unset. Raises `InvalidArgument`, which names the
-    variable, for a value that can't be used, and for values that can't be combined.
+    None where ``COLLECTIVES_AUTO`` is 0. `environ`: default ``os.environ``; an empty value counts
+    as unset. Raises `InvalidArgument`, which names the variable, for a value that can't be used,
+    and for values that can't be combined.
     """
     if environ is None:
         environ = os.environ
         check()
-    given = {name: environ.get(_PREFIX + name, "").strip() for name in ("AUTO", *_READERS)}
-    if given["AUTO"] and not _switch("AUTO", given["AUTO"]):
+    values = {name: environ.get(_PREFIX + name, "").strip() for name in ("AUTO", *_READERS)}
+    if values["AUTO"] and not _switch("AUTO", values["AUTO"]):
         return None
-    settings = {name.lower(): reader(name, given[name]) for name, reader in _READERS.items() if given[name]}
+    settings = {name.lower(): reader(name, values[name]) for name, reader in _READERS.items() if values[name]}
     if settings:
         try:
             HookState(**settings)
         except InvalidArgument as error:
-            variables = ", ".join(f"{_PREFIX}{name.upper()}={given[name.upper()]}" for name in settings)
+            variables = ", ".join(f"{_PREFIX}{name.upper()}={values[name.upper()]}" for name in settings)
             raise InvalidArgument(f"{variables}: {error.message}") from error
     return settings
 

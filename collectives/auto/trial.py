@@ -1,4 +1,4 @@
-"""The first backward with our hook: each bucket is reduced by the process group, a copy by us; they are compared."""
+"""Trial of our hook in its first backward: compares our buckets with the process group's."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from ..ddp.hook import HookState, fused_allreduce
 from ..errors import CollectiveTimeout
 from ..gradients.streams import close_lanes
 from ..rendezvous.process_groups import communicator_over, drop, opened
-from .check import differing, error_bound
+from .check import count_different, error_bound
 
 __all__ = ["Trial"]
 
-# Limit of one of our operations meanwhile. All ranks have just met, and the process group's own limit, which must not
-# run out before, is 10 minutes (NCCL) or 30 (Gloo) by default.
-_SECONDS = 120.0
+# Seconds; limit of one of our operations in the trial. All ranks are at the same step. The process
+# group's own limit, which must not end first, is 10 minutes (NCCL) or 30 (Gloo) by default.
+_TIMEOUT = 120.0
 
 
 class Trial:
-    """One backward's buckets, reduced twice. After the last one `problem` says what went wrong on any rank, or "".
+    """Reduces the buckets of one backward twice.
 
-    DDP's own buffers are reduced by the process group, as without a hook; a copy of each goes through
-    `fused_allreduce`. Before each bucket, and after the last, the ranks agree over the process group on whether all is
-    well. Once it isn't, ours isn't called any more, and the gradients of this step are plain DDP's on all ranks;
-    otherwise they are ours, with which the residuals of a compressed wire go together. Meanwhile the gradients take
-    three times their memory.
+    After the last one `problem` is the error of any rank, or "". The process group reduces DDP's
+    own buffers, as without a hook; `fused_allreduce` reduces a copy of each. Before each bucket,
+    and after the last one, the ranks exchange over the process group whether any of them has a
+    problem. From then on our hook isn't called any more, and the gradients of this step are plain
+    DDP's on all ranks. Without a problem they are ours, because the residuals of a compressed wire
+    belong to these. During the trial the gradients take three times their memory.
     """
 
     def __init__(self, group, state: HookState, settings: dict):
@@ -38,16 +39,19 @@ class Trial:
         self._buckets = []  # (DDP's buffer, ours, bound)
         self._futures = []
         self._limited = None  # (communicator, its own limit)
-        self._own = ""  # what went wrong on this rank
+        self._own = ""  # the problem of this rank
         self.problem = ""
 
     @property
     def own_problem(self) -> bool:
-        """Whether something went wrong on this rank."""
+        """Whether this rank has a problem."""
         return bool(self._own)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
-        """Reduce a bucket in both ways; blocks. The futures of all buckets are set when the last one's is returned."""
+        """Reduce a bucket in both ways; blocks.
+
+        The futures of all buckets are set when the last one's is returned.
+        """
         buffer = bucket.buffer()
         future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
         self._futures.append((future, buffer))
@@ -56,48 +60,51 @@ class Trial:
             try:
                 bound = error_bound(_real(buffer), self._settings, self._group.size())
                 ours = buffer.clone()
-            except Exception as error:  # no memory for the copies: then there is no check, and no hook
-                self._own = _told(error)
+            except Exception as error:  # no memory for the copies: then there is no check and no hook
+                self._own = _describe_error(error)
         if not self.problem:
-            self._agree(buffer.device)
+            self._exchange_problems(buffer.device)
             if self.problem:
-                self._stop(buffer.device)
+                self._abort_communicator(buffer.device)
         dist.all_reduce(buffer.div_(self._group.size()), group=self._group)
         if not self.problem:
             dist.all_reduce(bound.div_(self._group.size()), group=self._group)
             self._buckets.append((buffer, ours, bound))
             bucket.set_buffer(ours)
-            self._call(bucket)
+            self._reduce_fused(bucket)
         if bucket.is_last():
-            self._judge(buffer.device)
+            self._compare_buckets(buffer.device)
         return future
 
-    def _call(self, bucket) -> None:
+    def _reduce_fused(self, bucket) -> None:
         device = bucket.buffer().device
         try:
-            self._limit(communicator_over(self._group, device))
+            self._limit_timeout(communicator_over(self._group, device))
             done = fused_allreduce(self._state, bucket)
             if device.type == "cuda":
-                done.wait()  # the stream; two communicators with no order between them can deadlock
-                _wait_at_most(_SECONDS, device)
-        except Exception as error:  # whatever it is, the other ranks learn of it, and the log
-            self._own = _told(error)
-            self._stop(device)
+                done.wait()  # orders the stream: two communicators without an order between them can deadlock
+                _wait_at_most(_TIMEOUT, device)
+        except Exception as error:  # any error: it goes to the other ranks and to the log
+            self._own = _describe_error(error)
+            self._abort_communicator(device)
 
-    def _limit(self, comm) -> None:
-        if self._limited is None and self._settings.get("streams", 1) == 1:  # others' limits are copies of the first's
+    def _limit_timeout(self, comm) -> None:
+        if (
+            self._limited is None and self._settings.get("streams", 1) == 1
+        ):  # further streams copy the first one's limit
             self._limited = (comm, comm.timeout)
-            comm.timeout = min(comm.timeout or _SECONDS, _SECONDS)
+            comm.timeout = min(comm.timeout or _TIMEOUT, _TIMEOUT)
 
-    def _judge(self, device) -> None:
+    def _compare_buckets(self, device) -> None:
         if not (self.problem or self._own):
             wrong = sum(
-                differing(_real(ours), _real(buffer), bound, self._settings) for buffer, ours, bound in self._buckets
+                count_different(_real(ours), _real(buffer), bound, self._settings)
+                for buffer, ours, bound in self._buckets
             )
             if wrong:
                 self._own = f"{wrong} of its values differ from plain DDP's by more than rounding"
         if not self.problem:
-            self._agree(device)
+            self._exchange_problems(device)
         if not self.problem:
             for buffer, ours, _ in self._buckets:
                 buffer.copy_(ours)
@@ -108,15 +115,15 @@ class Trial:
         for future, buffer in futures:
             future.set_result(buffer)
 
-    def _agree(self, device) -> None:
-        """Ask all ranks whether something went wrong."""
+    def _exchange_problems(self, device) -> None:
+        """Set `problem` where any rank has one; blocks."""
         bad = torch.tensor([float(bool(self._own))], device=device)
         dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._group)
         if bad.item():
             self.problem = self._own or "on another rank"
 
-    def _stop(self, device) -> None:
-        """End what is under way: for ranks that wait for this one in it, at once."""
+    def _abort_communicator(self, device) -> None:
+        """Abort our communicator, so that ranks that wait for this one get an error at once."""
         comm = opened(self._group, device)
         if comm is not None:
             close_lanes(comm, abort=True)
@@ -128,7 +135,9 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _wait_at_most(seconds: float, device: torch.device) -> None:
-    """Wait for the stream: NCCL knows no limit, and a rank that another one left would wait in the next agreement."""
+    """Wait for the stream with a limit: NCCL has none, and a rank without its peers would wait in
+    the next exchange.
+    """
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     limit = time.monotonic() + seconds
@@ -138,5 +147,5 @@ def _wait_at_most(seconds: float, device: torch.device) -> None:
         time.sleep(1e-4)
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

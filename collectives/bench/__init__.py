@@ -1,3 +1,3 @@
-"""`python -m collectives.bench`: nccl-tests' job on GPUs and host memory, with other libraries measured beside ours."""
+"""`python -m collectives.bench`: nccl-tests for GPUs and host memory, with other libraries."""
 
 __all__ = []

@@ -1,4 +1,4 @@
-"""The command: options, ranks, the run, and what is made of its rows."""
+"""Command of the bench: reads options, starts ranks, runs the session, and writes its rows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark with these arguments (default: the command line's) and give the exit code of ``--help``."""
+    """Run the benchmark with these arguments (default: the command line's) and return the exit code
+    of ``--help``.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     from ..errors import CollectivesError, EngineUnavailable
 
     if "--simulate" in arguments:
-        from .simulate import main as simulate
-
-        arguments.remove("--simulate")
-        try:
-            return simulate(arguments) or 0
-        except (CollectivesError, OSError, ValueError) as error:  # its own refusals, a file, what is in a file
-            print(f"collectives.bench: {error}", file=sys.stderr)
-            return 2
+        program = "python -m benchmarks.scaling, with the same options, in the source tree"
+        print(f"collectives.bench: --simulate has a program of its own: {program}", file=sys.stderr)
+        return 2
     from ..launcher import who_am_i
     from .options import UsageError, parse
 
@@ -49,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _started_by(arguments: list[str]) -> int | None:
-    """Take the number of the process that started this rank off the command line, where `_alone` has put it."""
+    """Remove the pid of the process that started this rank from the command line, to which `_alone`
+    added it.
+    """
     if len(arguments) < 2 or arguments[-2] != "--started-by":
         return None
     parent = int(arguments.pop())
@@ -80,7 +79,7 @@ def _alone(options, arguments: list[str]) -> int:
 
 
 def _rank(options, identity, parent: int | None) -> int:
-    """Be one rank: of a launcher's, or of ours."""
+    """Run as one rank, which a launcher or this program has started; return the exit code."""
     import torch
 
     from ..rendezvous import world
@@ -97,9 +96,9 @@ def _rank(options, identity, parent: int | None) -> int:
         faulthandler.dump_traceback_later(options.timeout, exit=True)
     else:
         become_rank(parent)
-    torch.set_num_threads(1)  # the threads of torch's own loops spin a while after each, on cores that are measured
+    torch.set_num_threads(1)  # torch's threads spin for a while after each loop, on cores that are measured
     if identity.local_rank is not None and torch.cuda.is_available() and options.engine != "host":
-        torch.cuda.set_device(identity.local_rank % torch.cuda.device_count())  # torch's own groups take this one
+        torch.cuda.set_device(identity.local_rank % torch.cuda.device_count())  # torch's own groups use this device
     with world.init(options.engine, timeout=min(120.0, options.timeout)) as comm:
         control = Control(comm, options.timeout)
         old = _prepare_together(options, control)
@@ -120,7 +119,10 @@ def _rank(options, identity, parent: int | None) -> int:
 
 
 def _prepare_together(options, control) -> list[dict] | None:
-    """`_prepare_files` on rank 0. What it finds ends all ranks: not every launcher ends the others when one fails."""
+    """`_prepare_files` on rank 0.
+
+    Its error ends all ranks, because not every launcher ends the others when one fails.
+    """
     from .options import UsageError
 
     old, problem = None, None
@@ -128,7 +130,7 @@ def _prepare_together(options, control) -> list[dict] | None:
         old = _prepare_files(options) if control.rank == 0 else None
     except UsageError as error:
         problem = str(error)
-    problem = control.from_first(problem)
+    problem = control.broadcast_from_rank_0(problem)
     if problem:
         control.close()
         raise UsageError(problem)
@@ -136,7 +138,7 @@ def _prepare_together(options, control) -> list[dict] | None:
 
 
 def _prepare_files(options) -> list[dict] | None:
-    """Find out before measuring what would fail after it; give the rows to compare with."""
+    """Check before the measurement what would fail after it; return the rows to compare with."""
     from . import report
     from .options import UsageError
 
@@ -156,7 +158,7 @@ def _prepare_files(options) -> list[dict] | None:
 
 
 def _finish(options, rows: list[dict], old: list[dict] | None, right: bool) -> int:
-    """Write the files, print the summaries, and give the exit code."""
+    """Write the files, print the summaries, and return the exit code."""
     from . import report
     from .compare import compare
 

@@ -1,4 +1,4 @@
-"""One rank's arrays of a case: filled, poisoned, checked."""
+"""Arrays of one rank for a case: fills, poisons and checks them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from .cases import PERIOD, Case
 __all__ = ["Buffers", "count_wrong", "fill", "pattern_tensor"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_POISON = 0xFE  # no dtype has a result of such bytes
-_CHUNK_ROWS = 4096  # rows of PERIOD elements that are compared at once: a few MB
+_POISON = 0xFE  # no dtype has a result of these bytes
+_CHUNK_ROWS = 4096  # rows of PERIOD elements that are compared at once; a few MB
 
 
 class Buffers:
-    """The arrays that one rank gives to an operation. ``allocate(n, dtype)`` makes a tensor of n elements.
+    """Arguments of one rank for an operation.
 
-    ``send`` and ``recv`` are tensors, in place parts of one; empty where the rank has none.
+    ``allocate(n, dtype)`` returns a tensor of n elements. ``send`` and ``recv`` are tensors, in
+    place parts of one tensor; empty where the rank has none.
     """
 
     def __init__(self, case: Case, rank: int, in_place: bool, allocate: Callable[[int, torch.dtype], torch.Tensor]):
@@ -42,12 +43,12 @@ class Buffers:
         self.reset()
 
     def reset(self) -> None:
-        """Write the input again, and into all that is to be overwritten what can't be a result."""
+        """Write the input again, and fill all other elements with bytes that can't be a result."""
         self._others.view(torch.uint8).fill_(_POISON)
         fill(self.send, self._input)
 
     def wrong(self) -> int:
-        """Count the elements of the result that are not what they must be."""
+        """Return the number of wrong elements of the result."""
         return sum(
             count_wrong(self.recv[start : start + length], values, self.inexact)
             for start, length, values in self._expected
@@ -63,7 +64,7 @@ def fill(array: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def count_wrong(array: torch.Tensor, values: torch.Tensor, inexact: bool = False) -> int:
-    """Count the elements of an array whose bits differ from the repeated ``values``.
+    """Return the number of elements of an array whose bits differ from the repeated ``values``.
 
     ``inexact``: floating-point elements may be off by four units in the last place.
     """
@@ -71,13 +72,13 @@ def count_wrong(array: torch.Tensor, values: torch.Tensor, inexact: bool = False
     if not close:
         array, values = array.view(_BITS[array.itemsize]), values.view(_BITS[values.itemsize])
     rows = array.numel() // PERIOD
-    pieces = [
+    chunks = [
         (array[: rows * PERIOD].view(rows, PERIOD)[at : at + _CHUNK_ROWS], values) for at in range(0, rows, _CHUNK_ROWS)
     ]
     tail = array.numel() - rows * PERIOD
-    pieces.append((array[rows * PERIOD :], values[:tail]))
+    chunks.append((array[rows * PERIOD :], values[:tail]))
     wrong = 0
-    for got, wanted in pieces:
+    for got, wanted in chunks:
         if close:
             tolerance = 4 * torch.finfo(array.dtype).eps * wanted.to(torch.float64).abs()
             bad = ~((got.to(torch.float64) - wanted.to(torch.float64)).abs() <= tolerance)
@@ -88,7 +89,7 @@ def count_wrong(array: torch.Tensor, values: torch.Tensor, inexact: bool = False
 
 
 def pattern_tensor(values: np.ndarray, dtype: torch.dtype, device="cpu") -> torch.Tensor:
-    """Make PERIOD elements of the dtype from exact numbers."""
+    """Return PERIOD elements of the dtype from exact numbers."""
     exact = torch.from_numpy(np.ascontiguousarray(values))
     if dtype.is_floating_point:
         exact = exact.to(torch.float32 if dtype.itemsize < 8 else torch.float64)

@@ -1,8 +1,9 @@
-"""What is measured: the operations, their data, what must come out, and what nccl-tests calls the bandwidth of each.
+"""Cases of the bench: operations, their data and results, and nccl-tests' bandwidths.
 
-The data are small whole numbers chosen so that every result is exact in the dtype, whatever order the ranks are summed
-in: a wrong element is one whose bits differ. Input element i of rank r is ``pattern(...)[r][i % PERIOD]``; the period
-is a prime, so that a piece put at the wrong place (off by a chunk, a slot, a rank's part) shows.
+The data are small whole numbers chosen so that every result is exact in the dtype, whatever order
+the ranks are summed in: a wrong element is one whose bits differ. Input element i of rank r is
+``pattern(...)[r][i % PERIOD]``; the period is a prime, so that a part at a wrong offset (by a
+chunk, a slot, a rank's part) is detected.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["MULSUM", "OPS", "PERIOD", "REDOPS", "TYPES", "Case", "DataType", "La
 
 PERIOD = 1021
 MULSUM = 2  # each rank's factor for the reduction "mulsum", ncclRedOpCreatePreMulSum's
-_SPREAD = 100  # the largest number in the data, where the dtype holds more
+_SPREAD = 100  # the largest number in the data, where the dtype allows it
 REDOPS = ("sum", "prod", "max", "min", "avg", "mulsum")
 
 
@@ -24,8 +25,8 @@ REDOPS = ("sum", "prod", "max", "min", "avg", "mulsum")
 class Operation:
     """A collective as nccl-tests measures it.
 
-    ``parts``: each rank has one of n parts on the side "in", "out" or "both" (all-to-all); the size is the whole's.
-    ``busbw``: factor from algbw to busbw for n ranks.
+    ``parts``: each rank has one of n parts on the side "in", "out" or "both" (all-to-all); the size
+    is that of the whole. ``busbw``: factor from algbw to busbw for n ranks.
     """
 
     name: str
@@ -62,8 +63,11 @@ OPS = {
 
 @dataclass(frozen=True)
 class DataType:
-    """A dtype by torch's and by nccl-tests' name. ``exact``: all whole numbers from 0 to it are exact in the dtype, and
-    none has the bits of what is not received yet; ``doublings``: 2 to that power is exact, too."""
+    """A dtype with torch's and nccl-tests' names.
+
+    ``exact``: all whole numbers from 0 to it are exact in the dtype, and none has the bits of a
+    poisoned element. ``doublings``: 2 to this power is exact, too.
+    """
 
     name: str
     short: str
@@ -93,7 +97,9 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Segment:
-    """``length`` elements of a result from element ``start`` on: element j of it is ``values[j % PERIOD]``."""
+    """``length`` elements of a result from element ``start`` on: element j of it is ``values[j %
+    PERIOD]``.
+    """
 
     start: int
     length: int
@@ -102,7 +108,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a rank's arrays are, in elements. In place both are in one buffer of ``total`` at these offsets."""
+    """Lengths and offsets of a rank's arrays, in elements.
+
+    In place both are in one buffer of ``total`` elements.
+    """
 
     send: int
     recv: int
@@ -113,8 +122,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One row's operation. ``count``: what nccl-tests prints, the elements that the call is given: a part's where there
-    are parts. ``exact``, ``doublings``: of the dtype, or of the wire's where that holds less."""
+    """One row's operation.
+
+    ``count``: what nccl-tests prints, the count argument of the call: a part's where there are
+    parts. ``exact``, ``doublings``: of the dtype, or of the wire's where that holds less.
+    """
 
     op: Operation
     kind: DataType
@@ -127,7 +139,9 @@ class Case:
 
     @classmethod
     def of(cls, op: Operation, kind: DataType, redop: str | None, root: int, nbytes: int, ranks: int, wires=()) -> Case:
-        """Fit the count to a size in bytes: parts are equal and, where that leaves any, multiples of 16 bytes."""
+        """Return the case with the count that fits a size in bytes: parts are equal and, where that
+        leaves any, multiples of 16 bytes.
+        """
         count = nbytes // kind.dtype.itemsize
         if op.parts:
             count //= ranks
@@ -139,7 +153,7 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array, which the bandwidths are of."""
+        """Bytes of the whole array, of which the bandwidths are."""
         return self.count * self.kind.dtype.itemsize * (self.ranks if self.op.parts else 1)
 
     def layout(self, rank: int) -> Layout:
@@ -159,7 +173,7 @@ class Case:
         return Layout(part, part, part, 0, 0)
 
     def inputs(self) -> np.ndarray:
-        """Give the input pattern of every rank: int64, (ranks, PERIOD)."""
+        """Return the input pattern of every rank: int64, (ranks, PERIOD)."""
         n, i, r = self.ranks, np.arange(PERIOD)[None, :], np.arange(self.ranks)[:, None]
         mixed = ((i + 1) * 2654435761 + (r + 1) * (i + 7) * 40503 + r * 97) >> 7
         if self.redop in ("sum", "mulsum"):
@@ -170,14 +184,16 @@ class Case:
             return ((i + r) % n < 1 + i % (self.exact // factor)).astype(np.int64)  # ones on a few of the ranks
         if self.redop == "prod":
             return np.where((i + r) % n < i % (self.doublings + 1), 2, 1)
-        if self.redop == "avg":  # all have the average, but for one more here and one less there
+        if self.redop == "avg":  # each element is the average, or one more, or one less
             average = 1 + mixed[:1] % max(1, min(self.exact // n - 1, _SPREAD))
             paired = (r ^ 1) < n
             return average + paired * np.where((r + i) % 2, 1, -1)
         return mixed % (min(self.exact, _SPREAD) + 1)
 
     def reduced(self, inputs: np.ndarray) -> np.ndarray:
-        """Reduce the input patterns over the ranks: (PERIOD,), exact. float64 for "prod", else int64."""
+        """Reduce the input patterns over the ranks: (PERIOD,), exact. float64 for "prod", else
+        int64.
+        """
         if self.redop == "sum":
             return inputs.sum(0)
         if self.redop == "mulsum":
@@ -189,25 +205,25 @@ class Case:
         return inputs.max(0) if self.redop == "max" else inputs.min(0)
 
     def expected(self, rank: int) -> list[Segment]:
-        """Give what must be in a rank's result; nothing where the rank gets none."""
+        """Return the segments of a rank's exact result; [] where the rank has none."""
         inputs, count, name = self.inputs(), self.count, self.op.name
         if count == 0 or (name in ("reduce", "gather") and rank != self.root):
             return []
         if name in ("all_reduce", "reduce"):
             return [Segment(0, count, self.reduced(inputs))]
         if name == "reduce_scatter":
-            return [Segment(0, count, _from(self.reduced(inputs), rank * count))]
+            return [Segment(0, count, _rotate(self.reduced(inputs), rank * count))]
         if name in ("all_gather", "gather"):
             return [Segment(r * count, count, inputs[r]) for r in range(self.ranks)]
         if name == "broadcast":
             return [Segment(0, count, inputs[self.root])]
         if name == "all_to_all":
-            return [Segment(r * count, count, _from(inputs[r], rank * count)) for r in range(self.ranks)]
+            return [Segment(r * count, count, _rotate(inputs[r], rank * count)) for r in range(self.ranks)]
         if name == "scatter":
-            return [Segment(0, count, _from(inputs[self.root], rank * count))]
+            return [Segment(0, count, _rotate(inputs[self.root], rank * count))]
         return [Segment(0, count, inputs[(rank - 1) % self.ranks])]  # sendrecv: from the rank before
 
 
-def _from(values: np.ndarray, at: int) -> np.ndarray:
-    """Turn a pattern so that it starts with element `at` of what it repeats to."""
+def _rotate(values: np.ndarray, at: int) -> np.ndarray:
+    """Rotate a pattern so that it starts with element `at` of its repetition."""
     return np.roll(values, -(at % PERIOD))

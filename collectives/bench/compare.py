@@ -1,4 +1,4 @@
-"""This run against an earlier one."""
+"""Comparison of this run with an earlier one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ _KEY = ("op", "engine", "algorithm", "dtype", "redop", "root", "ranks", "bytes",
 
 
 def compare(old: list[dict], new: list[dict], tolerance: float, show=print) -> tuple[int, int]:
-    """Print old and new times and their ratio; give the number of rows in both, and that of our own that got slower.
+    """Print old and new times and their ratio.
 
-    ``tolerance``: 0.2 lets a row take 1.2 times as long. A peer's rows are shown, as they tell how far the machine
+    Return the number of rows in both, and of our own that got slower. ``tolerance``: with 0.2 a row
+    may take 1.2 times as long. A peer's rows are printed, because they show how much the node
     itself differs, and are never a regression.
     """
-    before = {_key(row): row for row in old}  # where there are several, the last
+    before = {_key(row): row for row in old}  # of several rows with one key the last
     pairs = [(before[_key(row)], row) for row in new if _key(row) in before]
     if not pairs:
         return 0, 0
@@ -34,8 +35,8 @@ def compare(old: list[dict], new: list[dict], tolerance: float, show=print) -> t
         times = f"{was['time_us']:>12.2f}{now['time_us']:>12.2f}"
         show(f"# {ratio:>8.2f}{times}{now['bytes']:>14}  {about}{'  REGRESSION' * worse}")
     new_keys = {_key(row) for row in new}
-    gone = sum(_key(row) not in new_keys for row in old)
-    show(f"# {len(pairs)} rows in both, {gone} only in the old file, {len(new) - len(pairs)} only in this run")
+    only_old = sum(_key(row) not in new_keys for row in old)
+    show(f"# {len(pairs)} rows in both, {only_old} only in the old file, {len(new) - len(pairs)} only in this run")
     show(f"# {slower} regression{'s' * (slower != 1)} past {tolerance:.0%}")
     return len(pairs), slower
 

@@ -1,6 +1,6 @@
-"""How the rank processes talk about the measuring: over torch's TCPStore, on which a rank that waits sleeps.
+"""Control channel between rank processes, over torch's TCPStore, on which waiting ranks sleep.
 
-While one library is measured, the ranks that have no part in it must not take its cores. So nothing here is a
+While one library is measured, ranks that take no part must not use its cores. So nothing here is a
 collective, whose waits may spin.
 """
 
@@ -22,7 +22,10 @@ _ADDRESS_BYTES = 256
 
 
 class Control:
-    """Exchanges of small JSON values between all ranks. ``limit``: seconds that a rank waits for the others."""
+    """Exchanges of small JSON values between all ranks.
+
+    ``limit``: seconds that a rank waits for the others.
+    """
 
     def __init__(self, comm: Communicator, limit: float):
         self.rank, self.size = comm.rank, comm.size
@@ -45,7 +48,7 @@ class Control:
             self.store = dist.TCPStore(host, int(port), None, False, wait, wait_for_workers=False)
 
     def gather(self, value) -> list:
-        """Give every rank all ranks' values, in rank order. Waits for all, asleep."""
+        """Return all ranks' values, in rank order. Blocks, asleep, until all ranks call it."""
         if self.size == 1:
             return [value]
         self._turn += 1
@@ -57,15 +60,15 @@ class Control:
         self.store.set(f"{turn}/all", json.dumps(values))
         for rank in range(1, self.size):
             self.store.delete_key(f"{turn}/{rank}")
-        self.store.delete_key(f"bench/{self._turn - 1}/all")  # all have read it, or they would not be here
+        self.store.delete_key(f"bench/{self._turn - 1}/all")  # all ranks have read it, because they have made this call
         return values
 
-    def from_first(self, value):
-        """Give every rank what rank 0 has."""
+    def broadcast_from_rank_0(self, value):
+        """Return rank 0's value on all ranks."""
         return self.gather(value if self.rank == 0 else None)[0]
 
     def close(self) -> None:
-        """End together: rank 0, whose process serves the store, last."""
+        """Close on all ranks: rank 0, whose process serves the store, ends last."""
         if self.size == 1:
             return
         self.gather(None)

@@ -1,4 +1,4 @@
-"""What the command line says: nccl-tests' options, and ours."""
+"""Command line of the bench: nccl-tests' options, and ours."""
 
 from __future__ import annotations
 
@@ -42,12 +42,15 @@ examples:
 
 
 class UsageError(Exception):
-    """The command line, or a file that it names, can't be followed; the text says why. Exit code 2."""
+    """The command line, or a file that it names, can't be followed; the text says why.
+
+    Exit code 2.
+    """
 
 
 @dataclasses.dataclass
 class Options:
-    """What to measure, checked; see ``--help`` for the meanings. Sizes in bytes, times in seconds."""
+    """Checked options; ``--help`` has their meanings. Sizes in bytes, times in seconds."""
 
     sizes: list[int]
     ops: list
@@ -78,11 +81,14 @@ class Options:
     rows_from: Path | None
 
     def binds(self, ranks: int, cores: int) -> bool:
-        """Whether each rank has a core of its own; without ``--bind``, wherever there are enough."""
+        """Return whether each rank is bound to a core of its own.
+
+        Without ``--bind`` it is, where there are enough cores.
+        """
         return self.bind == "core" or self.bind is None and ranks <= cores
 
     def cases(self, ranks: int) -> list[Case]:
-        """List the cases in the order of measuring, with no two alike."""
+        """Return the cases in the order of measurement, without duplicates."""
         wires = [wire for wire in self.wires if wire is not None]
         found = []
         for op in self.ops:
@@ -102,7 +108,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (--help lists the options)")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m collectives.bench",
         description="Measure the collectives, check what they give, and measure other libraries beside them.",
@@ -110,7 +116,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument_group("as in nccl-tests").add_argument
+    _add_nccl_tests_options(parser.add_argument_group("as in nccl-tests").add_argument)
+    _add_measured_options(parser.add_argument_group("what is measured").add_argument)
+    _add_output_options(parser.add_argument_group("what is done with it").add_argument)
+    parser.add_argument("--version", action="version", version=f"collectives {__version__}")
+    return parser
+
+
+def _add_nccl_tests_options(add) -> None:
     add("-b", "--minbytes", default="1K", metavar="SIZE", help="smallest size (default: 1K)")
     add("-e", "--maxbytes", default="64M", metavar="SIZE", help="largest size (default: 64M)")
     add("-f", "--stepfactor", metavar="N", help="factor between sizes (default: 4, where -i is not given)")
@@ -159,7 +172,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="hard limit of the whole run, seconds (default: 3600)",
     )
-    add = parser.add_argument_group("what is measured").add_argument
+
+
+def _add_measured_options(add) -> None:
     add("--collective", "--op", default="all_reduce", metavar="NAME", help=f"all, or some of {', '.join(OPS)}")
     add("--ranks", type=int, metavar="N", help="rank processes to start, alone (default: 2, or the number of GPUs)")
     add(
@@ -211,9 +226,11 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--simulate",
         action="store_true",
-        help="print what the cost model predicts for many ranks, and measure nothing (--simulate --help)",
+        help="ended: in the source tree python -m benchmarks.scaling predicts the times of many ranks",
     )
-    add = parser.add_argument_group("what is done with it").add_argument
+
+
+def _add_output_options(add) -> None:
     add("--percentiles", action="store_true", help="print p95 and p99 beside the time (the files always have them)")
     add(
         "--json",
@@ -244,62 +261,60 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--from", dest="rows_from", type=Path, metavar="FILE", help="measure nothing: take the rows of this --json file"
     )
-    parser.add_argument("--version", action="version", version=f"collectives {__version__}")
-    return parser
 
 
 def parse(argv: list[str]) -> Options:
     """Read and check the command line. Raises `UsageError`."""
-    given = _parser().parse_args(argv)
-    algorithms = _chosen(given.algorithm, {name: name for name in ALGORITHMS}, "--algorithm", "algorithm")
-    wires = _chosen(given.wire, {"none": None} | {k: TYPES[v] for k, v in _WIRES.items()}, "--wire", "wire format")
-    zero_copy = _ZERO_COPY[given.zero_copy]
-    peers = _chosen(given.peers, {name: name for name in PEERS}, "--peers", "peer") if given.peers else []
+    arguments = _make_parser().parse_args(argv)
+    algorithms = _chosen(arguments.algorithm, {name: name for name in ALGORITHMS}, "--algorithm", "algorithm")
+    wires = _chosen(arguments.wire, {"none": None} | {k: TYPES[v] for k, v in _WIRES.items()}, "--wire", "wire format")
+    zero_copy = _ZERO_COPY[arguments.zero_copy]
+    peers = _chosen(arguments.peers, {name: name for name in PEERS}, "--peers", "peer") if arguments.peers else []
     alone = not peers and len(algorithms) * len(wires) * len(zero_copy) == 1
     least = {"iters": 1, "warmup_iters": 0, "check": 0, "turns": 1, "agg_iters": 1, "ranks": 1, "hosts": 1}
     for name, low in least.items():
-        value = getattr(given, name)
+        value = getattr(arguments, name)
         if value is not None and value < low:
             raise UsageError(f"--{name} {value}: it has to be at least {low}")
     for name in ("timeout", "tolerance"):
-        if not (0 < getattr(given, name) < math.inf or name == "tolerance" and given.tolerance == 0):
-            raise UsageError(f"--{name} {getattr(given, name):g}: it has to be above 0")
-    kinds = _chosen(given.datatype, _TYPE_NAMES, "-d", "data type", every=TYPES)
+        if not (0 < getattr(arguments, name) < math.inf or name == "tolerance" and arguments.tolerance == 0):
+            raise UsageError(f"--{name} {getattr(arguments, name):g}: it has to be above 0")
+    kinds = _chosen(arguments.datatype, _TYPE_NAMES, "-d", "data type", every=TYPES)
     if any(wires) and [k for k in kinds if k.name not in ("float32", "float64", "float16", "bfloat16")]:
         raise UsageError("--wire casts floating-point data: give -d float, double, half or bfloat16")
     return Options(
-        sizes=_sizes(given),
-        ops=_ops(given.collective),
+        sizes=_sizes(arguments),
+        ops=_ops(arguments.collective),
         kinds=kinds,
-        redops=_chosen(given.redop, {name: name for name in REDOPS}, "-o", "reduction"),
-        root=_root(given.root),
-        iters=given.iters,
-        warmup=given.warmup_iters,
-        calls=given.agg_iters,
-        turns=given.turns or (1 if alone else 5),
-        check=given.check,
-        blocking=bool(given.blocking),
-        percentiles=given.percentiles,
-        engine=given.engine,
+        redops=_chosen(arguments.redop, {name: name for name in REDOPS}, "-o", "reduction"),
+        root=_root(arguments.root),
+        iters=arguments.iters,
+        warmup=arguments.warmup_iters,
+        calls=arguments.agg_iters,
+        turns=arguments.turns or (1 if alone else 5),
+        check=arguments.check,
+        blocking=bool(arguments.blocking),
+        percentiles=arguments.percentiles,
+        engine=arguments.engine,
         algorithms=algorithms,
         zero_copy=zero_copy,
         wires=wires,
         peers=peers,
-        ranks=given.ranks,
-        hosts=given.hosts,
-        bind=given.bind,
-        timeout=given.timeout,
-        json=given.json,
-        csv=given.csv,
-        plot=given.plot,
-        compare=given.compare,
-        tolerance=given.tolerance,
-        rows_from=given.rows_from,
+        ranks=arguments.ranks,
+        hosts=arguments.hosts,
+        bind=arguments.bind,
+        timeout=arguments.timeout,
+        json=arguments.json,
+        csv=arguments.csv,
+        plot=arguments.plot,
+        compare=arguments.compare,
+        tolerance=arguments.tolerance,
+        rows_from=arguments.rows_from,
     )
 
 
 def _chosen(text: str, names: dict, option: str, what: str, every=None) -> list:
-    """Look up a list of names with commas between them, or "all", in the order given and each once."""
+    """Look up comma-separated names, or "all", in their order and each once."""
     found = []
     for name in text.split(","):
         if name.strip() == "all":
@@ -340,27 +355,27 @@ def _bytes(text: str, option: str) -> int:
     return int(number)
 
 
-def _sizes(given) -> list[int]:
-    if given.sizes is not None:
-        return [_bytes(text, "--sizes") for text in given.sizes.split(",")]
-    low, high = _bytes(given.minbytes, "-b"), _bytes(given.maxbytes, "-e")
+def _sizes(arguments) -> list[int]:
+    if arguments.sizes is not None:
+        return [_bytes(text, "--sizes") for text in arguments.sizes.split(",")]
+    low, high = _bytes(arguments.minbytes, "-b"), _bytes(arguments.maxbytes, "-e")
     if low > high:
-        raise UsageError(f"-b {given.minbytes} is larger than -e {given.maxbytes}")
-    if given.stepbytes is not None and given.stepfactor is not None:
+        raise UsageError(f"-b {arguments.minbytes} is larger than -e {arguments.maxbytes}")
+    if arguments.stepbytes is not None and arguments.stepfactor is not None:
         raise UsageError("-i and -f can't be given together")
-    step = _bytes(given.stepbytes, "-i") if given.stepbytes is not None else 0
-    if given.stepbytes is not None and step < 1:
-        raise UsageError(f"-i {given.stepbytes}: the increment has to be at least 1 byte")
+    step = _bytes(arguments.stepbytes, "-i") if arguments.stepbytes is not None else 0
+    if arguments.stepbytes is not None and step < 1:
+        raise UsageError(f"-i {arguments.stepbytes}: the increment has to be at least 1 byte")
     try:
-        factor = float(given.stepfactor or 4)
+        factor = float(arguments.stepfactor or 4)
     except ValueError:
-        raise UsageError(f"-f {given.stepfactor}: the factor has to be a number") from None
+        raise UsageError(f"-f {arguments.stepfactor}: the factor has to be a number") from None
     if not 1 < factor < math.inf:
-        raise UsageError(f"-f {given.stepfactor}: the factor has to be above 1")
+        raise UsageError(f"-f {arguments.stepfactor}: the factor has to be above 1")
     sizes = [low]
     while len(sizes) <= _MAX_SIZES:
         after = sizes[-1] + step if step else max(int(sizes[-1] * factor), sizes[-1] + 1)
         if after > high:
             return sizes
         sizes.append(after)
-    raise UsageError(f"-b {given.minbytes} -e {given.maxbytes} with that step are more than {_MAX_SIZES} sizes")
+    raise UsageError(f"-b {arguments.minbytes} -e {arguments.maxbytes} with that step are more than {_MAX_SIZES} sizes")

@@ -1,4 +1,4 @@
-"""Our own communicator as a contestant: algorithm, zero-copy and wire are ways of using it."""
+"""Our communicator as an implementation: algorithm, zero-copy and wire are the ways to use it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..comm.communicator import Communicator
 from ..kernels import Table, pack, unpack
 from .buffers import Buffers
 from .cases import MULSUM, Case, DataType
-from .contestant import LocalContestant
+from .implementation import InProcessImplementation
 
-__all__ = ["Ours"]
+__all__ = ["OurImplementation"]
 
 
-class Ours(LocalContestant):
-    """A communicator, its arrays from torch or from ``comm.empty()``, called through its own methods.
+class OurImplementation(InProcessImplementation):
+    """A communicator, whose methods are called on arrays from torch or from ``comm.empty()``.
 
-    A reduction or broadcast out of place has no method: the binding (``ncclAllReduce`` with two addresses) is called
-    itself. ``algorithm``: "auto" leaves the choice to the library.
+    For a reduction or broadcast out of place, which has no method, the binding is called
+    (``ncclAllReduce`` with two addresses). ``algorithm``: "auto" leaves the choice to the library.
     """
 
     peer = False
@@ -32,8 +32,8 @@ class Ours(LocalContestant):
         super().__init__(comm.rank)
         self.comm, self.algorithm, self.zero_copy, self.wire = comm, algorithm, zero_copy, wire
         self.device = comm.device
-        machines = len(comm.machines or ()) or 1
-        engine = comm.engine.name + (f" on {machines} machines" if machines > 1 else "")
+        nodes = len(comm.machines or ()) or 1
+        engine = comm.engine.name + (f" on {nodes} machines" if nodes > 1 else "")
         words = [engine]
         words += [] if algorithm == "auto" else [algorithm]
         words += [wire.short] if wire else []
@@ -50,10 +50,10 @@ class Ours(LocalContestant):
     def allocate(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         return self.comm.empty(n, dtype) if self.zero_copy else super().allocate(n, dtype)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self.comm.barrier()
 
-    def refuses(self, case: Case, in_place: bool) -> str | None:
+    def unsupported_reason(self, case: Case, in_place: bool) -> str | None:
         direct = case.op.name in ("all_reduce", "reduce", "broadcast") and not in_place
         if in_place and not case.op.in_place:
             return f"{case.op.name} has no form in place"
@@ -70,23 +70,27 @@ class Ours(LocalContestant):
     def _method(self, case: Case):
         return getattr(self.comm, "send" if case.op.name == "sendrecv" else case.op.name)
 
-    def bind(self, case: Case, buffers: Buffers):
+    def make_call(self, case: Case, buffers: Buffers):
         if self.wire is None:
             return self._call_on(case, buffers.send, buffers.recv, buffers.in_place)
         if self.device.type == "cpu" and self.algorithm in ("native", "auto") and case.op.name == "all_reduce":
             wide = buffers.recv.dtype in (torch.float32, torch.float64)
             if wide and case.redop != "mulsum":
-                return self._cast_on_the_way(case, buffers)
+                return self._cast_in_engine(case, buffers)
         return self._cast(case, buffers)
 
-    def _cast_on_the_way(self, case: Case, buffers: Buffers):
-        """The host engine's own: the data is rounded as it is copied into the slots."""
+    def _cast_in_engine(self, case: Case, buffers: Buffers):
+        """Return the host engine's call that rounds the data while it copies them into the
+        slots.
+        """
         send = buffers.recv if buffers.in_place else buffers.send
         codes = TORCH_CODES[send.dtype], TORCH_CODES[self.wire.dtype], CODES[case.redop]
         return partial(self.comm._native.all_reduce_cast, send.data_ptr(), buffers.recv.data_ptr(), case.count, *codes)
 
     def _cast(self, case: Case, buffers: Buffers):
-        """Cast to arrays of the wire's dtype, make the call on these, and cast back."""
+        """Return a call that casts to arrays of the wire's dtype, makes the call on these, and
+        casts back.
+        """
         layout, dtype = case.layout(self.rank), self.wire.dtype
         if buffers.in_place:
             whole = self.allocate(layout.total, dtype)
@@ -110,17 +114,17 @@ class Ours(LocalContestant):
     def _call_on(self, case: Case, send, recv, in_place: bool):
         comm, name, root = self.comm, case.op.name, case.root
         op = MULSUM if case.redop == "mulsum" else case.redop
-        chosen = {} if self.algorithm == "auto" else {"algorithm": self.algorithm}
+        options = {} if self.algorithm == "auto" else {"algorithm": self.algorithm}
         if name in ("all_reduce", "reduce", "broadcast"):
             if not in_place:
                 return self._out_of_place(case, send, recv)
             if name == "all_reduce":
-                return partial(comm.all_reduce, recv, op, **chosen)
+                return partial(comm.all_reduce, recv, op, **options)
             return partial(comm.reduce, recv, root, op) if name == "reduce" else partial(comm.broadcast, recv, root)
         if name == "reduce_scatter":
-            return partial(comm.reduce_scatter, recv, send, op, **chosen)
+            return partial(comm.reduce_scatter, recv, send, op, **options)
         if name == "all_gather":
-            return partial(comm.all_gather, recv, send, **chosen)
+            return partial(comm.all_gather, recv, send, **options)
         if name == "all_to_all":
             return partial(comm.all_to_all, recv, send)
         if name == "gather":

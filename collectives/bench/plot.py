@@ -1,4 +1,4 @@
-"""Time and bandwidth against size: one line for each contestant, told apart by marker and dash, not by colour alone."""
+"""Plots of time and bandwidth against size, with a line for each implementation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNITS = ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K"), (1, ""))
 
 
 def check(path: Path) -> None:
-    """Raise `UsageError` where `draw` could not draw."""
+    """Raise `UsageError` where `draw` can't draw."""
     if path.suffix not in _SUFFIXES:
         raise UsageError(f"--plot {path}: the name has to end in {', '.join(_SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -28,9 +28,11 @@ def check(path: Path) -> None:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Draw one line of panels for each operation, dtype, reduction, root and number of ranks: time, and bandwidth.
+    """Draw one line of panels for each operation, dtype, reduction, root and number of ranks: time,
+    and bandwidth.
 
-    Where a contestant was measured out of place and in place, the latter is drawn. Bandwidth is algbw, size by time.
+    Where an implementation was measured out of place and in place, the rows in place are drawn.
+    Bandwidth is algbw, size by time.
     """
     import matplotlib
 
@@ -62,11 +64,11 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def _groups(rows: list[dict]) -> dict[str, dict[str, dict[int, dict]]]:
-    """Sort rows by panel, contestant and size."""
+    """Sort rows by panel, implementation and size."""
     groups: dict = {}
     for row in sorted(rows, key=lambda row: row["in_place"]):
         if not row["bytes"]:
-            continue  # has no place on a log axis
+            continue  # 0 isn't on a log axis
         words = [row["op"], row["dtype"], row["redop"] or "", f"root {row['root']}" if row["root"] >= 0 else ""]
         title = ", ".join([*filter(None, words), f"{row['ranks']} ranks"])
         groups.setdefault(title, {}).setdefault(label(row), {})[row["bytes"]] = row
@@ -74,7 +76,7 @@ def _groups(rows: list[dict]) -> dict[str, dict[str, dict[int, dict]]]:
 
 
 def _styles(names: set[str]) -> dict[str, dict]:
-    """Give each contestant a marker and dashes of its own, the same in every panel."""
+    """Return marker, dashes and colour of each implementation, the same in every panel."""
     count = len(_MARKERS) * len(_DASHES)
     pairs = [(_MARKERS[i % len(_MARKERS)], _DASHES[i % len(_DASHES)]) for i in range(count)]
     pairs = list(dict.fromkeys([*pairs, *product(_MARKERS, _DASHES)]))

@@ -1,4 +1,4 @@
-"""Rank processes of our own: started, watched, and ended together."""
+"""Rank processes of the bench: starts, watches and ends them together."""
 
 from __future__ import annotations
 
@@ -14,29 +14,33 @@ from multiprocessing.connection import wait
 
 __all__ = ["become_rank", "core_of", "run_ranks"]
 
-_GRACE = 2.0  # seconds that the others have to end by themselves once one has failed
+_GRACE = 2.0  # seconds after a failure, for the others to end by themselves
 _PR_SET_PDEATHSIG = 1
 _NOT_INHERITED = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
 def become_rank(parent: int) -> None:
-    """In a rank process: end when the process that started it does, leave Ctrl-C to it, show the stacks on SIGUSR1."""
+    """Make this process a rank: it ends with its parent, ignores Ctrl-C, and prints its stacks on
+    SIGUSR1.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has ended already
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
 
 
 def core_of(index: int) -> int:
-    """Choose a processor for the ``index``-th rank: a core of its own, and only then a second hyper-thread."""
+    """Return a processor for the ``index``-th rank: a core of its own while there are any, then
+    second hyper-threads.
+    """
     allowed = sorted(os.sched_getaffinity(0))
     cores = sorted(allowed, key=lambda cpu: (_thread_of_core(cpu, allowed), cpu))
     return cores[index % len(cores)]
 
 
 def _thread_of_core(cpu: int, allowed: list[int]) -> int:
-    """Which of its core's allowed hyper-threads a processor is: 0, 1 and so on."""
+    """Return the index of a processor among its core's allowed hyper-threads."""
     try:
         with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
             text = file.read()
@@ -48,10 +52,11 @@ def _thread_of_core(cpu: int, allowed: list[int]) -> int:
 
 
 def run_ranks(arguments: list[str], ranks: int, timeout: float, hosts: int = 1) -> int:
-    """Run this program on so many ranks and give the exit code.
+    """Run this program on ``ranks`` ranks and return the exit code.
 
-    ``timeout``: seconds; past it all are killed and it is 4. A rank that fails ends the others: it is that rank's code,
-    or 1. Ctrl-C ends all: 130. ``hosts``: so many machines they are to act as.
+    ``timeout``: seconds, after which all ranks are killed and the code is 4. A rank that fails ends
+    the others; the code is that rank's, or 1. Ctrl-C ends all ranks; the code is 130. ``hosts``:
+    number of nodes that the ranks simulate.
     """
     job = f"bench-{os.getpid()}-{time.monotonic_ns()}"
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
@@ -64,7 +69,7 @@ def run_ranks(arguments: list[str], ranks: int, timeout: float, hosts: int = 1) 
     }
     command = [sys.executable, "-m", "collectives.bench", *arguments, "--started-by", str(os.getpid())]
     running: list[subprocess.Popen] = []
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, _raise_exit)
     with contextlib.ExitStack() as stack:
         try:
             for rank in range(ranks):
@@ -86,19 +91,19 @@ def run_ranks(arguments: list[str], ranks: int, timeout: float, hosts: int = 1) 
                 process.wait()
 
 
-def _terminated(number, frame):
-    raise SystemExit(128 + number)  # through `finally`, which ends the ranks
+def _raise_exit(number, frame):
+    raise SystemExit(128 + number)  # runs `finally`, which ends the ranks
 
 
 def _watch(running: list[subprocess.Popen], handles: dict[int, subprocess.Popen], timeout: float) -> int:
-    """Wait, asleep, until all have ended or one has failed."""
+    """Wait, asleep, until all ranks have ended or one has failed; return the exit code."""
     until = time.monotonic() + timeout
     failed = None
     while alive := [handle for handle, process in handles.items() if process.poll() is None]:
-        left = until - time.monotonic()
-        if left <= 0:
+        remaining = until - time.monotonic()
+        if remaining <= 0:
             break
-        wait(alive, left)
+        wait(alive, remaining)
         if failed is None:
             failed = next((p for p in running if p.poll()), None)
             if failed is not None:

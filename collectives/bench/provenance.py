@@ -1,4 +1,4 @@
-"""Where a figure was taken: what every row says of the machine and of the code."""
+"""Provenance of a figure: the fields of every row that name the node and the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def where_and_when() -> dict:
-    """Give the fields that stand in every row."""
+    """Return the fields of every row: machine, cores, commit, python, time."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     cores = len(os.sched_getaffinity(0))
     return {
@@ -35,8 +35,11 @@ def _machine() -> str:
 
 
 def _commit() -> str | None:
-    """Give the short hash of the checkout's commit, with a + where files differ; None for an installed package."""
-    if not (_ROOT / "host" / "api.cpp").exists():  # an installation, perhaps inside of another project's checkout
+    """Return the short hash of the checkout's commit, with a + where files differ.
+
+    Returns None for an installed package.
+    """
+    if not (_ROOT / "host" / "api.cpp").exists():  # an installed package, perhaps inside of another project's checkout
         return None
     try:
         words = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]

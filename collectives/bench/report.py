@@ -1,4 +1,4 @@
-"""What is printed and written: nccl-tests' columns, the ratios to the peers, JSON and CSV."""
+"""Report of the bench: nccl-tests' columns, ratios to the peers, JSON and CSV files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BANDWIDTH_FIELDS = ("algbw_gbs", "busbw_gbs")
 
 
 class Report:
-    """Rank 0's output, while it is measured. ``rows`` are all of them."""
+    """Output of rank 0 during the measurement. ``rows``: all rows so far."""
 
     def __init__(self, options: Options, ranks: int, engine: str, stream=None):
         self.options, self.stream = options, stream or sys.stdout
@@ -47,7 +47,7 @@ class Report:
             self._notes.add(text)
             self.print(f"# {text}")
 
-    def begin(self, contestants, cases, bound: bool) -> None:
+    def begin(self, implementations, cases, bound: bool) -> None:
         options = self.options
         calls = f"{options.calls} calls" if options.calls else "16 calls (up to 16K), 4 (up to 256K) or 1"
         self.print(
@@ -55,14 +55,16 @@ class Report:
             f"{options.iters} timed iterations of {calls}; time: median of the slowest rank's; "
             f"ranks {'bound to cores, but for Gloo' if bound else 'not bound to cores'}"
         )
-        self._names_width = max(len(c.name) for c in contestants) + 2 if len(contestants) > 1 else 0
-        self.progress = _bar(sum(self._turns(contestants, case) for case in cases) * options.turns)
+        self._names_width = max(len(c.name) for c in implementations) + 2 if len(implementations) > 1 else 0
+        self.progress = _bar(sum(self._turns(implementations, case) for case in cases) * options.turns)
 
-    def _turns(self, contestants, case) -> int:
-        return sum(c.refuses(case, in_place) is None for c in contestants for in_place in (False, True))
+    def _turns(self, implementations, case) -> int:
+        return sum(c.unsupported_reason(case, in_place) is None for c in implementations for in_place in (False, True))
 
     def add(self, case, rows: dict[str, dict[bool, dict]]) -> None:
-        """Take the rows of a case, by contestant and place, and print a line for each contestant."""
+        """Add the rows of a case, by implementation and ``in_place``, and print a line for each
+        implementation.
+        """
         if self._heading != case.op.name:
             self._heading = case.op.name
             self._print_heading(case.op.name)
@@ -76,7 +78,7 @@ class Report:
             self.rows += [places[in_place] for in_place in (False, True) if in_place in places]
         path = self.options.json
         if path and rows and path.suffix != ".jsonl" and (path.is_file() or not path.exists()):
-            write_json(path, self.rows)  # so that what ends a long run leaves what was measured
+            write_json(path, self.rows)  # a long run that is interrupted keeps its rows
 
     def _print_heading(self, name: str) -> None:
         pad = " " * self._names_width
@@ -131,7 +133,7 @@ def _short(time: float) -> str:
 
 
 def label(row: dict) -> str:
-    """Name a row's contestant: what the table's first column says."""
+    """Name a row's implementation: what the table's first column says."""
     if row["engine"] == "nccl" and not is_ours(row):
         return "torch nccl"
     words = [row["engine"]]
@@ -145,17 +147,23 @@ def label(row: dict) -> str:
 
 
 def is_ours(row: dict) -> bool:
-    """Whether the row is this project's; torch's own NCCL has the engine's name too, and no algorithm."""
+    """Return whether a row is this project's.
+
+    torch's own NCCL has the engine's name, too, but no algorithm.
+    """
     return row["engine"].split()[0] in _OURS and row.get("algorithm") is not None
 
 
 def speed(row: dict, other: dict) -> float:
-    """How many times faster a row is than another."""
+    """Return how many times as fast a row is as another."""
     return other["time_us"] / row["time_us"]
 
 
 def print_ratios(rows: list[dict], show=print) -> None:
-    """Print for each size our time, and each peer's as a multiple of it; in place where the operation has that."""
+    """Print for each size our time, and each peer's as a multiple of it.
+
+    The times are those in place where the operation has an in-place form.
+    """
     groups: dict[tuple, dict[int, dict[str, dict]]] = {}
     for row in sorted(rows, key=lambda row: row["in_place"]):
         key = row["op"], row["dtype"], row["redop"], row["root"], row["ranks"]
@@ -183,7 +191,7 @@ def print_ratios(rows: list[dict], show=print) -> None:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raise `UsageError` now, and not after an hour of measuring, where a file can't be written."""
+    """Raise `UsageError` before the measurement where a file can't be written."""
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
@@ -197,7 +205,9 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def write_json(path: Path, rows: list[dict]) -> None:
-    """Write the rows: a JSON object with a list of them, or appended as lines where the name ends in .jsonl."""
+    """Write the rows: a JSON object with a list of them, or appended as lines where the name ends
+    in .jsonl.
+    """
     if path.suffix == ".jsonl":
         with path.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -209,7 +219,7 @@ def write_json(path: Path, rows: list[dict]) -> None:
     if path.exists() and not path.is_file():  # /dev/null, /dev/stdout, a pipe: never replaced
         path.write_text(text)
         return
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # a symbolic link is kept
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(text)
     fresh.replace(path)
@@ -248,7 +258,7 @@ def read_rows(path: Path, option: str) -> list[dict]:
 def write_csv(path: Path, rows: list[dict]) -> None:
     """Write the rows as CSV; versions in one column, as JSON."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))  # of several runs
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))  # rows of several runs
         writer.writeheader()
         for row in rows:
             writer.writerow({name: json.dumps(v) if isinstance(v, dict) else v for name, v in row.items()})

@@ -26,8 +26,8 @@ from ..compression.base import Bucket, Factor, Plain
 from ..compression.by_name import make_wire
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
 from ..parameter_names import names_of
+from ..recorder import recording
 from ..rendezvous.process_groups import communicator_over, default_group, drop
-from ..tracing import recording
 from .bucket import GradientBucket, called, check_apart, fill, read_params
 from .round_flags import RoundFlags
 from .streams import has_spare_cores

@@ -20,8 +20,8 @@ from ..comm.consensus import verify_same_options
 from ..compression.base import Bucket, Factor, Plain, Wire
 from ..errors import CollectivesError, InvalidUsage
 from ..parameter_names import Names, module_of
+from ..recorder import recording
 from ..torch_compat import current_graph_task_id
-from ..tracing import recording
 from .hyperparameters import Hyperparameters
 from .saved_layout import SavedBuckets
 from .streams import Lane, lanes_of, overlaps

@@ -1,7 +1,7 @@
-"""Horovod's torch API on our communicators: ``import collectives.horovod as hvd`` in place of ``horovod.torch``.
+"""Horovod's torch API on our communicators, in place of ``horovod.torch``.
 
-Operations are negotiated by name, fused, and carried out by `coordinator.Coordinator`. What differs from Horovod stands
-in docs/coming-from.md.
+`controller.Controller` negotiates operations by name, fuses them and carries them out.
+docs/coming-from.md lists the differences from Horovod.
 """
 
 from . import elastic

@@ -1,4 +1,4 @@
-"""``python -m collectives.horovod program.py ...``: run a Horovod program as it is, under any launcher."""
+"""``python -m collectives.horovod program.py ...``: run a Horovod program under any launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ mpirun -np 4 python -m collectives.horovod train.py --epochs 3
 
 
 def main(arguments: list[str]) -> None:
-    """Install Horovod's names and run a program as Python does. Exits with 2 for arguments that name none."""
+    """Install Horovod's names and run a program as Python does.
+
+    Exits with 2 for arguments that name none.
+    """
     if arguments and arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")
         return
@@ -37,7 +40,8 @@ def main(arguments: list[str]) -> None:
     if module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
         return
-    # The first entry after install's own is what -m put there, the current folder; a script has its own folder there.
+    # The first entry after install's own is the current folder, from -m. A script has its own
+    # folder there.
     folder = os.path.dirname(os.path.realpath(program[0]))
     if not getattr(sys.flags, "safe_path", False):
         current = next((at for at, entry in enumerate(sys.path) if entry in ("", os.getcwd())), None)

@@ -1,56 +1,59 @@
-"""The optimizer's step as what the ranks add up by Adasum: each steps by its own gradients, the changes are reduced."""
+"""Adasum reducer of a DistributedOptimizer: reduces the changes of each rank's own step."""
 
 from __future__ import annotations
 
 import torch
 
 from .basics import current
-from .messages import DTYPE_NAMES, Signature, Submission, request_of
+from .messages import DTYPE_NAMES, Request, TensorTableEntry, cached_request
 from .operations import Adasum
 
 __all__ = ["AdasumReducer"]
 
 
 class AdasumReducer:
-    """Reduces what a step has changed, instead of gradients; the optimizer's state stays each rank's own.
+    """Reduces the changes that a step makes to parameters, instead of gradients.
 
-    ``named``: name of each parameter by its id; ``passes``: backwards before a step, for the count alone.
+    Each rank keeps its optimizer state. ``names``: name of each parameter by its id. ``passes``:
+    backwards before a step; it is only stored.
     """
 
     steps_locally = True
     op = Adasum
 
-    def __init__(self, named: dict, compression, passes: int, process_set):
+    def __init__(self, names: dict, compression, passes: int, process_set):
         self.passes = passes
-        self.skips = False
+        self.skip_reduction = False
         self.synchronized = False
-        self._named = named
+        self._names = names
         self._compression = compression
         self._process_set = process_set
 
-    def attach(self, optimizer) -> None:
+    def register_hooks(self, optimizer) -> None:
         """Do nothing: no gradient is reduced."""
 
     @property
-    def fired(self) -> bool:
+    def backward_ran(self) -> bool:
         """Whether a reduction is under way: none outlives a step."""
         return False
 
-    def begin_again(self) -> None:
-        """Forget what is under way: nothing."""
+    def reset(self) -> None:
+        """Do nothing: no reduction is under way."""
 
-    forget = begin_again
+    drain = reset
 
     def set_passes(self, passes: int) -> None:
-        """Take another number of backwards."""
+        """Set the number of backwards."""
         self.passes = passes
 
     def synchronize(self, optimizer) -> None:
         """Do nothing, as in Horovod: `step` reduces."""
 
     def step(self, optimizer, stepping):
-        """Step by ``stepping()``, and put the ranks' Adasum of the changes in the place of this rank's."""
-        current().check(self._process_set)
+        """Step by ``stepping()``, and replace this rank's changes by the Adasum of all ranks'
+        changes.
+        """
+        current().check_process_set(self._process_set)
         if not self._process_set.included() or self._process_set.size() == 1:
             return stepping()
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -65,27 +68,29 @@ class AdasumReducer:
                 small, context = self._compression.compress(real.contiguous())
                 sent.append(small.contiguous())
                 contexts.append(context)
-            for start in self._reduce(params, sent):
-                coordinator, submission = start
-                coordinator.wait(submission)
+            for controller, entry in self._reduce(params, sent):
+                controller.wait(entry)
             for param, old, small, context in zip(params, before, sent, contexts, strict=True):
                 change = self._compression.decompress(small, context)
                 param.copy_(old + (torch.view_as_complex(change.contiguous()) if old.is_complex() else change))
         return result
 
     def _reduce(self, params, sent):
-        """Start one operation for each device, of all tensors there; give what is to be waited for."""
-        coordinator = current().coordinator(self._process_set)
+        """Start one operation for each device, of all tensors there.
+
+        Return (controller, entry) of each.
+        """
+        controller = current().controller(self._process_set)
         started = []
         for device in dict.fromkeys(tensor.device for tensor in sent):
             chosen = [tensor for tensor in sent if tensor.device == device]
             first = next(param for param, tensor in zip(params, sent, strict=True) if tensor.device == device)
-            signature = Signature(
-                "allreduce", f"changes of {self._named.get(id(first), 'parameters')} and what follows",
+            request = Request(
+                "allreduce", f"changes of {self._names.get(id(first), 'parameters')} and what follows",
                 tuple(DTYPE_NAMES[tensor.dtype] for tensor in chosen),
                 tuple(tuple(tensor.shape) for tensor in chosen), device.type, op="adasum",
             )  # fmt: skip
-            submission = Submission(request_of(signature), chosen, chosen)
-            coordinator.submit(submission, waits=True)
-            started.append((coordinator, submission))
+            entry = TensorTableEntry(cached_request(request), chosen, chosen)
+            controller.submit(entry, waits=True)
+            started.append((controller, entry))
         return started

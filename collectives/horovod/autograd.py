@@ -1,7 +1,8 @@
-"""The operations in their blocking forms. Autograd goes through those that aren't in place, as it does in Horovod.
+"""Blocking operations. Those that aren't in place are differentiable, as in Horovod.
 
-Horovod's gradients are those of a loss that is the ranks' average: the gradient of an allgather or a broadcast is the
-average of what the ranks' backwards bring, that of an allreduce is reduced as its values were.
+Horovod's gradients are those of a loss that is the ranks' average: the gradient of an allgather or
+a broadcast is the average of the ranks' gradients, and the gradient of an allreduce is reduced as
+its values were.
 """
 
 from __future__ import annotations
@@ -28,35 +29,38 @@ __all__ = [
 ]
 
 
-def _follows(tensors) -> bool:
-    """Tell whether autograd wants to know."""
+def _needs_autograd(tensors) -> bool:
+    """Return whether autograd must record an operation on these tensors."""
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
 class _Allreduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rest, *tensors):
-        ctx.rest = rest
-        return tuple(synchronize(ops.grouped_allreduce_async(tensors, **rest, _waits=True)))
+    def forward(ctx, options, *tensors):
+        ctx.options = options
+        return tuple(synchronize(ops.grouped_allreduce_async(tensors, **options, _waits=True)))
 
     @staticmethod
     def backward(ctx, *grads):
-        op = ctx.rest["op"]
+        op = ctx.options["op"]
         if op in (Min, Max, Product, Adasum):
             raise NotImplementedError(
                 f"allreduce by {ops.ReduceOp(op).name} has no gradient here: Sum and Average have"
             )
-        return None, *_reduced({**ctx.rest, "name": None}, grads)
+        return None, *_grouped_allreduce({**ctx.options, "name": None}, grads)
 
 
-def _reduced(rest, tensors):
-    """Reduce a list of tensors, with autograd where it wants to know, as in a backward with create_graph."""
-    if _follows(tensors):
-        return _Allreduce.apply(rest, *tensors)
-    return synchronize(ops.grouped_allreduce_async(tensors, **rest, _waits=True))
+def _grouped_allreduce(options, tensors):
+    """Reduce a list of tensors.
+
+    Differentiable where autograd records, as in a backward with create_graph.
+    """
+    if _needs_autograd(tensors):
+        return _Allreduce.apply(options, *tensors)
+    return synchronize(ops.grouped_allreduce_async(tensors, **options, _waits=True))
 
 
-def _rest(average, name, op, prescale_factor, postscale_factor, process_set, compression) -> dict:
+def _options(average, name, op, prescale_factor, postscale_factor, process_set, compression) -> dict:
     if op is None and average is None:
         op = Average
     return {
@@ -69,26 +73,26 @@ def allreduce(
     tensor, average=None, name=None, compression=Compression.none, op=None, prescale_factor=1.0, postscale_factor=1.0,
     process_set=global_process_set,
 ):  # fmt: skip
-    """Reduce a tensor over the ranks and give the result, a new tensor; blocks. Arguments: as `allreduce_async`.
+    """Reduce a tensor over the ranks and return the result, a new tensor; blocks.
 
-    ``compression``: of `Compression`, for the way.
+    Arguments: as `allreduce_async`. ``compression``: a class of `Compression`, for what is sent.
     """
-    rest = _rest(average, name, op, prescale_factor, postscale_factor, process_set, compression)
-    if compression is Compression.none and not _follows((tensor,)):
-        return synchronize(ops.allreduce_async(tensor, **rest, _waits=True))
-    return _grouped([tensor], compression, rest)[0]
+    options = _options(average, name, op, prescale_factor, postscale_factor, process_set, compression)
+    if compression is Compression.none and not _needs_autograd((tensor,)):
+        return synchronize(ops.allreduce_async(tensor, **options, _waits=True))
+    return _compressed_allreduce([tensor], compression, options)[0]
 
 
 def grouped_allreduce(
     tensors, average=None, name=None, compression=Compression.none, op=None, prescale_factor=1.0, postscale_factor=1.0,
     process_set=global_process_set,
 ):  # fmt: skip
-    """Reduce a list of tensors together and give a list of new ones; blocks."""
-    rest = _rest(average, name, op, prescale_factor, postscale_factor, process_set, compression)
-    return _grouped(tensors, compression, rest)
+    """Reduce a list of tensors together and return a list of new ones; blocks."""
+    options = _options(average, name, op, prescale_factor, postscale_factor, process_set, compression)
+    return _compressed_allreduce(tensors, compression, options)
 
 
-def _grouped(tensors, compression, rest) -> list:
+def _compressed_allreduce(tensors, compression, options) -> list:
     if isinstance(tensors, torch.Tensor):
         raise ValueError("grouped_allreduce takes a list of tensors, not Tensor")
     sent, contexts = [], []
@@ -96,13 +100,13 @@ def _grouped(tensors, compression, rest) -> list:
         small, context = compression.compress(tensor)
         sent.append(small)
         contexts.append(context)
-    if _follows(sent):
-        if rest["average"] is not None:
-            rest["op"] = Average if rest["average"] else Sum
-            rest["average"] = None
-        got = _Allreduce.apply(rest, *sent)
+    if _needs_autograd(sent):
+        if options["average"] is not None:
+            options["op"] = Average if options["average"] else Sum
+            options["average"] = None
+        got = _Allreduce.apply(options, *sent)
     else:
-        got = synchronize(ops.grouped_allreduce_async(sent, **rest, _waits=True))
+        got = synchronize(ops.grouped_allreduce_async(sent, **options, _waits=True))
     return [compression.decompress(each, context) for each, context in zip(got, contexts, strict=True)]
 
 
@@ -111,8 +115,8 @@ def allreduce_(
     process_set=global_process_set,
 ):  # fmt: skip
     """Reduce a tensor in place; blocks."""
-    rest = _rest(average, name, op, prescale_factor, postscale_factor, process_set, None)
-    synchronize(ops.allreduce_async_(tensor, **rest, _waits=True))
+    options = _options(average, name, op, prescale_factor, postscale_factor, process_set, None)
+    synchronize(ops.allreduce_async_(tensor, **options, _waits=True))
     return tensor
 
 
@@ -121,8 +125,8 @@ def grouped_allreduce_(
     process_set=global_process_set,
 ):  # fmt: skip
     """Reduce a list of tensors in place; blocks."""
-    rest = _rest(average, name, op, prescale_factor, postscale_factor, process_set, None)
-    synchronize(ops.grouped_allreduce_async_(tensors, **rest, _waits=True))
+    options = _options(average, name, op, prescale_factor, postscale_factor, process_set, None)
+    synchronize(ops.grouped_allreduce_async_(tensors, **options, _waits=True))
     return list(tensors)
 
 
@@ -136,7 +140,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         process_set = ctx.process_set
-        reduced = _reduced({"op": Average, "process_set": process_set}, grads)
+        reduced = _grouped_allreduce({"op": Average, "process_set": process_set}, grads)
         rows = synchronize(ops.allgather_async(torch.tensor([ctx.rows]), None, process_set, _waits=True))
         before = rows[: process_set.rank()].sum(0).tolist()
         parts = [grad.narrow(0, at, own) for grad, at, own in zip(reduced, before, ctx.rows, strict=True)]
@@ -144,15 +148,18 @@ class _Allgather(torch.autograd.Function):
 
 
 def allgather(tensor, name=None, process_set=global_process_set):
-    """Join the ranks' tensors along dimension 0, in rank order; blocks. As `allgather_async`."""
-    if _follows((tensor,)):
+    """Concatenate the ranks' tensors along dimension 0, in rank order; blocks.
+
+    As `allgather_async`.
+    """
+    if _needs_autograd((tensor,)):
         return _Allgather.apply(name, process_set, tensor)[0]
     return synchronize(ops.allgather_async(tensor, name, process_set, _waits=True))
 
 
 def grouped_allgather(tensors, name=None, process_set=global_process_set):
-    """Join the ranks' tensors, for each of a list; blocks."""
-    if _follows(tensors):
+    """Concatenate the ranks' tensors, for each tensor of a list; blocks."""
+    if _needs_autograd(tensors):
         return list(_Allgather.apply(name, process_set, *tensors))
     return synchronize(ops.grouped_allgather_async(tensors, name, process_set, _waits=True))
 
@@ -172,8 +179,8 @@ class _Broadcast(torch.autograd.Function):
 
 
 def broadcast(tensor, root_rank, name=None, process_set=global_process_set):
-    """Give ``root_rank``'s tensor on all ranks, a new tensor; blocks. Takes any dtype."""
-    if _follows((tensor,)):
+    """Return ``root_rank``'s tensor on all ranks, as a new tensor; blocks. Takes any dtype."""
+    if _needs_autograd((tensor,)):
         return _Broadcast.apply(tensor, root_rank, name, process_set)
     return synchronize(ops.broadcast_async(tensor, root_rank, name, process_set, _waits=True))
 
@@ -196,17 +203,17 @@ class _Alltoall(torch.autograd.Function):
     def backward(ctx, grad, _):
         back, _ = alltoall(grad, ctx.received, None, ctx.process_set)
         unsent = ctx.rows - back.shape[0]
-        if unsent:  # rows behind the last split
+        if unsent:  # rows after the last split
             back = torch.cat([back, back.new_zeros((unsent, *back.shape[1:]))])
         return back, None, None, None
 
 
 def alltoall(tensor, splits=None, name=None, process_set=global_process_set):
-    """Send rows of a tensor to each rank and give what was received; with ``splits`` also how many rows from each.
+    """Send rows of a tensor to each rank and return the received rows.
 
-    Blocks. As `alltoall_async`.
+    With ``splits`` also their number by rank. Blocks. As `alltoall_async`.
     """
-    if _follows((tensor,)):
+    if _needs_autograd((tensor,)):
         out, received = _Alltoall.apply(tensor, splits, name, process_set)
     else:
         out, received = synchronize(ops.alltoall_async(tensor, splits, name, process_set, _waits=True))
@@ -215,19 +222,19 @@ def alltoall(tensor, splits=None, name=None, process_set=global_process_set):
 
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rest, *tensors):
-        ctx.rest = rest
-        return tuple(synchronize(ops.grouped_reducescatter_async(tensors, **rest, _waits=True)))
+    def forward(ctx, options, *tensors):
+        ctx.options = options
+        return tuple(synchronize(ops.grouped_reducescatter_async(tensors, **options, _waits=True)))
 
     @staticmethod
     def backward(ctx, *grads):
-        op = ctx.rest["op"]
+        op = ctx.options["op"]
         if op not in (Sum, Average):
             raise NotImplementedError(
                 f"reducescatter by {ops.ReduceOp(op).name} has no gradient here: Sum and Average have"
             )
-        process_set = ctx.rest["process_set"]
-        factor = ctx.rest["prescale_factor"] * ctx.rest["postscale_factor"]
+        process_set = ctx.options["process_set"]
+        factor = ctx.options["prescale_factor"] * ctx.options["postscale_factor"]
         factor *= process_set.size() if op == Sum else 1
         gathered = grouped_allgather([grad * factor for grad in grads], process_set=process_set)
         return None, *gathered
@@ -237,7 +244,10 @@ def reducescatter(
     tensor, name=None, compression=Compression.none, op=Average, process_set=global_process_set, prescale_factor=1.0,
     postscale_factor=1.0,
 ):  # fmt: skip
-    """Reduce a tensor and give this rank's rows of the result; blocks. As `reducescatter_async`."""
+    """Reduce a tensor and return this rank's rows of the result; blocks.
+
+    As `reducescatter_async`.
+    """
     return grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
     )[0]  # fmt: skip
@@ -247,17 +257,17 @@ def grouped_reducescatter(
     tensors, name=None, compression=Compression.none, op=Average, process_set=global_process_set, prescale_factor=1.0,
     postscale_factor=1.0,
 ):  # fmt: skip
-    """Reduce a list of tensors and give this rank's rows of each; blocks.
+    """Reduce a list of tensors and return this rank's rows of each; blocks.
 
-    Of the compressions those that change the dtype are of use.
+    Only compressions that change the dtype have an effect.
     """
     sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
-    rest = {
+    options = {
         "name": name, "op": op, "process_set": process_set, "prescale_factor": prescale_factor,
         "postscale_factor": postscale_factor,
     }  # fmt: skip
-    if _follows(sent):
-        got = _Reducescatter.apply(rest, *sent)
+    if _needs_autograd(sent):
+        got = _Reducescatter.apply(options, *sent)
     else:
-        got = synchronize(ops.grouped_reducescatter_async(sent, **rest, _waits=True))
+        got = synchronize(ops.grouped_reducescatter_async(sent, **options, _waits=True))
     return [compression.decompress(each, context) for each, context in zip(got, contexts, strict=True)]

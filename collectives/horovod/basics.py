@@ -1,4 +1,4 @@
-"""init, shutdown, rank, size: the job as Horovod's programs see it, and its process sets."""
+"""init, shutdown, rank, size: the job of a Horovod program, and its process sets."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..comm.communicator import Communicator
 from ..comm.engine import engines
 from ..comm.malloc import keep_freed_memory
 from ..errors import InvalidArgument
+from ..recorder import recording
 from ..rendezvous import world as job
 from ..rendezvous.control import beside
 from ..rendezvous.exchange import PeerInfo
 from ..rendezvous.process_groups import group_timeout
-from ..tracing import Timeline, timeline
-from .controller import Coordinator
+from .controller import Controller
 from .process_sets import ProcessSet, global_process_set
-from .settings import Settings, number_of, read_settings
-from .stall_inspector import Watch
+from .settings import Settings, read_number, read_settings
+from .stall_inspector import StallInspector
 
 __all__ = [
     "World",
-    "current",
     "cross_rank",
     "cross_size",
+    "current",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -39,16 +39,17 @@ __all__ = [
     "stop_timeline",
 ]
 
-_OPEN_SECONDS = 300.0  # how far apart the ranks may call init, without a process group of torch's
+_INIT_SECONDS = 300.0  # between the first and the last rank's init, without a process group of torch's
 _world: World | None = None
 _lock = threading.RLock()
 
 
 class World:
-    """An initialised job: a communicator over its ranks and what was split off it.
+    """An initialised job: its communicator, and its process sets with their controllers.
 
-    ``comm``: the communicator; ``peers``: where each of its ranks is; ``owns``: whether `close` ends the communicator;
-    ``seconds``: how long its ranks may be in coming to this, None: the communicator's own limit.
+    ``comm``: the communicator. ``peers``: the host and node of each of its ranks. ``owns``: whether
+    `close` closes the communicator. ``seconds``: time limit for the ranks to construct it; None:
+    the communicator's own limit.
     """
 
     def __init__(
@@ -60,29 +61,29 @@ class World:
         self.owns = owns
         self.settings = settings
         self.rank, self.size = comm.rank, comm.size
-        machines = [peer.machine for peer in peers]
-        mine = machines[self.rank]
-        here = [r for r in range(self.size) if machines[r] == mine]
+        nodes = [peer.machine for peer in peers]
+        mine = nodes[self.rank]
+        here = [r for r in range(self.size) if nodes[r] == mine]
         self.local_rank, self.local_size = here.index(self.rank), len(here)
-        order = list(dict.fromkeys(machines))
-        sizes = [machines.count(machine) for machine in order]
-        across = [machine for machine, count in zip(order, sizes, strict=True) if count > self.local_rank]
-        self.cross_rank, self.cross_size = across.index(mine), len(across)
+        order = list(dict.fromkeys(nodes))
+        sizes = [nodes.count(node) for node in order]
+        with_local_rank = [node for node, count in zip(order, sizes, strict=True) if count > self.local_rank]
+        self.cross_rank, self.cross_size = with_local_rank.index(mine), len(with_local_rank)
         self.homogeneous = len(set(sizes)) == 1
-        self.sets: dict[int, ProcessSet] = {}
-        self._coordinators: dict[int, Coordinator] = {}
-        self._watch = Watch(settings, self.rank)
-        # Process sets are split off these, and nothing else uses them.
+        self.process_sets: dict[int, ProcessSet] = {}
+        self._controllers: dict[int, Controller] = {}
+        self._stall_inspector = StallInspector(settings, self.rank)
+        # Process sets are split off this communicator, and nothing else uses it.
         self.admin = beside(comm, seconds)
         self._next_id = 0
 
     # ---- Process sets.
 
-    def add(self, process_set: ProcessSet) -> None:
-        """Make a process set of this job; a collective of all its ranks."""
+    def add_process_set(self, process_set: ProcessSet) -> None:
+        """Add a process set to this job; a collective call of all its ranks."""
         ranks = self._read_ranks(process_set)
-        known = next((other for other in self.sets.values() if other.ranks == ranks), None)
-        self._compare(ranks)
+        known = next((other for other in self.process_sets.values() if other.ranks == ranks), None)
+        self._verify_same_ranks(ranks)
         if known is not None:
             raise ValueError(f"a process set with ranks {ranks} was added before (its id is {known.process_set_id})")
         number = self._next_id
@@ -93,47 +94,47 @@ class World:
         if self.comm.device.type != "cpu":
             comms[self.comm.device.type] = self.comm.split(color)
         if color is not None:
-            control.timeout = None  # a rank may be long in coming; that it has died is noticed all the same
-            self._coordinators[number] = Coordinator(control, comms, ranks, self.settings)
-            self._watch.add(self._coordinators[number])
-        self.sets[number] = process_set
+            control.timeout = None  # a rank may submit late; its death is detected without a limit
+            self._controllers[number] = Controller(control, comms, ranks, self.settings)
+            self._stall_inspector.add(self._controllers[number])
+        self.process_sets[number] = process_set
         process_set.bind(number, ranks, self.rank)
 
-    def remove(self, process_set: ProcessSet) -> None:
-        """End a process set; a collective of all its job's ranks."""
+    def remove_process_set(self, process_set: ProcessSet) -> None:
+        """Remove a process set; a collective call of all ranks of the job."""
         number = process_set.process_set_id
-        self._compare(process_set.ranks)
-        coordinator = self._coordinators.pop(number, None)
-        if coordinator is not None:
-            coordinator.close()
-        del self.sets[number]
+        self._verify_same_ranks(process_set.ranks)
+        controller = self._controllers.pop(number, None)
+        if controller is not None:
+            controller.close()
+        del self.process_sets[number]
         process_set.unbind()
 
-    def coordinator(self, process_set: ProcessSet) -> Coordinator:
-        """Give the coordinator of a process set; `ValueError` where this rank isn't in it."""
-        self.check(process_set)
+    def controller(self, process_set: ProcessSet) -> Controller:
+        """Return the controller of a process set; `ValueError` where this rank isn't in it."""
+        self.check_process_set(process_set)
         number = process_set.process_set_id
-        coordinator = self._coordinators.get(number)
-        if coordinator is None:
+        controller = self._controllers.get(number)
+        if controller is None:
             raise ValueError(f"rank {self.rank} isn't in process set {number}, which has ranks {process_set.ranks}")
-        return coordinator
+        return controller
 
-    def check(self, process_set: ProcessSet) -> None:
-        """Raise `ValueError` for a process set that isn't in use in this job."""
+    def check_process_set(self, process_set: ProcessSet) -> None:
+        """Raise `ValueError` for a process set that wasn't added to this job."""
         number = getattr(process_set, "process_set_id", None)
-        if number is None or self.sets.get(number) is not process_set:
+        if number is None or self.process_sets.get(number) is not process_set:
             raise ValueError(f"{process_set!r} isn't a process set of this job: hvd.add_process_set() makes it one")
 
     def _read_ranks(self, process_set: ProcessSet) -> list[int]:
         if process_set.process_set_id is not None:
             raise ValueError(f"{process_set!r} was added before")
-        ranks = sorted(process_set.wanted if process_set.wanted is not None else range(self.size))
+        ranks = sorted(process_set.requested_ranks if process_set.requested_ranks is not None else range(self.size))
         if not ranks or len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < self.size:
             raise ValueError(f"a process set is of different ranks between 0 and {self.size - 1}, not {ranks}")
         return ranks
 
-    def _compare(self, ranks: list[int]) -> None:
-        """Raise `ValueError` on all ranks where they don't name the same ones."""
+    def _verify_same_ranks(self, ranks: list[int]) -> None:
+        """Raise `ValueError` on all ranks where the ranks name different process sets."""
         mine = torch.tensor([r in ranks for r in range(self.size)], dtype=torch.uint8)
         most, least = mine.clone(), mine
         self.admin.all_reduce(most, "max")
@@ -147,37 +148,39 @@ class World:
     # ---- The end.
 
     def close(self) -> None:
-        """End all coordinators; what is under way fails."""
-        self._watch.stop()
-        for coordinator in self._coordinators.values():
-            coordinator.close()
-        for process_set in self.sets.values():
+        """Close all controllers and communicators; operations under way fail."""
+        self._stall_inspector.stop()
+        for controller in self._controllers.values():
+            controller.close()
+        for process_set in self.process_sets.values():
             process_set.unbind()
         for comm in (self.admin, *((self.comm,) if self.owns else ())):
             if not comm.closed:
                 comm.abort() if comm._queue.busy() else comm.close()
 
     def abort(self, error: BaseException) -> None:
-        """End all that is under way with an error, and all of this world's communicators but the one it is made of."""
-        self._watch.stop()
-        for coordinator in self._coordinators.values():
-            coordinator.abort(error)
-        for process_set in self.sets.values():
+        """Abort all controllers with an error, and all communicators but ``comm``."""
+        self._stall_inspector.stop()
+        for controller in self._controllers.values():
+            controller.abort(error)
+        for process_set in self.process_sets.values():
             process_set.unbind()
         self.admin.abort()
 
 
-# ---- What programs call.
+# ---- Functions that programs call.
 
 
 def init(comm=None, process_sets=None) -> None:
-    """Start, before anything else; again: does nothing. Blocks until all ranks have come.
+    """Initialise the job; call it before all other functions. Another call does nothing.
 
-    The ranks are found as `collectives.init` finds them: torchrun, mpirun, srun, or alone. ``comm``: a list of the
-    job's ranks that this rank is to work with (all ranks call `init`, each with the list that it is in), or an mpi4py
-    communicator; None: all. ``process_sets``: `ProcessSet` objects to add, or "dynamic", which changes nothing: they
-    can always be added. Raises as `collectives.init`, within HOROVOD_GLOO_TIMEOUT_SECONDS; without that, within the
-    timeout of torch.distributed's default group where there is one, else 300 s.
+    Blocks until all ranks call it. The ranks are found as `collectives.init` finds them: torchrun,
+    mpirun, srun, or a single process. ``comm``: a list of the job's ranks with which this rank
+    works (all ranks call `init`, each with the list that it is in), or an mpi4py communicator;
+    None: all ranks. ``process_sets``: `ProcessSet` objects to add, or "dynamic", which changes
+    nothing: process sets can always be added. Raises as `collectives.init` does, after
+    HOROVOD_GLOO_TIMEOUT_SECONDS; where that isn't set, after the timeout of torch.distributed's
+    default group, or 300 s without one.
     """
     global _world
     with _lock:
@@ -185,7 +188,7 @@ def init(comm=None, process_sets=None) -> None:
             return
         settings = read_settings()
         owns = job._world is None or job._world.closed
-        seconds = number_of("HOROVOD_GLOO_TIMEOUT_SECONDS", _open_seconds())
+        seconds = read_number("HOROVOD_GLOO_TIMEOUT_SECONDS", _init_seconds())
         base = job.init(timeout=seconds)
         peers = list(base.peers) if base.peers else None
         if peers is None:
@@ -194,18 +197,18 @@ def init(comm=None, process_sets=None) -> None:
             ranks = _ranks_of(comm, base)
             base, owns = base.split(min(ranks), ranks.index(base.rank)), True
             peers = [peers[r] for r in ranks]
-        keep_freed_memory()  # operations give new tensors, whose page faults would cost more than the sums
-        enter(World(base, peers, owns=owns, settings=settings, seconds=seconds or None), process_sets)
+        keep_freed_memory()  # operations return new tensors, whose page faults would cost more than the sums
+        activate(World(base, peers, owns=owns, settings=settings, seconds=seconds or None), process_sets)
 
 
-def _open_seconds() -> float:
+def _init_seconds() -> float:
     if dist.is_available() and dist.is_initialized():
         return group_timeout(dist.group.WORLD, torch.device("cpu"))
-    return _OPEN_SECONDS
+    return _INIT_SECONDS
 
 
-def enter(world: World, process_sets=None) -> None:
-    """Make a world the current one, with its process sets."""
+def activate(world: World, process_sets=None) -> None:
+    """Make a world the current one, and add its process sets."""
     global _world
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
@@ -213,9 +216,9 @@ def enter(world: World, process_sets=None) -> None:
         process_sets = None
     global_process_set.unbind()
     try:
-        world.add(global_process_set)
+        world.add_process_set(global_process_set)
         for process_set in process_sets or ():
-            world.add(process_set)
+            world.add_process_set(process_set)
     except BaseException:
         world.close()
         raise
@@ -235,7 +238,10 @@ def _ranks_of(comm, base: Communicator) -> list[int]:
 
 
 def shutdown() -> None:
-    """End; what is under way fails with `HorovodInternalError`, here and on the ranks that wait for this one."""
+    """End the job.
+
+    Operations under way fail with `HorovodInternalError`, here and on ranks that wait for this one.
+    """
     global _world
     with _lock:
         world, _world = _world, None
@@ -245,68 +251,69 @@ def shutdown() -> None:
 
 
 def current() -> World:
-    """Give the initialised job, or raise `ValueError`."""
+    """Return the initialised job, or raise `ValueError`."""
     if _world is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return _world
 
 
 def is_initialized() -> bool:
-    """Tell whether `init` was called, and `shutdown` not since."""
+    """Return whether `init` was called, and `shutdown` not since."""
     return _world is not None
 
 
 def rank() -> int:
-    """Give this process's rank in the job."""
+    """Return this process's rank in the job."""
     return current().rank
 
 
 def size() -> int:
-    """Give the number of ranks."""
+    """Return the number of ranks."""
     return current().size
 
 
 def local_rank() -> int:
-    """Give this process's rank on its machine: the number of its GPU."""
+    """Return this process's rank on its node: the index of its GPU."""
     return current().local_rank
 
 
 def local_size() -> int:
-    """Give the number of ranks on this machine."""
+    """Return the number of ranks on this node."""
     return current().local_size
 
 
 def cross_rank() -> int:
-    """Give this machine's number among those that have a rank of this local rank."""
+    """Return this node's rank among the nodes that have this local rank."""
     return current().cross_rank
 
 
 def cross_size() -> int:
-    """Give the number of machines that have a rank of this local rank."""
+    """Return the number of nodes that have this local rank."""
     return current().cross_size
 
 
 def is_homogeneous() -> bool:
-    """Tell whether all machines have the same number of ranks."""
+    """Return whether all nodes have the same number of ranks."""
     return current().homogeneous
 
 
-# ---- Traces.
+# ---- Timelines.
 
-_timeline: Timeline | None = None
+_timeline = None  # the `Timeline` that start_timeline started
 
 
 def start_timeline(file_path, mark_cycles: bool = False) -> None:
-    """Record from now on what the ranks do, as Chrome traces; `collectives.timeline`. Call it on all ranks.
+    """Start to record the ranks' operations as a Chrome trace, with `collectives.timeline`.
 
-    Each rank writes a file of its own at the end, ``name.rank0.json`` and so on; where torch.distributed is
-    initialised, rank 0 writes one of all. ``mark_cycles``: taken, and changes nothing.
+    Call it on all ranks. Each rank writes a file of its own at the end, ``name.rank0.json`` and so
+    on; where torch.distributed is initialised, rank 0 writes one file for all ranks.
+    ``mark_cycles``: accepted, without effect.
     """
     global _timeline
     current()
     if _timeline is not None:
         raise ValueError("a timeline is being recorded: hvd.stop_timeline() ends it")
-    _timeline = timeline(file_path)
+    _timeline = recording.start(file_path)
 
 
 def stop_timeline() -> None:
@@ -317,25 +324,27 @@ def stop_timeline() -> None:
         recorded.stop()
 
 
-# ---- What there is.
+# ---- Queries of the build.
 
 
 def mpi_threads_supported() -> bool:
-    """Tell that programs may use mpi4py beside this: nothing here calls MPI."""
+    """Return True: programs may use mpi4py, because nothing here calls MPI."""
     current()
     return True
 
 
-def _absent() -> bool:
-    """Tell that nothing of it is in here: neither built in nor used."""
+def _not_built() -> bool:
+    """Return False: it is neither built in nor used."""
     return False
 
 
-mpi_built = mpi_enabled = ddl_built = ccl_built = mlsl_built = rocm_built = _absent
+mpi_built = mpi_enabled = ddl_built = ccl_built = mlsl_built = rocm_built = _not_built
 
 
 def gloo_built() -> bool:
-    """Tell that the job needs no MPI: our engine, and torch's Gloo between machines, do what Horovod's Gloo does."""
+    """Return True: as with Horovod's Gloo the job needs no MPI, but our engine, and torch's Gloo
+    between nodes.
+    """
     return True
 
 
@@ -343,7 +352,7 @@ gloo_enabled = gloo_built
 
 
 def nccl_built() -> int:
-    """Give NCCL's version as a number, such as 22304; 0 where it can't be used."""
+    """Return NCCL's version as a number, such as 22304; 0 where it can't be used."""
     info = next((each for each in engines() if each.name == "nccl"), None)
     if info is None or not info.available or info.version is None:
         return 0
@@ -352,7 +361,7 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Tell whether this torch has CUDA."""
+    """Return whether this torch has CUDA."""
     return torch.version.cuda is not None
 
 

@@ -1,4 +1,4 @@
-"""Compression: what goes over the wire in place of a gradient's own elements."""
+"""Compression: the elements that are sent in place of a gradient's own."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Compressor:
-    """How tensors are made smaller before an allreduce, and back; for classes of your own, too.
+    """Compresses tensors before an allreduce and decompresses the result.
 
-    ``wire``: a wire format of ours by which the allreduce itself rounds on the way and sums in fp32; "" for none.
+    Base class of your own compressors, too. ``wire``: a wire format of ours to which the allreduce
+    itself rounds elements, with sums in fp32; "" for none.
     """
 
     wire = ""
 
     @staticmethod
     def compress(tensor: torch.Tensor):
-        """Give the tensor to reduce, and what `decompress` needs."""
+        """Return the tensor to reduce, and the context that `decompress` needs."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx):
-        """Give the reduced tensor in its own dtype."""
+        """Return the reduced tensor in its own dtype."""
         raise NotImplementedError
 
 
@@ -38,7 +39,7 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class _Cast(Compressor):
+class _CastCompressor(Compressor):
     """Sends floating types as a 16-bit one; sums are taken in fp32 and rounded once."""
 
     dtype: torch.dtype
@@ -52,20 +53,22 @@ class _Cast(Compressor):
         return tensor.to(ctx) if ctx is not None and ctx.is_floating_point else tensor
 
 
-class FP16Compressor(_Cast):
+class FP16Compressor(_CastCompressor):
     """Sends fp16: Horovod's. Magnitudes from 65,520 on overflow, in the sum as well."""
 
     dtype = torch.float16
 
 
-class BF16Compressor(_Cast):
+class BF16Compressor(_CastCompressor):
     """Sends bf16: 8 bits of precision, and the range of fp32."""
 
     dtype = torch.bfloat16
 
 
 class Int8Compressor(NoneCompressor):
-    """Sends fp32 and fp64 as int8 with a scale for each 256 elements: a quarter of the bytes, sums in fp32."""
+    """Sends fp32 and fp64 as int8 with a scale for each 256 elements: a quarter of the bytes, sums
+    in fp32.
+    """
 
     wire = "int8"
 

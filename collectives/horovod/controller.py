@@ -1,10 +1,11 @@
-"""The coordinator of a process set: cycles in which the ranks tell what is new, and carry out what all have submitted.
+"""Controller of a process set: negotiates operations in cycles, and carries them out.
 
-A cycle is one small all-gather. Whoever waits for an operation drives it in its own thread; while nobody waits, a
-background thread does, HOROVOD_CYCLE_TIME milliseconds (default 1) after a submission, so that what came in the
-meantime is fused. A rank that has nothing under way doesn't take part, and so holds up the others until it submits
-something: they couldn't go on without it anyway. A rank whose operations all wait for others takes part without
-anything new after a pause, and at once when something is submitted.
+A cycle is one small all-gather. A thread that waits for an operation runs the cycles itself. While
+no thread waits, a background thread runs them, HOROVOD_CYCLE_TIME milliseconds (default 1) after an
+operation was submitted, so that what was submitted in the meantime is fused. A rank that has no
+operation under way takes no part in cycles and so holds up the others until it submits one: they
+can't go on without it anyway. A rank whose operations all wait for other ranks takes part with
+nothing new after a pause, and at once when an operation is submitted.
 """
 
 from __future__ import annotations
@@ -15,32 +16,31 @@ import time
 import weakref
 from collections import deque
 
-import numpy
 import torch
 
 from ..comm.communicator import Communicator
 from ..cuda_state import set_thread_device
 from ..errors import CollectivesError, InvalidArgument
-from ..tracing import recording
+from ..recorder import recording
 from .exceptions import HorovodInternalError
 from .fusion import Executor
-from .messages import Submission, decode, encode
-from .negotiation import Batch, Plan, Ready, Table, fuse, key_of
+from .message_table import CachedPlan, FusedResponse, MessageTable, Response, fuse_responses, message_key
+from .messages import TensorTableEntry
+from .request_exchange import RequestExchange
 from .settings import Settings
 
-__all__ = ["Coordinator"]
+__all__ = ["Controller"]
 
-_WORDS = 256  # int32 in a row: flags, bytes of what follows in a second exchange, count of numbers, the numbers
-_HEAD = 3
-_JOINS, _AFRESH, _BEHIND = 1, 2, 4  # flags; _BEHIND: the numbers had no room in the row
-_MOST_KNOWN = 8192  # signatures that the others remember of a rank
-_FIRST_PAUSE = 50e-6  # seconds; of a rank that takes part with nothing new
+_MIN_PAUSE = 50e-6  # seconds, before a rank takes part with nothing new
 
 
-class Coordinator:
-    """Negotiates and carries out the operations of one process set; ``control`` and ``comms`` are its own.
+class Controller:
+    """Negotiates and carries out the operations of one process set.
 
-    ``name``: of the process set, for messages; ``ranks``: its members, for messages.
+    ``control``: communicator on host memory for the cycles. ``comms``: communicator for each device
+    type. It owns them. ``ranks``: the members of the process set, for messages. ``outstanding``:
+    entries that other ranks know of and that are not carried out, by key. ``broken``: the error
+    after which nothing more is carried out.
     """
 
     def __init__(self, control: Communicator, comms: dict[str, Communicator], ranks: list[int], settings: Settings):
@@ -50,46 +50,46 @@ class Coordinator:
         self.size = control.size
         self.rank = control.rank
         self.settings = settings
-        self.outstanding: dict[str, Submission] = {}  # announced, and not carried out
-        self._announced: list[Submission] = []  # of the cycle under way
+        self.outstanding: dict[str, TensorTableEntry] = {}
+        self._negotiating: list[TensorTableEntry] = []  # entries that the running cycle sends
         self.broken: BaseException | None = None
-        self._table = Table(self.size)
+        self._message_table = MessageTable(self.size)
         self._executor = Executor(comms, control)
-        self._queue: deque[Submission] = deque()
-        self._names: set[str] = set()  # of what is under way
-        self._numbers: dict = {}  # signature -> its number with the others
-        self._unnamed: dict[str, int] = {}
+        self._queue: deque[TensorTableEntry] = deque()
+        self._names: set[str] = set()  # of entries under way
+        self._exchange = RequestExchange(control)
+        self._unnamed_counts: dict[str, int] = {}
         self._sequence = 0
-        self._driver = threading.Lock()  # held through a cycle
-        self._driving = 0  # the thread that holds it, while it does a cycle
-        self._turn = threading.Condition()  # for threads that wait while another one drives
-        self._followers = 0
-        self._fresh = threading.Condition()
-        self._resting = False
-        self._pause = _FIRST_PAUSE
-        self._wants_join = False
-        self._joining = False
+        self._cycle_lock = threading.Lock()  # held during a cycle
+        self._driver_thread = 0  # id of the thread that runs a cycle, or 0
+        self._cycle_ended = threading.Condition()  # for threads that wait while another one runs the cycles
+        self._waiting = 0  # threads at _cycle_ended
+        self._submitted = threading.Condition()  # ends a pause
+        self._pausing = False
+        self._pause = _MIN_PAUSE
+        self._join_requested = False
+        self._join_sent = False
         self._last_joined: int | None = None
-        self._join_end: _End | None = None
-        self._row = numpy.zeros(_WORDS, dtype=numpy.int32)
-        self._rows = numpy.zeros((self.size, _WORDS), dtype=numpy.int32)
+        self._join_done: _Completion | None = None
         self._thread: threading.Thread | None = None
-        self._awake = threading.Event()
-        self._ended = False
+        self._work_available = threading.Event()
+        self._stopped = False
         self.forked = False
         _all.add(self)
 
     # ---- Submitting and waiting; from any thread.
 
-    def submit(self, submission: Submission, *, waits: bool = False) -> None:
-        """Enter an operation. ``waits``: the caller waits for it next, so that no other thread need drive it.
+    def submit(self, entry: TensorTableEntry, *, waits: bool = False) -> None:
+        """Submit an operation.
 
-        Raises `ValueError` where one of that name is under way, `HorovodInternalError` once the coordinator is broken.
+        ``waits``: the caller waits for it next, so that no other thread need run the cycles. Raises
+        `ValueError` where one of that name is under way, `HorovodInternalError` once the controller
+        is broken.
         """
-        self._check()
-        if self._wants_join:
+        self._raise_if_broken()
+        if self._join_requested:
             raise ValueError("this rank has joined: it can't submit anything before all others have")
-        name = submission.key
+        name = entry.key
         if name:
             if name in self._names:
                 raise ValueError(
@@ -97,215 +97,182 @@ class Coordinator:
                     "another name"
                 )
             self._names.add(name)
-        self._queue.append(submission)
-        if self._resting:
-            with self._fresh:
-                self._fresh.notify()
-        if not waits and not self._awake.is_set():
+        self._queue.append(entry)
+        if self._pausing:
+            with self._submitted:
+                self._submitted.notify()
+        if not waits and not self._work_available.is_set():
             if self._thread is None:
-                self._begin()
-            self._awake.set()
+                self._start_thread()
+            self._work_available.set()
 
-    def wait(self, submission: Submission) -> None:
-        """Block until an operation is done, driving the cycles where nobody does; raises its error.
+    def wait(self, entry: TensorTableEntry) -> None:
+        """Block until an operation is done, running cycles where no other thread does.
 
-        On CUDA it is done once it is queued: the current stream is ordered after it, and the host doesn't wait.
+        Raises the operation's error. On CUDA it is done once it is enqueued: the current stream
+        waits for it, and the host doesn't.
         """
-        self._until(submission)
-        if submission.error is not None:
-            raise submission.error
-        if submission.finished is not None:
+        self._wait_until_done(entry)
+        if entry.error is not None:
+            raise entry.error
+        if entry.finish_event is not None:
             stream = torch.cuda.current_stream(self.comms["cuda"].device)
-            stream.wait_event(submission.finished)
-            for result in submission.results:
+            stream.wait_event(entry.finish_event)
+            for result in entry.results:
                 if result.is_cuda:  # alltoall's counts aren't
                     result.record_stream(stream)
 
-    def _until(self, end) -> None:
-        """Block until a submission or an `_End` is done."""
-        while not end.done:
-            if self._driver.acquire(blocking=False):
-                self._drive(end)
+    def _wait_until_done(self, waited) -> None:
+        """Block until an entry or a `_Completion` is done."""
+        while not waited.done:
+            if self._cycle_lock.acquire(blocking=False):
+                self._drive_cycle(waited)
             else:
-                self._follow(end)
+                self._wait_for_driver(waited)
 
-    def _drive(self, end) -> None:
-        """Do a cycle unless there is no need any more, and give the driver's lock back."""
+    def _drive_cycle(self, waited) -> None:
+        """Run a cycle unless what is waited for is done, and release the cycle lock."""
         try:
-            self._driving = threading.get_ident()
-            if not end.done:
-                self._cycle()
+            self._driver_thread = threading.get_ident()
+            if not waited.done:
+                self._run_cycle()
         finally:
-            self._driving = 0
-            self._driver.release()
-            self._wake()
+            self._driver_thread = 0
+            self._cycle_lock.release()
+            self._notify_waiters()
 
-    def _follow(self, end) -> None:
-        """Leave the driving to another thread, until what is waited for is done or nobody drives.
+    def _wait_for_driver(self, waited) -> None:
+        """Block until what is waited for is done, or no other thread runs the cycles.
 
-        To wait for the driver's lock itself won't do: the thread that has it takes it again for its next cycle before
-        any other gets it, for as long as it waits for something of its own.
+        A wait for the cycle lock itself isn't enough: the thread that has it acquires it again for
+        its next cycle before any other thread does, for as long as it waits for an operation of its
+        own.
         """
-        if self._driving == threading.get_ident():
+        if self._driver_thread == threading.get_ident():
             raise HorovodInternalError(
                 "hvd can't be waited for from a signal handler or a finalizer that has interrupted this thread's own "
                 "operation: set a flag there, and act on it in the program"
             )
-        with self._turn:
-            self._followers += 1
+        with self._cycle_ended:
+            self._waiting += 1
             try:
-                while not end.done and self._driver.locked():
-                    self._turn.wait()
+                while not waited.done and self._cycle_lock.locked():
+                    self._cycle_ended.wait()
             finally:
-                self._followers -= 1
+                self._waiting -= 1
 
-    def _wake(self) -> None:
-        if self._followers:
-            with self._turn:
-                self._turn.notify_all()
+    def _notify_waiters(self) -> None:
+        if self._waiting:
+            with self._cycle_ended:
+                self._cycle_ended.notify_all()
 
     def join(self) -> int:
-        """Take part with zeros in what the others submit until they all have joined; give the last one's rank."""
-        self._check()
-        # What is under way here goes on: its errors are for who waits for it, and all of it ends before this does.
-        self._join_end = end = _End()
-        self._wants_join = True
+        """Take part with zeros in what the others submit until all have joined.
+
+        Return the rank that joined last.
+        """
+        self._raise_if_broken()
+        # Operations under way here go on. Their errors are raised in the threads that wait for
+        # them, and all of them end before the join does.
+        self._join_done = completion = _Completion()
+        self._join_requested = True
         try:
-            self._until(end)
-            self._check()
+            self._wait_until_done(completion)
+            self._raise_if_broken()
             return self._last_joined
         finally:
-            self._wants_join = self._joining = False
+            self._join_requested = self._join_sent = False
             self._last_joined = None
 
-    def _check(self) -> None:
+    def _raise_if_broken(self) -> None:
         if self.forked:
             raise HorovodInternalError("hvd was initialised in the parent process and can't be used in a forked child")
         if self.broken is not None:
             raise HorovodInternalError(str(self.broken)) from self.broken
 
-    # ---- One cycle; the driver's lock is held.
+    # ---- One cycle; the cycle lock is held.
 
-    def _cycle(self) -> None:
+    def _run_cycle(self) -> None:
         if self.broken is not None:
-            self._fail(self.broken)
+            self._fail_all(self.broken)
             return
-        if not self._queue and not (self._wants_join and not self._joining):
-            if not self.outstanding and not self._joining:
+        if not self._queue and not (self._join_requested and not self._join_sent):
+            if not self.outstanding and not self._join_sent:
                 return
-            with self._fresh:
-                self._resting = True
-                if not self._queue and not self._joining:
-                    self._fresh.wait(self._pause)
-                self._resting = False
-            self._pause = min(2 * self._pause, self.settings.cycle_time or _FIRST_PAUSE)
+            with self._submitted:
+                self._pausing = True
+                if not self._queue and not self._join_sent:
+                    self._submitted.wait(self._pause)
+                self._pausing = False
+            self._pause = min(2 * self._pause, self.settings.cycle_time or _MIN_PAUSE)
         else:
-            self._pause = _FIRST_PAUSE
+            self._pause = _MIN_PAUSE
         try:
-            new = self._drain()
-            plan = self._exchange(new)
+            new = self._drain_queue()
+            plan = self._negotiate(new)
             if plan is not None:
                 for item, places in plan.items:
-                    self._carry_out(item, [new[place] for place in places])
-                self._announced = []
-            for item in fuse(self._table.take(), self.settings.fusion_threshold):
-                members = item.members if isinstance(item, Batch) else [item]
-                self._carry_out(item, [self.outstanding.get(member.key) for member in members])
-            last = self._table.all_joined() if self._table.joined else None
+                    self._perform_operation(item, [new[place] for place in places])
+                self._negotiating = []
+            for item in fuse_responses(self._message_table.pop_ready(), self.settings.fusion_threshold):
+                responses = item.responses if isinstance(item, FusedResponse) else [item]
+                self._perform_operation(item, [self.outstanding.get(response.key) for response in responses])
+            last = self._message_table.finish_join() if self._message_table.joined else None
             if last is not None:
-                self._unnamed.clear()  # this rank hasn't counted what the others did after it had joined
+                self._unnamed_counts.clear()  # this rank hasn't counted the operations after its join
                 self._last_joined = last
-                self._join_end.done = True
+                self._join_done.done = True
         except Exception as error:
-            self._fail(error)
+            self._fail_all(error)
             if not isinstance(error, CollectivesError) or isinstance(error, InvalidArgument):
-                self._abort_comms()  # it is of this rank alone, and the others wait
-        except BaseException as error:  # Ctrl-C in the midst of an exchange: the ranks no longer agree
-            self._fail(error)
+                self._abort_comms()  # the error is this rank's alone, and the others wait
+        except BaseException as error:  # Ctrl-C during an all-gather: the ranks' tables may differ
+            self._fail_all(error)
             self._abort_comms()
             raise
 
-    def _drain(self) -> list[Submission]:
+    def _drain_queue(self) -> list[TensorTableEntry]:
         queue = self._queue
-        self._announced = new = [queue.popleft() for _ in range(len(queue))]
+        self._negotiating = new = [queue.popleft() for _ in range(len(queue))]
         return new
 
-    def _enter(self, new: list[Submission]) -> None:
-        """Have submissions wait under their names, where they aren't carried out at once."""
-        for submission in new:
-            if not submission.key:
-                submission.key = key_of(submission.signature, self._unnamed)
-            self.outstanding[submission.key] = submission
-        self._announced = []
+    def _add_outstanding(self, new: list[TensorTableEntry]) -> None:
+        """Add entries that aren't carried out at once to ``outstanding``, by their keys."""
+        for entry in new:
+            if not entry.key:
+                entry.key = message_key(entry.request, self._unnamed_counts)
+            self.outstanding[entry.key] = entry
+        self._negotiating = []
 
-    def _exchange(self, new: list[Submission]) -> Plan | None:
-        """Tell the others what is new here, and enter what is new anywhere; or give the plan of what is alike."""
-        row, known = self._row, self._numbers
-        flags = 0
-        if self._wants_join and not self._joining:
-            flags, self._joining = _JOINS, True
-        requests = [each.request for each in new]
-        unknown = [each for each in dict.fromkeys(requests) if each not in known]
-        if len(known) + len(unknown) > _MOST_KNOWN:
-            known.clear()
-            unknown = list(dict.fromkeys(requests))
-            flags |= _AFRESH
-        for each in unknown:
-            known[each] = len(known)
-        numbers = [known[each] for each in requests]
-        behind = len(numbers) > _WORDS - _HEAD
-        extra = b""
-        if unknown or behind:
-            extra = encode([each.signature for each in unknown], numbers if behind else None)
-        row[:_HEAD] = flags | (_BEHIND if behind else 0), len(extra), len(numbers)
-        if not behind:
-            row[_HEAD:] = 0
-            row[_HEAD : _HEAD + len(numbers)] = numbers
-        rows = self._gather(row)
-        table = self._table
-        if not flags and not extra and (rows == row).all():
-            plan = table.plan_alike(tuple(numbers), self.settings.fusion_threshold)
+    def _negotiate(self, new: list[TensorTableEntry]) -> CachedPlan | None:
+        """Exchange new entries with the other ranks and add all ranks' ones to the message table.
+
+        Returns a plan where all ranks have sent the same: then the table has nothing to add.
+        """
+        join = self._join_requested and not self._join_sent
+        if join:
+            self._join_sent = True
+        ids = self._exchange.gather([entry.cached for entry in new], join=join)
+        table = self._message_table
+        if ids is not None:
+            plan = table.plan_for(tuple(ids), self.settings.fusion_threshold)
             if plan is not None:
                 for kind, count in plan.unnamed.items():
-                    self._unnamed[kind] = self._unnamed.get(kind, 0) + count
+                    self._unnamed_counts[kind] = self._unnamed_counts.get(kind, 0) + count
                 return plan
-        self._enter(new)
-        extras = self._gather_extras(rows, extra)
-        for rank, (theirs, told) in enumerate(zip(rows, extras, strict=True)):
-            flags, _, count = theirs[:_HEAD].tolist()
-            numbers = theirs[_HEAD : _HEAD + count].tolist()
-            if told:
-                learnt, listed = decode(told, rank)
-                table.learn(rank, learnt, afresh=bool(flags & _AFRESH))
-                numbers = listed if flags & _BEHIND else numbers
-            if numbers:
-                table.announce(rank, numbers)
-            if flags & _JOINS:
+        self._add_outstanding(new)
+        for rank, message in enumerate(self._exchange.messages()):
+            if message.new is not None:
+                table.register_requests(rank, message.new, restart=message.restart)
+            if message.request_ids:
+                table.add_submitted(rank, message.request_ids)
+            if message.join:
                 table.join(rank)
         return None
 
-    def _gather(self, row):
-        if self.size == 1:
-            return row[None]
-        self.control.all_gather(self._rows, row)
-        return self._rows
-
-    def _gather_extras(self, rows, extra: bytes) -> list[bytes]:
-        lengths = rows[:, 1].tolist()
-        longest = max(lengths)
-        if not longest:
-            return [b""] * self.size
-        sent = numpy.zeros(longest, dtype=numpy.uint8)
-        sent[: len(extra)] = numpy.frombuffer(extra, dtype=numpy.uint8)
-        got = sent[None]
-        if self.size > 1:
-            got = numpy.empty((self.size, longest), dtype=numpy.uint8)
-            self.control.all_gather(got, sent)
-        return [bytes(data[:length]) for data, length in zip(got, lengths, strict=True)]
-
-    def _carry_out(self, item: Ready | Batch, own: list[Submission | None]) -> None:
+    def _perform_operation(self, item: Response | FusedResponse, own: list[TensorTableEntry | None]) -> None:
         begun = time.perf_counter_ns()
-        error = None if isinstance(item, Batch) else item.error
+        error = None if isinstance(item, FusedResponse) else item.error
         if error is None:
             with torch.no_grad(), torch.inference_mode(False):
                 self._executor.run(item, own)
@@ -314,126 +281,126 @@ class Coordinator:
             name = name if len(own) == 1 else f"{len(own)} fused, {name} first"
             recording.active.add("horovod", name, begun, time.perf_counter_ns())
         outstanding, names = self.outstanding, self._names
-        for submission in own:
+        for entry in own:
             self._sequence += 1
-            if submission is not None:
-                submission.sequence = self._sequence
-                outstanding.pop(submission.key, None)
-                names.discard(submission.key)
-                submission.inputs = []
+            if entry is not None:
+                entry.sequence = self._sequence
+                outstanding.pop(entry.key, None)
+                names.discard(entry.key)
+                entry.inputs = []
                 if error is not None:
-                    submission.error = HorovodInternalError(f"{submission.key}: {error}")
-                submission.done = True
+                    entry.error = HorovodInternalError(f"{entry.key}: {error}")
+                entry.done = True
 
-    def _fail(self, error: BaseException) -> None:
-        """End everything that is under way with an error, for good."""
-        error = self.broken = self.broken or error  # the first one is the cause
-        failing = [each for each in self._announced if not each.done] + self._drain()
-        self._announced = []
+    def _fail_all(self, error: BaseException) -> None:
+        """End all operations under way with an error, and break the controller."""
+        error = self.broken = self.broken or error  # the first error is the cause
+        failing = [each for each in self._negotiating if not each.done] + self._drain_queue()
+        self._negotiating = []
         failing += [self.outstanding.popitem()[1] for _ in range(len(self.outstanding))]
-        for submission in failing:
-            failure = HorovodInternalError(f"{_name(submission)}: {error}")
+        for entry in failing:
+            failure = HorovodInternalError(f"{_name(entry)}: {error}")
             failure.__cause__ = error
-            self._names.discard(submission.key)
-            submission.inputs, submission.outputs = [], None
-            submission.error = failure
-            submission.done = True
-        if self._join_end is not None:
-            self._join_end.done = True
+            self._names.discard(entry.key)
+            entry.inputs, entry.outputs = [], None
+            entry.error = failure
+            entry.done = True
+        if self._join_done is not None:
+            self._join_done.done = True
 
-    # ---- The thread that drives the cycles while nobody waits.
+    # ---- The background thread, which runs the cycles while no thread waits.
 
-    def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._work, name="collectives horovod", daemon=True)
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._background_loop, name="collectives horovod", daemon=True)
         self._thread.start()
 
-    def take_device(self) -> None:
-        """Make this rank's GPU the calling thread's device; a thread of ours does so before anything else."""
+    def set_thread_device(self) -> None:
+        """Make this rank's GPU the calling thread's device; our threads call it first."""
         for comm in self.comms.values():
             set_thread_device(comm.device)
 
-    def _work(self) -> None:
-        self.take_device()
+    def _background_loop(self) -> None:
+        self.set_thread_device()
         while True:
-            self._awake.wait()
-            if self._ended:
+            self._work_available.wait()
+            if self._stopped:
                 return
-            self._awake.clear()
-            while (self._queue or self.outstanding) and not self._ended:
-                early = self._early()
-                if early > 0:
-                    time.sleep(early)
+            self._work_available.clear()
+            while (self._queue or self.outstanding) and not self._stopped:
+                remaining = self._remaining_cycle_time()
+                if remaining > 0:
+                    time.sleep(remaining)
                     continue
-                self._driver.acquire()
-                self._drive(_End(not self._queue and not self.outstanding))
+                self._cycle_lock.acquire()
+                self._drive_cycle(_Completion(not self._queue and not self.outstanding))
 
-    def _early(self) -> float:
-        """Give the seconds for which this thread leaves what was submitted to those who wait, and to be fused."""
+    def _remaining_cycle_time(self) -> float:
+        """Return the seconds for which new entries are left to waiting threads, and to fusion."""
         if self.outstanding:
             return 0.0
         try:
-            return self._queue[0].begun + self.settings.cycle_time - time.monotonic()
-        except IndexError:  # somebody has just taken it
+            return self._queue[0].submit_time + self.settings.cycle_time - time.monotonic()
+        except IndexError:  # another thread has just taken it
             return 0.0
 
-    # ---- What is stuck.
+    # ---- Stalls.
 
-    def stalled(self, seconds: float) -> list[tuple[Submission, str, list[int]]]:
-        """Give what was submitted here so long ago: submission, name, and the ranks (of the job) that it waits for."""
+    def stalled_entries(self, seconds: float) -> list[tuple[TensorTableEntry, str, list[int]]]:
+        """Return old entries of this rank: entry, name, and the job's ranks that it waits for."""
         before = time.monotonic() - seconds
         found = []
-        known = [*self.outstanding.items(), *((_name(each), each) for each in (*self._announced, *list(self._queue)))]
-        for key, submission in known:
-            if submission.begun > before or submission.done:
+        known = [*self.outstanding.items(), *((_name(each), each) for each in (*self._negotiating, *list(self._queue)))]
+        for key, entry in known:
+            if entry.submit_time > before or entry.done:
                 continue
-            missing = self._table.missing(key)
+            missing = self._message_table.missing_ranks(key)
             if not missing and (pending := self.control._pending()) is not None:
-                missing = list(pending.peers)  # they haven't come to the cycle, so they have nothing under way at all
-            found.append((submission, key, [self.ranks[rank] for rank in missing]))
+                missing = list(pending.peers)  # they take no part in the cycle: they have nothing under way
+            found.append((entry, key, [self.ranks[rank] for rank in missing]))
         return found
 
     # ---- The end.
 
     def abort(self, error: BaseException) -> None:
-        """End all that is under way with an error, from any thread."""
+        """End all operations under way with an error; from any thread."""
         self.broken = self.broken or error
         self._abort_comms()
-        if self._driving == threading.get_ident():  # a signal handler in the midst of a cycle
-            self._fail(error)
+        if self._driver_thread == threading.get_ident():  # a signal handler during a cycle
+            self._fail_all(error)
         else:
-            with self._driver:
-                self._fail(error)
-            self._wake()
-        self._stop()
+            with self._cycle_lock:
+                self._fail_all(error)
+            self._notify_waiters()
+        self._stop_thread()
 
     def _abort_comms(self) -> None:
         for comm in (self.control, *self.comms.values()):
             comm.abort()
 
     def close(self) -> None:
-        """End the coordinator; what is under way fails."""
+        """Close the communicators and end the thread; operations under way fail."""
         if self.forked:
             return
         error = HorovodInternalError("hvd.shutdown() was called")
-        under_way = self._queue or self.outstanding or any(not each.done for each in self._announced)
-        if under_way or self._wants_join or self.broken is not None:
+        under_way = self._queue or self.outstanding or any(not each.done for each in self._negotiating)
+        if under_way or self._join_requested or self.broken is not None:
             self.abort(error)
             return
         self.broken = error
-        self._stop()
+        self._stop_thread()
         for comm in (self.control, *self.comms.values()):
             comm.close()
 
-    def _stop(self) -> None:
-        self._ended = True
-        self._awake.set()
-        interrupted = self._driving == threading.get_ident()  # the thread may wait for this one's cycle to end
+    def _stop_thread(self) -> None:
+        self._stopped = True
+        self._work_available.set()
+        interrupted = self._driver_thread == threading.get_ident()  # the thread may wait for this one's cycle to end
         if self._thread is not None and self._thread is not threading.current_thread() and not interrupted:
             self._thread.join()
 
 
-class _End:
-    """What can be waited for beside a submission."""
+class _Completion:
+    """Anything but an entry that a thread waits for."""
 
     __slots__ = ("done",)
 
@@ -441,16 +408,16 @@ class _End:
         self.done = done
 
 
-def _name(submission: Submission) -> str:
-    return submission.key or f"{submission.signature.kind}.noname"
+def _name(entry: TensorTableEntry) -> str:
+    return entry.key or f"{entry.request.kind}.noname"
 
 
-_all: weakref.WeakSet[Coordinator] = weakref.WeakSet()
+_all: weakref.WeakSet[Controller] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for coordinator in list(_all):
-        coordinator.forked = True
+    for controller in list(_all):
+        controller.forked = True
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,4 +1,4 @@
-"""Horovod's exception classes, under the names by which programs catch them."""
+"""Horovod's exception classes, which programs catch by these names."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedI
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation failed; ``__cause__`` is the `CollectivesError`, where there is one. `elastic.run` catches it."""
+    """An operation failed; ``__cause__`` is the `CollectivesError`, where there is one.
+
+    `elastic.run` catches it.
+    """
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The set of workers has changed. ``skip_sync``: nothing was lost, so the state needs no sync."""
+    """The set of workers has changed.
+
+    ``skip_sync``: hosts were only removed, so the state needs no sync.
+    """
 
     def __init__(self, skip_sync: bool = False):
         super().__init__("the set of workers has changed")
@@ -18,4 +24,6 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Kept for programs that name it: nothing is compiled for one version here, so it is never raised."""
+    """Kept for programs that name it: nothing is compiled for one version here, so it is never
+    raised.
+    """

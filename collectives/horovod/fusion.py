@@ -1,4 +1,4 @@
-"""Carrying out what all ranks have submitted: fused buffers, gathers of unequal parts, and what joined ranks give."""
+"""Executor of negotiated operations: fusion buffers, unequal parts, zeros of joined ranks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from ..kernels import pack, unpack
 from ..layout import ALIGNMENT, bucket_layout
 from ..torch_compat import flatten_dense_tensors as flatten
 from .adasum import adasum_
-from .messages import Signature, Submission, dtype_of
-from .negotiation import Batch, Ready
+from .message_table import FusedResponse, Response
+from .messages import Request, TensorTableEntry, torch_dtype
 
-__all__ = ["Executor", "adjacent", "rows_of_part"]
+__all__ = ["Executor", "contiguous_view", "rows_of_rank"]
 
 
-def rows_of_part(rows: int, size: int, rank: int) -> int:
-    """Give the rows of a reducescatter's result: where they don't come out even, the first ranks have one more."""
+def rows_of_rank(rows: int, size: int, rank: int) -> int:
+    """Return a rank's number of rows of a reducescatter's result.
+
+    The first ranks have one more than the others.
+    """
     return rows // size + (rank < rows % size)
 
 
 class Executor:
-    """Carries out operations over the ranks of one process set, in the order that all ranks have agreed on.
+    """Carries out the operations of one process set, in the order that all ranks have negotiated.
 
-    ``comms``: a communicator for each device type; ``control``: one on host memory, for a few numbers.
+    ``comms``: a communicator for each device type. ``control``: one on host memory, for a few
+    numbers.
     """
 
     def __init__(self, comms: dict[str, Communicator], control: Communicator):
@@ -36,71 +40,76 @@ class Executor:
         self.control = control
         self.size = control.size
         self.rank = control.rank
-        self._fusion: dict[str, torch.Tensor] = {}  # by device type: bytes
+        self._fusion_buffers: dict[str, torch.Tensor] = {}  # by device type; uint8
         self._wires: dict[str, Wire] = {}
         self._streams = {name: torch.cuda.Stream(comm.device) for name, comm in comms.items() if name == "cuda"}
 
-    def run(self, item: Ready | Batch, own: list[Submission | None]) -> None:
-        """Carry out one item and give this rank's submissions of it their results; None: this rank has joined."""
-        device = (item.members[0] if isinstance(item, Batch) else item).any.device
+    def run(self, item: Response | FusedResponse, own: list[TensorTableEntry | None]) -> None:
+        """Carry out one item and set the results of this rank's entries.
+
+        An entry is None where this rank has joined.
+        """
+        device = (item.responses[0] if isinstance(item, FusedResponse) else item).request.device
         if device == "cpu":
-            self._do(item, own)
+            self._perform(item, own)
             return
         stream = self._streams[device]
         mine = [each for each in own if each is not None]
-        # The device, too: a stream of another one would be left by making the thread's former device current.
+        # The device is set, too: leaving a stream of another device sets the thread's former
+        # device.
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             for each in mine:
-                stream.wait_event(each.ready)
-                # Whoever submitted them may drop them as soon as this is queued.
+                stream.wait_event(each.ready_event)
+                # The caller may drop them as soon as this is enqueued.
                 for tensor in each.tensors():
                     tensor.record_stream(stream)
-            self._do(item, own)
+            self._perform(item, own)
             finished = stream.record_event()
         for each in mine:
-            each.finished = finished
+            each.finish_event = finished
 
-    def _do(self, item: Ready | Batch, own: list[Submission | None]) -> None:
-        if isinstance(item, Batch):
-            if not (item.small and self._allreduce_small(item.members[0].any, own)):
-                self._allreduce(item.members, own)
+    def _perform(self, item: Response | FusedResponse, own: list[TensorTableEntry | None]) -> None:
+        if isinstance(item, FusedResponse):
+            if not (item.small and self._allreduce_small(item.responses[0].request, own)):
+                self._allreduce(item.responses, own)
         else:
-            getattr(self, f"_{item.any.kind}")([item], own)
+            getattr(self, f"_{item.request.kind}")([item], own)
 
-    def _device(self, signature) -> torch.device:
-        return self.comms[signature.device].device
+    def _device(self, request) -> torch.device:
+        return self.comms[request.device].device
 
     # ---- Reductions.
 
-    def _allreduce(self, members: list[Ready], own: list[Submission | None]) -> None:
-        first = members[0].any
+    def _allreduce(self, responses: list[Response], own: list[TensorTableEntry | None]) -> None:
+        first = responses[0].request
         comm = self.comms[first.device]
         inputs, outputs = [], []
-        for member, submission in zip(members, own, strict=True):
-            if submission is None:
-                zeros = self._zeros(member.any)
+        for response, entry in zip(responses, own, strict=True):
+            if entry is None:
+                zeros = self._zeros(response.request)
                 inputs += zeros
                 outputs += zeros
                 continue
-            inputs += submission.inputs
-            if submission.outputs is None:
-                submission.outputs = [torch.empty_like(tensor) for tensor in submission.inputs]
-            outputs += submission.outputs
-            submission.results = submission.outputs
+            inputs += entry.inputs
+            if entry.outputs is None:
+                entry.outputs = [torch.empty_like(tensor) for tensor in entry.inputs]
+            outputs += entry.outputs
+            entry.results = entry.outputs
         for mine, theirs in _by_dtype(inputs, outputs):
             self._reduce(comm, first, mine, theirs)
 
-    def _allreduce_small(self, first: Signature, own: list[Submission | None]) -> bool:
-        """Reduce a batch of little by torch's own flattening, in which results are views of one piece of memory.
+    def _allreduce_small(self, first: Request, own: list[TensorTableEntry | None]) -> bool:
+        """Reduce small tensors by torch's own flattening; their results are views of one tensor.
 
-        That costs a fifth of packing and unpacking. It is taken where it is the same bytes as a fusion buffer, which
-        other ranks may use, and so little that it doesn't matter if one of the results keeps all of it.
+        Returns False where it does nothing. It takes a fifth of the time of pack and unpack. It is
+        used where its bytes are those of a fusion buffer, which other ranks may use, and so few
+        that one result may keep the memory of all.
         """
         if None in own or first.wire:
             return False
-        inputs = [tensor for submission in own for tensor in submission.inputs]
-        in_place = [submission.outputs is not None for submission in own]
-        if any(in_place) and (not all(in_place) or adjacent(inputs) is not None):
+        inputs = [tensor for entry in own for tensor in entry.inputs]
+        in_place = [entry.outputs is not None for entry in own]
+        if any(in_place) and (not all(in_place) or contiguous_view(inputs) is not None):
             return False
         flat = _scale(flatten(inputs), first.prescale)
         self.comms[first.device].all_reduce(flat, first.op)
@@ -108,130 +117,132 @@ class Executor:
         if in_place[0]:
             shaped = [part if to.dim() == 1 else part.view(to.shape) for part, to in zip(parts, inputs, strict=True)]
             torch._foreach_copy_(inputs, shaped)
-            for submission in own:
-                submission.results = submission.outputs
+            for entry in own:
+                entry.results = entry.outputs
             return True
         at = 0
-        for submission in own:
-            count = len(submission.inputs)
-            # Each with a version counter of its own: autograd must not take a write to one for a write to another.
-            submission.results = [
+        for entry in own:
+            count = len(entry.inputs)
+            # Each has a version counter of its own: autograd must not take a write to one for a
+            # write to another.
+            entry.results = [
                 part.view(like.shape).data if like.dim() != 1 else part.data
-                for part, like in zip(parts[at : at + count], submission.inputs, strict=True)
+                for part, like in zip(parts[at : at + count], entry.inputs, strict=True)
             ]
             at += count
         return True
 
-    def _reduce(self, comm, signature, inputs, outputs) -> None:
+    def _reduce(self, comm, request, inputs, outputs) -> None:
         """Reduce tensors of one dtype."""
-        op, before, after = signature.op, signature.prescale, signature.postscale
+        op, prescale, postscale = request.op, request.prescale, request.postscale
         if op == "adasum" or inputs[0].dtype in (torch.bool, torch.int16):
-            self._reduce_otherwise(comm, signature, inputs, outputs)
+            self._reduce_unsupported(comm, request, inputs, outputs)
             return
-        if signature.wire and inputs[0].dtype in (torch.float32, torch.float64):
-            self._reduce_on_wire(comm, signature, inputs, outputs)
+        if request.wire and inputs[0].dtype in (torch.float32, torch.float64):
+            self._reduce_on_wire(comm, request, inputs, outputs)
             return
         if len(inputs) > 1 and inputs[0].device == comm.device:
-            self._reduce_fused(comm, op, before, after, inputs, outputs)
+            self._reduce_fused(comm, op, prescale, postscale, inputs, outputs)
             return
         for tensor, out in zip(inputs, outputs, strict=True):
             if out is tensor:
-                comm.all_reduce(_scale(out, before), op)
-            elif before == 1.0:
+                comm.all_reduce(_scale(out, prescale), op)
+            elif prescale == 1.0:
                 comm.all_reduce(tensor, op, out=out)
             else:
-                comm.all_reduce(_scale(out.copy_(tensor), before), op)
-            _scale(out, after)
+                comm.all_reduce(_scale(out.copy_(tensor), prescale), op)
+            _scale(out, postscale)
 
-    def _reduce_fused(self, comm, op, before, after, inputs, outputs) -> None:
-        flat = adjacent(inputs) if all(map(is_, inputs, outputs)) else None
-        if flat is not None:  # they lie in one piece of memory as in a fusion buffer
-            _scale(flat, before)
+    def _reduce_fused(self, comm, op, prescale, postscale, inputs, outputs) -> None:
+        flat = contiguous_view(inputs) if all(map(is_, inputs, outputs)) else None
+        if flat is not None:  # they are contiguous, as in a fusion buffer
+            _scale(flat, prescale)
             comm.all_reduce(flat, op)
-            _scale(flat, after)
+            _scale(flat, postscale)
             return
         dtype = inputs[0].dtype
         floating = dtype.is_floating_point
         flat = self._buffer(comm, bucket_layout([tensor.numel() for tensor in inputs], dtype.itemsize).total, dtype)
-        pack(inputs, flat, scale=before if floating else 1.0)
+        pack(inputs, flat, scale=prescale if floating else 1.0)
         if not floating:
-            _scale(flat, before)
+            _scale(flat, prescale)
         comm.all_reduce(flat, op)
         if not floating:
-            _scale(flat, after)
-        unpack(flat, outputs, scale=after if floating else 1.0)
+            _scale(flat, postscale)
+        unpack(flat, outputs, scale=postscale if floating else 1.0)
 
-    def _reduce_on_wire(self, comm, signature, inputs, outputs) -> None:
-        """Reduce fp32 or fp64 by a compressed wire, on which the sum is taken in fp32."""
-        if signature.wire not in self._wires:
-            self._wires[signature.wire] = make_wire(signature.wire)
-        wire, dtype = self._wires[signature.wire], inputs[0].dtype
+    def _reduce_on_wire(self, comm, request, inputs, outputs) -> None:
+        """Reduce fp32 or fp64 by a wire format that compresses; it sums in fp32."""
+        if request.wire not in self._wires:
+            self._wires[request.wire] = make_wire(request.wire)
+        wire, dtype = self._wires[request.wire], inputs[0].dtype
         total = bucket_layout([tensor.numel() for tensor in inputs], dtype.itemsize).total
         if not total:
             return
-        flat = adjacent(inputs) if len(inputs) > 1 and all(map(is_, inputs, outputs)) else None
+        flat = contiguous_view(inputs) if len(inputs) > 1 and all(map(is_, inputs, outputs)) else None
         packed = flat is None
         if packed:
             flat = self._buffer(comm, total, dtype)
             pack(inputs, flat)
-        over = self.size if signature.op == "avg" else 0
-        # What the wire keeps for a bucket goes by a tensor that stays: the fusion buffer, or the first gradient.
-        kept = self._fusion[comm.device.type] if packed else inputs[0]
+        divisor = self.size if request.op == "avg" else 0
+        # The wire's state of a bucket is keyed by a tensor that persists: the fusion buffer, or the
+        # first gradient.
+        state_key = self._fusion_buffers[comm.device.type] if packed else inputs[0]
         wire.begin()
-        wire.reduce(comm, Bucket(flat, [kept], [0], 0), Factor(signature.prescale, over, signature.postscale))
+        wire.reduce(comm, Bucket(flat, [state_key], [0], 0), Factor(request.prescale, divisor, request.postscale))
         if packed:
             unpack(flat, outputs)
 
-    def _reduce_otherwise(self, comm, signature, inputs, outputs) -> None:
-        """Reduce by Adasum, or dtypes that the engine knows no sums of."""
+    def _reduce_unsupported(self, comm, request, inputs, outputs) -> None:
+        """Reduce by Adasum, or in dtypes whose sums the engine doesn't have."""
         for tensor, out in zip(inputs, outputs, strict=True):
             if out is not tensor:
                 out.copy_(tensor)
-            _scale(out, signature.prescale)
-        if signature.op == "adasum":
+            _scale(out, request.prescale)
+        if request.op == "adasum":
             adasum_(comm, outputs)
         else:
             for out in outputs:
-                if out.dtype == torch.bool:  # a sum of truths is a truth
-                    op = {"sum": "max", "prod": "min"}.get(signature.op, signature.op)
+                if out.dtype == torch.bool:  # the sum of booleans is a boolean
+                    op = {"sum": "max", "prod": "min"}.get(request.op, request.op)
                     comm.all_reduce(out.view(torch.uint8), op)
                 else:
                     wide = out.to(torch.int32)
-                    comm.all_reduce(wide, signature.op)
+                    comm.all_reduce(wide, request.op)
                     out.copy_(wide)
         for out in outputs:
-            _scale(out, signature.postscale)
+            _scale(out, request.postscale)
 
-    def _reducescatter(self, members, own) -> None:
-        signature, submission = members[0].any, own[0]
-        comm = self.comms[signature.device]
-        submission.results = []
-        for tensor in submission.inputs:
-            rows = [rows_of_part(tensor.shape[0], self.size, rank) for rank in range(self.size)]
+    def _reducescatter(self, responses, own) -> None:
+        request, entry = responses[0].request, own[0]
+        comm = self.comms[request.device]
+        entry.results = []
+        for tensor in entry.inputs:
+            rows = [rows_of_rank(tensor.shape[0], self.size, rank) for rank in range(self.size)]
             inner = tensor.shape[1:]
             if min(rows) == max(rows):
-                whole = tensor if signature.prescale == 1.0 else _scale(tensor.clone(), signature.prescale)
+                whole = tensor if request.prescale == 1.0 else _scale(tensor.clone(), request.prescale)
                 out = torch.empty((rows[0], *inner), dtype=tensor.dtype, device=tensor.device)
-                comm.reduce_scatter(out, whole.contiguous(), signature.op)
-            else:  # each part is padded to the longest
+                comm.reduce_scatter(out, whole.contiguous(), request.op)
+            else:  # each rank's part is padded to the longest
                 whole = torch.zeros((self.size, rows[0], *inner), dtype=tensor.dtype, device=tensor.device)
                 for part, source in zip(whole, tensor.split(rows), strict=True):
                     part[: len(source)] = source
-                _scale(whole, signature.prescale)
+                _scale(whole, request.prescale)
                 out = torch.empty((rows[0], *inner), dtype=tensor.dtype, device=tensor.device)
-                comm.reduce_scatter(out, whole, signature.op)
+                comm.reduce_scatter(out, whole, request.op)
                 out = out[: rows[self.rank]].clone()
-            submission.results.append(_scale(out, signature.postscale))
+            entry.results.append(_scale(out, request.postscale))
 
     # ---- Copies.
 
-    def _allgather(self, members, own) -> None:
-        ready, submission = members[0], own[0]
-        comm = self.comms[ready.any.device]
-        inputs = self._zeros(ready.any, rows=0) if submission is None else submission.inputs
+    def _allgather(self, responses, own) -> None:
+        response, entry = responses[0], own[0]
+        comm = self.comms[response.request.device]
+        inputs = self._zeros(response.request, rows=0) if entry is None else entry.inputs
         results = []
         for index, tensor in enumerate(inputs):
-            rows = [0 if each is None else each.signature.shapes[index][0] for each in ready.requests]
+            rows = [0 if each is None else each.request.shapes[index][0] for each in response.cached_requests]
             out = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=comm.device)
             if min(rows) == max(rows):
                 comm.all_gather(out, tensor.contiguous())
@@ -243,63 +254,64 @@ class Executor:
                         if part.numel():
                             comm.broadcast(part, rank)
             results.append(out)
-        if submission is not None:
-            submission.results = results
+        if entry is not None:
+            entry.results = results
 
-    def _broadcast(self, members, own) -> None:
-        signature, submission = members[0].any, own[0]
-        comm = self.comms[signature.device]
-        if submission.outputs is None:
-            submission.outputs = [torch.empty_like(tensor) for tensor in submission.inputs]
-        for tensor, out in zip(submission.inputs, submission.outputs, strict=True):
-            if out is not tensor and self.rank == signature.root:
+    def _broadcast(self, responses, own) -> None:
+        request, entry = responses[0].request, own[0]
+        comm = self.comms[request.device]
+        if entry.outputs is None:
+            entry.outputs = [torch.empty_like(tensor) for tensor in entry.inputs]
+        for tensor, out in zip(entry.inputs, entry.outputs, strict=True):
+            if out is not tensor and self.rank == request.root:
                 out.copy_(tensor)
-            comm.broadcast(out, signature.root)
-        submission.results = submission.outputs
+            comm.broadcast(out, request.root)
+        entry.results = entry.outputs
 
-    def _alltoall(self, members, own) -> None:
-        ready, submission = members[0], own[0]
-        comm = self.comms[ready.any.device]
-        tensor, splits = submission.inputs[0], submission.splits
-        given = torch.zeros(self.size, dtype=torch.int64)
+    def _alltoall(self, responses, own) -> None:
+        response, entry = responses[0], own[0]
+        comm = self.comms[response.request.device]
+        tensor, splits = entry.inputs[0], entry.splits
+        sent = torch.zeros(self.size, dtype=torch.int64)
         if splits is None:
             splits = [tensor.shape[0] // self.size] * self.size
-        given.copy_(torch.tensor(splits, dtype=torch.int64))
-        received = torch.empty_like(given)
-        self.control.all_to_all(received, given)
+        sent.copy_(torch.tensor(splits, dtype=torch.int64))
+        received = torch.empty_like(sent)
+        self.control.all_to_all(received, sent)
         rows = received.tolist()
         out = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=comm.device)
         comm.all_to_all(out, tensor[: sum(splits)].contiguous(), rows, list(splits))
-        submission.results = [out, received.int()]
+        entry.results = [out, received.int()]
 
-    def _barrier(self, members, own) -> None:
+    def _barrier(self, responses, own) -> None:
         if own[0] is not None:
-            own[0].results = []  # that all have submitted it is all there is to it
+            own[0].results = []  # nothing remains to be done once all ranks have submitted it
 
     # ---- Memory.
 
-    def _zeros(self, signature, rows: int | None = None) -> list[torch.Tensor]:
-        """Give what a rank that has joined takes part with."""
-        device = self._device(signature)
+    def _zeros(self, request, rows: int | None = None) -> list[torch.Tensor]:
+        """Return the tensors with which a rank that has joined takes part."""
+        device = self._device(request)
         return [
-            torch.zeros(shape if rows is None else (rows, *shape[1:]), dtype=dtype_of(dtype), device=device)
-            for dtype, shape in zip(signature.dtypes, signature.shapes, strict=True)
+            torch.zeros(shape if rows is None else (rows, *shape[1:]), dtype=torch_dtype(dtype), device=device)
+            for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
         ]
 
     def _buffer(self, comm, total: int, dtype: torch.dtype) -> torch.Tensor:
         kind, nbytes = comm.device.type, total * dtype.itemsize
-        buffer = self._fusion.get(kind)
+        buffer = self._fusion_buffers.get(kind)
         if buffer is None or buffer.numel() < nbytes:
-            self._fusion[kind] = buffer = None  # before the larger one is made
-            self._fusion[kind] = buffer = comm.empty(1 << max(16, (nbytes - 1).bit_length()), torch.uint8)
+            self._fusion_buffers[kind] = buffer = None  # freed before the larger one is allocated
+            self._fusion_buffers[kind] = buffer = comm.empty(1 << max(16, (nbytes - 1).bit_length()), torch.uint8)
         return buffer[:nbytes].view(dtype)
 
 
-def adjacent(tensors: list[torch.Tensor]) -> torch.Tensor | None:
-    """Give one flat view of tensors that lie one after the other as in a fusion buffer; None: they don't.
+def contiguous_view(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return one flat view of tensors that are contiguous in memory as in a fusion buffer, else
+    None.
 
-    None, too, where a fusion buffer pads one of them to 16 bytes: what lies there in the user's memory isn't to be
-    touched.
+    None, too, where a fusion buffer would pad one of them to 16 bytes: the user's memory at the
+    padding must not be written.
     """
     first = tensors[0]
     itemsize = first.itemsize
@@ -317,7 +329,7 @@ def adjacent(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply in place; integers by way of fp64, cut off towards 0."""
+    """Multiply in place; integers by way of fp64, rounded towards 0."""
     if factor != 1.0:
         if tensor.dtype.is_floating_point:
             tensor.mul_(factor)

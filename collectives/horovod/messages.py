@@ -1,4 +1,4 @@
-"""What a rank wants done: a `Signature`, which the ranks compare, and a `Submission`, which holds the tensors."""
+"""Messages of the negotiation: `Request`, and `TensorTableEntry`, which holds its tensors."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from ..layout import ALIGNMENT
 
 __all__ = [
     "DTYPE_NAMES",
+    "CachedRequest",
     "Request",
-    "Signature",
-    "Submission",
+    "TensorTableEntry",
+    "cached_request",
     "can_reduce",
-    "decode",
-    "dtype_of",
-    "encode",
-    "request_of",
+    "decode_requests",
+    "encode_requests",
+    "torch_dtype",
 ]
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_ALONE = frozenset({"bool", "int16"})  # reduced as other dtypes, each by itself
-_MOST_BYTES = 1 << 26  # of one rank's announcement
+_NOT_FUSED = frozenset({"bool", "int16"})  # reduced in another dtype, each tensor by itself
+_MAX_BYTES = 1 << 26  # of one rank's encoded requests
 
 
-class Signature(NamedTuple):
-    """One operation as all ranks must call it; the tensors of a group are one operation.
+class Request(NamedTuple):
+    """One operation as all ranks must call it. The tensors of a group are one operation.
 
-    ``name``: as the user gave it, "" for none; ``dtypes`` and ``shapes``: of each tensor; ``device``: "cpu" or "cuda";
-    ``root``: a rank of the process set; ``wire``: a wire format to which elements are rounded on the way, or "".
+    ``name``: the user's, "" for none. ``dtypes`` and ``shapes``: of each tensor. ``device``: "cpu"
+    or "cuda". ``root``: a rank of the process set. ``wire``: the wire format to which elements are
+    rounded for transport, or "".
     """
 
     kind: str
@@ -50,111 +51,116 @@ class Signature(NamedTuple):
     wire: str = ""
 
 
-class Request:
-    """A signature and what follows from it. Requests are compared by identity.
+class CachedRequest:
+    """A request and what is derived from it.
 
-    ``key``: by which the ranks' submissions meet; "" for one with no name. ``nbytes``: of all tensors. ``alike``: what
-    allreduces that can be fused have in common; None: it isn't to be fused. ``dense``: there is no padding between its
-    tensors in a fusion buffer.
+    There is one object for each request; compare by identity. ``key``: name by which the ranks'
+    entries are matched; "" for a request without a name. ``nbytes``: of all tensors.
+    ``fusion_key``: equal for allreduces that can be fused with each other; None for what can't be
+    fused. ``unpadded``: whether a fusion buffer has no padding between its tensors.
     """
 
-    __slots__ = ("__weakref__", "alike", "dense", "key", "nbytes", "signature")
+    __slots__ = ("__weakref__", "fusion_key", "key", "nbytes", "request", "unpadded")
 
-    def __init__(self, signature: Signature):
-        kind, name, dtypes, shapes, device, op, before, after, _, wire = signature
-        self.signature = signature
+    def __init__(self, request: Request):
+        kind, name, dtypes, shapes, device, op, prescale, postscale, _, wire = request
+        self.request = request
         self.key = f"{kind}.{name}" if name else ""
         sizes = [_DTYPES[d].itemsize * torch.Size(s).numel() for d, s in zip(dtypes, shapes, strict=True)]
         self.nbytes = sum(sizes)
-        self.dense = not any(nbytes % ALIGNMENT for nbytes in sizes)
-        one_dtype = bool(dtypes) and dtypes.count(dtypes[0]) == len(dtypes) and dtypes[0] not in _ALONE
+        self.unpadded = not any(nbytes % ALIGNMENT for nbytes in sizes)
+        one_dtype = bool(dtypes) and dtypes.count(dtypes[0]) == len(dtypes) and dtypes[0] not in _NOT_FUSED
         fusible = kind == "allreduce" and op != "adasum" and one_dtype
-        self.alike = (dtypes[0], device, op, before, after, wire) if fusible else None
+        self.fusion_key = (dtypes[0], device, op, prescale, postscale, wire) if fusible else None
 
 
-_made: weakref.WeakValueDictionary[Signature, Request] = weakref.WeakValueDictionary()
+_cache: weakref.WeakValueDictionary[Request, CachedRequest] = weakref.WeakValueDictionary()
 
 
-def request_of(signature: Signature) -> Request:
-    """Give the request of a signature: the same one for as long as anybody has it, in submissions and tables alike."""
-    request = _made.get(signature)
-    if request is None:
-        request = _made[signature] = Request(signature)
-    return request
+def cached_request(request: Request) -> CachedRequest:
+    """Return the one `CachedRequest` of a request, which lives while it is referenced."""
+    cached = _cache.get(request)
+    if cached is None:
+        cached = _cache[request] = CachedRequest(request)
+    return cached
 
 
-class Submission:
-    """An operation of this rank under way, with its tensors, which it keeps alive, and its end.
+class TensorTableEntry:
+    """An operation of this rank, with its tensors, which it keeps alive, and its outcome.
 
-    ``results``: what `synchronize` gives, set when ``done`` is. ``splits``: of alltoall. ``ready``: on CUDA the event
-    behind what made the inputs. ``finished``: on CUDA the event behind the operation. ``sequence``: the operations of
-    a process set are numbered in the order in which they are carried out, the same on all ranks.
+    ``results``: what `synchronize` returns, set when ``done`` is. ``splits``: of alltoall.
+    ``ready_event``: on CUDA the event after the inputs were computed. ``finish_event``: on CUDA the
+    event after the operation. ``sequence``: number of the operation in the order in which its
+    process set carries them out, the same on all ranks.
     """
 
     __slots__ = (
-        "begun", "done", "error", "finished", "inputs", "key", "outputs", "ready", "reported", "request", "results",
-        "sequence", "splits",
+        "cached", "done", "error", "finish_event", "inputs", "key", "outputs", "ready_event", "results", "sequence",
+        "splits", "stall_reported", "submit_time",
     )  # fmt: skip
 
-    def __init__(self, request: Request, inputs: list, outputs: list | None = None, splits=None):
-        self.request = request
+    def __init__(self, cached: CachedRequest, inputs: list, outputs: list | None = None, splits=None):
+        self.cached = cached
         self.inputs = inputs
         self.outputs = outputs
         self.splits = splits
-        self.key = request.key
+        self.key = cached.key
         self.done = False
         self.error: BaseException | None = None
         self.results = None
         self.sequence = -1
-        self.begun = time.monotonic()
-        self.reported = False
-        self.ready = None
-        self.finished = None
-        if request.signature.device == "cuda":
-            self.ready = torch.cuda.current_stream(inputs[0].device).record_event()
+        self.submit_time = time.monotonic()
+        self.stall_reported = False
+        self.ready_event = None
+        self.finish_event = None
+        if cached.request.device == "cuda":
+            self.ready_event = torch.cuda.current_stream(inputs[0].device).record_event()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Give the caller's tensors: those that are read, and those that are written to."""
-        apart = self.outputs is not None and self.outputs is not self.inputs
-        return [*self.inputs, *self.outputs] if apart else self.inputs
+        """Return the caller's tensors: those that are read and those that are written."""
+        separate = self.outputs is not None and self.outputs is not self.inputs
+        return [*self.inputs, *self.outputs] if separate else self.inputs
 
     @property
-    def signature(self) -> Signature:
+    def request(self) -> Request:
         """What the ranks compare."""
-        return self.request.signature
+        return self.cached.request
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """Give the torch dtype of a name such as "float32"."""
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a name such as "float32"."""
     return _DTYPES[name]
 
 
 def can_reduce(dtype: torch.dtype) -> bool:
-    """Tell whether a dtype's elements can be reduced: NCCL's dtypes, bool, and int16 by int32."""
+    """Return whether a dtype can be reduced: NCCL's dtypes, bool, and int16 (by int32)."""
     return dtype in TORCH_CODES or dtype in (torch.bool, torch.int16)
 
 
-def encode(new: list[Signature], numbers: list[int] | None) -> bytes:
-    """Write down signatures that the others haven't seen, and all numbers, where these have no room elsewhere."""
-    return json.dumps([new, numbers], separators=(",", ":")).encode()
+def encode_requests(new: list[Request], request_ids: list[int] | None) -> bytes:
+    """Encode new requests, and the request ids where they have no room in the row."""
+    return json.dumps([new, request_ids], separators=(",", ":")).encode()
 
 
-def decode(data: bytes, rank: int) -> tuple[list[Signature], list[int] | None]:
-    """Read what `encode` wrote. Nothing is unpickled; `TransportError` for anything else."""
+def decode_requests(data: bytes, rank: int) -> tuple[list[Request], list[int] | None]:
+    """Decode what `encode_requests` wrote.
+
+    Nothing is unpickled; `TransportError` for anything else.
+    """
     try:
-        if len(data) > _MOST_BYTES:
+        if len(data) > _MAX_BYTES:
             raise ValueError("too long")
-        new, numbers = json.loads(data)
-        signatures = [
-            Signature(
+        new, request_ids = json.loads(data)
+        requests = [
+            Request(
                 str(kind), str(name), tuple(map(str, dtypes)), tuple(tuple(map(int, s)) for s in shapes), str(device),
                 str(op), float(prescale), float(postscale), int(root), str(wire),
             )
             for kind, name, dtypes, shapes, device, op, prescale, postscale, root, wire in new
         ]  # fmt: skip
-        if any(dtype not in _DTYPES for signature in signatures for dtype in signature.dtypes):
+        if any(dtype not in _DTYPES for request in requests for dtype in request.dtypes):
             raise ValueError("no dtype")
-        return signatures, None if numbers is None else list(map(int, numbers))
+        return requests, None if request_ids is None else list(map(int, request_ids))
     except (ValueError, TypeError, RecursionError) as error:
         text = f"what rank {rank} announced can't be read: {data[:80]!r}"
         raise TransportError(text, op="hvd", peers=(rank,)) from error

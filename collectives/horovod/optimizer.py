@@ -1,4 +1,4 @@
-"""DistributedOptimizer: an optimizer whose gradients are reduced over the ranks before each step."""
+"""DistributedOptimizer: an optimizer that reduces its gradients over the ranks before each step."""
 
 from __future__ import annotations
 
@@ -36,28 +36,32 @@ def DistributedOptimizer(
     gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set=global_process_set, *,
     gradient_as_bucket_view=True,
 ):  # fmt: skip
-    """Give an optimizer of the given one's class, with its state, that reduces gradients over the ranks and steps.
+    """Return an optimizer with the same class and state that reduces gradients before steps.
 
-    All ranks of the process set make and step the same ones in the same order; other ranks step on their own.
-    ``named_parameters``: (name, parameter) pairs as of ``model.named_parameters()``; for several models whose names may
-    be the same a list of such iterables, or a dict of them by prefix; None: parameters are named by their places.
-    ``compression``: of `Compression`, or a `Compressor` of your own. ``backward_passes_per_step``: backwards whose
-    gradients add up before they are reduced. ``op``: `Average`, `Sum`, `Min`, `Max`, `Product`, or `Adasum`, which
-    reduces what a step has changed. Gradients are divided by ``gradient_predivide_factor`` before the sum of an
-    average, and multiplied after it. ``groups``: lists of parameters that are reduced together, or a number of groups;
-    None: filled in the order in which gradients become ready; ``num_groups`` is its deprecated form.
-    ``sparse_as_dense``: sparse gradients are made dense and stay so. ``gradient_as_bucket_view``: from the second step
-    on a ``.grad`` is a view of the memory that is reduced, which a later step writes over; False: gradients stay where
-    backwards put them, and are copied both ways.
+    All ranks of the process set construct and step the same optimizers in the same order; other
+    ranks step on their own. ``named_parameters``: (name, parameter) pairs as of
+    ``model.named_parameters()``; for several models whose names may be equal a list of such
+    iterables, or a dict of them by prefix; None: parameters are named by their positions.
+    ``compression``: a class of `Compression`, or a `Compressor` of your own.
+    ``backward_passes_per_step``: backwards whose gradients accumulate before they are reduced.
+    ``op``: `Average`, `Sum`, `Min`, `Max`, `Product`, or `Adasum`, which reduces the changes of a
+    step. Gradients are divided by ``gradient_predivide_factor`` before the sum of an average, and
+    multiplied by it afterwards. ``groups``: lists of parameters that are reduced together, or a
+    number of groups; None: groups are filled in the order in which gradients become ready;
+    ``num_groups`` is its deprecated form. ``sparse_as_dense``: sparse gradients are made dense and
+    stay so. ``gradient_as_bucket_view``: from the second step on a ``.grad`` is a view of the
+    memory that is reduced, and a later step overwrites it; False: gradients stay where the backward
+    has put them, and are copied in both directions.
 
-    A parameter with no gradient on this rank takes part with zeros; one with none on any rank keeps ``.grad`` None.
-    With a closure the loss, too, is the ranks' average, so that they decide alike. ``synchronize()`` ends the
-    reduction, to be followed by ``with optimizer.skip_synchronize(): optimizer.step()``; between the two gradients may
-    be clipped or unscaled. Raises `ValueError` for arguments that won't do.
+    A parameter with no gradient on this rank takes part with zeros. One with no gradient on any
+    rank keeps ``.grad`` None. With a closure the loss is the ranks' average, too, so that all ranks
+    decide the same. ``synchronize()`` ends the reduction; after it call ``with
+    optimizer.skip_synchronize(): optimizer.step()``. Between the two, gradients may be clipped or
+    unscaled. Raises `ValueError` for invalid arguments.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"DistributedOptimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     if op not in tuple(ReduceOp) or isinstance(op, bool):
         raise ValueError(f"op must be hvd.Average, Sum, Adasum, Min, Max or Product, not {op!r}")
@@ -69,7 +73,7 @@ def DistributedOptimizer(
         warnings.warn("num_groups has been replaced by groups: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     _check_passes(backward_passes_per_step)
-    current().check(process_set)
+    current().check_process_set(process_set)
     groups = _read_groups(groups)
     named = _read_names(optimizer, named_parameters)
     names = {id(param): name for name, param in reversed(named)}
@@ -83,16 +87,21 @@ def DistributedOptimizer(
             gradient_predivide_factor, groups, sparse_as_dense, process_set, views=gradient_as_bucket_view,
         )  # fmt: skip
     base = type(optimizer)
-    kind = type(base.__name__, (_Distributed, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-    wrapped = kind.__new__(kind)
-    wrapped.__dict__ = _take_over(optimizer, wrapped)
+    class_ = type(
+        base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__}
+    )
+    wrapped = class_.__new__(class_)
+    wrapped.__dict__ = _share_attributes(optimizer, wrapped)
     wrapped._reducer = reducer
-    reducer.attach(wrapped)
+    reducer.register_hooks(wrapped)
     return wrapped
 
 
-def _take_over(optimizer, wrapped) -> dict:
-    """Give the optimizer's attributes, which both share from now on; a scheduler's count of steps goes by ours."""
+def _share_attributes(optimizer, wrapped) -> dict:
+    """Return the optimizer's attributes, which both share from now on.
+
+    A scheduler counts our steps.
+    """
     shared = vars(optimizer)
     patched = shared.get("step")
     if patched is not None:
@@ -113,20 +122,22 @@ def _take_over(optimizer, wrapped) -> dict:
     return shared
 
 
-class _Distributed:
-    """What is laid over the optimizer's own class."""
+class _DistributedOptimizer:
+    """Base class that comes before the optimizer's own class."""
 
     @property
     def param_groups(self) -> list:
-        """The groups; GradScaler, which goes through them to unscale, finds the gradients reduced.
+        """The parameter groups.
 
-        Otherwise each rank would look for infinities among its own gradients, and some would leave the step out.
+        For GradScaler, which iterates over them to unscale, the gradients are reduced first.
+        Otherwise each rank would look for infinities among its own gradients, and some ranks would
+        skip the step.
         """
         shared = self.__dict__
         reducer = shared.get("_reducer")
-        if reducer is not None and reducer.fired and sys._getframe(1).f_code.co_name == "_unscale_grads_":
+        if reducer is not None and reducer.backward_ran and sys._getframe(1).f_code.co_name == "_unscale_grads_":
             reducer.synchronize(self)
-            reducer.scaled = True
+            reducer.reduced_for_scaler = True
         return shared["param_groups"]
 
     @param_groups.setter
@@ -134,22 +145,25 @@ class _Distributed:
         self.__dict__["param_groups"] = groups
 
     def synchronize(self) -> None:
-        """End the reduction of all gradients; blocks. A parameter whose backward isn't through takes part as it is."""
+        """Reduce all gradients and wait for them; blocks.
+
+        A parameter whose backward isn't complete takes part as it is.
+        """
         self._reducer.synchronize(self)
 
     @contextlib.contextmanager
     def skip_synchronize(self):
-        """Let a step() inside not reduce: ``synchronize()`` was called before."""
+        """Context in which step() doesn't reduce, because ``synchronize()`` was called before."""
         if self._reducer.steps_locally:
             raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
-        self._reducer.skips = True
+        self._reducer.skip_reduction = True
         try:
             yield
         finally:
-            self._reducer.skips = False
+            self._reducer.skip_reduction = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change after how many backwards gradients are reduced; between steps."""
+        """Set the number of backwards before gradients are reduced; call it between steps."""
         _check_passes(passes)
         self._reducer.set_passes(passes)
 
@@ -160,51 +174,55 @@ class _Distributed:
         if reducer.steps_locally:
             return reducer.step(self, stepping if closure is None else functools.partial(stepping, closure))
         if closure is None:
-            if not reducer.skips:
-                if reducer.synchronized and not reducer.scaled:
+            if not reducer.skip_reduction:
+                if reducer.synchronized and not reducer.reduced_for_scaler:
                     warnings.warn(_SYNCHRONIZED, stacklevel=3)
                 elif not reducer.synchronized:
                     reducer.synchronize(self)
-            reducer.synchronized = reducer.scaled = False
+            reducer.synchronized = reducer.reduced_for_scaler = False
             return stepping()
-        if not reducer.skips:
-            if reducer.fired:
+        if not reducer.skip_reduction:
+            if reducer.backward_ran:
                 reducer.synchronize(self)
-            closure = self._reducing(closure)
+            closure = self._reduce_in_closure(closure)
         result = stepping(closure)
         reducer.synchronized = False
         return result
 
-    # Optimizer puts a profiler's mark and the step hooks around a class's step: the inner one has them.
+    # Optimizer wraps a class's step in a profiler's mark and the step hooks. The inner step has
+    # them.
     step.hooked = True
 
-    def _reducing(self, closure):
+    def _reduce_in_closure(self, closure):
         reducer = self._reducer
 
-        def reduced():
+        def closure_with_reduction():
             reducer.synchronized = False
             loss = closure()
             if not reducer.synchronized:
                 reducer.synchronize(self)
             return reducer.average_loss(loss)
 
-        return reduced
+        return closure_with_reduction
 
     def zero_grad(self, *arguments, **options) -> None:
-        """As the optimizer's own; `AssertionError` between a backward and the step, when gradients are on their way."""
-        if self._reducer.fired:
+        """As the optimizer's own.
+
+        `AssertionError` between a backward and the step, while gradients are reduced.
+        """
+        if self._reducer.backward_ran:
             raise AssertionError(_ZERO_GRAD)
         super().zero_grad(*arguments, **options)
 
     def load_state_dict(self, *arguments, **options) -> None:
-        """As the optimizer's own; what is on its way is waited for, and forgotten."""
-        self._reducer.forget()
+        """As the optimizer's own; waits for reductions under way and drops their results."""
+        self._reducer.drain()
         super().load_state_dict(*arguments, **options)
 
     def add_param_group(self, param_group) -> None:
-        """As the optimizer's own; its parameters are named by their places. All ranks add it."""
+        """As the optimizer's own; its parameters are named by their positions. All ranks add it."""
         super().add_param_group(param_group)
-        self._reducer.attach(self)
+        self._reducer.register_hooks(self)
 
     def __reduce_ex__(self, protocol):
         raise TypeError(
@@ -248,7 +266,7 @@ def _is_pair(entry) -> bool:
 
 
 def _read_names(optimizer, named_parameters) -> list[tuple[str, torch.Tensor]]:
-    """Read (name, parameter) of all forms."""
+    """Return (name, parameter) pairs from all forms of ``named_parameters``."""
     inside = [param for group in optimizer.param_groups for param in group["params"]]
     if named_parameters is None:
         return [
@@ -263,7 +281,9 @@ def _read_names(optimizer, named_parameters) -> list[tuple[str, torch.Tensor]]:
         several = [(f"{prefix}.", pairs) for prefix, pairs in models]
     else:
         entries = list(named_parameters)
-        iterables = [not _is_pair(entry) and isinstance(entry, Iterable) and not _is_plain(entry) for entry in entries]
+        iterables = [
+            not _is_pair(entry) and isinstance(entry, Iterable) and not _is_not_pairs(entry) for entry in entries
+        ]
         if entries and all(iterables):
             named, several = [], [(f"{index}.", pairs) for index, pairs in enumerate(entries)]
         else:
@@ -295,19 +315,21 @@ def _read_names(optimizer, named_parameters) -> list[tuple[str, torch.Tensor]]:
     return [(name, param) for name, param in named if id(param) in mine]
 
 
-def _is_plain(entry) -> bool:
-    """Tell whether an entry is no sequence of pairs, though it can be gone through."""
+def _is_not_pairs(entry) -> bool:
+    """Return whether an iterable entry isn't a sequence of pairs."""
     if isinstance(entry, (str, torch.Tensor)):
         return True
     return isinstance(entry, (tuple, list)) and not all(map(_is_pair, entry))
 
 
-_made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # world -> how many of the same names were made
+_prefix_counts: weakref.WeakKeyDictionary = (
+    weakref.WeakKeyDictionary()
+)  # world -> number of optimizers with the same names
 
 
 def _prefix(named, process_set) -> str:
-    """Tell apart optimizers whose parameters have the same names, by the order in which they are made."""
-    counts = _made.setdefault(current(), Counter())
+    """Return a prefix that is unique among optimizers with the same parameter names."""
+    counts = _prefix_counts.setdefault(current(), Counter())
     key = process_set.process_set_id, tuple(name for name, _ in named)
     counts[key] += 1
     return "" if counts[key] == 1 else f"{counts[key]}."

@@ -1,4 +1,4 @@
-"""Telling of operations that some ranks have submitted and others have not, and ending them in the end."""
+"""Stall inspector: reports, and finally ends, operations that not all ranks have submitted."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ import threading
 import weakref
 
 from ..errors import CollectiveTimeout
-from .controller import Coordinator
+from .controller import Controller
 from .settings import Settings
 
-__all__ = ["Watch"]
+__all__ = ["StallInspector"]
 
 _LOG = logging.getLogger("collectives.horovod")
 _SHOWN = 20  # names in one message
-_OFTEN = 10.0  # seconds between two looks, at most
+_MAX_PAUSE = 10.0  # seconds
 
 
-class Watch:
-    """A thread that looks at coordinators from time to time."""
+class StallInspector:
+    """A thread that inspects controllers at intervals."""
 
     def __init__(self, settings: Settings, rank: int):
         self._settings = settings
         self._rank = rank
-        self._coordinators: weakref.WeakSet[Coordinator] = weakref.WeakSet()
+        self._controllers: weakref.WeakSet[Controller] = weakref.WeakSet()
         self._stop = threading.Event()
         times = [seconds for seconds in (settings.stall_check, settings.stall_shutdown) if seconds]
         self._thread = None
         if times:
-            pause = min(_OFTEN, *(seconds / 4 for seconds in times))
+            pause = min(_MAX_PAUSE, *(seconds / 4 for seconds in times))
             self._thread = threading.Thread(target=self._run, args=(pause,), name="collectives stall", daemon=True)
 
-    def add(self, coordinator: Coordinator) -> None:
-        """Watch one more."""
-        self._coordinators.add(coordinator)
+    def add(self, controller: Controller) -> None:
+        """Inspect one more controller."""
+        self._controllers.add(controller)
         if self._thread is not None and self._thread.ident is None:
             self._thread.start()
 
@@ -43,38 +43,38 @@ class Watch:
 
     def _run(self, pause: float) -> None:
         while not self._stop.wait(pause):
-            for coordinator in list(self._coordinators):
-                if coordinator.broken is None:
-                    self._look(coordinator)
+            for controller in list(self._controllers):
+                if controller.broken is None:
+                    self._inspect(controller)
 
-    def _look(self, coordinator: Coordinator) -> None:
+    def _inspect(self, controller: Controller) -> None:
         check, shutdown = self._settings.stall_check, self._settings.stall_shutdown
         if check:
-            late = [each for each in coordinator.stalled(check) if not each[0].reported]
-            for submission, _, _ in late:
-                submission.reported = True
+            late = [each for each in controller.stalled_entries(check) if not each[0].stall_reported]
+            for entry, _, _ in late:
+                entry.stall_reported = True
             if late:
                 _LOG.warning(
                     "hvd [rank %d]: submitted here more than %g s ago, and not by all ranks:\n%s\nThe ranks named are "
                     "busy with something else, have ended, or took another branch: each operation must be submitted by "
                     "all ranks of its process set, under the same name",
-                    self._rank, check, _told(late),
+                    self._rank, check, _format_stalled(late),
                 )  # fmt: skip
-        if shutdown and (late := coordinator.stalled(shutdown)):
+        if shutdown and (late := controller.stalled_entries(shutdown)):
             text = f"not submitted by all ranks within {shutdown:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS):\n"
             peers = sorted({rank for _, _, ranks in late for rank in ranks})
-            coordinator.take_device()
-            coordinator.abort(CollectiveTimeout(text + _told(late), op="hvd", rank=self._rank, peers=peers))
+            controller.set_thread_device()
+            controller.abort(CollectiveTimeout(text + _format_stalled(late), op="hvd", rank=self._rank, peers=peers))
 
 
-def _told(late) -> str:
-    lines = [f"  {name} (missing: {_ranks(ranks)})" for _, name, ranks in late[:_SHOWN]]
+def _format_stalled(late) -> str:
+    lines = [f"  {name} (missing: {_format_ranks(ranks)})" for _, name, ranks in late[:_SHOWN]]
     if len(late) > _SHOWN:
         lines.append(f"  and {len(late) - _SHOWN} more")
     return "\n".join(lines)
 
 
-def _ranks(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     if not ranks:
         return "not known"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:16]))}{' ...' if len(ranks) > 16 else ''}"

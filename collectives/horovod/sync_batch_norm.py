@@ -1,4 +1,4 @@
-"""Batch normalisation by the statistics of all ranks' batches."""
+"""FusedResponse normalisation by the statistics of all ranks' batches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(BatchNorm):
-    """Normalises as torch.nn.BatchNorm1d to 3d do, while training by the mean and variance of all ranks' batches.
+    """Normalises as torch.nn.BatchNorm1d to 3d; training uses all ranks' mean and variance.
 
-    Arguments, parameters and state dicts are those of torch's. Input: [N, C, ...] of 2 dimensions or more, floating,
-    on the CPU or a GPU; N may differ between the ranks, and be 0. In training the forward and the backward block until
-    all ranks have come to them, so that all do the same number of them, in the same order. In evaluation nothing is
-    sent. The gradients of weight and bias are this rank's share, for DistributedOptimizer to reduce.
-    Raises `ValueError` where all batches together have one value a channel. Source: Ioffe and Szegedy 2015.
+    Arguments, parameters and state dicts are those of torch's. Input: [N, C, ...] of 2 dimensions
+    or more, floating, on the CPU or a GPU; N may differ between the ranks, and be 0. In training
+    the forward and the backward block until all ranks have called them, so all ranks must call them
+    equally often, in the same order. In evaluation nothing is sent. The gradients of weight and
+    bias are those of this rank's batch; DistributedOptimizer reduces them. Raises `ValueError`
+    where all batches together have one value per channel. Source: Ioffe and Szegedy 2015.
     """
 
     def _check_input_dim(self, input):
@@ -31,7 +32,7 @@ class SyncBatchNorm(BatchNorm):
             raise ValueError(f"expected {self.num_features} channels in dimension 1, not {input.shape[1]}")
 
     def forward(self, input):
-        """Give the normalised input, of the same shape and dtype."""
+        """Return the normalised input, of the same shape and dtype."""
         self._check_input_dim(input)
         if not self.training or current().size == 1:
             return super().forward(input)
@@ -39,18 +40,18 @@ class SyncBatchNorm(BatchNorm):
             self.num_batches_tracked.add_(1)
         out, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps)
         if self.track_running_stats and self.running_mean is not None:
-            share = self.momentum
-            if share is None:  # a tensor: the host doesn't wait for it
-                share = (1.0 / self.num_batches_tracked.double()).to(self.running_mean.dtype)
+            weight = self.momentum
+            if weight is None:  # a tensor: the host doesn't wait for it
+                weight = (1.0 / self.num_batches_tracked.double()).to(self.running_mean.dtype)
             with torch.no_grad():
                 unbiased = variance * (count / (count - 1))
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
         return out
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Put one of these in place of each batch normalisation of a module, with its parameters and statistics."""
+        """Replace each batch normalisation of a module by a SyncBatchNorm with its state."""
         converted = module
         if isinstance(module, BatchNorm) and not isinstance(module, cls):
             converted = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
@@ -68,7 +69,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Normalise(torch.autograd.Function):
-    """Gives the output, and the mean, the biased variance (float64) and the number of values of all ranks."""
+    """Returns the output, and the statistics of all ranks' batches.
+
+    These are the mean, the biased variance (float64) and the number of values.
+    """
 
     @staticmethod
     def forward(ctx, input, weight, bias, eps):
@@ -76,7 +80,8 @@ class _Normalise(torch.autograd.Function):
         over = [d for d in range(input.dim()) if d != 1]
         wide = input.to(_wide(input.dtype))
         count = input.numel() // channels if channels else 0
-        # Each rank's mean and sum of squared distances from it: sums of squares would cancel out (Chan et al. 1979).
+        # Each rank's mean and sum of squared distances from it: sums of squares would cancel out
+        # (Chan et al. 1979).
         own = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=input.device)
         if count:
             variance, mean = torch.var_mean(wide, over, correction=0)
@@ -86,7 +91,7 @@ class _Normalise(torch.autograd.Function):
         rows = synchronize(allgather_async(own[None], None, global_process_set, _waits=True))
         counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
         total = counts.sum()
-        if not total.is_cuda or count < 2:  # else there are enough, and the host needn't wait to see how many
+        if not total.is_cuda or count < 2:  # else there are enough values, and the host needn't wait for their number
             total = total.item()
         if not isinstance(total, torch.Tensor) and total < 2:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The file of a timeline: Chrome's trace events, one process a rank, one thread a row."""
+"""Chrome trace of a timeline: one process per rank, one thread per row."""
 
 from __future__ import annotations
 
@@ -8,53 +8,55 @@ import math
 import re
 from collections import defaultdict
 
-from .report import EXPOSED, aligned
+from .report import EXPOSED, align_clocks
 
-__all__ = ["lines"]
+__all__ = ["chrome_trace_lines"]
 
 
-def lines(everyone: list[dict]):
-    """Give the file's lines: an event each, times in microseconds from the first of all."""
-    moved = aligned(everyone)
-    zero = min(min([taken["began"], *(e[2] for e in taken["events"])]) + shift for taken, shift in moved)
-    dropped = {str(taken["rank"]): taken["dropped"] for taken in everyone}
+def chrome_trace_lines(records: list[dict]):
+    """Yield the file's lines, one per event, with times in microseconds from the first event of all
+    ranks.
+    """
+    shifted = align_clocks(records)
+    zero = min(min([record["began"], *(e[2] for e in record["events"])]) + shift for record, shift in shifted)
+    dropped = {str(record["rank"]): record["dropped"] for record in records}
     about = {"dropped events": dropped, "clock": "monotonic, of one machine"}
-    if any(shift for _, shift in moved):
+    if any(shift for _, shift in shifted):
         about["clock"] = "monotonic; several machines, brought together by their wall clocks"
     yield f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n'
     comma = ""
-    for taken, shift in moved:
-        for event in _rank_events(taken, zero - shift):
+    for record, shift in shifted:
+        for event in _rank_events(record, zero - shift):
             yield comma + json.dumps(event, default=str)
             comma = ",\n"
     yield "\n]}\n"
 
 
-def _rank_events(taken: dict, zero: int):
-    rank = taken["rank"]
+def _rank_events(record: dict, zero: int):
+    rank = record["rank"]
 
     def about(what: str, tid: int, **args) -> dict:
         return {"name": what, "ph": "M", "pid": rank, "tid": tid, "args": args}
 
-    yield about("process_name", 0, name=f"rank {rank} ({taken['host']})")
+    yield about("process_name", 0, name=f"rank {rank} ({record['host']})")
     yield about("process_sort_index", 0, sort_index=rank)
     rows = defaultdict(list)
-    for event in taken["events"]:
+    for event in record["events"]:
         rows[event[0]].append(event)
-    ends = taken["marks"]
+    ends = record["marks"]
     rows["steps"] = [
         ("steps", f"step {number}", first, last, {})
-        for number, (first, last) in enumerate(itertools.pairwise([taken["began"], *ends]), 1)
+        for number, (first, last) in enumerate(itertools.pairwise([record["began"], *ends]), 1)
     ] + rows.pop("steps", [])
     tid = 0
     for row in sorted(rows, key=_row_order):
-        for number, events in enumerate(_nested(rows[row]), 1):
+        for number, events in enumerate(_split_tracks(rows[row]), 1):
             tid += 1
             yield about("thread_name", tid, name=row if number == 1 else f"{row} ({number})")
             yield about("thread_sort_index", tid, sort_index=tid)
             for _, name, start, end, args in events:
                 times = {"ts": (start - zero) / 1000, "dur": (end - start) / 1000}
-                yield {"name": name, "ph": "X", "pid": rank, "tid": tid, **times, "args": _plain(args)}
+                yield {"name": name, "ph": "X", "pid": rank, "tid": tid, **times, "args": _json_args(args)}
 
 
 def _row_order(row: str):
@@ -63,9 +65,11 @@ def _row_order(row: str):
     return (known.index(row) if row in known else len(known), numbers)
 
 
-def _nested(events: list[tuple]) -> list[list[tuple]]:
-    """Divide a row's events where two of them overlap and neither holds the other, which a viewer can't show."""
-    tracks: list[tuple[list, list]] = []  # (events, ends of those that are open)
+def _split_tracks(events: list[tuple]) -> list[list[tuple]]:
+    """Split a row's events into tracks in which events nest: a viewer can't show a partial overlap
+    in one track.
+    """
+    tracks: list[tuple[list, list]] = []  # (events, ends of the open ones)
     for event in sorted(events, key=lambda event: (event[2], -event[3])):
         for track in tracks:
             open_ends = track[1]
@@ -81,6 +85,6 @@ def _nested(events: list[tuple]) -> list[list[tuple]]:
     return [placed for placed, _ in tracks]
 
 
-def _plain(args: dict) -> dict:
-    """Give arguments in which no number is one that JSON doesn't have."""
+def _json_args(args: dict) -> dict:
+    """Return the arguments with infinities and NaN as strings, because JSON has no such numbers."""
     return {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in args.items()}

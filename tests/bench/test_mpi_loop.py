@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from collectives.bench.cases import OPS, TYPES, Case
-from collectives.bench.contestant import Plan
+from collectives.bench.implementation import Plan
 from collectives.bench.peers import mpi
 from collectives.bench.peers.missing import PeerMissing
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from benchmarks.scaling.__main__ import main as predict
 from collectives.bench.__main__ import main
 from collectives.bench.options import UsageError, parse
 from collectives.bench.report import Report, print_ratios, write_csv, write_json
@@ -183,9 +184,15 @@ def test_wide_numbers_stay_apart():
 @pytest.mark.parametrize(
     "words", ["--ranks 12", "--ranks x", "--sizes x", "--measured /nowhere", "--ranks 8 --sizes 1K --json /nowhere/x"]
 )
-def test_what_a_simulation_refuses_is_one_line(alone, capsys, words):
-    assert main(["--simulate", *words.split()]) == 2
+def test_what_the_predictions_refuse_is_one_line(capsys, words):
+    assert predict(words.split()) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_simulate_names_its_program_in_one_line(alone, capsys):
+    assert main(["--simulate", "--ranks", "8"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "python -m benchmarks.scaling" in line
 
 
 def test_json_holds_what_was_written(tmp_path):

@@ -7,8 +7,12 @@ import random
 
 import pytest
 
-from collectives.bench import simulate
-from collectives.bench.model import ALGORITHMS, OPS, Cost, Network, Point, busbw_factor, fit, predict
+from benchmarks.scaling.__main__ import main
+from benchmarks.scaling.measurements import cores_of, points_of
+from benchmarks.scaling.model import ALGORITHMS, OPS, Cost, Network, Point, busbw_factor, fit, predict
+from benchmarks.scaling.nccl_estimates import nccl_estimates
+from benchmarks.scaling.predictions import NETWORKS, best, crossovers
+from benchmarks.scaling.units import parse_size
 from collectives.errors import InvalidArgument, InvalidUsage
 from tests.ranks import run_ranks
 
@@ -90,7 +94,7 @@ def test_the_double_tree_reaches_twice_the_data():
 
 @pytest.mark.parametrize("op, algorithm", MODELLED)
 def test_more_bytes_and_more_ranks_take_longer(op, algorithm):
-    for network in (ONE_NODE, TWO_LEVELS, *simulate.NETWORKS["dgx-h100"]):
+    for network in (ONE_NODE, TWO_LEVELS, *NETWORKS["dgx-h100"]):
         by_size = [predict(op, algorithm, 16, 1 << bits, network) for bits in range(0, 34)]
         assert by_size == sorted(by_size) and by_size[0] > network.start_s
         by_ranks = [predict(op, algorithm, ranks, 1 << 20, network) for ranks in (16, 64, 256, 1024, 4096)]
@@ -228,7 +232,6 @@ def test_main_prints_predictions_and_the_fit(tmp_path, capsys, lines):
     text = [json.dumps(row) for row in rows() + [{**rows()[0], "op": "broadcast"}]]
     measured.write_text("\n".join(text) if lines else f'{{"machine": "x", "rows": [{", ".join(text)}]}}')
     words = [
-        "--simulate",
         "--ranks",
         "8,1024",
         "--sizes",
@@ -240,7 +243,7 @@ def test_main_prints_predictions_and_the_fit(tmp_path, capsys, lines):
         "--cache",
         "32M",
     ]
-    assert simulate.main(words) == 0
+    assert main(words) == 0
     printed = capsys.readouterr().out
     assert "Fit of host, native, all sizes: 84 points, 2 cores" in printed and "rms 0%" in printed
     assert "ncclGroupSimulateEnd" in printed and "https://github.com/NVIDIA/nccl" in printed
@@ -258,38 +261,38 @@ def test_main_prints_predictions_and_the_fit(tmp_path, capsys, lines):
 
 
 def test_crossovers_are_where_the_times_cross():
-    networks = simulate.NETWORKS["dgx-h100"]
-    found = simulate.crossovers("all_reduce", 1024, networks)
+    networks = NETWORKS["dgx-h100"]
+    found = crossovers("all_reduce", 1024, networks)
     assert found[0] == (8, "tree") and len(found) > 1
     for (_, before), (size, after) in itertools.pairwise(found):
-        times = [simulate.best("all_reduce", name, 1024, size, networks)[0] for name in (before, after)]
+        times = [best("all_reduce", name, 1024, size, networks)[0] for name in (before, after)]
         assert times[1] < times[0]
 
 
 @pytest.mark.parametrize("spoilt", [{"wrong": 3}, {"time_us": None}, {"bytes": "many"}])
 def test_rows_that_mean_nothing_are_refused(spoilt):
     with pytest.raises(InvalidArgument, match="row"):
-        simulate.points_of([*rows(), {**rows()[0], **spoilt}])
+        points_of([*rows(), {**rows()[0], **spoilt}])
 
 
 def test_cores_come_from_the_rows():
-    assert simulate.cores_of([{"cores": 2}, {}], {}) == 2 and simulate.cores_of([], {"machine": {"cores": 4}}) == 4
+    assert cores_of([{"cores": 2}, {}], {}) == 2 and cores_of([], {"machine": {"cores": 4}}) == 4
     with pytest.raises(InvalidArgument, match="fit each"):
-        simulate.cores_of([{"cores": 2}, {"cores": 4}], {})
+        cores_of([{"cores": 2}, {"cores": 4}], {})
 
 
 @pytest.mark.parametrize("text, nbytes", [("8", 8), ("64K", 65536), ("3m", 3 << 20), ("1G", 1 << 30)])
 def test_sizes(text, nbytes):
-    assert simulate.parse_size(text) == nbytes
+    assert parse_size(text) == nbytes
     with pytest.raises(InvalidArgument, match="no size"):
-        simulate.parse_size(text + "x")
+        parse_size(text + "x")
 
 
 def refused_estimate(ctx):
     comm = ctx.communicator()
     for op in OPS:
         with pytest.raises(InvalidUsage, match="no model of its own speed"):
-            simulate.nccl_estimates(comm, op, [1024])
+            nccl_estimates(comm, op, [1024])
     import torch
 
     tensor = torch.full((4,), ctx.rank + 1.0)
@@ -302,7 +305,7 @@ def test_an_engine_without_estimates_says_so():
 
 
 def estimate(ctx):
-    return simulate.nccl_estimates(ctx.communicator(), "all_reduce", [1 << 10, 1 << 28])
+    return nccl_estimates(ctx.communicator(), "all_reduce", [1 << 10, 1 << 28])
 
 
 @pytest.mark.gpu

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from collectives.auto.check import differing, error_bound
-from collectives.auto.settings import read
+from collectives.auto.check import count_different, error_bound
+from collectives.auto.settings import read_settings
 from collectives.errors import InvalidArgument, InvalidUsage, TransportError
 from collectives.layout import WIRE_FORMATS
 from tests.ddp.training import Branches, loss_of, make_model, over_gloo, run, wrap
@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_settings_come_from_variables():
-    assert read({}) == {}
-    assert read({"COLLECTIVES_AUTO": "0", "COLLECTIVES_WIRE": "bf16"}) is None
-    assert read({"COLLECTIVES_AUTO": "1", "COLLECTIVES_BLOCK": ""}) == {}
+    assert read_settings({}) == {}
+    assert read_settings({"COLLECTIVES_AUTO": "0", "COLLECTIVES_WIRE": "bf16"}) is None
+    assert read_settings({"COLLECTIVES_AUTO": "1", "COLLECTIVES_BLOCK": ""}) == {}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_settings_come_from_variables():
 )
 def test_a_wrong_value_names_its_variable(name, value):
     with pytest.raises(InvalidArgument, match=f"COLLECTIVES_{name}.*{value}"):
-        read({f"COLLECTIVES_{name}": value})
+        read_settings({f"COLLECTIVES_{name}": value})
 
 
 def quantized(values, format):
@@ -68,19 +68,19 @@ def test_bounds_take_rounding_and_nothing_more(format):
     else:
         ours = quantized(sum(quantized(share, format) for share in shares) / 3, format)
     assert not torch.equal(ours, reference)
-    assert differing(ours, reference, bound, settings) == 0
+    assert count_different(ours, reference, bound, settings) == 0
     largest = reference.abs().argmax()
     ours[largest] *= {"fp32": 1 + 1e-5, "bf16": 1.03, "fp16": 1.003, "int8": 1.03}.get(format, 1.6)
-    assert differing(ours, reference, bound, settings) == 1
+    assert count_different(ours, reference, bound, settings) == 1
     ours[largest] = float("nan")
-    assert differing(ours, reference, bound, settings) == 1
+    assert count_different(ours, reference, bound, settings) == 1
 
 
 def test_bounds_let_an_overflow_through_but_not_hide():
     share = torch.tensor([1.0, float("inf"), 2.0])
     bound = error_bound(share, {}, 2)
-    assert differing(share, share, bound, {}) == 0
-    assert differing(torch.tensor([1.0, 3.0, 2.0]), share, bound, {}) == 1
+    assert count_different(share, share, bound, {}) == 0
+    assert count_different(torch.tensor([1.0, 3.0, 2.0]), share, bound, {}) == 1
 
 
 # ---- Models of one program, on two ranks.
@@ -135,7 +135,7 @@ def medians(plain, ours):
 @over_gloo
 def whole_program(ctx):
     import collectives.auto
-    from collectives.auto import meeting, model, trial
+    from collectives.auto import consensus, model, trial
 
     log = Lines()
     found = {}
@@ -211,7 +211,7 @@ def whole_program(ctx):
         found[name] = [trained(ctx, ddp, make_model(), each=ask), log.take()]
         ddp.register_comm_hook("mine", users_hook)  # there was none
 
-    with mock.patch.object(meeting, "_SECONDS", 1.0):
+    with mock.patch.object(consensus, "_SECONDS", 1.0):
         ddp = wrap(make_model(), "plain")
         ddp(torch.zeros(1, 12))  # attended to from now on
         sys.modules["collectives.auto.install"]._models[ddp]._backwards += ctx.rank  # one rank has counted wrong

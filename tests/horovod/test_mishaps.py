@@ -12,9 +12,9 @@ import torch
 from collectives.comm.communicator import Communicator
 from collectives.comm.engine import get_engine
 from collectives.horovod import operations as ops
-from collectives.horovod.basics import World, current, enter
-from collectives.horovod.messages import Signature
-from collectives.horovod.negotiation import Table
+from collectives.horovod.basics import World, activate, current
+from collectives.horovod.message_table import MessageTable
+from collectives.horovod.messages import Request
 from collectives.horovod.settings import read_settings
 from collectives.rendezvous.exchange import PeerInfo
 from tests.ranks import run_ranks
@@ -63,7 +63,7 @@ def joins(ctx):
         if ctx.rank == 0:
             thread = threading.Thread(target=lambda: (hvd.join(), ended.set()))
             thread.start()
-            while not current().coordinator(hvd.global_process_set)._wants_join:
+            while not current().controller(hvd.global_process_set)._join_requested:
                 time.sleep(0.001)
             try:
                 hvd.allreduce_async(torch.ones(1), name="late")
@@ -88,7 +88,7 @@ def one_alone(ctx):
             def out_of_memory(*_):
                 raise MemoryError("no room")
 
-            current().coordinator(hvd.global_process_set)._executor.run = out_of_memory
+            current().controller(hvd.global_process_set)._executor.run = out_of_memory
         try:
             hvd.allreduce(torch.ones(3), name="x")
         except hvd.HorovodInternalError as error:
@@ -164,15 +164,15 @@ def test_mishaps():
 
 
 def test_numbers_of_a_rank_that_begins_anew():
-    table = Table(2)
-    first, second, third = (Signature("allreduce", name, ("float32",), ((1,),), "cpu", "sum") for name in "abc")
+    table = MessageTable(2)
+    first, second, third = (Request("allreduce", name, ("float32",), ((1,),), "cpu", "sum") for name in "abc")
     for rank in range(2):
-        table.learn(rank, [first, second])
-    table.learn(0, [third, second], afresh=True)  # rank 1, the last one, has nothing to tell
-    assert table.plan_alike((0,), 1 << 20) is None  # rank 0 means c, and rank 1 a
+        table.register_requests(rank, [first, second])
+    table.register_requests(0, [third, second], restart=True)  # rank 1, the last one, has nothing to tell
+    assert table.plan_for((0,), 1 << 20) is None  # rank 0 means c, and rank 1 a
     for rank in range(2):
-        table.learn(rank, [second], afresh=True)
-    assert table.plan_alike((0,), 1 << 20) is not None
+        table.register_requests(rank, [second], restart=True)
+    assert table.plan_for((0,), 1 << 20) is not None
 
 
 def begins(ctx):
@@ -212,7 +212,7 @@ def between(ctx):
         for turn in range(6):
             optimizer._reducer._overlaps = True  # as with a core to spare
             model(torch.full((1, 3), turn + ctx.rank + 1.0)).pow(2).sum().backward()
-            under_way = [unit.submission for unit in optimizer._reducer._units]
+            under_way = [unit.entry for unit in optimizer._reducer._buckets]
             if turn == 3:
                 state.sync()
             elif turn == 4:
@@ -253,7 +253,7 @@ def a_job_of_one(ctx):
         return True
     engine = get_engine("host")
     comm = Communicator(engine, engine.library.get_unique_id(), 0, 1, device="cpu")
-    enter(World(comm, [PeerInfo(0, "here", "boot", os.getpid())], owns=True, settings=read_settings()))
+    activate(World(comm, [PeerInfo(0, "here", "boot", os.getpid())], owns=True, settings=read_settings()))
     try:
         optimizer.step()
         optimizer.zero_grad()

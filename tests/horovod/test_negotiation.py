@@ -12,8 +12,8 @@ import time
 
 import torch
 
-from collectives.horovod.messages import Signature
-from collectives.horovod.negotiation import Batch, Table, fuse
+from collectives.horovod.message_table import FusedResponse, MessageTable, fuse_responses
+from collectives.horovod.messages import Request
 from tests.ranks import Died, run_ranks
 
 from .started import started
@@ -57,48 +57,55 @@ def test_any_order():
     assert run_ranks(any_order, 3) == [True] * 3
 
 
-def signatures(*shapes, dtype="float32"):
-    return [Signature("allreduce", str(i), (dtype,), (shape,), "cpu", "avg") for i, shape in enumerate(shapes)]
+def requests(*shapes, dtype="float32"):
+    return [Request("allreduce", str(i), (dtype,), (shape,), "cpu", "avg") for i, shape in enumerate(shapes)]
 
 
 def test_fusion_is_by_size_and_kind():
-    table = Table(2)
-    new = [*signatures((1000,), (2000,), (300_000,), (3000,)), Signature("barrier")]
-    new += [Signature("allreduce", "other", ("float64",), ((5,),), "cpu", "avg")]
+    table = MessageTable(2)
+    new = [*requests((1000,), (2000,), (300_000,), (3000,)), Request("barrier")]
+    new += [Request("allreduce", "other", ("float64",), ((5,),), "cpu", "avg")]
     for rank in range(2):
-        table.learn(rank, new)
-    table.announce(0, range(len(new)))
-    assert table.take() == [] and table.missing("allreduce.2") == [1] and table.missing("nothing") == []
-    table.announce(1, reversed(range(len(new))))  # complete in the order of the last rank
-    ready = table.take()
-    assert [each.any.name for each in ready] == ["other", "", "3", "2", "1", "0"]
+        table.register_requests(rank, new)
+    table.add_submitted(0, range(len(new)))
+    assert (
+        table.pop_ready() == [] and table.missing_ranks("allreduce.2") == [1] and table.missing_ranks("nothing") == []
+    )
+    table.add_submitted(1, reversed(range(len(new))))  # complete in the order of the last rank
+    ready = table.pop_ready()
+    assert [each.request.name for each in ready] == ["other", "", "3", "2", "1", "0"]
     names = [
-        [m.any.name for m in item.members] if isinstance(item, Batch) else item.key for item in fuse(ready, 16_000)
+        [m.request.name for m in item.responses] if isinstance(item, FusedResponse) else item.key
+        for item in fuse_responses(ready, 16_000)
     ]
     assert names == [["other"], "barrier.noname.0", ["3"], ["2"], ["1", "0"]]
-    names = [[m.any.name for m in item.members] for item in fuse(ready, 1 << 20) if isinstance(item, Batch)]
+    names = [
+        [m.request.name for m in item.responses]
+        for item in fuse_responses(ready, 1 << 20)
+        if isinstance(item, FusedResponse)
+    ]
     assert names == [["other"], ["3", "1", "0"], ["2"]]  # the large one goes alone: copying it costs more
 
 
 def test_all_at_once_and_by_rank_give_the_same():
-    new = signatures((4,), (8,))
-    quick, slow = Table(3), Table(3)
+    new = requests((4,), (8,))
+    quick, slow = MessageTable(3), MessageTable(3)
     for table in (quick, slow):
         for rank in range(3):
-            table.learn(rank, new)
-    plan = quick.plan_alike((1, 0), 1 << 20)
-    assert plan is quick.plan_alike((1, 0), 1 << 20)
+            table.register_requests(rank, new)
+    plan = quick.plan_for((1, 0), 1 << 20)
+    assert plan is quick.plan_for((1, 0), 1 << 20)
     for rank in range(3):
-        slow.announce(rank, [1, 0])
+        slow.add_submitted(rank, [1, 0])
     ((batch, places),) = plan.items
-    assert places == [0, 1] and quick.take() == [] and batch.small
-    alike = [each.requests[0].signature for each in slow.take()]
-    assert [each.any for each in batch.members] == alike == [new[1], new[0]]
-    slow.announce(0, [0])
-    assert slow.plan_alike((1,), 1 << 20) is None  # something waits
-    quick.learn(0, signatures((5,)))
-    quick.learn(2, [])
-    assert quick.plan_alike((2,), 1 << 20) is None  # the ranks' numbers differ
+    assert places == [0, 1] and quick.pop_ready() == [] and batch.small
+    alike = [each.cached_requests[0].request for each in slow.pop_ready()]
+    assert [each.request for each in batch.responses] == alike == [new[1], new[0]]
+    slow.add_submitted(0, [0])
+    assert slow.plan_for((1,), 1 << 20) is None  # something waits
+    quick.register_requests(0, requests((5,)))
+    quick.register_requests(2, [])
+    assert quick.plan_for((2,), 1 << 20) is None  # the ranks' numbers differ
 
 
 def joins(ctx):

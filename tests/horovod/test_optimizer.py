@@ -15,7 +15,7 @@ import collectives
 from collectives import horovod as hvd
 from collectives import optim
 from collectives.horovod import optimizer as made_by
-from collectives.horovod.basics import World, enter
+from collectives.horovod.basics import World, activate
 from collectives.horovod.settings import read_settings
 from collectives.rendezvous.exchange import PeerInfo
 from tests.ddp.training import batch, make_model, over_gloo
@@ -29,7 +29,7 @@ def a_job(ctx):
     """Make the ranks of this call a Horovod job."""
     comm = ctx.new_communicator()
     peers = [PeerInfo(rank, "here", "1", os.getpid()) for rank in range(ctx.size)]
-    enter(World(comm, peers, owns=True, settings=read_settings()))
+    activate(World(comm, peers, owns=True, settings=read_settings()))
     try:
         yield
     finally:
@@ -183,7 +183,7 @@ def memory(ctx):
         params = list(model.parameters())
         wrapped = hvd.DistributedOptimizer(MAKERS["sgd"](params), model.named_parameters())
         packs = []
-        executor = wrapped._reducer._coordinator._executor
+        executor = wrapped._reducer._controller._executor
         executor._buffer = lambda *arguments: packs.append(arguments) or type(executor)._buffer(executor, *arguments)
 
         def step(to_none=True, inside=None):
@@ -205,8 +205,8 @@ def memory(ctx):
         step()
         assert packs  # of single gradients
         packs.clear()
-        (unit,) = wrapped._reducer._units
-        slot_of = dict(zip(map(id, unit.params), unit._slots, strict=True))
+        (unit,) = wrapped._reducer._buckets
+        slot_of = dict(zip(map(id, unit.params), unit._views, strict=True))
         places = [slot_of[id(param)].data_ptr() for param in params]
         for to_none in (True, True, False, False, True):
             step(to_none)
@@ -369,7 +369,7 @@ def uneven(ctx):
                     torch.testing.assert_close(param.grad, wanted)
             with wrapped.skip_synchronize():
                 wrapped.step()
-        assert same_on_all(ctx, model) and len(wrapped._reducer._units[-1].members) >= 2
+        assert same_on_all(ctx, model) and len(wrapped._reducer._buckets[-1].states) >= 2
 
         # Uneven numbers of steps: the ranks that have joined give zeros, and agree later.
         model = Uneven()
@@ -383,7 +383,7 @@ def uneven(ctx):
             hvd.synchronize(hvd.allreduce_async(torch.zeros(1)))
             for param in model.parameters():
                 hvd.broadcast_(param.data, 2 if steps[2] == 3 else 0)
-        assert wrapped._reducer._units and same_on_all(ctx, model)
+        assert wrapped._reducer._buckets and same_on_all(ctx, model)
 
         # A process set; the ranks outside of it step on their own.
         few = hvd.add_process_set([0, 2])
@@ -590,7 +590,7 @@ def refused(ctx):
             assert same(model, other)
             plain.load_state_dict(wrapped.state_dict())
             wrapped.load_state_dict(plain.state_dict())
-        assert made_by._made[hvd.world.current()]  # the counts go with the job
+        assert made_by._prefix_counts[hvd.basics.current()]  # the counts go with the job
     return True
 
 
@@ -615,7 +615,7 @@ def parts(ctx):
             wrapped.zero_grad()
             model(torch.ones(3)).sum().backward()
             wrapped.step()
-        units = wrapped._reducer._units
+        units = wrapped._reducer._buckets
         assert units
     with a_job(ctx):  # another job, with the same optimizer: all is agreed on anew
         for _ in range(2):
@@ -623,7 +623,7 @@ def parts(ctx):
             (model(torch.ones(3)).sum() * (ctx.rank + 1)).backward()
             wrapped.step()
             assert model.bias.grad.tolist() == [1.5, 1.5]
-        assert wrapped._reducer._units[0] is not units[0]
+        assert wrapped._reducer._buckets[0] is not units[0]
         if ctx.rank:
             hvd.shutdown()
             return True

@@ -12,11 +12,11 @@ import types
 import pytest
 import torch
 
-from collectives.horovod import adasum_optimizer, gradient_memory, sync_batch_norm
+from collectives.horovod import adasum_optimizer, gradient_buckets, sync_batch_norm
 from collectives.horovod.compression import Compression
-from collectives.horovod.controller import Coordinator
-from collectives.horovod.gradient_memory import Member, Unit
-from collectives.horovod.messages import Signature, Submission, request_of
+from collectives.horovod.controller import Controller
+from collectives.horovod.gradient_buckets import AllreduceBucket, ParameterState
+from collectives.horovod.messages import Request, TensorTableEntry, cached_request
 from collectives.horovod.settings import Settings
 
 GPU = torch.device("cuda", 1)
@@ -108,22 +108,22 @@ def gpu(monkeypatch):
 
 
 @pytest.fixture
-def coordinator(gpu):
-    coordinator = Coordinator(Comm(), {"cpu": Comm(), "cuda": Comm(gpu)}, [0], Settings())
-    yield coordinator
-    coordinator.close()
+def controller(gpu):
+    controller = Controller(Comm(), {"cpu": Comm(), "cuda": Comm(gpu)}, [0], Settings())
+    yield controller
+    controller.close()
 
 
-def submission(tensor, name, outputs=None, op="sum"):
-    signature = Signature("allreduce", name, ("float32",), (tuple(tensor.shape),), "cuda", op=op)
-    return Submission(request_of(signature), [tensor], outputs)
+def entry(tensor, name, outputs=None, op="sum"):
+    request = Request("allreduce", name, ("float32",), (tuple(tensor.shape),), "cuda", op=op)
+    return TensorTableEntry(cached_request(request), [tensor], outputs)
 
 
-def test_inputs_are_recorded_before_they_are_dropped(gpu, coordinator):
+def test_inputs_are_recorded_before_they_are_dropped(gpu, controller):
     """``hvd.allreduce_async(x * 2)``: nobody else holds it once it is queued."""
-    there = submission(gpu.tensor([1.0, 2.0], "input"), "x")
-    coordinator.submit(there, waits=True)
-    coordinator.wait(there)
+    there = entry(gpu.tensor([1.0, 2.0], "input"), "x")
+    controller.submit(there, waits=True)
+    controller.wait(there)
     assert there.inputs == [] and there.results[0].tolist() == [2.0, 4.0]
     assert gpu.calls == [
         ("records", "main", "main's event 1"),
@@ -137,64 +137,64 @@ def test_inputs_are_recorded_before_they_are_dropped(gpu, coordinator):
     ]
 
 
-def test_outputs_are_recorded_too(gpu, coordinator):
+def test_outputs_are_recorded_too(gpu, controller):
     given, out = gpu.tensor([1.0], "input"), gpu.tensor([0.0], "output")
-    apart, in_place = submission(given, "x", [out]), submission(out, "y", [out])
+    apart, in_place = entry(given, "x", [out]), entry(out, "y", [out])
     in_place.outputs = in_place.inputs
     for each in (apart, in_place):
-        coordinator.submit(each, waits=True)
-        coordinator.wait(each)
+        controller.submit(each, waits=True)
+        controller.wait(each)
     recorded = [of for what, stream, of in gpu.calls if (what, stream) == ("recorded", "hvd")]
     assert recorded == ["input", "output", "result"]  # the last one: out, each once
 
 
-def test_an_operation_that_fails_has_recorded_what_it_read(gpu, coordinator, monkeypatch):
+def test_an_operation_that_fails_has_recorded_what_it_read(gpu, controller, monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("no such operation")
 
     monkeypatch.setattr(Comm, "all_reduce", fails)
-    there = submission(gpu.tensor([1.0], "input"), "x")
-    coordinator.submit(there, waits=True)
+    there = entry(gpu.tensor([1.0], "input"), "x")
+    controller.submit(there, waits=True)
     with pytest.raises(RuntimeError, match="no such operation"):
-        coordinator.wait(there)
+        controller.wait(there)
     assert there.inputs == [] and ("recorded", "hvd", "input") in gpu.calls
 
 
-def test_a_result_that_was_waited_for_twice_is_ordered_on_both_streams(gpu, coordinator):
-    there = submission(gpu.tensor([1.0], "input"), "x")
-    coordinator.submit(there, waits=True)
-    coordinator.wait(there)
+def test_a_result_that_was_waited_for_twice_is_ordered_on_both_streams(gpu, controller):
+    there = entry(gpu.tensor([1.0], "input"), "x")
+    controller.submit(there, waits=True)
+    controller.wait(there)
     with torch.cuda.stream(gpu.stream("side")):
-        coordinator.wait(there)
+        controller.wait(there)
     assert gpu.calls[-2:] == [("waits", "side", "hvd's event 2"), ("recorded", "side", "result")]
 
 
-def test_the_background_thread_has_this_ranks_gpu(gpu, coordinator):
+def test_the_background_thread_has_this_ranks_gpu(gpu, controller):
     """Its first call of CUDA says which: a thread begins with GPU 0, where it would open a context."""
-    there = submission(gpu.tensor([1.0], "input"), "x")
-    coordinator.submit(there)
+    there = entry(gpu.tensor([1.0], "input"), "x")
+    controller.submit(there)
     for _ in range(2000):
         if there.done:
             break
         threading.Event().wait(0.005)
     assert there.done
-    of_thread = [call for call, thread in zip(gpu.calls, gpu.threads, strict=True) if thread is coordinator._thread]
+    of_thread = [call for call, thread in zip(gpu.calls, gpu.threads, strict=True) if thread is controller._thread]
     assert of_thread[0] == ("set_device", None, GPU) and ("all_reduce", "hvd", "sum") in of_thread
 
 
-def test_adasums_step_follows_its_reduction(gpu, coordinator, monkeypatch):
+def test_adasums_step_follows_its_reduction(gpu, controller, monkeypatch):
     """The optimizer reads what was reduced: its stream waits for hvd's."""
     params = [torch.nn.Parameter(torch.ones(2))]
 
     def reduced(self, chosen, sent):
         changes = [tensor.as_subclass(OnGpu) for tensor in sent]
         changes[0].gpu, changes[0].label = gpu, "changes"
-        there = submission(changes[0], "changes", changes, "sum")
-        coordinator.submit(there, waits=True)
-        return [(coordinator, there)]
+        there = entry(changes[0], "changes", changes, "sum")
+        controller.submit(there, waits=True)
+        return [(controller, there)]
 
     monkeypatch.setattr(adasum_optimizer.AdasumReducer, "_reduce", reduced)
-    monkeypatch.setattr(adasum_optimizer, "current", lambda: types.SimpleNamespace(check=lambda _: None))
+    monkeypatch.setattr(adasum_optimizer, "current", lambda: types.SimpleNamespace(check_process_set=lambda _: None))
     process_set = types.SimpleNamespace(included=lambda: True, size=lambda: 2)
     reducer = adasum_optimizer.AdasumReducer({}, Compression.none, 1, process_set)
 
@@ -210,18 +210,18 @@ def test_adasums_step_follows_its_reduction(gpu, coordinator, monkeypatch):
 
 def test_a_unit_waits_for_all_streams_of_its_gradients(gpu, monkeypatch):
     """A model may run on several streams; each gradient is made on that of its forward."""
-    monkeypatch.setattr(gradient_memory, "pack", lambda *_: gpu.note("packs", torch.cuda.current_stream().name, None))
-    members = [Member(f"p{i}", torch.nn.Parameter(torch.zeros(2)), 1) for i in range(3)]
-    unit = Unit(0, members, "unit", torch.float32, {"op": "sum"})
+    monkeypatch.setattr(gradient_buckets, "pack", lambda *_: gpu.note("packs", torch.cuda.current_stream().name, None))
+    members = [ParameterState(f"p{i}", torch.nn.Parameter(torch.zeros(2)), 1) for i in range(3)]
+    unit = AllreduceBucket(0, members, "unit", torch.float32, {"op": "sum"})
     unit.device = GPU
     unit.flat = torch.empty(12)
-    monkeypatch.setattr(Unit, "look", lambda self: None)
+    monkeypatch.setattr(AllreduceBucket, "look", lambda self: None)
     streams = [gpu.stream("one"), gpu.stream("two")]
     for member, stream in zip(members, (streams[0], streams[1], streams[1]), strict=True):
         member.param.grad = gpu.tensor([1.0, 2.0], member.name)
         member.param.grad.gpu, member.param.grad.label = gpu, member.name
         with torch.cuda.stream(stream):
-            if unit.ready():
+            if unit.mark_ready():
                 unit.collect()
     assert gpu.calls == [
         ("waits", "two", "one"),

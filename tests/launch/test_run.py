@@ -192,7 +192,7 @@ def check_first(path, code, told, printed=()):
 
 def test_a_rank_that_was_killed_failed_before_those_that_noticed():
     failures = {rank: ProcessFailure(rank, 100 + rank, code, "none") for rank, code in enumerate((1, -9, -15, 1))}
-    assert launcher._tell_failures(failures) == 137
+    assert launcher._report_failures(failures) == 137
 
 
 def test_a_port_in_use_is_told_in_a_line(tmp_path, monkeypatch, capsys):

@@ -25,7 +25,7 @@ def operations(ctx):
     base = (torch.arange(12.0).reshape(4, 3) + ctx.rank).to(ctx.device)
     done = []
     with a_job(ctx):
-        for number in range(3):  # signatures are agreed on in the first round
+        for number in range(3):  # requests are agreed on in the first round
             with steps(ctx, number == 2):
                 done = [
                     hvd.allreduce(base, name="sum", op=hvd.Sum),

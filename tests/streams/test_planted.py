@@ -179,7 +179,7 @@ SUPERFLUOUS = {
     ("collectives/auto/model.py", "Model._now"): _MEASURES,
     ("collectives/auto/trial.py", "_wait_at_most"): _MEASURES,
     ("collectives/gradients/pipeline.py", "Reduction._reduce"): _MEASURES,
-    ("collectives/tracing/__init__.py", "_anchor"): _MEASURES,
+    ("collectives/recorder.py", "_anchor"): _MEASURES,
     ("collectives/comm/cuda_queue.py", "CudaQueue.record_completion"): _MEASURES,
     (
         "collectives/comm/cuda_queue.py",
@@ -187,7 +187,10 @@ SUPERFLUOUS = {
     ): "it is for the interpreter's end and abort(), where nothing is ordered",
     ("collectives/gradients/bucket.py", "GradientBucket.pack"): "rounds on several streams, which the program that "
     "makes the gradients orders itself; without that order the wait is what keeps the flat buffer whole",
-    ("collectives/horovod/gradient_memory.py", "Unit._order"): _NOT_RUN + "a model that runs on several streams",
+    (
+        "collectives/horovod/gradient_buckets.py",
+        "AllreduceBucket._wait_for_streams",
+    ): _NOT_RUN + "a model that runs on several streams",
     (
         "collectives/gradients/zero.py",
         "ShardedStep._adopt",

@@ -20,7 +20,7 @@ from collectives.comm.algorithms.policy import Policy
 from collectives.comm.communicator import Communicator
 from collectives.comm.engine import Engine
 from collectives.comm.registration import Registration
-from collectives.horovod.controller import Coordinator
+from collectives.horovod.controller import Controller
 from collectives.rendezvous import world
 
 DEVICE = torch.device("cuda", 1)
@@ -370,12 +370,12 @@ def devices(monkeypatch):
 
 
 def test_hvds_thread_takes_its_device_first(devices):
-    coordinator = Coordinator.__new__(Coordinator)
-    coordinator.comms = {"cuda": types.SimpleNamespace(device=DEVICE)}
-    coordinator._awake, coordinator._ended = threading.Event(), True
-    coordinator._awake.set()
-    coordinator._begin()
-    coordinator._thread.join(10)
+    controller = Controller.__new__(Controller)
+    controller.comms = {"cuda": types.SimpleNamespace(device=DEVICE)}
+    controller._work_available, controller._stopped = threading.Event(), True
+    controller._work_available.set()
+    controller._start_thread()
+    controller._thread.join(10)
     assert devices == [("collectives horovod", DEVICE)]
 
 

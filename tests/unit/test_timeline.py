@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 import collectives
+from collectives import recorder as recorder_module
 from collectives import timeline as start
 from collectives.errors import InvalidArgument, InvalidUsage
-from collectives.tracing import Recorder, recording
-from collectives.tracing.report import table
-from collectives.tracing.trace import lines
+from collectives.recorder import Recorder, recording
+from collectives.tracing import session
+from collectives.tracing.report import format_report
+from collectives.tracing.trace import chrome_trace_lines
 from tests.ddp.training import over_gloo
 from tests.ranks import run_ranks
 
@@ -28,11 +30,11 @@ MS = 1_000_000  # ns
 NS = 1e-3  # us, the unit of a trace's times, which as doubles are no longer exact hours after the first event
 
 
-def taken(rank, events=(), marks=(), began=0, ended=100 * MS, dropped=0, machine="m", offset=0):
+def taken(rank, events=(), marks=(), began=0, ended=100 * MS, dropped=0, node="m", offset=0):
     """What a rank hands over, times in ms."""
     events = [(row, name, round(first * MS), round(last * MS), {}) for row, name, first, last in events]
     return {
-        "rank": rank, "host": "here", "machine": machine, "offset": offset, "began": began, "ended": ended,
+        "rank": rank, "host": "here", "node": node, "offset": offset, "began": began, "ended": ended,
         "events": events, "marks": [round(mark * MS) for mark in marks], "dropped": dropped,
     }  # fmt: skip
 
@@ -85,7 +87,7 @@ QUICK = [
 
 
 def test_the_table_by_hand():
-    text = table([taken(0, QUICK, (10, 30, 50)), taken(1, SLOW, (10, 30, 50), dropped=7)])
+    text = format_report([taken(0, QUICK, (10, 30, 50)), taken(1, SLOW, (10, 30, 50), dropped=7)])
     found = cells(text)
     assert list(found) == [1, 0]  # the slowest first
     assert found[1] == {
@@ -98,9 +100,9 @@ def test_the_table_by_hand():
     }  # fmt: skip
     assert "1 collectives weren't recorded by all ranks" in text
     assert "Rank 1 dropped 7 events after its first 8." in text
-    one = cells(table([taken(4, SLOW, (10,))]))[4]  # from the beginning to the one end; nothing to compare with
+    one = cells(format_report([taken(4, SLOW, (10,))]))[4]  # from the beginning to the one end; nothing to compare with
     assert one["step ms"] == "10.000" and one["exposed ms"] == "0.000" and one["waits ms"] == "-"
-    none = cells(table([taken(0, SLOW)]))[0]  # the whole recording
+    none = cells(format_report([taken(0, SLOW)]))[0]  # the whole recording
     assert none["steps"] == "0" and none["step ms"] == "100.000" and none["exposed ms"] == "6.000"
 
 
@@ -109,13 +111,13 @@ def test_several_machines_are_brought_together():
     late = 5000 * MS
     everyone = [
         taken(0, [("lane 0", "all_reduce 1 B", 10, 12)], offset=7),
-        taken(1, [("lane 0", "all_reduce 1 B", 5011, 5013)], machine="n", offset=7 - late, began=late),
-        taken(2, [("lane 0", "all_reduce 1 B", 5014, 5016)], machine="n", offset=8 - late, began=late),
+        taken(1, [("lane 0", "all_reduce 1 B", 5011, 5013)], node="n", offset=7 - late, began=late),
+        taken(2, [("lane 0", "all_reduce 1 B", 5014, 5016)], node="n", offset=8 - late, began=late),
     ]
-    text = table(everyone)
+    text = format_report(everyone)
     assert [cells(text)[rank]["waits ms"] for rank in range(3)] == ["4.000", "3.000", "0.000"]
     assert "as right as their wall clocks" in text
-    trace = json.loads("".join(lines(everyone)))
+    trace = json.loads("".join(chrome_trace_lines(everyone)))
     assert "wall clocks" in trace["otherData"]["clock"]
     found = spans(trace)
     assert [found[rank, "lane 0"][0]["ts"] for rank in range(3)] == [10_000, 11_000, 14_000]
@@ -149,7 +151,7 @@ def test_the_trace(tmp_path):
 
 def test_steps_end_it_and_events_have_a_limit(tmp_path):
     path = tmp_path / "trace.json"
-    with mock.patch.object(sys.modules["collectives.timeline"], "Recorder", lambda **kw: Recorder(3, **kw)):
+    with mock.patch.object(session, "Recorder", lambda **kw: Recorder(3, **kw)):
         line = collectives.timeline(str(path), steps=2)
     recorder = recording.active
     now = time.perf_counter_ns()
@@ -207,7 +209,7 @@ def test_cuda_events_are_put_on_the_hosts_clock():
     """An hour of events of 10 us, one a second: what a float32 of the whole hour couldn't tell."""
     anchors = iter([(FakeEvent(0), 0), (FakeEvent(3_600_001), 3_600_001 * MS), (FakeEvent(3_600_002), 3_600_002 * MS)])
     recorder = Recorder()
-    with mock.patch.object(sys.modules["collectives.timeline"], "_anchor", lambda device: next(anchors)):
+    with mock.patch.object(recorder_module, "_anchor", lambda device: next(anchors)):
         for second in range(3600):
             at = 1000 * second - 0.5  # the first one was under way before the anchor
             recorder.add_cuda("lane 0", "all_reduce 1 B", FakeEvent(at), FakeEvent(at + 0.01), bucket=second)
@@ -286,7 +288,7 @@ for name in ("collectives", "torch", "torch.distributed"):
 sys.modules["collectives"].__path__ = ["collectives"]
 sys.modules["torch"].distributed = sys.modules["torch.distributed"]
 sys.modules["torch.distributed"].is_available = lambda: False
-from collectives.timeline import recording
+from collectives.tracing import recording
 recording.active.step()
 if os.fork():
     os.wait()
@@ -302,7 +304,6 @@ def test_the_environment_and_the_end_of_the_interpreter(tmp_path):
     trace = json.loads((tmp_path / "t.rank1.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {1}
     # A launcher has the variable, too, but nothing to write.
-    module = sys.modules["collectives.timeline"]
-    module._start(tmp_path / "none.json", None, if_any=True)
-    module._at_exit()
+    session._start(tmp_path / "none.json", None, skip_empty=True)
+    session._at_exit()
     assert recording.active is None and os.listdir(tmp_path) == ["t.rank1.json"]

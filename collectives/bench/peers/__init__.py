@@ -1,10 +1,10 @@
-"""The other libraries, measured beside ours: which are there, and how to install those that are not."""
+"""Peers: other libraries that are measured in turn with ours."""
 
 from __future__ import annotations
 
 from ...comm.communicator import Communicator
-from ..contestant import Contestant
 from ..control import Control
+from ..implementation import Implementation
 from .deepspeed import DeepSpeedPeer
 from .missing import PeerMissing
 from .mpi import FLAVOURS, MpiPeer
@@ -13,10 +13,11 @@ from .process_group import ProcessGroupPeer
 __all__ = ["PeerMissing", "open_peer"]
 
 
-def open_peer(name: str, comm: Communicator, control: Control, bound: bool) -> Contestant:
-    """Start a peer by its name; all ranks call it. Raises `PeerMissing` on all ranks where it is not there on one.
+def open_peer(name: str, comm: Communicator, control: Control, bound: bool) -> Implementation:
+    """Start a peer by its name; all ranks call it.
 
-    ``bound``: a rank that is a process of the peer's is to be bound to a core.
+    Raises `PeerMissing` on all ranks where one rank doesn't have it. ``bound``: the peer's own rank
+    processes are bound to cores.
     """
     peer, missing = None, None
     try:
@@ -33,5 +34,5 @@ def open_peer(name: str, comm: Communicator, control: Control, bound: bool) -> C
         if peer is not None:
             peer.close()
         raise PeerMissing(reasons[0])
-    peer.fields = control.from_first(peer.fields)
+    peer.fields = control.broadcast_from_rank_0(peer.fields)
     return peer

@@ -1,7 +1,7 @@
-"""DeepSpeed's shared-memory all-reduce for CPUs, in the same rank processes as ours.
+"""DeepSpeed's shared-memory all-reduce for CPUs, in our rank processes.
 
-Its torch operator is called in a TorchScript loop, so that no Python is between the calls (``caller: "torchscript"``);
-what is left of the operator's dispatch takes some tenths of a microsecond.
+A TorchScript loop calls its torch operator, so that no Python runs between the calls (``caller:
+"torchscript"``). The operator's dispatch takes some tenths of a microsecond.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from ...comm.communicator import Communicator
 from ..buffers import Buffers
 from ..cases import Case
-from ..contestant import LocalContestant, Plan, time_on_host
 from ..control import Control
+from ..implementation import InProcessImplementation, Plan, time_on_host
 from .missing import PeerMissing
 
 __all__ = ["DeepSpeedPeer"]
@@ -36,8 +36,11 @@ def loop(data: Tensor, calls: int):
 """
 
 
-class DeepSpeedPeer(LocalContestant):
-    """The operator of its ShareMemCommBuilder, which is compiled at first use (minutes). Raises `PeerMissing`."""
+class DeepSpeedPeer(InProcessImplementation):
+    """Operator of DeepSpeed's ShareMemCommBuilder, which compiles it at first use (minutes).
+
+    Raises `PeerMissing`.
+    """
 
     name = "deepspeed"
     caller = "torchscript"
@@ -45,7 +48,7 @@ class DeepSpeedPeer(LocalContestant):
     def __init__(self, comm: Communicator, control: Control):
         super().__init__(comm.rank)
         self.control, self.size = control, comm.size
-        reason = _reason_against(comm)
+        reason = _reason_missing(comm)
         if reason:
             raise PeerMissing(reason)
         version, why = None, None
@@ -53,22 +56,24 @@ class DeepSpeedPeer(LocalContestant):
             if (comm.rank == 0) == first:
                 try:
                     self._module, version = _load()
-                except Exception as error:  # whatever its set-up or the compiler raises
+                except Exception as error:  # any error of its set-up or the compiler
                     why = f"its operator can't be loaded: {type(error).__name__}: {str(error)[:400]}"
             failures = [text for text in control.gather(why) if text]
             if failures:
                 raise PeerMissing(failures[0])
         self.fields = {"engine": self.name, "versions": {self.name: version, "torch": torch.__version__}}
         self.level = self._module.vector_kernel_level()
-        job = control.from_first(secrets.token_hex(8))  # part of its names in /dev/shm, where old ones would be taken
+        job = control.broadcast_from_rank_0(
+            secrets.token_hex(8)
+        )  # part of its names in /dev/shm: old files would be used
         with _environment(LOCAL_SIZE=str(comm.size), MASTER_ADDR="bench", MASTER_PORT=job):
             self._module.initialize(comm.size, comm.rank)
-        control.gather(None)  # all have mapped all
+        control.gather(None)  # all ranks have mapped all files
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"/dev/shm/{_NAME}_{os.getuid()}_bench_{job}_{comm.rank}")
         self._loop = torch.jit.CompilationUnit(_LOOP).loop
 
-    def refuses(self, case: Case, in_place: bool) -> str | None:
+    def unsupported_reason(self, case: Case, in_place: bool) -> str | None:
         if case.op.name != "all_reduce" or case.redop != "sum":
             return "DeepSpeed's shared memory has the sum of all_reduce only"
         if not in_place:
@@ -81,21 +86,21 @@ class DeepSpeedPeer(LocalContestant):
             return "DeepSpeed's sizes are ints"
         return "DeepSpeed reduces no empty array" if not case.count else None
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self.control.gather(None)
 
-    def bind(self, case: Case, buffers: Buffers):
+    def make_call(self, case: Case, buffers: Buffers):
         return partial(self._loop, buffers.recv, 1)
 
     def turn(self, plan: Plan) -> list[list[float]]:
         data = self.buffers.recv
-        self.meet()
+        self.barrier()
         self._loop(data, plan.warmup)
         times = time_on_host(partial(self._loop, data, plan.calls), Plan(0, 1, plan.batches))
         return [[time / plan.calls for time in times]]
 
 
-def _reason_against(comm: Communicator) -> str | None:
+def _reason_missing(comm: Communicator) -> str | None:
     if importlib.util.find_spec("deepspeed") is None:
         return "not installed (pip install deepspeed; it compiles its operator at first use, with ninja and g++)"
     if comm.device.type != "cpu":
@@ -109,7 +114,10 @@ def _reason_against(comm: Communicator) -> str | None:
 
 
 def _load():
-    """Import DeepSpeed and load its operator; give the module and DeepSpeed's version. It prints to stderr."""
+    """Import DeepSpeed and load its operator; return the module and DeepSpeed's version.
+
+    Its output goes to stderr.
+    """
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # ninja is there in a venv
     sys.stdout.flush()
     out = os.dup(1)

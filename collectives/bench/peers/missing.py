@@ -1,7 +1,10 @@
-"""What is said of a peer that can't be measured."""
+"""PeerMissing: the error of a peer that can't be measured."""
 
 __all__ = ["PeerMissing"]
 
 
 class PeerMissing(Exception):
-    """A peer is not installed, or can't be started here; the text says why and how to get it."""
+    """A peer is not installed, or can't be started here.
+
+    The text says why and how to install it.
+    """

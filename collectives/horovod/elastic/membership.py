@@ -1,10 +1,11 @@
-"""Who of a job's ranks is still there, and how those who are meet again.
+"""Membership of an elastic job: which of its ranks are alive, and how they connect again.
 
-A rank is gone when its process is. Every rank sees that by itself, and at any moment all see the same, so nothing has
-to be agreed on: those who are there meet under a name made of exactly those who are there. Ranks that have not yet
-seen the same wait under different names; the wait is cut into slices, after each of which a rank looks again who is
-there. So it doesn't matter who dies when, nor how often somebody has tried (which is why this isn't done by
-`Communicator.shrink`, whose calls are numbered).
+A rank is dead when its process is. Each rank detects that by itself, and at any moment all ranks
+detect the same, so no consensus is needed: the ranks that are alive connect under a name that is
+made of exactly these ranks. Ranks that have not yet detected the same wait under different names.
+The wait consists of short attempts, after each of which a rank checks again who is alive. So it
+doesn't matter which ranks die when, nor how many attempts a rank has made. That is why this isn't
+done by `Communicator.shrink`, whose calls are numbered.
 """
 
 from __future__ import annotations
@@ -24,95 +25,108 @@ from ...rendezvous.exchange import PeerInfo
 from ..basics import World
 from ..functions import allgather_object
 
-__all__ = ["Gone", "Member", "Membership", "Report"]
+__all__ = ["Member", "Membership", "NotEnoughRanks", "Report"]
 
-_SLICE = 0.5  # seconds of one try to meet, and so how long a death during it may go unnoticed
-_INIT_SECONDS = 60.0  # the engine's default, which is put back
-_REPORT = 2048  # bytes
+_ATTEMPT_SECONDS = 0.5  # of one attempt to connect, and so the time for which a death may stay undetected
+_INIT_SECONDS = 60.0  # the engine's default, which is restored
+_REPORT_BYTES = 2048
 
 
 @dataclass(frozen=True)
 class Member:
-    """A rank's process: its number, and when it was started, in clock ticks since boot."""
+    """A rank's process: its pid, and its start time in clock ticks since boot."""
 
     pid: int
-    begun: int
+    start_time: int
 
-    def lives(self) -> bool:
-        """Tell whether the process is there, and isn't just a zombie."""
-        return _look(self.pid) == self.begun
+    def is_alive(self) -> bool:
+        """Return whether the process exists, and isn't a zombie."""
+        return _start_time(self.pid) == self.start_time
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank tells the others when they meet: why it ends the job, or None, and how often it has met."""
+    """Report of a rank to the others: the error by which it ends the job, or None, and how often it
+    has recovered.
+    """
 
     error: str | None = None
     resets: int = 0
 
 
-class Gone(RuntimeError):
-    """The ranks that are left are too few, or didn't come in time."""
+class NotEnoughRanks(RuntimeError):
+    """Too few ranks are left, or some didn't connect in time."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The processes of a world's ranks, by rank. ``token``: a secret of the job, part of the names of its meetings."""
+    """Processes of a world's ranks, by rank.
+
+    ``token``: a secret of the job, part of the names for connections.
+    """
 
     token: str
     members: tuple[Member, ...]
     rank: int
 
     @classmethod
-    def of(cls, world: World) -> Membership:
-        """Learn them; a collective of all ranks, that must be healthy. `InvalidUsage` where they can't be watched."""
-        own = os.getpid(), _look(os.getpid()), os.readlink("/proc/self/ns/pid"), secrets.token_hex(16)
+    def gather(cls, world: World) -> Membership:
+        """Gather the processes; a collective call of all ranks.
+
+        `InvalidUsage` where the ranks can't watch each other.
+        """
+        own = os.getpid(), _start_time(os.getpid()), os.readlink("/proc/self/ns/pid"), secrets.token_hex(16)
         rows = allgather_object(own)
         if len({namespace for _, _, namespace, _ in rows}) > 1 or len({peer.machine for peer in world.peers}) > 1:
             raise InvalidUsage("the ranks don't see each other's processes: they are in several containers or machines")
-        return cls(rows[0][3], tuple(Member(pid, begun) for pid, begun, _, _ in rows), world.rank)
+        return cls(rows[0][3], tuple(Member(pid, start_time) for pid, start_time, _, _ in rows), world.rank)
 
-    def alive(self) -> list[int]:
-        """Give the ranks whose processes are there."""
-        return [rank for rank, member in enumerate(self.members) if rank == self.rank or member.lives()]
+    def alive_ranks(self) -> list[int]:
+        """Return the ranks that are alive."""
+        return [rank for rank, member in enumerate(self.members) if rank == self.rank or member.is_alive()]
 
-    def meet(self, world: World, report: Report, *, least: int, seconds: float) -> tuple[World, Membership, list]:
-        """Make a world of those who are there, in the order of their ranks; give it, its membership, and all reports.
+    def rebuild_world(
+        self, world: World, report: Report, *, min_ranks: int, seconds: float
+    ) -> tuple[World, Membership, list]:
+        """Connect the ranks that are alive, in the order of their ranks.
 
-        ``world``: the old one, aborted. Blocks until all who are there have come, at most ``seconds``. `Gone` where
-        fewer than ``least`` are left, or some don't come.
+        Return the new world, its membership and all reports. ``world``: the old one, aborted.
+        Blocks until all of them have connected, at most ``seconds``. `NotEnoughRanks` where fewer
+        than ``min_ranks`` are left, or some don't connect.
         """
         until = time.monotonic() + seconds
         while True:
-            ranks = self.alive()
-            if len(ranks) < least:
-                lost = sorted(set(range(len(self.members))) - set(ranks))
-                raise Gone(f"{format_ranks(lost)} died, and of the {least} ranks that it takes {len(ranks)} are left")
+            ranks = self.alive_ranks()
+            if len(ranks) < min_ranks:
+                dead = sorted(set(range(len(self.members))) - set(ranks))
+                raise NotEnoughRanks(
+                    f"{format_ranks(dead)} died, and of the {min_ranks} ranks that it takes {len(ranks)} are left"
+                )
             comm = None
             try:
-                comm = self._open(world, ranks)
-                reports = _exchange(comm, report)
+                comm = self._connect(world, ranks)
+                reports = _gather_reports(comm, report)
                 peers = [replace(world.peers[old], rank=new) for new, old in enumerate(ranks)]
-                return _world(comm, peers, world), self._of(ranks), reports
-            except CollectivesError as error:  # somebody died, or has not come yet
+                return _new_world(comm, peers, world), self._survivors(ranks), reports
+            except CollectivesError as error:  # a rank died, or hasn't connected yet
                 if comm is not None and not comm.closed:
                     comm.abort()
                 if time.monotonic() < until:
                     continue
                 late = [ranks[peer] for peer in error.peers] if isinstance(error, CollectiveTimeout) else []
                 who = format_ranks(late) if late else "some ranks"
-                raise Gone(
+                raise NotEnoughRanks(
                     f"{who} live, and did not come within {seconds:g} s (HOROVOD_ELASTIC_TIMEOUT) to go on: {error}"
                 ) from error
 
-    def _of(self, ranks: list[int]) -> Membership:
+    def _survivors(self, ranks: list[int]) -> Membership:
         return Membership(self.token, tuple(self.members[rank] for rank in ranks), ranks.index(self.rank))
 
-    def _open(self, world: World, ranks: list[int]) -> Communicator:
+    def _connect(self, world: World, ranks: list[int]) -> Communicator:
         engine, old = world.comm.engine, world.comm
-        name = json.dumps([self.token, [(self.members[rank].pid, self.members[rank].begun) for rank in ranks]])
+        name = json.dumps([self.token, [(self.members[rank].pid, self.members[rank].start_time) for rank in ranks]])
         unique_id = engine.library.named_unique_id(name.encode())
-        engine.library.set_init_timeout(_SLICE)
+        engine.library.set_init_timeout(_ATTEMPT_SECONDS)
         try:
             return Communicator(
                 engine, unique_id, ranks.index(self.rank), len(ranks), device=old.device, timeout=old.timeout,
@@ -122,18 +136,18 @@ class Membership:
             engine.library.set_init_timeout(_INIT_SECONDS)
 
 
-def _world(comm: Communicator, peers: list[PeerInfo], old: World) -> World:
+def _new_world(comm: Communicator, peers: list[PeerInfo], old: World) -> World:
     comm.peers = tuple(peers)
     return World(comm, peers, owns=True, settings=old.settings)
 
 
-def _exchange(comm: Communicator, report: Report) -> list[Report]:
-    """Give all ranks' reports."""
-    text = None if report.error is None else report.error[: _REPORT // 8]
+def _gather_reports(comm: Communicator, report: Report) -> list[Report]:
+    """Return all ranks' reports."""
+    text = None if report.error is None else report.error[: _REPORT_BYTES // 8]
     data = json.dumps([text, report.resets]).encode()
-    sent = numpy.zeros(_REPORT, dtype=numpy.uint8)
+    sent = numpy.zeros(_REPORT_BYTES, dtype=numpy.uint8)
     sent[: len(data)] = numpy.frombuffer(data, dtype=numpy.uint8)
-    got = numpy.zeros((comm.size, _REPORT), dtype=numpy.uint8)
+    got = numpy.zeros((comm.size, _REPORT_BYTES), dtype=numpy.uint8)
     comm.all_gather(got, sent)
     reports = []
     for rank, row in enumerate(got):
@@ -145,8 +159,8 @@ def _exchange(comm: Communicator, report: Report) -> list[Report]:
     return reports
 
 
-def _look(pid: int) -> int | None:
-    """Give when a process was started; None where there is none, or a zombie."""
+def _start_time(pid: int) -> int | None:
+    """Return the start time of a process; None where it doesn't exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             stat = file.read()

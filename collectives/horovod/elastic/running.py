@@ -1,4 +1,4 @@
-"""`run`: call a training again from the last commit, with the ranks that are left, each time that some die."""
+"""`run`: after ranks die, calls a training again from its last commit with the others."""
 
 from __future__ import annotations
 
@@ -10,73 +10,79 @@ from typing import Any
 from ...comm.waiting import format_ranks
 from ...errors import Aborted, CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError
 from ...rendezvous import world as job
-from ..basics import World, current, enter
+from ..basics import World, activate, current
 from ..exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from ..operations import barrier
-from .membership import Gone, Membership, Report
+from .membership import Membership, NotEnoughRanks, Report
 
 __all__ = ["run"]
 
 _LOG = logging.getLogger("collectives.horovod")
-_WAIT = 600.0  # seconds for those who live to come; HOROVOD_ELASTIC_TIMEOUT replaces it
-_TELL = 30.0  # seconds in which a rank that ends the job looks for others to tell
-_VAIN = 3  # times in a row that all ranks go on from one commit, and nobody has died
+_TIMEOUT = 600.0  # seconds for the ranks that are alive to connect; HOROVOD_ELASTIC_TIMEOUT replaces it
+_POST_ERROR_SECONDS = 30.0  # in which a rank that ends the job connects to the others, to post its error
+_MAX_RETRIES = 3  # consecutive recoveries to one commit in which no rank has died
 _FAILURES = (HorovodInternalError, RemoteError, Aborted, CollectiveTimeout)
 
 
 def run(func=None, *, reset_limit: int | None = None, min_np: int | None = None):
     """Make a training ``func(state, ...)`` elastic; a decorator.
 
-    Each call syncs the state from rank 0 and calls ``func``. When ranks die, which the others see as
-    `HorovodInternalError` out of an operation, the rest restore the state of the last commit, become ranks 0 to n - 1
-    of a smaller job in their old order, call `State.on_reset`, sync, and call ``func`` again. It returns on all ranks
-    together: a rank that is done waits for the others. Process sets other than the global one end with the old job.
+    Each call syncs the state from rank 0 and calls ``func``. When ranks die, an operation of the
+    others raises `HorovodInternalError`. The other ranks then restore the state of the last commit,
+    become ranks 0 to n - 1 of a smaller job in their old order, call `State.on_reset`, sync, and
+    call ``func`` again. It returns on all ranks together: a rank that is done waits for the others.
+    Process sets other than the global one end with the old job.
 
-    Any other exception ends the job: it is raised on the rank that has it, and `HorovodInternalError` naming it on the
-    others. So do too few ranks: fewer than ``min_np`` (HOROVOD_ELASTIC_MIN_NP, default 1), more than ``reset_limit``
-    times (HOROVOD_ELASTIC_RESET_LIMIT, default no limit) of going on, or the third failure in a row in which nobody
-    has died and nothing was committed. Ranks that live are waited for HOROVOD_ELASTIC_TIMEOUT seconds (600).
+    Any other exception ends the job: the rank that has it raises it, and the others raise
+    `HorovodInternalError` that names it. The job also ends with fewer than ``min_np`` ranks
+    (HOROVOD_ELASTIC_MIN_NP, default 1), after more than ``reset_limit`` recoveries
+    (HOROVOD_ELASTIC_RESET_LIMIT, default no limit), and at the third failure in a row in which no
+    rank has died and nothing was committed. Ranks that are alive are waited for
+    HOROVOD_ELASTIC_TIMEOUT seconds (600).
 
-    It is for the ranks of one machine on the host engine, and works where the launcher lets the rest live; nobody joins
-    later. With other engines, or several machines, the first failure is raised as it is. See docs/elastic.md.
+    It works for the ranks of one node on the host engine, under a launcher that doesn't end the
+    surviving ranks. No rank joins later. With other engines, or several nodes, the first failure is
+    raised as it is. See docs/elastic.md.
     """
     limits = _Limits(reset_limit, min_np)
     if func is None:
-        return lambda function: _elastic(function, limits)
-    return _elastic(func, limits)
+        return lambda function: _make_elastic(function, limits)
+    return _make_elastic(func, limits)
 
 
-def _elastic(func, limits: _Limits):
+def _make_elastic(func, limits: _Limits):
     @functools.wraps(func)
     def training(state, *args, **kwargs):
-        return _Running(state, limits).call(func, args, kwargs)
+        return _ElasticTraining(state, limits).call(func, args, kwargs)
 
     return training
 
 
 class _Limits:
-    """``reset_limit`` and ``min_np`` as given, or as the environment has them when a training begins."""
+    """Limits of a training: the arguments of `run`, or the environment's when it begins."""
 
     def __init__(self, reset_limit: int | None, min_np: int | None):
-        self._reset_limit = _count(reset_limit, "reset_limit", 0)
-        self._min_np = _count(min_np, "min_np", 1)
+        self._reset_limit = _check_count(reset_limit, "reset_limit", 0)
+        self._min_np = _check_count(min_np, "min_np", 1)
 
     def read(self) -> tuple[int | None, int, float]:
-        """Give the limit of resets, the least number of ranks, and the seconds to wait."""
+        """Return the limit of resets, the minimum number of ranks, and the seconds to wait for
+        ranks.
+        """
         resets = self._reset_limit
         if resets is None:
-            resets = _variable("HOROVOD_ELASTIC_RESET_LIMIT", 0)
-        least = self._min_np or _variable("HOROVOD_ELASTIC_MIN_NP", 1) or 1
-        return resets, least, float(_variable("HOROVOD_ELASTIC_TIMEOUT", 1) or _WAIT)
+            resets = _read_variable("HOROVOD_ELASTIC_RESET_LIMIT", 0)
+        min_ranks = self._min_np or _read_variable("HOROVOD_ELASTIC_MIN_NP", 1) or 1
+        return resets, min_ranks, float(_read_variable("HOROVOD_ELASTIC_TIMEOUT", 1) or _TIMEOUT)
 
 
-def _count(value, name: str, low: int) -> int | None:
+def _check_count(value, name: str, low: int) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
         raise InvalidArgument(f"{name} must be an int from {low} up, not {value!r}", op="elastic.run")
     return value
 
 
-def _variable(name: str, low: int) -> int | None:
+def _read_variable(name: str, low: int) -> int | None:
     text = os.environ.get(name, "").strip()
     if not text:
         return None
@@ -85,22 +91,22 @@ def _variable(name: str, low: int) -> int | None:
     return int(text)
 
 
-class _Running:
-    """One elastic training under way."""
+class _ElasticTraining:
+    """A running elastic training."""
 
     def __init__(self, state, limits: _Limits):
         self.state = state
-        self.reset_limit, self.least, self.seconds = limits.read()
+        self.reset_limit, self.min_ranks, self.seconds = limits.read()
         self.resets = 0
-        self._vain = 0
+        self._retries = 0
         self._commits = 0
         self._membership: Membership | None = None
         self._world: World | None = None
-        self._why_not: CollectivesError | None = None
+        self._not_elastic: CollectivesError | None = None
 
     def call(self, func, args, kwargs) -> Any:
-        """Call the training until it ends."""
-        self._begin()
+        """Call the training until it returns; return its result."""
+        self._gather_membership()
         changed, skip_sync = False, False
         while True:
             try:
@@ -114,28 +120,28 @@ class _Running:
                 return result
             except _FAILURES as error:
                 self._restore()
-                self._go_on(error)
+                self._recover(error)
             except HostsUpdatedInterrupt as interrupt:
-                self._count(self.resets, interrupt)
+                self._count_reset(self.resets, interrupt)
                 skip_sync = interrupt.skip_sync
             except Exception as error:
-                self._end(error)
+                self._post_error(error)
                 raise
             changed = True
 
-    def _begin(self) -> None:
+    def _gather_membership(self) -> None:
         self._world = world = current()
-        if world.size < self.least:
-            raise InvalidArgument(f"min_np={self.least}, and the job has {world.size} ranks", op="elastic.run")
+        if world.size < self.min_ranks:
+            raise InvalidArgument(f"min_np={self.min_ranks}, and the job has {world.size} ranks", op="elastic.run")
         if world.comm.engine.name != "host":
-            self._why_not = InvalidUsage(f"the engine is {world.comm.engine.name}, and it takes the host engine")
+            self._not_elastic = InvalidUsage(f"the engine is {world.comm.engine.name}, and it takes the host engine")
             return
         try:
-            self._membership = Membership.of(world)
+            self._membership = Membership.gather(world)
         except InvalidUsage as error:  # the same on all ranks
-            self._why_not = error
+            self._not_elastic = error
 
-    def _count(self, resets: int, cause: BaseException) -> None:
+    def _count_reset(self, resets: int, cause: BaseException) -> None:
         if self.reset_limit is not None and resets >= self.reset_limit:
             raise HorovodInternalError(f"the job has gone on {resets} times, its reset_limit: {cause}") from cause
         self.resets = resets + 1
@@ -144,65 +150,65 @@ class _Running:
         try:
             self.state.restore()
         except Exception as error:
-            self._end(error)
+            self._post_error(error)
             raise
 
-    def _go_on(self, cause: BaseException) -> None:
-        """Make a job of those who are left."""
+    def _recover(self, cause: BaseException) -> None:
+        """Make a job of the ranks that are left."""
         if self._membership is None:
-            raise HorovodInternalError(f"{cause} (and it can't be gone on: {self._why_not})") from cause
+            raise HorovodInternalError(f"{cause} (and it can't be gone on: {self._not_elastic})") from cause
         before = self._membership
         while True:
-            self._leave(cause)
+            self._abort_world(cause)
             try:
-                reports = self._meet(Report(None, self.resets), self.seconds)
-            except Gone as gone:
-                raise HorovodInternalError(f"{cause} (and it can't be gone on: {gone})") from cause
+                reports = self._rebuild_world(Report(None, self.resets), self.seconds)
+            except NotEnoughRanks as failure:
+                raise HorovodInternalError(f"{cause} (and it can't be gone on: {failure})") from cause
             ended = [(rank, report.error) for rank, report in enumerate(reports) if report.error is not None]
             if ended:
                 rank, text = ended[0]
                 peer = before.members.index(self._membership.members[rank])
                 failure = HorovodInternalError(f"rank {peer} has ended the job by an error of its own: {text}")
                 raise failure from RemoteError(text, op="elastic.run", rank=before.rank, peers=(peer,))
-            self._count(max(report.resets for report in reports), cause)
+            self._count_reset(max(report.resets for report in reports), cause)
             try:
-                enter(self._world)
+                activate(self._world)
                 break
-            except CollectivesError as error:  # one more died
+            except CollectivesError as error:  # another rank died
                 cause = error
-        job._world = self._world.comm  # for collectives.init()
-        lost = [rank for rank, member in enumerate(before.members) if member not in self._membership.members]
+        job._world = self._world.comm  # collectives.init() returns it
+        dead = [rank for rank, member in enumerate(before.members) if member not in self._membership.members]
         commits = getattr(self.state, "_commits", 0)
-        self._vain = 0 if lost or commits > self._commits else self._vain + 1
+        self._retries = 0 if dead or commits > self._commits else self._retries + 1
         self._commits = commits
-        if self._vain >= _VAIN:
-            text = f"{cause} (nobody has died, and this was number {_VAIN} with nothing committed between)"
+        if self._retries >= _MAX_RETRIES:
+            text = f"{cause} (nobody has died, and this was number {_MAX_RETRIES} with nothing committed between)"
             raise HorovodInternalError(text) from cause
-        who = f"{format_ranks(lost)} died" if lost else "nobody died"
+        who = f"{format_ranks(dead)} died" if dead else "nobody died"
         _LOG.warning(
             "hvd [rank %d]: %s; going on from the last commit with %d ranks, this one as rank %d: %s",
             before.rank, who, self._world.size, self._world.rank, cause,
         )  # fmt: skip
 
-    def _end(self, error: Exception) -> None:
-        """Tell the others that the job ends."""
-        if self._membership is None or len(self._membership.alive()) == 1:
+    def _post_error(self, error: Exception) -> None:
+        """Post the error by which this rank ends the job to the others."""
+        if self._membership is None or len(self._membership.alive_ranks()) == 1:
             return
-        told = f"{type(error).__name__}: {error}"
-        _LOG.error("hvd [rank %d]: the job ends by an error of this rank: %s", self._membership.rank, told)
-        self._leave(error)
+        text = f"{type(error).__name__}: {error}"
+        _LOG.error("hvd [rank %d]: the job ends by an error of this rank: %s", self._membership.rank, text)
+        self._abort_world(error)
         try:
-            self._meet(Report(told, self.resets), _TELL)
-        except (Gone, CollectivesError) as gone:
-            _LOG.error("hvd [rank %d]: not all others could be told: %s", self._membership.rank, gone)
+            self._rebuild_world(Report(text, self.resets), _POST_ERROR_SECONDS)
+        except (NotEnoughRanks, CollectivesError) as failure:
+            _LOG.error("hvd [rank %d]: not all others could be told: %s", self._membership.rank, failure)
 
-    def _leave(self, cause: BaseException) -> None:
-        """End all that is under way in the world that there was, so that those who wait for this rank notice."""
+    def _abort_world(self, cause: BaseException) -> None:
+        """Abort the old world, so that ranks that wait for this one get an error."""
         self._world.abort(cause)
         self._world.comm.abort()
 
-    def _meet(self, report: Report, seconds: float) -> list[Report]:
-        self._world, self._membership, reports = self._membership.meet(
-            self._world, report, least=self.least, seconds=seconds
+    def _rebuild_world(self, report: Report, seconds: float) -> list[Report]:
+        self._world, self._membership, reports = self._membership.rebuild_world(
+            self._world, report, min_ranks=self.min_ranks, seconds=seconds
         )
         return reports

@@ -1,4 +1,4 @@
-"""ElasticSampler: shares indices out over the ranks, and what is left of an epoch over those that remain."""
+"""ElasticSampler: distributes an epoch's indices, and the rest of them after ranks die."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ __all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(torch.utils.data.Sampler):
-    """Shares out the indices of an epoch that aren't processed yet, as many for each rank.
+    """Distributes the indices of an epoch that aren't processed yet, the same number to each rank.
 
-    As torch's DistributedSampler, and it knows what was processed: give it to `TorchState`, call `record_batch` after
-    each batch and `set_epoch` at the end of each epoch. Each `TorchState.commit` tells all ranks what the others have
-    processed; after a death the indices that the last commit doesn't know are shared out over the survivors.
-    ``dataset``: anything with a constant len(). ``shuffle``: another order each epoch, the same on all ranks, by
-    ``seed`` and the epoch. Where indices don't come out even, the first ones are given twice, so that all ranks have
-    as many batches.
+    It is torch's DistributedSampler with a record of what was processed: pass it to `TorchState`,
+    call `record_batch` after each batch and `set_epoch` at the end of each epoch. Each
+    `TorchState.commit` exchanges what the ranks have processed. After a rank's death the indices
+    that the last commit doesn't have are distributed over the survivors. ``dataset``: any object
+    with a constant len(). ``shuffle``: another order each epoch, the same on all ranks, from
+    ``seed`` and the epoch. Where indices can't be split evenly, the first ones occur twice, so that
+    all ranks have the same number of batches.
     """
 
     def __init__(self, dataset, shuffle: bool = True, seed: int = 0):
@@ -34,7 +35,10 @@ class ElasticSampler(torch.utils.data.Sampler):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch, of which nothing is processed. To be called at the end of the one before."""
+        """Begin another epoch, of which nothing is processed.
+
+        Call it at the end of the previous one.
+        """
         self.epoch = epoch
         self.processed_indices = set()
         self.reset()
@@ -44,45 +48,47 @@ class ElasticSampler(torch.utils.data.Sampler):
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Take down that these indices of the dataset were processed."""
+        """Record that these indices of the dataset were processed."""
         self.processed_indices.update(map(int, indices))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Give the indices of batch ``batch_idx`` of the iteration under way."""
+        """Return the indices of batch ``batch_idx`` of the current iteration."""
         if self.indices is None:
             raise InvalidUsage("nothing was drawn from the sampler since it was reset: there is no such batch")
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict:
-        """Give the epoch and what was processed of it."""
+        """Return the epoch and its processed indices."""
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take a state, also one with ``processed_num`` in place of the indices, and share out what is left."""
+        """Load a state, also one with ``processed_num`` in place of the indices, and distribute the
+        other indices.
+        """
         self.epoch = state_dict["epoch"]
         if "processed_indices" in state_dict:
             self.processed_indices = set(state_dict["processed_indices"])
         else:
-            self.processed_indices = set(self._order()[: state_dict["processed_num"]])
+            self.processed_indices = set(self._ordered_indices()[: state_dict["processed_num"]])
         self.reset()
 
     def reset(self) -> None:
-        """Share out what isn't processed over the ranks that there are now."""
+        """Distribute the indices that aren't processed over the current ranks."""
         world = current()
         self.num_replicas, self.rank = world.size, world.rank
-        self.remaining_indices = [index for index in self._order() if index not in self.processed_indices]
+        self.remaining_indices = [index for index in self._ordered_indices() if index not in self.processed_indices]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
         self.indices: list[int] | None = None
 
-    def _order(self) -> list[int]:
+    def _ordered_indices(self) -> list[int]:
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)
         return indices
 
     def __iter__(self) -> Iterator[int]:
-        # With fewer left than there are ranks, some come more than twice.
+        # Where fewer are left than there are ranks, some occur more than twice.
         padded = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
         self.indices = list(padded)[self.rank :: self.num_replicas]
         return iter(self.indices)

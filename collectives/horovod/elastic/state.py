@@ -1,4 +1,4 @@
-"""States: what a training is made of, as it was at the last commit."""
+"""States: copies of a training's models, optimizers and values, as of the last commit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ..basics import rank
 from ..exceptions import HostsUpdatedInterrupt
-from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters, pickled
+from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters, try_pickle
 from ..operations import Max, allgather_async, allreduce_async, synchronize
 from .sampler import ElasticSampler
 
@@ -24,13 +24,14 @@ __all__ = [
     "set_handler_registry",
 ]
 
-_REMOVED = 1  # of what on_hosts_updated is told: 1 removed, 2 added, 3 both
+_REMOVED = 1  # bits of update_res of on_hosts_updated: 1 removed, 2 added
 
 
 class State:
-    """What `run` needs of a state. For classes of your own: give it `save`, `restore`, `sync` and maybe `reset`.
+    """Interface of the states of `run`.
 
-    ``bcast_object`` and ``get_rank``: taken as Horovod's are, and not needed.
+    A class of your own defines `save`, `restore`, `sync` and, if needed, `reset`. ``bcast_object``
+    and ``get_rank``: accepted for Horovod's sake, and not used.
     """
 
     def __init__(self, bcast_object: Callable | None = None, get_rank: Callable | None = None):
@@ -40,72 +41,81 @@ class State:
         self._commits = 0
 
     def register_reset_callbacks(self, callbacks) -> None:
-        """Add functions that `run` calls, on each rank, when the ranks have changed: to scale the learning rate anew.
+        """Add functions that `run` calls, on each rank, after the ranks have changed: to rescale
+        the learning rate.
 
-        They come before `sync`, so that what they change on rank 0 counts; an exception in one ends the job.
+        They run before `sync`, so that all ranks get what they change on rank 0. An exception in
+        one ends the job.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call `reset` and the reset callbacks; `run` does so when the ranks have changed."""
+        """Call `reset` and the reset callbacks; `run` calls it after the ranks have changed."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int = _REMOVED | 2) -> None:
-        """Have the next commit of all ranks raise `HostsUpdatedInterrupt`; from any thread, on one rank or more.
+        """Make the next commit of all ranks raise `HostsUpdatedInterrupt`.
 
-        ``timestamp``: in seconds; one that isn't above the last one's changes nothing. ``update_res``: 1 where hosts
-        are only taken away, so that no sync is needed.
+        Call it from any thread, on one rank or more. ``timestamp``: in seconds; one that isn't
+        above the last one has no effect. ``update_res``: 1 where hosts were only removed, so that
+        no sync is needed.
         """
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save, so that this is what a failure goes back to, and `check_host_updates`. All ranks call it. Blocks.
+        """Call `save`, so that `restore` returns to this point after a failure, and
+        `check_host_updates`. Blocks.
 
-        It copies the whole state: in large models not after each batch.
+        All ranks call it. It copies the whole state: with large models don't call it after each
+        batch.
         """
         self.save()
         self._commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise `HostsUpdatedInterrupt` on all ranks where `on_hosts_updated` was called on one. Blocks."""
-        told = [self._last_updated_timestamp, 0.0, 0.0]  # the newest; whether anything else than removals was told
+        """Raise `HostsUpdatedInterrupt` on all ranks where `on_hosts_updated` was called on one.
+
+        Blocks.
+        """
+        update = [self._last_updated_timestamp, 0.0, 0.0]  # newest; any update; any update but removals
         while True:
             try:
                 timestamp, what = self._host_messages.get_nowait()
             except queue.Empty:
                 break
             if timestamp > self._last_updated_timestamp:
-                told = [max(told[0], timestamp), 1.0, max(told[2], float(what != _REMOVED))]
-        most = torch.tensor(told, dtype=torch.float64)
+                update = [max(update[0], timestamp), 1.0, max(update[2], float(what != _REMOVED))]
+        most = torch.tensor(update, dtype=torch.float64)
         newest, updated, otherwise = synchronize(allreduce_async(most, op=Max, _waits=True)).tolist()
         self._last_updated_timestamp = newest
         if updated:
             raise HostsUpdatedInterrupt(skip_sync=not otherwise)
 
     def save(self) -> None:
-        """Take down the state, in memory."""
+        """Save the state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what was saved last. Not a collective."""
+        """Restore the last saved state. Not a collective call."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give all ranks rank 0's state, and save it."""
+        """Broadcast rank 0's state to all ranks, and save it."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Take notice that the ranks have changed, before the callbacks."""
+        """Adapt to changed ranks; called before the callbacks."""
 
 
 class ObjectState(State):
-    """A state of attributes, given as keywords: ``ObjectState(epoch=0, batch=0)``.
+    """State of attributes, which are keyword arguments: ``ObjectState(epoch=0, batch=0)``.
 
-    They are copied (deepcopy) at each save, and pickled for `sync`: `ValueError` names one with which that can't be.
+    They are copied (deepcopy) at each save, and pickled for `sync`; `ValueError` names one that
+    can't be.
     """
 
     def __init__(self, bcast_object=None, get_rank=None, **kwargs):
@@ -113,26 +123,26 @@ class ObjectState(State):
         for name in kwargs:
             if name.startswith("_") or hasattr(type(self), name):
                 raise ValueError(f"an attribute of a state can't be named {name!r}")
-        self._saved_state = _copies(kwargs)
+        self._saved_state = _deep_copies(kwargs)
         for name, value in kwargs.items():
             setattr(self, name, value)
 
     def save(self) -> None:
-        """Take down the attributes."""
-        self._saved_state = _copies({name: getattr(self, name) for name in self._saved_state})
+        """Save the attributes."""
+        self._saved_state = _deep_copies({name: getattr(self, name) for name in self._saved_state})
 
     def restore(self) -> None:
-        """Give the attributes the values that were saved last."""
-        for name, value in _copies(self._saved_state).items():
+        """Set the attributes to the values that were saved last."""
+        for name, value in _deep_copies(self._saved_state).items():
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Give all ranks rank 0's attributes, as they are now, and save them. Blocks."""
+        """Broadcast rank 0's current attributes to all ranks, and save them. Blocks."""
         mine = {name: getattr(self, name) for name in self._saved_state}
         try:
             theirs = broadcast_object(mine)
         except ValueError as error:
-            wrong = [name for name, value in mine.items() if not pickled(value)[0]]
+            wrong = [name for name, value in mine.items() if not try_pickle(value)[0]]
             raise ValueError(f"a state's attributes are pickled, and {', '.join(wrong)} can't be: {error}") from None
         unlike = sorted(theirs.keys() ^ mine.keys())
         if unlike:
@@ -142,7 +152,7 @@ class ObjectState(State):
         ObjectState.save(self)
 
 
-def _copies(values: dict[str, Any]) -> dict[str, Any]:
+def _deep_copies(values: dict[str, Any]) -> dict[str, Any]:
     copies = {}
     for name, value in values.items():
         try:
@@ -155,18 +165,20 @@ def _copies(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class TorchState(ObjectState):
-    """The state of a training: ``TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, batch=0)``.
+    """State of a training: ``TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0,
+    batch=0)``.
 
-    Models, optimizers, schedulers, `ElasticSampler` and whatever else has state_dict and load_state_dict (a GradScaler)
-    are saved by that and keep their identity; other keywords are plain attributes, as in `ObjectState`. ``model`` and
-    ``optimizer`` may be left out, and there may be several, under any names.
+    Models, optimizers, schedulers, `ElasticSampler` and other objects with state_dict and
+    load_state_dict (a GradScaler) are saved by their state dicts and keep their identity. Other
+    keyword arguments are plain attributes, as in `ObjectState`. ``model`` and ``optimizer`` are
+    optional, and there may be several, under any names.
     """
 
     def __init__(self, model=None, optimizer=None, **kwargs):
         self._handlers: dict[str, StateHandler] = {}
         handlers, rest = {}, {}
         for name, value in {"model": model, "optimizer": optimizer, **kwargs}.items():
-            handler = _handler(value)
+            handler = _make_handler(value)
             if handler is None:
                 rest[name] = value
             else:
@@ -177,7 +189,7 @@ class TorchState(ObjectState):
         self._handlers = handlers
 
     def save(self) -> None:
-        """Take down all of it, or, where that fails, nothing. Where there is a sampler, all ranks call it."""
+        """Save everything or, where that fails, nothing. With a sampler all ranks call it."""
         before = [(handler, dict(vars(handler))) for handler in self._handlers.values()]
         try:
             for handler in self._handlers.values():
@@ -189,13 +201,13 @@ class TorchState(ObjectState):
             raise
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Restore what was saved last."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Give all ranks rank 0's state, and save it. Blocks."""
+        """Broadcast rank 0's state to all ranks, and save it. Blocks."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
@@ -203,7 +215,7 @@ class TorchState(ObjectState):
             handler.save()
 
     def reset(self) -> None:
-        """Have samplers and optimizers look which ranks there are now."""
+        """Reset samplers and optimizers to the current ranks."""
         for handler in self._handlers.values():
             handler.reset()
 
@@ -213,13 +225,14 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
 
-# ---- How objects are saved, by their class.
+# ---- Handlers, which save objects by their class.
 
 
 class StateHandler:
-    """Saves, restores and syncs one object of a `TorchState`, by its state dict; for handlers of your own, too.
+    """Saves, restores and syncs one object of a `TorchState` by its state dict.
 
-    A subclass overrides what differs; `save` must leave the handler as it is where it raises.
+    Base class of your own handlers. A subclass overrides what differs. Where `save` raises, it must
+    leave the handler unchanged.
     """
 
     def __init__(self, value):
@@ -227,29 +240,29 @@ class StateHandler:
         self.keep()
 
     def keep(self) -> None:
-        """Take the state down on this rank."""
+        """Save the state on this rank."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def save(self) -> None:
-        """Take the state down; all ranks do so."""
+        """Save the state; all ranks call it."""
         self.keep()
 
     def restore(self) -> None:
-        """Go back to it."""
-        # A copy, as optimizers go on with the very tensors that they load.
+        """Restore the saved state."""
+        # A copy, because optimizers keep the tensors that they load.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Give all ranks rank 0's state."""
+        """Broadcast rank 0's state to all ranks."""
         state = broadcast_object(self.value.state_dict())
         if rank() != 0:
             self.value.load_state_dict(state)
 
     def reset(self) -> None:
-        """Take notice that the ranks have changed."""
+        """Adapt to changed ranks."""
 
     def set_value(self, value) -> None:
-        """Put another object in its place, and take its state down."""
+        """Replace the object, and save the new one's state."""
         before, self.value = self.value, value
         try:
             self.keep()
@@ -258,34 +271,34 @@ class StateHandler:
             raise
 
 
-class _Module(StateHandler):
+class _ModuleHandler(StateHandler):
     def restore(self) -> None:
-        self.value.load_state_dict(self._saved)  # which copies
+        self.value.load_state_dict(self._saved)  # it copies
 
     def sync(self) -> None:
         state = self.value.state_dict()
         broadcast_parameters(state, root_rank=0)
         if any(not isinstance(each, torch.Tensor) for each in state.values()):
-            self.value.load_state_dict(state)  # what a module's set_extra_state wants
+            self.value.load_state_dict(state)  # for a module's set_extra_state
 
 
-class _Optimizer(StateHandler):
+class _OptimizerHandler(StateHandler):
     def reset(self) -> None:
-        # Where it is a DistributedOptimizer, it looks at the ranks anew when it loads a state.
+        # A DistributedOptimizer takes the current ranks when it loads a state.
         self.value.load_state_dict(self.value.state_dict())
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
         if rank() == 0:
-            self.reset()  # the others have loaded a state, and so forgotten a backward that has no step yet
+            self.reset()  # the others have loaded a state, which drops a backward that has no step yet
 
 
-class _Sampler(StateHandler):
+class _SamplerHandler(StateHandler):
     def keep(self) -> None:
         self._saved = self.value.state_dict()
 
     def save(self) -> None:
-        """Take down what all ranks have processed, on each of them."""
+        """Save on each rank what all ranks have processed."""
         sampler, saved = self.value, self._saved
         known = saved["processed_indices"] if saved["epoch"] == sampler.epoch else set()
         new = torch.tensor(sorted(sampler.processed_indices - known), dtype=torch.int64)
@@ -304,24 +317,26 @@ class _Sampler(StateHandler):
 
 
 _registry: list[tuple[type, type[StateHandler]]] = [
-    (torch.nn.Module, _Module),
-    (torch.optim.Optimizer, _Optimizer),
-    (ElasticSampler, _Sampler),
+    (torch.nn.Module, _ModuleHandler),
+    (torch.optim.Optimizer, _OptimizerHandler),
+    (ElasticSampler, _SamplerHandler),
 ]
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Give the list of classes and their handlers, by which states made from now on choose; the first that fits."""
+    """Return the list of (class, handler) from which new states take the first that matches an
+    object.
+    """
     return _registry
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Put another list in its place."""
+    """Replace the list of `get_handler_registry`."""
     global _registry
     _registry = registry
 
 
-def _handler(value) -> StateHandler | None:
+def _make_handler(value) -> StateHandler | None:
     if isinstance(value, type):
         return None
     for kind, handler in _registry:

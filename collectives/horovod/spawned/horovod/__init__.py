@@ -1,4 +1,7 @@
-"""What ``import horovod`` finds in a process that was spawned by one where `collectives.horovod.install` was called."""
+"""Package horovod of a process that was spawned after `collectives.horovod.install`.
+
+It installs there, too.
+"""
 
 from collectives.horovod import install
 

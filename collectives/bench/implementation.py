@@ -1,8 +1,8 @@
-"""Who is measured: the interface, and those that run in the rank processes themselves, called from Python.
+"""Interface of measured implementations; base class of those that our processes call.
 
-All are measured alike. A turn is: all ranks meet, ``warmup`` calls, then ``batches`` times ``calls`` calls in a row
-with one look at the clock before and after each batch, and nothing else between the calls. The C loop of the MPI peers
-does the same.
+All are measured in the same way. A turn is: a barrier, ``warmup`` calls, then ``batches`` times
+``calls`` calls in a row. The clock is read once before and after each batch, and nothing else runs
+between the calls. The C loop of the MPI peers does the same.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import torch
 from .buffers import Buffers
 from .cases import Case
 
-__all__ = ["Contestant", "LocalContestant", "Plan", "time_on_host"]
+__all__ = ["Implementation", "InProcessImplementation", "Plan", "time_on_host"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often a turn calls: ``warmup`` calls, then ``batches`` of ``calls``; ``blocking``: wait for each (GPUs)."""
+    """Calls of a turn: ``warmup`` calls, then ``batches`` of ``calls``.
+
+    ``blocking``: wait for each call (GPUs).
+    """
 
     warmup: int
     calls: int
@@ -31,44 +34,47 @@ class Plan:
     blocking: bool = False
 
 
-class Contestant:
-    """One library, in one way of using it. All ranks make the same calls on it.
+class Implementation:
+    """One library, used in one way. All ranks make the same calls on it.
 
-    ``turn`` and ``check`` give a list with an entry for each rank that this process speaks for: its own, or all ranks'
-    on rank 0 and none elsewhere where the ranks are processes of their own.
+    ``turn`` and ``check`` return a list with an entry for this rank; or, where the library's ranks
+    are other processes, all entries on rank 0 and none on the other ranks.
     """
 
-    name = ""  # what rows are headed with
-    peer = True  # not ours: its failure ends its own rows only
+    name = ""  # of its rows
+    peer = True  # not ours: its failure ends only its own rows
     caller = "python"
-    binds = True  # its ranks are bound to cores where the run binds
-    fields: dict = {}  # of its rows: engine, algorithm, zero_copy, wire, versions
+    binds = True  # to cores, where the run binds ranks
+    fields: dict = {}  # fields of its rows: engine, algorithm, zero_copy, wire, versions
 
-    def refuses(self, case: Case, in_place: bool) -> str | None:
-        """Tell why it has no such operation; None where it has. The same on all ranks."""
+    def unsupported_reason(self, case: Case, in_place: bool) -> str | None:
+        """Return why it doesn't have an operation; None where it has. The same on all ranks."""
         raise NotImplementedError
 
     def prepare(self, case: Case, in_place: bool) -> None:
-        """Make the arrays; the turns and checks until `release` use them."""
+        """Allocate the arrays, which turns and checks use until `release`."""
         raise NotImplementedError
 
     def turn(self, plan: Plan) -> list[list[float]]:
-        """Give the time of one call in us, for each batch."""
+        """Return the time of one call in us, for each batch."""
         raise NotImplementedError
 
     def check(self) -> list[int]:
-        """Make one call on fresh data, and count the wrong elements."""
+        """Make one call on new data, and return the number of wrong elements."""
         raise NotImplementedError
 
     def release(self) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what the contestant has started."""
+        """End the processes or groups that the implementation has started."""
 
 
-class LocalContestant(Contestant):
-    """One whose ranks are our rank processes. A subclass gives `bind` and `meet`."""
+class InProcessImplementation(Implementation):
+    """Implementation whose ranks are our rank processes.
+
+    A subclass defines `make_call` and `barrier`.
+    """
 
     device = torch.device("cpu")
 
@@ -77,12 +83,12 @@ class LocalContestant(Contestant):
         self.buffers: Buffers | None = None
         self._call: Callable[[], object] | None = None
 
-    def bind(self, case: Case, buffers: Buffers) -> Callable[[], object]:
-        """Make the function that is timed, of no arguments."""
+    def make_call(self, case: Case, buffers: Buffers) -> Callable[[], object]:
+        """Return the function that is timed; it takes no arguments."""
         raise NotImplementedError
 
-    def meet(self) -> None:
-        """Wait for all ranks, in the way that lets them start together."""
+    def barrier(self) -> None:
+        """Wait for all ranks so that they start together."""
         raise NotImplementedError
 
     def allocate(self, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -90,21 +96,21 @@ class LocalContestant(Contestant):
 
     def prepare(self, case: Case, in_place: bool) -> None:
         self.buffers = Buffers(case, self.rank, in_place, self.allocate)
-        self._call = self.bind(case, self.buffers)
+        self._call = self.make_call(case, self.buffers)
 
     def turn(self, plan: Plan) -> list[list[float]]:
-        self.meet()
+        self.barrier()
         collecting = gc.isenabled()
         gc.disable()
         try:
-            return [time_on_host(self._call, plan) if self.device.type == "cpu" else _on_gpu(self._call, plan)]
+            return [time_on_host(self._call, plan) if self.device.type == "cpu" else time_on_gpu(self._call, plan)]
         finally:
             if collecting:
                 gc.enable()
 
     def check(self) -> list[int]:
         self.buffers.reset()
-        self.meet()  # nobody's array may be poisoned while a peer's call is reading or writing it
+        self.barrier()  # no array may be reset while a peer's call reads or writes it
         self._call()
         if self.device.type != "cpu":
             torch.cuda.synchronize()
@@ -115,7 +121,9 @@ class LocalContestant(Contestant):
 
 
 def time_on_host(call: Callable[[], object], plan: Plan) -> list[float]:
-    """Time a function as `Plan` says, in us a call, with the clock of the processor."""
+    """Return the time of a function in us per call, for each batch of the plan, by the host's
+    clock.
+    """
     clock, marks = time.perf_counter_ns, []
     for _ in repeat(None, plan.warmup):
         call()
@@ -127,7 +135,7 @@ def time_on_host(call: Callable[[], object], plan: Plan) -> list[float]:
     return [(after - before) / plan.calls / 1e3 for before, after in zip(marks, marks[1:], strict=False)]
 
 
-def _on_gpu(call, plan: Plan) -> list[float]:
+def time_on_gpu(call, plan: Plan) -> list[float]:
     if plan.blocking:
 
         def waited():

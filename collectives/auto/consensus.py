@@ -1,7 +1,8 @@
-"""How all ranks of a group agree, between two backwards, that they stand at the same place.
+"""Consensus of a group's ranks, between two backwards, that they are at the same step.
 
-Over torch's store and not the group: a rank that has counted wrong stands in another collective of the group, where
-one of ours would be taken for its own. Such a rank doesn't come, and the meeting ends without a result.
+It uses torch's store and not the group: a rank with another count is in another collective of the
+group, which would match one of ours. Such a rank doesn't take part, and the check ends with an
+error.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ from ..errors import CollectivesError
 from ..rendezvous.process_groups import group_timeout
 from ..torch_compat import default_store, sequence_number
 
-__all__ = ["all_alike"]
+__all__ = ["verify_same_step"]
 
-_SECONDS = 300.0  # at most: a rank may be saving or validating meanwhile
+_SECONDS = 300.0  # at most; meanwhile a rank may save or validate
 
 
-def all_alike(group, value: dict) -> str:
-    """Compare a value with all ranks of a group; blocks until all have come. Give "" or what differs.
+def verify_same_step(group, value: dict) -> str:
+    """Compare a value between all ranks of a group; blocks until all call it.
 
-    It waits for 300 s at most, and half of the group's timeout: a rank that doesn't come may stand in a collective of
-    the group, which must not run out of time meanwhile. A rank that is known to have ended isn't waited for.
-    The answer is the same on all ranks as to whether it is "": the first verdict in the store counts. `value`: what
-    JSON takes; "error" in it, when not None, is what keeps this rank from going on.
+    Return "" or the difference. It waits for 300 s at most, and half of the group's timeout: a rank
+    that doesn't call it may be in a collective of the group, which must not time out meanwhile. It
+    doesn't wait for a rank that has ended. All ranks return "" or none does: the first verdict in
+    the store counts. `value`: a dict for JSON. Its "error", where not None, is the reason for which
+    this rank can't continue.
     """
     store = default_store()
     rank, size = group.rank(), group.size()
     prefix = f"collectives/auto/{group.group_name}/{size}"
-    # Counted in the store itself, which may outlive a group and its name.
+    # The store counts the calls, because it may outlive a group and its name.
     prefix += f"/{store.add(f'{prefix}/met/{rank}', 1)}"
     value = {"sequence": sequence_number(group), **value}
     store.set(f"{prefix}/{rank}", json.dumps(value))

@@ -1,0 +1,252 @@
+"""Message table: which ranks have submitted which operation, and how operations are fused.
+
+Ranks submit operations in any order. In each cycle they exchange what is new. An operation is
+carried out when all ranks have submitted it, in the order in which operations became complete,
+which is the same on all ranks. Each rank keeps the same table. This module doesn't communicate.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import NamedTuple
+
+from .messages import CachedRequest, Request, cached_request
+
+__all__ = ["CachedPlan", "FusedResponse", "MessageTable", "Response", "fuse_responses", "message_key"]
+
+_SMALL = 1 << 20  # bytes of a fused allreduce
+_MAX_PLANS = 256
+# Bytes of an allreduce on the host from which on it isn't fused: the copies to and from a fusion
+# buffer take longer than a call of its own.
+_NOT_FUSED = 1 << 20
+
+
+class Response(NamedTuple):
+    """An operation that all ranks have submitted.
+
+    ``key``: its name, or its position in a plan. ``cached_requests``: one for each rank; None for a
+    rank that has joined. ``error``: why it can't be carried out, or None.
+    """
+
+    key: str | int
+    cached_requests: list[CachedRequest | None]
+    error: str | None
+
+    @property
+    def cached(self) -> CachedRequest:
+        """The cached request of the first rank that has one."""
+        return self.cached_requests[0] or next(each for each in self.cached_requests if each is not None)
+
+    @property
+    def request(self) -> Request:
+        """The request of the first rank that has one."""
+        return self.cached.request
+
+
+class FusedResponse:
+    """Allreduces that are carried out as one; all of one dtype, device, op and scale."""
+
+    __slots__ = ("_small", "responses")
+
+    def __init__(self, responses: list[Response]):
+        self.responses = responses
+        self._small: bool | None = None
+
+    @property
+    def small(self) -> bool:
+        """Whether they are several, small in total, and unpadded in a fusion buffer."""
+        if self._small is None:
+            requests = [response.cached for response in self.responses]
+            small = len(requests) > 1 and sum(cached.nbytes for cached in requests) <= _SMALL
+            self._small = small and all(cached.unpadded for cached in requests)
+        return self._small
+
+
+class CachedPlan(NamedTuple):
+    """Responses to operations that all ranks submit in the same order.
+
+    ``items``: each response with the positions of its operations in that order. ``unnamed``: number
+    of operations without a name, by kind.
+    """
+
+    items: list[tuple[Response | FusedResponse, list[int]]]
+    unnamed: dict[str, int]
+
+
+class MessageTable:
+    """Operations that some of ``size`` ranks have submitted, and not all.
+
+    ``waiting``: by key, one cached request for each rank, None where it hasn't submitted the
+    operation. ``joined``: ranks that have joined, in the order of joining.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.waiting: dict[str, list[CachedRequest | None]] = {}
+        self.joined: list[int] = []
+        self._requests: list[list[CachedRequest]] = [[] for _ in range(size)]  # by rank and request id
+        self._unnamed: list[dict[str, int]] = [{} for _ in range(size)]
+        self._ready: list[Response] = []
+        self._ids_match = True  # a request id means the same request on all ranks
+        self._plans: dict[tuple[int, ...], CachedPlan] = {}
+
+    def register_requests(self, rank: int, new: list[Request], *, restart: bool = False) -> None:
+        """Give a rank's new requests the next request ids; ``restart``: ids from 0."""
+        if restart:
+            self._requests[rank], self._ids_match = [], False
+        self._requests[rank] += map(cached_request, new)
+        if rank == self.size - 1:  # the last one of a cycle
+            first = self._requests[0]
+            self._ids_match = all(
+                len(known) == len(first) and all(map(is_, known, first)) for known in self._requests[1:]
+            )
+
+    def add_submitted(self, rank: int, request_ids) -> None:
+        """Add what a rank has submitted, in its order."""
+        known, waiting, size, unnamed = self._requests[rank], self.waiting, self.size, self._unnamed[rank]
+        for number in request_ids:
+            cached = known[number]
+            key = cached.key or message_key(cached.request, unnamed)
+            row = waiting.get(key)
+            if row is None:
+                row = waiting[key] = [None] * size
+            row[rank] = cached
+            if None not in row or self.joined:
+                self._complete_if_ready(key, row)
+
+    def plan_for(self, request_ids: tuple[int, ...], threshold: int) -> CachedPlan | None:
+        """Return the plan of what all ranks have submitted in the same order.
+
+        ``threshold``: as of `fuse_responses`. None: `add_submitted` must be called for each rank.
+        """
+        unnamed = self._unnamed[0]
+        if self.waiting or self.joined or not self._ids_match or any(each != unnamed for each in self._unnamed[1:]):
+            return None
+        plan = self._plans.get(request_ids)
+        if plan is None:
+            requests = [self._requests[0][number] for number in request_ids]
+            ready = [Response(place, [cached] * self.size, None) for place, cached in enumerate(requests)]
+            items = [
+                (item, [each.key for each in item.responses] if isinstance(item, FusedResponse) else [item.key])
+                for item in fuse_responses(ready, threshold)
+            ]
+            kinds = [cached.request.kind for cached in requests if not cached.key]
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[request_ids] = CachedPlan(items, {kind: kinds.count(kind) for kind in set(kinds)})
+        for each in self._unnamed:
+            for kind, count in plan.unnamed.items():
+                each[kind] = each.get(kind, 0) + count
+        return plan
+
+    def join(self, rank: int) -> None:
+        """Record that a rank has no more data: it takes part in what the others submit."""
+        self.joined.append(rank)
+        for key, row in list(self.waiting.items()):
+            self._complete_if_ready(key, row)
+
+    def missing_ranks(self, key: str) -> list[int]:
+        """Return the ranks that have not submitted a waiting operation."""
+        row = self.waiting.get(key)
+        return [] if row is None else [r for r, s in enumerate(row) if s is None and r not in self.joined]
+
+    def pop_ready(self) -> list[Response]:
+        """Remove and return the complete operations, in the order of their completion."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def finish_join(self) -> int | None:
+        """Return the rank that joined last, and reset the joins; None before all have joined."""
+        if len(self.joined) < self.size:
+            return None
+        last = self.joined[-1]
+        self.joined = []
+        for unnamed in self._unnamed:  # a rank that had joined has counted fewer
+            unnamed.clear()
+        return last
+
+    def _complete_if_ready(self, key: str, row: list[CachedRequest | None]) -> None:
+        if self.joined and any(each is None and rank not in self.joined for rank, each in enumerate(row)):
+            return
+        del self.waiting[key]
+        self._ready.append(Response(key, row, find_mismatch(row)))
+
+
+def message_key(request: Request, unnamed: dict[str, int]) -> str:
+    """Return the name by which the ranks' entries are matched.
+
+    ``unnamed`` counts those without a name, by kind.
+    """
+    if request.name:
+        return f"{request.kind}.{request.name}"
+    number = unnamed.get(request.kind, 0)
+    unnamed[request.kind] = number + 1
+    return f"{request.kind}.noname.{number}"
+
+
+# Kinds in which a rank that has joined can take part: with zeros, with no rows, with nothing.
+_KINDS_WITH_JOIN = ("allreduce", "allgather", "barrier")
+
+
+def find_mismatch(row: list[CachedRequest | None]) -> str | None:
+    """Return what differs between the ranks' requests of one operation, as text, or None."""
+    first = row[0]
+    if first is not None and row.count(first) == len(row):
+        return None
+    first_rank, first = next((rank, each.request) for rank, each in enumerate(row) if each is not None)
+    kind = first.kind
+    joined = [rank for rank, each in enumerate(row) if each is None]
+    if joined and (kind not in _KINDS_WITH_JOIN or first.op == "adasum"):
+        what = "Adasum" if first.op == "adasum" else kind
+        return f"{what} can't be done once a rank has joined, as rank {joined[0]} has: it has nothing to give"
+    for rank, each in enumerate(row):
+        if each is None:
+            continue
+        for what, mine, theirs in _compared_fields(kind, first, each.request):
+            if mine != theirs:
+                return f"the ranks' {kind} differ in {what}: rank {first_rank} has {mine}, rank {rank} has {theirs}"
+    return None
+
+
+def _compared_fields(kind: str, first: Request, each: Request):
+    yield "number of tensors", len(first.shapes), len(each.shapes)
+    yield "data type", ", ".join(first.dtypes), ", ".join(each.dtypes)
+    yield "device", first.device, each.device
+    yield "reduction", first.op, each.op
+    yield "prescale and postscale factor", (first.prescale, first.postscale), (each.prescale, each.postscale)
+    yield "compression", first.wire, each.wire
+    yield "root rank", first.root, each.root
+    cut = 1 if kind in ("allgather", "alltoall") else 0  # their first dimension may differ
+    yield "number of dimensions", list(map(len, first.shapes)), list(map(len, each.shapes))
+    yield (
+        "shape" if not cut else "shape behind the first dimension",
+        [list(shape[cut:]) for shape in first.shapes],
+        [list(shape[cut:]) for shape in each.shapes],
+    )
+
+
+def fuse_responses(responses: list[Response], threshold: int) -> list[Response | FusedResponse]:
+    """Fuse allreduces up to ``threshold`` bytes, in the same way on all ranks.
+
+    A fused response has the position of its first member. What isn't an allreduce and what has an
+    error stays as it is; a large allreduce on the host is fused with no other.
+    """
+    items: list[Response | FusedResponse] = []
+    open_fusions: dict[tuple, list] = {}  # fusion key -> responses, bytes
+    for response in responses:
+        cached = response.cached
+        key = cached.fusion_key
+        if key is None or response.error is not None:
+            items.append(response)
+            continue
+        nbytes = cached.nbytes
+        if nbytes >= _NOT_FUSED and key[1] == "cpu":
+            items.append(FusedResponse([response]))
+            continue
+        fusion = open_fusions.get(key)
+        if fusion is None or fusion[1] + nbytes > threshold:
+            fusion = open_fusions[key] = [[], 0]
+            items.append(FusedResponse(fusion[0]))
+        fusion[0].append(response)
+        fusion[1] += nbytes
+    return items

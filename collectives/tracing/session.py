@@ -1,0 +1,220 @@
+"""Timeline: one recording of this job, from its start to the trace file and the report."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..errors import InvalidArgument, InvalidUsage
+from ..launcher import who_am_i
+from ..recorder import Recorder, recording
+from .report import format_report
+from .trace import chrome_trace_lines
+
+__all__ = ["Timeline", "timeline"]
+
+
+class Timeline:
+    """A running recording: a context manager that writes the trace at its end.
+
+    `timeline` makes it.
+    """
+
+    def __init__(self, path: Path | None, steps: int | None, *, skip_empty: bool = False):
+        self.path = path
+        self._skip_empty = skip_empty
+        self._began, self._offset = _read_clocks()
+        self._rank_and_size = None
+        self._note_rank()
+        self._recorder = Recorder(last_step=steps, on_last_step=self.stop)
+        self._text: str | None = None
+
+    def stop(self) -> str:
+        """End the recording, write the trace and return the report.
+
+        A second call returns the report again. With torch.distributed initialised this is a
+        collective call over its default group: all ranks make it, rank 0 writes one file for all of
+        them, and all get the same report. Without it each rank writes a file of its own,
+        ``trace.rank1.json``. Blocks until the GPU has done what was recorded. Raises the
+        ``OSError`` of a file that can't be written.
+        """
+        return self._end(collective=True)
+
+    def report(self) -> str:
+        """Return the table as text, the slowest ranks first.
+
+        Before `stop` it is of this rank's steps so far. Times are means over the steps. A step ends
+        where a backward ends; the time before the first such end isn't counted. "communication":
+        the time in which some communication stream was in a collective. "exposed": the time in
+        which communication blocked the backward. "last to come": the number of collectives, of
+        those that all ranks recorded, to which this rank came last. "waits": the mean time of a
+        collective that this rank waited for the last rank.
+        """
+        if self._text is not None:
+            return self._text
+        self._recorder.resolve()
+        return f"{format_report([self._snapshot()])}\nThis rank alone; stop() tells of all."
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self._end(collective=kind is None)  # after an error the other ranks may not call it
+
+    def __repr__(self):
+        state = "recording" if self._text is None else "stopped"
+        return f"<Timeline {state}, {len(self._recorder.marks)} steps, {len(self._recorder.events)} events>"
+
+    def _end(self, collective: bool) -> str:
+        global _current
+        if self._text is not None:
+            return self._text
+        if recording.active is self._recorder:
+            recording.active = None
+        _current = None
+        self._note_rank()
+        self._recorder.resolve()
+        record = self._snapshot()
+        rank, size = self._rank_and_size
+        if collective and size > 1 and _group_initialised():
+            records = [None] * size if rank == 0 else None
+            dist.gather_object(record, records)
+            outcome = [None, None]
+            if rank == 0:
+                outcome = [format_report(records), None]
+                try:
+                    self._write(records, self.path)
+                except Exception as error:  # the other ranks wait for the outcome
+                    outcome[1] = error
+            dist.broadcast_object_list(outcome)
+            self._text, failed = outcome
+            if failed is not None:
+                raise failed
+            return self._text
+        self._text = format_report([record])
+        if record["events"] or record["marks"] or not self._skip_empty:
+            path = self.path
+            if path is not None and size > 1:
+                path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+            self._write([record], path)
+        return self._text
+
+    def _note_rank(self) -> None:
+        """Store rank and size while they are known: at the end the process group may have been
+        destroyed.
+        """
+        if _group_initialised():
+            self._rank_and_size = (dist.get_rank(), dist.get_world_size())
+        elif self._rank_and_size is None:
+            identity = who_am_i()
+            self._rank_and_size = (identity.rank, identity.size)
+
+    def _snapshot(self) -> dict:
+        recorder = self._recorder
+        return {
+            "rank": self._rank_and_size[0],
+            "host": socket.gethostname(),
+            "node": _boot_id(),
+            "offset": self._offset,
+            "began": self._began,
+            "ended": time.perf_counter_ns(),
+            "events": list(recorder.events),
+            "marks": list(recorder.marks),
+            "dropped": recorder.dropped,
+        }
+
+    def _write(self, records: list[dict], path: Path | None) -> None:
+        if path is None:
+            return
+        # A name of this process in the same folder, so that the rename replaces the file
+        # atomically.
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with open(partial, "w") as file:
+                file.writelines(chrome_trace_lines(records))
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+_current: Timeline | None = None
+
+
+def timeline(path=None, *, steps: int | None = None) -> Timeline:
+    """Record what communication does, and write a Chrome trace to `path`.
+
+    `path` None: it makes only the report. Starts at once and returns a `Timeline`: a context
+    manager, or ``.stop()`` ends it. With `steps` it ends by itself after that many backwards. Start
+    and end it on all ranks: its end is a collective call. A timeline that wasn't stopped is written
+    at the interpreter's exit, by each rank for itself; so is the one that COLLECTIVES_TIMELINE=path
+    starts at import. A rank holds at most 1,000,000 events; file and report say how many were
+    dropped. The ranks of one node share a clock. The clocks of several nodes are aligned by their
+    wall clocks, with the error of these. Raises `InvalidUsage` while another timeline records,
+    `InvalidArgument` for a path in a folder that doesn't exist.
+    """
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise InvalidArgument(f"steps must be an int from 1 up, or None for no limit, not {steps!r}")
+    return _start(path, steps)
+
+
+def _start(path, steps, **options) -> Timeline:
+    global _current
+    if path is not None:
+        try:
+            path = Path(path).absolute()
+        except TypeError as error:
+            raise InvalidArgument(f"path must be a path or None, not {path!r}") from error
+        if path.is_dir() or not path.parent.is_dir():
+            raise InvalidArgument(f"no file can be written at {path}: give a name in a folder that is there")
+    if _current is not None:
+        raise InvalidUsage("another timeline is recording: stop() it first")
+    _current = Timeline(path, steps, **options)
+    recording.active = _current._recorder
+    return _current
+
+
+# ---- Clocks and nodes.
+
+
+def _group_initialised() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _read_clocks() -> tuple[int, int]:
+    """Return the time now, and by how much the wall clock is ahead of it, in ns."""
+    before = time.perf_counter_ns()
+    wall = time.time_ns()
+    now = time.perf_counter_ns()
+    return now, wall - (before + now) // 2
+
+
+def _boot_id() -> str:
+    """Return the id of the running kernel, whose processes share one monotonic clock."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+# ---- Forks, the environment, and the end of the interpreter.
+
+
+def _after_fork() -> None:
+    global _current
+    _current = recording.active = None  # the recording is the parent's
+
+
+def _at_exit() -> None:
+    if _current is not None:
+        _current._end(collective=False)
+
+
+recording.start = timeline
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)
+if os.environ.get("COLLECTIVES_TIMELINE"):
+    # A launcher imports this, too, and records nothing.
+    _start(os.environ["COLLECTIVES_TIMELINE"], None, skip_empty=True)
