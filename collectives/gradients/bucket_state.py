@@ -6,8 +6,8 @@ import torch
 
 from ..errors import InvalidArgument
 from ..kernels import ParameterTable, Table
-from ..kernels.parameters import _dense
-from ..optim import _alike, _held
+from ..kernels.parameters import is_dense
+from ..optim import same_objects, state_values
 from ..torch_compat import TensorBase
 from .shard_spec import Ownership, part_of
 
@@ -37,7 +37,7 @@ class Laid:
         self.where = where
         self.device = self.params[0].device
         for at, param in enumerate(self.params):
-            if hasattr(param, "to_local") or not (param.is_contiguous() or _dense(param)):
+            if hasattr(param, "to_local") or not (param.is_contiguous() or is_dense(param)):
                 raise InvalidArgument(
                     f"{self.name(at)} of shape {tuple(param.shape)} and strides {tuple(param.stride())} is not a dense "
                     "tensor of its own, as an optimizer inside of the hook needs: leave HookState's optimizer out, or "
@@ -86,7 +86,7 @@ class Laid:
         return (
             owned == self.owned
             and bucket.offsets == self.offsets
-            and _alike(bucket.params, self.params)
+            and same_objects(bucket.params, self.params)
             and self._look() == self.places
         )
 
@@ -100,7 +100,7 @@ class Batch:
     def __init__(self, laid, members, params, keys, states, positions):
         self.params = params
         self.keys = keys
-        self.held = _held(states, keys)
+        self.held = state_values(states, keys)
         self.places = self._look()
         self.steps = [state["step"] for state in states] if "step" in keys else []
         self.laid = laid
@@ -134,8 +134,8 @@ class Batch:
     def current(self, params, keys, states) -> bool:
         return (
             keys == self.keys
-            and _alike(params, self.params)
-            and _alike(_held(states, keys), self.held)
+            and same_objects(params, self.params)
+            and same_objects(state_values(states, keys), self.held)
             and self._look() == self.places
         )
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import InvalidArgument
-from ..optim import _HALVES, _blank, _number_steps, _wide
+from ..optim import HALF_DTYPES, init_step_count, new_state_tensor, state_dtype
 
 __all__ = ["KEYS", "Ownership", "assembled", "check_ranks", "cut", "described", "fill", "part_of", "read"]
 
@@ -110,7 +110,7 @@ def described(param, state, owned, name) -> tuple:
 def assembled(comm, param, value, shard) -> torch.Tensor:
     """Put a parameter's state together again, in the parameter's shape and order. Collective, where it is sharded."""
     if shard is None:
-        return _blank(param).copy_(value)
+        return new_state_tensor(param).copy_(value)
     offset, owned, strides = read(shard)
     full = torch.zeros(param.numel(), dtype=value.dtype, device=value.device)
     place = 0
@@ -131,13 +131,13 @@ def assembled(comm, param, value, shard) -> torch.Tensor:
 def fill(param, state, group, columns, counts, pieces, name) -> None:
     """Give a parameter's sharded state what is missing."""
     if counts:
-        _number_steps(param, state, columns)
+        init_step_count(param, state, columns)
     for key in columns:
         if state.get(key) is None:
             total = sum(count for _, count in pieces)
-            state[key] = torch.zeros(total, dtype=_wide(param), device=param.device)
+            state[key] = torch.zeros(total, dtype=state_dtype(param), device=param.device)
     if group["master_weights"]:
-        if param.dtype not in _HALVES:
+        if param.dtype not in HALF_DTYPES:
             state.pop("master_param", None)  # after model.float(): the parameter is as wide itself
         elif state.get("master_param") is None:
             parts = [part_of(param, first, count) for first, count in pieces]

@@ -19,7 +19,7 @@ from ..compression.by_name import make_wire
 from ..compression.hierarchical import Hierarchical
 from ..errors import InvalidArgument, InvalidUsage
 from ..layout import WIRE_BLOCKS, WIRE_FORMATS
-from ..optim import _Optimizer
+from ..optim import FusedOptimizer
 from ..parameter_names import Names
 from ..rendezvous.process_groups import default_group
 from ..torch_patches import scalers_in_use
@@ -418,7 +418,7 @@ def _check(options: dict, optimizer) -> None:
     hierarchical = options["hierarchical"]
     if not isinstance(hierarchical, bool) and hierarchical != "auto":
         raise InvalidArgument(f"hierarchical must be True, False or 'auto', not {hierarchical!r:.60}")
-    if optimizer is not None and not isinstance(optimizer, _Optimizer):
+    if optimizer is not None and not isinstance(optimizer, FusedOptimizer):
         raise InvalidArgument(
             f"optimizer must be a collectives.optim SGD, Adam or AdamW, whose kernels step parts of parameters, not "
             f"{kind_of(optimizer)}"

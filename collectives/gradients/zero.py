@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import Statistics, pack, unpack
-from ..optim import _HALVES, _alike, _count, _follow, _Optimizer, _positions
+from ..optim import HALF_DTYPES, FusedOptimizer, increment_steps, random_bit_offsets, same_objects, update_master
 from .bucket_state import Batch, Laid
 from .shard_spec import KEYS, Ownership, assembled, check_ranks, cut, described, fill, part_of, read
 
@@ -45,7 +45,7 @@ class ShardedStep:
     """
 
     def __init__(self, optimizer):
-        if not isinstance(optimizer, _Optimizer):
+        if not isinstance(optimizer, FusedOptimizer):
             raise InvalidArgument(
                 "the optimizer that a hook steps must be a collectives.optim.SGD, Adam or AdamW, not a "
                 f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -107,7 +107,7 @@ class ShardedStep:
             self._norm, self._max_norm = norm, max_norm
         if found is not None:
             self._founds.append(found)
-            found = _Optimizer._found(found)
+            found = FusedOptimizer._found(found)
             with torch.no_grad():
                 if found is True:
                     bucket.flat[:1].fill_(torch.nan)
@@ -152,7 +152,7 @@ class ShardedStep:
                 norm = torch.tensor(float(norm), dtype=torch.float64)
             norm = norm.to(torch.float64) if scale is None else norm.to(torch.float64) / scale.to(norm.device)
             scales["clip"] = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
-        found = _Optimizer._found(*self._founds, found_inf)
+        found = FusedOptimizer._found(*self._founds, found_inf)
         comm = self._pending[0][0]
         if found_inf is not None and comm.size > 1:
             # Found in one rank's gradients; ranks that differed here would go on with different parameters.
@@ -221,7 +221,7 @@ class ShardedStep:
             for batch, launch, how in plans:
                 if launch is not None:
                     launch(checked=True)
-                _count(batch.steps, how["found_nonfinite"], batch.one)
+                increment_steps(batch.steps, how["found_nonfinite"], batch.one)
             increment_version(laid.counted)
             if laid.owned.ranks > 1 and laid.owned.part:
                 sent = self._gather(comm, laid)
@@ -240,7 +240,7 @@ class ShardedStep:
         laid = self._laid.get(key)
         if laid is None or not laid.holds(bucket, owned):
             before, laid = laid, Laid(bucket, owned, self._groups_of(bucket))
-            if before is not None and before.wanted == laid.wanted and _alike(before.params, laid.params):
+            if before is not None and before.wanted == laid.wanted and same_objects(before.params, laid.params):
                 laid.shards = before.shards  # parameters have moved, on this rank perhaps alone
             here = set(map(id, laid.params))
             for old, other in list(self._laid.items()):  # DDP has made its buckets again
@@ -249,7 +249,7 @@ class ShardedStep:
             self._laid[key] = laid
             self._strays = None
         state = self.optimizer.state
-        if not _alike([state[param].get("shard") for param in laid.params], laid.shards):
+        if not same_objects([state[param].get("shard") for param in laid.params], laid.shards):
             self._adopt(comm, laid)
         return laid
 
@@ -298,13 +298,13 @@ class ShardedStep:
             if group["stochastic_rounding"]:
                 before = optimizer.param_groups[: share.number]
                 start = sum(p.numel() for other in before if other["stochastic_rounding"] for p in other["params"])
-                starts = _positions(group["params"], [laid.where[at][1] for at in members], start)
+                starts = random_bit_offsets(group["params"], [laid.where[at][1] for at in members], start)
                 positions = {at: first for at, first in zip(members, starts, strict=True)}
             batch = share.batches[key] = Batch(laid, members, params, keys, states, positions)
         batch.give(optimizer._op, columns, bucket.flat, from_grads)
         for param, master, version in zip(batch.mastered, batch.masters, batch.versions, strict=True):
             if master is not None and param._version != version:
-                _follow(master, param, group["stochastic_rounding"])
+                update_master(master, param, group["stochastic_rounding"])
         return batch
 
     def _gather(self, comm, laid) -> int:
@@ -415,7 +415,7 @@ class ShardedStep:
             for param in group["params"]:
                 state = self.optimizer.state[param] if param in self.optimizer.state else {}
                 master = state.get("master_param")
-                if master is None or param.dtype not in _HALVES:
+                if master is None or param.dtype not in HALF_DTYPES:
                     continue
                 pieces = [(0, param.numel())]
                 if "shard" in state:
@@ -425,5 +425,5 @@ class ShardedStep:
                     master = part_of(master, 0, param.numel())
                 at = 0
                 for first, count in pieces:
-                    _follow(master[at : at + count], part_of(param, first, count), group["stochastic_rounding"])
+                    update_master(master[at : at + count], part_of(param, first, count), group["stochastic_rounding"])
                     at += count
