@@ -8,8 +8,7 @@ from operator import is_
 import torch
 
 from ..comm.communicator import Communicator
-from ..compression.base import Bucket, Factor, Wire
-from ..compression.by_name import make_wire
+from ..compression import Bucket, Compressor, Scaling, make_compressor
 from ..kernels import pack, unpack
 from ..layout import ALIGNMENT, bucket_layout
 from ..torch_compat import flatten_dense_tensors as flatten
@@ -37,7 +36,7 @@ class Executor:
         self.size = control.size
         self.rank = control.rank
         self._fusion: dict[str, torch.Tensor] = {}  # by device type: bytes
-        self._wires: dict[str, Wire] = {}
+        self._wires: dict[str, Compressor] = {}
         self._streams = {name: torch.cuda.Stream(comm.device) for name, comm in comms.items() if name == "cuda"}
 
     def run(self, item: Ready | Batch, own: list[Submission | None]) -> None:
@@ -164,7 +163,7 @@ class Executor:
     def _reduce_on_wire(self, comm, signature, inputs, outputs) -> None:
         """Reduce fp32 or fp64 by a compressed wire, on which the sum is taken in fp32."""
         if signature.wire not in self._wires:
-            self._wires[signature.wire] = make_wire(signature.wire)
+            self._wires[signature.wire] = make_compressor(signature.wire)
         wire, dtype = self._wires[signature.wire], inputs[0].dtype
         total = bucket_layout([tensor.numel() for tensor in inputs], dtype.itemsize).total
         if not total:
@@ -177,8 +176,8 @@ class Executor:
         over = self.size if signature.op == "avg" else 0
         # What the wire keeps for a bucket goes by a tensor that stays: the fusion buffer, or the first gradient.
         kept = self._fusion[comm.device.type] if packed else inputs[0]
-        wire.begin()
-        wire.reduce(comm, Bucket(flat, [kept], [0], 0), Factor(signature.prescale, over, signature.postscale))
+        wire.begin_backward()
+        wire.reduce(comm, Bucket(flat, [kept], [0], 0), Scaling(signature.prescale, over, signature.postscale))
         if packed:
             unpack(flat, outputs)
 

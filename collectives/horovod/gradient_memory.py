@@ -169,7 +169,7 @@ class Unit(_Sent, GradientBucket):
             self.has, self._staged = [True] * len(slots), {}
             self.sending = self.flat
         else:
-            self.look()
+            self.read_grads()
             if self.flat is None:
                 (self.sending,) = self._table.tensors
             else:

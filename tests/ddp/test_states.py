@@ -244,11 +244,11 @@ def interrupted(ctx, own_state):
             loss_of(module, 2, ctx.rank).backward()
     finally:
         Fails.on = False
-    left = (state or ddp._default_state).reduction.pending
+    left = (state or ddp._default_state).reducer.pending
     assert left > 0  # buckets were on their way
     fresh = make_model()
     grads, params = train(wrap(fresh, "torch", state), 3, ctx.rank)
-    assert not (state or ddp._default_state).reduction.pending
+    assert not (state or ddp._default_state).reducer.pending
     return grads, params
 
 
