@@ -1,7 +1,7 @@
-"""Changes to torch's own objects: each is made by `patch_attribute` or `record_patch`, with its
+"""Changes to torch's own objects, all made by `patch_attribute` or `record_patch`, each with its
 reason and its undo.
 
-Two changes are made here when collectives is imported.
+Two are made when collectives is imported.
 
 ``DistributedDataParallel.register_comm_hook``: a hook gets buckets of parameters, which don't say
 which module they belong to, nor over which ranks. The wrapper calls the observers first, so that
@@ -12,17 +12,18 @@ multiplied by a scaler's factor and don't say by whose. A scaler is recorded whe
 scale: by the first method where scaling began before this import, by the second in subclasses with
 a ``scale`` of their own.
 
+Three are made at the first sharded module: `patch_total_norm`, `patch_scaler_checks` and
+`patch_state_dict`. `collectives.auto.install` makes its changes to ``DistributedDataParallel``
+with `patch_attribute`, when a program asks for them.
+
 All records are weak references in the program's own order, which is the same on all ranks. Nothing
 is found by a walk over Python's objects, whose result depends on the garbage collector.
-
-Other modules make theirs when a program first needs them: `sharded.clip`
-(``torch.nn.utils.clip_grad_norm_``), `sharded.scaler` (``GradScaler.unscale_``), `sharded.refusals`
-(``torch.distributed.checkpoint.state_dict``) and `auto.install` (``DistributedDataParallel``).
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -39,6 +40,9 @@ __all__ = [
     "install",
     "observe_comm_hooks",
     "patch_attribute",
+    "patch_scaler_checks",
+    "patch_state_dict",
+    "patch_total_norm",
     "record_patch",
     "undo_patch",
 ]
@@ -156,6 +160,84 @@ def install() -> None:
     reason = "a hook's gradients don't say which scaler has multiplied them"
     patch_attribute(cls, "scale", recording_scale, reason)
     patch_attribute(cls, "_lazy_init_scale_growth_tracker", recording_init_scale, reason)
+
+
+# ---- Sharded gradients and parameters.
+
+
+@functools.cache
+def patch_total_norm(total_norm) -> None:
+    """Let ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` use a norm over all ranks.
+
+    `total_norm`: called with torch's arguments; returns None where torch's own norm is right.
+    """
+    clip_grad = importlib.import_module("torch.nn.utils.clip_grad")
+    reason = "torch's norm of sharded gradients is that of one rank's shards, and each rank would clip by another one"
+    local = clip_grad._get_total_norm
+
+    def over_ranks(wrapped, tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+        if not isinstance(tensors, torch.Tensor):
+            tensors = list(tensors)
+        found = total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+        return wrapped(tensors, norm_type, error_if_nonfinite, foreach) if found is None else found
+
+    # The function object itself changes, so that whoever has imported it by name calls the new one,
+    # too.
+    if local.__code__.co_freevars == ("func",):
+        cell = local.__closure__[0]
+        own = cell.cell_contents
+        cell.cell_contents = functools.wraps(own)(functools.partial(over_ranks, own))
+        record_patch("torch.nn.utils.get_total_norm", reason, lambda: setattr(cell, "cell_contents", own))
+    else:
+        patched = functools.wraps(local)(torch.no_grad()(functools.partial(over_ranks, local)))
+        patch_attribute(clip_grad, "_get_total_norm", patched, reason)
+        patch_attribute(torch.nn.utils, "get_total_norm", patched, reason)
+
+
+@functools.cache
+def patch_scaler_checks(exchange) -> None:
+    """Call ``exchange(scaler, optimizer)`` after a GradScaler has checked an optimizer's gradients.
+
+    It makes the scaler's findings those of all ranks.
+    """
+    cls = torch.amp.GradScaler
+    unscale, check = cls.unscale_, cls._check_inf_per_device
+    reason = "a scaler checks its own rank's gradients, and ranks with shards would go on with different scales"
+
+    @functools.wraps(unscale)
+    def unscale_(self, optimizer):
+        unscale(self, optimizer)
+        if self.is_enabled():
+            exchange(self, optimizer)
+
+    @functools.wraps(check)
+    def _check_inf_per_device(self, optimizer):
+        check(self, optimizer)
+        exchange(self, optimizer)
+        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+
+    patch_attribute(cls, "unscale_", unscale_, reason)
+    patch_attribute(cls, "_check_inf_per_device", _check_inf_per_device, reason)
+
+
+@functools.cache
+def patch_state_dict(check) -> None:
+    """Call ``check(optimizer)``, which may raise, in torch.distributed.checkpoint.state_dict's functions.
+
+    ``get_state_dict``, ``get_optimizer_state_dict``, ``set_state_dict`` and
+    ``set_optimizer_state_dict`` look up the changed function by its name in their module, so that
+    it doesn't matter who has imported them, and when.
+    """
+    state_dict = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    begin = state_dict._init_optim_state
+
+    @functools.wraps(begin)
+    def _init_optim_state(optim, *args, **kwargs):
+        check(optim)
+        return begin(optim, *args, **kwargs)
+
+    reason = "these functions take one rank's shards for the optimizer's whole state"
+    patch_attribute(state_dict, "_init_optim_state", _init_optim_state, reason)
 
 
 install()
