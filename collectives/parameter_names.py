@@ -52,8 +52,9 @@ class ParameterNames:
             _message_names.setdefault(parameter, name)
 
     def add_lazily(self, method) -> None:
-        """Call a bound method, which calls `add`, at the first lookup of an unknown parameter. Held
-        weakly.
+        """Call a bound method, which calls `add`, at the first lookup of an unknown parameter.
+
+        Held weakly.
         """
         self._lazy.append(weakref.WeakMethod(method))
 
@@ -84,10 +85,9 @@ class ParameterNames:
 
 
 def find_names(parameters) -> list[str | None]:
-    """Return each parameter's own name in a module with a hook or a state, for messages; None where
-    there is none.
+    """Return each parameter's own name in a module with a hook or a state, for messages.
 
-    Parameters of two modules may have the same name.
+    None where there is none. Parameters of two modules may have the same name.
     """
     found = []
     for parameter in parameters:
@@ -100,11 +100,10 @@ def find_names(parameters) -> list[str | None]:
 
 
 def find_ddp(parameters) -> torch.nn.parallel.DistributedDataParallel | None:
-    """Return the DDP object, with a hook, that synchronises these parameters of one bucket; None
-    where there is none.
+    """Return the DDP object, with a hook, that synchronises these parameters of one bucket.
 
-    If there are several, such as a second one over the same parameters, it is the one whose hook
-    was registered last.
+    None where there is none. If there are several, such as a second one over the same parameters,
+    it is the one whose hook was registered last.
     """
     ddps = find_hooked_ddps(parameters[0])
     if len(ddps) > 1:

@@ -75,8 +75,9 @@ def patch_attribute(owner, name: str, replacement, reason: str) -> Patch:
 
 
 def record_patch(target: str, reason: str, undo: Callable[[], None]) -> Patch:
-    """Record a change that was made in another way than by an attribute; `undo` restores torch's
-    own.
+    """Record a change that was made in another way than by an attribute.
+
+    `undo` restores torch's own.
     """
     patch = Patch(target, reason, undo)
     _patches.append(patch)
@@ -102,8 +103,9 @@ _observers: list = []
 
 
 def observe_comm_hooks(observer) -> None:
-    """Call ``observer(ddp, state, hook)`` before a hook is registered on a DDP object; an exception
-    prevents that.
+    """Call ``observer(ddp, state, hook)`` before a hook is registered on a DDP object.
+
+    An exception prevents that.
     """
     _observers.append(observer)
 

@@ -83,8 +83,9 @@ class Compressor:
         return []
 
     def state_checksum(self) -> int:
-        """Return a checksum of the loaded state that must be the same on all ranks; 0 where there
-        is none.
+        """Return a checksum of the loaded state that must be the same on all ranks.
+
+        It is 0 where there is none.
         """
         return 0
 
@@ -177,8 +178,9 @@ def remaining_scale(scaling: Scaling, size: int) -> float:
 
 
 def has_fused_stats(comm, algorithm) -> bool:
-    """Return whether the engine counts the statistics in the reduction; else a pass over a rank's
-    shard counts them.
+    """Return whether the engine counts the statistics in the reduction.
+
+    Otherwise a pass over a rank's shard counts them.
     """
     return comm._on_host and algorithm in (None, "native")
 

@@ -56,8 +56,9 @@ class Bucket:
 
     @property
     def offsets(self) -> list[int]:
-        """The first element of each parameter's gradient in `flat`. A complex number counts as two
-        elements.
+        """The first element of each parameter's gradient in `flat`.
+
+        A complex number counts as two elements.
         """
         if self._offsets is None:
             counts = [param.numel() << param.is_complex() for param in self.params[:-1]]

@@ -48,8 +48,9 @@ class Residuals:
         self._loaded: dict[str, torch.Tensor] = {}
 
     def get(self, bucket: Bucket) -> torch.Tensor:
-        """Return the residuals of a bucket: fp32, as long as ``bucket.flat``, on its device; 0 at
-        first.
+        """Return the residuals of a bucket: fp32, as long as ``bucket.flat``, on its device.
+
+        A new bucket's are 0.
         """
         count, views = bucket.flat.numel(), self._views
         first = views.get(id(bucket.params[0]))

@@ -38,8 +38,9 @@ class Hierarchical(Compressor):
         self.inter_node.load_state_dict(state)
 
     def _split_by_node(self, comm):
-        """Return the communicators inside this node and between the nodes. The first call is a
-        collective.
+        """Return the communicators inside this node and between the nodes.
+
+        The first call is a collective.
         """
         if comm not in self._levels:
             own = torch.tensor([machine_number()], dtype=torch.int64, device=comm.device)

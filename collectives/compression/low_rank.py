@@ -172,10 +172,10 @@ class LowRankStep:
             factors.mul_(self.prescale)
 
     def finish(self, scale: float) -> list:
-        """Write the results, `scale` times P Q^T, and the residuals; return for each matrix whether
-        it was finite.
+        """Write the results, `scale` times P Q^T, and the residuals.
 
-        The list has bools on the host, and tensors on CUDA.
+        Returns for each matrix whether it was finite. The list has bools on the host, and tensors
+        on CUDA.
         """
         plan = self.plan
         finite = [True] * len(plan.matrices)
@@ -191,8 +191,9 @@ class LowRankStep:
         return finite
 
     def _write(self, matrix: Matrix, good, scale: float) -> None:
-        """Write a matrix's result and its residual; `good`: True, or a tensor that says whether the
-        matrix is finite.
+        """Write a matrix's result and its residual.
+
+        `good`: True, or a tensor that says whether the matrix is finite.
         """
         gradient, p, q = matrix.view_in(self.flat), matrix.p.t(), matrix.q
         scaled = q if scale == 1.0 else q * scale
@@ -230,8 +231,9 @@ class LowRankStep:
 
 
 def _checks_finite(flat: torch.Tensor) -> bool:
-    """Return whether the host checks the factors before it goes on; on CUDA the check would wait
-    for the GPU.
+    """Return whether the host checks the factors before it goes on.
+
+    On CUDA the check would wait for the GPU.
     """
     return flat.is_cpu
 

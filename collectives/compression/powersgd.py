@@ -96,8 +96,9 @@ class PowerSGD(Compressor):
     # ---- State.
 
     def _get_plan(self, comm, bucket: Bucket) -> LowRankPlan:
-        """Return the plan of a bucket. A new plan takes over its parameters' Qs from older plans or
-        loaded state.
+        """Return the plan of a bucket.
+
+        A new plan takes over its parameters' Qs from older plans or loaded state.
         """
         key = (bucket.index, id(bucket.params[0]))  # one state may serve several modules
         plan = self._plans.get(key)
@@ -144,8 +145,9 @@ class PowerSGD(Compressor):
         return sorted({*self._loaded, *self.residuals.unclaimed_names()})
 
     def state_checksum(self) -> int:
-        """Return a checksum of the loaded Qs. With different Qs the ranks would sum products of
-        different matrices.
+        """Return a checksum of the loaded Qs.
+
+        With different Qs the ranks would sum products of different matrices.
         """
         number = 0
         for name in sorted(self._loaded):
@@ -170,11 +172,10 @@ class PowerSGD(Compressor):
         return {"rank": self.rank, "q": starts, "residuals": self.residuals.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Load a `state_dict` in place of all that is there. Each entry waits until its parameter
-        comes.
+        """Load a `state_dict` in place of all that is there.
 
-        Raises `InvalidArgument` for the state of another rank, and for residuals without error
-        feedback.
+        Each entry waits until its parameter comes. Raises `InvalidArgument` for the state of
+        another rank, and for residuals without error feedback.
         """
         if "rank" not in state:
             raise InvalidArgument("the state to load was saved with another wire than PowerSGD")

@@ -135,10 +135,9 @@ class Quantized(Compressor):
     # ---- The exchange.
 
     def _exchange(self, comm, bucket, scaling, shard_numel, end, grad_stats, gather) -> int:
-        """Reduce the first `end` elements of a bucket through the wire; `gather`: on all ranks,
-        else only the shards.
+        """Reduce the first `end` elements of a bucket through the wire.
 
-        Returns the bytes that this rank sends.
+        `gather`: on all ranks, else only the shards. Returns the bytes that this rank sends.
         """
         flat, size = bucket.flat, comm.size
         residual = None if self.residuals is None else self.residuals.get(bucket)
@@ -171,8 +170,9 @@ class Quantized(Compressor):
         return plan.nbytes_sent
 
     def _get_plan(self, comm, bucket, scaling, shard_numel, end, residual, gather) -> _Plan:
-        """Return the plan of a bucket's exchange; a new one where the bucket's memory or anything
-        else has changed.
+        """Return the plan of a bucket's exchange.
+
+        A new plan is made where the bucket's memory or anything else has changed.
         """
         flat = bucket.flat
         step = shard_numel
@@ -207,8 +207,9 @@ class Quantized(Compressor):
 
 
 def _drop_with(plans: dict, key: tuple, param) -> weakref.ref:
-    """Return a weak reference to a parameter; the plan, which holds a bucket's memory, is dropped
-    when it dies.
+    """Return a weak reference to a parameter.
+
+    The plan, which holds a bucket's memory, is dropped when the parameter dies.
     """
 
     def drop(reference):

@@ -12,14 +12,13 @@ _buffers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicato
 
 
 def use_on_current_stream(last, *tensors):
-    """Order torch's current stream after `last`, the stream that has used the memory last; return
-    the current stream.
+    """Order torch's current stream after `last`, the stream that has used the memory last.
 
-    Later kernels on the current stream run after everything that `last` has been given so far. The
-    allocator doesn't reuse the memory before they are done, whichever stream the memory was
-    allocated on. `last`: the stream that an earlier call returned, None at first. On the host
-    nothing happens and None is returned. A stream that is being captured doesn't wait: nothing was
-    running when the capture began.
+    Returns the current stream. Later kernels on the current stream run after everything that `last`
+    has been given so far. The allocator doesn't reuse the memory before they are done, whichever
+    stream the memory was allocated on. `last`: the stream that an earlier call returned, None at
+    first. On the host nothing happens and None is returned. A stream that is being captured doesn't
+    wait: nothing was running when the capture began.
     """
     device = tensors[0].device
     if device.type != "cuda":
@@ -34,10 +33,9 @@ def use_on_current_stream(last, *tensors):
 
 
 def get_wire_buffer(comm, nbytes: int) -> torch.Tensor:
-    """Return a uint8 buffer of at least `nbytes` for compressed values; one for each communicator,
-    kept.
+    """Return a uint8 buffer of at least `nbytes` for compressed values.
 
-    On the host the ranks share the memory.
+    One for each communicator, kept. On the host the ranks share the memory.
     """
     memory, last = _buffers.get(comm, (None, None))
     if memory is None or memory.numel() < nbytes:

@@ -96,8 +96,9 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
 
 
 def _on_register(ddp, state, hook) -> None:
-    """Register a DDP object's module with the state when `fused_allreduce` is registered on it;
-    check its ranks.
+    """Register a DDP object's module with the state when `fused_allreduce` is registered on it.
+
+    Also checks the ranks of the module.
     """
     if hook is not fused_allreduce:
         return

@@ -34,8 +34,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @disable_dynamo(recursive=False)
     def forward(self, *inputs, **arguments):
-        """Call the module as torch's does; an error from inputs on another device than the module's
-        gets a note.
+        """Call the module as torch's does.
+
+        An error from inputs on another device than the module's gets a note.
         """
         try:
             return super().forward(*inputs, **arguments)

@@ -12,11 +12,11 @@ FORWARDS_TO_FINAL = 8  # forwards with autograd after which DDP has its final bu
 
 
 def rebuild_buckets_mapped(ddp) -> bool:
-    """Let a DDP object make its final buckets, if they are due, in mappings of their own; return
-    whether it did.
+    """Let a DDP object make its final buckets, if they are due, in mappings of their own.
 
-    DDP makes its buckets again in its second or third forward, and keeps those. Nothing is done in
-    ``join()``, where ranks that have joined rebuild in an order of their own.
+    Returns whether it did. DDP makes its buckets again in its second or third forward, and keeps
+    those. Nothing is done in ``join()``, where ranks that have joined rebuild in an order of their
+    own.
     """
     if ddp._use_python_reducer or ddp._delay_all_reduce_all_params or ddp._join_config.enable:
         return False

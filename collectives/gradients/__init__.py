@@ -1,5 +1,6 @@
-"""Gradient pipeline: reduces, measures, clips and steps gradient buckets; DDP and sharded modules
-share it.
+"""Gradient pipeline: reduces, measures, clips and steps gradient buckets.
+
+DDP and sharded modules share it.
 """
 
 from .buckets import BucketInfo, GradientBuckets

@@ -60,8 +60,9 @@ class _GradientTable(Table):
         return True
 
     def spans(self) -> tuple[list[int], list[int]]:
-        """Return the addresses where the tensors begin and end. The caller checks that they don't
-        overlap.
+        """Return the addresses where the tensors begin and end.
+
+        The caller checks that they don't overlap.
         """
         self._are_destinations = True
         return self._pointers, list(map(operator.add, self._pointers, self._sizes))
@@ -129,8 +130,9 @@ class GradientBucket:
         )
 
     def read_grads(self) -> None:
-        """Take the parameters' current gradients; raise `InvalidArgument` for one that can't be
-        averaged.
+        """Take the parameters' current gradients.
+
+        Raises `InvalidArgument` for one that can't be averaged.
         """
         self._versions, self._staged = None, {}
         grads = self._grads = [param.grad for param in self.params]
@@ -196,10 +198,10 @@ class GradientBucket:
             self.work = None
 
     def pack(self, watch: bool) -> None:
-        """Copy the gradients of `read_grads` into the flat buffer; `watch`: so that `changed`
-        notices later writes.
+        """Copy the gradients of `read_grads` into the flat buffer.
 
-        A bucket without a flat buffer is one gradient, which is reduced in place.
+        `watch`: so that `changed` notices later writes. A bucket without a flat buffer is one
+        gradient, which is reduced in place.
         """
         self.wait_for_work()
         if self.flat is None:
@@ -213,8 +215,9 @@ class GradientBucket:
             self._versions = _versions_of(self._grads)
 
     def unpack(self, used: list) -> None:
-        """Copy the result back; a parameter that is `used` on some rank and has no gradient here
-        gets one.
+        """Copy the result back.
+
+        A parameter that is `used` on some rank and has no gradient here gets one.
         """
         self.wait_for_work()
         if self.flat is not None:
@@ -260,10 +263,9 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _dense_strides(tensor) -> tuple[int, ...] | None:
-    """Return the strides of a dense tensor in another order than a contiguous one's; None for all
-    others.
+    """Return the strides of a dense tensor in another order than a contiguous one's.
 
-    A dimension of one element has a stride of 0 in the result.
+    None for all others. A dimension of one element has a stride of 0 in the result.
     """
     if tensor.is_contiguous():
         return None
@@ -288,16 +290,18 @@ def _overlaps_itself(tensor) -> bool:
 
 
 def _memory(tensor) -> torch.Tensor:
-    """View a dense tensor's elements in the order of its memory; complex numbers as pairs of real
-    ones.
+    """View a dense tensor's elements in the order of its memory.
+
+    Complex numbers are viewed as pairs of real ones.
     """
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def _versions_of(grads) -> list:
-    """Return version and address of each gradient. An inference tensor has no version, and never
-    compares equal.
+    """Return version and address of each gradient.
+
+    An inference tensor has no version, and never compares equal.
     """
     return [
         None if grad is None else object() if grad.is_inference() else (grad._version, grad.data_ptr())

@@ -25,8 +25,9 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def read_params(params) -> list[tuple[str | None, torch.Tensor]]:
-    """Return (name or None, parameter) pairs from all forms of `params`; each once, without frozen
-    parameters.
+    """Return (name or None, parameter) pairs from all forms of `params`.
+
+    Each parameter comes once; frozen ones are left out.
     """
     if isinstance(params, torch.nn.Module):
         raise InvalidArgument("params is a module: pass its parameters() or named_parameters()", op=_OP)
@@ -77,10 +78,10 @@ def _check_param(name, number, param) -> None:
 
 
 def assign_buckets(members: list, caps: tuple[int, int]) -> list[GradientBucket]:
-    """Assign parameters to buckets by dtype and device, last ones first; a large one on the host
-    gets its own.
+    """Assign parameters to buckets by dtype and device, last ones first.
 
-    `members`: (name, parameter) pairs; `caps`: bytes of the first bucket, and of the others.
+    A large one on the host gets its own. `members`: (name, parameter) pairs; `caps`: bytes of the
+    first bucket, and of the others.
     """
     filling: dict[tuple, list] = {}  # (dtype, device) -> members, bytes, number of full buckets, last position
     done = []  # position of the last member, members, key

@@ -15,11 +15,10 @@ _OP = "GradientBuckets"
 
 
 def verify_same_buckets(comm: Communicator, params: list, buckets: list, settings: str, overlap: bool) -> bool:
-    """Raise `Mismatch` where the ranks' parameters or settings differ; return whether all ranks
-    want to overlap.
+    """Raise `Mismatch` where the ranks' parameters or settings differ.
 
-    A collective that blocks. `params`: in the order that the user gave; `buckets`: the
-    `GradientBucket` of each; `overlap`: this rank's wish.
+    Returns whether all ranks want to overlap. A collective that blocks. `params`: in the order that
+    the user gave; `buckets`: the `GradientBucket` of each; `overlap`: this rank's wish.
     """
     strides = {id(param): each for b in buckets for param, each in zip(b.params, b.strides, strict=True)}
     described = [

@@ -32,8 +32,9 @@ def add_hooks(buckets: list, gate: SyncGate, owner: weakref.ref) -> list:
 
 
 def _make_hook(missing: set, at: int, gate: SyncGate, owner: weakref.ref):
-    """Make the hook of parameter `at`. It must not hold the parameter: Python's collector may not
-    see that cycle.
+    """Make the hook of parameter `at`.
+
+    It must not hold the parameter: Python's collector may not see that cycle.
     """
     discard = missing.discard
 

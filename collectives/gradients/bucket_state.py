@@ -198,8 +198,9 @@ class StepBatch:
         self.planned = None
 
     def plan(self, optimizer, group, options):
-        """Return the launch of a step; the last step's where no argument has changed. None: there
-        is no row.
+        """Return the launch of a step, or None where the table has no row.
+
+        The last step's launch is used again if no argument has changed.
         """
         if self.table is None:
             return None

@@ -218,8 +218,9 @@ class GradientBuckets:
             self._rewind()
 
     def close(self) -> None:
-        """Remove the hooks and free the buffers. Blocks while buckets are in flight. A second call
-        does nothing.
+        """Remove the hooks and free the buffers.
+
+        Blocks while buckets are in flight. A second call does nothing.
         """
         if not self._closed:
             self._closed = True
@@ -243,8 +244,9 @@ class GradientBuckets:
     # ---- Communicators.
 
     def _open(self) -> None:
-        """Open the communicators; over new ones, compare the ranks' parameters and agree on
-        overlap.
+        """Open the communicators.
+
+        Over new communicators the ranks compare their parameters and agree on overlap.
         """
         comms = {
             device: self._user_comm or communicator_over(self._get_process_group(), device) for device in self._devices

@@ -26,8 +26,9 @@ _CURE = "each rank steps a part of the parameters, and all parts need the same: 
 
 
 class HyperparameterCheck:
-    """Compares the values of an optimizer's groups between the ranks in each backward; a
-    collective.
+    """Compares the values of an optimizer's groups between the ranks in each backward.
+
+    A collective.
     """
 
     def __init__(self):
@@ -37,11 +38,10 @@ class HyperparameterCheck:
         self._own = self._gathered = self._on_host = self._copied = None
 
     def compare(self, comm, optimizer) -> None:
-        """Raise `Mismatch` on all ranks where their values differ; on CUDA maybe some backwards
-        later.
+        """Raise `Mismatch` on all ranks where their values differ.
 
-        On CUDA the values of device tensors aren't compared, and nothing is compared while a graph
-        is captured.
+        On CUDA it may be raised some backwards later. There the values of device tensors aren't
+        compared, and nothing is compared while a graph is captured.
         """
         if comm.size == 1:
             return

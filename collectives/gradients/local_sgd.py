@@ -148,8 +148,9 @@ class LocalSGD:
     # ---- Averaging.
 
     def average_after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average those of an optimizer's parameters that are due, after its step; blocks until all
-        ranks have come.
+        """Average those of an optimizer's parameters that are due, after its step.
+
+        Blocks until all ranks have come.
         """
         for module in self._live_modules():
             if module.due:
@@ -186,11 +187,10 @@ class LocalSGD:
 
 @torch.no_grad()
 def average_parameters(comm, params: list[torch.nn.Parameter]) -> None:
-    """Replace parameters by their averages over a communicator's ranks, 25 MiB at a time; all ranks
-    must call it.
+    """Replace parameters by their averages over a communicator's ranks, 25 MiB at a time.
 
-    Sums of bf16 and fp16 are rounded once, by the engine. The parameters' version counters advance,
-    so that autograd and the optimizers' master weights notice.
+    All ranks must call it. Sums of bf16 and fp16 are rounded once, by the engine. The parameters'
+    version counters advance, so that autograd and the optimizers' master weights notice.
     """
     for dtype in dict.fromkeys(param.dtype for param in params):
         memory = [_memory(param) for param in params if param.dtype is dtype]

@@ -118,9 +118,9 @@ class GradReducer:
         return len(self._pending)
 
     def reduce_bucket(self, comm: Communicator, bucket: Bucket, buffer, last: bool) -> torch.futures.Future:
-        """Reduce a bucket; return a future of `buffer`. The last bucket finishes the backward and
-        blocks on the host.
+        """Reduce a bucket.
 
+        Returns a future of `buffer`. The last bucket finishes the backward and blocks on the host.
         Raises `BucketError`, with the error and its bucket.
         """
         begun = time.perf_counter_ns()
@@ -180,8 +180,9 @@ class GradReducer:
         return not self._overlaps
 
     def verify_options(self, comm) -> None:
-        """Compare the ranks' options, once for each communicator. Raises on all ranks where they
-        differ.
+        """Compare the ranks' options, once for each communicator.
+
+        Raises on all ranks where they differ.
         """
         if comm not in self._verified:
             self.buckets.check_world_size(comm.size)
@@ -322,8 +323,9 @@ class GradReducer:
         return self.sharded_step.shard_spec(bucket, comm.size, comm.rank, self.compressor.align or None)
 
     def _step_bucket(self, comm, bucket, **options) -> int:
-        """Step the optimizer for a bucket, without the parameters that no rank has used; return the
-        bytes sent.
+        """Step the optimizer for a bucket, without the parameters that no rank has used.
+
+        Returns the bytes sent.
         """
         unused, maybe_unused = self._find_unused(comm, bucket) if self._finds_unused else ((), None)
         return self.sharded_step.update(

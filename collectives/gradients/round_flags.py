@@ -32,8 +32,9 @@ class RoundResult(NamedTuple):
     used: list  # by parameter
 
     def error(self, when: str = "") -> CollectivesError:
-        """Return the error to raise; `when`: the round that the flags belong to, if it isn't this
-        one.
+        """Return the error to raise.
+
+        `when`: the round that the flags belong to, if it isn't this one.
         """
         if self.failing is not None:
             kind, left = InvalidArgument, "nothing was changed"
@@ -66,8 +67,9 @@ class RoundFlags:
         self._usual = self._accumulated = self._copy = self._copied = None
 
     def exchange(self, comm: Communicator, problem: bool, resend: list, have: list) -> RoundResult | None:
-        """Combine the ranks' flags; None where this rank's round is usual and it doesn't wait. A
-        collective.
+        """Combine the ranks' flags.
+
+        None where this rank's round is usual and it doesn't wait. A collective.
         """
         usual = self.is_async and not problem and not any(resend) and all(have)
         if usual:

@@ -26,8 +26,9 @@ _MAX_NAMES = 8  # in a message
 
 
 class _SavedLayout:
-    """Buckets of one module as they were saved: `layout`, names by bucket; None once they are no
-    longer used.
+    """Buckets of one module as they were saved: `layout`, names by bucket.
+
+    `layout` is None once the buckets are no longer used.
     """
 
     __slots__ = ("claimed", "layout", "used")
@@ -62,8 +63,9 @@ class _SavedLayout:
 
 
 class SavedBuckets:
-    """Bucket layouts, by name: of each module's last backward, to be saved; and of a saved run, to
-    be used.
+    """Bucket layouts, by name: of each module's last backward, and of a saved run.
+
+    The former are saved; the first backwards after loading use the latter.
     """
 
     def __init__(self, parameter_names: ParameterNames):
@@ -128,12 +130,11 @@ class SavedBuckets:
             self._saved = None
 
     def find(self, comm, params: list) -> _SavedLayout | None:
-        """Return the saved layout of the module that has these parameters of a bucket; None where
-        there is none.
+        """Return the saved layout of the module that has these parameters of a bucket.
 
-        At a module's first backward the ranks compare their layouts, which blocks. Raises
-        `Mismatch` on all ranks where they differ: the ranks would add up gradients of different
-        parameters.
+        None where there is none. At a module's first backward the ranks compare their layouts,
+        which blocks. Raises `Mismatch` on all ranks where they differ: the ranks would add up
+        gradients of different parameters.
         """
         if self._saved is None:
             return None
@@ -162,8 +163,9 @@ class SavedBuckets:
         self._warn_in = _BACKWARDS_TO_WARN
 
     def warn_unmatched(self, compressor) -> None:
-        """Count a backward; after the third one warn of loaded residuals and buckets that match no
-        parameter.
+        """Count a backward.
+
+        After the third one warn of loaded residuals and buckets that match no parameter.
         """
         if not self._warn_in:
             return

@@ -34,8 +34,9 @@ class ScalerLookup:
         self._scaler = weakref.ref(scaler) if scaler else scaler
 
     def find(self):
-        """Return the enabled GradScaler that has scaled, or None. Raises `InvalidUsage` where
-        several are in use.
+        """Return the enabled GradScaler that has scaled, or None.
+
+        Raises `InvalidUsage` where several are in use.
         """
         if self._scaler is False:
             return None

@@ -38,7 +38,8 @@ class ShardSpec(NamedTuple):
         return slice(self.sharded_numel, self.numel)
 
     def owned_spans(self, offset: int, count: int) -> list[tuple[int, int]]:
-        """Return (first, count) of what this rank owns of the `count` elements from `offset`;
+        """Return (first, count) of what this rank owns of the `count` elements from `offset`.
+
         `first` is from there.
         """
         spans = [(self.shard.start, self.shard.stop), (self.sharded_numel, self.numel)]

@@ -42,8 +42,9 @@ def check_shard_rank(shard, world_size, rank, name) -> None:
 
 @torch.inference_mode(False)
 def init_state(param, state, group, columns, counts, spans, name) -> None:
-    """Create what is missing of a parameter's sharded state. `spans`: (first, count) of the
-    elements that it owns.
+    """Create what is missing of a parameter's sharded state.
+
+    `spans`: (first, count) of the elements that it owns.
     """
     if counts:
         init_step_count(param, state, columns)
@@ -62,11 +63,10 @@ def init_state(param, state, group, columns, counts, spans, name) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def reshard_state(comm, optimizer, bucket_state) -> None:
-    """Bring the state of a bucket's parameters into the bucket's layout. A collective: all ranks
-    do, or all raise.
+    """Bring the state of a bucket's parameters into the bucket's layout.
 
-    Raises `InvalidArgument` for state that doesn't fit the parameters, and `InvalidUsage` where the
-    ranks' states don't belong together.
+    A collective: all ranks do, or all raise. Raises `InvalidArgument` for state that doesn't fit
+    the parameters, and `InvalidUsage` where the ranks' states don't belong together.
     """
     params, spec = bucket_state.params, bucket_state.spec
     states = [optimizer.state[param] for param in params]
@@ -105,11 +105,10 @@ def reshard_state(comm, optimizer, bucket_state) -> None:
 
 
 def full_state_dict(comm, optimizer) -> dict[str, Any]:
-    """Return an optimizer's state dict as if its state had not been sharded. A collective where it
-    is sharded.
+    """Return an optimizer's state dict as if its state had not been sharded.
 
-    `comm`: the communicator of the state's ranks; None raises `InvalidUsage` where there is sharded
-    state.
+    A collective where it is sharded. `comm`: the communicator of the state's ranks; None raises
+    `InvalidUsage` where there is sharded state.
     """
     found = optimizer.state_dict()
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -132,8 +131,9 @@ def full_state_dict(comm, optimizer) -> dict[str, Any]:
 
 
 def _describe(param, state, spec, name) -> tuple:
-    """Return what must be the same on all ranks of a parameter's state; `InvalidArgument` for
-    unusable state.
+    """Return what must be the same on all ranks of a parameter's state.
+
+    `InvalidArgument` for unusable state.
     """
     shard = state.get("shard")
     here = [key for key in _KEYS if isinstance(state.get(key), torch.Tensor)]
@@ -157,8 +157,9 @@ def _describe(param, state, spec, name) -> tuple:
 
 
 def _gather(comm, param, value, shard) -> torch.Tensor:
-    """Return a parameter's full state, in the parameter's shape and order. A collective, where it
-    is sharded.
+    """Return a parameter's full state, in the parameter's shape and order.
+
+    A collective, where it is sharded.
     """
     if shard is None:
         return new_state_tensor(param).copy_(value)

@@ -158,19 +158,19 @@ class HookState:
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the last backward's reduced gradient, before clipping; None where no option
-        needs it.
+        """The norm of the last backward's reduced gradient, before clipping.
 
-        A GradScaler's factor is divided out, except with deferred updates, where only the scaler
-        knows it. On a GPU this waits for the norm.
+        None where no option needs it. A GradScaler's factor is divided out, except with deferred
+        updates, where only the scaler knows it. On a GPU this waits for the norm.
         """
         norm = self.reducer.norm
         return norm if norm is None or isinstance(norm, float) else norm.item()
 
     @property
     def nonfinite(self) -> int | None:
-        """The number of non-finite values in the last backward's reduced gradient; None where no
-        option needs it.
+        """The number of non-finite values in the last backward's reduced gradient.
+
+        None where no option needs it.
         """
         found = self.reducer.nonfinite
         return found if found is None else int(found)
@@ -209,8 +209,9 @@ class HookState:
         self._pickled_size = None
 
     def get_process_group(self):
-        """Return the process group to open a communicator over; raise `InvalidUsage` where there is
-        none.
+        """Return the process group to open a communicator over.
+
+        Raises `InvalidUsage` where there is none.
         """
         if self._group is not None:
             return self._group
@@ -288,8 +289,9 @@ class HookState:
         self._scaler_lookup.scaler = scaler
 
     def find_scaler(self):
-        """Return the GradScaler in use, or None. Raises `InvalidUsage` where it isn't clear which
-        one that is.
+        """Return the GradScaler in use, or None.
+
+        Raises `InvalidUsage` where it isn't clear which one that is.
         """
         return self._scaler_lookup.find()
 
@@ -315,12 +317,11 @@ class HookState:
         }
 
     def state_dict(self) -> dict:
-        """Return what training needs to go on with any number of ranks; a collective, the same on
-        all of them.
+        """Return what training needs to go on with any number of ranks.
 
-        Residuals are the ranks' mean, so that the average still gets what it is owed; the
-        optimizer's state is full. (Pickling the state on each rank and loading it there goes on bit
-        for bit, with as many ranks.)
+        A collective, the same on all of them. Residuals are the ranks' mean, so that the average
+        still gets what it is owed; the optimizer's state is full. (Pickling the state on each rank
+        and loading it there goes on bit for bit, with as many ranks.)
         """
         wire, comm_streams = self.compressor.state_dict(), self.reducer.comm_streams
         residuals = wire.get("residuals", {})

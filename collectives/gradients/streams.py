@@ -18,11 +18,11 @@ __all__ = ["CommStream", "close_comm_streams", "get_comm_streams", "has_spare_co
 
 
 def should_overlap(comm: Communicator) -> bool:
-    """Return whether other threads reduce buckets on the host during the backward; else the hook's
-    caller does.
+    """Return whether other threads reduce buckets on the host during the backward.
 
-    They do where each rank has more cores than torch uses; COLLECTIVES_OVERLAP=0 or 1 overrides
-    that. A thread that shares its core with the backward only delays it.
+    Otherwise the hook's call reduces them. Other threads do where each rank has more cores than
+    torch uses; COLLECTIVES_OVERLAP=0 or 1 overrides that. A thread that shares its core with the
+    backward only delays it.
     """
     named = os.environ.get("COLLECTIVES_OVERLAP", "").strip()
     if named in ("0", "1"):
@@ -38,9 +38,7 @@ def has_spare_cores(comm: Communicator) -> bool:
 
 
 class CommStream:
-    """A communicator and where its operations run: a side stream on CUDA; on the host a thread,
-    started when needed.
-    """
+    """A communicator with a side stream on CUDA, or on the host a thread that starts when needed."""
 
     def __init__(self, comm: Communicator, trace_row: str):
         self.comm = comm
@@ -50,8 +48,9 @@ class CommStream:
         self._owner = 0  # process id
 
     def submit(self, job) -> threading.Event:
-        """Run a job on the thread of a host stream, after earlier ones; return an event that is set
-        when it is done.
+        """Run a job on the thread of a host stream, after earlier ones.
+
+        Returns an event that is set when it is done.
         """
         if self._jobs is None or self._owner != os.getpid():  # a forked child has no threads
             self._jobs, self._owner = queue.SimpleQueue(), os.getpid()
@@ -81,8 +80,9 @@ _streams: weakref.WeakKeyDictionary = (
 
 
 def get_comm_streams(comm: Communicator, count: int) -> list[CommStream]:
-    """Return `count` streams over a communicator's ranks. The first call for a larger count is a
-    collective.
+    """Return `count` streams over a communicator's ranks.
+
+    The first call for a larger count is a collective.
     """
     if comm not in _streams:
         _close_stale()

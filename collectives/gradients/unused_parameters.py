@@ -1,5 +1,6 @@
-"""Parameters of a bucket that no rank has used in a backward; the hook's optimizer doesn't step
-these.
+"""Parameters of a bucket that no rank has used in a backward.
+
+The hook's optimizer doesn't step these.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""ZeRO-1 step: an optimizer that is stepped inside of the hook, bucket by bucket, each rank its
-shard.
-"""
+"""ZeRO-1 step: an optimizer that is stepped inside of the hook, each rank its shards."""
 
 from __future__ import annotations
 
@@ -74,8 +72,9 @@ class ShardedStep:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what is cached of parameters, groups and state; the optimizer calls it when it gets
-        others.
+        """Drop what is cached of parameters, groups and state.
+
+        The optimizer calls it when it gets others.
         """
         self._bucket_states: dict[tuple[int, int], BucketState] = {}
         self._unreduced = None
@@ -86,16 +85,18 @@ class ShardedStep:
         return len(self._pending)
 
     def shard_spec(self, bucket, world_size: int, rank: int, align: int | None = None) -> ShardSpec:
-        """Return what a rank owns of a bucket. `align`: elements of which a shard is a multiple;
-        None: 16 bytes.
+        """Return what a rank owns of a bucket.
+
+        `align`: elements of which a shard is a multiple; None: 16 bytes.
         """
         return ShardSpec(bucket.flat.numel(), world_size, align or _ALIGNMENT // bucket.flat.element_size(), rank)
 
     # ---- A backward.
 
     def begin(self) -> None:
-        """Begin a backward, at its first bucket. Raises `InvalidUsage` where the last one's updates
-        still wait.
+        """Begin a backward, at its first bucket.
+
+        Raises `InvalidUsage` where the last one's updates still wait.
         """
         if self._pending:
             raise InvalidUsage(
@@ -134,14 +135,13 @@ class ShardedStep:
                     bucket.flat[:1].masked_fill_(found.to(bucket.flat.device).reshape(1) != 0, torch.nan)
 
     def step(self, closure=None, **others) -> None:
-        """End a step, for ``optimizer.step()``: apply the deferred updates; others are applied
-        already.
+        """End a step, for ``optimizer.step()``: apply the deferred updates.
 
-        Reads what a GradScaler sets (``optimizer.grad_scale``, the divisor, and ``found_inf``, of
-        all ranks). Blocks as the collectives do. Raises `InvalidUsage` where there was no
-        synchronised backward since the last step, where ``scaler.unscale_`` was called, and where a
-        parameter has a gradient and is in no bucket; `InvalidArgument` for a closure and for
-        arguments.
+        Others are applied already. Reads what a GradScaler sets (``optimizer.grad_scale``, the
+        divisor, and ``found_inf``, of all ranks). Blocks as the collectives do. Raises
+        `InvalidUsage` where there was no synchronised backward since the last step, where
+        ``scaler.unscale_`` was called, and where a parameter has a gradient and is in no bucket;
+        `InvalidArgument` for a closure and for arguments.
         """
         refuse_arguments(closure, others, "its DDP hook", "the hook's")
         scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))
@@ -214,17 +214,17 @@ class ShardedStep:
         self, comm, bucket, *, grad_scale=1.0, clip=1.0, divide=False, found=None, from_grads=False, align=None,
         unused=(), maybe_unused=None,
     ) -> int:  # fmt: skip
-        """Step what this rank owns of a bucket, and all-gather the parameters; return the bytes
-        that this rank sends.
+        """Step what this rank owns of a bucket, and all-gather the parameters.
 
-        The averaged gradients are at ``shard_spec(...).shard`` and ``.remainder`` of
-        ``bucket.flat``; with `from_grads` in ``param.grad``, and parameters without one aren't
-        stepped. `grad_scale` and `clip`: factors of the gradients, numbers or tensors of one
-        element; `divide`: by `grad_scale`. `unused`: indices in the bucket of parameters that have
-        a gradient on no rank; they aren't stepped. `maybe_unused`: indices of parameters of which
-        only a GPU knows that, each with a tensor of one fp32 element: 0 where some rank has a
-        gradient. `found`: where it isn't 0 (a number, `Statistics` or tensor of one element)
-        nothing changes. All arguments, tensors included, must have the same values on all ranks.
+        Returns the bytes that this rank sends. The averaged gradients are at
+        ``shard_spec(...).shard`` and ``.remainder`` of ``bucket.flat``; with `from_grads` in
+        ``param.grad``, and parameters without one aren't stepped. `grad_scale` and `clip`: factors
+        of the gradients, numbers or tensors of one element; `divide`: by `grad_scale`. `unused`:
+        indices in the bucket of parameters that have a gradient on no rank; they aren't stepped.
+        `maybe_unused`: indices of parameters of which only a GPU knows that, each with a tensor of
+        one fp32 element: 0 where some rank has a gradient. `found`: where it isn't 0 (a number,
+        `Statistics` or tensor of one element) nothing changes. All arguments, tensors included,
+        must have the same values on all ranks.
 
         On the host the update is done when this returns; on a GPU it is queued on torch's current
         stream. The first calls for a bucket agree on the state's layout, which blocks. Raises
@@ -262,8 +262,9 @@ class ShardedStep:
         return sent
 
     def _get_bucket_state(self, comm, bucket, align) -> BucketState:
-        """Return the state of a bucket: the last step's where it still matches. Reshards the
-        optimizer's if needed.
+        """Return the state of a bucket: the last step's where it still matches.
+
+        Reshards the optimizer's if needed.
         """
         spec = self.shard_spec(bucket, comm.size, comm.rank, align)
         key = (bucket.index, id(bucket.params[0]))
@@ -367,22 +368,21 @@ class ShardedStep:
 
     @torch.no_grad()
     def state_dict(self, full: bool = True, comm=None) -> dict[str, Any]:
-        """Return the optimizer's state dict; with `full` as if it had not been sharded, which all
-        ranks must call.
+        """Return the optimizer's state dict.
 
-        `full`: in the format of torch's optimizer of that name, on every rank; blocks until all
-        ranks have come. Otherwise what ``optimizer.state_dict()`` returns: this rank's shard, which
-        only the same rank of as many can load. `comm`: the communicator to gather by, where no
-        bucket has come yet.
+        With `full` as if it had not been sharded, which all ranks must call. `full`: in the format
+        of torch's optimizer of that name, on every rank; blocks until all ranks have come.
+        Otherwise what ``optimizer.state_dict()`` returns: this rank's shard, which only the same
+        rank of as many can load. `comm`: the communicator to gather by, where no bucket has come
+        yet.
         """
         return full_state_dict(comm or self._comm, self.optimizer) if full else self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a full state dict, of any number of ranks, or this rank's shard. Raises
-        `InvalidArgument` for others'.
+        """Load a full state dict, of any number of ranks, or this rank's shard.
 
-        If no bucket has come yet, the first bucket raises it. ``optimizer.load_state_dict`` does
-        the same without the check.
+        Raises `InvalidArgument` for others'. If no bucket has come yet, the first bucket raises it.
+        ``optimizer.load_state_dict`` does the same without the check.
         """
         if self._comm is not None:
             for number, state in state_dict["state"].items():
