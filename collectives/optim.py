@@ -112,7 +112,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf and leaves the rest to step
     _op = ""
-    _sharded = None  # the overlap.ShardedStep that steps it inside of a backward
+    _sharded = None  # the gradients.zero.ShardedStep that steps it inside of a backward
 
     def __init__(self, params, defaults, *, seed):
         self._batches: dict[tuple, _Batch] = {}  # by group, device, and who steps some
@@ -221,7 +221,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ``grad_scale``, by which torch's optimizers divide, and ``found_inf`` instead.) On a GPU nobody waits.
 
         Where a DDP hook steps this optimizer inside of the backward, this only ends the step, and takes none of these
-        arguments; see `overlap.ShardedStep.step`.
+        arguments; see `gradients.zero.ShardedStep.step`.
         """
         if self._sharded is not None:
             return self._sharded.step(closure, grad_scale=grad_scale, clip=clip, found_nonfinite=found_nonfinite)
