@@ -5,7 +5,7 @@ from .comm.algorithms.tune import tune
 from .comm.communicator import Communicator
 from .comm.engine import EngineInfo, engines
 from .comm.work import Work
-from .ddp.hook import DistributedDataParallel, HookState, fused_allreduce
+from .ddp import DistributedDataParallel, HookState, fused_allreduce
 from .gradients.buckets import GradientBuckets
 from .rendezvous.process_groups import init_process_group
 from .rendezvous.world import init

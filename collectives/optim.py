@@ -31,8 +31,8 @@ from .torch_compat import disable_dynamo
 
 __all__ = ["SGD", "Adam", "AdamW", "clip_factor"]
 
-_HALVES = (torch.bfloat16, torch.float16)
-_FLOATS = (torch.float32, torch.float64, *_HALVES)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.float64, *HALF_DTYPES)
 _TORCHS_OWN = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
@@ -60,28 +60,28 @@ class _Batch:
         self.steps = steps  # how many each parameter has done
         self.table = table
         # Inference tensors have no version counters.
-        several = [params] if _alike(table.params, params) else [params, table.params]  # local parts of DTensors
+        several = [params] if same_objects(table.params, params) else [params, table.params]  # local parts of DTensors
         self.counted = [param for each in several for param in each if not param.is_inference()]
         self.versions: list[int | None] = []  # of the parameters' memory after the last step; None: not known
 
     def current(self, params, keys, states) -> bool:
         return (
             keys == self.keys
-            and _alike(params, self.params)
-            and _alike(_held([states[param] for param in params], keys), self.held)
+            and same_objects(params, self.params)
+            and same_objects(state_values([states[param] for param in params], keys), self.held)
             and self.table.moved() is None
         )
 
     def stepped(self, found) -> None:
         """Count a step, unless ``found`` has left it out, and let autograd notice that the parameters have changed."""
         self.table.grads = ()  # so that zero_grad frees them; the rows have the addresses
-        _count(self.steps, found)
+        increment_steps(self.steps, found)
         increment_version(self.counted)
         if self.table.masters is not None:
             self.versions = [_version(param) for param in self.table.params]
 
 
-def _count(steps, found, one=None) -> None:
+def increment_steps(steps, found, one=None) -> None:
     """Count a step of each parameter, unless ``found``, on a GPU, has left it out. ``one``: a tensor of 1.0."""
     if not steps:
         return
@@ -99,20 +99,20 @@ def _version(tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _alike(some, others) -> bool:
+def same_objects(some, others) -> bool:
     return len(some) == len(others) and not any(map(operator.is_not, some, others))
 
 
-def _held(states, keys) -> list:
+def state_values(states, keys) -> list:
     return [state.get(key) for key in keys for state in states]
 
 
-class _Optimizer(torch.optim.Optimizer):
+class FusedOptimizer(torch.optim.Optimizer):
     """What the three share. A subclass says what state a parameter has, and how it steps."""
 
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf and leaves the rest to step
     _op = ""
-    _sharded = None  # the overlap.ShardedStep that steps it inside of a backward
+    _sharded = None  # the gradients.zero.ShardedStep that steps it inside of a backward
 
     def __init__(self, params, defaults, *, seed):
         self._batches: dict[tuple, _Batch] = {}  # by group, device, and who steps some
@@ -182,8 +182,8 @@ class _Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 master = self.state[param].get("master_param") if param in self.state else None
-                if master is not None and param.dtype in _HALVES:
-                    _follow(_local(master), _local(param), group["stochastic_rounding"])
+                if master is not None and param.dtype in HALF_DTYPES:
+                    update_master(_local(master), _local(param), group["stochastic_rounding"])
 
     def _take(self, loaded) -> None:
         """Give the state that has just been loaded the dtypes, devices and strides that the kernels need."""
@@ -204,9 +204,9 @@ class _Optimizer(torch.optim.Optimizer):
                     state[key] = _scalar(param, value)
                 elif sharded:
                     if key != "shard":
-                        state[key] = value.to(param.device, _wide(param), copy=True)
+                        state[key] = value.to(param.device, state_dtype(param), copy=True)
                 elif value.shape == param.shape and value.is_floating_point():
-                    wanted = _blank(param)
+                    wanted = new_state_tensor(param)
                     if state[key].dtype != wanted.dtype or _local(state[key]).stride() != _local(wanted).stride():
                         state[key] = wanted.copy_(value)
 
@@ -221,7 +221,7 @@ class _Optimizer(torch.optim.Optimizer):
         ``grad_scale``, by which torch's optimizers divide, and ``found_inf`` instead.) On a GPU nobody waits.
 
         Where a DDP hook steps this optimizer inside of the backward, this only ends the step, and takes none of these
-        arguments; see `overlap.ShardedStep.step`.
+        arguments; see `gradients.zero.ShardedStep.step`.
         """
         if self._sharded is not None:
             return self._sharded.step(closure, grad_scale=grad_scale, clip=clip, found_nonfinite=found_nonfinite)
@@ -331,15 +331,15 @@ class _Optimizer(torch.optim.Optimizer):
                 masters=local.get("master_param"),
                 **{column: local[key] for key, column in columns.items()},
                 steps_done=steps or None,
-                positions=_positions(group["params"], members, position),
+                positions=random_bit_offsets(group["params"], members, position),
                 name=lambda index: f"parameter {members[index]} of group {number}",
             )
-            batch = self._batches[number, device, key] = _Batch(params, keys, _held(states, keys), steps, table)
+            batch = self._batches[number, device, key] = _Batch(params, keys, state_values(states, keys), steps, table)
             batch.versions = [known.get(id(param), -1) for param in params]
         if group["master_weights"]:
             for param, master, version in zip(batch.table.params, batch.table.masters, batch.versions, strict=True):
                 if master is not None and (version is None or _version(param) != version):
-                    _follow(master, param, group["stochastic_rounding"])
+                    update_master(master, param, group["stochastic_rounding"])
         return batch
 
     @torch.inference_mode(False)  # the state outlives the mode, in which alone its tensors could be written
@@ -353,26 +353,26 @@ class _Optimizer(torch.optim.Optimizer):
                 "state_dict(full=True)), or step inside of the hook"
             )
         if self._counts_steps(group):
-            _number_steps(param, state, columns)
+            init_step_count(param, state, columns)
         for key in columns:
             if state.get(key) is None:
-                state[key] = _blank(param)
+                state[key] = new_state_tensor(param)
         if group["master_weights"]:
-            if param.dtype not in _HALVES:
+            if param.dtype not in HALF_DTYPES:
                 state.pop("master_param", None)  # after model.float(): the parameter is as wide itself
             elif state.get("master_param") is None:
-                state["master_param"] = _blank(param).copy_(param)
+                state["master_param"] = new_state_tensor(param).copy_(param)
         for key in (*columns, "master_param"):
             value = state.get(key)
             # After model.to(memory_format=...).
             if isinstance(value, torch.Tensor) and value.shape == param.shape and value.stride() != param.stride():
-                wanted = _blank(param)
+                wanted = new_state_tensor(param)
                 if wanted.stride() != value.stride() and (wanted.dtype, wanted.device) == (value.dtype, value.device):
                     state[key] = wanted.copy_(value)
         return state
 
 
-class SGD(_Optimizer):
+class SGD(FusedOptimizer):
     """torch.optim.SGD in one pass; see the module for what is new.
 
     ``master_weights``: keep fp32 masters of bf16 and fp16 parameters. ``stochastic_rounding``: round bf16 parameters at
@@ -434,7 +434,7 @@ class SGD(_Optimizer):
         return table.plan_sgd(**how)
 
 
-class Adam(_Optimizer):
+class Adam(FusedOptimizer):
     """torch.optim.Adam in one pass; see the module for what is new, and `SGD` for its arguments."""
 
     _op = "adam_step"
@@ -541,16 +541,16 @@ def _gradient(param, index, group) -> torch.Tensor:
     return _local(grad)
 
 
-def _wide(param) -> torch.dtype:
+def state_dtype(param) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def _blank(param) -> torch.Tensor:
+def new_state_tensor(param) -> torch.Tensor:
     """Zeros for a parameter's state, in its shape and order."""
-    return torch.zeros_like(param, dtype=_wide(param), memory_format=torch.preserve_format)
+    return torch.zeros_like(param, dtype=state_dtype(param), memory_format=torch.preserve_format)
 
 
-def _number_steps(param, state, columns) -> None:
+def init_step_count(param, state, columns) -> None:
     """Give a parameter's state the number of its steps, on its device."""
     step = state.get("step")
     if step is None:
@@ -580,13 +580,13 @@ def _by_device(params, numbers=None) -> dict[int, list[int]]:
     return members
 
 
-def _positions(params, members, position) -> list[int]:
+def random_bit_offsets(params, members, position) -> list[int]:
     starts = list(itertools.accumulate((param.numel() for param in params), initial=position))
     return [starts[index] for index in members]
 
 
 @torch.inference_mode()  # in which inference tensors may be written
-def _follow(master, param, at_random) -> None:
+def update_master(master, param, at_random) -> None:
     """Take over into a master what someone else has written to its parameter: where that isn't the master, rounded."""
     rounded = master.to(param.dtype)
     other = rounded != param

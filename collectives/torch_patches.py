@@ -1,50 +1,129 @@
-"""What is changed in torch's own classes when collectives is imported: all of it, each change with its reason.
+"""Changes to torch's own objects, all made by `patch_attribute` or `record_patch`, each with its
+reason and its undo.
 
-``DistributedDataParallel.register_comm_hook``: a hook gets buckets of parameters, which don't say which module they are
-of, nor over which ranks. The module is noted here when a hook is registered, and who asked for it is called first, so
-that it can refuse; then torch's own method runs as before.
+Two are made when collectives is imported.
 
-``GradScaler.scale`` and ``._lazy_init_scale_growth_tracker``: the gradients that a hook gets have a scaler's factor and
-don't say whose. A scaler is noted when it begins to scale: by the first method where scaling began before this import,
-by the second in subclasses with a ``scale`` of their own.
+``DistributedDataParallel.register_comm_hook``: a hook gets buckets of parameters, which don't say
+which module they belong to, nor over which ranks. The wrapper calls the observers first, so that
+they can refuse, then torch's own method, and then records the module.
 
-Everything is held weakly, in the program's own order, which is the same on all ranks; nothing is found by a walk over
-Python's objects, whose result depends on the garbage collector.
+``GradScaler.scale`` and ``._lazy_init_scale_growth_tracker``: the gradients that a hook gets are
+multiplied by a scaler's factor and don't say by whose. A scaler is recorded when it begins to
+scale: by the first method where scaling began before this import, by the second in subclasses with
+a ``scale`` of their own.
+
+Three are made at the first sharded module: `patch_total_norm`, `patch_scaler_checks` and
+`patch_state_dict`. `collectives.auto.install` makes its changes to ``DistributedDataParallel``
+with `patch_attribute`, when a program asks for them.
+
+All records are weak references in the program's own order, which is the same on all ranks. Nothing
+is found by a walk over Python's objects, whose result depends on the garbage collector.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["ddps_of", "install", "scalers_in_use", "when_registered"]
+__all__ = [
+    "Patch",
+    "applied_patches",
+    "find_active_scalers",
+    "find_hooked_ddps",
+    "install",
+    "observe_comm_hooks",
+    "patch_attribute",
+    "patch_scaler_checks",
+    "patch_state_dict",
+    "patch_total_norm",
+    "record_patch",
+    "undo_patch",
+]
+
+
+# ---- The patches of this process.
+
+
+class Patch(NamedTuple):
+    """A change to one of torch's objects: what was changed, why, and a function that restores it."""
+
+    target: str
+    reason: str
+    undo: Callable[[], None]
+
+
+_patches: list[Patch] = []
+
+
+def patch_attribute(owner, name: str, replacement, reason: str) -> Patch:
+    """Replace an attribute of a class or module of torch's; `reason`: why torch's own doesn't do."""
+    own = name in vars(owner)
+    original = vars(owner).get(name)
+
+    def undo():
+        setattr(owner, name, original) if own else delattr(owner, name)
+
+    setattr(owner, name, replacement)
+    return record_patch(f"{owner.__name__}.{name}", reason, undo)
+
+
+def record_patch(target: str, reason: str, undo: Callable[[], None]) -> Patch:
+    """Record a change that was made in another way than by an attribute.
+
+    `undo` restores torch's own.
+    """
+    patch = Patch(target, reason, undo)
+    _patches.append(patch)
+    return patch
+
+
+def applied_patches() -> list[Patch]:
+    """Return the changes that are in force, oldest first."""
+    return list(_patches)
+
+
+def undo_patch(patch: Patch) -> None:
+    """Restore torch's own. Of two changes to one target the newer must be undone first."""
+    _patches.remove(patch)
+    patch.undo()
+
+
+# ---- DDP objects with a hook, and GradScalers in use.
 
 _ddps = WeakIdKeyDictionary()  # parameter -> weak references to the DDP objects with a hook that have it, oldest first
 _scalers: weakref.WeakSet = weakref.WeakSet()
-_watchers: list = []
+_observers: list = []
 
 
-def when_registered(watcher) -> None:
-    """Call ``watcher(ddp, state, hook)`` before a hook is registered on a DDP object; what it raises prevents that."""
-    _watchers.append(watcher)
+def observe_comm_hooks(observer) -> None:
+    """Call ``observer(ddp, state, hook)`` before a hook is registered on a DDP object.
+
+    An exception prevents that.
+    """
+    _observers.append(observer)
 
 
-def ddps_of(parameter) -> list[DistributedDataParallel]:
-    """Give the DDP objects with a hook that are alive and synchronise a parameter, in the order of registration."""
+def find_hooked_ddps(parameter) -> list[DistributedDataParallel]:
+    """Return the live DDP objects with a hook that synchronise a parameter, in the order of
+    registration.
+    """
     found = (reference() for reference in _ddps.get(parameter, ()))
     return [ddp for ddp in found if ddp is not None]
 
 
-def scalers_in_use() -> list[torch.amp.GradScaler]:
-    """Give the GradScalers that are alive and enabled and have scaled something."""
+def find_active_scalers() -> list[torch.amp.GradScaler]:
+    """Return the live, enabled GradScalers that have scaled something."""
     return [scaler for scaler in list(_scalers) if scaler.is_enabled() and scaler._scale is not None]
 
 
-def _note(ddp) -> None:
+def _record_ddp(ddp) -> None:
     for parameter in ddp.module.parameters():
         known = [reference for reference in _ddps.get(parameter, ()) if reference() not in (None, ddp)]
         _ddps[parameter] = [*known, weakref.ref(ddp)]
@@ -52,32 +131,115 @@ def _note(ddp) -> None:
 
 @functools.cache
 def install() -> None:
-    """Make the changes, once a process."""
+    """Make the two changes of this module, once per process."""
     register = DistributedDataParallel.register_comm_hook
 
     @functools.wraps(register)
     def register_comm_hook(self, state, hook):
-        for watcher in _watchers:
-            watcher(self, state, hook)
+        for observer in _observers:
+            observer(self, state, hook)
         register(self, state, hook)
-        _note(self)
+        _record_ddp(self)
 
-    DistributedDataParallel.register_comm_hook = register_comm_hook
+    patch_attribute(
+        DistributedDataParallel, "register_comm_hook", register_comm_hook,
+        "a hook's buckets don't say which module and ranks they belong to",
+    )  # fmt: skip
 
     cls = torch.amp.GradScaler
-    scale, begin = cls.scale, cls._lazy_init_scale_growth_tracker
+    scale, init_scale = cls.scale, cls._lazy_init_scale_growth_tracker
 
     @functools.wraps(scale)
-    def scale_(self, outputs):
+    def recording_scale(self, outputs):
         _scalers.add(self)
         return scale(self, outputs)
 
-    @functools.wraps(begin)
-    def begin_(self, *args, **kwargs):
+    @functools.wraps(init_scale)
+    def recording_init_scale(self, *args, **kwargs):
         _scalers.add(self)
-        return begin(self, *args, **kwargs)
+        return init_scale(self, *args, **kwargs)
 
-    cls.scale, cls._lazy_init_scale_growth_tracker = scale_, begin_
+    reason = "a hook's gradients don't say which scaler has multiplied them"
+    patch_attribute(cls, "scale", recording_scale, reason)
+    patch_attribute(cls, "_lazy_init_scale_growth_tracker", recording_init_scale, reason)
+
+
+# ---- Sharded gradients and parameters.
+
+
+@functools.cache
+def patch_total_norm(total_norm) -> None:
+    """Let ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` use a norm over all ranks.
+
+    `total_norm`: called with torch's arguments; returns None where torch's own norm is right.
+    """
+    clip_grad = importlib.import_module("torch.nn.utils.clip_grad")
+    reason = "torch's norm of sharded gradients is that of one rank's shards, and each rank would clip by another one"
+    local = clip_grad._get_total_norm
+
+    def over_ranks(wrapped, tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+        if not isinstance(tensors, torch.Tensor):
+            tensors = list(tensors)
+        found = total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+        return wrapped(tensors, norm_type, error_if_nonfinite, foreach) if found is None else found
+
+    # The function object itself changes, so that whoever has imported it by name calls the new one,
+    # too.
+    if local.__code__.co_freevars == ("func",):
+        cell = local.__closure__[0]
+        own = cell.cell_contents
+        cell.cell_contents = functools.wraps(own)(functools.partial(over_ranks, own))
+        record_patch("torch.nn.utils.get_total_norm", reason, lambda: setattr(cell, "cell_contents", own))
+    else:
+        patched = functools.wraps(local)(torch.no_grad()(functools.partial(over_ranks, local)))
+        patch_attribute(clip_grad, "_get_total_norm", patched, reason)
+        patch_attribute(torch.nn.utils, "get_total_norm", patched, reason)
+
+
+@functools.cache
+def patch_scaler_checks(exchange) -> None:
+    """Call ``exchange(scaler, optimizer)`` after a GradScaler has checked an optimizer's gradients.
+
+    It makes the scaler's findings those of all ranks.
+    """
+    cls = torch.amp.GradScaler
+    unscale, check = cls.unscale_, cls._check_inf_per_device
+    reason = "a scaler checks its own rank's gradients, and ranks with shards would go on with different scales"
+
+    @functools.wraps(unscale)
+    def unscale_(self, optimizer):
+        unscale(self, optimizer)
+        if self.is_enabled():
+            exchange(self, optimizer)
+
+    @functools.wraps(check)
+    def _check_inf_per_device(self, optimizer):
+        check(self, optimizer)
+        exchange(self, optimizer)
+        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+
+    patch_attribute(cls, "unscale_", unscale_, reason)
+    patch_attribute(cls, "_check_inf_per_device", _check_inf_per_device, reason)
+
+
+@functools.cache
+def patch_state_dict(check) -> None:
+    """Call ``check(optimizer)``, which may raise, in torch.distributed.checkpoint.state_dict's functions.
+
+    ``get_state_dict``, ``get_optimizer_state_dict``, ``set_state_dict`` and
+    ``set_optimizer_state_dict`` look up the changed function by its name in their module, so that
+    it doesn't matter who has imported them, and when.
+    """
+    state_dict = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    begin = state_dict._init_optim_state
+
+    @functools.wraps(begin)
+    def _init_optim_state(optim, *args, **kwargs):
+        check(optim)
+        return begin(optim, *args, **kwargs)
+
+    reason = "these functions take one rank's shards for the optimizer's whole state"
+    patch_attribute(state_dict, "_init_optim_state", _init_optim_state, reason)
 
 
 install()

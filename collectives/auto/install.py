@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InvalidUsage
+from ..torch_patches import patch_attribute
 from .model import Model
 
 __all__ = ["install", "leave_alone"]
@@ -49,7 +50,9 @@ def install(settings: dict) -> None:
         _constructed[name] += 1
         _indices[self] = _constructed[name]
 
-    DistributedDataParallel.__init__ = __init__
+    patch_attribute(
+        DistributedDataParallel, "__init__", __init__, "collectives.auto chooses a hook for each new DDP object"
+    )
 
 
 def leave_alone(ddp: DistributedDataParallel) -> None:
@@ -97,8 +100,9 @@ def _wrap_forward(settings: dict) -> None:
         after(self, model)
         return output
 
-    # DDP's own forward is compiled as before.
-    DistributedDataParallel.forward = torch.compiler.disable(forward, recursive=False)
+    # What is inside of DDP's own forward is compiled as before.
+    forward = torch.compiler.disable(forward, recursive=False)
+    patch_attribute(DistributedDataParallel, "forward", forward, "the time of a forward decides which hook is used")
 
 
 def _wrap_hook_registration() -> None:
@@ -147,6 +151,8 @@ def _wrap_hook_registration() -> None:
             )
         return join_hook(self, **kwargs)
 
-    DistributedDataParallel.register_comm_hook = register_comm_hook
-    DistributedDataParallel._register_builtin_comm_hook = _register_builtin_comm_hook
-    DistributedDataParallel.join_hook = join_hook_
+    reason = "DDP refuses a second hook, and ours must make way for the user's"
+    patch_attribute(DistributedDataParallel, "register_comm_hook", register_comm_hook, reason)
+    patch_attribute(DistributedDataParallel, "_register_builtin_comm_hook", _register_builtin_comm_hook, reason)
+    reason = "a registered hook can't be right in join() with the divisor of the remaining ranks"
+    patch_attribute(DistributedDataParallel, "join_hook", join_hook_, reason)

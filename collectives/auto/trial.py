@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..cuda_state import has_completed
 from ..ddp.hook import HookState, fused_allreduce
 from ..errors import CollectiveTimeout
-from ..gradients.streams import close_lanes
+from ..gradients.streams import close_comm_streams
 from ..rendezvous.process_groups import communicator_over, drop, opened
 from .check import count_different, error_bound
 
@@ -126,7 +126,7 @@ class Trial:
         """Abort our communicator, so that ranks that wait for this one get an error at once."""
         comm = opened(self._group, device)
         if comm is not None:
-            close_lanes(comm, abort=True)
+            close_comm_streams(comm, abort=True)
             drop(comm)
 
 

@@ -1,4 +1,4 @@
-"""The wires by name."""
+"""Compressors by the name of their wire format."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import secrets
 
 from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS
-from ..parameter_names import Names
-from .base import Plain, Wire, parse_wire
+from ..parameter_names import ParameterNames
+from .base import Compressor, NoCompression, parse_wire
 from .powersgd import PowerSGD
 from .quantized import Quantized
 
-__all__ = ["make_wire"]
+__all__ = ["make_compressor"]
 
 
-def make_wire(
+def make_compressor(
     wire: str, *, block: int = 256, error_feedback: bool = False, stochastic_rounding: bool = False,
-    algorithm: str | None = None, deterministic: bool = False, names: Names | None = None,
-) -> Wire:  # fmt: skip
-    """Make the wire of a name: "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8" or "powersgd:RANK".
+    algorithm: str | None = None, deterministic: bool = False, parameter_names: ParameterNames | None = None,
+) -> Compressor:  # fmt: skip
+    """Make the compressor of a wire: "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8" or
+    "powersgd:RANK".
 
-    `algorithm` and `deterministic` are of fp32 alone; `names`: those by which residuals are saved. Raises
-    `InvalidArgument` for what is none, or can't be had.
+    `algorithm` and `deterministic` apply to fp32 alone. `parameter_names`: the names by which
+    residuals are saved. Raises `InvalidArgument` for other names, and for options that the wire
+    doesn't have.
     """
     name, rank = parse_wire(wire)
     if isinstance(block, bool) or not isinstance(block, int) or block not in WIRE_BLOCKS:
@@ -33,11 +35,11 @@ def make_wire(
                     f"{option}: the fp32 wire sends gradients as they are and loses nothing: choose a compressed one "
                     f"(wire='bf16' or wire='int8', say), or leave {option} out"
                 )
-        return Plain(algorithm, deterministic=deterministic)
+        return NoCompression(algorithm, deterministic=deterministic)
     if name == "powersgd":
         if stochastic_rounding:
             raise InvalidArgument("PowerSGD rounds nothing that could be rounded at random")
-        return PowerSGD(rank, error_feedback=error_feedback, names=names)
-    # Each rank draws a seed of its own, so that the ranks' roundings are independent.
+        return PowerSGD(rank, error_feedback=error_feedback, parameter_names=parameter_names)
+    # Each rank draws its own seed, so that the ranks' roundings are independent.
     seed = secrets.randbits(62) if stochastic_rounding else None
-    return Quantized(name, block, error_feedback=error_feedback, seed=seed, names=names)
+    return Quantized(name, block, error_feedback=error_feedback, seed=seed, parameter_names=parameter_names)

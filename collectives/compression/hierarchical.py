@@ -1,4 +1,6 @@
-"""Two levels: reduce inside of each machine, send between machines only parts of that, and gather inside again."""
+"""Hierarchical compressor: reduce-scatter inside each node, reduce shards between the nodes,
+all-gather inside.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +10,44 @@ import torch
 
 from ..comm.multinode.topology import grouped, machine_number
 from ..errors import InvalidUsage
-from .base import Bucket, Factor, Plain, Wire
+from .base import Compressor, NoCompression
+from .bucket import Bucket, Scaling
 
 __all__ = ["Hierarchical"]
 
 
-class Hierarchical(Wire):
-    """Reduces over machines by another wire, after a reduce-scatter inside of each; all have the same number of ranks.
+class Hierarchical(Compressor):
+    """Reduces between nodes by another compressor, after a reduce-scatter inside each node.
 
-    So with m ranks a machine, each byte crosses the network once for m ranks and not m times. On one machine, and with
-    one rank a machine, it is the other wire alone.
+    All nodes must have the same number of ranks, m; then each byte crosses the network once for m
+    ranks instead of m times. On one node, and with one rank per node, this is the other compressor
+    alone.
     """
 
-    def __init__(self, between: Wire):
-        self.between = between
-        self._levels: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> (inside, between)
+    def __init__(self, inter_node: Compressor):
+        self.inter_node = inter_node
+        self._levels: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> (intra, inter)
 
-    def begin(self):
-        self.between.begin()
+    def begin_backward(self):
+        self.inter_node.begin_backward()
 
     def state_dict(self):
-        return self.between.state_dict()
+        return self.inter_node.state_dict()
 
     def load_state_dict(self, state):
-        self.between.load_state_dict(state)
+        self.inter_node.load_state_dict(state)
 
-    def _over(self, comm):
-        """Give the communicators inside of this machine and between the machines; a collective at first."""
+    def _split_by_node(self, comm):
+        """Return the communicators inside this node and between the nodes.
+
+        The first call is a collective.
+        """
         if comm not in self._levels:
-            mine = torch.tensor([machine_number()], dtype=torch.int64, device=comm.device)
-            machines = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
-            comm.all_gather(machines, mine, algorithm="native")
-            machines = grouped(machines.tolist())
-            sizes = {len(ranks) for ranks in machines}
+            own = torch.tensor([machine_number()], dtype=torch.int64, device=comm.device)
+            nodes = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
+            comm.all_gather(nodes, own, algorithm="native")
+            nodes = grouped(nodes.tolist())
+            sizes = {len(ranks) for ranks in nodes}
             if len(sizes) > 1:
                 raise InvalidUsage(
                     f"hierarchical=True needs as many ranks on each machine, and there are {sorted(sizes)}: leave it "
@@ -50,26 +57,27 @@ class Hierarchical(Wire):
             if sizes == {1} or sizes == {comm.size}:
                 self._levels[comm] = (None, None)
             else:
-                inside = comm.split(next(m for m, ranks in enumerate(machines) if comm.rank in ranks), comm.rank)
-                self._levels[comm] = (inside, comm.split(inside.rank, comm.rank))
+                intra = comm.split(next(n for n, ranks in enumerate(nodes) if comm.rank in ranks), comm.rank)
+                self._levels[comm] = (intra, comm.split(intra.rank, comm.rank))
         return self._levels[comm]
 
-    def reduce(self, comm, bucket, factor, *, health=None):
-        inside, between = self._over(comm)
-        if inside is None:
-            return self.between.reduce(comm, bucket, factor, health=health)
+    def reduce(self, comm, bucket, scaling, *, grad_stats=None):
+        intra, inter = self._split_by_node(comm)
+        if intra is None:
+            return self.inter_node.reduce(comm, bucket, scaling, grad_stats=grad_stats)
         flat = bucket.flat
-        share = flat.numel() // inside.size // 16 * 16
-        own = flat[inside.rank * share : (inside.rank + 1) * share]
-        sent = Plain().scatter(inside, bucket, Factor(before=factor.before), share)
-        rest = Factor(over=factor.over, after=factor.after)
-        if share:
-            sent += self.between.reduce(between, _part(bucket, own), rest, health=health)
-            inside.all_gather(flat[: inside.size * share], own)
-            sent += (inside.size - 1) * own.nbytes
-        behind = flat[inside.size * share :]
-        if behind.numel():
-            sent += Plain().reduce(between, _part(bucket, behind), rest, health=health if inside.rank == 0 else None)
+        shard_numel = flat.numel() // intra.size // 16 * 16
+        own = flat[intra.rank * shard_numel : (intra.rank + 1) * shard_numel]
+        sent = NoCompression().reduce_scatter(intra, bucket, Scaling(prescale=scaling.prescale), shard_numel)
+        after_sum = Scaling(divisor=scaling.divisor, postscale=scaling.postscale)
+        if shard_numel:
+            sent += self.inter_node.reduce(inter, _part(bucket, own), after_sum, grad_stats=grad_stats)
+            intra.all_gather(flat[: intra.size * shard_numel], own)
+            sent += (intra.size - 1) * own.nbytes
+        remainder = flat[intra.size * shard_numel :]
+        if remainder.numel():
+            stats = grad_stats if intra.rank == 0 else None
+            sent += NoCompression().reduce(inter, _part(bucket, remainder), after_sum, grad_stats=stats)
         return sent
 
 

@@ -1,7 +1,9 @@
-"""16-bit and 8-bit wires: quantize, all-to-all, one fused pass that sums in fp32 and quantizes again, all-gather.
+"""Quantized compressor of the 16-bit and 8-bit wires.
 
-All ranks' parts of a bucket go through that in steps whose memory fits the caches. The kernels' arguments are made and
-checked once for a bucket and kept as long as it comes with the same memory, which DDP's buckets do.
+A bucket is quantized, exchanged by an all-to-all, summed in fp32 and quantized again in one fused
+pass, and all-gathered. All ranks' shards of a bucket go through that in steps whose memory fits the
+caches. The kernels' arguments are made and checked once for a bucket and kept as long as the bucket
+has the same memory, as DDP's buckets do.
 """
 
 from __future__ import annotations
@@ -17,50 +19,56 @@ from ..errors import InvalidArgument
 from ..kernels import dequantize, reduce_wires
 from ..kernels.quantization import plan_dequantize, plan_quantize, plan_requantize
 from ..layout import WIRE_FORMATS, wire_layout
-from ..parameter_names import Names
-from .base import Bucket, Plain, Residuals, Wire, add_found, statistics_for, transport
+from ..parameter_names import ParameterNames
+from .base import Compressor, NoCompression
+from .bucket import Bucket
+from .error_feedback import Residuals
+from .grad_stats import add_statistics, get_statistics
+from .scratch import get_wire_buffer
 
 __all__ = ["Quantized"]
 
-# Elements, over all ranks, that go through the wire at a time on the host: their gradients, residuals and wires stay in
-# the second-level cache, and the calls of a step take a tenth of its time.
-_CHUNK = 1 << 17
-_MOST_PLANS = 256  # buckets
+# Elements, over all ranks, of one step on the host. Their gradients, residuals and wire buffers
+# stay in the second-level cache, and the calls of a step take a tenth of its time.
+_STEP_NUMEL = 1 << 17
+_MAX_PLANS = 256  # buckets
 _CAST = {"fp16": DTYPES["float16"], "bf16": DTYPES["bfloat16"]}
-_CAST_RANKS = 4  # up to which all read all of the others' parts in no more time than an exchange takes
+_CAST_RANKS = 4  # the largest number of ranks where reading all of the others' parts takes no longer than an exchange
 
 
-class Quantized(Wire):
-    """16-bit and 8-bit formats: sums in fp32, in rank order, and two roundings whatever the number of ranks.
+class Quantized(Compressor):
+    """16-bit and 8-bit formats: sums in fp32, in rank order, and two roundings whatever the number
+    of ranks.
 
-    `format` and `block`: of `layout.WIRE_FORMATS`; `seed`: rounds at random, None to nearest; `error_feedback`: what is
-    lost is kept in fp32 and added in the next step: a rank's own rounding, and that of the sum by the rank whose part
-    it is, so that all that was ever applied differs from the sum of all gradients by what is kept alone.
+    `format` and `block`: of `layout.WIRE_FORMATS`. `seed`: of stochastic rounding; None rounds to
+    nearest. `error_feedback`: rounding errors are kept in fp32 and added in the next step. A rank
+    keeps its own rounding error, and that of the sum for the shard that it owns. So everything that
+    was ever applied differs from the sum of all gradients only by what is kept.
     """
 
     def __init__(
         self, format: str, block: int = 256, *, error_feedback: bool = False, seed: int | None = None,
-        names: Names | None = None,
+        parameter_names: ParameterNames | None = None,
     ):  # fmt: skip
         self.format = format
         self.block = block
-        # Elements that a rank's part is a multiple of: whole blocks, and 16 bytes of payload.
+        # Elements of which a rank's shard is a multiple: whole blocks, and 16 bytes of payload.
         self.align = block if WIRE_FORMATS[format].scaled else 16
-        self.residuals = Residuals(names) if error_feedback else None
+        self.residuals = Residuals(parameter_names) if error_feedback else None
         self.seed = seed
         self.steps = 0
         self._loaded_at = -3  # never
         self._plans: dict[tuple, _Plan] = {}
 
-    def begin(self):
+    def begin_backward(self):
         self.steps += 1
 
-    def unclaimed(self):
-        return [] if self.residuals is None else self.residuals.unclaimed()
+    def unclaimed_names(self):
+        return [] if self.residuals is None else self.residuals.unclaimed_names()
 
     def state_dict(self):
-        kept = {} if self.residuals is None else self.residuals.state_dict()
-        return {"residuals": kept, "steps": self.steps, "seed": self.seed}
+        residuals = {} if self.residuals is None else self.residuals.state_dict()
+        return {"residuals": residuals, "steps": self.steps, "seed": self.seed}
 
     def load_state_dict(self, state):
         if "steps" not in state:
@@ -73,191 +81,219 @@ class Quantized(Wire):
         if self.residuals is not None:
             self.residuals.load_state_dict(state["residuals"])
 
-    def reduce(self, comm, bucket, factor, *, health=None):
+    def reduce(self, comm, bucket, scaling, *, grad_stats=None):
         flat, size = bucket.flat, comm.size
         if size == 1:
-            return self._alone(comm, bucket, factor, health)
-        if health is None and self._is_cast(comm, flat, factor):
-            return self._cast(comm, flat, factor)
-        share = -(-flat.numel() // (size * self.align)) * self.align
-        return self._exchange(comm, bucket, factor, share, flat.numel(), health, gather=True)
+            return self._reduce_alone(comm, bucket, scaling, grad_stats)
+        if grad_stats is None and self._can_cast(comm, flat, scaling):
+            return self._all_reduce_cast(comm, flat, scaling)
+        shard_numel = -(-flat.numel() // (size * self.align)) * self.align
+        return self._exchange(comm, bucket, scaling, shard_numel, flat.numel(), grad_stats, gather=True)
 
-    def scatter(self, comm, bucket, factor, share, *, health=None):
+    def reduce_scatter(self, comm, bucket, scaling, shard_numel, *, grad_stats=None):
         if comm.size == 1:
-            return self._alone(comm, bucket, factor, health)
-        end = comm.size * share
-        sent = self._exchange(comm, bucket, factor, share, end, health, gather=False)
-        behind = bucket.flat[end:]
-        if behind.numel():  # less than a block a rank
-            rest = Bucket(behind, bucket.params[-1:], [0], bucket.index)
-            sent += Plain().reduce(comm, rest, factor, health=health)
+            return self._reduce_alone(comm, bucket, scaling, grad_stats)
+        end = comm.size * shard_numel
+        sent = self._exchange(comm, bucket, scaling, shard_numel, end, grad_stats, gather=False)
+        remainder = bucket.flat[end:]
+        if remainder.numel():  # less than a block a rank
+            small = Bucket(remainder, bucket.params[-1:], [0], bucket.index)
+            sent += NoCompression().reduce(comm, small, scaling, grad_stats=grad_stats)
         return sent
 
-    def _alone(self, comm, bucket, factor, health) -> int:
-        """Lose nothing, where there is nobody to send to; and pay back what was lost among more ranks and loaded."""
+    def _reduce_alone(self, comm, bucket, scaling, grad_stats) -> int:
+        """Reduce without compression on one rank, and apply loaded residuals, which came from more
+        ranks.
+        """
         if self.residuals is not None and self._loaded_at < self.steps <= self._loaded_at + 2:
-            lost = self.residuals.of(bucket)
-            bucket.flat.add_(lost, alpha=1.0 / factor.before)
-            lost.zero_()
-        return Plain().reduce(comm, bucket, factor, health=health)
+            residual = self.residuals.get(bucket)
+            bucket.flat.add_(residual, alpha=1.0 / scaling.prescale)
+            residual.zero_()
+        return NoCompression().reduce(comm, bucket, scaling, grad_stats=grad_stats)
 
-    # ---- The engine's own cast, where it does all that is wanted.
+    # ---- The engine's own cast, where nothing more is wanted.
 
-    def _is_cast(self, comm, flat, factor) -> bool:
-        plain = self.residuals is None and self.seed is None and factor.over in (0, comm.size) and factor.after == 1.0
+    def _can_cast(self, comm, flat, scaling) -> bool:
+        """Return whether the host engine's all-reduce with a cast does all that is wanted."""
+        plain = self.residuals is None and self.seed is None
+        plain = plain and scaling.divisor in (0, comm.size) and scaling.postscale == 1.0
         fits = comm._on_host and comm.size <= _CAST_RANKS and flat.dtype in (torch.float32, torch.float64)
         fits = fits and comm.engine.library.has("collHostAllReduceCast")
         return plain and fits and self.format in _CAST
 
-    def _cast(self, comm, flat, factor) -> int:
-        """Round on the way into shared memory and sum in fp32: one pass, and the sum isn't rounded again."""
-        op = OPS["avg" if factor.over else "sum"]
+    def _all_reduce_cast(self, comm, flat, scaling) -> int:
+        """Round on the way into shared memory and sum in fp32: one pass, and the sum isn't rounded
+        again.
+        """
+        op = OPS["avg" if scaling.divisor else "sum"]
         dtype = DTYPES[str(flat.dtype).removeprefix("torch.")]
         place = comm._reader.place(flat, "all_reduce", writes=True)
-        comm._native.all_reduce_cast(place.ptr, place.ptr, place.count, dtype, _CAST[self.format], op, factor.before)
+        comm._native.all_reduce_cast(place.ptr, place.ptr, place.count, dtype, _CAST[self.format], op, scaling.prescale)
         increment_version([flat])
         return (comm.size - 1) * 2 * place.count
 
     # ---- The exchange.
 
-    def _exchange(self, comm, bucket, factor, share, end, health, gather) -> int:
+    def _exchange(self, comm, bucket, scaling, shard_numel, end, grad_stats, gather) -> int:
+        """Reduce the first `end` elements of a bucket through the wire.
+
+        `gather`: on all ranks, else only the shards. Returns the bytes that this rank sends.
+        """
         flat, size = bucket.flat, comm.size
-        lost = None if self.residuals is None else self.residuals.of(bucket)
-        plan = self._plan(comm, bucket, factor, share, end, lost, gather)
+        residual = None if self.residuals is None else self.residuals.get(bucket)
+        plan = self._get_plan(comm, bucket, scaling, shard_numel, end, residual, gather)
         if self.seed is not None:
-            plan.draw((self.seed + self.steps * (size + 1)) % (1 << 62), comm.rank, size)
-        counted = None if health is None else statistics_for(flat.device)
+            plan.set_seeds((self.seed + self.steps * (size + 1)) % (1 << 62), comm.rank, size)
+        found = None if grad_stats is None else get_statistics(flat.device)
         for step in plan.steps:
-            for launch in step.give:
+            for launch in step.quantize:
                 launch()
-            comm.all_to_all(step.taken, step.given)
+            comm.all_to_all(step.received, step.sent)
             if not gather:
                 if step.own.numel():
-                    reduce_wires(step.wires, step.own, statistics=counted, **plan.summed)
-                    add_found(counted, health)
+                    reduce_wires(step.wires, step.own, statistics=found, **plan.sum_options)
+                    add_statistics(found, grad_stats)
                 continue
-            if step.middle is not None:
-                if step.left is not None:
-                    step.left.zero_()
-                step.middle()
-                if step.left is not None:  # comes back through this rank's gradient, of which the sum takes a part
-                    step.lost.add_(step.left, alpha=plan.alpha)
-            comm.all_gather(step.given, step.given_own)
-            for launch in step.back:
+            if step.requantize is not None:
+                if step.sum_error is not None:
+                    step.sum_error.zero_()
+                step.requantize()
+                if step.sum_error is not None:  # returns through this rank's gradient, of which the sum takes a part
+                    step.residual.add_(step.sum_error, alpha=plan.error_scale)
+            comm.all_gather(step.sent, step.own_sent)
+            for launch in step.dequantize:
                 launch()
-            if counted is not None and step.own.numel():
-                dequantize(step.sum_wire, step.own, statistics=counted, **plan.how)
-                add_found(counted, health)
+            if found is not None and step.own.numel():
+                dequantize(step.sum_wire, step.own, statistics=found, **plan.format_options)
+                add_statistics(found, grad_stats)
         increment_version([flat])
-        return plan.sent
+        return plan.nbytes_sent
 
-    def _plan(self, comm, bucket, factor, share, end, lost, gather) -> _Plan:
+    def _get_plan(self, comm, bucket, scaling, shard_numel, end, residual, gather) -> _Plan:
+        """Return the plan of a bucket's exchange.
+
+        A new plan is made where the bucket's memory or anything else has changed.
+        """
         flat = bucket.flat
-        step = share if flat.is_cuda else min(share, max(self.align, _CHUNK // comm.size // self.align * self.align))
+        step = shard_numel
+        if not flat.is_cuda:
+            step = min(shard_numel, max(self.align, _STEP_NUMEL // comm.size // self.align * self.align))
         width = wire_layout(step, self.format, self.block).nbytes
-        memory = transport(comm, 2 * comm.size * width + (4 * step if lost is not None and gather else 0))
+        memory = get_wire_buffer(comm, 2 * comm.size * width + (4 * step if residual is not None and gather else 0))
         key = (id(bucket.params[0]), bucket.index)
         made_of = (
-            comm, flat.data_ptr(), flat.numel(), flat.dtype, memory.data_ptr(), lost is None or lost.data_ptr(), factor,
-            share, end, gather,
+            comm, flat.data_ptr(), flat.numel(), flat.dtype, memory.data_ptr(),
+            residual is None or residual.data_ptr(), scaling, shard_numel, end, gather,
         )  # fmt: skip
         plan = self._plans.get(key)
         if plan is None or plan.made_of[1:] != made_of[1:] or plan.made_of[0]() is not comm:
-            if len(self._plans) >= _MOST_PLANS:
+            if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            how = {"format": self.format, "block": self.block}
+            format_options = {"format": self.format, "block": self.block}
             made_of = (weakref.ref(comm), *made_of[1:])
-            at_random = self.seed is not None
-            plan = _Plan(made_of, comm, bucket, factor, share, end, step, memory, lost, gather, how, at_random)
+            stochastic = self.seed is not None
+            plan = _Plan(
+                made_of, comm, bucket, scaling, shard_numel, end, step, memory, residual, gather, format_options,
+                stochastic,
+            )  # fmt: skip
             plan.params = set(map(id, bucket.params))
             # DDP has made its buckets again: the old plans would keep the memory of the old ones.
             for other, old in list(self._plans.items()):
                 if not plan.params.isdisjoint(old.params):
                     self._plans.pop(other, None)
-            plan.owner = _dropping(self._plans, key, bucket.params[0])
+            plan.owner = _drop_with(self._plans, key, bucket.params[0])
             self._plans[key] = plan
         return plan
 
 
-def _dropping(plans: dict, key: tuple, param) -> weakref.ref:
-    """Refer to a parameter weakly; with it goes its plan, which holds the memory of a bucket."""
+def _drop_with(plans: dict, key: tuple, param) -> weakref.ref:
+    """Return a weak reference to a parameter.
 
-    def gone(reference):
+    The plan, which holds a bucket's memory, is dropped when the parameter dies.
+    """
+
+    def drop(reference):
         plan = plans.get(key)
         if plan is not None and plan.owner is reference:
             plans.pop(key, None)
 
-    return weakref.ref(param, gone)
+    return weakref.ref(param, drop)
 
 
 class _Plan:
-    """The steps of one bucket's exchange, for as long as its memory stays."""
+    """Steps of one bucket's exchange, valid as long as the bucket's memory stays."""
 
-    def __init__(self, made_of, comm, bucket, factor, share, end, step, memory, lost, gather, how, at_random):
+    def __init__(
+        self, made_of, comm, bucket, scaling, shard_numel, end, step, memory, residual, gather, format_options,
+        stochastic,
+    ):  # fmt: skip
         self.made_of = made_of
         self.params: set[int] = set()  # ids
         self.owner: weakref.ref | None = None
-        self.how = how
-        self.summed = {"average_over": factor.over or None, "scale": factor.after, **how}
-        self.alpha = (factor.over or 1) / factor.after
-        self.sent = 0
+        self.format_options = format_options
+        self.sum_options = {"average_over": scaling.divisor or None, "scale": scaling.postscale, **format_options}
+        self.error_scale = (scaling.divisor or 1) / scaling.postscale
+        self.nbytes_sent = 0
         self.steps = []
-        self._seeded: tuple[list, list] = ([], [])  # launches that draw for this rank, and for the sum
+        self._seeded: tuple[list, list] = ([], [])  # launches that draw random bits: for this rank, and for the sum
         size = comm.size
-        width = wire_layout(step, **how).nbytes
-        spare = memory[2 * size * width :]
-        place = bucket.index << 40  # so that no two buckets draw the same random bits
-        seed = 0 if at_random else None
-        for first in range(0, share, max(step, 1)):
-            most = min(step, share - first)
-            made = _Step(comm, bucket.flat, share, end, first, most, memory, how)
-            if lost is not None:
-                made.lost = lost[made.begins[comm.rank] :][: made.own.numel()]
-                made.left = spare.view(torch.float32)[: made.own.numel()] if gather else None
-            for begin, part, wire in zip(made.begins, made.parts, made.wires_given, strict=True):
+        width = wire_layout(step, **format_options).nbytes
+        scratch = memory[2 * size * width :]
+        position = bucket.index << 40  # so that no two buckets draw the same random bits
+        seed = 0 if stochastic else None
+        for first in range(0, shard_numel, max(step, 1)):
+            most = min(step, shard_numel - first)
+            made = _Step(comm, bucket.flat, shard_numel, end, first, most, memory, format_options)
+            if residual is not None:
+                made.residual = residual[made.begins[comm.rank] :][: made.own.numel()]
+                made.sum_error = scratch.view(torch.float32)[: made.own.numel()] if gather else None
+            for begin, part, wire in zip(made.begins, made.parts, made.sent_wires, strict=True):
                 if part.numel():
-                    kept = None if lost is None else lost[begin : begin + part.numel()]
-                    made.give.append(
+                    kept = None if residual is None else residual[begin : begin + part.numel()]
+                    made.quantize.append(
                         plan_quantize(
-                            part, wire, scale=factor.before, residual=kept, seed=seed, position=place + begin, **how
+                            part, wire, scale=scaling.prescale, residual=kept, seed=seed, position=position + begin,
+                            **format_options,
                         )
-                    )
-            self._seeded[0].extend(made.give)
+                    )  # fmt: skip
+            self._seeded[0].extend(made.quantize)
             if gather and made.own.numel():
-                made.middle = plan_requantize(
-                    made.wires, made.sum_wire, count=made.own.numel(), residual=made.left, seed=seed,
-                    position=place + made.begins[comm.rank], **self.summed,
+                made.requantize = plan_requantize(
+                    made.wires, made.sum_wire, count=made.own.numel(), residual=made.sum_error, seed=seed,
+                    position=position + made.begins[comm.rank], **self.sum_options,
                 )  # fmt: skip
-                self._seeded[1].append(made.middle)
+                self._seeded[1].append(made.requantize)
             if gather:
-                pairs = zip(made.parts, made.wires_given, strict=True)
-                made.back = [plan_dequantize(wire, part, **how) for part, wire in pairs if part.numel()]
+                pairs = zip(made.parts, made.sent_wires, strict=True)
+                made.dequantize = [
+                    plan_dequantize(wire, part, **format_options) for part, wire in pairs if part.numel()
+                ]
             self.steps.append(made)
-            self.sent += (size - 1) * made.nbytes * (2 if gather else 1)
+            self.nbytes_sent += (size - 1) * made.nbytes * (2 if gather else 1)
 
-    def draw(self, seed: int, rank: int, size: int) -> None:
-        """Let this step's launches draw by a seed and `rank`, and the sum's by the seed and `size`."""
+    def set_seeds(self, seed: int, rank: int, size: int) -> None:
+        """Seed this step's launches by `seed` and `rank`, and the sum's by `seed` and `size`."""
         for launches, number in zip(self._seeded, (seed + rank, seed + size), strict=True):
             for launch in launches:
                 launch.args.to.seed = number
 
 
 class _Step:
-    """One step: elements [first, first + most) of each rank's part."""
+    """One step of an exchange: elements [first, first + most) of each rank's shard."""
 
-    def __init__(self, comm, flat, share, end, first, most, memory, how):
+    def __init__(self, comm, flat, shard_numel, end, first, most, memory, format_options):
         size, rank = comm.size, comm.rank
-        self.nbytes = width = wire_layout(most, **how).nbytes
-        self.given = memory[: size * width]
-        self.taken = memory[size * width : 2 * size * width]
-        self.begins = [min(r * share + first, end) for r in range(size)]
-        self.parts = [flat[a : min(r * share + first + most, end)] for r, a in enumerate(self.begins)]
-        sizes = [wire_layout(part.numel(), **how).nbytes for part in self.parts]
+        self.nbytes = width = wire_layout(most, **format_options).nbytes
+        self.sent = memory[: size * width]
+        self.received = memory[size * width : 2 * size * width]
+        self.begins = [min(r * shard_numel + first, end) for r in range(size)]
+        self.parts = [flat[a : min(r * shard_numel + first + most, end)] for r, a in enumerate(self.begins)]
+        sizes = [wire_layout(part.numel(), **format_options).nbytes for part in self.parts]
         places = list(itertools.accumulate([width] * (size - 1), initial=0))
-        self.wires_given = [self.given[at : at + nbytes] for at, nbytes in zip(places, sizes, strict=True)]
-        self.wires = [self.taken[at : at + sizes[rank]] for at in places]
+        self.sent_wires = [self.sent[at : at + nbytes] for at, nbytes in zip(places, sizes, strict=True)]
+        self.wires = [self.received[at : at + sizes[rank]] for at in places]
         self.own = self.parts[rank]
-        self.given_own = self.given[rank * width : (rank + 1) * width]
-        self.sum_wire = self.wires_given[rank]
-        self.give, self.back = [], []
-        self.middle = self.left = self.lost = None
+        self.own_sent = self.sent[rank * width : (rank + 1) * width]
+        self.sum_wire = self.sent_wires[rank]
+        self.quantize, self.dequantize = [], []
+        self.requantize = self.sum_error = self.residual = None

@@ -1,4 +1,4 @@
-"""Modules, their inputs and ``device_ids`` that are not on one device: what is where, and what to do."""
+"""Device checks: ``device_ids`` and inputs that don't match the device of a module's parameters."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 from ..errors import InvalidArgument
 from ..torch_compat import tree_map_only
 
-__all__ = ["check_device_ids", "tell_devices"]
+__all__ = ["add_device_note", "check_device_ids"]
 
 
 def check_device_ids(given, module: torch.nn.Module) -> None:
-    """Raise `InvalidArgument` for ``device_ids`` of DistributedDataParallel that don't fit where the parameters are.
+    """Raise `InvalidArgument` for ``device_ids`` of DistributedDataParallel that don't match the
+    parameters' device.
 
-    `given`: None, or a list with one device or index, as torch takes it. Parameters on several devices are torch's to
-    refuse.
+    `given`: None, or a list with one device or index, as torch takes it. Torch itself refuses
+    parameters on several devices.
     """
     if given is None or not isinstance(module, torch.nn.Module):
         return
@@ -37,16 +38,18 @@ def check_device_ids(given, module: torch.nn.Module) -> None:
         raise InvalidArgument(f"{what}: {right}")
 
 
-def tell_devices(error: BaseException, module: torch.nn.Module, inputs: Sequence) -> None:
-    """Add a note to an error where inputs, tensors at any depth of containers, are on other devices than the module."""
+def add_device_note(error: BaseException, module: torch.nn.Module, inputs: Sequence) -> None:
+    """Add a note to an error if inputs, tensors at any depth of containers, are on other devices
+    than the module.
+    """
     tensors: list[torch.Tensor] = []
     tree_map_only(torch.Tensor, tensors.append, list(inputs))
     own, others = _devices(module.parameters()), _devices(tensors)
-    astray = [device for device in others if device not in own]
-    if own and astray:
+    misplaced = [device for device in others if device not in own]
+    if own and misplaced:
         error.add_note(
             f"collectives: the module's parameters are on {_names(own)}, its inputs on {_names(others)}. Move the "
-            f"inputs, .to({str(own[0])!r}), or the module before it is wrapped, .to({str(astray[0])!r})"
+            f"inputs, .to({str(own[0])!r}), or the module before it is wrapped, .to({str(misplaced[0])!r})"
         )
 
 
@@ -59,7 +62,7 @@ def _names(devices: list[torch.device]) -> str:
 
 
 def _index(device) -> tuple[str, int | None]:
-    """Type and index of a device as torch takes it: 1, "cuda:1", torch.device("cuda", 1)."""
+    """Return type and index of a device as torch takes it: 1, "cuda:1", torch.device("cuda", 1)."""
     if isinstance(device, int):
         return "cuda", device
     device = torch.device(device)

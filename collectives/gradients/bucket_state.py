@@ -1,4 +1,6 @@
-"""What is kept of a bucket from step to step: the tables of its launches and copies."""
+"""State of a bucket that is kept from step to step: the tables of its optimizer launches and of its
+copies.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +8,43 @@ import torch
 
 from ..errors import InvalidArgument
 from ..kernels import ParameterTable, Table
-from ..kernels.parameters import _dense
-from ..optim import _alike, _held
+from ..kernels.parameters import is_dense
+from ..optim import same_objects, state_values
 from ..torch_compat import TensorBase
-from .shard_spec import Ownership, part_of
+from .shard_spec import ShardSpec, flat_view
 
-__all__ = ["Batch", "Laid", "Share"]
+__all__ = ["BucketState", "GroupSlice", "StepBatch"]
 
 _data_ptr, _is_contiguous = TensorBase.data_ptr, TensorBase.is_contiguous
 
 
-class Share:
-    """The parameters of one group that are in one bucket."""
+class GroupSlice:
+    """Parameters of one param group that are in one bucket."""
 
     __slots__ = ("batches", "members", "number")
 
     def __init__(self, number):
-        self.number = number
-        self.members: list[int] = []
-        self.batches: dict[int | None, Batch] = {}  # what one launch steps: None: all but those that have their own
+        self.number = number  # of the param group
+        self.members: list[int] = []  # indices in the bucket
+        # None: the launch that steps all parameters but those that have a launch of their own, by
+        # their index.
+        self.batches: dict[int | None, StepBatch] = {}
 
 
-class Laid:
-    """One bucket, as its parameters and the ranks were when it came first."""
+class BucketState:
+    """A bucket with its parameters, their memory and the ranks as they were when it first came.
 
-    def __init__(self, bucket, owned, where):
+    `group_places`: for each parameter the number of its param group and its index there.
+    """
+
+    def __init__(self, bucket, spec: ShardSpec, group_places):
         self.params = list(bucket.params)
         self.offsets = list(bucket.offsets)
-        self.owned = owned
-        self.where = where
+        self.spec = spec
+        self.group_places = group_places
         self.device = self.params[0].device
         for at, param in enumerate(self.params):
-            if hasattr(param, "to_local") or not (param.is_contiguous() or _dense(param)):
+            if hasattr(param, "to_local") or not (param.is_contiguous() or is_dense(param)):
                 raise InvalidArgument(
                     f"{self.name(at)} of shape {tuple(param.shape)} and strides {tuple(param.stride())} is not a dense "
                     "tensor of its own, as an optimizer inside of the hook needs: leave HookState's optimizer out, or "
@@ -45,77 +52,85 @@ class Laid:
                 )
             if param.dtype != self.params[0].dtype or param.device != self.device:
                 raise InvalidArgument("a bucket's parameters must have one dtype and lie on one device")
-        self.places = self._look()
-        self.pieces = [
-            owned.pieces(offset, param.numel()) for offset, param in zip(self.offsets, self.params, strict=True)
+        self.memory = self._memory()
+        self.spans = [
+            spec.owned_spans(offset, param.numel()) for offset, param in zip(self.offsets, self.params, strict=True)
         ]
-        self.wanted = [
-            [offset, owned.size, owned.ranks, owned.align, owned.rank, *param.stride()]
+        self.shard_fields = [  # of the states' "shard"
+            [offset, spec.numel, spec.world_size, spec.align, spec.rank, *param.stride()]
             for offset, param in zip(self.offsets, self.params, strict=True)
         ]
-        self.shares: list[Share] = []
-        by_number: dict[int, Share] = {}
-        for at, (number, _) in enumerate(where):
+        self.group_slices: list[GroupSlice] = []
+        by_number: dict[int, GroupSlice] = {}
+        for at, (number, _) in enumerate(group_places):
             if number not in by_number:
-                by_number[number] = Share(number)
-                self.shares.append(by_number[number])
+                by_number[number] = GroupSlice(number)
+                self.group_slices.append(by_number[number])
             by_number[number].members.append(at)
-        self.shards: list = []
-        self.counted = [param for param in self.params if not param.is_inference()]
-        self.through = None  # the buffer, and its parts for this bucket
-        if owned.ranks > 1 and owned.part:
-            own = Ownership(owned.whole, owned.ranks, owned.align, owned.rank)  # without the rest
-            self.mine = self._table(own.pieces)
-            self.theirs = self._table(owned.others)
+        self.shards: list = []  # the states' "shard" tensors
+        self.versioned = [param for param in self.params if not param.is_inference()]
+        self.gather_views = None  # the all-gather's buffer, and this bucket's views of it
+        if spec.world_size > 1 and spec.shard_numel:
+            own = ShardSpec(spec.sharded_numel, spec.world_size, spec.align, spec.rank)  # without the remainder
+            self.own_table = self._table(own.owned_spans)
+            self.remote_table = self._table(spec.remote_spans)
 
-    def _table(self, pieces_of) -> Table:
+    def _table(self, spans_of) -> Table:
+        """Return the table of copies between the parameters' spans and the flat buffer."""
         found = [
-            (part_of(param, first, count), offset + first)
+            (flat_view(param, first, count), offset + first)
             for offset, param in zip(self.offsets, self.params, strict=True)
-            for first, count in pieces_of(offset, param.numel())
+            for first, count in spans_of(offset, param.numel())
         ]
         return Table([part for part, _ in found], self.params[0].dtype, offsets=[place for _, place in found])
 
-    def _look(self):
+    def _memory(self):
+        """Return addresses and strides of the parameters."""
         params = self.params
         contiguous = list(map(_is_contiguous, params))
         strides = [] if all(contiguous) else [param.stride() for param in params]
         return list(map(_data_ptr, params)), contiguous, strides
 
-    def holds(self, bucket, owned) -> bool:
+    def matches(self, bucket, spec) -> bool:
+        """Return whether a bucket has these parameters and ranks, and the parameters' memory is
+        where it was.
+        """
         return (
-            owned == self.owned
+            spec == self.spec
             and bucket.offsets == self.offsets
-            and _alike(bucket.params, self.params)
-            and self._look() == self.places
+            and same_objects(bucket.params, self.params)
+            and self._memory() == self.memory
         )
 
     def name(self, at) -> str:
-        return f"parameter {self.where[at][1]} of group {self.where[at][0]}"
+        """Return the name of parameter `at` of the bucket, for messages."""
+        return f"parameter {self.group_places[at][1]} of group {self.group_places[at][0]}"
 
 
-class Batch:
-    """What one launch steps: this rank's pieces of a share's parameters, as they were when the table was made."""
+class StepBatch:
+    """Parameters that one launch steps: this rank's spans of them, as they were when the table was
+    made.
+    """
 
-    def __init__(self, laid, members, params, keys, states, positions):
+    def __init__(self, bucket_state, members, params, keys, states, positions):
         self.params = params
         self.keys = keys
-        self.held = _held(states, keys)
-        self.places = self._look()
+        self.values = state_values(states, keys)
+        self.addresses = self._addresses()
         self.steps = [state["step"] for state in states] if "step" in keys else []
-        self.laid = laid
-        # (number in the bucket, first element of the parameter, how many, the first one's place in the state)
+        self.bucket_state = bucket_state
+        # (index in the bucket, first element of the parameter, count); by row of the table
         self.rows = []
         self.memory, self.row_steps, self.positions = [], [], []
         self.columns: dict[str, list] = {key: [] for key in keys if key != "step"}
         for at, param, state in zip(members, params, states, strict=True):
             place = 0
-            for first, count in laid.pieces[at]:
+            for first, count in bucket_state.spans[at]:
                 self.rows.append((at, first, count))
-                self.memory.append(part_of(param, first, count))
+                self.memory.append(flat_view(param, first, count))
                 self.positions.append(positions[at] + first)
                 for key, parts in self.columns.items():
-                    value = state.get(key)  # None: a master of what is fp32 itself
+                    value = state.get(key)  # None: the master of an fp32 parameter
                     parts.append(None if value is None else value[place : place + count])
                 if self.steps:
                     self.row_steps.append(state["step"])
@@ -124,33 +139,36 @@ class Batch:
         self.mastered = self.memory if self.masters else []
         self.versions = [-1] * len(self.mastered)
         self.table = None
-        self.given = None
-        self.planned = None
+        self.grads_key = None  # addresses and dtypes of the gradients in the table
+        self.planned = None  # arguments of the last plan, and its launch
         self.one = torch.tensor(1.0, device="cpu")
 
-    def _look(self) -> list[int]:
-        return list(map(_data_ptr, [each for each in self.held if each is not None]))
+    def _addresses(self) -> list[int]:
+        return list(map(_data_ptr, [each for each in self.values if each is not None]))
 
-    def current(self, params, keys, states) -> bool:
+    def is_current(self, params, keys, states) -> bool:
+        """Return whether the table still has the memory of these parameters and states."""
         return (
             keys == self.keys
-            and _alike(params, self.params)
-            and _alike(_held(states, keys), self.held)
-            and self._look() == self.places
+            and same_objects(params, self.params)
+            and same_objects(state_values(states, keys), self.values)
+            and self._addresses() == self.addresses
         )
 
-    def give(self, op, columns, flat, from_grads) -> None:
-        """Give the table its gradients, unless they lie where the last ones did."""
+    def set_grads(self, op, columns, flat, from_grads) -> None:
+        """Enter the gradients into the table, unless it has them: from `flat`, or from
+        ``param.grad`` (`from_grads`).
+        """
         if not self.rows:
             return
         if from_grads:
             grads = [param.grad for param in self.params]
-            given = (list(map(_data_ptr, grads)), [grad.dtype for grad in grads])
+            grads_key = (list(map(_data_ptr, grads)), [grad.dtype for grad in grads])
         else:
-            given = (flat.data_ptr(), flat.dtype)
-        if given == self.given:
+            grads_key = (flat.data_ptr(), flat.dtype)
+        if grads_key == self.grads_key:
             return
-        laid = self.laid
+        bucket_state = self.bucket_state
         if from_grads:
             for param, grad in zip(self.params, grads, strict=True):
                 if grad.layout is not torch.strided or grad.stride() != param.stride():
@@ -158,9 +176,9 @@ class Batch:
                         f"a gradient of shape {tuple(grad.shape)} isn't laid out as its parameter is: assign "
                         "torch.empty_like(param).copy_(grad) to param.grad"
                     )
-            parts = [part_of(laid.params[at].grad, first, count) for at, first, count in self.rows]
+            parts = [flat_view(bucket_state.params[at].grad, first, count) for at, first, count in self.rows]
         else:
-            starts = [(laid.offsets[at] + first, count) for at, first, count in self.rows]
+            starts = [(bucket_state.offsets[at] + first, count) for at, first, count in self.rows]
             parts = [flat[start : start + count] for start, count in starts]
         if self.table is None:
             self.table = ParameterTable(
@@ -171,23 +189,27 @@ class Batch:
                 **{column: self.columns[key] for key, column in columns.items()},
                 steps_done=self.row_steps or None,
                 positions=self.positions,
-                name=lambda row: laid.name(self.rows[row][0]),
+                name=lambda row: bucket_state.name(self.rows[row][0]),
             )
         else:
             self.table.set_grads(parts)
         self.table.grads = ()  # DDP frees its first buckets after one backward, and the rows have the addresses
-        self.given = given
+        self.grads_key = grads_key
         self.planned = None
 
-    def plan(self, optimizer, group, how):
-        """Give the launch; the last step's, where nothing that it was told has changed. None: no row."""
+    def plan(self, optimizer, group, options):
+        """Return the launch of a step, or None where the table has no row.
+
+        The last step's launch is used again if no argument has changed.
+        """
         if self.table is None:
             return None
-        if any(isinstance(how[key], torch.Tensor) for key in ("lr", "grad_scale", "clip", "found_nonfinite")):
-            return optimizer._plan(self.table, group, **how)
+        if any(isinstance(options[key], torch.Tensor) for key in ("lr", "grad_scale", "clip", "found_nonfinite")):
+            return optimizer._plan(self.table, group, **options)
         # The rows on a GPU are known to be in use on the stream that they were planned on.
-        stream = torch.cuda.current_stream(self.laid.device) if self.laid.device.type == "cuda" else None
-        told = ({key: value for key, value in group.items() if key != "params"}, how, stream)
-        if self.planned is None or self.planned[0] != told:
-            self.planned = (told, optimizer._plan(self.table, group, **how))
+        device = self.bucket_state.device
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        arguments = ({key: value for key, value in group.items() if key != "params"}, options, stream)
+        if self.planned is None or self.planned[0] != arguments:
+            self.planned = (arguments, optimizer._plan(self.table, group, **options))
         return self.planned[1]

@@ -1,14 +1,14 @@
 """GradientBuckets: averaging gradients without DDP, for training loops of any shape.
 
-Gradients are packed into flat buckets, reduced, and unpacked to where they were. A bucket may be sent while a backward
-still runs (overlap). Then each rank sends every bucket once, in one order, whatever its own backward did, and a small
-exchange of flags in `all_reduce()` finds the buckets whose gradients some rank has changed since: all send those again.
+Gradients are packed into flat buckets, reduced, and unpacked to where they were. A bucket may be
+reduced while a backward still runs (overlap). Then each rank sends every bucket once, in one order,
+whatever its own backward did. An exchange of flags in `all_reduce()` finds the buckets whose
+gradients some rank has changed since; all ranks send those again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import threading
 import time
@@ -22,13 +22,15 @@ import torch.distributed as dist
 from ..arrays import kind_of
 from ..comm.communicator import Communicator
 from ..comm.liveness import publish_process
-from ..compression.base import Bucket, Factor, Plain
-from ..compression.by_name import make_wire
-from ..errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
-from ..parameter_names import names_of
+from ..compression import Bucket, NoCompression, Scaling, make_compressor
+from ..errors import CollectivesError, InvalidArgument, InvalidUsage
+from ..parameter_names import find_names
 from ..recorder import recording
 from ..rendezvous.process_groups import communicator_over, default_group, drop
-from .bucket import GradientBucket, called, check_apart, fill, read_params
+from .bucket import GradientBucket
+from .bucket_assignment import assign_buckets, check_no_overlap, describe_param, read_params
+from .bucket_consensus import verify_same_buckets
+from .bucket_hooks import SyncGate, add_hooks
 from .round_flags import RoundFlags
 from .streams import has_spare_cores
 
@@ -39,7 +41,9 @@ _MIB = 1 << 20
 
 
 class BucketInfo(NamedTuple):
-    """What a bucket holds: names of its parameters, elements and bytes on the way (padding included), dtype, device."""
+    """A bucket's contents: names of its parameters, elements and bytes on the wire (with padding),
+    dtype, device.
+    """
 
     names: tuple[str, ...]
     elements: int
@@ -49,24 +53,27 @@ class BucketInfo(NamedTuple):
 
 
 class GradientBuckets:
-    """Average the gradients of parameters over all ranks: `all_reduce()` between the last backward and the step.
+    """Averages the gradients of parameters over all ranks: `all_reduce()` between the last backward
+    and the step.
 
-    `params`: parameters, (name, parameter) pairs as ``model.named_parameters()`` gives them, or an optimizer's
-    ``param_groups``; those that need no gradient are left out; the same on all ranks, in the same order.
-    `bucket_cap_mb`, `first_bucket_mb`: sizes in MiB that a bucket, and the first one, don't pass, unless one parameter
-    does; on the host one of 1 MiB and more is alone, and without overlap its gradient isn't packed. `comm`: a
-    `Communicator`; or `process_group`: a torch process group over whose ranks one is opened at first use; with neither,
-    the default group. `average`: False leaves the sum. `wire`: "fp32", each gradient in its own dtype, or a compressed
-    one with `block`, `error_feedback` and `stochastic_rounding`, as `HookState` takes them. `overlap`: send a bucket as
-    soon as a backward has made all of its gradients; None: on CUDA, and on the host where every rank has cores to spare
-    beside those that torch computes with; not with a compressed wire. It begins after the first `all_reduce()` and
-    takes a communicator of its own, split off then.
+    `params`: parameters, (name, parameter) pairs as ``model.named_parameters()`` yields, or an
+    optimizer's ``param_groups``; parameters that need no gradient are left out; the same on all
+    ranks, in the same order. `bucket_cap_mb`, `first_bucket_mb`: largest size in MiB of a bucket,
+    and of the first one; a larger parameter has a bucket alone. On the host each parameter of 1 MiB
+    and more has one, and without overlap its gradient isn't packed. `comm`: a `Communicator`.
+    `process_group`: a torch process group; a communicator over its ranks is opened at first use.
+    With neither, the default group is used. `average`: False leaves the sum. `wire`: "fp32", each
+    gradient in its own dtype, or a compressed one with `block`, `error_feedback` and
+    `stochastic_rounding`, as in `HookState`. `overlap`: send a bucket as soon as a backward has
+    made all of its gradients; None: on CUDA, and on the host where every rank has more cores than
+    torch computes with; not with a compressed wire. It begins after the first `all_reduce()`, which
+    splits off a communicator for it.
 
-    Gradients may have been made by any number of backwards, or assigned. On CUDA the host doesn't wait where this rank
-    has all gradients, and none was changed after it was sent: then what is wrong on another rank is raised here by a
-    later call, and a gradient that is changed after it was sent must be so on all ranks. Raises `InvalidArgument` for
-    parameters and settings that won't do. Holds the parameters, as an optimizer does; use it as a context manager, or
-    `close()` it.
+    Gradients may have been made by any number of backwards, or assigned. On CUDA the host doesn't
+    wait if this rank has all gradients and none was changed after it was sent. Then a later call
+    raises what is wrong on another rank, and a gradient that is changed after it was sent must be
+    changed on all ranks. Raises `InvalidArgument` for unsuitable parameters and settings. Holds the
+    parameters, as an optimizer does; use it as a context manager, or `close()` it.
     """
 
     def __init__(
@@ -88,11 +95,13 @@ class GradientBuckets:
                 f"{overlap!r:.40}",
                 op=_OP,
             )
-        made = make_wire(wire, block=block, error_feedback=error_feedback, stochastic_rounding=stochastic_rounding)
-        compressed = None if isinstance(made, Plain) else made
-        if compressed is not None and overlap:
+        compressor = make_compressor(
+            wire, block=block, error_feedback=error_feedback, stochastic_rounding=stochastic_rounding
+        )
+        compressor = None if isinstance(compressor, NoCompression) else compressor
+        if compressor is not None and overlap:
             raise InvalidArgument("a compressed wire reduces inside of all_reduce(): leave out overlap=True", op=_OP)
-        caps = _cap(first_bucket_mb, "first_bucket_mb"), _cap(bucket_cap_mb, "bucket_cap_mb")
+        caps = _parse_cap(first_bucket_mb, "first_bucket_mb"), _parse_cap(bucket_cap_mb, "bucket_cap_mb")
         members = read_params(params)
         if comm is None:
             publish_process()
@@ -100,41 +109,42 @@ class GradientBuckets:
             for number, (name, param) in enumerate(members):
                 if param.device != comm.device:
                     raise InvalidArgument(
-                        f"{called(name, number, param)} is on {param.device}, the communicator on {comm.device}: move "
-                        f"the model there before you give its parameters, .to({str(comm.device)!r})",
+                        f"{describe_param(name, number, param)} is on {param.device}, the communicator on "
+                        f"{comm.device}: move the model there before you give its parameters, "
+                        f".to({str(comm.device)!r})",
                         op=_OP,
                     )
-        self._given = comm
+        self._user_comm = comm
         self._group = process_group
         self._average = average
-        self._factor_op = "avg" if average else "sum"
-        self._wire = compressed
-        self._wish = False if compressed is not None else overlap
-        self._buckets = fill(members, caps)
+        self._op = "avg" if average else "sum"
+        self._compressor = compressor
+        self._wanted_overlap = False if compressor is not None else overlap
+        self._buckets = assign_buckets(members, caps)
         self._devices = list(dict.fromkeys(bucket.device for bucket in self._buckets))
-        self._order = [param for _, param in members]
+        self._params = [param for _, param in members]
         self._settings = f"bucket caps {caps} bytes, average={average}, overlap={overlap}, wire {wire}"
-        self._comms: dict[torch.device, Communicator] = {}  # as given, or over the process group
-        self._lanes: dict[torch.device, Communicator] = {}  # that buckets go through: with overlap, split off
+        self._comms: dict[torch.device, Communicator] = {}  # the user's, or over the process group
+        self._bucket_comms: dict[torch.device, Communicator] = {}  # of the buckets: with overlap, split off
         self._overlap: bool | None = None  # None: not agreed on yet
-        self._next = 0  # the bucket that is to be started next
+        self._next = 0  # the index of the bucket to start next
         self._lock = threading.RLock()  # autograd has a thread for each GPU
-        self._gate = _Gate()
+        self._gate = SyncGate()
         self._handles: list = []
         self._closed = False
         self._sent = 0  # bytes since the last round
         self._bytes = 0  # in the last round
-        self._end = weakref.finalize(self, _let_go, self._handles, self._lanes, self._comms)
+        self._end = weakref.finalize(self, _release, self._handles, self._bucket_comms, self._comms)
         self._end.atexit = False
 
-    # ---- What it is.
+    # ---- Properties.
 
     @property
     def buckets(self) -> list[BucketInfo]:
         """The buckets, in the order in which they are sent."""
-        names_of(self._order)  # one search for all of them
+        find_names(self._params)  # one search for all of them
         return [
-            BucketInfo(tuple(b.called()), b.total, b.total * b.dtype.itemsize, b.dtype, b.device)
+            BucketInfo(tuple(b.names()), b.total, b.total * b.dtype.itemsize, b.dtype, b.device)
             for b in self._buckets
         ]  # fmt: skip
 
@@ -145,15 +155,19 @@ class GradientBuckets:
 
     @property
     def bytes_on_wire(self) -> int:
-        """Bytes of gradients that this rank sent for the last `all_reduce()`: 2(n-1)/n of a bucket for n ranks."""
+        """Bytes of gradients that this rank sent for the last `all_reduce()`: 2(n-1)/n of a bucket
+        for n ranks.
+        """
         return self._bytes
 
     def __repr__(self):
         nbytes = sum(b.total * b.dtype.itemsize for b in self._buckets)
-        over = self._given or self._group or "default group"
-        state = "closed" if self._closed else f"overlap={self._wish if self._overlap is None else self._overlap}"
+        over = self._user_comm or self._group or "default group"
+        state = (
+            "closed" if self._closed else f"overlap={self._wanted_overlap if self._overlap is None else self._overlap}"
+        )
         return (
-            f"<GradientBuckets of {len(self._order)} parameters in {len(self._buckets)} buckets, "
+            f"<GradientBuckets of {len(self._params)} parameters in {len(self._buckets)} buckets, "
             f"{nbytes / _MIB:.2f} MiB, average={self._average}, {state}, over {over}>"
         )
 
@@ -164,26 +178,27 @@ class GradientBuckets:
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Start no bucket in the backwards inside: for all but the last one that go into a step.
+        """Start no bucket in the backwards inside: for all backwards of a step but the last one.
 
         It saves traffic. Without it the gradients are the same.
         """
-        self._gate.shut += 1
+        self._gate.closed += 1
         try:
             yield
         finally:
-            self._gate.shut -= 1
+            self._gate.closed -= 1
 
     @torch.no_grad()
     def all_reduce(self) -> None:
         """Average every parameter's ``.grad`` over the ranks, in place; all ranks call it.
 
-        A parameter without a gradient counts as one of zeros, and gets a gradient where another rank has one. Blocks
-        until it is done; on CUDA it waits for what all backwards have made, and the averages are ordered on the current
-        stream. A gradient that can't be averaged (sparse, of another dtype or shape than the parameter's was, sharing
-        memory with another one) raises `InvalidArgument` on all ranks and leaves the gradients as they are; so does
-        `Mismatch`, at the first call, where the ranks' parameters differ. (On CUDA, ranks without a problem of their
-        own go on, and raise `InvalidUsage` in a later call.)
+        A parameter without a gradient counts as one of zeros, and gets a gradient where another
+        rank has one. Blocks until it is done; on CUDA it waits for the gradients of all backwards,
+        and the averages are ordered on the current stream. A gradient that can't be averaged
+        (sparse, of another dtype or shape than the parameter's was, sharing memory with another
+        one) raises `InvalidArgument` on all ranks and leaves the gradients as they are; so does
+        `Mismatch`, at the first call, where the ranks' parameters differ. (On CUDA, ranks without a
+        problem of their own go on, and raise `InvalidUsage` in a later call.)
         """
         if self._closed:
             raise InvalidUsage("all_reduce() after close()", op=_OP)
@@ -203,13 +218,16 @@ class GradientBuckets:
             self._rewind()
 
     def close(self) -> None:
-        """Remove the hooks and free the buffers. Blocks while buckets are under way. Harmless when called again."""
+        """Remove the hooks and free the buffers.
+
+        Blocks while buckets are in flight. A second call does nothing.
+        """
         if not self._closed:
             self._closed = True
             self._unhook()
-            for device, lane in self._lanes.items():
-                if lane is not self._comms[device]:
-                    lane.close()
+            for device, comm in self._bucket_comms.items():
+                if comm is not self._comms[device]:
+                    comm.close()
             self._rewind()
             self._free()
 
@@ -218,16 +236,21 @@ class GradientBuckets:
 
     def __exit__(self, kind, error, trace):
         if kind is not None:
-            for device, lane in self._lanes.items():
-                if lane is not self._comms[device] and not lane.closed and lane._queue.busy():
-                    lane.abort()  # what is in flight may never end
+            for device, comm in self._bucket_comms.items():
+                if comm is not self._comms[device] and not comm.closed and comm._queue.busy():
+                    comm.abort()  # operations in flight may never end
         self.close()
 
-    # ---- The ranks meet.
+    # ---- Communicators.
 
     def _open(self) -> None:
-        """Find the communicators; where they are new ones, compare the ranks' parameters and agree on overlap."""
-        comms = {device: self._given or communicator_over(self._own_group(), device) for device in self._devices}
+        """Open the communicators.
+
+        Over new communicators the ranks compare their parameters and agree on overlap.
+        """
+        comms = {
+            device: self._user_comm or communicator_over(self._get_process_group(), device) for device in self._devices
+        }
         for comm in comms.values():
             comm._check_open("all_reduce")
         if self._overlap is not None and all(self._comms[device] is comm for device, comm in comms.items()):
@@ -235,170 +258,124 @@ class GradientBuckets:
         self._drop(failed=False)
         self._comms.update(comms)
         first = next(iter(comms.values()))
-        wishes = [_spare_cores(comm) if self._wish is None else self._wish for comm in comms.values()]
-        overlap = self._agree(first, all(wishes))
+        wanted = self._wanted_overlap
+        wishes = [_gains_by_overlap(comm) if wanted is None else wanted for comm in comms.values()]
+        overlap = verify_same_buckets(first, self._params, self._buckets, self._settings, all(wishes))
         for device, comm in comms.items():
-            self._lanes[device] = comm.split(0) if overlap else comm
-        self._flags = RoundFlags(first, len(self._buckets), len(self._order))
-        self._make_flats(shared=not overlap)
+            self._bucket_comms[device] = comm.split(0) if overlap else comm
+        self._flags = RoundFlags(first, len(self._buckets), len(self._params))
+        _allocate_flats(self._buckets, self._comms, shared=not overlap, in_place=self._compressor is None)
         self._overlap = overlap
         if overlap:
-            self._hook()
+            self._rewind()
+            self._handles += add_hooks(self._buckets, self._gate, weakref.ref(self))
 
-    def _own_group(self):
+    def _get_process_group(self):
         if self._group is not None:
             return self._group
         return default_group("these buckets'", "pass comm=collectives.init()", op=_OP)
 
-    def _agree(self, comm: Communicator, wish: bool) -> bool:
-        """Raise `Mismatch` where the ranks' parameters or settings differ; tell whether all ranks wish to overlap."""
-        strides = {id(param): each for b in self._buckets for param, each in zip(b.params, b.strides, strict=True)}
-        described = [
-            f"shape {tuple(param.shape)}, {param.dtype}, on {param.device.type}, strides {strides[id(param)]}"
-            for param in self._order
-        ]
-        elements = sum(param.numel() for param in self._order)
-        digests = [_digest(each) for each in described]
-        own = [len(self._order), elements, _digest((digests, self._settings)), int(wish)]
-        rows = _gathered(comm, own)
-        if all(row[:3] == rows[0][:3] for row in rows):
-            return all(row[3] for row in rows)
-        told = "\n".join(f"  rank {rank}: {row[0]} parameters, {row[1]} elements" for rank, row in enumerate(rows))
-        if len({row[0] for row in rows}) == 1:
-            columns = list(zip(*_gathered(comm, digests), strict=True))
-            unlike = next((at for at, column in enumerate(columns) if len(set(column)) > 1), None)
-            if unlike is None:
-                told += f"\nThe parameters are alike, the settings are not; here: {self._settings}"
-            else:
-                names = {
-                    id(param): name for b in self._buckets for param, name in zip(b.params, b.called(), strict=True)
-                }
-                name = names[id(self._order[unlike])]
-                told += f"\nThe first that differs is {name}, here of {described[unlike]}"
-        raise Mismatch(
-            f"the ranks' GradientBuckets differ in number, order, shapes, strides, dtypes or settings:\n{told}",
-            op=_OP, rank=comm.rank, peers=[rank for rank, row in enumerate(rows) if row[:3] != own[:3]],
-        )  # fmt: skip
-
-    def _make_flats(self, shared: bool) -> None:
-        """Give each bucket its transport buffer.
-
-        `shared`: one for all of a device, since they go one by one; a single gradient on the host needs none, as nobody
-        writes to it meanwhile.
-        """
-        in_place = [
-            shared and self._wire is None and len(bucket.params) == 1 and bucket.device.type == "cpu"
-            for bucket in self._buckets
-        ]
-        packed = [bucket for bucket, without in zip(self._buckets, in_place, strict=True) if not without]
-        largest: dict[torch.device, int] = {}
-        for bucket in packed if shared else ():
-            nbytes = bucket.total * bucket.dtype.itemsize
-            largest[bucket.device] = max(largest.get(bucket.device, 0), nbytes)
-        memory = {device: self._comms[device].empty(nbytes, torch.uint8) for device, nbytes in largest.items()}
-        for bucket in packed:
-            if shared:
-                nbytes = bucket.total * bucket.dtype.itemsize
-                bucket.flat = memory[bucket.device][:nbytes].view(bucket.dtype)
-            else:
-                bucket.flat = self._comms[bucket.device].empty(bucket.total, bucket.dtype)
-
-    # ---- One round: what lies between two calls of all_reduce().
+    # ---- A round: everything between two calls of all_reduce().
 
     def _reduce(self) -> None:
         buckets = self._buckets
-        self._flags.look()
-        if self._wire is not None:
-            self._wire.begin()
+        self._flags.check_earlier_rounds()
+        if self._compressor is not None:
+            self._compressor.begin_backward()
         problem = None
         if self._overlap:
             while self._next < len(buckets):
                 self._start_next()
-        again = [not self._overlap or bucket.changed() for bucket in buckets]
-        for bucket in itertools.compress(buckets, again):
+        resend = [not self._overlap or bucket.changed() for bucket in buckets]
+        for bucket in itertools.compress(buckets, resend):
             try:
-                bucket.look()
+                bucket.read_grads()
             except InvalidArgument as error:
                 problem = problem or error
         if problem is None:
             try:
-                check_apart(buckets)
+                check_no_overlap(buckets)
             except InvalidArgument as error:
                 problem = error
-        have = [False] * len(self._order) if problem else [each for bucket in buckets for each in bucket.has]
-        # On CUDA two communicators at once might deadlock; on the host the flags needn't wait for the buckets.
-        comms = self._lanes if buckets[0].device.type == "cuda" else self._comms
-        again = [bool(self._overlap) and each for each in again]
-        found = self._flags.exchange(comms[buckets[0].device], problem is not None, again, have)
-        if found is not None:  # else all is as usual here, and nobody waits
-            again, have = found.again, found.used
-            if found.failing is not None or found.apart:
-                self._give_up(found)
+        have = [False] * len(self._params) if problem else [each for bucket in buckets for each in bucket.has]
+        # On CUDA two communicators at once might deadlock; on the host the flags needn't wait for
+        # the buckets.
+        comms = self._bucket_comms if buckets[0].device.type == "cuda" else self._comms
+        resend = [bool(self._overlap) and each for each in resend]
+        found = self._flags.exchange(comms[buckets[0].device], problem is not None, resend, have)
+        if found is not None:  # else this rank's round is usual, and it doesn't wait
+            resend, have = found.resend, found.used
+            if found.failing is not None or found.inconsistent:
+                self._end_round(found)
                 raise problem or found.error()
         rest = iter(have)
         parts = [list(itertools.islice(rest, len(bucket.params))) for bucket in buckets]
         if self._overlap:
-            for bucket in itertools.compress(buckets, again):
-                with self._telling(bucket):
+            for bucket in itertools.compress(buckets, resend):
+                with _naming_bucket(bucket):
                     bucket.pack(watch=False)
                     self._send(bucket)
         for bucket, part in zip(buckets, parts, strict=True):
-            with self._telling(bucket):
+            with _naming_bucket(bucket):
                 if not self._overlap and any(part):
                     bucket.pack(watch=False)
                     self._send(bucket)
                 if any(part):
                     bucket.unpack(part)
-                bucket.settle()
+                bucket.wait_for_work()
         self._bytes = self._sent
 
-    def _give_up(self, found) -> None:
-        """Do what ranks that haven't waited for the flags go on to do, with zeros, and end what is under way."""
+    def _end_round(self, found) -> None:
+        """Wait for operations in flight, and take part, with zeros, in those of ranks that haven't
+        waited for the flags.
+        """
         for bucket in self._buckets:
-            with self._telling(bucket):
-                bucket.settle()
-                if found.goes_on and not self._overlap:
+            with _naming_bucket(bucket):
+                bucket.wait_for_work()
+                if found.some_go_on and not self._overlap:
                     flat = torch.empty(bucket.total, dtype=bucket.dtype) if bucket.flat is None else bucket.flat
                     bucket.sending = flat.zero_()
                     self._send(bucket)
-                    bucket.settle()
+                    bucket.wait_for_work()
 
     def _send(self, bucket: GradientBucket) -> None:
         before, begun = self._sent, time.perf_counter_ns()
         self._reduce_one(bucket)
         recorder = recording.active
-        if recorder is not None and not self._overlap and bucket.device.type == "cpu":  # else it only begins here
-            what = {"bucket": bucket.index, "bytes": self._sent - before, "parameters": bucket.describe()}
-            recorder.add("lane 0", f"all_reduce {bucket.sending.nbytes} B", begun, time.perf_counter_ns(), **what)
+        if recorder is not None and not self._overlap and bucket.device.type == "cpu":  # else it only starts here
+            details = {"bucket": bucket.index, "bytes": self._sent - before, "parameters": bucket.describe()}
+            recorder.add("lane 0", f"all_reduce {bucket.sending.nbytes} B", begun, time.perf_counter_ns(), **details)
 
     def _reduce_one(self, bucket: GradientBucket) -> None:
-        comm = self._lanes[bucket.device]
-        if self._wire is not None:
-            way = Bucket(bucket.sending, bucket.params, list(bucket.offsets), bucket.index)
-            self._sent += self._wire.reduce(comm, way, Factor(over=comm.size if self._average else 0))
+        comm = self._bucket_comms[bucket.device]
+        if self._compressor is not None:
+            flat = Bucket(bucket.sending, bucket.params, list(bucket.offsets), bucket.index)
+            self._sent += self._compressor.reduce(comm, flat, Scaling(divisor=comm.size if self._average else 0))
             return
-        bucket.work = comm.all_reduce(bucket.sending, self._factor_op, async_op=bool(self._overlap))
+        bucket.work = comm.all_reduce(bucket.sending, self._op, async_op=bool(self._overlap))
         self._sent += 2 * (comm.size - 1) * bucket.sending.nbytes // comm.size
 
     def _start_next(self) -> None:
-        """Send the next bucket, whatever its gradients are: the order must be the same on all ranks."""
+        """Send the next bucket, with whatever gradients there are: the order must be the same on
+        all ranks.
+        """
         bucket = self._buckets[self._next]
         self._next += 1
-        bucket.settle()  # of a round that was interrupted
+        bucket.wait_for_work()  # of a round that was interrupted
         try:
-            bucket.look()
+            bucket.read_grads()
             bucket.pack(watch=True)
         except InvalidArgument:
-            bucket.forget()  # so that all_reduce() looks again, and tells
+            bucket.forget()  # so that all_reduce() reads the gradients again, and raises
             bucket.sending = bucket.flat.zero_()
         self._send(bucket)
 
-    def _advance(self) -> None:
-        """Send the buckets whose turn it is and whose gradients are there. Called by the hooks."""
+    def start_ready_buckets(self) -> None:
+        """Send the next buckets whose gradients are there. Called by the parameters' hooks."""
         with self._lock, torch.no_grad():
             buckets = self._buckets
             while self._next < len(buckets) and not buckets[self._next].missing:
-                if self._lanes[buckets[self._next].device].closed:  # in a forked child, say: all_reduce() tells
+                if self._bucket_comms[buckets[self._next].device].closed:  # in a forked child, say: all_reduce() raises
                     return
                 self._start_next()
 
@@ -408,26 +385,7 @@ class GradientBuckets:
             bucket.forget()
             bucket.missing.update(range(len(bucket.params)))
 
-    @contextlib.contextmanager
-    def _telling(self, bucket: GradientBucket):
-        """Let errors say what the bucket holds."""
-        try:
-            yield
-        except CollectivesError as error:
-            raise type(error)(
-                f"{error.message} -- in gradient bucket {bucket.index}, of {bucket.describe()}",
-                code=error.code, op=error.op, rank=error.rank, peers=error.peers, seq=error.seq, nbytes=error.nbytes,
-                detail=error.detail,
-            ) from error  # fmt: skip
-
     # ---- Hooks, and the end.
-
-    def _hook(self) -> None:
-        self._rewind()
-        for bucket in self._buckets:
-            for at, param in enumerate(bucket.params):
-                hook = _hook(bucket.missing, at, self._gate, weakref.ref(self))
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def _unhook(self) -> None:
         for handle in self._handles:
@@ -435,81 +393,78 @@ class GradientBuckets:
         self._handles.clear()
 
     def _free(self) -> None:
-        self._lanes.clear()
+        self._bucket_comms.clear()
         self._comms.clear()
         for bucket in self._buckets:
             bucket.free()
 
     def _drop(self, failed: bool = True) -> None:
-        """Give communicators up, failed ones or those of before; the next call finds or opens others."""
+        """Drop the communicators, which failed or were replaced; the next call opens others."""
         self._unhook()
         for device, comm in self._comms.items():
-            lane = self._lanes.get(device, comm)
-            if lane is not comm:
-                lane.abort()
-            if failed and self._given is None:
+            split_off = self._bucket_comms.get(device, comm)
+            if split_off is not comm:
+                split_off.abort()
+            if failed and self._user_comm is None:
                 drop(comm)
         self._overlap = None
         self._free()
 
 
-class _Gate:
-    """Whether backwards are to start buckets: `shut` is 0."""
+def _allocate_flats(buckets: list[GradientBucket], comms: dict, *, shared: bool, in_place: bool) -> None:
+    """Allocate the buckets' flat buffers from the communicators of their devices.
 
-    __slots__ = ("shut",)
-
-    def __init__(self):
-        self.shut = 0
-
-
-def _hook(missing: set, at: int, gate: _Gate, owner: weakref.ref):
-    """What a parameter calls when a backward has made its gradient. It must not hold the parameter: they would be a
-    cycle that Python's collector may not see.
+    `shared`: one buffer for all buckets of a device, since they are reduced one by one. With
+    `shared` and `in_place` a bucket of a single gradient on the host needs no buffer, as nobody
+    writes to the gradient meanwhile.
     """
-    discard = missing.discard
+    without = [shared and in_place and len(bucket.params) == 1 and bucket.device.type == "cpu" for bucket in buckets]
+    packed = [bucket for bucket, none in zip(buckets, without, strict=True) if not none]
+    largest: dict[torch.device, int] = {}
+    for bucket in packed if shared else ():
+        nbytes = bucket.total * bucket.dtype.itemsize
+        largest[bucket.device] = max(largest.get(bucket.device, 0), nbytes)
+    memory = {device: comms[device].empty(nbytes, torch.uint8) for device, nbytes in largest.items()}
+    for bucket in packed:
+        if shared:
+            nbytes = bucket.total * bucket.dtype.itemsize
+            bucket.flat = memory[bucket.device][:nbytes].view(bucket.dtype)
+        else:
+            bucket.flat = comms[bucket.device].empty(bucket.total, bucket.dtype)
 
-    def ready(_param):
-        if not gate.shut:
-            discard(at)
-            if not missing:
-                buckets = owner()
-                if buckets is not None:
-                    buckets._advance()
 
-    return ready
+@contextlib.contextmanager
+def _naming_bucket(bucket: GradientBucket):
+    """Add the bucket's index and parameters to the text of errors raised inside."""
+    try:
+        yield
+    except CollectivesError as error:
+        raise type(error)(
+            f"{error.message} -- in gradient bucket {bucket.index}, of {bucket.describe()}",
+            code=error.code, op=error.op, rank=error.rank, peers=error.peers, seq=error.seq, nbytes=error.nbytes,
+            detail=error.detail,
+        ) from error  # fmt: skip
 
 
-def _let_go(handles, lanes, comms) -> None:
-    """End what an object that nobody holds any more has left; never blocks."""
+def _release(handles, bucket_comms, comms) -> None:
+    """Remove the hooks and close the communicators of a dead object; never blocks."""
     for handle in handles:
         handle.remove()
-    for device, lane in lanes.items():
-        # NCCL's destroy may wait for the other ranks; such a communicator stays until the interpreter's end.
-        if lane is not comms[device] and lane._on_host and not lane.closed and lane._queue.all_ended():
-            lane.close()
+    for device, comm in bucket_comms.items():
+        # NCCL's destroy may wait for the other ranks; such a communicator stays until the
+        # interpreter's end.
+        if comm is not comms[device] and comm._on_host and not comm.closed and comm._queue.settled():
+            comm.close()
 
 
-def _cap(megabytes, name: str) -> int:
+def _parse_cap(megabytes, name: str) -> int:
+    """Return MiB as bytes."""
     number = isinstance(megabytes, int | float) and not isinstance(megabytes, bool)
     if not number or not 0 < megabytes < 1 << 40:
         raise InvalidArgument(f"{name} must be a number of MiB above 0, not {megabytes!r:.40}", op=_OP)
     return int(megabytes * _MIB)
 
 
-# ---- The ranks.
-
-
-def _gathered(comm: Communicator, numbers: list[int]) -> list[list[int]]:
-    own = torch.tensor(numbers, dtype=torch.int64, device=comm.device)
-    everyone = torch.empty((comm.size, len(numbers)), dtype=torch.int64, device=comm.device)
-    comm.all_gather(everyone, own)
-    return everyone.tolist()
-
-
-def _digest(thing) -> int:
-    return int.from_bytes(hashlib.sha256(repr(thing).encode()).digest()[:7], "little")
-
-
-def _spare_cores(comm: Communicator) -> bool:
-    """Tell whether a thread that reduces would have a core: beside a busy one it gains nothing."""
+def _gains_by_overlap(comm: Communicator) -> bool:
+    """Return whether overlap is faster: on the host a thread that reduces needs a core of its own."""
     return comm.device.type != "cpu" or has_spare_cores(comm)

@@ -1,9 +1,11 @@
-"""What compiled autograd calls a DDP hook with: (gradient, parameter), one parameter at a time, while it traces.
+"""Hook calls of compiled autograd: one operator that all-reduces one parameter's gradient when its
+graph runs.
 
-With ``torch._dynamo.config.optimize_ddp = "python_reducer"`` DDP has no buckets: it calls its hook for each parameter
-whose gradient is there, as a pair. Compiled autograd traces these calls into its graph, where no communicator can go;
-so the pair becomes one operator, which the graph holds and which all-reduces the gradient when the graph is run.
-Without compiled autograd the same operator runs at once.
+With ``torch._dynamo.config.optimize_ddp = "python_reducer"`` DDP has no buckets. It calls its hook
+for each parameter whose gradient is there, with the pair (gradient, parameter). Compiled autograd
+traces these calls into its graph, which can't hold a communicator. So the pair becomes one
+operator, which the graph holds and which all-reduces the gradient when the graph is run. Without
+compiled autograd the same operator runs at once.
 """
 
 # No `from __future__ import annotations`: torch reads the operator's schema from the annotations.
@@ -16,12 +18,13 @@ import torch
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from ..rendezvous.process_groups import communicator_over, drop
 
-__all__ = ["enroll", "reduce_tuple"]
+__all__ = ["reduce_tuple", "register_state"]
 
 _numbers = itertools.count()
 _states: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # number -> state
 
-# What needs all gradients of a backward, or their places in a bucket; and the value with which it isn't asked for.
+# Options that need all gradients of a backward, or their places in a bucket: the value when off,
+# and the reason.
 _REFUSED = {
     "max_norm": (None, "the norm of all gradients is known only after the last one, when the first are in use already"),
     "check_finite": (False, "the count covers all gradients, which never come together here"),
@@ -33,8 +36,8 @@ _REFUSED = {
 }
 
 
-def enroll(state) -> int:
-    """Give a hook's state a number by which the operator in a compiled graph finds it; held weakly."""
+def register_state(state) -> int:
+    """Return a number by which the operator in a compiled graph finds a hook's state; held weakly."""
     number = next(_numbers)
     _states[number] = state
     return number
@@ -43,9 +46,10 @@ def enroll(state) -> int:
 def reduce_tuple(state, pair) -> None:
     """Average the gradient of a (gradient, parameter) pair over the state's ranks, in place.
 
-    `state`: a `HookState` (its ``_number`` from `enroll`). Blocks on the host until the gradient is there, as each
-    parameter's all-reduce is one of its own: no buckets, no overlap. Can be traced; then the graph does it when it
-    runs. Raises `InvalidUsage` for a state whose options need the whole backward, with the reason.
+    `state`: a `HookState` (its ``_number`` is from `register_state`). Each parameter has an
+    all-reduce of its own, with no buckets and no overlap, so the call blocks on the host until the
+    gradient is there. It can be traced; the graph then all-reduces when it runs. Raises
+    `InvalidUsage` for a state whose options need the whole backward, with the reason.
     """
     _reduce_grad(pair[0], state._number)
 
@@ -57,9 +61,9 @@ def _reduce_grad(grad: torch.Tensor, number: int) -> None:
         raise InvalidUsage(
             "this graph was compiled with a HookState that is gone: compile again (torch.compiler.reset())"
         )
-    for name, (without, reason) in _REFUSED.items():
+    for name, (off, reason) in _REFUSED.items():
         value = getattr(state, name)
-        if value != without and value is not False:
+        if value != off and value is not False:
             raise InvalidUsage(
                 f"{name}={value!r} can't be used where DDP's hook is called for one parameter at a time "
                 f'(optimize_ddp="python_reducer"): {reason}. Leave {name} out, or set '
@@ -67,7 +71,8 @@ def _reduce_grad(grad: torch.Tensor, number: int) -> None:
             )
     if grad.layout is not torch.strided:
         raise InvalidArgument("a sparse gradient can't be averaged: build the embedding with sparse=False")
-    # Gradients keep the strides of their parameters, which need not be rows (channels_last).
+    # Gradients keep the strides of their parameters, which may be other than contiguous
+    # (channels_last).
     dense = grad if grad.is_contiguous() else grad.contiguous()
     _all_reduce(state, torch.view_as_real(dense) if dense.is_complex() else dense)
     if dense is not grad:
@@ -80,18 +85,18 @@ def _(grad, number):
 
 
 def _all_reduce(state, data: torch.Tensor) -> None:
-    comm, owned = state.comm, None
+    comm, opened = state.comm, None
     try:
         if comm is None:
-            comm = owned = communicator_over(state.own_group(), data.device)
+            comm = opened = communicator_over(state.get_process_group(), data.device)
         algorithm = state.algorithm
-        if state.deterministic:  # in rank order, which the host engine's own always is
+        if state.deterministic:  # in rank order, as the host engine's native algorithm always sums
             algorithm = "native" if data.is_cpu else "direct"
         elif algorithm == "native":
             algorithm = None  # what tuning or COLLECTIVES_ALGORITHM says
         work = comm.all_reduce(data, "avg" if state.average else "sum", async_op=True, algorithm=algorithm)
         work.wait()  # on CUDA the stream waits, not the host
     except CollectivesError as error:
-        if owned is not None and not isinstance(error, InvalidArgument):
-            drop(owned)
+        if opened is not None and not isinstance(error, InvalidArgument):
+            drop(opened)
         raise

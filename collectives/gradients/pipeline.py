@@ -1,14 +1,15 @@
-"""One backward after another: the buckets of each on their lanes, and what is known only when the last has come.
+"""Gradient pipeline: reduces the buckets of each backward on its communication streams, then does
+what needs them all.
 
-Bucket i goes to lane i modulo their number, on all ranks alike. When the last one has come, the ranks add up what they
-found on the way (the gradient's norm, non-finite values), and decide alike on clipping or on the step.
+Bucket i goes to stream i modulo their number, on all ranks. With the last bucket the ranks add up
+the statistics that they found on the way (the gradient's norm, non-finite values), and all make the
+same decision on clipping and on the optimizer's step.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 import threading
 import time
 import weakref
@@ -17,20 +18,25 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..comm.consensus import verify_same_options
-from ..compression.base import Bucket, Factor, Plain, Wire
+from ..compression import Bucket, Compressor, NoCompression, Scaling
 from ..errors import CollectivesError, InvalidUsage
-from ..parameter_names import Names, module_of
+from ..parameter_names import ParameterNames, find_ddp
 from ..recorder import recording
 from ..torch_compat import current_graph_task_id
-from .hyperparameters import Hyperparameters
+from .ddp_checks import check_join
+from .grad_norm import clip_coefficient, norm_by_parameter, norm_of_shards
+from .hyperparameters import HyperparameterCheck
 from .saved_layout import SavedBuckets
-from .streams import Lane, lanes_of, overlaps
+from .streams import CommStream, get_comm_streams, should_overlap
+from .unused_parameters import find_unused_parameters
 
-__all__ = ["Failed", "Reduction"]
+__all__ = ["BucketError", "GradReducer"]
 
 
-class Failed(CollectivesError):
-    """A bucket's error on its way to who tells the user."""
+class BucketError(CollectivesError):
+    """A collective's error with the bucket that it belongs to, for the front end that raises it to
+    the user.
+    """
 
     def __init__(self, error: CollectivesError, bucket: Bucket):
         super().__init__(str(error))
@@ -38,37 +44,39 @@ class Failed(CollectivesError):
         self.bucket = bucket
 
 
-class _Sent:
-    """A bucket that was given to its lane."""
+class PendingBucket:
+    """A bucket on its communication stream. Its future completes with `buffer`."""
 
-    __slots__ = ("bucket", "buffer", "done", "error", "future", "lane", "nbytes")
+    __slots__ = ("bucket", "buffer", "comm_stream", "done", "error", "future", "nbytes")
 
-    def __init__(self, bucket, buffer, lane):
+    def __init__(self, bucket, buffer, comm_stream):
         self.bucket = bucket
-        self.buffer = buffer  # what the future gives
-        self.lane = lane
-        self.future = torch.futures.Future(devices=None if lane.stream is None else [lane.comm.device])
-        self.done: threading.Event | None = None
+        self.buffer = buffer
+        self.comm_stream = comm_stream
+        self.future = torch.futures.Future(devices=None if comm_stream.stream is None else [comm_stream.comm.device])
+        self.done: threading.Event | None = None  # set by the stream's thread
         self.error: BaseException | None = None
-        self.nbytes = 0
+        self.nbytes = 0  # sent by this rank
+
+    def complete(self) -> None:
+        """Complete the future with the buffer."""
+        self.future.set_result(self.buffer)
 
 
-# ---- Backwards.
+class GradReducer:
+    """Reduces the buckets of a `HookState`, whose checked options it gets.
 
-
-class Reduction:
-    """What a `HookState` does with buckets; its options, checked, come from there.
-
-    `sharded`: the optimizer that steps this rank's shards, or None; `local`: post-local SGD, or None; `scaler`: a
-    function that gives the GradScaler in use, or None; `told`: one that gives the options by name; `names`: the
-    parameters' names, as they are saved.
+    `sharded_step`: steps the optimizer on this rank's shards, or None. `local_sgd`: post-local SGD,
+    or None. `find_scaler`: a function that returns the GradScaler in use, or None.
+    `describe_options`: a function that returns the options that must be the same on all ranks, by
+    name. `parameter_names`: the names by which state is saved.
     """
 
     def __init__(
-        self, wire: Wire, *, average, predivide, streams, max_norm, norm_type, check_finite, deterministic, sharded,
-        local, scaler, told=None, names=None,
+        self, compressor: Compressor, *, average, predivide, streams, max_norm, norm_type, check_finite, deterministic,
+        sharded_step, local_sgd, find_scaler, describe_options=None, parameter_names=None,
     ):  # fmt: skip
-        self.wire = wire
+        self.compressor = compressor
         self.average = average
         self.predivide = predivide
         self.streams = streams
@@ -76,74 +84,62 @@ class Reduction:
         self.norm_type = norm_type
         self.check_finite = check_finite
         self.deterministic = deterministic
-        self.sharded = sharded
-        self.local = local
-        self.scaler = scaler
-        self.told = told
-        self.names = names or Names()
-        self._agreed: weakref.WeakSet = weakref.WeakSet()  # communicators on which the ranks' options were compared
+        self.sharded_step = sharded_step
+        self.local_sgd = local_sgd
+        self.find_scaler = find_scaler
+        self.describe_options = describe_options
+        self.parameter_names = parameter_names or ParameterNames()
+        self._verified: weakref.WeakSet = weakref.WeakSet()  # communicators on which the ranks' options were compared
         self.norm = None  # of the last backward: a number, or a float64 tensor on a GPU
         self.nonfinite = None
         self.bytes_on_wire = 0
         self.totals = {"backwards": 0, "buckets": 0, "bytes_on_wire": 0, "bytes_as_fp32": 0, "seconds_in_hook": 0.0}
-        self.lanes: list[Lane] = []
-        self._sent: list[_Sent] = []
-        self._owner = None  # whose backward is under way: its first bucket's first parameter
+        self.comm_streams: list[CommStream] = []
+        self._pending: list[PendingBucket] = []
+        self._owner = None  # weak reference to the first parameter of the backward under way
         self._overlaps = False
-        self._health: dict[Lane, torch.Tensor] = {}
+        self._grad_stats: dict[CommStream, torch.Tensor] = {}
         self._scaler = None
-        # Whether buckets need nothing but the wire: then the communicator over which that was last looked at.
-        alone = max_norm is None and not check_finite and local is None and predivide is None and streams == 1
-        self._direct = alone and isinstance(wire, Plain)
-        self._replays = False
+        # False: buckets need more than the compressor. Else True, or the communicator that was last
+        # checked for that.
+        alone = max_norm is None and not check_finite and local_sgd is None and predivide is None and streams == 1
+        self._inline = alone and isinstance(compressor, NoCompression)
+        self._uses_saved_layout = False
         self._finds_unused = False
-        self._task = -1
-        self.buckets = SavedBuckets(self.names)  # those of earlier backwards, and of a saved run
-        self.ranks = 0  # in the last backward
-        self._saved = None  # what of a saved run this backward goes by
-        self._hyperparameters = Hyperparameters()
+        self._task = -1  # of autograd
+        self.buckets = SavedBuckets(self.parameter_names)  # of earlier backwards, and of a saved run
+        self.world_size = 0  # in the last backward
+        self._saved = None  # the saved layout that this backward uses
+        self._hyperparameters = HyperparameterCheck()
 
     @property
     def pending(self) -> int:
-        """The number of buckets of a backward that has not come to its end."""
-        return len(self._sent)
+        """The number of buckets of an unfinished backward."""
+        return len(self._pending)
 
-    def start(self, comm: Communicator, bucket: Bucket, buffer, last: bool) -> torch.futures.Future:
-        """Reduce a bucket; the future gives `buffer`. With the last one the backward is finished: blocks on the host.
+    def reduce_bucket(self, comm: Communicator, bucket: Bucket, buffer, last: bool) -> torch.futures.Future:
+        """Reduce a bucket.
 
-        Raises `Failed`, with the error and the bucket that it is of.
+        Returns a future of `buffer`. The last bucket finishes the backward and blocks on the host.
+        Raises `BucketError`, with the error and its bucket.
         """
         begun = time.perf_counter_ns()
-        if self._direct and self.sharded is None and recording.active is None and self._goes_directly(comm):
-            return self._at_once(comm, bucket, buffer, last, begun)
+        if self._inline and self.sharded_step is None and recording.active is None and self._can_reduce_inline(comm):
+            return self._reduce_inline(comm, bucket, buffer, last, begun)
         try:
             if bucket.index == 0:
-                self._begin(comm, bucket)
-            elif self._owner is None and self._waits_for_all():
+                self._begin_backward(comm, bucket)
+            elif self._owner is None and self._needs_all_buckets():
                 raise InvalidUsage("the first bucket of this backward was not seen: build the DDP object again")
-            lane = self.lanes[bucket.index % self.streams]
-            sent = _Sent(bucket, buffer, lane)
-            self._sent.append(sent)
-            if self.local is not None and not self.local.sees(comm, bucket):
-                pass  # this rank steps on its own gradients
-            elif self._replays:
-                pass  # until all have come
-            elif lane.stream is not None:
-                self._on_stream(sent)
-            elif self._overlaps and not last:
-                sent.done = lane.submit(functools.partial(self._reduce, sent))
-            else:
-                if self._overlaps:
-                    self._wait(lane)  # a communicator's operations are in one order on all ranks
-                self._reduce(sent)
-                if sent.error is not None:
-                    raise sent.error
+            pending = PendingBucket(bucket, buffer, self.comm_streams[bucket.index % self.streams])
+            self._pending.append(pending)
+            self._start(comm, pending, last)
             if last:
-                self._replay(comm) if self._replays else self._finish(comm)
+                self._reduce_saved_layout(comm) if self._uses_saved_layout else self._finish_backward(comm)
         except CollectivesError as error:
-            raise self._settled(error, bucket) from error
+            raise self._first_error(error, bucket) from error
         except BaseException:
-            self._drop()
+            self._reset()
             raise
         finally:
             ended = time.perf_counter_ns()
@@ -152,35 +148,56 @@ class Reduction:
                 recording.active.add("hook", f"bucket {bucket.index}", begun, ended)
                 if last:
                     recording.active.step()
-        return sent.future
+        return pending.future
 
-    # ---- Without any option, on the host: nothing to keep between a bucket and the next.
+    def _start(self, comm, pending: PendingBucket, last: bool) -> None:
+        """Reduce a bucket where its stream runs: on a CUDA stream, on a thread, or here."""
+        comm_stream = pending.comm_stream
+        if self.local_sgd is not None and not self.local_sgd.observe_bucket(comm, pending.bucket):
+            pass  # this rank steps on its own gradients
+        elif self._uses_saved_layout:
+            pass  # until all buckets have come
+        elif comm_stream.stream is not None:
+            self._reduce_on_stream(pending)
+        elif self._overlaps and not last:
+            pending.done = comm_stream.submit(functools.partial(self._reduce_one, pending))
+        else:
+            if self._overlaps:
+                self._wait_for_threads(comm_stream)  # a communicator's operations have one order on all ranks
+            self._reduce_one(pending)
+            if pending.error is not None:
+                raise pending.error
 
-    def _goes_directly(self, comm) -> bool:
-        if self._sent or not comm._on_host:
+    # ---- Without any option, on the host: no state between two buckets.
+
+    def _can_reduce_inline(self, comm) -> bool:
+        if self._pending or not comm._on_host:
             return False
-        if self._direct is not comm:  # seen for the first time
-            self._meet(comm)
-            self._overlaps = overlaps(comm)
-            self._direct = comm
+        if self._inline is not comm:  # a new one
+            self.verify_options(comm)
+            self._overlaps = should_overlap(comm)
+            self._inline = comm
         return not self._overlaps
 
-    def _meet(self, comm) -> None:
-        """Compare the ranks' options, once for each communicator."""
-        if comm not in self._agreed:
-            self.buckets.check_ranks(comm.size)
-            if self.told is not None:
-                verify_same_options(comm, self.told())
-            self._agreed.add(comm)
-        self.buckets.name_unmatched(self.wire)
+    def verify_options(self, comm) -> None:
+        """Compare the ranks' options, once for each communicator.
 
-    def _at_once(self, comm, bucket, buffer, last, begun) -> torch.futures.Future:
+        Raises on all ranks where they differ.
+        """
+        if comm not in self._verified:
+            self.buckets.check_world_size(comm.size)
+            if self.describe_options is not None:
+                verify_same_options(comm, self.describe_options())
+            self._verified.add(comm)
+        self.buckets.warn_unmatched(self.compressor)
+
+    def _reduce_inline(self, comm, bucket, buffer, last, begun) -> torch.futures.Future:
         if bucket.index == 0:
-            self._look_at_join(bucket.params)
+            self._check_join(bucket.params)
         try:
-            nbytes = self.wire.reduce(comm, bucket, Factor(over=comm.size) if self.average else Factor())
+            nbytes = self.compressor.reduce(comm, bucket, Scaling(divisor=comm.size) if self.average else Scaling())
         except CollectivesError as error:
-            raise Failed(error, bucket) from error
+            raise BucketError(error, bucket) from error
         future = torch.futures.Future()
         future.set_result(buffer)
         totals = self.totals
@@ -194,324 +211,301 @@ class Reduction:
         totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
         return future
 
-    # ---- The parts of it.
+    # ---- The first bucket of a backward.
 
-    def _begin(self, comm, bucket) -> None:
+    def _begin_backward(self, comm, bucket) -> None:
         owner = bucket.params[0]
-        if self._sent:
+        if self._pending:
             before = self._owner() if self._owner is not None else None
             together = self._task == current_graph_task_id()  # else the earlier one was interrupted
-            if before is not None and before is not owner and together and self._waits_for_all():
+            if before is not None and before is not owner and together and self._needs_all_buckets():
                 raise InvalidUsage(
                     "two modules' backwards interleave on one HookState, which looks at a backward as a whole "
                     "(max_norm, check_finite, optimizer, local_steps): give each module a state of its own"
                 )
             # An earlier backward was interrupted, or two modules' backwards interleave.
-            self._join(comm)
-            self._end(comm)
+            self._join_streams(comm)
+            self._complete()
         self._owner = weakref.ref(owner)
         self._task = current_graph_task_id()
-        self._meet(comm)
-        self.lanes = lanes_of(comm, self.streams)
-        self._overlaps = comm._on_host and overlaps(comm)
+        self.verify_options(comm)
+        self.comm_streams = get_comm_streams(comm, self.streams)
+        self._overlaps = comm._on_host and should_overlap(comm)
         self.bytes_on_wire = 0
-        self._scaler = self.scaler() if self.max_norm is not None or self.sharded is not None else None
-        self._look_at_join(bucket.params)
-        self._health = {}
-        if self._counts():
-            self._health = {lane: torch.zeros(2, dtype=torch.float64, device=comm.device) for lane in self.lanes}
+        self._scaler = self.find_scaler() if self.max_norm is not None or self.sharded_step is not None else None
+        self._check_join(bucket.params)
+        self._grad_stats = {}
+        if self._needs_stats():
+            self._grad_stats = {
+                each: torch.zeros(2, dtype=torch.float64, device=comm.device) for each in self.comm_streams
+            }
         self._saved = None
-        if not (self.wire.exact and not self._counts()):
+        if not (self.compressor.exact and not self._needs_stats()):
             self._saved = self.buckets.find(comm, bucket.params)
-        self._replays = self._saved is not None and self._saved.layout is not None
-        self.wire.begin()
-        if self.sharded is not None:
-            self.sharded.begin()
-            self.compare_steps(comm)
-            ddp = module_of(bucket.params)
+        self._uses_saved_layout = self._saved is not None and self._saved.layout is not None
+        self.compressor.begin_backward()
+        if self.sharded_step is not None:
+            self.sharded_step.begin()
+            self.compare_hyperparameters(comm)
+            ddp = find_ddp(bucket.params)
             self._finds_unused = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
 
-    def compare_steps(self, comm) -> None:
-        """Raise `Mismatch` where the ranks would step the optimizer with different learning rates and the like."""
-        self._hyperparameters.compare(comm, self.sharded.optimizer)
+    def compare_hyperparameters(self, comm) -> None:
+        """Raise `Mismatch` where the ranks would step the optimizer with different learning rates
+        and the like.
+        """
+        self._hyperparameters.compare(comm, self.sharded_step.optimizer)
 
-    def _look_at_join(self, params) -> None:
-        """Refuse what can't be right in DDP's join(), on all ranks alike: those that have joined call the hook, too."""
-        ddp = module_of(params)
-        if ddp is None or not ddp._join_config.enable:
-            return
-        if self.average and not ddp._divide_by_initial_world_size:
-            raise InvalidUsage(
-                "join(divide_by_initial_world_size=False) divides by the ranks that have not joined, which a hook is "
-                "not told: leave it out"
-            )
-        if self.sharded is not None and self._scaler is not None:
-            raise InvalidUsage(
-                "with a GradScaler the updates wait for optimizer.step(), which a rank that has joined doesn't call: "
-                "in join() step the optimizer after the backward, without HookState's optimizer"
-            )
+    def _check_join(self, params) -> None:
+        defers_step = self.sharded_step is not None and self._scaler is not None
+        check_join(params, average=self.average, defers_step=defers_step)
 
-    def _counts(self) -> bool:
-        """Whether norm and health are wanted."""
-        return self.max_norm is not None or self.check_finite or (self.sharded is not None and self._scaler is not None)
+    def _needs_stats(self) -> bool:
+        """Return whether the backward needs the gradient's norm or the number of its non-finite
+        values.
+        """
+        sharded_by_scaler = self.sharded_step is not None and self._scaler is not None
+        return self.max_norm is not None or self.check_finite or sharded_by_scaler
 
-    def _waits_for_all(self) -> bool:
-        return bool(self._counts() or self.sharded is not None or self.local is not None)
+    def _needs_all_buckets(self) -> bool:
+        return bool(self._needs_stats() or self.sharded_step is not None or self.local_sgd is not None)
 
-    def _factor(self, size: int) -> Factor:
+    # ---- One bucket.
+
+    def get_scaling(self, size: int) -> Scaling:
+        """Return the factors of a reduction over `size` ranks."""
         if not self.average:
-            return Factor()
+            return Scaling()
         if self.predivide is None:
-            return Factor(over=size)
-        return Factor(before=1.0 / self.predivide, after=self.predivide / size)
+            return Scaling(divisor=size)
+        return Scaling(prescale=1.0 / self.predivide, postscale=self.predivide / size)
 
-    def _on_stream(self, sent: _Sent) -> None:
-        stream = sent.lane.stream
+    def _reduce_on_stream(self, pending: PendingBucket) -> None:
+        stream = pending.comm_stream.stream
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            self._reduce(sent)
-            if sent.error is not None:
-                raise sent.error
-            if not self._waits_for_all():
-                sent.future.set_result(sent.buffer)
+            self._reduce_one(pending)
+            if pending.error is not None:
+                raise pending.error
+            if not self._needs_all_buckets():
+                pending.complete()
 
-    def _reduce(self, sent: _Sent) -> None:
-        """Reduce one bucket, on its lane; what goes wrong is kept in `sent`."""
-        bucket, comm = sent.bucket, sent.lane.comm
+    def _reduce_one(self, pending: PendingBucket) -> None:
+        """Reduce one bucket on its communication stream; keep an error in `pending`."""
+        bucket, comm = pending.bucket, pending.comm_stream.comm
         recorder = recording.active
-        begun = time.perf_counter_ns() if recorder is not None and sent.lane.stream is None else 0
-        event = None
-        if recorder is not None and sent.lane.stream is not None:
-            event = sent.lane.stream.record_event(torch.cuda.Event(enable_timing=True))
+        begun = None if recorder is None else _begin_trace(pending)
         try:
-            factor, health = self._factor(comm.size), self._health.get(sent.lane)
-            if self.sharded is None:
-                sent.nbytes = self.wire.reduce(comm, bucket, factor, health=health)
+            scaling, grad_stats = self.get_scaling(comm.size), self._grad_stats.get(pending.comm_stream)
+            if self.sharded_step is None:
+                pending.nbytes = self.compressor.reduce(comm, bucket, scaling, grad_stats=grad_stats)
             else:
-                share = self._owned(comm, bucket).part
-                sent.nbytes = self.wire.scatter(comm, bucket, factor, share, health=health)
-                if not self._waits_for_norm():
-                    sent.nbytes += self._update(comm, bucket)
+                shard_numel = self._shard_spec(comm, bucket).shard_numel
+                pending.nbytes = self.compressor.reduce_scatter(
+                    comm, bucket, scaling, shard_numel, grad_stats=grad_stats
+                )
+                if not self._step_waits():
+                    pending.nbytes += self._step_bucket(comm, bucket)
         except CollectivesError as error:
-            sent.error = error
+            pending.error = error
         except BaseException as error:
-            if sent.done is None and not self._overlaps:
+            if pending.done is None and not self._overlaps:
                 raise
-            sent.error = error
-        if recorder is not None and sent.error is None:
-            end = time.perf_counter_ns() if event is None else None
-            if event is not None:
-                end = sent.lane.stream.record_event(torch.cuda.Event(enable_timing=True))
-            what = {"bucket": bucket.index, "bytes": sent.nbytes, "parameters": bucket.describe()}
+            pending.error = error
+        if recorder is not None and pending.error is None:
             # The report goes by the first word: it must be that of a collective.
             name = f"all_reduce {bucket.flat.nbytes} B"
-            if self.sharded is not None:
-                rest = "" if self._waits_for_norm() else ", step, all_gather"
-                name = f"reduce_scatter {bucket.flat.nbytes} B{rest}"
-            if event is None:
-                recorder.add(sent.lane.row, name, begun, end, **what)
-            else:
-                recorder.add_cuda(sent.lane.row, name, event, end, **what)
+            if self.sharded_step is not None:
+                name = f"reduce_scatter {bucket.flat.nbytes} B{'' if self._step_waits() else ', step, all_gather'}"
+            _end_trace(recorder, pending, begun, name)
 
-    def _owned(self, comm, bucket):
-        return self.sharded.shares(bucket, comm.size, comm.rank, self.wire.align or None)
+    def _shard_spec(self, comm, bucket):
+        return self.sharded_step.shard_spec(bucket, comm.size, comm.rank, self.compressor.align or None)
 
-    def _update(self, comm, bucket, **how) -> int:
-        """Step the optimizer for a bucket, without the parameters that no rank has used."""
-        unused, doubtful = self._unused(comm, bucket) if self._finds_unused else ((), None)
-        return self.sharded.update(
-            comm, bucket, align=self.wire.align or None, unused=unused, doubtful=doubtful, **how
+    def _step_bucket(self, comm, bucket, **options) -> int:
+        """Step the optimizer for a bucket, without the parameters that no rank has used.
+
+        Returns the bytes sent.
+        """
+        unused, maybe_unused = self._find_unused(comm, bucket) if self._finds_unused else ((), None)
+        return self.sharded_step.update(
+            comm, bucket, align=self.compressor.align or None, unused=unused, maybe_unused=maybe_unused, **options
         )  # fmt: skip
 
-    def _unused(self, comm, bucket) -> tuple[set, dict | None]:
-        """Find which of a bucket's parameters no rank has used: their places, or on CUDA, where nobody waits to know,
-        the places of those that this rank has not used, each with a number that is 1 if no rank has.
-        """
-        here = [param.grad is not None for param in bucket.params]
-        used = torch.ones(len(here), dtype=torch.uint8, device=comm.device)
-        begin = 0
-        for there, run in itertools.groupby(here):  # by value: a copy from the host would wait
-            end = begin + len(list(run))
-            if not there:
-                used[begin:end].zero_()
-            begin = end
-        comm.all_reduce(used, "max", algorithm="native")
-        if comm._on_host:
-            return {at for at, each in enumerate(used.tolist()) if not each}, None
-        nobody = (used == 0).to(torch.float32)
-        return set(), {at: nobody[at : at + 1] for at, each in enumerate(here) if not each}
+    def _find_unused(self, comm, bucket) -> tuple[set, dict | None]:
+        return find_unused_parameters(comm, bucket)
 
-    def _waits_for_norm(self) -> bool:
-        """Whether the optimizer's step must wait for the last bucket."""
-        return self._counts() or self._scaler is not None
+    def _step_waits(self) -> bool:
+        """Return whether the optimizer's step must wait for the last bucket."""
+        return self._needs_stats() or self._scaler is not None
 
-    def _wait(self, lane: Lane | None = None) -> None:
-        """Wait for the lanes' threads; raise the first error."""
+    # ---- All buckets.
+
+    def _wait_for_threads(self, comm_stream: CommStream | None = None) -> None:
+        """Wait for the threads of all streams, or of one; raise the first error."""
         begun = time.perf_counter_ns()
         waited = False
-        for sent in self._sent:
-            if sent.done is not None and (lane is None or sent.lane is lane):
+        for pending in self._pending:
+            if pending.done is not None and (comm_stream is None or pending.comm_stream is comm_stream):
                 waited = True
-                sent.done.wait()
+                pending.done.wait()
         if waited and recording.active is not None:
             recording.active.add("wait", "wait", begun, time.perf_counter_ns())
-        for sent in self._sent:
-            if sent.error is not None:
-                raise Failed(sent.error, sent.bucket) if isinstance(sent.error, CollectivesError) else sent.error
+        for pending in self._pending:
+            error = pending.error
+            if error is not None:
+                raise BucketError(error, pending.bucket) if isinstance(error, CollectivesError) else error
 
-    def _join(self, comm) -> None:
+    def _join_streams(self, comm) -> None:
         """Wait for all buckets; on CUDA only the current stream does.
 
-        What DDP does next, as the all-reduce of its map of unused parameters on the process group's own communicator,
-        comes after them: two communicators with no order between them can deadlock.
+        DDP's next operation, such as the all-reduce of its map of unused parameters on the process
+        group's own communicator, then comes after them: two communicators with no order between
+        them can deadlock.
         """
         if comm._on_host:
-            self._wait()
+            self._wait_for_threads()
         else:
-            for lane in self.lanes:
-                torch.cuda.current_stream(comm.device).wait_stream(lane.stream)
+            for each in self.comm_streams:
+                torch.cuda.current_stream(comm.device).wait_stream(each.stream)
 
-    def _finish(self, comm) -> None:
-        """Do what takes all buckets."""
-        self._join(comm)
+    def _finish_backward(self, comm) -> None:
+        """Clip or step after the last bucket, count the backward, and complete the futures."""
+        self._join_streams(comm)
         self.norm = self.nonfinite = None
-        self.bytes_on_wire = sum(sent.nbytes for sent in self._sent)
-        clip = None
-        if self._counts():
-            clip = self._look_at_all(comm)
-        if self.sharded is not None and self._waits_for_norm():
+        self.bytes_on_wire = sum(pending.nbytes for pending in self._pending)
+        clip = self._reduce_stats(comm) if self._needs_stats() else None
+        if self.sharded_step is not None and self._step_waits():
             found = self.nonfinite if self.check_finite else None
-            for sent in self._sent:
+            for pending in self._pending:
                 if self._scaler is not None:
-                    align = self.wire.align or None
-                    self.sharded.defer(comm, sent.bucket, self.norm, self.max_norm, self.nonfinite, align=align)
+                    align = self.compressor.align or None
+                    self.sharded_step.defer(comm, pending.bucket, self.norm, self.max_norm, self.nonfinite, align=align)
                 else:
                     clip = 1.0 if clip is None else clip
-                    self.bytes_on_wire += self._update(comm, sent.bucket, clip=clip, found=found)
+                    self.bytes_on_wire += self._step_bucket(comm, pending.bucket, clip=clip, found=found)
         elif clip is not None and not (isinstance(clip, float) and clip == 1.0):
-            torch._foreach_mul_([sent.bucket.flat for sent in self._sent], clip)
-        if self.local is not None:
-            self.local.end_backward()
-        self.buckets.remember([sent.bucket.params for sent in self._sent], self._saved)
-        self.ranks = comm.size
+            torch._foreach_mul_([pending.bucket.flat for pending in self._pending], clip)
+        if self.local_sgd is not None:
+            self.local_sgd.end_backward()
+        self.buckets.remember([pending.bucket.params for pending in self._pending], self._saved)
+        self.world_size = comm.size
         totals = self.totals
         totals["backwards"] += 1
-        totals["buckets"] += len(self._sent)
+        totals["buckets"] += len(self._pending)
         totals["bytes_on_wire"] += self.bytes_on_wire
         totals["bytes_as_fp32"] += sum(
-            2 * (comm.size - 1) * sent.bucket.flat.numel() * 4 // comm.size for sent in self._sent
+            2 * (comm.size - 1) * pending.bucket.flat.numel() * 4 // comm.size for pending in self._pending
         )
-        self._end(comm)
+        self._complete()
 
-    def _replay(self, comm) -> None:
-        """Reduce in the buckets of a backward that was saved, so that training goes on bit for bit."""
-        held, self._sent = self._sent, []
-        here = {}
-        for sent in held:
-            ends = [*sent.bucket.offsets[1:], sent.bucket.flat.numel()]
-            for param, begin, end in zip(sent.bucket.params, sent.bucket.offsets, ends, strict=True):
-                here[id(param)] = (param, sent.bucket.flat[begin:end])
-        members_of = self._saved.members([sent.bucket.params for sent in held], self.names)
-        places = []
-        for index, members in enumerate(members_of):
-            members = [here[id(param)] for param in members]
+    def _reduce_saved_layout(self, comm) -> None:
+        """Reduce in the buckets of a saved backward, so that training goes on bit for bit."""
+        held, self._pending = self._pending, []
+        gradients = {}  # id of a parameter -> the parameter, its gradient in DDP's bucket
+        for pending in held:
+            ends = [*pending.bucket.offsets[1:], pending.bucket.flat.numel()]
+            for param, begin, end in zip(pending.bucket.params, pending.bucket.offsets, ends, strict=True):
+                gradients[id(param)] = (param, pending.bucket.flat[begin:end])
+        layout = self._saved.regroup([pending.bucket.params for pending in held], self.parameter_names)
+        copies = []
+        for index, params in enumerate(layout):
+            members = [gradients[id(param)] for param in params]
             flat = torch.cat([part for _, part in members])
             offsets = [0, *itertools.accumulate(part.numel() for _, part in members[:-1])]
-            bucket = Bucket(flat, [param for param, _ in members], offsets, index, self.names)
-            places.append((bucket, [part for _, part in members]))
-            sent = _Sent(bucket, None, self.lanes[index % self.streams])
-            self._sent.append(sent)
-            if sent.lane.stream is not None:
-                self._on_stream(sent)
+            bucket = Bucket(flat, [param for param, _ in members], offsets, index, self.parameter_names)
+            copies.append((bucket, [part for _, part in members]))
+            pending = PendingBucket(bucket, None, self.comm_streams[index % self.streams])
+            self._pending.append(pending)
+            if pending.comm_stream.stream is not None:
+                self._reduce_on_stream(pending)
             else:
-                self._reduce(sent)
-        self._finish(comm)
-        for bucket, parts in places:
+                self._reduce_one(pending)
+        self._finish_backward(comm)
+        for bucket, parts in copies:
             torch._foreach_copy_(parts, [*bucket.flat.split([part.numel() for part in parts])])
-        for sent in held:
-            sent.future.set_result(sent.buffer)
+        for pending in held:
+            pending.complete()
 
-    def _look_at_all(self, comm):
-        """Add up the ranks' shares; give the factor that clips, or None."""
-        total = sum(self._health.values())
-        Plain().reduce(comm, Bucket(total, [], [], 0), Factor())
+    def _reduce_stats(self, comm):
+        """Add up the ranks' statistics; return the coefficient that clips, or None."""
+        total = sum(self._grad_stats.values())
+        NoCompression().reduce(comm, Bucket(total, [], [], 0), Scaling())
         on_host = comm._on_host
         self.nonfinite = int(total[1]) if on_host else total[1]
-        if self.norm_type == 2 and not (self.deterministic and self.sharded is None):
+        if self.norm_type == 2 and not (self.deterministic and self.sharded_step is None):
             norm = total[0].sqrt()
         elif self.norm_type == 2:
-            norm = self._norm_by_parameter()
+            norm = norm_by_parameter([pending.bucket for pending in self._pending])
         else:
-            norm = self._other_norm(comm)
+            norm = norm_of_shards(comm, self._own_shards(comm), self.norm_type)
         self.norm = norm.item() if on_host else norm
         if self.max_norm is None:
             return None
-        scale = 1.0
-        if self._scaler is not None and self.sharded is None:
+        if self._scaler is not None and self.sharded_step is None:
             scale = self._scaler._scale
-            scale = scale.item() if on_host else scale.to(torch.float64)
-            self.norm = self.norm / scale
-        factor = self.max_norm / (self.norm + 1e-6)
-        if on_host:
-            return min(1.0, factor) if not math.isnan(factor) else math.nan
-        return factor.clamp(max=1.0)
+            self.norm = self.norm / (scale.item() if on_host else scale.to(torch.float64))
+        return clip_coefficient(self.norm, self.max_norm)
 
-    def _norm_by_parameter(self) -> torch.Tensor:
-        """The norm, whose bits depend on the gradients alone, and not on where buckets and the engine's pieces begin.
-
-        With a pass of its own over all gradients, on every rank; the parameters' squares are added up exactly.
-        """
-        squares = []
-        for sent in self._sent:
-            ends = [*sent.bucket.offsets[1:], sent.bucket.flat.numel()]
-            for begin, end in zip(sent.bucket.offsets, ends, strict=True):
-                squares.append(torch.linalg.vector_norm(sent.bucket.flat[begin:end], dtype=torch.float64).square())
-        squares = torch.stack(squares)
-        if squares.is_cuda or not squares.isfinite().all():
-            return squares.sum().sqrt()
-        return torch.tensor(math.fsum(squares.tolist()), dtype=torch.float64).sqrt()
-
-    def _other_norm(self, comm) -> torch.Tensor:
-        """A norm that isn't 2: with a pass of its own over this rank's share of each bucket."""
-        p, parts = self.norm_type, []
-        for sent in self._sent:
-            flat = sent.bucket.flat
-            share = -(-flat.numel() // comm.size)
-            if self.sharded is not None:
-                share = self._owned(comm, sent.bucket).part
+    def _own_shards(self, comm) -> list[torch.Tensor]:
+        """Return this rank's part of each bucket; the parts of all ranks make up the buckets."""
+        shards = []
+        for pending in self._pending:
+            flat = pending.bucket.flat
+            shard_numel = -(-flat.numel() // comm.size)
+            if self.sharded_step is not None:
+                shard_numel = self._shard_spec(comm, pending.bucket).shard_numel
                 if comm.rank == 0:
-                    parts.append(flat[comm.size * share :])
-            parts.append(flat[comm.rank * share : (comm.rank + 1) * share])
-        norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts if part.numel()]
-        found = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=comm.device)
-        if p == math.inf:
-            found = found.max().reshape(1)
-            comm.all_reduce(found, "max", algorithm="native")
-            return found[0]
-        found = found.pow(p).sum().reshape(1)
-        comm.all_reduce(found, "sum", algorithm="native")
-        return found[0].pow(1.0 / p)
+                    shards.append(flat[comm.size * shard_numel :])
+            shards.append(flat[comm.rank * shard_numel : (comm.rank + 1) * shard_numel])
+        return shards
 
-    def _end(self, comm) -> None:
-        """Give the buckets back."""
-        sents, self._sent = self._sent, []
-        self._owner = self._scaler = None
-        for sent in sents:
-            if not sent.future.done():
-                sent.future.set_result(sent.buffer)
+    # ---- The end of a backward.
 
-    def _settled(self, error: CollectivesError, bucket: Bucket) -> Failed:
-        """After an error: wait for what is on its way, and give the first thing that went wrong."""
-        failed = error if isinstance(error, Failed) else Failed(error, bucket)
-        for sent in self._sent:
-            if sent.done is not None:
-                sent.done.wait()
-        first = next((sent for sent in self._sent if sent.error is not None), None)
+    def _complete(self) -> None:
+        """Forget the buckets and complete their futures."""
+        done = self._pending
+        self._reset()
+        for pending in done:
+            if not pending.future.done():
+                pending.complete()
+
+    def _first_error(self, error: CollectivesError, bucket: Bucket) -> BucketError:
+        """Wait for the buckets on their way after an error; return the first error of all."""
+        failed = error if isinstance(error, BucketError) else BucketError(error, bucket)
+        for pending in self._pending:
+            if pending.done is not None:
+                pending.done.wait()
+        first = next((pending for pending in self._pending if pending.error is not None), None)
         if first is not None and isinstance(first.error, CollectivesError):
-            failed = Failed(first.error, first.bucket)
-        self._drop()
+            failed = BucketError(first.error, first.bucket)
+        self._reset()
         return failed
 
-    def _drop(self) -> None:
-        self._sent = []
+    def _reset(self) -> None:
+        self._pending = []
         self._owner = self._scaler = None
+
+
+# ---- Traces.
+
+
+def _begin_trace(pending: PendingBucket):
+    """Return the start of a bucket's reduction: a CUDA event on its stream, or nanoseconds on the
+    host.
+    """
+    stream = pending.comm_stream.stream
+    if stream is None:
+        return time.perf_counter_ns()
+    return stream.record_event(torch.cuda.Event(enable_timing=True))
+
+
+def _end_trace(recorder, pending: PendingBucket, begun, name: str) -> None:
+    """Add a bucket's reduction, which ends here on its stream, to the trace."""
+    bucket, comm_stream = pending.bucket, pending.comm_stream
+    details = {"bucket": bucket.index, "bytes": pending.nbytes, "parameters": bucket.describe()}
+    if comm_stream.stream is None:
+        recorder.add(comm_stream.trace_row, name, begun, time.perf_counter_ns(), **details)
+    else:
+        end = comm_stream.stream.record_event(torch.cuda.Event(enable_timing=True))
+        recorder.add_cuda(comm_stream.trace_row, name, begun, end, **details)

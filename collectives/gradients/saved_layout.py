@@ -1,7 +1,8 @@
-"""The buckets of a run that was saved, in which its first backwards go on, so that training goes on bit for bit.
+"""Bucket layouts of a saved run, in which its first backwards after loading are reduced, bit for
+bit as before.
 
-A new DDP object makes its buckets anew, and again after one or two backwards; what 8-bit blocks, a sum's second
-rounding and a norm's partial sums are depends on them.
+A new DDP object makes its buckets anew, and again after one or two backwards. The blocks of 8-bit
+wires, a sum's second rounding and a norm's partial sums depend on them.
 """
 
 from __future__ import annotations
@@ -15,28 +16,37 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.consensus import RankOptions
 from ..errors import Mismatch
-from ..parameter_names import Names
+from ..parameter_names import ParameterNames
 
 __all__ = ["SavedBuckets"]
 
-_REPLAYS = 2  # backwards after which DDP's buckets are the final ones, static_graph's too
-_COMES = 3  # backwards after which what was loaded and still matches no parameter is named
-_MOST = 8  # names in a message
+_BACKWARDS_TO_FINAL = 2  # backwards after which DDP's buckets are the final ones, static_graph's too
+_BACKWARDS_TO_WARN = 3  # backwards after which loaded state that matches no parameter is named
+_MAX_NAMES = 8  # in a message
 
 
-class _Saved:
-    """The buckets of one module as they were saved: `layout`, by name; None once they are not used any more."""
+class _SavedLayout:
+    """Buckets of one module as they were saved: `layout`, names by bucket.
+
+    `layout` is None once the buckets are no longer used.
+    """
 
     __slots__ = ("claimed", "layout", "used")
 
     def __init__(self, layout: list[list[str]]):
         self.layout: list[list[str]] | None = layout
         self.claimed = False
-        self.used = 0  # in so many backwards
+        self.used = 0  # number of backwards
 
-    def members(self, buckets: list[list], names: Names) -> list[list]:
-        """Give the parameters of each bucket to reduce in, for those of DDP's: the saved ones, or DDP's own."""
-        named = {name: param for params in buckets for name, param in zip(names.of(params), params, strict=True)}
+    def regroup(self, buckets: list[list], parameter_names: ParameterNames) -> list[list]:
+        """Return the parameters of each bucket to reduce in: those of the saved layout, or DDP's
+        own `buckets`.
+        """
+        named = {
+            name: param
+            for params in buckets
+            for name, param in zip(parameter_names.lookup(params), params, strict=True)
+        }
         layout, self.used = self.layout, self.used + 1
         unlike = {*itertools.chain.from_iterable(layout)}.symmetric_difference(named)
         if unlike:
@@ -45,27 +55,31 @@ class _Saved:
                 f"of the saved run bit for bit: only one of both has {_shown(sorted(map(str, unlike)))}",
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
-        if unlike or self.used > _REPLAYS or layout == [names.of(params) for params in buckets]:
-            self.layout = None  # DDP's own are those, or it is another model
+        final = self.used > _BACKWARDS_TO_FINAL
+        if unlike or final or layout == [parameter_names.lookup(params) for params in buckets]:
+            self.layout = None  # DDP's own buckets are the saved ones, or it is another model
             return buckets
         return [[named[name] for name in bucket] for bucket in layout]
 
 
 class SavedBuckets:
-    """In which buckets the parameters of each module were in its last backward, and those of a saved run, by name."""
+    """Bucket layouts, by name: of each module's last backward, and of a saved run.
 
-    def __init__(self, names: Names):
-        self._names = names
+    The former are saved; the first backwards after loading use the latter.
+    """
+
+    def __init__(self, parameter_names: ParameterNames):
+        self._parameter_names = parameter_names
         self._seen: dict[tuple, list[list[weakref.ref]]] = {}  # ids of all parameters -> the parameters, by bucket
-        self._saved: list[_Saved] | None = None  # None: nothing was loaded
-        self.ranks = 0  # of the saved run
-        self._goes_by = WeakIdKeyDictionary()  # parameter -> what of `_saved` its module goes by, or None
-        self._looks_in = 0  # so many backwards
+        self._saved: list[_SavedLayout] | None = None  # None: nothing was loaded
+        self.world_size = 0  # of the saved run
+        self._layout_of = WeakIdKeyDictionary()  # parameter -> the member of `_saved` that its module uses, or None
+        self._warn_in = 0  # backwards
 
-    # ---- What is saved.
+    # ---- Saving.
 
-    def remember(self, buckets: list[list], saved: _Saved | None) -> None:
-        """Take note of a backward's buckets, in place of those in which its parameters were before."""
+    def remember(self, buckets: list[list], saved: _SavedLayout | None) -> None:
+        """Record a backward's buckets, in place of earlier ones with the same parameters."""
         key = tuple(tuple(map(id, params)) for params in buckets)
         known = self._seen.get(key)
         if known is None or any(
@@ -80,48 +94,53 @@ class SavedBuckets:
             self._seen[key] = [[weakref.ref(param) for param in params] for params in buckets]
             if self._saved is not None:
                 for param in itertools.chain.from_iterable(buckets):
-                    self._goes_by[param] = saved
+                    self._layout_of[param] = saved
 
     def state_dict(self) -> list[list[list[str]]] | None:
-        """Give the buckets of each module's last backward, by name, and those that were loaded and not used yet."""
+        """Return the names by bucket of each module's last backward, and loaded layouts that were
+        not used yet.
+        """
         found = [each.layout for each in self._saved or () if not each.claimed]
         for layout in self._seen.values():
             buckets = [[reference() for reference in bucket] for bucket in layout]
-            if not any(param is None for bucket in buckets for param in bucket):  # else of a module that is gone
-                names = [self._names.of(bucket) for bucket in buckets]
+            if not any(param is None for bucket in buckets for param in bucket):  # else the module is dead
+                names = [self._parameter_names.lookup(bucket) for bucket in buckets]
                 if not any(None in bucket for bucket in names):
                     found.append(names)
         return found or None
 
-    # ---- What was loaded.
+    # ---- Loading.
 
     @property
     def resumes(self) -> bool:
         """Whether the buckets of a saved run were loaded."""
         return self._saved is not None
 
-    def load(self, layouts: list[list[list[str]]] | None, ranks: int) -> None:
-        """Take what `state_dict` gave with so many ranks."""
-        self._saved = None if layouts is None else [_Saved(layout) for layout in layouts]
-        self.ranks = ranks
-        self.expect()
+    def load(self, layouts: list[list[list[str]]] | None, world_size: int) -> None:
+        """Load a `state_dict` that was saved with `world_size` ranks."""
+        self._saved = None if layouts is None else [_SavedLayout(layout) for layout in layouts]
+        self.world_size = world_size
+        self.schedule_warning()
 
-    def check_ranks(self, ranks: int) -> None:
-        """Drop what was saved with another number of ranks: nothing can be bit for bit then, and new ones have none."""
-        if self.ranks != ranks:
+    def check_world_size(self, world_size: int) -> None:
+        """Drop layouts of another number of ranks: nothing can be bit for bit then, and new ranks
+        have no layout.
+        """
+        if self.world_size != world_size:
             self._saved = None
 
-    def find(self, comm, params: list) -> _Saved | None:
-        """Give the saved buckets of the module that has these parameters, those of a bucket; None where there are none.
+    def find(self, comm, params: list) -> _SavedLayout | None:
+        """Return the saved layout of the module that has these parameters of a bucket.
 
-        When the module first comes the ranks compare them, which blocks: with different ones they would add up what
-        doesn't belong together. Raises `Mismatch` on all of them then.
+        None where there is none. At a module's first backward the ranks compare their layouts,
+        which blocks. Raises `Mismatch` on all ranks where they differ: the ranks would add up
+        gradients of different parameters.
         """
         if self._saved is None:
             return None
-        if params[0] in self._goes_by:
-            return self._goes_by[params[0]]
-        own = self._names.of(params)
+        if params[0] in self._layout_of:
+            return self._layout_of[params[0]]
+        own = self._parameter_names.lookup(params)
         names = set(own)
         layouts = ((each, itertools.chain.from_iterable(each.layout or ())) for each in self._saved)
         found = next((each for each, saved in layouts if not names.isdisjoint(saved)), None)
@@ -136,26 +155,29 @@ class SavedBuckets:
         if found is not None:
             found.claimed = True
         for param in params:
-            self._goes_by[param] = found
+            self._layout_of[param] = found
         return found
 
-    def expect(self) -> None:
-        """Have `name_unmatched` look after some backwards."""
-        self._looks_in = _COMES
+    def schedule_warning(self) -> None:
+        """Let `warn_unmatched` check the loaded state after some backwards."""
+        self._warn_in = _BACKWARDS_TO_WARN
 
-    def name_unmatched(self, wire) -> None:
-        """Count a backward; after the third one warn of what was loaded, for a wire or as buckets, for no parameter."""
-        if not self._looks_in:
+    def warn_unmatched(self, compressor) -> None:
+        """Count a backward.
+
+        After the third one warn of loaded residuals and buckets that match no parameter.
+        """
+        if not self._warn_in:
             return
-        self._looks_in -= 1
-        if self._looks_in:
+        self._warn_in -= 1
+        if self._warn_in:
             return
-        lost = self._names.unknown(wire.unclaimed())
+        residuals = self._parameter_names.unmatched(compressor.unclaimed_names())
         waiting = [each.layout for each in self._saved or () if not each.claimed]
-        others = self._names.unknown(name for layout in waiting for bucket in layout for name in bucket)
+        others = self._parameter_names.unmatched(name for layout in waiting for bucket in layout for name in bucket)
         for names, what in (
-            (lost, "what the wire had kept"),
-            ([name for name in others if name not in lost], "buckets"),
+            (residuals, "what the wire had kept"),
+            ([name for name in others if name not in residuals], "buckets"),
         ):
             if names:
                 warnings.warn(
@@ -171,4 +193,4 @@ def _digest(names: list) -> str:
 
 
 def _shown(names: list[str]) -> str:
-    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")

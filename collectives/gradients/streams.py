@@ -1,4 +1,6 @@
-"""Lanes: communicators over the same ranks, each with a stream of its own on CUDA, and on the host with a thread."""
+"""Communication streams: communicators over the same ranks, each with its own CUDA stream, or
+thread on the host.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,15 @@ import torch
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument
 
-__all__ = ["Lane", "close_lanes", "has_spare_cores", "lanes_of", "overlaps"]
+__all__ = ["CommStream", "close_comm_streams", "get_comm_streams", "has_spare_cores", "should_overlap"]
 
 
-def overlaps(comm: Communicator) -> bool:
-    """Tell whether buckets on the host are reduced beside the backward, by other threads, or where the hook is called.
+def should_overlap(comm: Communicator) -> bool:
+    """Return whether other threads reduce buckets on the host during the backward.
 
-    Beside it where each rank has more cores than torch uses; COLLECTIVES_OVERLAP=0 or 1 says otherwise. A thread that
-    shares its core with the backward only holds it up.
+    Otherwise the hook's call reduces them. Other threads do where each rank has more cores than
+    torch uses; COLLECTIVES_OVERLAP=0 or 1 overrides that. A thread that shares its core with the
+    backward only delays it.
     """
     named = os.environ.get("COLLECTIVES_OVERLAP", "").strip()
     if named in ("0", "1"):
@@ -30,35 +33,40 @@ def overlaps(comm: Communicator) -> bool:
 
 
 def has_spare_cores(comm: Communicator) -> bool:
-    """Tell whether each rank of this machine has more cores than torch computes with."""
+    """Return whether each rank of this node has more cores than torch computes with."""
     return len(os.sched_getaffinity(0)) // comm.local_size > torch.get_num_threads()
 
 
-class Lane:
-    """A communicator and where its operations run: a side stream on CUDA, a thread on the host once it is needed."""
+class CommStream:
+    """A communicator with a side stream on CUDA, or on the host a thread that starts when needed."""
 
-    def __init__(self, comm: Communicator, row: str):
+    def __init__(self, comm: Communicator, trace_row: str):
         self.comm = comm
-        self.row = row  # in traces
+        self.trace_row = trace_row
         self.stream = None if comm._on_host else torch.cuda.Stream(comm.device)
         self._jobs: queue.SimpleQueue | None = None
-        self._owner = 0
+        self._owner = 0  # process id
 
     def submit(self, job) -> threading.Event:
-        """Run a job on the lane's thread, after those before it; on a host lane."""
+        """Run a job on the thread of a host stream, after earlier ones.
+
+        Returns an event that is set when it is done.
+        """
         if self._jobs is None or self._owner != os.getpid():  # a forked child has no threads
             self._jobs, self._owner = queue.SimpleQueue(), os.getpid()
-            threading.Thread(target=_work, args=(self._jobs,), name=f"collectives {self.row}", daemon=True).start()
+            name = f"collectives {self.trace_row}"
+            threading.Thread(target=_run_jobs, args=(self._jobs,), name=name, daemon=True).start()
         done = threading.Event()
         self._jobs.put((job, done))
         return done
 
-    def end(self) -> None:
+    def stop(self) -> None:
+        """End the thread after the jobs that it has."""
         if self._jobs is not None and self._owner == os.getpid():
             self._jobs.put(None)
 
 
-def _work(jobs: queue.SimpleQueue) -> None:
+def _run_jobs(jobs: queue.SimpleQueue) -> None:
     while (item := jobs.get()) is not None:
         job, done = item
         job()
@@ -66,30 +74,37 @@ def _work(jobs: queue.SimpleQueue) -> None:
         del item, job, done  # they hold a bucket
 
 
-_lanes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> its lanes, itself on the first
+_streams: weakref.WeakKeyDictionary = (
+    weakref.WeakKeyDictionary()
+)  # communicator -> its streams; the first one is its own
 
 
-def lanes_of(comm: Communicator, count: int) -> list[Lane]:
-    """Give so many lanes over a communicator's ranks; the first call for more of them is a collective."""
-    if comm not in _lanes:
+def get_comm_streams(comm: Communicator, count: int) -> list[CommStream]:
+    """Return `count` streams over a communicator's ranks.
+
+    The first call for a larger count is a collective.
+    """
+    if comm not in _streams:
         _close_stale()
-    lanes = _lanes.setdefault(comm, [])
-    while len(lanes) < count:
-        row = f"lane {len(lanes)}"
-        lanes.append(Lane(comm if not lanes else comm.split(0), row))
-    return lanes[:count]
+    streams = _streams.setdefault(comm, [])
+    while len(streams) < count:
+        trace_row = f"lane {len(streams)}"
+        streams.append(CommStream(comm if not streams else comm.split(0), trace_row))
+    return streams[:count]
 
 
 def _close_stale() -> None:
-    """End the lanes over communicators that were closed: their threads, and the communicators beside the first one."""
-    for comm in list(_lanes):
+    """Close the streams over closed communicators: their threads, and the communicators that were
+    split off.
+    """
+    for comm in list(_streams):
         if comm.closed:
-            close_lanes(comm, abort=any(lane.comm._queue.busy() for lane in _lanes[comm]))
+            close_comm_streams(comm, abort=any(each.comm._queue.busy() for each in _streams[comm]))
 
 
-def close_lanes(comm: Communicator, *, abort: bool = False) -> None:
-    """End the lanes over a communicator, which itself stays open."""
-    for lane in _lanes.pop(comm, []):
-        lane.end()
-        if lane.comm is not comm:
-            lane.comm.abort() if abort else lane.comm.close()
+def close_comm_streams(comm: Communicator, *, abort: bool = False) -> None:
+    """Close the streams over a communicator, which itself stays open."""
+    for each in _streams.pop(comm, []):
+        each.stop()
+        if each.comm is not comm:
+            each.comm.abort() if abort else each.comm.close()

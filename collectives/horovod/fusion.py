@@ -8,8 +8,7 @@ from operator import is_
 import torch
 
 from ..comm.communicator import Communicator
-from ..compression.base import Bucket, Factor, Wire
-from ..compression.by_name import make_wire
+from ..compression import Bucket, Compressor, Scaling, make_compressor
 from ..kernels import pack, unpack
 from ..layout import ALIGNMENT, bucket_layout
 from ..torch_compat import flatten_dense_tensors as flatten
@@ -40,8 +39,8 @@ class Executor:
         self.control = control
         self.size = control.size
         self.rank = control.rank
-        self._fusion_buffers: dict[str, torch.Tensor] = {}  # by device type; uint8
-        self._wires: dict[str, Wire] = {}
+        self._fusion: dict[str, torch.Tensor] = {}  # by device type: bytes
+        self._wires: dict[str, Compressor] = {}
         self._streams = {name: torch.cuda.Stream(comm.device) for name, comm in comms.items() if name == "cuda"}
 
     def run(self, item: Response | FusedResponse, own: list[TensorTableEntry | None]) -> None:
@@ -171,11 +170,11 @@ class Executor:
             _scale(flat, postscale)
         unpack(flat, outputs, scale=postscale if floating else 1.0)
 
-    def _reduce_on_wire(self, comm, request, inputs, outputs) -> None:
-        """Reduce fp32 or fp64 by a wire format that compresses; it sums in fp32."""
-        if request.wire not in self._wires:
-            self._wires[request.wire] = make_wire(request.wire)
-        wire, dtype = self._wires[request.wire], inputs[0].dtype
+    def _reduce_on_wire(self, comm, signature, inputs, outputs) -> None:
+        """Reduce fp32 or fp64 by a compressed wire, on which the sum is taken in fp32."""
+        if signature.wire not in self._wires:
+            self._wires[signature.wire] = make_compressor(signature.wire)
+        wire, dtype = self._wires[signature.wire], inputs[0].dtype
         total = bucket_layout([tensor.numel() for tensor in inputs], dtype.itemsize).total
         if not total:
             return
@@ -184,12 +183,11 @@ class Executor:
         if packed:
             flat = self._buffer(comm, total, dtype)
             pack(inputs, flat)
-        divisor = self.size if request.op == "avg" else 0
-        # The wire's state of a bucket is keyed by a tensor that persists: the fusion buffer, or the
-        # first gradient.
-        state_key = self._fusion_buffers[comm.device.type] if packed else inputs[0]
-        wire.begin()
-        wire.reduce(comm, Bucket(flat, [state_key], [0], 0), Factor(request.prescale, divisor, request.postscale))
+        over = self.size if signature.op == "avg" else 0
+        # What the wire keeps for a bucket goes by a tensor that stays: the fusion buffer, or the first gradient.
+        kept = self._fusion[comm.device.type] if packed else inputs[0]
+        wire.begin_backward()
+        wire.reduce(comm, Bucket(flat, [kept], [0], 0), Scaling(signature.prescale, over, signature.postscale))
         if packed:
             unpack(flat, outputs)
 

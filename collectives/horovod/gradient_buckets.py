@@ -189,7 +189,7 @@ class AllreduceBucket(_PendingReduction, GradientBucket):
             self.has, self._staged = [True] * len(views), {}
             self.sending = self.flat
         else:
-            self.look()
+            self.read_grads()
             if self.flat is None:
                 (self.sending,) = self._table.tensors
             else:

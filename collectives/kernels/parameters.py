@@ -339,7 +339,7 @@ class ParameterTable:
                     "by torch.empty_like(param).copy_(it)" + (_OF_GRADIENTS if column == "grad" else "")
                 )
             code = TORCH_CODES.get(array.dtype)
-            if alike and not array.is_contiguous() and _dense(array) and not array.is_neg() and code is not None:
+            if alike and not array.is_contiguous() and is_dense(array) and not array.is_neg() and code is not None:
                 check_storage(array, array.data_ptr(), what, self.op)
                 return array.data_ptr(), array.numel(), code
             if column == "grad" and not array.is_contiguous():
@@ -532,7 +532,7 @@ def _strides(tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def _dense(tensor) -> bool:
+def is_dense(tensor) -> bool:
     """Whether a tensor's elements fill its memory without gaps and overlaps, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import is_traceable_wrapper_subclass as is_wrapper
+from ..torch_patches import patch_total_norm
 from .scheduler import all_orders
 
 __all__ = ["clip_grad_norm_", "global_norm", "watch_clipping"]
@@ -156,20 +157,4 @@ def clip_grad_norm_(module: nn.Module, units, max_norm, norm_type=2.0, error_if_
 @functools.cache
 def watch_clipping() -> None:
     """Let torch.nn.utils' functions give the norm over all ranks where they are given pieces' gradients."""
-    local = torchs._get_total_norm
-
-    def over_ranks(wrapped, tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None):
-        if not isinstance(tensors, torch.Tensor):
-            tensors = list(tensors)
-        found = total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-        return wrapped(tensors, norm_type, error_if_nonfinite, foreach) if found is None else found
-
-    # The function object itself changes, so that whoever has imported it by name calls the new one, too.
-    names = local.__code__.co_freevars
-    if names == ("func",):
-        cell = local.__closure__[0]
-        cell.cell_contents = functools.wraps(cell.cell_contents)(functools.partial(over_ranks, cell.cell_contents))
-    else:
-        patched = functools.wraps(local)(torch.no_grad()(functools.partial(over_ranks, local)))
-        torchs._get_total_norm = patched
-        nn.utils.get_total_norm = patched
+    patch_total_norm(total_norm)

@@ -15,10 +15,20 @@ import weakref
 import torch
 
 from ..arrays import kind_of
-from ..compression.base import Bucket, Factor, Plain, _after, _counts_itself, _op, _ring_bytes, add_share
+from ..compression import (
+    Bucket,
+    NoCompression,
+    Scaling,
+    add_grad_stats,
+    has_fused_stats,
+    reduce_op,
+    remaining_scale,
+    ring_bytes,
+)
 from ..errors import InvalidArgument, InvalidUsage
-from ..gradients.state import HookState, _streams
-from ..gradients.streams import lanes_of
+from ..gradients.options import parse_streams
+from ..gradients.state import HookState
+from ..gradients.streams import get_comm_streams
 from ..rendezvous.process_groups import communicator_over
 from .clip import counts_here, global_norm
 from .quantized_gather import Codec
@@ -67,7 +77,7 @@ def _check(state: HookState) -> None:
          "local_steps: with post-local SGD the ranks' parameters differ, and here each parameter is there once"),
         (state.hierarchical is True,
          "hierarchical=True: each rank gets the sum of its own piece, which a flat reduce-scatter gives it"),
-        (state.streams > 1 and state.streams != _streams(None),
+        (state.streams > 1 and state.streams != parse_streams(None),
          "streams: the ranks agree on the order of a module's collectives, which are all over one communicator"),
         (not state.zero_copy, "zero_copy=False: a unit's buffers are the engine's own memory, and always shared"),
         (state.deterministic and state.max_norm is not None,
@@ -90,7 +100,7 @@ class Hooks:
     def __init__(self, state: HookState, comm):
         self.state = state
         self.comm = comm
-        self.wire = state._wire
+        self.wire = state.compressor
         self.codec = None if state.gather is None else Codec(state.gather, state.block)
         self._units: list[weakref.ref] = []
         self._numbers = weakref.WeakKeyDictionary()  # group -> its number among the state's, the same on all ranks
@@ -117,7 +127,7 @@ class Hooks:
 
     def describe(self) -> str:
         """Give what must be the same on all ranks."""
-        return ", ".join(f"{name}={value!r:.60}" for name, value in self.state._told().items())
+        return ", ".join(f"{name}={value!r:.60}" for name, value in self.state.describe_options().items())
 
     def add(self, unit) -> None:
         """Reduce a unit's gradients from here on; a local call, in the same order on all ranks."""
@@ -128,7 +138,7 @@ class Hooks:
             self._next += 1
         self._units.append(weakref.ref(unit))
         if not self._untold:
-            self.state.names.add_later(self._tell)
+            self.state.parameter_names.add_lazily(self._tell)
         self._untold.append(weakref.ref(unit))
         unit.hook = self
 
@@ -151,7 +161,9 @@ class Hooks:
                 if other is not None and other is not unit and other not in named:
                     named[other] = f"{name}."
         self._untold = []
-        self.state.names.add((prefix + slot.name, slot.full) for unit, prefix in named.items() for slot in unit.slots)
+        self.state.parameter_names.add(
+            (prefix + slot.name, slot.full) for unit, prefix in named.items() for slot in unit.slots
+        )
 
     # ---- The optimizer.
 
@@ -161,7 +173,7 @@ class Hooks:
 
     @property
     def _step(self) -> UnitStep | None:
-        return self.state.reduction.sharded
+        return self.state.reducer.sharded_step
 
     @property
     def steps(self) -> bool:
@@ -185,23 +197,23 @@ class Hooks:
         return state.max_norm is not None or state.check_finite or (self.steps and self._scaler is not None)
 
     def _begin(self) -> None:
-        state, reduction = self.state, self.state.reduction
+        state, reduction = self.state, self.state.reducer
         self.reset()
-        reduction._meet(self.comm)
-        if not reduction.lanes or reduction.lanes[0].comm is not self.comm:
-            reduction.lanes = lanes_of(self.comm, 1)
-        self._scaler = state._find_scaler() if state.max_norm is not None or self.steps else None
-        self.wire.begin()
+        reduction.verify_options(self.comm)
+        if not reduction.comm_streams or reduction.comm_streams[0].comm is not self.comm:
+            reduction.comm_streams = get_comm_streams(self.comm, 1)
+        self._scaler = state.find_scaler() if state.max_norm is not None or self.steps else None
+        self.wire.begin_backward()
         if self.steps:
             self._step.begin()
             if self.comm._on_host:
-                reduction.compare_steps(self.comm)
+                reduction.compare_hyperparameters(self.comm)
         self._begun = True
 
-    def _factor(self, unit, size: int) -> Factor:
+    def _factor(self, unit, size: int) -> Scaling:
         if unit.divide_factor is not None:
-            return Factor(before=1.0 / unit.divide_factor)
-        return self.state.reduction._factor(size)
+            return Scaling(prescale=1.0 / unit.divide_factor)
+        return self.state.reducer.get_scaling(size)
 
     def start_reduce(self, unit, *, async_op: bool) -> list:
         """Begin to reduce a unit's gradients, as `Unit.start_reduce` does. A collective of all ranks."""
@@ -216,7 +228,7 @@ class Hooks:
         if not self._begun:
             self._begin()
         ends = [self._reduce(unit, group, async_op) for group in unit.trainable]
-        self.state.reduction.totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
+        self.state.reducer.totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
         return [*ends, functools.partial(self._all_in, unit)]
 
     def _reduce(self, unit, group, async_op: bool):
@@ -235,22 +247,23 @@ class Hooks:
         send = _real(flat)
         share = send.numel() // ranks.size
         own = slice(ranks.rank * group.share, (ranks.rank + 1) * group.share)
-        if type(self.wire) is Plain:
+        if type(self.wire) is NoCompression:
             return self._plain(comm, group, flat, own, whole, factor, health, async_op)
         offsets = [slot.offset << flat.is_complex() for slot in group.slots]
-        bucket = Bucket(send, [slot.full for slot in group.slots], offsets, number, self.state.names)
+        bucket = Bucket(send, [slot.full for slot in group.slots], offsets, number, self.state.parameter_names)
         if whole:
-            self._sent += self.wire.reduce(comm, bucket, factor, health=health)
+            self._sent += self.wire.reduce(comm, bucket, factor, grad_stats=health)
         else:
-            self._sent += self.wire.scatter(comm, bucket, factor, share, health=health)
+            self._sent += self.wire.reduce_scatter(comm, bucket, factor, share, grad_stats=health)
         in_place = flat is group.grad
         return functools.partial(group.take_in, flat if in_place else flat[own], in_place)
 
     def _plain(self, comm, group, flat, own, whole, factor, health, async_op):
         """Reduce as the gradients are, into the place of the pieces' own, beside the computation where that goes."""
         home = current_stream(flat.device)
-        op, after, algorithm = _op(factor, comm.size), _after(factor, comm.size), self.wire._algorithm(comm)
-        counted = health is not None and _counts_itself(comm, algorithm)
+        op, after = reduce_op(factor, comm.size), remaining_scale(factor, comm.size)
+        algorithm = self.wire.choose_algorithm(comm)
+        counted = health is not None and has_fused_stats(comm, algorithm)
         options = {"share": health} if counted else {"algorithm": algorithm}
         send = _real(flat)
         if whole:
@@ -259,7 +272,7 @@ class Hooks:
         else:
             out, in_place = group.output()
             work = comm.reduce_scatter(_real(out), send, op, async_op=async_op, **options)
-        self._sent += _ring_bytes(send, comm.size, 2 if whole else 1)
+        self._sent += ring_bytes(send, comm.size, 2 if whole else 1)
 
         def end():
             if work is not None:
@@ -270,7 +283,7 @@ class Hooks:
                 if counted:
                     health[0] *= after * after
             if health is not None and not counted:
-                add_share(_real(out) if not whole else _real(out).tensor_split(comm.size)[comm.rank], health)
+                add_grad_stats(_real(out) if not whole else _real(out).tensor_split(comm.size)[comm.rank], health)
             part = out if not whole or out.numel() == group.share else out[own]
             group.take_in(part, in_place)
 
@@ -295,10 +308,10 @@ class Hooks:
         if not self._begun:
             return
         begun = time.perf_counter_ns()
-        reduction, state = self.state.reduction, self.state
+        reduction, state = self.state.reducer, self.state
         reduction.norm = reduction.nonfinite = None
         reduction.bytes_on_wire = self._sent
-        reduction.ranks = self.comm.size
+        reduction.world_size = self.comm.size
         clip = self._look_at_all() if self._counts() else None
         units = list({id(unit): unit for unit, _ in self._reduced.values()}.values())
         if self.steps and self._scaler is not None:
@@ -338,7 +351,7 @@ class Hooks:
 
     def _look_at_all(self):
         """Add up the ranks' shares; give the factor that clips, or None."""
-        state, reduction, comm = self.state, self.state.reduction, self.comm
+        state, reduction, comm = self.state, self.state.reducer, self.comm
         total = torch.zeros(2, dtype=torch.float64, device=comm.device)
         for number in sorted(self._reduced):
             unit, group = self._reduced[number]
@@ -348,10 +361,10 @@ class Hooks:
                 for slot in group.slots if counts_here(unit) else ():
                     if slot.piece.grad is not None:
                         on_its_device = torch.zeros(2, dtype=torch.float64, device=slot.piece.grad.device)
-                        add_share(_real(slot.piece.grad.reshape(-1)), on_its_device)
+                        add_grad_stats(_real(slot.piece.grad.reshape(-1)), on_its_device)
                         health += on_its_device.to(health.device)
             total += health.to(total.device)
-        Plain().reduce(comm, Bucket(total, [], [], 0), Factor())
+        NoCompression().reduce(comm, Bucket(total, [], [], 0), Scaling())
         on_host = comm._on_host
         reduction.nonfinite = int(total[1]) if on_host else total[1]
         if state.norm_type == 2:

@@ -20,7 +20,7 @@ from ..arrays import kind_of
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.state import HookState
-from ..optim import _Optimizer
+from ..optim import FusedOptimizer
 from ..rendezvous.process_groups import communicator_over
 from .api import MixedPrecisionPolicy, OffloadPolicy
 from .changes import Members
@@ -448,7 +448,7 @@ def _before_step(optimizer, _args, _kwargs) -> None:
     check_elementwise(optimizer)
     for order in all_orders():
         order.copies.wait()  # gathers may still read what the step writes, where pieces lie on the host
-    if not isinstance(optimizer, _Optimizer):  # torch's, with temporaries as large as the parameters
+    if not isinstance(optimizer, FusedOptimizer):  # torch's, with temporaries as large as the parameters
         for order in orders_of_parameters(param for group in optimizer.param_groups for param in group["params"]):
             # Where parameters stay gathered until the backward, the blocks are many, and the peak is past.
             if any(unit.reshard_after_forward and unit.gathers and not unit.persistent for unit in order.units):

@@ -14,9 +14,9 @@ import functools
 import re
 
 import torch
-from torch.distributed.checkpoint import state_dict as torchs
 
 from ..errors import InvalidUsage
+from ..torch_patches import patch_state_dict
 from .scheduler import units_of_parameters
 
 __all__ = ["check_elementwise", "watch_state_dicts"]
@@ -79,10 +79,8 @@ def watch_state_dicts() -> None:
     ``get_state_dict``, ``get_optimizer_state_dict``, ``set_state_dict`` and ``set_optimizer_state_dict`` call this one
     by its name in their module, so that it doesn't matter who has imported them, and when.
     """
-    begin = torchs._init_optim_state
 
-    @functools.wraps(begin)
-    def _init_optim_state(optim, *args, **kwargs):
+    def check(optim):
         if units_of_parameters(param for group in optim.param_groups for param in group["params"]):
             raise InvalidUsage(
                 "torch.distributed.checkpoint.state_dict's functions take this rank's pieces for the optimizer's whole "
@@ -91,6 +89,5 @@ def watch_state_dicts() -> None:
                 "collectives.sharded.save and load",
                 op="get_optimizer_state_dict",
             )
-        return begin(optim, *args, **kwargs)
 
-    torchs._init_optim_state = _init_optim_state
+    patch_state_dict(check)

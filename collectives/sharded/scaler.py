@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..rendezvous.process_groups import communicator_over
+from ..torch_patches import patch_scaler_checks
 from .scheduler import orders_of_parameters
 
 __all__ = ["ShardedGradScaler", "watch_scalers"]
@@ -64,19 +65,4 @@ def _exchange(scaler, optimizer) -> None:
 @functools.cache
 def watch_scalers() -> None:
     """Let torch's scalers exchange what they find in pieces' gradients."""
-    cls = torch.amp.GradScaler
-    unscale, check = cls.unscale_, cls._check_inf_per_device
-
-    @functools.wraps(unscale)
-    def unscale_(self, optimizer):
-        unscale(self, optimizer)
-        if self.is_enabled():
-            _exchange(self, optimizer)
-
-    @functools.wraps(check)
-    def _check_inf_per_device(self, optimizer):
-        check(self, optimizer)
-        _exchange(self, optimizer)
-        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-
-    cls.unscale_, cls._check_inf_per_device = unscale_, _check_inf_per_device
+    patch_scaler_checks(_exchange)

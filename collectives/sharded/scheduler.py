@@ -9,7 +9,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..errors import InvalidUsage
-from ..gradients.streams import overlaps
+from ..gradients.streams import should_overlap
 from ..torch_compat import current_graph_task_id
 from .agreement import ALIKE, GATHER, KINDS, LATER, MASTERS, REDUCE, Agreement, known_to_all
 from .buffer_pool import Loans
@@ -42,7 +42,7 @@ class Order(Agreement):
         self.loans = Loans()
         self.copies = HostCopies()
         # Gathers and reductions run beside the computation where there is something to run them on.
-        self.beside = not comm._on_host or overlaps(comm)
+        self.beside = not comm._on_host or should_overlap(comm)
         self.depth = 0  # forwards of units that this thread is in
         self.last_backward = True
         self._backward_order: list[weakref.ref] = []

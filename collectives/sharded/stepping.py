@@ -9,7 +9,7 @@ import torch
 
 from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.zero import refuse_arguments
-from ..optim import _Optimizer
+from ..optim import FusedOptimizer
 
 __all__ = ["UnitStep"]
 
@@ -22,7 +22,7 @@ class UnitStep:
     parameters must have none.
     """
 
-    def __init__(self, optimizer: _Optimizer, units):
+    def __init__(self, optimizer: FusedOptimizer, units):
         self.optimizer = optimizer
         self.applied = False  # in the last backward, and not ended by step()
         self._units = units
@@ -121,7 +121,7 @@ class UnitStep:
                 norm = torch.as_tensor(self._norm, dtype=torch.float64)
                 norm = norm if scale is None else norm / scale.to(norm.device, torch.float64)
                 clip = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
-            found = _Optimizer._found(self._found)
+            found = FusedOptimizer._found(self._found)
             pending = self._pending
             self.discard()
             for unit in pending:

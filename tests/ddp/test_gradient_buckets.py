@@ -314,7 +314,7 @@ def over_torchs_group(ctx):
 
     buckets = collectives.GradientBuckets(model.parameters(), overlap=True, average=False, **SMALL)
     buckets.all_reduce()
-    lane = next(iter(buckets._lanes.values()))
+    lane = next(iter(buckets._bucket_comms.values()))
     assert lane is not comm
     model.zero_grad()
     backward(model, 0, ctx.rank)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import collectives
 from collectives import HookState, errors
-from collectives.gradients import streams as lanes
+from collectives.gradients.streams import get_comm_streams
 from tests.ddp.training import buckets_of, loss_of, make_model, over_gloo, run, train, wrap
 from tests.ranks import run_ranks
 
@@ -64,7 +64,7 @@ def interrupt(ctx, late):
     if ctx.rank or sys.version_info >= (3, 11):  # which has notes
         text = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
         assert "in gradient bucket" in text and ".bias" in text
-    assert not state.reduction.pending
+    assert not state.reducer.pending
     del module
     _, params = train(wrap(make_model(), "torch", state), 2, ctx.rank)
     return params
@@ -77,11 +77,11 @@ def test_an_interrupt_ends_the_other_ranks_backward_too(tmp_path, overlap):
 
 
 @over_gloo
-def fails_in_a_lane(ctx):
+def fails_in_a_thread(ctx):
     state = HookState(streams=2)
     module = wrap(make_model(), "torch", state)
     train(module, 2, ctx.rank)
-    reduce, calls = state._wire.reduce, itertools.count()
+    reduce, calls = state.compressor.reduce, itertools.count()
 
     def short_of_memory(*args, **options):
         if next(calls) == 1:
@@ -89,14 +89,14 @@ def fails_in_a_lane(ctx):
         return reduce(*args, **options)
 
     kind = MemoryError if ctx.rank == 0 else errors.RemoteError
-    with mock.patch.object(state._wire, "reduce", short_of_memory if ctx.rank == 0 else reduce):
+    with mock.patch.object(state.compressor, "reduce", short_of_memory if ctx.rank == 0 else reduce):
         with pytest.raises(kind):
             loss_of(module, 2, ctx.rank).backward()
     return train(wrap(make_model(), "torch", state), 2, ctx.rank)[1]
 
 
-def test_an_error_in_a_lanes_thread_ends_the_other_ranks_backward_too(tmp_path):
-    one, other = run(fails_in_a_lane, 2, tmp_path / "store", env={"COLLECTIVES_OVERLAP": "1"})
+def test_an_error_in_a_streams_thread_ends_the_other_ranks_backward_too(tmp_path):
+    one, other = run(fails_in_a_thread, 2, tmp_path / "store", env={"COLLECTIVES_OVERLAP": "1"})
     assert all(map(torch.equal, one, other))
 
 
@@ -139,42 +139,42 @@ def kept(ctx):
             setattr(state, name, value)
     module = wrap(make_model(), "torch", state)
     train(module, 3, ctx.rank)
-    assert len(state._wire._plans) == buckets_of(module)  # none of the first backward's buckets
+    assert len(state.compressor._plans) == buckets_of(module)  # none of the first backward's buckets
     again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(state))))  # twice, and not used between
     layouts = again.__getstate__()["layouts"]
     assert layouts and layouts == state.__getstate__()["layouts"]
     for other in (HookState(), HookState(wire="int8"), HookState(wire="powersgd:1")):
         with pytest.raises(errors.InvalidArgument, match="the state to load"):
-            other.load_state_dict({"wire": state._wire.state_dict(), "optimizer": None, "local": None})
+            other.load_state_dict({"wire": state.compressor.state_dict(), "optimizer": None, "local": None})
     nearest = HookState(wire="int8")
     nearest.load_state_dict({"wire": {"residuals": {}, "steps": 3, "seed": 5}, "optimizer": None, "local": None})
-    assert nearest._wire.seed is None
+    assert nearest.compressor.seed is None
     param = weakref.ref(module.module[0].weight)
     del module
     gc.collect()
-    assert param() is None and not state._wire._plans and not state._wire.residuals._views
+    assert param() is None and not state.compressor._plans and not state.compressor.residuals._views
     scaler = torch.amp.GradScaler("cpu")
     state.grad_scaler = scaler
     del scaler
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
-    assert state._find_scaler() is scaler  # the dead one's place
+    assert state.find_scaler() is scaler  # the dead one's place
 
 
 def test_nothing_of_a_dead_module_is_kept(tmp_path):
     run(kept, 2, tmp_path / "store")
 
 
-def lanes_of_closed_communicators(ctx):
+def streams_of_closed_communicators(ctx):
     before = threading.active_count()
     for _ in range(3):
         comm = ctx.new_communicator()
-        for lane in lanes.lanes_of(comm, 2):
-            lane.submit(int).wait()
-        beside = lanes.lanes_of(comm, 2)[1].comm
+        for comm_stream in get_comm_streams(comm, 2):
+            comm_stream.submit(int).wait()
+        beside = get_comm_streams(comm, 2)[1].comm
         comm.close()
     comm = ctx.new_communicator()
-    lanes.lanes_of(comm, 1)
+    get_comm_streams(comm, 1)
     assert beside.closed
     limit = time.monotonic() + 20
     while threading.active_count() > before and time.monotonic() < limit:
@@ -183,8 +183,8 @@ def lanes_of_closed_communicators(ctx):
     comm.close()
 
 
-def test_lanes_go_with_their_communicator():
-    run(lanes_of_closed_communicators, 2)
+def test_comm_streams_close_with_their_communicator():
+    run(streams_of_closed_communicators, 2)
 
 
 @over_gloo
@@ -200,7 +200,7 @@ def interrupted_by_the_program(ctx):
     handle = model[0].weight.register_hook(fail)
     with pytest.raises(ArithmeticError):
         loss_of(module, 2, ctx.rank).backward()
-    assert state.reduction.pending
+    assert state.reducer.pending
     handle.remove()
     del module
     gc.collect()

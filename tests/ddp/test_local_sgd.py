@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torchs_optimizer
 
 from collectives import optim
-from collectives.compression.base import Bucket
+from collectives.compression import Bucket
 from collectives.errors import InvalidArgument, InvalidUsage, Mismatch
 from collectives.gradients import local_sgd
 from collectives.gradients.local_sgd import LocalSGD
@@ -21,7 +21,7 @@ from tests.ddp.training import BUCKET_MB, loss_of, make_model, over_gloo, run, w
 
 def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     local, comm = state
-    if local.sees(comm, Bucket(bucket.buffer(), bucket.parameters(), None, bucket.index())):
+    if local.observe_bucket(comm, Bucket(bucket.buffer(), bucket.parameters(), None, bucket.index())):
         comm.all_reduce(bucket.buffer(), "avg")
     if bucket.is_last():
         local.end_backward()
@@ -205,7 +205,7 @@ def refused(ctx):
         bucket.flat.fill_(value)
         try:
             for number in range(limit + 2):  # noqa: B007
-                fresh.sees(comm, bucket)
+                fresh.observe_bucket(comm, bucket)
                 fresh.end_backward()
         except InvalidUsage as error:
             said.append((number, str(error)))
@@ -227,12 +227,12 @@ def parts_ways(ctx):
     optimizer = torch.optim.SGD([param], lr=0.1)
     param.grad = torch.ones(4)
     bucket = Bucket(param.grad, [param], [0], 0)
-    local.sees(comm, bucket)
+    local.observe_bucket(comm, bucket)
     local.end_backward()
     try:
         if ctx.rank == 0:
             optimizer.step()
-        local.sees(comm, bucket)
+        local.observe_bucket(comm, bucket)
         local.end_backward()
     except Mismatch as error:
         return str(error)
@@ -259,7 +259,7 @@ class Pair:
 
 
 def test_parameters_of_all_layouts_in_pieces(monkeypatch):
-    monkeypatch.setattr(local_sgd, "_PIECE", 400)
+    monkeypatch.setattr(local_sgd, "_CHUNK_BYTES", 400)
     params = [
         nn.Parameter(torch.randn(3, 5, 4, 4).to(memory_format=torch.channels_last)),
         nn.Parameter(torch.randn(7, dtype=torch.float64)),
@@ -270,14 +270,14 @@ def test_parameters_of_all_layouts_in_pieces(monkeypatch):
     ]
     before, versions = [param.detach().clone() for param in params], [param._version for param in params]
     comm = Pair(0.5)
-    local_sgd.average(comm, params)
+    local_sgd.average_parameters(comm, params)
     for param, was, version in zip(params, before, versions, strict=True):
         assert torch.equal(param, was * 0.5)
         assert param.numel() == 0 or param._version > version
     assert sum(comm.sizes) == sum(param.nbytes for param in params)
     assert max(comm.sizes) == 400 and len(comm.sizes) == 5  # 1,180 bytes of fp32, 56 of fp64, 40 of complex
     with pytest.raises(InvalidArgument, match="gaps"):
-        local_sgd.average(comm, [nn.Parameter(torch.randn(4, 6)[:, ::2])])
+        local_sgd.average_parameters(comm, [nn.Parameter(torch.randn(4, 6)[:, ::2])])
 
 
 def test_the_hook_of_all_optimizers_goes():

@@ -4,20 +4,21 @@ Which orders and records there are is looked at here on the host, with streams t
 the simulated GPU.
 """
 
+import contextlib
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from collectives.compression import base as wire
-from collectives.compression import powersgd
-from collectives.compression.base import Bucket, Factor, Residuals, follow, transport
+from collectives.compression import Bucket, Scaling, error_feedback, low_rank, scratch
+from collectives.compression.error_feedback import Residuals
 from collectives.compression.powersgd import PowerSGD
+from collectives.compression.scratch import get_wire_buffer, use_on_current_stream
 
 
 class Stream:
-    """What `follow` needs of one."""
+    """What `use_on_current_stream` needs of one."""
 
     def __init__(self):
         self.waited = []
@@ -37,29 +38,29 @@ class OnGPU:
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_follow_waits_and_records(capturing):
+def test_use_waits_and_records(capturing):
     one, other, memory = Stream(), Stream(), OnGPU()
     with (
         mock.patch.object(torch.cuda, "current_stream", lambda device: now),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: capturing),
     ):
         now = one
-        assert follow(None, memory) is one and follow(one, memory) is one
+        assert use_on_current_stream(None, memory) is one and use_on_current_stream(one, memory) is one
         assert memory.recorded == [] and one.waited == []
         now = other
-        assert follow(one, memory) is other
+        assert use_on_current_stream(one, memory) is other
         assert memory.recorded == [other] and one.waited == [] and other.waited == ([] if capturing else [one])
-    assert follow(None, torch.ones(1)) is None
+    assert use_on_current_stream(None, torch.ones(1)) is None
 
 
 class Streams:
-    """Stands for `follow`: what was used last by which stream, and is used now by `current`."""
+    """Stands for `use_on_current_stream`: what was used last by which stream, and is used now by `current`."""
 
     def __init__(self):
         self.current = "a"
         self.last: dict[int, str] = {}  # by address of the memory
 
-    def follow(self, last, *tensors):
+    def use(self, last, *tensors):
         for tensor in tensors:
             address = tensor.untyped_storage().data_ptr()
             assert last is None or self.last[address] == last
@@ -91,17 +92,19 @@ def test_what_moves_between_buckets_follows_its_stream(kind):
             read = []
             if kind == "residuals":
                 read = [view[1] for view in map(residuals._views.get, map(id, bucket.params)) if view is not None]
-                residuals.of(bucket)
+                residuals.get(bucket)
             else:
                 read = [known[1] for known in map(factors._starts.get, map(id, bucket.params)) if known is not None]
-                factors.reduce(comm, bucket, Factor())
+                factors.reduce(comm, bucket, Scaling())
             assert all(streams.last[each.untyped_storage().data_ptr()] == name for each in read)
 
-    with mock.patch.object(wire, "follow", streams.follow), mock.patch.object(powersgd, "follow", streams.follow):
+    with contextlib.ExitStack() as stack:
+        for module in (scratch, error_feedback, low_rank):
+            stack.enter_context(mock.patch.object(module, "use_on_current_stream", streams.use))
         step([0, 1], [2, 3])
         step([2, 0], [3, 1])  # DDP has made its buckets anew
         step([2, 0], [3, 1])
         step([3, 1], [2, 0])  # the same buckets on the other streams
-        memory = transport(comm, 64)
+        memory = get_wire_buffer(comm, 64)
         streams.current = "c"
-        assert transport(comm, 32) is memory and streams.last[memory.untyped_storage().data_ptr()] == "c"
+        assert get_wire_buffer(comm, 32) is memory and streams.last[memory.untyped_storage().data_ptr()] == "c"

@@ -87,7 +87,7 @@ def branched(ctx, where):
     optimizer = optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     state = HookState(optimizer=None if where.startswith("outside") else optimizer)
     ddp = wrap(model, "torch", state, find_unused_parameters=True)
-    known = state.reduction._unused
+    known = state.reducer._find_unused
 
     def as_on_a_gpu(comm, bucket):
         """What the ranks find, as tensors that the host doesn't look at."""
@@ -96,7 +96,7 @@ def branched(ctx, where):
         return set(), {at: torch.tensor([float(at in unused)]) for at in here}
 
     if where.startswith("on a GPU"):
-        state.reduction._unused = as_on_a_gpu
+        state.reducer._find_unused = as_on_a_gpu
     for step in range(5):
         loss_of(ddp, step, ctx.rank).backward()
         if where.startswith("outside"):

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives import errors, optim
-from collectives.compression.base import Bucket
-from collectives.gradients.shard_spec import Ownership
+from collectives.compression import Bucket
+from collectives.gradients.shard_spec import ShardSpec
 from collectives.gradients.zero import ShardedStep
 from tests.ddp.training import Branches, loss_of, make_model, over_gloo, run, wrap
 
@@ -42,13 +42,13 @@ class Hook:
         if bucket.index == 0:
             self.sharded.begin()
             self.found, self.squares = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
-        owned = self.sharded.shares(bucket, self.comm.size, self.comm.rank)
-        self.comm.reduce_scatter(flat[owned.own], flat[: owned.whole], "avg")
-        self.comm.all_reduce(flat[owned.rest], "avg")
+        spec = self.sharded.shard_spec(bucket, self.comm.size, self.comm.rank)
+        self.comm.reduce_scatter(flat[spec.shard], flat[: spec.sharded_numel], "avg")
+        self.comm.all_reduce(flat[spec.remainder], "avg")
         if not self.deferred:
             self.sent += self.sharded.update(self.comm, bucket)
             return future
-        mine = torch.cat([flat[owned.own], flat[owned.rest] if self.comm.rank == 0 else flat[:0]])
+        mine = torch.cat([flat[spec.shard], flat[spec.remainder] if self.comm.rank == 0 else flat[:0]])
         self.found += (~torch.isfinite(mine)).sum()
         self.squares += mine.double().square().sum()
         if not last:
@@ -150,7 +150,7 @@ def equal(ctx):
         same_states(sharded.state_dict(), pairs[1][1].state_dict())
         keys = ("exp_avg", "momentum_buffer", "master_param")
         held = sum(state[key].numel() for state in optimizer.state.values() for key in keys if key in state)
-        buckets = len(sharded._laid)
+        buckets = len(sharded._bucket_states)
         if rule == "channels_last":
             other_order(comm, ctx.rank, pairs)
         found[rule] = (held, buckets, pairs[0][2].sent, sum(p.numel() for p in pairs[0][0].parameters()))
@@ -433,17 +433,17 @@ def test_what_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "size, ranks, align", [(0, 2, 4), (5, 2, 4), (8, 2, 4), (103, 3, 4), (4096, 3, 256), (64, 1, 4)]
 )
-def test_ownership(size, ranks, align):
+def test_shard_spec(size, ranks, align):
     owners = [[] for _ in range(size)]
     cuts = sorted({0, size // 7, size // 3, size})
     for rank in range(ranks):
-        owned = Ownership(size, ranks, align, rank)
-        assert owned.part % align == 0 and owned.rest.stop - owned.rest.start < ranks * align
+        spec = ShardSpec(size, ranks, align, rank)
+        assert spec.shard_numel % align == 0 and spec.remainder.stop - spec.remainder.start < ranks * align
         for first, end in zip(cuts, cuts[1:], strict=False):
-            mine = [first + at + i for at, count in owned.pieces(first, end - first) for i in range(count)]
-            theirs = [first + at + i for at, count in owned.others(first, end - first) for i in range(count)]
+            mine = [first + at + i for at, count in spec.owned_spans(first, end - first) for i in range(count)]
+            theirs = [first + at + i for at, count in spec.remote_spans(first, end - first) for i in range(count)]
             assert sorted(mine + theirs) == list(range(first, end))
             for element in mine:
                 owners[element].append(rank)
     for element, who in enumerate(owners):
-        assert who == ([element // owned.part] if element < owned.whole else list(range(ranks)))
+        assert who == ([element // spec.shard_numel] if element < spec.sharded_numel else list(range(ranks)))

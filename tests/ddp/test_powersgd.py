@@ -9,10 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives
-from collectives.compression import powersgd
-from collectives.compression.base import Bucket, Factor
+from collectives.compression import Bucket, Scaling, low_rank
 from collectives.compression.powersgd import PowerSGD
-from collectives.parameter_names import Names
+from collectives.parameter_names import ParameterNames
 from tests.ddp.training import over_gloo, run
 
 # At rank 1 the first, the third and the last are compressed; what is not lies in three places.
@@ -46,7 +45,7 @@ def gradient(bucket, step, rank):
 
 def reduce(wire, ctx, bucket, step, factor=None, **options):
     bucket.flat.copy_(gradient(bucket, step, ctx.rank))
-    sent = wire.reduce(ctx.communicator(), bucket, factor or Factor(over=ctx.size), **options)
+    sent = wire.reduce(ctx.communicator(), bucket, factor or Scaling(divisor=ctx.size), **options)
     return bucket.flat.clone(), sent
 
 
@@ -57,8 +56,8 @@ def mean(bucket, step, size):
 def full_rank(ctx):
     """With as many columns as the matrix has, nothing is lost."""
     errors = {}
-    factors = {"mean": Factor(over=ctx.size), "sum": Factor(), "predivided": Factor(0.5, 0, 2 / ctx.size)}
-    with mock.patch.object(powersgd, "_LEAST_GAIN", 0):
+    factors = {"mean": Scaling(divisor=ctx.size), "sum": Scaling(), "predivided": Scaling(0.5, 0, 2 / ctx.size)}
+    with mock.patch.object(low_rank, "_MIN_GAIN", 0):
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
             for feedback in (True, False):
                 for name, factor in factors.items():
@@ -80,16 +79,16 @@ def test_a_rank_as_large_as_the_matrix_gives_the_average(ranks):
 def telescopes(ctx, dtype, before):
     bucket = make(dtype=dtype)
     wire = PowerSGD(1)
-    factor = Factor(over=ctx.size) if before == 1 else Factor(before, 0, 1 / before / ctx.size)
+    factor = Scaling(divisor=ctx.size) if before == 1 else Scaling(before, 0, 1 / before / ctx.size)
     applied, wanted, sent, first, health = 0, 0, [], [], []
     for step in range(6):
         share = torch.zeros(2, dtype=torch.float64)
-        got, nbytes = reduce(wire, ctx, bucket, step, factor, health=share)
+        got, nbytes = reduce(wire, ctx, bucket, step, factor, grad_stats=share)
         first.append(got)
         sent.append(nbytes)
         health.append((share, got.double().square().sum().item()))
         applied, wanted = applied + got.double(), wanted + mean(bucket, step, ctx.size)
-    left = wire.residuals.of(bucket).double()
+    left = wire.residuals.get(bucket).double()
     left = sum(torch.from_numpy(each) for each in ctx.exchange(left.numpy())) / ctx.size / before
     return {
         "results": first,
@@ -131,7 +130,7 @@ def half_of_matrices(ctx):
     for step in range(5):
         got, _ = reduce(wire, ctx, bucket, step)
         applied, wanted = applied + got.double(), wanted + mean(bucket, step, ctx.size)
-    left = wire.residuals.of(bucket).double()
+    left = wire.residuals.get(bucket).double()
     left = sum(torch.from_numpy(each) for each in ctx.exchange(left.numpy())) / ctx.size
     return ((applied + left - wanted).abs().max() / wanted.abs().max()).item()
 
@@ -156,21 +155,21 @@ def bucket_over(module, indices=None, index=0):
 
 def resumed(ctx, rank):
     net = Net()
-    names = Names()
+    names = ParameterNames()
     names.register(net)
     bucket = bucket_over(net)
-    wire = PowerSGD(rank, names=names)
+    wire = PowerSGD(rank, parameter_names=names)
     for step in range(3):
         reduce(wire, ctx, bucket, step)
     saved = wire.state_dict()
     on = [reduce(wire, ctx, bucket, step)[0] for step in range(3, 6)]
-    other = PowerSGD(rank, names=names)
+    other = PowerSGD(rank, parameter_names=names)
     other.load_state_dict(saved)
     again = other.state_dict()  # before its parameters have come
     again_on = [reduce(other, ctx, bucket, step)[0] for step in range(3, 6)]
 
     # In other buckets: everything goes along, and the batches in which factors are made orthonormal are others.
-    split = PowerSGD(rank, names=names)
+    split = PowerSGD(rank, parameter_names=names)
     split.load_state_dict(again)
     halves = [bucket_over(net, range(0, 4)), bucket_over(net, range(4, 7), 1)]
     apart = []
@@ -179,7 +178,7 @@ def resumed(ctx, rank):
         for half in halves:
             half.flat.copy_(whole[at : at + half.flat.numel()])
             at += half.flat.numel()
-            split.reduce(ctx.communicator(), half, Factor(over=ctx.size))
+            split.reduce(ctx.communicator(), half, Scaling(divisor=ctx.size))
         apart.append(torch.cat([half.flat for half in halves]))
         if step == 4:  # back in one bucket
             halves = [bucket]
@@ -206,22 +205,22 @@ def test_a_resumed_run_continues(rank):
 
 
 def recovers(ctx, feedback, dtype, looks):
-    with mock.patch.object(powersgd, "_looks", lambda flat: looks):  # False: as on CUDA
+    with mock.patch.object(low_rank, "_checks_finite", lambda flat: looks):  # False: as on CUDA
         bucket, steady = make(dtype=dtype), make(dtype=dtype)
         wire, other = PowerSGD(1, error_feedback=feedback), PowerSGD(1, error_feedback=feedback)
         for step in range(2):
             reduce(wire, ctx, bucket, step)
             reduce(other, ctx, steady, step)
-        kept = [parts(bucket, wire.residuals.of(bucket))[0].clone()] if feedback else []
+        kept = [parts(bucket, wire.residuals.get(bucket))[0].clone()] if feedback else []
         bucket.flat.copy_(gradient(bucket, 2, ctx.rank))
         if ctx.rank == 1:
             bucket.flat[5], bucket.flat[6] = torch.nan, torch.inf
         share = torch.zeros(2, dtype=torch.float64)
-        wire.reduce(ctx.communicator(), bucket, Factor(over=ctx.size), health=share)
+        wire.reduce(ctx.communicator(), bucket, Scaling(divisor=ctx.size), grad_stats=share)
         bad = bucket.flat.clone()
         good, _ = reduce(other, ctx, steady, 2)
         if feedback:
-            kept.append(parts(bucket, wire.residuals.of(bucket))[0].clone())
+            kept.append(parts(bucket, wire.residuals.get(bucket))[0].clone())
         after = [reduce(wire, ctx, bucket, step)[0] for step in range(3, 6)]
     return bad, good, share, kept, after
 
@@ -262,7 +261,7 @@ def test_what_is_not_finite_does_not_stay(feedback, dtype, looks):
 def test_dependent_columns_go():
     first, third = torch.randn(2, 50)
     vectors = torch.stack([torch.stack([first, -2 * first, third]), torch.zeros(3, 50)])
-    powersgd._orthonormalise(vectors)
+    low_rank.orthonormalise(vectors)
     wanted = torch.zeros(2, 3, 3)
     wanted[0, 0, 0] = wanted[0, 2, 2] = 1
     assert torch.allclose(vectors @ vectors.transpose(1, 2), wanted, atol=1e-6)
@@ -284,7 +283,7 @@ def degenerate(ctx):
         if step == 2:
             values[3] = left @ right
         bucket.flat.copy_(values.flatten())
-        wire.reduce(ctx.communicator(), bucket, Factor(over=ctx.size))
+        wire.reduce(ctx.communicator(), bucket, Scaling(divisor=ctx.size))
         error = (bucket.flat.view(4, 40, 30) - values).abs().amax((1, 2)) / values.abs().amax((1, 2)).clamp(min=1e-30)
         outcome.append(error)
     return outcome
@@ -297,7 +296,7 @@ def test_gradients_of_low_rank_and_of_all_sizes():
 
 def wrapped_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     wire, comm = state
-    wire.reduce(comm, Bucket(bucket.buffer(), bucket.parameters(), None, bucket.index()), Factor(over=comm.size))
+    wire.reduce(comm, Bucket(bucket.buffer(), bucket.parameters(), None, bucket.index()), Scaling(divisor=comm.size))
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 def made(comm, params, overlap):
     buckets = collectives.GradientBuckets(params, comm=comm, overlap=overlap, **SMALL)
     buckets.all_reduce()
-    buckets._flags.lags = True
+    buckets._flags.is_async = True
     return buckets
 
 

@@ -141,9 +141,9 @@ def subgroups(ctx, how):
             second.register_comm_hook(state, collectives.fused_allreduce)
         again = pickle.loads(pickle.dumps(state))
         with pytest.raises(errors.InvalidUsage, match="set its process_group"):
-            again.own_group()
+            again.get_process_group()
         again.process_group = mine
-        assert again.own_group() is mine
+        assert again.get_process_group() is mine
     else:
         model = wrap(nn.Linear(12, 5), "torch", HookState(process_group=mine), process_group=mine)
     value = [0, 9, 6][ctx.rank]
@@ -195,7 +195,7 @@ def one_for_each_group(ctx):
 def without_a_group(ctx):
     state = HookState()
     with pytest.raises(errors.InvalidUsage, match=r"init_process_group\(\)"):
-        state.own_group()
+        state.get_process_group()
 
 
 def test_without_a_process_group():
@@ -244,11 +244,11 @@ def interrupted(ctx, own_state):
             loss_of(module, 2, ctx.rank).backward()
     finally:
         Fails.on = False
-    left = (state or ddp._default_state).reduction.pending
+    left = (state or ddp._default_state).reducer.pending
     assert left > 0  # buckets were on their way
     fresh = make_model()
     grads, params = train(wrap(fresh, "torch", state), 3, ctx.rank)
-    assert not (state or ddp._default_state).reduction.pending
+    assert not (state or ddp._default_state).reducer.pending
     return grads, params
 
 

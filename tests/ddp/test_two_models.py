@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import collectives
-from collectives import HookState, errors
+from collectives import HookState, errors, torch_patches
 from collectives import parameter_names as names
-from collectives import torch_patches as torch_changes
 from tests.ddp.training import BUCKET_MB, Branches, gradients, loss_of, make_model, over_gloo, run, wrap
 
 
@@ -76,7 +75,7 @@ def resumed(ctx, wire, stops, collects=False, keeps=False, shared=False):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         seen += steps(ddps, range(3, 6), ctx.rank)
-    kept = [state._wire.state_dict()["residuals"] for state in states[: 1 if shared else 2]]
+    kept = [state.compressor.state_dict()["residuals"] for state in states[: 1 if shared else 2]]
     return seen, kept
 
 
@@ -117,17 +116,17 @@ def loaded_in_place(ctx):
     loss_of(alone, 7, ctx.rank).backward()
     owed = [p.grad + saved["wire"]["residuals"][name].view_as(p) for name, p in alone.named_parameters()]
     loss_of(ddp_again, 7, ctx.rank).backward()
-    assert other._wire.residuals.unclaimed() == [] and len(saved["wire"]["residuals"]) == len(owed)
+    assert other.compressor.residuals.unclaimed_names() == [] and len(saved["wire"]["residuals"]) == len(owed)
     for total in owed:
         dist.all_reduce(total)
     lost = [2 * p.grad + _all(residual) for p, residual in zip(again.parameters(), _kept(other, again), strict=True)]
     for a, b in zip(owed, lost, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    return len(state._wire.residuals._views)
+    return len(state.compressor.residuals._views)
 
 
 def _kept(state, model):
-    found = state._wire.state_dict()["residuals"]
+    found = state.compressor.state_dict()["residuals"]
     return [found[name].view_as(param) for name, param in model.named_parameters()]
 
 
@@ -196,7 +195,7 @@ def renamed(ctx, wire):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         steps([ddp], range(4), ctx.rank)
-    assert set(state._wire.state_dict()["residuals"]) > {"0.weight", "0.0.weight"}  # not lost in the next state
+    assert set(state.compressor.state_dict()["residuals"]) > {"0.weight", "0.0.weight"}  # not lost in the next state
     return sorted(str(each.message) for each in caught if "HookState" in str(each.message))
 
 
@@ -230,7 +229,7 @@ def test_saved_buckets_of_other_gradients_are_named(tmp_path):
 
 
 def test_names_go_by_the_order_of_registration():
-    known, models = names.Names(), generator_and_critic()
+    known, models = names.ParameterNames(), generator_and_critic()
     for model in models:
         known.register(model)
     gone = nn.Sequential(nn.Linear(2, 2))
@@ -240,13 +239,13 @@ def test_names_go_by_the_order_of_registration():
     last = nn.Sequential(nn.Linear(2, 2))
     known.register(last)
     known.register(models[0])
-    assert known.of(models[0].parameters())[:2] == ["0.weight", "0.bias"]
-    assert known.of(models[1].parameters())[:2] == ["2:0.weight", "2:0.bias"]
-    assert known.of(last.parameters()) == ["4:0.weight", "4:0.bias"]
-    assert known.of([nn.Parameter(torch.ones(1))]) == [None]
-    assert known.unknown(["0.weight", "4:0.bias", "5:0.bias"]) == ["5:0.bias"]
-    assert names.Names().of(models[1].parameters()) == [None] * 6  # no hook is on it
-    assert names.names_of(models[1].parameters())[:1] == ["0.weight"]
+    assert known.lookup(models[0].parameters())[:2] == ["0.weight", "0.bias"]
+    assert known.lookup(models[1].parameters())[:2] == ["2:0.weight", "2:0.bias"]
+    assert known.lookup(last.parameters()) == ["4:0.weight", "4:0.bias"]
+    assert known.lookup([nn.Parameter(torch.ones(1))]) == [None]
+    assert known.unmatched(["0.weight", "4:0.bias", "5:0.bias"]) == ["5:0.bias"]
+    assert names.ParameterNames().lookup(models[1].parameters()) == [None] * 6  # no hook is on it
+    assert names.find_names(models[1].parameters())[:1] == ["0.weight"]
 
 
 def own_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -262,15 +261,15 @@ def by_own_hooks(ctx):
         ddp.register_comm_hook([state], own_hook)
     state.register(models[1])
     steps(ddps, range(1), ctx.rank)
-    found = state._wire.state_dict()["residuals"]
+    found = state.compressor.state_dict()["residuals"]
     assert found["0.weight"].numel() == models[1][0].weight.numel()
     assert found["2:0.weight"].numel() == models[0][0].weight.numel()
-    assert torch_changes.ddps_of(models[0][0].weight) == [ddps[0]]
+    assert torch_patches.find_hooked_ddps(models[0][0].weight) == [ddps[0]]
     # The same parameters in another DDP object keep their names.
     again = wrap(models[0], "torch", state, find_unused_parameters=True)
-    assert names.module_of(list(models[0].parameters())) is again
+    assert names.find_ddp(list(models[0].parameters())) is again
     steps([again], range(1), ctx.rank)
-    assert state._wire.state_dict()["residuals"].keys() == found.keys()
+    assert state.compressor.state_dict()["residuals"].keys() == found.keys()
 
 
 def test_hooks_of_the_users_own(tmp_path):
@@ -295,29 +294,29 @@ class OwnScale(torch.amp.GradScaler):
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, OwnScale])
 def test_scalers_are_found_once_they_scale(kind):
     gc.collect()
-    assert torch_changes.scalers_in_use() == []
+    assert torch_patches.find_active_scalers() == []
     scaler, off = kind("cpu"), kind("cpu", enabled=False)
-    assert HookState()._find_scaler() is None
+    assert HookState().find_scaler() is None
     scaler.scale(torch.ones(1))
     state = HookState()
-    assert torch_changes.scalers_in_use() == [scaler] and state._find_scaler() is scaler
+    assert torch_patches.find_active_scalers() == [scaler] and state.find_scaler() is scaler
     second = kind("cpu")
     second.scale(torch.ones(1))
-    assert state._find_scaler() is scaler
+    assert state.find_scaler() is scaler
     with pytest.raises(errors.InvalidUsage, match="there are 2 GradScalers in use"):
-        HookState()._find_scaler()
+        HookState().find_scaler()
     second.cycle = second
     del second
-    assert HookState()._find_scaler() is scaler  # the other one is garbage, collected or not
+    assert HookState().find_scaler() is scaler  # the other one is garbage, collected or not
     del scaler, off
 
 
 def test_a_scaler_that_began_before_the_import_is_found():
     scaler = torch.amp.GradScaler("cpu")
     torch.amp.GradScaler._lazy_init_scale_growth_tracker.__wrapped__(scaler, torch.device("cpu"))
-    assert torch_changes.scalers_in_use() == []
+    assert torch_patches.find_active_scalers() == []
     scaler.scale(torch.ones(1))
-    assert torch_changes.scalers_in_use() == [scaler]
+    assert torch_patches.find_active_scalers() == [scaler]
 
 
 # ---- Ranks.

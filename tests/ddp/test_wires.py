@@ -13,8 +13,7 @@ from torch import nn
 
 import collectives
 from collectives import HookState, errors
-from collectives.compression import hierarchical
-from collectives.compression.base import Bucket, Factor
+from collectives.compression import Bucket, Scaling, hierarchical
 from collectives.compression.quantized import Quantized
 from collectives.layout import WIRE_FORMATS
 from tests.ddp.training import loss_of, make_model, over_gloo, run, train, wrap
@@ -37,7 +36,7 @@ def lossy(ctx, count, wires):
     for name in wires:
         flat = own.clone()
         health = torch.zeros(2, dtype=torch.float64)
-        sent = Quantized(name).reduce(comm, Bucket(flat, [flat], [0], 0), Factor(over=ctx.size), health=health)
+        sent = Quantized(name).reduce(comm, Bucket(flat, [flat], [0], 0), Scaling(divisor=ctx.size), grad_stats=health)
         comm.all_reduce(health)
         found[name] = (flat, sent, health)
     return own, found
@@ -83,7 +82,7 @@ def with_infinity(ctx, wire):
     if ctx.rank == 1:
         flat[10] = math.inf
     health = torch.zeros(2, dtype=torch.float64)
-    Quantized(wire).reduce(ctx.communicator(), Bucket(flat, [flat], [0], 0), Factor(over=2), health=health)
+    Quantized(wire).reduce(ctx.communicator(), Bucket(flat, [flat], [0], 0), Scaling(divisor=2), grad_stats=health)
     ctx.communicator().all_reduce(health)
     return flat, health
 
@@ -97,19 +96,19 @@ def fed_back(ctx, name, seed, factor):
     for step in range(12):
         flat = torch.randn(1201, generator=generator)
         true += flat
-        wire.begin()
+        wire.begin_backward()
         if step >= 6:  # the buckets are made again: the second parameter comes first
             flat = torch.cat([flat[700:], flat[:700]])
         bucket = Bucket(flat, params, [0, 700], 0) if step < 6 else Bucket(flat, params[::-1], [0, 501], 0)
         wire.reduce(comm, bucket, factor)
         applied += flat if step < 6 else torch.cat([flat[501:], flat[:501]])
-    left = wire.residuals.of(bucket)
+    left = wire.residuals.get(bucket)
     return true, applied, torch.cat([left[501:], left[:501]])
 
 
 @pytest.mark.parametrize("name, seed", [("int8", None), ("int8", 5), ("bf16", None), ("fp8_e5m2", None)])
 def test_what_was_applied_and_what_is_kept_add_up(name, seed):
-    results = run(fed_back, 3, name, seed, Factor(over=3))
+    results = run(fed_back, 3, name, seed, Scaling(divisor=3))
     applied = results[0][1]
     assert all(torch.equal(applied, other) for _, other, _ in results)
     mean = sum(true for true, _, _ in results) / 3
@@ -250,9 +249,9 @@ def interleaved(ctx):
     comm = ctx.communicator()
     state = HookState(comm, max_norm=1.0)
     flats = [torch.ones(8), torch.ones(8)]
-    state.reduction.start(comm, Bucket(flats[0], flats[:1], [0], 0), flats[0], False)
+    state.reducer.reduce_bucket(comm, Bucket(flats[0], flats[:1], [0], 0), flats[0], False)
     with pytest.raises(errors.CollectivesError, match="interleave on one HookState"):
-        state.reduction.start(comm, Bucket(flats[1], flats[1:], [0], 0), flats[1], True)
+        state.reducer.reduce_bucket(comm, Bucket(flats[1], flats[1:], [0], 0), flats[1], True)
 
 
 def test_what_looks_at_a_whole_backward_takes_one_module_at_a_time():
@@ -292,7 +291,7 @@ def resumed(ctx, options, stop):
     """Eight steps; with `stop`, the second half in a new DDP with what was saved by torch.save after the first."""
     model = make_model()
     state = HookState(**options)
-    state._wire.seed = 3 if options.get("stochastic_rounding") else None
+    state.compressor.seed = 3 if options.get("stochastic_rounding") else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddp = wrap(model, "torch", state)
     for step in range(8):
@@ -334,7 +333,7 @@ def saved_whole(ctx, given):
     ddp = wrap(model, "torch", state)
     for step in range(3, 4) if given else range(3):
         loss_of(ddp, step, ctx.rank).backward()
-    return state.state_dict(), state._wire.residuals.state_dict()
+    return state.state_dict(), state.compressor.residuals.state_dict()
 
 
 def test_residuals_of_another_number_of_ranks(tmp_path):
@@ -367,7 +366,7 @@ def gone_on(ctx, folder):
     state = HookState(wire="int8", error_feedback=True, max_norm=1.0)
     if ctx.rank < 2:
         state = saved[ctx.rank]["state"]
-    owed = saved[0]["state"]._wire.state_dict()["residuals"]
+    owed = saved[0]["state"].compressor.state_dict()["residuals"]
     loss_of(alone, 0, ctx.rank).backward()
     wanted = [p.grad + owed[name].view_as(p) for name, p in alone.named_parameters()]
     seen, params = train(wrap(model, "torch", state), 4, ctx.rank)

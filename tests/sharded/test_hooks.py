@@ -157,7 +157,7 @@ def feed_back(ctx):
             whole += [flat[slot.offset :][: slot.count].view(slot.shape) for slot in group.slots]
         for total, each in zip(sums, whole, strict=True):
             total += each
-    kept = pickle.loads(pickle.dumps(state))._wire.state_dict()["residuals"]
+    kept = pickle.loads(pickle.dumps(state)).compressor.state_dict()["residuals"]
     mean = state.state_dict()["wire"]["residuals"]
     saved = state.state_dict()
     gone = [weakref.ref(slot.piece) for unit in units_in(model) for slot in unit.slots]
@@ -169,7 +169,7 @@ def feed_back(ctx):
     again.load_state_dict(saved)
     other = shard(again)
     loss_of(other, 0, ctx.rank).backward()
-    taken = again._wire.residuals.unclaimed()
+    taken = again.compressor.residuals.unclaimed_names()
     return sums, kept, mean, gradients_of(ctx, 0, ctx.size), taken
 
 

@@ -74,7 +74,7 @@ PLANTED = {
         ("race", "nccl recv"),
     ),
     "DDP: residuals go on in another stream": (
-        [Change("collectives/compression/base.py", "follow", "last != stream", "False")],
+        [Change("collectives/compression/scratch.py", "use_on_current_stream", "last != stream", "False")],
         moved_residuals,
         ("freed", "is freed"),
     ),
@@ -160,7 +160,7 @@ def units_on_two_streams(ctx, path):
 
 
 SCENARIOS = {
-    "collectives/compression/base.py": [(residuals, True)],
+    "collectives/compression/scratch.py": [(residuals, True)],
     "collectives/sharded/quantized_gather.py": [(units_on_two_streams, True)],
     "collectives/sharded/unit.py": [(units_on_two_streams, True)],
     "collectives/comm/algorithms": [(ring_and_direct, False)],
@@ -178,7 +178,8 @@ _NOT_RUN = "no program here comes to it: "
 SUPERFLUOUS = {
     ("collectives/auto/model.py", "Model._now"): _MEASURES,
     ("collectives/auto/trial.py", "_wait_at_most"): _MEASURES,
-    ("collectives/gradients/pipeline.py", "Reduction._reduce"): _MEASURES,
+    ("collectives/gradients/pipeline.py", "_begin_trace"): _MEASURES,
+    ("collectives/gradients/pipeline.py", "_end_trace"): _MEASURES,
     ("collectives/recorder.py", "_anchor"): _MEASURES,
     ("collectives/comm/cuda_queue.py", "CudaQueue.record_completion"): _MEASURES,
     (
@@ -192,8 +193,8 @@ SUPERFLUOUS = {
         "AllreduceBucket._wait_for_streams",
     ): _NOT_RUN + "a model that runs on several streams",
     (
-        "collectives/gradients/zero.py",
-        "ShardedStep._adopt",
+        "collectives/gradients/shard_state.py",
+        "reshard_state",
     ): "a state that is replaced while a step still reads it",
     (
         "collectives/comm/algorithms/plan.py",
@@ -201,16 +202,16 @@ SUPERFLUOUS = {
         "kernels.wait_stream(transfers)",
     ): "a call's first kernel follows a "
     "message of the same call, and so the transfers before it; the second one is for a capture's own memory",
-    ("collectives/gradients/round_flags.py", "RoundFlags._keep"): _NOT_RUN
+    ("collectives/gradients/round_flags.py", "RoundFlags._copy_async"): _NOT_RUN
     + "rounds in which a rank has something unusual to say",
     ("collectives/sharded/quantized_gather.py", "_Decoding.wait"): _NOT_RUN
     + "a gather begun on one stream and used on another",
     ("collectives/sharded/unit.py", "Unit._used_here"): _NOT_RUN + "a gather begun on one stream and used on another",
     ("collectives/sharded/streams.py", "beside"): _NOT_RUN + "ranks that say something to each other beside a step",
     (
-        "collectives/compression/base.py",
-        "follow",
-    ): "each alone: lanes are joined between backwards, and here the last reader of old "
+        "collectives/compression/scratch.py",
+        "use_on_current_stream",
+    ): "each alone: streams are joined between backwards, and here the last reader of old "
     "residuals is their memory's own stream; both taken back are reported, see above",
 }
 

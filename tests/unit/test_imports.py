@@ -180,9 +180,9 @@ def test_the_path_of_one_call():
     assert "ddp.fused_allreduce -> Communicator.all_reduce -> _nccl -> ncclAllReduce -> libnccl | host engine" in readme
     hook = (PACKAGE / "ddp/hook.py").read_text()
     assert "def fused_allreduce(" in hook
-    # The hook's own hops: the bucket, its lane, its wire.
-    assert {"reduction", "start"} <= calls_in(PACKAGE / "ddp/hook.py")
-    assert {"wire", "reduce"} <= calls_in(PACKAGE / "gradients/pipeline.py")
+    # The hook's own hops: the bucket, its stream, its compressor.
+    assert {"reducer", "reduce_bucket"} <= calls_in(PACKAGE / "ddp/hook.py")
+    assert {"compressor", "reduce"} <= calls_in(PACKAGE / "gradients/pipeline.py")
     assert "all_reduce" in calls_in(PACKAGE / "compression/base.py")
     communicator = ast.parse((PACKAGE / "comm/communicator.py").read_text())
     (cls,) = (n for n in communicator.body if isinstance(n, ast.ClassDef) and n.name == "Communicator")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import InvalidArgument, InvalidUsage
-from ...optim import _Optimizer
+from ...optim import FusedOptimizer
 from ..meeting import Meeting, order_in
 from ..names import Named, named_parameters
 from ..unit import units_in
@@ -138,7 +138,7 @@ def _begin_state(optimizer) -> None:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
         for group, _ in decays:
             group["weight_decay"] = 0.0
-        if isinstance(optimizer, _Optimizer):
+        if isinstance(optimizer, FusedOptimizer):
             optimizer._step_some(None)  # also where a HookState steps it inside of the backward
         else:
             optimizer.step(closure=None)

@@ -1,0 +1,44 @@
+"""Memory that compressors keep from step to step, and its order between CUDA streams."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+__all__ = ["get_wire_buffer", "use_on_current_stream"]
+
+_buffers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> its buffer, the last stream
+
+
+def use_on_current_stream(last, *tensors):
+    """Order torch's current stream after `last`, the stream that has used the memory last.
+
+    Returns the current stream. Later kernels on the current stream run after everything that `last`
+    has been given so far. The allocator doesn't reuse the memory before they are done, whichever
+    stream the memory was allocated on. `last`: the stream that an earlier call returned, None at
+    first. On the host nothing happens and None is returned. A stream that is being captured doesn't
+    wait: nothing was running when the capture began.
+    """
+    device = tensors[0].device
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.current_stream(device)
+    if last is not None and last != stream:
+        if not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(last)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+    return stream
+
+
+def get_wire_buffer(comm, nbytes: int) -> torch.Tensor:
+    """Return a uint8 buffer of at least `nbytes` for compressed values.
+
+    One for each communicator, kept. On the host the ranks share the memory.
+    """
+    memory, last = _buffers.get(comm, (None, None))
+    if memory is None or memory.numel() < nbytes:
+        memory, last = comm.empty(nbytes, torch.uint8), None
+    _buffers[comm] = memory, use_on_current_stream(last, memory)
+    return memory

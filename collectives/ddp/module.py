@@ -1,0 +1,85 @@
+"""DistributedDataParallel: torch's, with memory and process group as `fused_allreduce` needs them."""
+
+# No `from __future__ import annotations`: torch compares a hook's annotations as objects.
+
+import torch
+
+from ..arrays import kind_of
+from ..errors import InvalidArgument
+from ..gradients.state import HookState
+from ..torch_compat import disable_dynamo
+from .devices import add_device_note, check_device_ids
+from .hook import fused_allreduce
+from .zero_copy import FORWARDS_TO_FINAL, rebuild_buckets_mapped
+
+__all__ = ["DistributedDataParallel"]
+
+
+class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+    """torch's DistributedDataParallel, whose `register_comm_hook` also takes the hook alone and
+    names its own group.
+
+    So `fused_allreduce` averages over the right ranks also if the module was built over a subgroup.
+    Gradients are views of DDP's buckets (``gradient_as_bucket_view``, True by default), which saves
+    two passes over them; the hook makes the buckets memory that the ranks share. As in torch, such
+    a gradient can't be ``detach_()``-ed. The buckets are allocated outside of malloc's heap, so
+    that they can be shared; see `zero_copy`. Raises `InvalidArgument` for `device_ids` that don't
+    match the device of the module's parameters, with those that would.
+    """
+
+    def __init__(self, module, *arguments, gradient_as_bucket_view: bool = True, **options):
+        check_device_ids(arguments[0] if arguments else options.get("device_ids"), module)
+        super().__init__(module, *arguments, gradient_as_bucket_view=gradient_as_bucket_view, **options)
+        self._forwards = 0
+
+    @disable_dynamo(recursive=False)
+    def forward(self, *inputs, **arguments):
+        """Call the module as torch's does.
+
+        An error from inputs on another device than the module's gets a note.
+        """
+        try:
+            return super().forward(*inputs, **arguments)
+        except RuntimeError as error:
+            if "device" in str(error) and hasattr(error, "add_note"):  # Python 3.11
+                add_device_note(error, self.module, (*inputs, *arguments.values()))
+            raise
+
+    @disable_dynamo(recursive=False)
+    def _pre_forward(self, *inputs, **arguments):
+        if self._forwards < FORWARDS_TO_FINAL and self.device_type == "cpu" and torch.is_grad_enabled():
+            self._forwards += 1
+            if rebuild_buckets_mapped(self):
+                self._forwards = FORWARDS_TO_FINAL
+        return super()._pre_forward(*inputs, **arguments)
+
+    def register_comm_hook(self, state, hook=None):
+        """Register a communication hook, by ``(hook)`` or torch's ``(state, hook)``.
+
+        With `fused_allreduce`, a state of None, or one that names no ranks, gets this module's
+        process group. Raises `InvalidArgument` for a state with other ranks than the module's.
+        """
+        if hook is None:
+            if not callable(state):
+                raise InvalidArgument(f"register_comm_hook takes (hook) or (state, hook); {kind_of(state)} is no hook")
+            state, hook = None, state
+        if hook is fused_allreduce:
+            if state is None:
+                state = HookState(process_group=self.process_group)
+            elif isinstance(state, HookState):
+                self._set_process_group(state)
+        super().register_comm_hook(state, hook)
+
+    def _set_process_group(self, state: HookState) -> None:
+        """Give a state this module's process group, or check the ranks that it names."""
+        group = self.process_group
+        if state.comm is not None:
+            if (state.comm.rank, state.comm.size) != (group.rank(), group.size()):
+                raise InvalidArgument(
+                    f"the state's communicator is rank {state.comm.rank} of {state.comm.size}, this module's process "
+                    f"group rank {group.rank()} of {group.size()}"
+                )
+        elif state.process_group is None:
+            state.process_group = group
+        elif state.process_group is not group:
+            raise InvalidArgument("the state names another process group than this module's: use a state of its own")

@@ -1,0 +1,50 @@
+"""Checks of a DDP object: configurations in which a hook would average over wrong ranks or by a
+wrong divisor.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from ..errors import InvalidUsage
+from ..parameter_names import find_ddp
+
+__all__ = ["check_group", "check_join"]
+
+
+def check_group(ddp) -> None:
+    """Raise `InvalidUsage` for a DDP object over a part of the default group's ranks, for a state
+    that names no ranks.
+
+    The other ranks would never join the communicator over all ranks.
+    """
+    group = ddp.process_group
+    if dist.is_initialized() and group is not dist.group.WORLD and group.size() != dist.group.WORLD.size():
+        raise InvalidUsage(
+            f"this DistributedDataParallel object is over a process group of {group.size()} of the "
+            f"{dist.group.WORLD.size()} ranks, and the hook's state names no ranks, which means all of them: register "
+            "it with HookState(process_group=group), or use collectives.DistributedDataParallel, which names its own"
+        )
+
+
+def check_join(params, *, average: bool, defers_step: bool) -> None:
+    """Raise `InvalidUsage` for options that can't be right inside of DDP's ``join()``, on all
+    ranks.
+
+    Ranks that have joined call the hook, too. `params`: those of a bucket; `average`: the hook
+    divides by the number of ranks; `defers_step`: the update of the hook's optimizer waits for
+    ``optimizer.step()``.
+    """
+    ddp = find_ddp(params)
+    if ddp is None or not ddp._join_config.enable:
+        return
+    if average and not ddp._divide_by_initial_world_size:
+        raise InvalidUsage(
+            "join(divide_by_initial_world_size=False) divides by the ranks that have not joined, which a hook is "
+            "not told: leave it out"
+        )
+    if defers_step:
+        raise InvalidUsage(
+            "with a GradScaler the updates wait for optimizer.step(), which a rank that has joined doesn't call: "
+            "in join() step the optimizer after the backward, without HookState's optimizer"
+        )
