@@ -7,7 +7,7 @@ import os
 import statistics
 
 from ..comm.communicator import Communicator
-from ..comm.multinode.topology import simulated
+from ..comm.multinode.topology import read_host_id
 from ..errors import InvalidArgument
 from .cases import Case
 from .contestant import Contestant, Plan
@@ -198,7 +198,7 @@ class Session:
 
 def _binds(options: Options, comm: Communicator) -> bool:
     """Whether each rank is bound to a core of its own. On GPUs what the processor does hardly counts."""
-    here = comm.size if simulated() else comm.local_size
+    here = comm.size if read_host_id() else comm.local_size
     return comm.device.type == "cpu" and options.binds(here, len(os.sched_getaffinity(0)))
 
 

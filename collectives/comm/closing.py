@@ -14,7 +14,7 @@ from ..cuda_state import is_capturing
 from ..errors import Aborted, CollectivesError, CudaError, InvalidUsage
 from .group import open_groups
 from .lifetime import Gone, kept, opened
-from .multinode.comm import NoShortWay
+from .multinode.comm import NoFastPath
 from .watchdog import unwatch
 
 __all__ = ["abort", "close", "fail", "refuse_in_capture"]
@@ -39,7 +39,7 @@ def close(comm) -> None:
         comm._native = native
         _has_ended(comm)
         return
-    short, comm._short = comm._short, NoShortWay()
+    short, comm._short = comm._short, NoFastPath()
     try:
         native.wait_for_calls()  # of other threads
     except BaseException:  # a signal handler's, on top of a call

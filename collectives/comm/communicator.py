@@ -22,8 +22,8 @@ from .fingerprint import PREMUL, agree, row
 from .group import Call, Group, issue, open_groups
 from .lifetime import Gone, opened
 from .memory import Registration, allocate, memory_of, whole_allocation
-from .multinode.comm import HostsComm, NoShortWay
-from .multinode.topology import grouped
+from .multinode.comm import MultiNodeComm, NoFastPath
+from .multinode.topology import group_ranks_by_node
 from .watchdog import notes_of, watch
 from .work import CudaLane, HostLane, Work
 
@@ -98,7 +98,7 @@ class Communicator:
         # The short way of blocking calls on plain arrays. What it doesn't take goes the longer way, which checks all.
         current_device = None if self._on_host or self._checks else cuda_get_device()
         other = not isinstance(native, Comm)
-        self._short = NoShortWay() if other else ArrayCalls(native, self._read.plainly, open_groups, current_device)
+        self._short = NoFastPath() if other else ArrayCalls(native, self._read.plainly, open_groups, current_device)
         self._registered: set[Registration] = set()
         self._children = 0  # splits and shrinks, which all ranks make in one order
         self._token = None
@@ -139,7 +139,7 @@ class Communicator:
         It is known for what `init()` and the DDP hook open, and on the host.
         """
         if self.peers is not None:
-            return grouped(peer.machine for peer in self.peers)
+            return group_ranks_by_node(peer.node for peer in self.peers)
         return (tuple(range(self.size)),) if self._on_host else None
 
     @property
@@ -549,7 +549,7 @@ class Communicator:
     def _child(self, native, name: str) -> Communicator:
         child = Communicator.__new__(Communicator)
         engine, peers = self.engine, None
-        if isinstance(native, HostsComm):
+        if isinstance(native, MultiNodeComm):
             local, peers = (native.local_rank, native.local_size), native.peers
         elif self._on_host:  # its ranks share one machine, and maybe its parent's are on several
             local = native.rank, native.size

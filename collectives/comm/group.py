@@ -71,7 +71,7 @@ def _ready(call: Call, stream: int, grouped: bool, made: list):
     """Give a call's steps as functions with their arguments; ops that they need are made here, and added to `made`."""
     native = call.comm._native
     if grouped:  # what takes several steps can't stand in a group
-        native = getattr(native, "flat", native)
+        native = getattr(native, "parent", native)
     library = call.comm.engine.library
     for name, args in call.steps:
         if call.scalar is not None:

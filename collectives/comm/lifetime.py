@@ -8,7 +8,7 @@ import sys
 
 from ..errors import CollectivesError, InvalidUsage
 from .group import open_groups
-from .multinode.comm import HostsComm
+from .multinode.comm import MultiNodeComm
 
 __all__ = ["Gone", "kept", "opened"]
 
@@ -47,8 +47,8 @@ def _after_fork() -> None:
     open_groups.clear()
     for comm in list(opened.values()):
         kept.append((comm._native, comm._registered, comm._algorithms))
-        if isinstance(comm._native, HostsComm):
-            comm._native.forget()
+        if isinstance(comm._native, MultiNodeComm):
+            comm._native.detach_after_fork()
         comm._algorithms = None
         why = (
             "the communicator was opened in the parent process and can't be used in a forked child: open it in the "

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..launcher import start_time
 from ..torch_compat import default_store
-from .multinode.topology import this_machine
+from .multinode.topology import identify_node
 
 __all__ = ["Fates", "announce", "described", "has_ended", "this_process"]
 
@@ -42,7 +42,7 @@ def _identity(pid: int, machine: str) -> str:
 
 def this_process() -> str:
     """Name this process, for `has_ended` in another one."""
-    host, boot_id, _ = this_machine()
+    host, boot_id, _ = identify_node()
     return _identity(os.getpid(), boot_id or host)
 
 

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from ..comm.multinode.topology import grouped, machine_number
+from ..comm.multinode.topology import get_host_hash, group_ranks_by_node
 from ..errors import InvalidUsage
 from .base import Bucket, Factor, Plain, Wire
 
@@ -36,10 +36,10 @@ class Hierarchical(Wire):
     def _over(self, comm):
         """Give the communicators inside of this machine and between the machines; a collective at first."""
         if comm not in self._levels:
-            mine = torch.tensor([machine_number()], dtype=torch.int64, device=comm.device)
+            mine = torch.tensor([get_host_hash()], dtype=torch.int64, device=comm.device)
             machines = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
             comm.all_gather(machines, mine, algorithm="native")
-            machines = grouped(machines.tolist())
+            machines = group_ranks_by_node(machines.tolist())
             sizes = {len(ranks) for ranks in machines}
             if len(sizes) > 1:
                 raise InvalidUsage(

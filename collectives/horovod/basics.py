@@ -60,7 +60,7 @@ class World:
         self.owns = owns
         self.settings = settings
         self.rank, self.size = comm.rank, comm.size
-        machines = [peer.machine for peer in peers]
+        machines = [peer.node for peer in peers]
         mine = machines[self.rank]
         here = [r for r in range(self.size) if machines[r] == mine]
         self.local_rank, self.local_size = here.index(self.rank), len(here)

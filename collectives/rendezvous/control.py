@@ -9,7 +9,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..comm.engine import get_engine
-from ..comm.multinode.comm import open_over
+from ..comm.multinode.comm import open_multinode
 from ..comm.waiting import said
 from ..errors import CollectiveTimeout
 from .exchange import RECORD_BYTES, Own, needs_store, serving_record, settle, with_store
@@ -75,7 +75,7 @@ def host_communicator_over(comm: Communicator, seconds: float | None = None) -> 
         engine.library.set_init_timeout(left)
         if needs_store(meeting, engine.name):
             meeting = with_store(meeting, json.loads(records[0])["store"], server, deadline)
-            engine, native = open_over(engine, meeting, comm.rank, left)
+            engine, native = open_multinode(engine, meeting, comm.rank, left)
         return Communicator(
             engine, meeting.unique_id, comm.rank, comm.size, device="cpu", local_rank=meeting.local_rank,
             local_size=meeting.local_size, timeout=comm.timeout, peers=meeting.peers, native=native,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..comm.engine import Engine
 from ..comm.liveness import Fates, described, has_ended, this_process
-from ..comm.multinode.topology import grouped, own_address, this_machine
+from ..comm.multinode.topology import find_own_address, group_ranks_by_node, identify_node
 from ..comm.waiting import Wait, call_with_limit, first_line, name_ranks
 from ..errors import CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError, TransportError
 
@@ -72,7 +72,7 @@ class PeerInfo:
     process: str = field(default="", compare=False)
 
     @property
-    def machine(self) -> tuple[str, str]:
+    def node(self) -> tuple[str, str]:
         """What two ranks have in common exactly when a local socket connects them."""
         return self.boot_id or self.host, self.namespace
 
@@ -95,9 +95,9 @@ class Meeting:
     server: object = field(default=None, compare=False)
 
     @property
-    def machines(self) -> tuple[tuple[int, ...], ...]:
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
         """Give the ranks of each machine."""
-        return grouped(peer.machine for peer in self.peers)
+        return group_ranks_by_node(peer.node for peer in self.peers)
 
 
 # ---- Records.
@@ -117,7 +117,7 @@ class Own:
 
     def peer(self) -> PeerInfo:
         """Describe this process."""
-        host, boot_id, namespace = this_machine()
+        host, boot_id, namespace = identify_node()
         device = None if self.device is None else str(self.device)[:64]
         return PeerInfo(self.rank, host, boot_id, os.getpid(), device, namespace, _uuid_of(self.device), this_process())
 
@@ -185,7 +185,7 @@ def settle(data: Iterable[bytes], own: Own) -> Meeting:
             raise InvalidUsage(f"the ranks don't have the same {what}: {told}", op="init", rank=own.rank)
     names = ("rank", "host", "boot_id", "pid", "device", "namespace", "gpu", "process")
     peers = tuple(PeerInfo(*(r[name] for name in names)) for r in records)
-    machines = grouped(peer.machine for peer in peers)
+    machines = group_ranks_by_node(peer.node for peer in peers)
     if own.engine.name == "host" and len(machines) > 1 and own.hierarchical is False:
         told = "; ".join(f"{name_ranks(ranks)} on {peers[ranks[0]].host}" for ranks in machines)
         what = "several machines"
@@ -220,7 +220,7 @@ def _refuse_shared_gpus(peers: tuple[PeerInfo, ...], own: Own) -> None:
 
 def needs_store(meeting: Meeting, engine: str) -> bool:
     """Tell whether the ranks' communicator is one over several machines without GPUs."""
-    return engine == "host" and len(meeting.machines) > 1
+    return engine == "host" and len(meeting.nodes) > 1
 
 
 def wants_store(meeting: Meeting, engine: str) -> bool:
@@ -234,7 +234,7 @@ def serving_record(own: Own) -> tuple[bytes, dist.TCPStore | None]:
     if own.rank != 0:
         return record, None
     server = serve_lasting()
-    return json.dumps({**json.loads(record), "store": [own_address(), server.port]}).encode(), server
+    return json.dumps({**json.loads(record), "store": [find_own_address(), server.port]}).encode(), server
 
 
 def serve_lasting() -> dist.TCPStore:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..comm.communicator import Communicator
 from ..comm.engine import get_engine
 from ..comm.liveness import Fates, announce
-from ..comm.multinode.comm import open_over
+from ..comm.multinode.comm import open_multinode
 from ..comm.waiting import first_line
 from ..comm.watchdog import Notes, watch
 from ..errors import InvalidUsage, TransportError
@@ -115,7 +115,7 @@ def communicator_over(group, device: torch.device) -> Communicator:
         )  # fmt: skip
         native = None
         if needs_store(meeting, engine.name):
-            engine, native = open_over(engine, meeting, rank, max(1.0, deadline - time.monotonic()))
+            engine, native = open_multinode(engine, meeting, rank, max(1.0, deadline - time.monotonic()))
         comm = Communicator(
             engine, meeting.unique_id, rank, size, device=device,
             local_rank=meeting.local_rank, local_size=meeting.local_size, timeout=timeout, peers=meeting.peers,

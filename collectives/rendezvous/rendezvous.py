@@ -25,7 +25,7 @@ import torch.distributed as dist
 from .. import _nccl
 from ..comm.engine import Engine, get_engine
 from ..comm.liveness import Fates, announce
-from ..comm.multinode.topology import simulated
+from ..comm.multinode.topology import read_host_id
 from ..comm.waiting import Wait, call_with_limit, first_line
 from ..errors import CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError, TransportError
 from ..launcher import Identity, who_am_i
@@ -106,7 +106,7 @@ def meet(
         meeting = _by_name(name, own, timeout)
     else:
         meeting = over_mpi(_mpi_module(identity), own, generation, deadline, timeout)
-    if identity.local_rank is not None and identity.local_size is not None and not simulated():
+    if identity.local_rank is not None and identity.local_size is not None and not read_host_id():
         meeting = replace(meeting, local_rank=identity.local_rank, local_size=identity.local_size)
     _limit_init(engine, deadline, timeout)
     return meeting
@@ -289,7 +289,7 @@ def _remaining(deadline: float) -> timedelta:
 
 def _by_name(name: bytes, own: Own, timeout: float) -> Meeting:
     here = own.peer()
-    if own.engine.library.is_host and not simulated():
+    if own.engine.library.is_host and not read_host_id():
         unique_id = own.engine.library.named_unique_id(name)
         # Nothing is exchanged: that the ranks are on this machine is what the launcher says, and the init holds it.
         peers = tuple(

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ..comm.communicator import Communicator, device_of, parse_device
 from ..comm.engine import Engine, get_engine
-from ..comm.multinode.comm import open_over
-from ..comm.multinode.nccl_hierarchical import use_two_levels
+from ..comm.multinode.comm import open_multinode
+from ..comm.multinode.nccl_hierarchical import enable_hierarchical
 from ..comm.waiting import said
 from ..comm.watchdog import Notes, watch
 from ..cuda_state import set_first_device
@@ -70,7 +70,7 @@ def init(
         )
         native = None
         if needs_store(meeting, chosen.name):
-            chosen, native = open_over(chosen, meeting, identity.rank, max(1.0, deadline - time.monotonic()))
+            chosen, native = open_multinode(chosen, meeting, identity.rank, max(1.0, deadline - time.monotonic()))
         if place is None:
             place = _local_device(chosen, meeting.local_rank)
             set_first_device(place)
@@ -84,7 +84,7 @@ def init(
         if notes is not None and chosen.device_type != "cpu":
             watch(_world, notes)
         if hierarchical and native is None:
-            use_two_levels(_world)
+            enable_hierarchical(_world)
         return _world
 
 

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import collectives
 from collectives import optim
-from collectives.comm.multinode.comm import HostsComm
+from collectives.comm.multinode.comm import MultiNodeComm
 from collectives.rendezvous import process_groups as torch_groups
 from collectives.sharded import ModuleWrapPolicy, ShardedDataParallel
 from tests.ddp.training import make_model, run
@@ -48,7 +48,7 @@ def steps(ctx, path, machines):
             buckets = collectives.GradientBuckets(make_model().named_parameters(), comm=comm)
             buckets.close()
             dist.barrier()
-            return found, type(comm._native) is HostsComm, comm.machines
+            return found, type(comm._native) is MultiNodeComm, comm.machines
         finally:
             dist.destroy_process_group()
 

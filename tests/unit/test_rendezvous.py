@@ -291,11 +291,11 @@ def test_the_host_engine_on_several_machines(host):
     """They are connected, unless the caller says that they must not be."""
     data = records(host, 4, host=["a", "a", "b", "b"], boot_id=["1", "1", "2", "2"])
     found = settle(data, Own(3, 4, host))
-    assert found.machines == ((0, 1), (2, 3)) and (found.local_rank, found.local_size) == (1, 2)
+    assert found.nodes == ((0, 1), (2, 3)) and (found.local_rank, found.local_size) == (1, 2)
     with pytest.raises(InvalidUsage, match=r"machines: ranks 0, 1 on a; ranks 2, 3 on b.*leave hierarchical out"):
         settle(data, Own(1, 4, host, hierarchical=False))
     data = records(host, 2, namespace=["net:[1]", "net:[2]"])
-    assert settle(data, Own(1, 2, host)).machines == ((0,), (1,))
+    assert settle(data, Own(1, 2, host)).nodes == ((0,), (1,))
     with pytest.raises(InvalidUsage, match="containers of one machine"):
         settle(data, Own(1, 2, host, hierarchical=False))
 
@@ -311,7 +311,7 @@ def test_nccl_on_several_machines(host):
 
 def test_machines_without_a_boot_id_are_told_apart_by_name(host):
     data = records(host, 2, host=["a", "b"], boot_id=["", ""])
-    assert settle(data, Own(0, 2, host)).machines == ((0,), (1,))
+    assert settle(data, Own(0, 2, host)).nodes == ((0,), (1,))
 
 
 # ---- At MASTER_ADDR and MASTER_PORT.
@@ -473,7 +473,7 @@ def test_by_name_on_the_host_engine_nothing_is_exchanged(host):
     assert (second.local_rank, second.local_size) == (1, 2)
     assert [peer.pid for peer in second.peers] == [None, os.getpid()]
     assert {peer.host for peer in second.peers} == {socket.gethostname()}
-    assert len({peer.machine for peer in second.peers}) == 1
+    assert len({peer.node for peer in second.peers}) == 1
 
 
 def test_each_job_generation_and_restart_has_a_name_of_its_own(host):

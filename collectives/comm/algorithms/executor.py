@@ -28,7 +28,7 @@ from ...layout import TILE
 from ..fingerprint import PREMUL, compare, row
 from ..group import run_grouped
 from ..memory import memory_of
-from ..multinode.comm import another
+from ..multinode.comm import dup
 from ..work import Work
 from .schedule import Reduction, Schedule, schedule
 
@@ -227,7 +227,7 @@ class Algorithms:
             native = self._native
         if native is None:
             comm = self._comm
-            native = another(comm, meeting.unique_id())
+            native = dup(comm, meeting.unique_id())
             with self._lock:
                 self._native = native
                 gone = self._closed

@@ -315,7 +315,7 @@ def _device_name(device: torch.device) -> str:
 
 def _where(native, engine: str) -> str:
     """Name an engine in the file: on several machines it has other times than with as many ranks on one."""
-    machines = getattr(native, "machine_count", 1)
+    machines = getattr(native, "num_nodes", 1)
     return engine if machines == 1 else f"{engine} on {machines} machines"
 
 

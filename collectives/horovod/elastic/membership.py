@@ -68,7 +68,7 @@ class Membership:
         """Learn them; a collective of all ranks, that must be healthy. `InvalidUsage` where they can't be watched."""
         own = os.getpid(), _look(os.getpid()), os.readlink("/proc/self/ns/pid"), secrets.token_hex(16)
         rows = allgather_object(own)
-        if len({namespace for _, _, namespace, _ in rows}) > 1 or len({peer.machine for peer in world.peers}) > 1:
+        if len({namespace for _, _, namespace, _ in rows}) > 1 or len({peer.node for peer in world.peers}) > 1:
             raise InvalidUsage("the ranks don't see each other's processes: they are in several containers or machines")
         return cls(rows[0][3], tuple(Member(pid, begun) for pid, begun, _, _ in rows), world.rank)
 
