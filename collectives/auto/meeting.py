@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..comm.liveness import Fates
 from ..comm.waiting import Wait
 from ..errors import CollectivesError
-from ..rendezvous.process_groups import group_timeout
+from ..rendezvous.process_groups import get_group_timeout
 from ..torch_compat import default_store, sequence_number
 
 __all__ = ["all_alike"]
@@ -38,7 +38,7 @@ def all_alike(group, value: dict) -> str:
     prefix += f"/{store.add(f'{prefix}/met/{rank}', 1)}"
     value = {"sequence": sequence_number(group), **value}
     store.set(f"{prefix}/{rank}", json.dumps(value))
-    seconds = min(_SECONDS, group_timeout(group, torch.device("cpu")) / 2)
+    seconds = min(_SECONDS, get_group_timeout(group, torch.device("cpu")) / 2)
     keys = [f"{prefix}/{other}" for other in range(size)]
     fates = Fates(store, dist.get_process_group_ranks(group))
     wait = Wait("to the same step", rank, size, seconds, fate=fates.of)

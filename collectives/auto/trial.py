@@ -11,7 +11,7 @@ from ..cuda_state import has_completed
 from ..ddp.hook import HookState, fused_allreduce
 from ..errors import CollectiveTimeout
 from ..gradients.streams import close_lanes
-from ..rendezvous.process_groups import communicator_over, drop, opened
+from ..rendezvous.process_groups import drop_communicator, find_communicator, get_communicator
 from .check import differing, error_bound
 
 __all__ = ["Trial"]
@@ -75,7 +75,7 @@ class Trial:
     def _call(self, bucket) -> None:
         device = bucket.buffer().device
         try:
-            self._limit(communicator_over(self._group, device))
+            self._limit(get_communicator(self._group, device))
             done = fused_allreduce(self._state, bucket)
             if device.type == "cuda":
                 done.wait()  # the stream; two communicators with no order between them can deadlock
@@ -117,10 +117,10 @@ class Trial:
 
     def _stop(self, device) -> None:
         """End what is under way: for ranks that wait for this one in it, at once."""
-        comm = opened(self._group, device)
+        comm = find_communicator(self._group, device)
         if comm is not None:
             close_lanes(comm, abort=True)
-            drop(comm)
+            drop_communicator(comm)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

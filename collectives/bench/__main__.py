@@ -24,13 +24,13 @@ def main(argv: list[str] | None = None) -> int:
         except (CollectivesError, OSError, ValueError) as error:  # its own refusals, a file, what is in a file
             print(f"collectives.bench: {error}", file=sys.stderr)
             return 2
-    from ..launcher import who_am_i
+    from ..launcher import detect_launcher
     from .options import UsageError, parse
 
     first = True
     try:
         parent = _started_by(arguments)
-        identity = who_am_i()
+        identity = detect_launcher()
         first = identity.rank == 0
         options = parse(arguments)
         if identity.launcher == "alone":

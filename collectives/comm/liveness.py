@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
-from ..launcher import start_time
+from ..launcher import get_start_time
 from ..torch_compat import default_store
 from .multinode.topology import identify_node
 
@@ -37,7 +37,7 @@ def _identity(pid: int, machine: str) -> str:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    return f"{machine}|{namespace}|{pid}|{start_time(pid)}"
+    return f"{machine}|{namespace}|{pid}|{get_start_time(pid)}"
 
 
 def this_process() -> str:

@@ -20,7 +20,7 @@ from ..gradients.compiled import reduce_tuple
 from ..gradients.pipeline import Failed
 from ..gradients.state import HookState, check_group
 from ..gradients.streams import close_lanes
-from ..rendezvous.process_groups import communicator_over, drop
+from ..rendezvous.process_groups import drop_communicator, get_communicator
 from ..torch_compat import disable_dynamo
 from ..torch_patches import ddps_of, when_registered
 from .devices import check_device_ids, tell_devices
@@ -74,7 +74,7 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
                 check_group(ddp)
         flat = ours.flat = _dense(buffer)
         if comm is None:
-            comm = communicator_over(state.own_group(), buffer.device)
+            comm = get_communicator(state.own_group(), buffer.device)
         if state.shares_memory and flat.is_cpu:
             state.see(comm, ours)
         return state.reduction.start(comm, ours, buffer, bucket.is_last())
@@ -83,14 +83,14 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
         if comm is not None and not isinstance(cause, InvalidArgument):
             close_lanes(comm, abort=True)
             if state.comm is None:
-                drop(comm)
+                drop_communicator(comm)
         raise _explained(cause, failed) from cause
     except BaseException as error:
         # KeyboardInterrupt, MemoryError: the other ranks are further on or wait for this one, and a later backward's
         # buckets would meet theirs of this one. With the end of the communicator they get an error instead.
         if comm is not None:
             close_lanes(comm, abort=True)
-            drop(comm)
+            drop_communicator(comm)
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"collectives: in gradient bucket {ours.index}, of {ours.describe()}")
         raise

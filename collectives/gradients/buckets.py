@@ -26,7 +26,7 @@ from ..compression.base import Bucket, Factor, Plain
 from ..compression.by_name import make_wire
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
 from ..parameter_names import names_of
-from ..rendezvous.process_groups import communicator_over, default_group, drop
+from ..rendezvous.process_groups import drop_communicator, get_communicator, get_default_group
 from ..tracing import recording
 from .bucket import GradientBucket, called, check_apart, fill, read_params
 from .round_flags import RoundFlags
@@ -227,7 +227,7 @@ class GradientBuckets:
 
     def _open(self) -> None:
         """Find the communicators; where they are new ones, compare the ranks' parameters and agree on overlap."""
-        comms = {device: self._given or communicator_over(self._own_group(), device) for device in self._devices}
+        comms = {device: self._given or get_communicator(self._own_group(), device) for device in self._devices}
         for comm in comms.values():
             comm._alive("all_reduce")
         if self._overlap is not None and all(self._comms[device] is comm for device, comm in comms.items()):
@@ -248,7 +248,7 @@ class GradientBuckets:
     def _own_group(self):
         if self._group is not None:
             return self._group
-        return default_group("these buckets'", "pass comm=collectives.init()", op=_OP)
+        return get_default_group("these buckets'", "pass comm=collectives.init()", op=_OP)
 
     def _agree(self, comm: Communicator, wish: bool) -> bool:
         """Raise `Mismatch` where the ranks' parameters or settings differ; tell whether all ranks wish to overlap."""
@@ -448,7 +448,7 @@ class GradientBuckets:
             if lane is not comm:
                 lane.abort()
             if failed and self._given is None:
-                drop(comm)
+                drop_communicator(comm)
         self._overlap = None
         self._free()
 

@@ -14,7 +14,7 @@ import weakref
 import torch
 
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
-from ..rendezvous.process_groups import communicator_over, drop
+from ..rendezvous.process_groups import drop_communicator, get_communicator
 
 __all__ = ["enroll", "reduce_tuple"]
 
@@ -83,7 +83,7 @@ def _all_reduce(state, data: torch.Tensor) -> None:
     comm, owned = state.comm, None
     try:
         if comm is None:
-            comm = owned = communicator_over(state.own_group(), data.device)
+            comm = owned = get_communicator(state.own_group(), data.device)
         algorithm = state.algorithm
         if state.deterministic:  # in rank order, which the host engine's own always is
             algorithm = "native" if data.is_cpu else "direct"
@@ -93,5 +93,5 @@ def _all_reduce(state, data: torch.Tensor) -> None:
         work.wait()  # on CUDA the stream waits, not the host
     except CollectivesError as error:
         if owned is not None and not isinstance(error, InvalidArgument):
-            drop(owned)
+            drop_communicator(owned)
         raise

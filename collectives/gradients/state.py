@@ -21,7 +21,7 @@ from ..errors import InvalidArgument, InvalidUsage
 from ..layout import WIRE_BLOCKS, WIRE_FORMATS
 from ..optim import _Optimizer
 from ..parameter_names import Names
-from ..rendezvous.process_groups import default_group
+from ..rendezvous.process_groups import get_default_group
 from ..torch_patches import scalers_in_use
 from .compiled import enroll
 from .local_sgd import LocalSGD
@@ -203,7 +203,7 @@ class HookState:
         """Give the process group to open a communicator over; `InvalidUsage` where there is none."""
         if self._group is not None:
             return self._group
-        world = default_group("the hook's", "give HookState a comm or process_group")
+        world = get_default_group("the hook's", "give HookState a comm or process_group")
         if self._pickled_size not in (None, world.size()):
             raise InvalidUsage(
                 f"this HookState was pickled with a group of {self._pickled_size} ranks and the default group has "

@@ -13,9 +13,9 @@ from ..comm.engine import engines
 from ..comm.memory import large_from_heap
 from ..errors import InvalidArgument
 from ..rendezvous import world as job
-from ..rendezvous.control import beside
-from ..rendezvous.exchange import PeerInfo
-from ..rendezvous.process_groups import group_timeout
+from ..rendezvous.control import dup_on_host
+from ..rendezvous.peers import PeerInfo
+from ..rendezvous.process_groups import get_group_timeout
 from ..tracing import Timeline, timeline
 from .controller import Coordinator
 from .process_sets import ProcessSet, global_process_set
@@ -73,7 +73,7 @@ class World:
         self._coordinators: dict[int, Coordinator] = {}
         self._watch = Watch(settings, self.rank)
         # Process sets are split off these, and nothing else uses them.
-        self.admin = beside(comm, seconds)
+        self.admin = dup_on_host(comm, seconds)
         self._next_id = 0
 
     # ---- Process sets.
@@ -200,7 +200,7 @@ def init(comm=None, process_sets=None) -> None:
 
 def _open_seconds() -> float:
     if dist.is_available() and dist.is_initialized():
-        return group_timeout(dist.group.WORLD, torch.device("cpu"))
+        return get_group_timeout(dist.group.WORLD, torch.device("cpu"))
     return _OPEN_SECONDS
 
 

@@ -19,7 +19,7 @@ from ..compression.base import Bucket, Factor, Plain, _after, _counts_itself, _o
 from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.state import HookState, _streams
 from ..gradients.streams import lanes_of
-from ..rendezvous.process_groups import communicator_over
+from ..rendezvous.process_groups import get_communicator
 from .clip import counts_here, global_norm
 from .quantized_gather import Codec
 from .stepping import UnitStep
@@ -51,7 +51,7 @@ def hooks_of(state: HookState | None, world) -> Hooks | None:
         )  # fmt: skip
     over = state.comm
     if over is None and state.process_group is not None:
-        over = communicator_over(state.process_group, world.device)
+        over = get_communicator(state.process_group, world.device)
     if over is not None and over is not world:
         raise InvalidUsage(
             f"the HookState names its ranks ({over!r:.80}), and this module is sharded over others ({world!r:.80}): "

@@ -21,7 +21,7 @@ from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.state import HookState
 from ..optim import _Optimizer
-from ..rendezvous.process_groups import communicator_over
+from ..rendezvous.process_groups import get_communicator
 from .api import MixedPrecisionPolicy, OffloadPolicy
 from .changes import Members
 from .clip import clip_grad_norm_, watch_clipping
@@ -75,7 +75,7 @@ def fully_shard(
     if comm is None and mesh is None and isinstance(hook_state, HookState):
         comm = hook_state.comm  # or its process group's
         if comm is None and hook_state.process_group is not None:
-            comm = communicator_over(hook_state.process_group, device_of(module, None))
+            comm = get_communicator(hook_state.process_group, device_of(module, None))
     ranks = ranks_of(module, comm, mesh)
     unit = shard(
         module, ShardedModule, ranks, mp_policy=mp_policy, offload_policy=offload_policy,

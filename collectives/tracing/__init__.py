@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, InvalidUsage
-from ..launcher import who_am_i
+from ..launcher import detect_launcher
 from .report import table
 from .trace import lines
 
@@ -209,7 +209,7 @@ class Timeline:
         if _initialised():
             self._place = (dist.get_rank(), dist.get_world_size())
         elif self._place is None:
-            identity = who_am_i()
+            identity = detect_launcher()
             self._place = (identity.rank, identity.size)
 
     def _taken(self) -> dict:

@@ -16,7 +16,7 @@ from collectives.horovod.basics import World, current, enter
 from collectives.horovod.messages import Signature
 from collectives.horovod.negotiation import Table
 from collectives.horovod.settings import read_settings
-from collectives.rendezvous.exchange import PeerInfo
+from collectives.rendezvous.peers import PeerInfo
 from tests.ranks import run_ranks
 
 from .started import started

@@ -20,7 +20,7 @@ import numpy
 from ...comm.communicator import Communicator
 from ...comm.waiting import name_ranks
 from ...errors import CollectivesError, CollectiveTimeout, InvalidUsage, TransportError
-from ...rendezvous.exchange import PeerInfo
+from ...rendezvous.peers import PeerInfo
 from ..basics import World
 from ..functions import allgather_object
 
