@@ -108,8 +108,10 @@ def _get_number(env: Mapping[str, str], *names: str) -> int | None:
 def _get_rank_and_size(
     env: Mapping[str, str], rank_names: tuple[str, ...], size_names: tuple[str, ...]
 ) -> tuple[int, int] | None:
-    """Return (rank, size), or None where neither is set. Raises where one is missing or rank is not
-    below size."""
+    """Return (rank, size), or None where neither is set.
+
+    Raises where one is missing or rank is not below size.
+    """
     rank, size = _get_number(env, *rank_names), _get_number(env, *size_names)
     if rank is None and size is None:
         return None
@@ -168,8 +170,10 @@ def _read_rank_variables(env: Mapping[str, str]) -> Identity | None:
 
 
 def _is_rank_zero_local(env: Mapping[str, str]) -> bool:
-    """Return whether rank 0 is on this node, by MASTER_ADDR. Without an address all ranks have to
-    be."""
+    """Return whether rank 0 is on this node, by MASTER_ADDR.
+
+    Without an address all ranks have to be.
+    """
     _, address = _get_first(env, "MASTER_ADDR")
     return address is None or address == "localhost" or address == "::1" or address.startswith("127.")
 
@@ -220,8 +224,10 @@ def _read_mpich(env: Mapping[str, str]) -> Identity | None:
 
 
 def _read_slurm(env: Mapping[str, str]) -> Identity | None:
-    """Read a task of srun. SLURM_NTASKS alone isn't enough: sbatch and salloc set it for programs
-    that run once."""
+    """Read a task of srun.
+
+    SLURM_NTASKS alone isn't enough: sbatch and salloc set it for programs that run once.
+    """
     if _get_first(env, "SLURM_PROCID")[0] is None:
         return None
     step = _get_number(env, "SLURM_STEP_ID", "SLURM_STEPID")
@@ -273,8 +279,10 @@ def _read_slurm_local_size(
 
 
 def _parse_first_host(hosts: str) -> str:
-    """Return the first name of Slurm's compressed list: "rack1node003" for
-    "rack1node[003-006,9],b"."""
+    """Return the first name of Slurm's compressed list of nodes.
+
+    It is "rack1node003" for "rack1node[003-006,9],b".
+    """
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", hosts)
     if first is None:
         raise InvalidArgument(f"SLURM_STEP_NODELIST={hosts!r} is not a list of machines")
@@ -285,8 +293,10 @@ def _parse_first_host(hosts: str) -> str:
 
 
 def _overrides(env: Mapping[str, str], own: Identity, other: Identity) -> bool:
-    """Return whether RANK and WORLD_SIZE count, not the numbers of the MPI or Slurm launcher around
-    this process."""
+    """Return whether RANK and WORLD_SIZE count.
+
+    Otherwise the numbers of the MPI or Slurm launcher around this process do.
+    """
     if (own.rank, own.size) == (other.rank, other.size):
         return False
     # A launcher has started one process (or one for each node), which has then started and numbered
@@ -334,8 +344,10 @@ def _add_master(env: Mapping[str, str], found: Identity) -> Identity:
 
 
 def _make_job_key(env: Mapping[str, str], *parts: str) -> bytes:
-    """Make the job's key from what names the job, or from COLLECTIVES_JOB_ID if set. Each user has
-    its own keys."""
+    """Make the job's key from what names the job, or from COLLECTIVES_JOB_ID if set.
+
+    Each user has keys of its own.
+    """
     _, given = _get_first(env, "COLLECTIVES_JOB_ID")
     if given is not None:
         parts = ("given", given)
@@ -368,8 +380,10 @@ def _find_launching_process(env: Mapping[str, str], *names: str) -> tuple[str, s
 
 
 def get_start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 if unknown (a parent outside the
-    container)."""
+    """Return when a process started, in clock ticks since boot; 0 if unknown.
+
+    It is unknown for a parent outside of the container.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             stat = file.read()

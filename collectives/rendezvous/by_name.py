@@ -1,5 +1,7 @@
-"""Rendezvous by the job's name, for ranks on one node: the host engine makes the unique id from the
-name."""
+"""Rendezvous by the job's name, for ranks on one node.
+
+The host engine makes the unique id from the name.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Control communicators: on host memory, over the ranks of any communicator, for a few numbers at a
-time."""
+"""Control communicators: on host memory, over any communicator's ranks, for a few numbers."""
 
 from __future__ import annotations
 
@@ -22,8 +21,9 @@ _OPEN_TIMEOUT_S = 300.0  # where the communicator has no limit of its own
 
 
 def open_control(comm: Communicator) -> Communicator | None:
-    """Open a communicator that reduces small NumPy arrays over a communicator's ranks; None for a
-    world of one.
+    """Open a communicator that reduces small NumPy arrays over a communicator's ranks.
+
+    Return None for a world of one.
 
     A collective. On the host it is split off, so that queued operations don't delay it. For ranks
     on GPUs it is one of the host engine's; Gloo connects their nodes.
@@ -53,11 +53,10 @@ def dup_on_host(comm: Communicator, seconds: float | None = None) -> Communicato
 
 
 def bootstrap_on_host(comm: Communicator, seconds: float | None = None) -> Communicator:
-    """Open a communicator on host memory over the ranks of one on GPUs, which carries their
-    records. A collective.
+    """Open a communicator on host memory over the ranks of one on GPUs. A collective.
 
-    Raises `CollectiveTimeout` where ranks have not come after `seconds` (None: the communicator's
-    own limit).
+    The one on GPUs carries the ranks' records. Raises `CollectiveTimeout` where ranks have not come
+    after `seconds` (None: the communicator's own limit).
     """
     engine = get_engine("host")
     seconds = seconds or comm.timeout or _OPEN_TIMEOUT_S

@@ -17,8 +17,7 @@ _installed = False
 
 
 def record_last_exception() -> None:
-    """Install a hook that records an uncaught exception for the launcher, before it is printed as
-    usual.
+    """Install a hook that records an uncaught exception for the launcher, before it is printed.
 
     Does nothing outside of torchrun and collectives.run, and when called again.
     """
@@ -37,8 +36,10 @@ def record_last_exception() -> None:
 
 
 def _record(error: BaseException, trace) -> None:
-    """Write the file as torch's ``@record`` does, which takes the stack from the exception being
-    handled."""
+    """Write the file as torch's ``@record`` does, with the stack of the exception.
+
+    torch takes the stack from the exception that is being handled.
+    """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     try:

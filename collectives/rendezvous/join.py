@@ -33,10 +33,10 @@ __all__ = ["identify_process", "join_over_store", "join_rendezvous"]
 
 
 def identify_process() -> Identity:
-    """Return this process's rank and place: from torch.distributed or mpi4py if initialised, else
-    the environment.
+    """Return the identity of this process.
 
-    Doesn't block. Raises ``InvalidArgument`` for variables that can't be used.
+    It comes from torch.distributed or mpi4py if initialised, else from the environment. Doesn't
+    block. Raises ``InvalidArgument`` for variables that can't be used.
     """
     if dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -112,8 +112,7 @@ def join_over_store(
     purpose: str = "",
     fates: Fates | None = None,
 ) -> Rendezvous:
-    """Join a rendezvous over a torch store that all ``size`` ranks have, for instance a process
-    group's.
+    """Join a rendezvous over a torch store that all ``size`` ranks have, as a process group's.
 
     ``prefix``: of every key, used for one rendezvous only; ``timeout``: seconds; ``purpose``: what
     the ranks come for, "to ...", for messages; ``fates``: how those that don't come have ended.
@@ -132,8 +131,10 @@ def _join_over_persistent(
     store: dist.Store, prefix: str, participant: Participant, deadline: float, timeout: float, fates: Fates | None,
     purpose: str = "",
 ) -> Rendezvous:  # fmt: skip
-    """Join over a store of torch.distributed's, which outlives the rendezvous: a communicator may
-    hold it."""
+    """Join over a store of torch.distributed's.
+
+    It outlives the rendezvous, so a communicator may hold it.
+    """
     where = "torch.distributed's store"
     host = _find_host_of(store)
     store = dist.PrefixStore(prefix, store)
@@ -143,8 +144,10 @@ def _join_over_persistent(
 
 
 def _find_host_of(store: dist.Store) -> str:
-    """Return the host name of a store, or "" where it isn't known. Mostly rank 0's node serves
-    it."""
+    """Return the host name of a store, or "" where it isn't known.
+
+    Mostly rank 0's node serves it.
+    """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return getattr(store, "host", "") or os.environ.get("MASTER_ADDR", "")
@@ -157,8 +160,10 @@ def _deadline_of(timeout: float) -> float:
 
 
 def _limit_engine_init(engine: Engine, deadline: float, timeout: float) -> None:
-    """Limit the engine's init to the rest of the time. All ranks have come now, or the init alone
-    waits for them."""
+    """Limit the engine's init to the rest of the time.
+
+    All ranks have come now, or the init alone waits for them.
+    """
     if engine.library.is_host:
         engine.library.set_init_timeout(max(deadline - time.monotonic(), min(timeout, 5.0)))
 

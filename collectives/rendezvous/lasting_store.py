@@ -49,10 +49,10 @@ def make_record_with_store(participant: Participant, host: str = "") -> tuple[by
 
 
 def attach_store(rendezvous: Rendezvous, address: list, server: dist.TCPStore | None, deadline: float) -> Rendezvous:
-    """Return a rendezvous with the store at ``address``, [host, port] of rank 0's record; connects
-    to it.
+    """Connect to the store of rank 0's record and return a rendezvous with it.
 
-    ``server``: the store itself in the process that serves it.
+    ``address``: [host, port] of the store; ``server``: the store itself in the process that serves
+    it.
     """
     host, port = str(address[0]), int(address[1])
     store = server or connect_to_store(host, port, deadline)

@@ -1,5 +1,4 @@
-"""The ranks of a rendezvous: what each one says of itself, the check that they fit together, and
-the outcome.
+"""The ranks of a rendezvous: their records, the check that they fit together, the outcome.
 
 Each rank makes one record, JSON of at most 2 KiB, and gets the records of all ranks. Rank 0's has
 the unique id. Every field is checked, and nothing that arrives is unpickled.
@@ -62,8 +61,10 @@ class PeerInfo:
 
     @property
     def node(self) -> tuple[str, str]:
-        """The identity of the node: two ranks have the same one exactly when a local socket can
-        connect them."""
+        """The identity of the node.
+
+        Two ranks have the same one exactly when a local socket can connect them.
+        """
         return self.boot_id or self.host, self.namespace
 
 
@@ -147,8 +148,10 @@ def _uuid_of(device: object) -> str | None:
 
 
 def parse_record(data: bytes, rank: int) -> dict[str, Any]:
-    """Parse the record of a rank, which comes from another process. Raises ``TransportError`` if it
-    is none."""
+    """Parse the record of a rank, which comes from another process.
+
+    Raises ``TransportError`` if it is none.
+    """
     fields = _parse_json(data)
     good = all(name in fields and type(fields[name]) in types for name, types in _FIELDS.items())
     if good and rank == 0:
@@ -183,12 +186,11 @@ def raise_posted_failure(data: bytes, rank: int) -> None:
 
 
 def validate(data: Iterable[bytes], participant: Participant) -> Rendezvous:
-    """Check that the ranks fit together, and return the outcome. All ranks have the same records,
-    so all return or raise the same.
+    """Check that the ranks fit together, and return the outcome.
 
-    ``data``: the records by rank. Raises ``InvalidUsage`` where sizes or engines differ, where the
-    host engine's ranks are on several nodes and ``participant.hierarchical`` is False, or where
-    NCCL's share a GPU.
+    All ranks have the same records, so all return or raise the same. ``data``: the records by rank.
+    Raises ``InvalidUsage`` where sizes or engines differ, where the host engine's ranks are on
+    several nodes and ``participant.hierarchical`` is False, or where NCCL's share a GPU.
     """
     records = [parse_record(record, rank) for rank, record in enumerate(data)]
     for name, what in (("size", "number of ranks"), ("engine", "engine")):

@@ -89,8 +89,7 @@ def get_group_timeout(group, device: torch.device) -> float:
 
 
 def get_communicator(group, device: torch.device) -> Communicator:
-    """Return the communicator of a ``torch.distributed`` group's ranks on a device. The first call
-    opens it.
+    """Return the communicator of a process group's ranks on a device, opened at the first call.
 
     The first call is a collective of the group: it blocks until all its ranks have come, at most
     the group's timeout, which becomes the communicator's. Raises `CollectiveTimeout` past it,
@@ -142,8 +141,10 @@ def get_communicator(group, device: torch.device) -> Communicator:
 
 
 def find_communicator(group, device: torch.device) -> Communicator | None:
-    """Return the communicator of a group's ranks on a device if it is open, else None. Doesn't
-    block."""
+    """Return the communicator of a group's ranks on a device if it is open, else None.
+
+    Doesn't block.
+    """
     known = _communicators.get((id(group), device))
     return known[1] if known is not None and known[0]() is group and not known[1].closed else None
 
@@ -159,8 +160,7 @@ def _close_stale() -> None:
 
 
 def drop_communicator(comm: Communicator) -> None:
-    """Abort a communicator that has failed, so that the next `get_communicator` of its group opens
-    another one."""
+    """Abort a communicator that has failed: its group's next `get_communicator` opens another."""
     for key, (_, known) in list(_communicators.items()):
         if known is comm:
             del _communicators[key]

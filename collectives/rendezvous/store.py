@@ -1,5 +1,6 @@
-"""Rendezvous over a torch store: each rank claims its number, sets its record and waits for the
-others'.
+"""Rendezvous over a torch store, by which the ranks exchange their records.
+
+Each rank claims its number, sets its record and waits for the records of the others.
 
 A rendezvous that fails, fails on every rank that has come, with the same error:
 ``CollectiveTimeout`` with the missing ranks, ``InvalidUsage`` for two processes with one rank.
@@ -66,8 +67,10 @@ class StoreRendezvous:
     _arrived: dict = field(default_factory=dict)  # rank -> its process
 
     def join(self) -> Rendezvous:
-        """Exchange the records and validate them. Blocks until all ranks have come or the time is
-        over."""
+        """Exchange the records and validate them.
+
+        Blocks until all ranks have come or the time is over.
+        """
 
         def timed_out() -> CollectivesError:
             return CollectiveTimeout(
@@ -171,8 +174,10 @@ class StoreRendezvous:
         return self.fates.of(rank) if self.fates is not None else ""
 
     def _find_ended_ranks(self) -> dict[int, str]:
-        """Return how ranks have ended, by rank, after the store has gone: that may be a moment
-        before its process."""
+        """Return how ranks have ended, by rank, after the store has gone.
+
+        The store may go a moment before its process, so it waits a little.
+        """
         until = time.monotonic() + GRACE_S / 2
         while self.fates is not None:
             ended = self.fates.without_store()
@@ -182,8 +187,7 @@ class StoreRendezvous:
         return {}
 
     def _open_lasting_store(self, records: list[bytes], stop: threading.Event) -> tuple:
-        """Return (a store that outlives the rendezvous, the object that serves it), or Nones where
-        none is needed."""
+        """Return (a store that outlives the rendezvous, its server), or Nones if none is needed."""
         needed = False
         with contextlib.suppress(InvalidUsage):  # ranks that don't fit together: `join` raises it on all of them
             needed = not self.persistent and needs_store(
@@ -211,16 +215,20 @@ class StoreRendezvous:
         return self.server not in (None, self.participant.rank)
 
     def _wait_until_all_left(self, stop: threading.Event, until: float, expected: int) -> None:
-        """On the rank that serves the store: wait until all who have come, and at least
-        ``expected``, have left it."""
+        """Wait until all who have come, and at least ``expected``, have left the store.
+
+        Only the rank that serves it waits.
+        """
         if self.server == self.participant.rank:
             while self.store.add("left", 0) < max(expected, self.store.add("arrived", 0)):
                 if time.monotonic() >= until or stop.wait(0.002):
                     break
 
     def _describe_duplicates(self, stop: threading.Event) -> str:
-        """Describe the processes with this rank's number. The record of the first one may still be
-        on its way."""
+        """Describe the processes with this rank's number.
+
+        The record of the first one may still be on its way.
+        """
         me, first = f"process {os.getpid()} on {socket.gethostname()}", "another one"
         key, until = f"peer/{self.participant.rank}", time.monotonic() + GRACE_S / 2
         while not self.store.check([key]) and time.monotonic() < until and not stop.wait(0.01):

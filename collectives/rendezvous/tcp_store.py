@@ -1,5 +1,7 @@
-"""Rendezvous at MASTER_ADDR and MASTER_PORT: over a TCP store that rank 0 or torchrun's agent
-serves there."""
+"""Rendezvous at MASTER_ADDR and MASTER_PORT, over a TCP store.
+
+Rank 0 or torchrun's agent serves it.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,11 @@ __all__ = ["join_over_tcp"]
 def join_over_tcp(
     identity: Identity, prefix: str, participant: Participant, deadline: float, timeout: float
 ) -> Rendezvous:
-    """Join the rendezvous over the store at the identity's master address. Rank 0 serves it, unless
-    an agent does.
+    """Join the rendezvous over the store at the identity's master address.
 
-    ``prefix``: of every key; ``timeout``: the seconds up to ``deadline``, for messages. Blocks
-    until all ranks have come. Raises as `StoreRendezvous.join`, and ``TransportError`` for a port
-    that is in use.
+    Rank 0 serves it, unless an agent does. ``prefix``: of every key; ``timeout``: the seconds up to
+    ``deadline``, for messages. Blocks until all ranks have come. Raises as `StoreRendezvous.join`,
+    and ``TransportError`` for a port that is in use.
     """
     address = f"{identity.master_addr}:{identity.master_port}"
     if identity.agent_store:  # it outlives restarts, and a restart may bring another number of ranks
@@ -128,8 +129,7 @@ def _connect(identity: Identity, server: int | None, where: str, deadline: float
 def _connect_to_duplicate(
     identity: Identity, prefix: str, participant: Participant, deadline: float
 ) -> dist.TCPStore | None:
-    """Return the store of the process that has the port, if that is a rank 0 of the same job, else
-    None."""
+    """Return the store of the process that has the port; None if it is no rank 0 of this job."""
     until = min(deadline, time.monotonic() + 2.0)
     local = replace(identity, master_addr="localhost")
     try:

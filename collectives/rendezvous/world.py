@@ -102,8 +102,7 @@ def _make_notes(rendezvous: Rendezvous, generation: int) -> Notes | None:
 
 
 def _verify_arguments(world: Communicator, engine, device, deterministic) -> None:
-    """Raise `InvalidUsage` where the open communicator isn't what the arguments of `init` ask
-    for."""
+    """Raise `InvalidUsage` where the open communicator doesn't fit the arguments of `init`."""
     if world.forked:
         raise InvalidUsage(f"init(): {world._native.why}", rank=world.rank)
     if engine is not None and engine != world.engine.name:

@@ -44,16 +44,17 @@ def open_multinode(engine: Engine, rendezvous, rank: int, seconds: float) -> tup
 
 
 def dup(comm, unique_id: bytes):
-    """Open another binding object over a communicator's ranks, with an id that rank 0 has made. A
-    collective."""
+    """Open another binding object over a communicator's ranks, with an id that rank 0 has made.
+
+    A collective.
+    """
     if isinstance(comm._native, MultiNodeComm):
         return comm._native.dup(unique_id.hex())
     return comm.engine.library.comm_init_rank(comm.size, unique_id, comm.rank)
 
 
 class NoFastPath:
-    """Stand-in for `_nccl.ArrayCalls` that takes no call, so that all calls take the general
-    path."""
+    """Stand-in for `_nccl.ArrayCalls` that takes no call: all calls take the general path."""
 
     def _refuse(self, *arguments) -> bool:
         return False
@@ -144,8 +145,7 @@ class MultiNodeComm:
             self._running = None
 
     def _fail(self, error: Exception, op: str) -> CollectivesError:
-        """Post the cause of a failed call to the other ranks, shut down, and return the error to
-        raise."""
+        """Post the cause of a failed call, shut down, and return the error to raise."""
         if self._aborted:
             return Aborted("abort() closed the communicator during the call", op=op, rank=self.rank)
         found = _translate_error(error, op, self.peers, self._topology, self._timeout)
@@ -234,8 +234,10 @@ class MultiNodeComm:
         self.library.add_call(call)
 
     def _add_p2p_collective(self, op, parts, count, dtype, stream, root=-1) -> None:
-        """Add a collective that is made of sends and receives. ``parts``: (is_send, address,
-        peer)."""
+        """Add a collective that is made of sends and receives.
+
+        ``parts``: (is_send, address, peer).
+        """
         fingerprint = _make_fingerprint(self.library, op, dtype, count, root=root)
         own = [address for _, address, peer in parts if peer == self.rank]
         if len(own) == 2 and own[0] == own[1]:  # in place
@@ -291,8 +293,10 @@ class MultiNodeComm:
     # ---- Other communicators.
 
     def split(self, color: int, key: int, *, config=None):
-        """Open one communicator for each color, the engine's own where its ranks share a node. A
-        collective."""
+        """Open one communicator for each color, the engine's own where its ranks share a node.
+
+        A collective.
+        """
         table = torch.empty((self.size, 2), dtype=torch.int64)
         mine = torch.tensor([color, key], dtype=torch.int64)
         self.all_gather(mine.data_ptr(), table.data_ptr(), 2, DTYPES["int64"])
@@ -313,8 +317,10 @@ class MultiNodeComm:
         return self._open_child(left, f"{self.uid}/w{self._num_shrinks}-{','.join(map(str, sorted(exclude)))}")
 
     def dup(self, name: str) -> MultiNodeComm:
-        """Open another communicator of the same ranks. ``name``: the same on all ranks and not used
-        before."""
+        """Open another communicator of the same ranks.
+
+        ``name``: the same on all ranks and not used before.
+        """
         return self._open_child(list(range(self.size)), f"{self.uid}/d{name}")
 
     def _open_child(self, ranks: list[int], uid: str):
@@ -378,8 +384,10 @@ def _make_fingerprint(
 def _translate_error(
     error: Exception, op: str, peers: tuple, topology: Topology, timeout: float | None
 ) -> CollectivesError:
-    """Return the error of a failed call with the communicator's rank numbers. The engine's are
-    local ranks."""
+    """Return the error of a failed call with the communicator's rank numbers.
+
+    The engine's are local ranks.
+    """
     options = {"op": op, "rank": topology.rank}
     if isinstance(error, TransferError):
         host = peers[error.peer].host

@@ -1,5 +1,7 @@
-"""Store of a communicator over several nodes: addresses and ids while it opens, the cause of a
-failure later."""
+"""Store of a communicator over several nodes.
+
+It has addresses and ids while the communicator opens, and the cause of a failure later.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,7 @@ _POLL_S = 0.002
 
 
 class ErrorStore:
-    """A torch store that lives as long as the communicator, with the first error that a rank has
-    posted.
+    """A torch store that lives as long as the communicator, with the first error that a rank posts.
 
     ``host``: name or address of the store as this rank reaches it, "" where that isn't known;
     ``processes``: the ranks' processes, as `liveness.this_process` names them.
@@ -37,8 +38,10 @@ class ErrorStore:
         self._unreachable = False  # the process that served it has ended: torch prints a stack for each further try
 
     def with_prefix(self, prefix: str, rank: int, processes: Sequence[str]) -> ErrorStore:
-        """Return a part of this store for a communicator of ``processes`` in which this process is
-        ``rank``."""
+        """Return a part of this store for a communicator in which this process is ``rank``.
+
+        ``processes``: those of its ranks.
+        """
         return ErrorStore(dist.PrefixStore(prefix, self.store), self.host, rank, processes)
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -73,8 +76,7 @@ class ErrorStore:
         return described(process) if has_ended(process) else ""
 
     def post_error(self, error: CollectivesError) -> None:
-        """Post the cause of a failure to the other ranks, unless another rank has posted one
-        before.
+        """Post the cause of a failure to all ranks, unless a rank has posted one before.
 
         Does nothing where the store can't be reached.
         """
@@ -87,8 +89,7 @@ class ErrorStore:
                 self.store.set("failed", json.dumps(posted))
 
     def fetch_error(self, seconds: float = _FETCH_S) -> CollectivesError | None:
-        """Return the error that a rank has posted, or None if there is none after ``seconds`` of
-        waiting."""
+        """Return the error that a rank has posted; None if there is none after ``seconds``."""
         until = time.monotonic() + seconds
         try:
             while not self.store.check(["failed"]):

@@ -1,5 +1,4 @@
-"""Frames: what the leaders of the nodes exchange at the begin of a call, to verify that all make
-the same one."""
+"""Frames, by which the leaders of the nodes verify that all ranks make the same call."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class NodeMismatch(Exception):
 
 
 class FrameExchange:
-    """Exchanges one frame for each call between this leader and the leaders with its number on the
-    other nodes.
+    """Exchanges one frame for each call with the leaders of this number on the other nodes.
 
     A frame has a head, which all nodes compare, and at most `MAX_PAYLOAD` bytes of payload.
     ``sequence`` counts the frames.
@@ -44,12 +42,12 @@ class FrameExchange:
     def exchange(
         self, fingerprint: Sequence[int], limit: float | None, payload: int = 0, nbytes: int = 0, sends=(), receives=()
     ) -> list[int]:
-        """Exchange frames and compare their heads. Return the addresses of the payloads by node,
-        with this node's own.
+        """Exchange frames and compare their heads.
 
-        ``limit``: seconds, None for no limit; ``payload``, ``nbytes``: address and size of this
-        node's payload; ``sends`` and ``receives``: transfers to start right behind the frames.
-        Blocks until all have come. Raises `NodeMismatch` where heads differ, and `TransferError`.
+        Return the addresses of the payloads by node, with this node's own. ``limit``: seconds, None
+        for no limit; ``payload``, ``nbytes``: address and size of this node's payload; ``sends``
+        and ``receives``: transfers to start right behind the frames. Blocks until all have come.
+        Raises `NodeMismatch` where heads differ, and `TransferError`.
         """
         topology = self._topology
         self.sequence += 1

@@ -1,5 +1,4 @@
-"""Transport between nodes: torch's Gloo sends and receives bytes between the ranks of a
-communicator."""
+"""Transport between nodes: torch's Gloo carries bytes between a communicator's ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +28,10 @@ _DATA_TAG, _ABORT_TAG = 0, 1  # Gloo's tags
 
 
 class TransferError(Exception):
-    """A transfer that has failed. ``peer``: the rank at its other end; ``timed_out``: whether its
-    time was over."""
+    """A transfer that has failed.
+
+    ``peer``: the rank at its other end; ``timed_out``: whether its time was over.
+    """
 
     def __init__(self, peer: int, timed_out: bool, text: str):
         super().__init__(text)
@@ -81,10 +82,10 @@ class GlooTransport:
         self._broken = False
 
     def start_transfers(self, sends: Sequence, recvs: Sequence) -> list:
-        """Start transfers, each (peer, address, bytes), and return what `wait` takes. Empty ones
-        are left out.
+        """Start transfers, each (peer, address, bytes), and return what `wait` takes.
 
-        Transfers between two ranks arrive in order. One may be shorter than its receive buffer.
+        Empty ones are left out. Transfers between two ranks arrive in order. One may be shorter
+        than its receive buffer.
         """
         started = []
         for incoming, transfers in ((True, recvs), (False, sends)):
@@ -99,8 +100,10 @@ class GlooTransport:
         return started
 
     def wait(self, started: list, seconds: float | None) -> None:
-        """Block until transfers are complete, at most ``seconds`` (None: no limit). Raises
-        `TransferError`."""
+        """Block until transfers are complete, at most ``seconds`` (None: no limit).
+
+        Raises `TransferError`.
+        """
         if not started:
             return
         self.awaited_peers = tuple(dict.fromkeys(peer for peer, _, _ in started))
@@ -117,8 +120,10 @@ class GlooTransport:
         self.wait(self.start_transfers(sends, recvs), seconds)
 
     def _wait_in_thread(self, started: list, seconds: float | None) -> None:
-        """Wait in another thread. Signal handlers run in the main thread, which must not be inside
-        of Gloo then."""
+        """Wait in another thread.
+
+        Signal handlers run in the main thread, which must not be inside of Gloo then.
+        """
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_run_waits, args=(self._jobs,), name="collectives-gloo", daemon=True).start()
@@ -156,8 +161,10 @@ class GlooTransport:
         self._jobs = self._gloo = None
 
     def detach_after_fork(self) -> None:
-        """In a forked child: leave the parent's connections alone. They are neither closed nor
-        waited for."""
+        """In a forked child: leave the parent's connections alone.
+
+        They are neither closed nor waited for.
+        """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
 
@@ -200,8 +207,10 @@ _devices_of_parent: list = []  # of the process that was forked; never freed
 
 
 def _get_device(address: str):
-    """Return Gloo's device for an address of this node; "" lets Gloo choose. GLOO_SOCKET_IFNAME
-    overrides both."""
+    """Return Gloo's device for an address of this node; "" lets Gloo choose.
+
+    GLOO_SOCKET_IFNAME overrides both.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     key = (interface, address)
     if key not in _devices:
@@ -215,8 +224,7 @@ def _get_device(address: str):
 
 
 def _find_address(error_store: ErrorStore, rank: int, size: int, deadline: float) -> str:
-    """Return the address at which the peers reach this rank: the one from which it reaches the
-    store.
+    """Return the address at which peers reach this rank: that from which it reaches the store.
 
     On the store's own node that may be a loopback address, even where MASTER_ADDR is the node's
     name (Debian's /etc/hosts maps that to 127.0.1.1). There it is the address at which the other

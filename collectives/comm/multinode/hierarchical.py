@@ -1,5 +1,4 @@
-"""Hierarchical collectives on host memory: our engine inside of each node, bytes over Gloo between
-the nodes.
+"""Hierarchical collectives on host memory: our engine inside of nodes, Gloo between them.
 
 A reduction has three steps. First the engine reduces inside of each node: each leader (see
 `topology.Topology`) gets its shard of the node's sum. Then the leaders with one number exchange
@@ -121,8 +120,10 @@ class HierarchicalCollectives:
     def reduce_scatter(
         self, fingerprint, send: int, recv: int, count: int, spec: ReduceSpec, stats_out: int = 0
     ) -> None:
-        """Reduce all ranks' arrays; block r, of ``count`` elements, is rank r's result. See
-        `all_reduce`."""
+        """Reduce all ranks' arrays; block r, of ``count`` elements, is rank r's result.
+
+        ``stats_out``: as in `all_reduce`.
+        """
         topology, width = self.topology, ITEMSIZE[spec.dtype]
         size = len(topology.locations)
         out = self._aligned_output(recv, count * width, width)
@@ -230,8 +231,10 @@ class HierarchicalCollectives:
 
     @property
     def _limit(self) -> float | None:
-        """The limit in seconds of a wait for another node: above the engine's, which knows more
-        about a cause."""
+        """The limit in seconds of a wait for another node.
+
+        It is above the engine's limit: the engine knows more about a cause.
+        """
         return None if self.timeout is None else self.timeout + 1.0
 
     def begin_call(self, timeout: float | None) -> None:
@@ -240,14 +243,18 @@ class HierarchicalCollectives:
         self.intra_node.set_timeout(timeout)
 
     def _extend_intra_node_timeout(self) -> None:
-        """After the first step of a call: ranks here may wait for a rank that waits for another
-        node."""
+        """Extend the engine's limit: ranks here may wait for one that waits for another node.
+
+        Called after the first step of a call.
+        """
         if self.timeout is not None:
             self.intra_node.set_timeout(self.timeout + _INTRA_NODE_EXTRA_S)
 
     def _prepare_source(self, send: int, work: int, count: int, spec: ReduceSpec):
-        """Return (source, address for the sums, their dtype, op inside of the node, op to destroy
-        or None)."""
+        """Return (source, address for sums, their dtype, op inside of the node, op to destroy).
+
+        The last is None where no op was created.
+        """
         width = ITEMSIZE[spec.dtype]
         if spec.needs_float32:
             wide = self._scratch.address_of("wide", 4 * count)
@@ -274,8 +281,10 @@ class HierarchicalCollectives:
                 self.intra_node.reduce(source + j * nbytes, to, shard, dtype, op, j)
 
     def _broadcast_between_nodes(self, address: int, nbytes: int, root_node: int) -> None:
-        """Broadcast this leader's chunk: each node gets a part of it from the root's node, then all
-        from all."""
+        """Broadcast this leader's chunk between the nodes.
+
+        Each node gets a part of it from the root's node, then all parts from all nodes.
+        """
         topology = self.topology
         parts = [topology.chunk(nbytes, m) for m in range(len(topology.nodes))]
         places = [(address + begin, size) for begin, size in parts]
@@ -291,8 +300,10 @@ class HierarchicalCollectives:
         self.transport.exchange(sends, receives, self._limit)
 
     def _gather_blocks(self, nodes, nbytes: int, recv: int, holder_of) -> None:
-        """All-gather the blocks of some nodes' ranks inside of this node. ``holder_of``: rank ->
-        local rank with it."""
+        """All-gather the blocks of some nodes' ranks inside of this node.
+
+        ``holder_of``: rank -> local rank with it.
+        """
         topology = self.topology
         if len(topology.local_ranks) == 1 or not nbytes:
             return
@@ -314,8 +325,10 @@ class HierarchicalCollectives:
                     self.intra_node.broadcast(address, address, nbytes, _UINT8, local_rank)
 
     def _aligned_output(self, address: int, nbytes: int, width: int) -> int:
-        """Return an address for results that the kernels can use: the caller's, or scratch until
-        `_copy_output`."""
+        """Return an address for results that the kernels can use.
+
+        It is the caller's, or scratch until `_copy_output`.
+        """
         return self._scratch.address_of("out", nbytes) if address % width else address
 
     def _copy_output(self, out: int, recv: int, nbytes: int) -> None:

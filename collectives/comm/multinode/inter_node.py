@@ -18,10 +18,10 @@ __all__ = ["InterNodeReducer"]
 
 
 class InterNodeReducer:
-    """Reduces this leader's part of a reduction over the nodes. ``limit``: seconds of a wait, None
-    for none.
+    """Reduces this leader's part of a reduction over the nodes.
 
-    ``carry``: the dtype in which the nodes' sums are exchanged.
+    ``limit``: seconds of a wait, None for none. ``carry``: the dtype in which the nodes' sums are
+    exchanged.
     """
 
     def __init__(self, transport: GlooTransport, topology: Topology, scratch: Scratch, reducer: NodeReducer):
@@ -31,8 +31,7 @@ class InterNodeReducer:
         self._reducer = reducer
 
     def plan_shard_exchange(self, work: int, shard: int, step: int) -> tuple[list, list, list]:
-        """Return (addresses of the nodes' sums of this leader's chunk of its shard, sends,
-        receives).
+        """Return (addresses of the nodes' sums of this leader's chunk, sends, receives).
 
         ``work``: address of this node's sum of the shard; ``shard``: its elements; ``step``: bytes
         of one.
@@ -61,8 +60,10 @@ class InterNodeReducer:
     def reduce_shard(
         self, sources: list[int], out: int, shard: int, carry: int, spec: ReduceSpec, limit: float | None
     ) -> tuple[int, int]:
-        """Reduce this leader's shard to ``out``. Return (address, elements) of the part that was
-        made here."""
+        """Reduce this leader's shard to ``out``.
+
+        Return (address, elements) of the part that was made here.
+        """
         topology, width = self._topology, ITEMSIZE[spec.dtype]
         chunks = self._chunks_to_reduce(shard)
         start, length = chunks[topology.node]

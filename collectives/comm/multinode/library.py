@@ -1,5 +1,4 @@
-"""The engine's library as a communicator over several nodes needs it: groups, labels and queues of
-Python calls."""
+"""The engine's library for communicators over several nodes, with groups and queues in Python."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ class EngineGroup:
 
 
 class MultiNodeLibrary:
-    """The host engine's library for communicators over several nodes; the methods are those of
-    `_nccl.Library`.
+    """The host engine's library, with the methods of `_nccl.Library`.
 
-    Its groups, labels and queues are Python's. All else is the library's own.
+    It is for communicators over several nodes. Its groups, labels and queues are Python's. All else
+    is the library's own.
     """
 
     is_host = True
@@ -124,8 +123,10 @@ class Call:
 
 
 class CallOrder:
-    """The order of a communicator's calls. They take effect in call order, whatever thread runs
-    them."""
+    """The order of a communicator's calls.
+
+    They take effect in call order, whatever thread runs them.
+    """
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -133,8 +134,10 @@ class CallOrder:
         self._last_done.set()
 
     def reserve_turn(self) -> tuple[threading.Event, threading.Event]:
-        """Return the event of the end of the previous call, and that of this one's, which its
-        caller sets."""
+        """Return the events of the end of the previous call and of this one's.
+
+        The caller sets the second one.
+        """
         with self._lock:
             previous, self._last_done = self._last_done, threading.Event()
             return previous, self._last_done
@@ -194,8 +197,10 @@ _queues: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by handl
 
 
 class _Queue:
-    """The engine's queue with Python functions as tasks. It keeps the error of a task by its
-    ticket."""
+    """The engine's queue with Python functions as tasks.
+
+    It keeps the error of a task by its ticket.
+    """
 
     def __init__(self, queue):
         self._queue = queue

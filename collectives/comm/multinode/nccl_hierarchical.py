@@ -1,5 +1,4 @@
-"""NCCL's all-reduce, reduce-scatter and all-gather in two levels: inside of each node, then between
-nodes.
+"""NCCL's all-reduce, reduce-scatter and all-gather inside of nodes, then between them.
 
 This is opt-in (``collectives.init(hierarchical=True)``), since NCCL knows the nodes by itself.
 `HierarchicalComm` stands in for the binding's communicator. What it doesn't do in two levels its
@@ -26,8 +25,10 @@ _INTEGERS = {code for name, code in DTYPES.items() if "int" in name}
 
 
 def enable_hierarchical(comm) -> None:
-    """Make a communicator reduce and gather in two levels from now on. Does nothing where there is
-    one level."""
+    """Make a communicator reduce and gather in two levels from now on.
+
+    Does nothing where there is one level.
+    """
     topology = Topology(comm.machines, comm.rank)
     if 1 < len(topology.nodes) < comm.size:
         with comm._guard():
@@ -36,8 +37,7 @@ def enable_hierarchical(comm) -> None:
 
 
 class HierarchicalComm:
-    """The binding's communicator of all ranks, with one of each node's ranks and one between the
-    nodes.
+    """The binding's communicator of all ranks, with one inside of each node and one between them.
 
     ``topology``: each node must have the same number of ranks, else `InvalidUsage`.
     """
@@ -73,8 +73,7 @@ class HierarchicalComm:
         return len(self._topology.nodes)
 
     def all_reduce(self, send, recv, count, dtype, op, stream=0, config=None) -> None:
-        """Reduce-scatter inside of the nodes, all-reduce of the shard between them, all-gather
-        inside."""
+        """Reduce-scatter inside of nodes, all-reduce between them, all-gather inside."""
         size, width = self._intra_node.size, ITEMSIZE[dtype]
         shard = count // size // 16 * 16
         if not shard or (op == _AVG and dtype in _INTEGERS):
@@ -89,8 +88,7 @@ class HierarchicalComm:
             self.parent.all_reduce(send + main * width, recv + main * width, count - main, dtype, op, stream)
 
     def reduce_scatter(self, send, recv, recvcount, dtype, op, stream=0, config=None) -> None:
-        """Reduce-scatter inside of the nodes, once for each node's ranks, then between the
-        nodes."""
+        """Reduce-scatter inside of nodes, once for each node's ranks, then between the nodes."""
         if not self._topology.is_contiguous or not recvcount or (op == _AVG and dtype in _INTEGERS):
             self.parent.reduce_scatter(send, recv, recvcount, dtype, op, stream)
             return

@@ -1,5 +1,7 @@
-"""Sends and receives between any two ranks: by the engine inside of a node, by the transport
-between nodes."""
+"""Sends and receives between any two ranks, inside of a node and between nodes.
+
+The engine carries the former, the transport the latter.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ __all__ = ["P2POp", "PointToPoint"]
 
 
 class P2POp(NamedTuple):
-    """One send or receive. ``fingerprint``: what both sides compare; ``label``: the dtype's name
-    for messages."""
+    """One send or receive.
+
+    ``fingerprint``: what both sides compare; ``label``: the dtype's name for messages.
+    """
 
     is_send: bool
     address: int
@@ -32,8 +36,10 @@ class P2POp(NamedTuple):
 
 
 class PointToPoint:
-    """Runs batches of sends and receives. ``intra_node``: the engine's communicator of this node's
-    ranks."""
+    """Runs batches of sends and receives.
+
+    ``intra_node``: the engine's communicator of this node's ranks.
+    """
 
     def __init__(self, intra_node, transport: GlooTransport, topology: Topology):
         self._intra_node = intra_node

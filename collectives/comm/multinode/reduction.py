@@ -1,5 +1,4 @@
-"""Reductions over nodes in host memory: sums of the nodes' arrays in node order, by the fused
-kernels."""
+"""Reductions over nodes in host memory, in node order, by the fused kernels."""
 
 from __future__ import annotations
 
@@ -29,8 +28,10 @@ _BLOCK = 1 << 16  # elements of an average over a number of ranks that is no pow
 
 
 class ReduceSpec(NamedTuple):
-    """The dtype and op of a reduction, as NCCL's codes. ``scalar``: the factor of a premultiplied
-    sum; op is sum then."""
+    """The dtype and op of a reduction, as NCCL's codes.
+
+    ``scalar``: the factor of a premultiplied sum; op is sum then.
+    """
 
     dtype: int
     op: int
@@ -38,8 +39,7 @@ class ReduceSpec(NamedTuple):
 
     @property
     def needs_float32(self) -> bool:
-        """Whether the nodes' sums are exchanged as fp32, since the dtype is narrower and the op
-        rounds."""
+        """Whether the nodes' sums are exchanged as fp32: narrower types whose op rounds."""
         return self.dtype in _FLOATING and ITEMSIZE[self.dtype] < 4 and self.op not in _EXACT
 
 
@@ -69,8 +69,10 @@ class PremulSums:
 
 
 class NodeReducer:
-    """Reduces arrays of several nodes, given by address, into one. ``size``: the number of ranks,
-    for averages."""
+    """Reduces arrays of several nodes, given by address, into one.
+
+    ``size``: the number of ranks, for averages.
+    """
 
     def __init__(self, size: int):
         self._size = size
@@ -81,8 +83,7 @@ class NodeReducer:
         _run_kernel([source], out, count, spec.dtype, _F32, _SUM, factor)
 
     def reduce(self, sources: list[int], out: int, count: int, dtype: int, spec: ReduceSpec) -> None:
-        """Reduce the nodes' arrays of ``dtype`` in node order, and round once to the result's
-        dtype."""
+        """Reduce the nodes' arrays of ``dtype`` in node order; round once to the result's dtype."""
         if not count:
             return
         if spec.op != _AVG:
@@ -104,8 +105,10 @@ class NodeReducer:
             _run_kernel(some + padding, to, min(block, count - start), dtype, spec.dtype, _AVG)
 
     def add_stats(self, parts: Iterable[tuple[int, int]], dtype: int, stats_out: int) -> None:
-        """Add the sum of squares and the count of non-finite elements of parts, each (address,
-        elements), to the two doubles at ``stats_out``."""
+        """Add the sum of squares and the count of non-finite elements to two doubles.
+
+        ``parts``: (address, elements); ``stats_out``: address of the doubles.
+        """
         sums = (ctypes.c_double * 2).from_address(stats_out)
         for address, count in parts:
             if not count:

@@ -8,8 +8,10 @@ __all__ = ["Scratch"]
 
 
 class Scratch:
-    """Scratch buffers by name. A buffer grows when a call needs more of it, and is reused by the
-    next call."""
+    """Scratch buffers by name.
+
+    A buffer grows when a call needs more of it, and is reused by the next call.
+    """
 
     def __init__(self):
         self._buffers: dict[str, torch.Tensor] = {}

@@ -1,5 +1,4 @@
-"""The topology of a communicator: which rank is on which node, and how ranks share the work between
-nodes.
+"""The topology of a communicator: which rank is on which node, and who talks to other nodes.
 
 It also identifies this node and finds the address at which other nodes reach it.
 """
@@ -32,8 +31,10 @@ _ALIGNED = 16  # elements: chunks and shards begin at a multiple of it
 
 
 def read_host_id() -> str:
-    """Return COLLECTIVES_HOST_ID, or "" where it isn't set. With it one node can stand for
-    several."""
+    """Return COLLECTIVES_HOST_ID, or "" where it isn't set.
+
+    With it one node can stand for several.
+    """
     return label("COLLECTIVES_HOST_ID")
 
 
@@ -54,15 +55,13 @@ def identify_node() -> tuple[str, str, str]:
 
 
 def get_host_hash() -> int:
-    """Return a number below 2**56 that only processes of one node share, to be compared over a
-    wire."""
+    """Return a number below 2**56 that only processes of one node share, to compare over a wire."""
     host, boot_id, namespace = identify_node()
     return int.from_bytes(hashlib.sha256(f"{boot_id or host} {namespace}".encode()).digest()[:7], "big")
 
 
 def find_route(host: str) -> tuple[str, str]:
-    """Return (own address, address of ``host``) of the route to a host; empty strings where there
-    is none."""
+    """Return (own address, address of ``host``) of the route to a host; empty strings for none."""
     try:
         family, kind, _, _, there = socket.getaddrinfo(host or socket.gethostname(), 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:  # a datagram socket: nothing is sent
@@ -92,8 +91,10 @@ def find_own_address() -> str:
 
 
 def group_ranks_by_node(nodes: Iterable[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each node, in the order of the nodes' first ranks. ``nodes``: the node of
-    each rank."""
+    """Return the ranks of each node, in the order of the nodes' first ranks.
+
+    ``nodes``: the node of each rank.
+    """
     found: dict[Hashable, list[int]] = {}
     for rank, node in enumerate(nodes):
         found.setdefault(node, []).append(rank)
@@ -146,13 +147,17 @@ class Topology:
         return self.locations[rank][1] % self.num_leaders
 
     def chunk(self, count: int, index: int, chunks: int | None = None) -> tuple[int, int]:
-        """Return (start, length) of one of ``chunks`` chunks (None: one for each node) of ``count``
-        elements."""
+        """Return (start, length) of one of ``chunks`` chunks of ``count`` elements.
+
+        ``chunks``: None for one for each node.
+        """
         chunks = len(self.nodes) if chunks is None else chunks
         bounds = [count if p == chunks else count * p // chunks // _ALIGNED * _ALIGNED for p in (index, index + 1)]
         return bounds[0], bounds[1] - bounds[0]
 
     def shard_numel(self, count: int) -> int:
-        """Return the elements of a leader's shard of ``count`` elements. All shards have one size;
-        the rest follows."""
+        """Return the elements of a leader's shard of ``count`` elements.
+
+        All shards have one size; the rest follows.
+        """
         return count // self.num_leaders // _ALIGNED * _ALIGNED
