@@ -86,7 +86,7 @@ def test_what_ends_is_left_alone():
 
 ALONE = """
 import os, sys, threading, time
-from collectives import watchdog
+from collectives.comm import watchdog
 watchdog.ROUND_S = 0.05
 import collectives, torch
 comm = collectives.init()
