@@ -1,8 +1,9 @@
-"""Who am I: rank, size and place of this process, from the variables that its launcher has set.
+"""Launcher variables: the rank, size and local rank of this process as its launcher has set them.
 
-Read, in this order: torchrun's variables, RANK and WORLD_SIZE set by somebody else, Open MPI's, MPICH's (also Intel
-MPI's), srun's; and with none of them the process is alone. Nothing here talks to another process. Where variables are
-missing, are no numbers, or contradict each other, ``InvalidArgument`` names the variable and its value.
+They are read in this order: torchrun's, RANK and WORLD_SIZE set by anything else, Open MPI's,
+MPICH's (also Intel MPI's), srun's. With none of them the process is alone. Nothing here contacts
+another process. Where variables are missing, are no numbers, or contradict each other,
+``InvalidArgument`` names the variable and its value.
 """
 
 from __future__ import annotations
@@ -14,27 +15,30 @@ from dataclasses import dataclass, replace
 
 from .errors import InvalidArgument
 
-__all__ = ["Identity", "start_time", "who_am_i"]
+__all__ = ["Identity", "detect_launcher", "get_start_time"]
 
-# Slurm numbers its special steps (batch script, interactive, extern, pending) from the top of the 32-bit range.
+# Slurm numbers its special steps (batch script, interactive, extern, pending) from the top of the
+# 32-bit range.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
-# Ports for srun over several machines with no MASTER_PORT: below Linux's ephemeral range (32768..60999), and without
-# torch's own default, 29500.
+# Ports for srun over several nodes without MASTER_PORT: below Linux's ephemeral range
+# (32768..60999), and without torch's own default, 29500.
 _SLURM_FIRST_PORT, _SLURM_PORTS = 12000, 16000
-# How far up the process tree a launcher is looked for behind wrappers (sh -c, timeout, numactl).
+# How many wrappers (sh -c, timeout, numactl) may be between a rank and its launcher in the process
+# tree.
 _MAX_WRAPPERS = 16
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a launcher says about this process.
+    """The numbers of this process that a launcher has set.
 
-    ``rank`` of ``size``; ``local_rank`` of ``local_size`` on this machine (``None``: the launcher doesn't tell, and the
-    exchange with the others finds out). ``launcher``: "torchrun", "openmpi", "mpich" (also Intel MPI), "slurm", "env"
-    (RANK and WORLD_SIZE) or "alone". ``master_addr`` and ``master_port``: where rank 0 meets the others, ``None`` where
-    no address is given or needed. ``job_key``: a name that all ranks of this job on this machine share and no other job
-    does. ``restart``: how often the launcher has started this job again. ``agent_store``: torchrun's agent already
-    serves a torch ``TCPStore`` at that address, so rank 0 doesn't.
+    ``rank`` of ``size``; ``local_rank`` of ``local_size`` on this node (``None``: the launcher
+    doesn't set it, and the rendezvous finds it). ``launcher``: "torchrun", "openmpi", "mpich" (also
+    Intel MPI), "slurm", "env" (RANK and WORLD_SIZE) or "alone". ``master_addr`` and
+    ``master_port``: the address of the rendezvous, ``None`` where none is set or needed.
+    ``job_key``: a name that all ranks of this job on this node share and no other job does.
+    ``restart``: how often the launcher has started this job again. ``agent_store``: torchrun's
+    agent already serves a torch ``TCPStore`` at that address, so rank 0 doesn't.
     """
 
     rank: int
@@ -49,42 +53,42 @@ class Identity:
     agent_store: bool = False
 
     @property
-    def one_machine(self) -> bool:
-        """Tell whether all ranks are known to be on this machine."""
+    def is_single_node(self) -> bool:
+        """Whether all ranks are known to be on this node."""
         return self.local_size == self.size
 
 
-def who_am_i(environ: Mapping[str, str] | None = None) -> Identity:
-    """Read this process's identity from its environment.
+def detect_launcher(environ: Mapping[str, str] | None = None) -> Identity:
+    """Return this process's identity from its environment.
 
-    ``environ``: a mapping of strings, ``os.environ`` if not given; an empty value counts as unset. Doesn't block.
-    Raises ``InvalidArgument`` for a variable that is missing beside its companion, is no number, is out of range, or
-    contradicts another one.
+    ``environ``: a mapping of strings, ``os.environ`` if not given; an empty value counts as unset.
+    Doesn't block. Raises ``InvalidArgument`` for a variable that is missing where its companion is
+    set, is no number, is out of range, or contradicts another one.
     """
     env = os.environ if environ is None else environ
-    own = _own_variables(env)
+    own = _read_rank_variables(env)
     if own is not None and own.launcher == "torchrun":
-        return _with_master(env, own)
-    other = _first_mpi(env) or _slurm(env)
+        return _add_master(env, own)
+    other = _read_mpi(env) or _read_slurm(env)
     if own is None:
         found = other
-    elif other is None or _outranks(env, own, other):
+    elif other is None or _overrides(env, own, other):
         found = own
     else:
-        found = other  # the numbers are the same, and it knows the place of this process on its machine, too
+        found = other  # the numbers are the same, and it has this process's local rank, too
         if other.local_rank is None and own.local_rank is not None:
             found = replace(other, local_rank=own.local_rank, local_size=own.local_size)
     if found is None:
-        key = _job_key(env, "alone", str(os.getpid()), str(start_time(os.getpid())))
+        key = _make_job_key(env, "alone", str(os.getpid()), str(get_start_time(os.getpid())))
         return Identity(0, 1, 0, 1, "alone", job_key=key)
-    return _with_master(env, found)
+    return _add_master(env, found)
 
 
 # ---- Reading variables.
 
 
-def _get(env: Mapping[str, str], *names: str) -> tuple[str, str] | tuple[None, None]:
-    """The first of these variables that has a value, and its value."""
+def _get_first(env: Mapping[str, str], *names: str) -> tuple[str, str] | tuple[None, None]:
+    """Return the first of these variables that has a value, and its value."""
     for name in names:
         value = env.get(name, "").strip()
         if value:
@@ -92,8 +96,8 @@ def _get(env: Mapping[str, str], *names: str) -> tuple[str, str] | tuple[None, N
     return None, None
 
 
-def _number(env: Mapping[str, str], *names: str) -> int | None:
-    name, value = _get(env, *names)
+def _get_number(env: Mapping[str, str], *names: str) -> int | None:
+    name, value = _get_first(env, *names)
     if name is None:
         return None
     if not re.fullmatch(r"[0-9]+", value):
@@ -101,13 +105,18 @@ def _number(env: Mapping[str, str], *names: str) -> int | None:
     return int(value)
 
 
-def _pair(env: Mapping[str, str], rank_names: tuple[str, ...], size_names: tuple[str, ...]) -> tuple[int, int] | None:
-    """A rank and a size that belong together: both or neither, rank below size."""
-    rank, size = _number(env, *rank_names), _number(env, *size_names)
+def _get_rank_and_size(
+    env: Mapping[str, str], rank_names: tuple[str, ...], size_names: tuple[str, ...]
+) -> tuple[int, int] | None:
+    """Return (rank, size), or None where neither is set.
+
+    Raises where one is missing or rank is not below size.
+    """
+    rank, size = _get_number(env, *rank_names), _get_number(env, *size_names)
     if rank is None and size is None:
         return None
-    rank_name, _ = _get(env, *rank_names)
-    size_name, _ = _get(env, *size_names)
+    rank_name, _ = _get_first(env, *rank_names)
+    size_name, _ = _get_first(env, *size_names)
     if rank is None:
         raise InvalidArgument(f"{size_name}={size} is set, but {rank_names[0]} isn't")
     if size is None:
@@ -119,34 +128,34 @@ def _pair(env: Mapping[str, str], rank_names: tuple[str, ...], size_names: tuple
     return rank, size
 
 
-def _local(
+def _get_local_rank_and_size(
     env: Mapping[str, str], size: int, rank_names: tuple[str, ...], size_names: tuple[str, ...]
 ) -> tuple[int | None, int | None]:
-    """Rank and number of ranks on this machine; None for what the variables don't tell."""
-    local_rank, local_size = _number(env, *rank_names), _number(env, *size_names)
+    """Return (local rank, number of ranks on this node); None for what isn't set."""
+    local_rank, local_size = _get_number(env, *rank_names), _get_number(env, *size_names)
     if local_size is not None:
-        name, _ = _get(env, *size_names)
+        name, _ = _get_first(env, *size_names)
         if not 0 < local_size <= size:
             raise InvalidArgument(f"{name}={local_size} is not between 1 and the number of ranks, {size}")
     limit = size if local_size is None else local_size
     if local_rank is not None and local_rank >= limit:
-        name, _ = _get(env, *rank_names)
+        name, _ = _get_first(env, *rank_names)
         raise InvalidArgument(f"{name}={local_rank} is not below the number of ranks on this machine, {limit}")
     return local_rank, local_size
 
 
-# ---- One function for each launcher; None where its variables are not there.
+# ---- One function for each launcher, which returns None where its variables are not set.
 
 
-def _own_variables(env: Mapping[str, str]) -> Identity | None:
-    """RANK and WORLD_SIZE: torchrun's, or set by hand or another launcher."""
-    numbers = _pair(env, ("RANK",), ("WORLD_SIZE",))
+def _read_rank_variables(env: Mapping[str, str]) -> Identity | None:
+    """Read RANK and WORLD_SIZE: torchrun's, or set by hand or another launcher."""
+    numbers = _get_rank_and_size(env, ("RANK",), ("WORLD_SIZE",))
     if numbers is None:
         return None
     rank, size = numbers
-    local_rank, local_size = _local(env, size, ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
-    torchrun = _get(env, "TORCHELASTIC_RUN_ID", "GROUP_RANK")[0] is not None
-    if not torchrun and local_size is None and local_rank in (None, rank) and _near(env):
+    local_rank, local_size = _get_local_rank_and_size(env, size, ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+    torchrun = _get_first(env, "TORCHELASTIC_RUN_ID", "GROUP_RANK")[0] is not None
+    if not torchrun and local_size is None and local_rank in (None, rank) and _is_rank_zero_local(env):
         local_rank, local_size = rank, size
     return Identity(
         rank,
@@ -154,20 +163,23 @@ def _own_variables(env: Mapping[str, str]) -> Identity | None:
         local_rank,
         local_size,
         "torchrun" if torchrun else "env",
-        job_key=_job_key(env, "parent", *_launching_process(env, "RANK", "WORLD_SIZE")),
-        restart=_number(env, "TORCHELASTIC_RESTART_COUNT") or 0,
+        job_key=_make_job_key(env, "parent", *_find_launching_process(env, "RANK", "WORLD_SIZE")),
+        restart=_get_number(env, "TORCHELASTIC_RESTART_COUNT") or 0,
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",  # as torch compares it
     )
 
 
-def _near(env: Mapping[str, str]) -> bool:
-    """Whether rank 0 is on this machine by the look of MASTER_ADDR. Without an address all ranks have to be here."""
-    _, address = _get(env, "MASTER_ADDR")
+def _is_rank_zero_local(env: Mapping[str, str]) -> bool:
+    """Return whether rank 0 is on this node, by MASTER_ADDR.
+
+    Without an address all ranks have to be.
+    """
+    _, address = _get_first(env, "MASTER_ADDR")
     return address is None or address == "localhost" or address == "::1" or address.startswith("127.")
 
 
-def _first_mpi(env: Mapping[str, str]) -> Identity | None:
-    openmpi, mpich = _open_mpi(env), _mpich(env)
+def _read_mpi(env: Mapping[str, str]) -> Identity | None:
+    openmpi, mpich = _read_open_mpi(env), _read_mpich(env)
     if openmpi is None or mpich is None:
         return openmpi or mpich
     if (openmpi.rank, openmpi.size) == (mpich.rank, mpich.size) or mpich.size == 1:
@@ -180,74 +192,81 @@ def _first_mpi(env: Mapping[str, str]) -> Identity | None:
     )
 
 
-def _open_mpi(env: Mapping[str, str]) -> Identity | None:
-    numbers = _pair(env, ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",))
+def _read_open_mpi(env: Mapping[str, str]) -> Identity | None:
+    numbers = _get_rank_and_size(env, ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",))
     if numbers is None:
         return None
     rank, size = numbers
-    local_rank, local_size = _local(env, size, ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",))
+    local_rank, local_size = _get_local_rank_and_size(
+        env, size, ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)
+    )
     names = [value for value in (env.get("PMIX_NAMESPACE"), env.get("OMPI_MCA_orte_hnp_uri")) if value]
     if names:
-        key = _job_key(env, "openmpi", *names)
+        key = _make_job_key(env, "openmpi", *names)
     else:
-        key = _job_key(env, "parent", *_launching_process(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+        key = _make_job_key(
+            env, "parent", *_find_launching_process(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+        )
     return Identity(rank, size, local_rank, local_size, "openmpi", job_key=key)
 
 
-def _mpich(env: Mapping[str, str]) -> Identity | None:
-    numbers = _pair(env, ("PMI_RANK",), ("PMI_SIZE",))
+def _read_mpich(env: Mapping[str, str]) -> Identity | None:
+    numbers = _get_rank_and_size(env, ("PMI_RANK",), ("PMI_SIZE",))
     if numbers is None:
         return None
     rank, size = numbers
-    local_rank, local_size = _local(
+    local_rank, local_size = _get_local_rank_and_size(
         env, size, ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
     )
-    # Hydra gives no job id, but one proxy process starts all ranks of a machine.
-    key = _job_key(env, "parent", *_launching_process(env, "PMI_RANK", "PMI_SIZE"))
+    # Hydra sets no job id, but one proxy process starts all ranks of a node.
+    key = _make_job_key(env, "parent", *_find_launching_process(env, "PMI_RANK", "PMI_SIZE"))
     return Identity(rank, size, local_rank, local_size, "mpich", job_key=key)
 
 
-def _slurm(env: Mapping[str, str]) -> Identity | None:
-    """A task of srun. SLURM_NTASKS alone says nothing: sbatch and salloc set it for programs that they start once."""
-    if _get(env, "SLURM_PROCID")[0] is None:
+def _read_slurm(env: Mapping[str, str]) -> Identity | None:
+    """Read a task of srun.
+
+    SLURM_NTASKS alone isn't enough: sbatch and salloc set it for programs that run once.
+    """
+    if _get_first(env, "SLURM_PROCID")[0] is None:
         return None
-    step = _number(env, "SLURM_STEP_ID", "SLURM_STEPID")
-    step_size = _number(env, "SLURM_STEP_NUM_TASKS")
+    step = _get_number(env, "SLURM_STEP_ID", "SLURM_STEPID")
+    step_size = _get_number(env, "SLURM_STEP_NUM_TASKS")
     if step is not None and step >= _SLURM_SPECIAL_STEPS:
         return None
     if step is None and step_size is None and env.get("ENVIRONMENT") == "BATCH":
         return None  # the batch script itself: it has SLURM_PROCID=0, but srun has not started it
-    rank, size = _pair(env, ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"))
-    hosts = _get(env, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")[1]
-    local_rank, _ = _local(env, size, ("SLURM_LOCALID",), ())
-    local_size = _slurm_local_size(env, size, rank, local_rank, hosts)
+    rank, size = _get_rank_and_size(env, ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"))
+    hosts = _get_first(env, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")[1]
+    local_rank, _ = _get_local_rank_and_size(env, size, ("SLURM_LOCALID",), ())
+    local_size = _read_slurm_local_size(env, size, rank, local_rank, hosts)
     if local_rank is not None and local_size is not None and local_rank >= local_size:
         raise InvalidArgument(f"SLURM_LOCALID={local_rank} is not below the tasks on this machine, {local_size}")
-    job = _get(env, "SLURM_JOB_ID", "SLURM_JOBID")[1]
+    job = _get_first(env, "SLURM_JOB_ID", "SLURM_JOBID")[1]
     if job is not None:
-        key = _job_key(env, "slurm", job, str(step))
+        key = _make_job_key(env, "slurm", job, str(step))
     else:
-        key = _job_key(env, "parent", *_launching_process(env, "SLURM_PROCID", "SLURM_NTASKS"))
+        key = _make_job_key(env, "parent", *_find_launching_process(env, "SLURM_PROCID", "SLURM_NTASKS"))
     master_addr = master_port = None
     if local_size != size and hosts is not None:
-        master_addr = _first_host(hosts)
+        master_addr = _parse_first_host(hosts)
         digits = int(re.sub(r"[^0-9]", "", job or "") or 0)
         master_port = _SLURM_FIRST_PORT + (digits * 31 + (step or 0)) % _SLURM_PORTS
-    restart = _number(env, "SLURM_RESTART_COUNT") or 0
+    restart = _get_number(env, "SLURM_RESTART_COUNT") or 0
     return Identity(rank, size, local_rank, local_size, "slurm", master_addr, master_port, key, restart)
 
 
-def _slurm_local_size(
+def _read_slurm_local_size(
     env: Mapping[str, str], size: int, rank: int, local_rank: int | None, hosts: str | None
 ) -> int | None:
-    nodes = _number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    nodes = _get_number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     if nodes == 1 or size == 1 or (nodes is None and hosts is not None and re.fullmatch(r"[^\[\],]+", hosts)):
         return size
-    name, spread = _get(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    node = _number(env, "SLURM_NODEID")
+    name, spread = _get_first(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    node = _get_number(env, "SLURM_NODEID")
     if spread is not None and node is not None:
         counts: list[int] = []
-        for part in spread.split(","):  # "2(x3),1": three machines with two tasks, then one with one
+        for part in spread.split(","):  # "2(x3),1": three nodes with two tasks, then one with one
             match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
             if match is None:
                 raise InvalidArgument(f"{name}={spread!r} is not a list of task counts such as '2(x3),1'")
@@ -255,12 +274,15 @@ def _slurm_local_size(
         if node < len(counts) and sum(counts) == size:  # else it is the job's spread, not this step's
             return counts[node]
     if nodes is None and hosts is None and local_rank in (None, rank):
-        return size  # nothing speaks of other machines
+        return size  # no variable shows other nodes
     return None
 
 
-def _first_host(hosts: str) -> str:
-    """The first name of Slurm's compressed list: "rack1node[003-006,9],b" gives "rack1node003"."""
+def _parse_first_host(hosts: str) -> str:
+    """Return the first name of Slurm's compressed list of nodes.
+
+    It is "rack1node003" for "rack1node[003-006,9],b".
+    """
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", hosts)
     if first is None:
         raise InvalidArgument(f"SLURM_STEP_NODELIST={hosts!r} is not a list of machines")
@@ -270,17 +292,21 @@ def _first_host(hosts: str) -> str:
 # ---- Contradictions.
 
 
-def _outranks(env: Mapping[str, str], own: Identity, other: Identity) -> bool:
-    """Whether RANK and WORLD_SIZE count and not the numbers of the MPI or Slurm launcher round this process."""
+def _overrides(env: Mapping[str, str], own: Identity, other: Identity) -> bool:
+    """Return whether RANK and WORLD_SIZE count.
+
+    Otherwise the numbers of the MPI or Slurm launcher around this process do.
+    """
     if (own.rank, own.size) == (other.rank, other.size):
         return False
-    # A launcher that starts one process (or one for each machine), which then starts the ranks and numbers them.
-    if other.size == 1 or _get(env, "LOCAL_RANK")[0] is not None:
+    # A launcher has started one process (or one for each node), which has then started and numbered
+    # the ranks.
+    if other.size == 1 or _get_first(env, "LOCAL_RANK")[0] is not None:
         return True
     rank_name, size_name = {
         "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         "mpich": ("PMI_RANK", "PMI_SIZE"),
-        "slurm": ("SLURM_PROCID", _get(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")[0]),
+        "slurm": ("SLURM_PROCID", _get_first(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")[0]),
     }[other.launcher]
     raise InvalidArgument(
         f"RANK={own.rank} of WORLD_SIZE={own.size} contradicts {rank_name}={other.rank} of {size_name}={other.size}: "
@@ -288,11 +314,11 @@ def _outranks(env: Mapping[str, str], own: Identity, other: Identity) -> bool:
     )
 
 
-def _with_master(env: Mapping[str, str], found: Identity) -> Identity:
-    """Add MASTER_ADDR and MASTER_PORT. A world of one meets nobody and doesn't look at them."""
+def _add_master(env: Mapping[str, str], found: Identity) -> Identity:
+    """Add MASTER_ADDR and MASTER_PORT. A world of one needs no rendezvous and ignores them."""
     if found.size == 1:
         return found
-    address, port = _get(env, "MASTER_ADDR")[1], _number(env, "MASTER_PORT")
+    address, port = _get_first(env, "MASTER_ADDR")[1], _get_number(env, "MASTER_PORT")
     if port is not None and not 0 < port < 65536:
         raise InvalidArgument(f"MASTER_PORT={port} is not a port between 1 and 65535")
     if address is not None and port is None:
@@ -302,7 +328,7 @@ def _with_master(env: Mapping[str, str], found: Identity) -> Identity:
     if port is None:
         return found
     if address is None:
-        if found.one_machine:
+        if found.is_single_node:
             address = "127.0.0.1"
         elif found.master_addr is not None:
             address = found.master_addr
@@ -317,19 +343,23 @@ def _with_master(env: Mapping[str, str], found: Identity) -> Identity:
 # ---- A name for the job.
 
 
-def _job_key(env: Mapping[str, str], *parts: str) -> bytes:
-    """Join what names a job; COLLECTIVES_JOB_ID replaces it. The user's number keeps users apart."""
-    _, given = _get(env, "COLLECTIVES_JOB_ID")
+def _make_job_key(env: Mapping[str, str], *parts: str) -> bytes:
+    """Make the job's key from what names the job, or from COLLECTIVES_JOB_ID if set.
+
+    Each user has keys of its own.
+    """
+    _, given = _get_first(env, "COLLECTIVES_JOB_ID")
     if given is not None:
         parts = ("given", given)
     return "\0".join(("collectives", str(os.getuid()), *parts)).encode("utf-8", "surrogateescape")
 
 
-def _launching_process(env: Mapping[str, str], *names: str) -> tuple[str, str]:
-    """Number and start time of the process that started the ranks: the nearest ancestor without this rank's numbers.
+def _find_launching_process(env: Mapping[str, str], *names: str) -> tuple[str, str]:
+    """Return the pid and start time of the process that has started the ranks.
 
-    ``names``: the variables that hold rank and size. Mostly it is the parent; but a wrapper (``sh -c``, ``timeout``, a
-    script) between the launcher and the rank has the rank's own variables in its environment.
+    It is the nearest ancestor without this rank's numbers in its environment. Mostly that is the
+    parent; but a wrapper (``sh -c``, ``timeout``, a script) between the launcher and the rank has
+    the rank's own variables. ``names``: the variables with rank and size.
     """
     pid = os.getppid()
     mine = {f"{name}={env[name]}".encode("utf-8", "surrogateescape") for name in names if name in env}
@@ -346,11 +376,14 @@ def _launching_process(env: Mapping[str, str], *names: str) -> tuple[str, str]:
         if not wrapper or name == b"hydra_pmi_proxy" or above == 0:
             break
         pid = above
-    return str(pid), str(start_time(pid))
+    return str(pid), str(get_start_time(pid))
 
 
-def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 where that isn't told (a parent outside the container)."""
+def get_start_time(pid: int) -> int:
+    """Return when a process started, in clock ticks since boot; 0 if unknown.
+
+    It is unknown for a parent outside of the container.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             stat = file.read()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import collectives
-from collectives.launcher import who_am_i
+from collectives.launcher import detect_launcher
 
 WAYS = ("torch.distributed", "communicator over its ranks", "collectives alone")
 
@@ -31,8 +31,9 @@ def parse_arguments():
     option("--start-method", choices=mp.get_all_start_methods(), default="spawn", help="(default: %(default)s)")
     option("--fail-rank", type=int, help="a rank that raises before its first all-reduce")
     arguments = parser.parse_args()
-    if who_am_i().size > 1:
-        parser.error(f"it starts its own ranks: run it with python alone, not under a launcher ({who_am_i().launcher})")
+    found = detect_launcher()
+    if found.size > 1:
+        parser.error(f"it starts its own ranks: run it with python alone, not under a launcher ({found.launcher})")
     return arguments
 
 

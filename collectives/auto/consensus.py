@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..comm.liveness import RankExits
 from ..comm.waiting import RankWait
 from ..errors import CollectivesError
-from ..rendezvous.process_groups import group_timeout
+from ..rendezvous.process_groups import get_group_timeout
 from ..torch_compat import default_store, sequence_number
 
 __all__ = ["verify_same_step"]
@@ -40,7 +40,7 @@ def verify_same_step(group, value: dict) -> str:
     prefix += f"/{store.add(f'{prefix}/met/{rank}', 1)}"
     value = {"sequence": sequence_number(group), **value}
     store.set(f"{prefix}/{rank}", json.dumps(value))
-    seconds = min(_SECONDS, group_timeout(group, torch.device("cpu")) / 2)
+    seconds = min(_SECONDS, get_group_timeout(group, torch.device("cpu")) / 2)
     keys = [f"{prefix}/{other}" for other in range(size)]
     fates = RankExits(store, dist.get_process_group_ranks(group))
     wait = RankWait("to the same step", rank, size, seconds, exit_reason=fates.reason)

@@ -11,7 +11,7 @@ from ..cuda_state import has_completed
 from ..ddp.hook import HookState, fused_allreduce
 from ..errors import CollectiveTimeout
 from ..gradients.streams import close_comm_streams
-from ..rendezvous.process_groups import communicator_over, drop, opened
+from ..rendezvous.process_groups import drop_communicator, find_communicator, get_communicator
 from .check import count_different, error_bound
 
 __all__ = ["Trial"]
@@ -79,7 +79,7 @@ class Trial:
     def _reduce_fused(self, bucket) -> None:
         device = bucket.buffer().device
         try:
-            self._limit_timeout(communicator_over(self._group, device))
+            self._limit_timeout(get_communicator(self._group, device))
             done = fused_allreduce(self._state, bucket)
             if device.type == "cuda":
                 done.wait()  # orders the stream: two communicators without an order between them can deadlock
@@ -120,14 +120,14 @@ class Trial:
         bad = torch.tensor([float(bool(self._own))], device=device)
         dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._group)
         if bad.item():
-            self.problem = self._own or "on another rank"
+            self.problem = self._own or "on dup rank"
 
     def _abort_communicator(self, device) -> None:
         """Abort our communicator, so that ranks that wait for this one get an error at once."""
-        comm = opened(self._group, device)
+        comm = find_communicator(self._group, device)
         if comm is not None:
             close_comm_streams(comm, abort=True)
-            drop(comm)
+            drop_communicator(comm)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,13 +21,13 @@ def main(argv: list[str] | None = None) -> int:
         program = "python -m benchmarks.scaling, with the same options, in the source tree"
         print(f"collectives.bench: --simulate has a program of its own: {program}", file=sys.stderr)
         return 2
-    from ..launcher import who_am_i
+    from ..launcher import detect_launcher
     from .options import UsageError, parse
 
     first = True
     try:
         parent = _started_by(arguments)
-        identity = who_am_i()
+        identity = detect_launcher()
         first = identity.rank == 0
         options = parse(arguments)
         if identity.launcher == "alone":

@@ -7,7 +7,7 @@ import os
 import statistics
 
 from ..comm.communicator import Communicator
-from ..comm.multinode.topology import simulated
+from ..comm.multinode.topology import read_host_id
 from ..errors import InvalidArgument
 from .cases import Case
 from .control import Control
@@ -212,7 +212,7 @@ def _binds(options: Options, comm: Communicator) -> bool:
 
     Never on GPUs, where the host's part is small.
     """
-    here = comm.size if simulated() else comm.local_size
+    here = comm.size if read_host_id() else comm.local_size
     return comm.device.type == "cpu" and options.binds(here, len(os.sched_getaffinity(0)))
 
 

@@ -15,7 +15,7 @@ from ..cuda_state import is_capturing
 from ..errors import Aborted, CollectivesError, CudaError, InvalidUsage
 from .group import open_groups
 from .lifetime import ClosedHandle, never_freed, open_comms
-from .multinode.comm import NoShortWay
+from .multinode.comm import NoFastPath
 from .watchdog import unwatch
 
 __all__ = ["abort", "abort_with_error", "close", "refuse_in_capture"]
@@ -43,7 +43,7 @@ def close(comm) -> None:
         comm._native = native
         _is_closed(comm)
         return
-    fast_path, comm._fast_path = comm._fast_path, NoShortWay()
+    fast_path, comm._fast_path = comm._fast_path, NoFastPath()
     try:
         native.wait_for_calls()  # of other threads
     except BaseException:  # a signal handler's, which interrupted a call

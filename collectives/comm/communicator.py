@@ -43,8 +43,8 @@ from .host_queue import HostQueue
 from .launch import launch
 from .lifetime import ClosedHandle, open_comms
 from .memory import allocate
-from .multinode.comm import HostsComm, NoShortWay
-from .multinode.topology import grouped
+from .multinode.comm import MultiNodeComm, NoFastPath
+from .multinode.topology import group_ranks_by_node
 from .reductions import all_reduce_out_of_place, reduce_with_stats
 from .registration import Registration, deregister, register
 from .steps import all_to_all_steps, gather_steps, scatter_steps
@@ -128,7 +128,7 @@ class Communicator:
         current_device = None if self._on_host or self._checks_calls else cuda_get_device()
         other = not isinstance(native, Comm)
         self._fast_path = (
-            NoShortWay() if other else ArrayCalls(native, self._reader.plainly, open_groups, current_device)
+            NoFastPath() if other else ArrayCalls(native, self._reader.plainly, open_groups, current_device)
         )
         self._registrations: set[Registration] = set()
         self._child_count = 0  # splits and shrinks, which all ranks make in one order
@@ -170,7 +170,7 @@ class Communicator:
         They are known for the communicators that `init()` and the DDP hook open, and on the host.
         """
         if self.peers is not None:
-            return grouped(peer.machine for peer in self.peers)
+            return group_ranks_by_node(peer.machine for peer in self.peers)
         return (tuple(range(self.size)),) if self._on_host else None
 
     @property
@@ -549,7 +549,7 @@ class Communicator:
         """Make the communicator of a binding object that `split` or `shrink` has returned."""
         child = Communicator.__new__(Communicator)
         engine, peers = self.engine, None
-        if isinstance(native, HostsComm):
+        if isinstance(native, MultiNodeComm):
             local, peers = (native.local_rank, native.local_size), native.peers
         elif self._on_host:  # its ranks are on one node, and its parent's may be on several
             local = native.rank, native.size
@@ -587,10 +587,10 @@ class Communicator:
             return _NO_GUARD
         return torch.cuda.device(self.device)
 
-    def _check_fingerprints(self, fingerprints, grouped: bool = False) -> None:
+    def _check_fingerprints(self, fingerprints, group_ranks_by_node: bool = False) -> None:
         """Raise `Mismatch` unless all ranks make the same calls, with COLLECTIVES_CHECK only."""
         if self._checks_calls and fingerprints:
             with self._device_guard():
                 check_fingerprints(
-                    self._native, fingerprints, device=self.device, stream=stream_handle(self, None), grouped=grouped
+                    self._native, fingerprints, device=self.device, stream=stream_handle(self, None), group_ranks_by_node=group_ranks_by_node
                 )

@@ -43,14 +43,14 @@ def issue(calls: list[Call], streams: list[int]) -> None:
     of them.
     """
     library = calls[0].comm.engine.library
-    grouped = len(calls) > 1 or len(calls[0].steps) > 1
+    group_ranks_by_node = len(calls) > 1 or len(calls[0].steps) > 1
     created_ops: list[tuple] = []
     try:
         functions = []
         for call, stream in zip(calls, streams, strict=True):
-            functions += _resolve_steps(call, stream, grouped, created_ops)
+            functions += _resolve_steps(call, stream, group_ranks_by_node, created_ops)
         try:
-            if grouped:
+            if group_ranks_by_node:
                 run_grouped(library, functions)
             else:
                 for function, args in functions:
@@ -70,7 +70,7 @@ def issue(calls: list[Call], streams: list[int]) -> None:
         native.destroy_op(op)
 
 
-def _resolve_steps(call: Call, stream: int, grouped: bool, created_ops: list):
+def _resolve_steps(call: Call, stream: int, group_ranks_by_node: bool, created_ops: list):
     """Yield a call's steps as (function, arguments).
 
     Creates the ops that they need, and appends them to `created_ops`.
@@ -78,7 +78,7 @@ def _resolve_steps(call: Call, stream: int, grouped: bool, created_ops: list):
     `created_ops`: pairs of the binding object and the op.
     """
     native = call.comm._native
-    if grouped:  # an operation of several steps can't stand in a group
+    if group_ranks_by_node:  # an operation of several steps can't stand in a group
         native = getattr(native, "flat", native)
     library = call.comm.engine.library
     for name, args in call.steps:
@@ -128,7 +128,7 @@ class Group:
 
     def __enter__(self):
         if self._entered:
-            raise InvalidUsage("this group is open already: make another one with comm.group()", rank=self._comm.rank)
+            raise InvalidUsage("this group is open already: make dup one with comm.group()", rank=self._comm.rank)
         self._entered = True
         thread = threading.get_ident()
         self._outer = open_groups.get(thread)
@@ -173,7 +173,7 @@ class Group:
         comms = list({id(call.comm): call.comm for call in calls}.values())
         for comm in comms:
             fingerprints = [call.fingerprint for call in calls if call.comm is comm and call.fingerprint]
-            comm._check_fingerprints(fingerprints, grouped=True)
+            comm._check_fingerprints(fingerprints, group_ranks_by_node=True)
         if calls[0].work is None:
             with self._comm._device_guard():
                 issue(calls, [call.stream for call in calls])

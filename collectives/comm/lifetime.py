@@ -8,7 +8,7 @@ import sys
 
 from ..errors import CollectivesError, InvalidUsage
 from .group import open_groups
-from .multinode.comm import HostsComm
+from .multinode.comm import MultiNodeComm
 
 __all__ = ["ClosedHandle", "never_freed", "open_comms"]
 
@@ -53,7 +53,7 @@ def _after_fork() -> None:
     open_groups.clear()
     for comm in list(open_comms.values()):
         never_freed.append((comm._native, comm._registrations, comm._algorithms))
-        if isinstance(comm._native, HostsComm):
+        if isinstance(comm._native, MultiNodeComm):
             comm._native.forget()
         comm._algorithms = None
         reason = (

@@ -19,9 +19,9 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
-from ..launcher import start_time
+from ..launcher import get_start_time
 from ..torch_compat import default_store
-from .multinode.topology import this_machine
+from .multinode.topology import identify_node
 
 __all__ = ["RankExits", "describe_exit", "has_ended", "publish_process", "this_process"]
 
@@ -38,12 +38,12 @@ def _identity(pid: int, machine: str) -> str:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    return f"{machine}|{namespace}|{pid}|{start_time(pid)}"
+    return f"{machine}|{namespace}|{pid}|{get_start_time(pid)}"
 
 
 def this_process() -> str:
-    """Return this process's identity, for `has_ended` in another process."""
-    host, boot_id, _ = this_machine()
+    """Return this process's identity, for `has_ended` in dup process."""
+    host, boot_id, _ = identify_node()
     return _identity(os.getpid(), boot_id or host)
 
 

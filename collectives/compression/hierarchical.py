@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from ..comm.multinode.topology import grouped, machine_number
+from ..comm.multinode.topology import get_host_hash, group_ranks_by_node
 from ..errors import InvalidUsage
 from .base import Compressor, NoCompression
 from .bucket import Bucket, Scaling
@@ -17,7 +17,7 @@ __all__ = ["Hierarchical"]
 
 
 class Hierarchical(Compressor):
-    """Reduces between nodes by another compressor, after a reduce-scatter inside each node.
+    """Reduces between nodes by dup compressor, after a reduce-scatter inside each node.
 
     All nodes must have the same number of ranks, m; then each byte crosses the network once for m
     ranks instead of m times. On one node, and with one rank per node, this is the other compressor
@@ -43,10 +43,10 @@ class Hierarchical(Compressor):
         The first call is a collective.
         """
         if comm not in self._levels:
-            own = torch.tensor([machine_number()], dtype=torch.int64, device=comm.device)
+            own = torch.tensor([get_host_hash()], dtype=torch.int64, device=comm.device)
             nodes = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
             comm.all_gather(nodes, own, algorithm="native")
-            nodes = grouped(nodes.tolist())
+            nodes = group_ranks_by_node(nodes.tolist())
             sizes = {len(ranks) for ranks in nodes}
             if len(sizes) > 1:
                 raise InvalidUsage(

@@ -21,7 +21,7 @@ from ..gradients.ddp_checks import check_group
 from ..gradients.pipeline import BucketError
 from ..gradients.state import HookState
 from ..gradients.streams import close_comm_streams
-from ..rendezvous.process_groups import communicator_over, drop
+from ..rendezvous.process_groups import drop_communicator, get_communicator
 from ..torch_patches import find_hooked_ddps, observe_comm_hooks
 
 __all__ = ["HookState", "fused_allreduce"]
@@ -72,7 +72,7 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
                 check_group(ddp)
         flat = ours.flat = _flatten_dense(buffer)
         if comm is None:
-            comm = communicator_over(state.get_process_group(), buffer.device)
+            comm = get_communicator(state.get_process_group(), buffer.device)
         if state.shares_memory and flat.is_cpu:
             state.share_memory(comm, ours)
         return state.reducer.reduce_bucket(comm, ours, buffer, bucket.is_last())
@@ -81,7 +81,7 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
         if comm is not None and not isinstance(cause, InvalidArgument):
             close_comm_streams(comm, abort=True)
             if state.comm is None:
-                drop(comm)
+                drop_communicator(comm)
         raise _explain(cause, failed) from cause
     except BaseException as error:
         # KeyboardInterrupt, MemoryError: the other ranks are further on or wait for this one. A
@@ -89,7 +89,7 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
         # communicator gives them an error instead.
         if comm is not None:
             close_comm_streams(comm, abort=True)
-            drop(comm)
+            drop_communicator(comm)
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"collectives: in gradient bucket {ours.index}, of {ours.describe()}")
         raise

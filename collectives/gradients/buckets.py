@@ -26,7 +26,7 @@ from ..compression import Bucket, NoCompression, Scaling, make_compressor
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from ..parameter_names import find_names
 from ..recorder import recording
-from ..rendezvous.process_groups import communicator_over, default_group, drop
+from ..rendezvous.process_groups import drop_communicator, get_communicator, get_default_group
 from .bucket import GradientBucket
 from .bucket_assignment import assign_buckets, check_no_overlap, describe_param, read_params
 from .bucket_consensus import verify_same_buckets
@@ -71,7 +71,7 @@ class GradientBuckets:
 
     Gradients may have been made by any number of backwards, or assigned. On CUDA the host doesn't
     wait if this rank has all gradients and none was changed after it was sent. Then a later call
-    raises what is wrong on another rank, and a gradient that is changed after it was sent must be
+    raises what is wrong on dup rank, and a gradient that is changed after it was sent must be
     changed on all ranks. Raises `InvalidArgument` for unsuitable parameters and settings. Holds the
     parameters, as an optimizer does; use it as a context manager, or `close()` it.
     """
@@ -192,10 +192,10 @@ class GradientBuckets:
     def all_reduce(self) -> None:
         """Average every parameter's ``.grad`` over the ranks, in place; all ranks call it.
 
-        A parameter without a gradient counts as one of zeros, and gets a gradient where another
+        A parameter without a gradient counts as one of zeros, and gets a gradient where dup
         rank has one. Blocks until it is done; on CUDA it waits for the gradients of all backwards,
         and the averages are ordered on the current stream. A gradient that can't be averaged
-        (sparse, of another dtype or shape than the parameter's was, sharing memory with another
+        (sparse, of dup dtype or shape than the parameter's was, sharing memory with dup
         one) raises `InvalidArgument` on all ranks and leaves the gradients as they are; so does
         `Mismatch`, at the first call, where the ranks' parameters differ. (On CUDA, ranks without a
         problem of their own go on, and raise `InvalidUsage` in a later call.)
@@ -249,7 +249,7 @@ class GradientBuckets:
         Over new communicators the ranks compare their parameters and agree on overlap.
         """
         comms = {
-            device: self._user_comm or communicator_over(self._get_process_group(), device) for device in self._devices
+            device: self._user_comm or get_communicator(self._get_process_group(), device) for device in self._devices
         }
         for comm in comms.values():
             comm._check_open("all_reduce")
@@ -273,7 +273,7 @@ class GradientBuckets:
     def _get_process_group(self):
         if self._group is not None:
             return self._group
-        return default_group("these buckets'", "pass comm=collectives.init()", op=_OP)
+        return get_default_group("these buckets'", "pass comm=collectives.init()", op=_OP)
 
     # ---- A round: everything between two calls of all_reduce().
 
@@ -406,7 +406,7 @@ class GradientBuckets:
             if split_off is not comm:
                 split_off.abort()
             if failed and self._user_comm is None:
-                drop(comm)
+                drop_communicator(comm)
         self._overlap = None
         self._free()
 

@@ -16,7 +16,7 @@ import weakref
 import torch
 
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
-from ..rendezvous.process_groups import communicator_over, drop
+from ..rendezvous.process_groups import drop_communicator, get_communicator
 
 __all__ = ["reduce_tuple", "register_state"]
 
@@ -88,7 +88,7 @@ def _all_reduce(state, data: torch.Tensor) -> None:
     comm, opened = state.comm, None
     try:
         if comm is None:
-            comm = opened = communicator_over(state.get_process_group(), data.device)
+            comm = opened = get_communicator(state.get_process_group(), data.device)
         algorithm = state.algorithm
         if state.deterministic:  # in rank order, as the host engine's native algorithm always sums
             algorithm = "native" if data.is_cpu else "direct"
@@ -98,5 +98,5 @@ def _all_reduce(state, data: torch.Tensor) -> None:
         work.wait()  # on CUDA the stream waits, not the host
     except CollectivesError as error:
         if opened is not None and not isinstance(error, InvalidArgument):
-            drop(opened)
+            drop_communicator(opened)
         raise

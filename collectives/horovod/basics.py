@@ -14,9 +14,9 @@ from ..comm.malloc import keep_freed_memory
 from ..errors import InvalidArgument
 from ..recorder import recording
 from ..rendezvous import world as job
-from ..rendezvous.control import beside
-from ..rendezvous.exchange import PeerInfo
-from ..rendezvous.process_groups import group_timeout
+from ..rendezvous.control import dup_on_host
+from ..rendezvous.peers import PeerInfo
+from ..rendezvous.process_groups import get_group_timeout
 from .controller import Controller
 from .process_sets import ProcessSet, global_process_set
 from .settings import Settings, read_number, read_settings
@@ -74,7 +74,7 @@ class World:
         self._controllers: dict[int, Controller] = {}
         self._stall_inspector = StallInspector(settings, self.rank)
         # Process sets are split off this communicator, and nothing else uses it.
-        self.admin = beside(comm, seconds)
+        self.admin = dup_on_host(comm, seconds)
         self._next_id = 0
 
     # ---- Process sets.
@@ -203,7 +203,7 @@ def init(comm=None, process_sets=None) -> None:
 
 def _init_seconds() -> float:
     if dist.is_available() and dist.is_initialized():
-        return group_timeout(dist.group.WORLD, torch.device("cpu"))
+        return get_group_timeout(dist.group.WORLD, torch.device("cpu"))
     return _INIT_SECONDS
 
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from .._kernels import Library
 from ..arrays import shown
 from ..errors import EngineUnavailable, InvalidArgument
-from ..launcher import who_am_i
+from ..launcher import detect_launcher
 from . import abi, cuda
 from .rows import Rows
 from .table import check_storage
@@ -110,7 +110,7 @@ def _thread_limit() -> int:
 @functools.cache
 def _free_threads() -> int:
     try:
-        identity = who_am_i()
+        identity = detect_launcher()
     except InvalidArgument:
         return 1  # a job whose variables contradict each other; init() tells its user
     ranks = identity.local_size or identity.size

@@ -1,3 +1,39 @@
-"""How ranks find each other: launcher variables, stores, unique ids, `init()`, and communicators of process groups."""
+"""How ranks find each other, and communicators over them.
 
-__all__ = []
+`join` picks the rendezvous that brings the unique id from rank 0 to the other ranks: over a torch
+store (`store`, `tcp_store`), by the job's name (`by_name`), or over MPI (`mpi`). `peers` has the
+records that the ranks exchange. `world` opens the communicator of the whole job, `process_groups`
+those of torch's process groups, and `control` small ones on host memory over the ranks of another
+communicator.
+"""
+
+from .control import bootstrap_on_host, dup_on_host, open_control
+from .join import identify_process, join_over_store, join_rendezvous
+from .peers import PeerInfo, Rendezvous
+from .process_groups import (
+    drop_communicator,
+    find_communicator,
+    get_communicator,
+    get_default_group,
+    get_group_timeout,
+    init_process_group,
+)
+from .world import init
+
+__all__ = [
+    "PeerInfo",
+    "Rendezvous",
+    "bootstrap_on_host",
+    "drop_communicator",
+    "dup_on_host",
+    "find_communicator",
+    "get_communicator",
+    "get_default_group",
+    "get_group_timeout",
+    "identify_process",
+    "init",
+    "init_process_group",
+    "join_over_store",
+    "join_rendezvous",
+    "open_control",
+]

@@ -1,4 +1,4 @@
-"""Control: a communicator on host memory, by which the ranks of any communicator tell each other a few numbers."""
+"""Control communicators: on host memory, over any communicator's ranks, for a few numbers."""
 
 from __future__ import annotations
 
@@ -9,37 +9,41 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..comm.engine import get_engine
-from ..comm.multinode.comm import open_over
+from ..comm.multinode.comm import open_multinode
 from ..comm.waiting import log_while_waiting
 from ..errors import CollectiveTimeout
-from .exchange import RECORD_BYTES, Own, needs_store, serving_record, settle, with_store
+from .lasting_store import attach_store, make_record_with_store
+from .peers import RECORD_BYTES, Participant, needs_multinode_comm, validate
 
-__all__ = ["beside", "control_of", "host_communicator_over"]
+__all__ = ["bootstrap_on_host", "dup_on_host", "open_control"]
 
-_OPEN_SECONDS = 300.0  # where the communicator has no limit of its own
+_OPEN_TIMEOUT_S = 300.0  # where the communicator has no limit of its own
 
 
-def control_of(comm: Communicator) -> Communicator | None:
-    """Give a communicator that reduces small NumPy arrays over a communicator's ranks; None for a world of one.
+def open_control(comm: Communicator) -> Communicator | None:
+    """Open a communicator that reduces small NumPy arrays over a communicator's ranks.
 
-    A collective. On the host it is split off, so that queued operations don't hold it up. For ranks on GPUs it is one
-    of the host engine's; where they are on several machines Gloo connects those.
+    Return None for a world of one.
+
+    A collective. On the host it is split off, so that queued operations don't delay it. For ranks
+    on GPUs it is one of the host engine's; Gloo connects their nodes.
     """
-    return None if comm.size == 1 else beside(comm)
+    return None if comm.size == 1 else dup_on_host(comm)
 
 
-def beside(comm: Communicator, seconds: float | None = None) -> Communicator:
-    """Open a communicator of its own on host memory over the same ranks; a collective.
+def dup_on_host(comm: Communicator, seconds: float | None = None) -> Communicator:
+    """Open another communicator of the same ranks on host memory. A collective.
 
-    `seconds`: how long the ranks may be in coming; None: the communicator's own limit.
+    Raises `CollectiveTimeout` where ranks have not come after `seconds` (None: the communicator's
+    own limit).
     """
     if not comm._on_host:
-        return host_communicator_over(comm, seconds)
+        return bootstrap_on_host(comm, seconds)
     before = comm.timeout
     if seconds is not None:
         comm.timeout = seconds if before is None else min(seconds, before)
     try:
-        with log_while_waiting("to open a second communicator", comm.rank, comm.timeout, lambda: _missing(comm)):
+        with log_while_waiting("to open a second communicator", comm.rank, comm.timeout, lambda: _find_missing_ranks(comm)):
             child = comm.split(0)
     finally:
         if not comm.closed:
@@ -48,21 +52,22 @@ def beside(comm: Communicator, seconds: float | None = None) -> Communicator:
     return child
 
 
-def host_communicator_over(comm: Communicator, seconds: float | None = None) -> Communicator:
-    """Open a communicator on host memory over the ranks of another one, which carries their records. A collective.
+def bootstrap_on_host(comm: Communicator, seconds: float | None = None) -> Communicator:
+    """Open a communicator on host memory over the ranks of one on GPUs. A collective.
 
-    Raises `CollectiveTimeout` after `seconds`, None: the communicator's own limit.
+    The one on GPUs carries the ranks' records. Raises `CollectiveTimeout` where ranks have not come
+    after `seconds` (None: the communicator's own limit).
     """
     engine = get_engine("host")
-    seconds = seconds or comm.timeout or _OPEN_SECONDS
+    seconds = seconds or comm.timeout or _OPEN_TIMEOUT_S
     deadline = time.monotonic() + seconds
-    own = Own(comm.rank, comm.size, engine, torch.device("cpu"))
-    record, server = serving_record(own)
+    participant = Participant(comm.rank, comm.size, engine, torch.device("cpu"))
+    record, server = make_record_with_store(participant)
     mine = torch.frombuffer(bytearray(record.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8).to(comm.device)
     everyone = torch.empty(comm.size * RECORD_BYTES, dtype=torch.uint8, device=comm.device)
-    with log_while_waiting("to open a communicator on host memory", comm.rank, seconds, lambda: _missing(comm)):
+    with log_while_waiting("to open a communicator on host memory", comm.rank, seconds, lambda: _find_missing_ranks(comm)):
         work = comm.all_gather(everyone, mine, algorithm="native", async_op=True)
-        if not comm._queue.wait_blocking(work._pending_op, seconds):
+        if not comm._queue.block(work._pending_op, seconds):
             raise CollectiveTimeout(
                 f"not all ranks came within {seconds:g} s to open a communicator on host memory", op="init",
                 rank=comm.rank,
@@ -70,18 +75,18 @@ def host_communicator_over(comm: Communicator, seconds: float | None = None) -> 
         work.wait()
         slots = everyone.cpu().view(comm.size, RECORD_BYTES)
         records = [bytes(slot.tolist()).rstrip(b"\0") for slot in slots]
-        meeting, native = settle(records, own), None
+        rendezvous, native = validate(records, participant), None
         left = max(1.0, deadline - time.monotonic())
         engine.library.set_init_timeout(left)
-        if needs_store(meeting, engine.name):
-            meeting = with_store(meeting, json.loads(records[0])["store"], server, deadline)
-            engine, native = open_over(engine, meeting, comm.rank, left)
+        if needs_multinode_comm(rendezvous, engine.name):
+            rendezvous = attach_store(rendezvous, json.loads(records[0])["store"], server, deadline)
+            engine, native = open_multinode(engine, rendezvous, comm.rank, left)
         return Communicator(
-            engine, meeting.unique_id, comm.rank, comm.size, device="cpu", local_rank=meeting.local_rank,
-            local_size=meeting.local_size, timeout=comm.timeout, peers=meeting.peers, native=native,
+            engine, rendezvous.unique_id, comm.rank, comm.size, device="cpu", local_rank=rendezvous.local_rank,
+            local_size=rendezvous.local_size, timeout=comm.timeout, peers=rendezvous.peers, native=native,
         )  # fmt: skip
 
 
-def _missing(comm: Communicator) -> tuple[int, ...]:
+def _find_missing_ranks(comm: Communicator) -> tuple[int, ...]:
     info = comm._pending_info()
     return () if info is None else info.peers

@@ -1,6 +1,7 @@
-"""Which exception ended this rank, for torch's launcher: exit codes alone don't tell whose failure came first.
+"""Record of the exception that has ended this rank, for torch's launcher.
 
-A rank that fails takes its time to end, and the others, whose calls fail with it, may be gone before it is.
+Exit codes alone don't show whose failure came first: a rank that fails takes its time to end, and
+other ranks, whose calls fail with it, may end before it does.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import traceback
 
 __all__ = ["record_last_exception"]
 
-_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher, for each rank another
+_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's launcher sets it, to another file for each rank
 _installed = False
 
 
 def record_last_exception() -> None:
-    """Have an exception that nobody catches written down for the launcher, before it is printed as ever.
+    """Install a hook that records an uncaught exception for the launcher, before it is printed.
 
-    Under torchrun and collectives.run; elsewhere does nothing. Again: does nothing.
+    Does nothing outside of torchrun and collectives.run, and when called again.
     """
     global _installed
     if _installed or not os.environ.get(_FILE):
@@ -35,7 +36,10 @@ def record_last_exception() -> None:
 
 
 def _record(error: BaseException, trace) -> None:
-    """Write it as torch's ``@record`` does, which takes the stack from the exception that is being handled."""
+    """Write the file as torch's ``@record`` does, with the stack of the exception.
+
+    torch takes the stack from the exception that is being handled.
+    """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     try:

@@ -1,4 +1,4 @@
-"""Communicators over torch's process groups: one for each group and device, opened at first use."""
+"""Communicators of torch's process groups: one for each group and device, opened at first use."""
 
 from __future__ import annotations
 
@@ -13,36 +13,44 @@ import torch.distributed as dist
 from ..comm.communicator import Communicator
 from ..comm.engine import get_engine
 from ..comm.liveness import RankExits, publish_process
-from ..comm.multinode.comm import open_over
+from ..comm.multinode.comm import open_multinode
 from ..comm.waiting import first_line
 from ..comm.watchdog import StatusStore, watch
 from ..errors import InvalidUsage, TransportError
 from ..torch_compat import default_store, open_process_groups
-from .exchange import needs_store
-from .rendezvous import identify, meet_over_store
+from .join import identify_process, join_over_store
+from .peers import needs_multinode_comm
 from .world import init
 
-__all__ = ["communicator_over", "default_group", "drop", "group_timeout", "init_process_group", "opened"]
+__all__ = [
+    "drop_communicator",
+    "find_communicator",
+    "get_communicator",
+    "get_default_group",
+    "get_group_timeout",
+    "init_process_group",
+]
 
-_opened: dict = {}  # (id of the group, device) -> (weak reference to the group, communicator)
+_communicators: dict = {}  # (id of the group, device) -> (weak reference to the group, communicator)
 _lock = threading.Lock()
 
 
 def init_process_group(backend: str | None = None, *, comm: Communicator | None = None, **options) -> None:
-    """Start torch.distributed's default group for the ranks of this job, whatever has started them.
+    """Initialise torch.distributed's default group for the ranks of this job, under any launcher.
 
-    As ``torch.distributed.init_process_group(backend, **options)`` under torchrun, or wherever MASTER_ADDR and
-    MASTER_PORT are set; under mpirun or srun, which set no RANK, no MASTER_ADDR, or neither, the ranks meet by `comm`,
-    or by what `init()` gives, and rank 0 opens a torch store on a free port. Blocks until all ranks have come. Raises
+    With MASTER_ADDR and MASTER_PORT, which torchrun sets, it is
+    ``torch.distributed.init_process_group(backend, **options)``. mpirun and srun set no RANK, no
+    MASTER_ADDR, or neither: there rank 0 serves a torch store on a free port, and broadcasts the
+    port over `comm` (None: the communicator of `init()`). Blocks until all ranks have come. Raises
     as `init()` and torch do.
     """
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        who = identify() if comm is None else comm
+        who = identify_process() if comm is None else comm
         dist.init_process_group(backend, rank=who.rank, world_size=who.size, **options)
         return
     comm = init() if comm is None else comm
-    here = comm.local_size == comm.size
-    address = "127.0.0.1" if here or comm.peers is None else comm.peers[0].host
+    is_single_node = comm.local_size == comm.size
+    address = "127.0.0.1" if is_single_node or comm.peers is None else comm.peers[0].host
     port = torch.zeros(1, dtype=torch.int64, device=comm.device)
     store = None
     if comm.rank == 0:
@@ -54,8 +62,11 @@ def init_process_group(backend: str | None = None, *, comm: Communicator | None 
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, **options)
 
 
-def default_group(whose: str, instead: str, *, op: str | None = None):
-    """Give torch.distributed's default group; `InvalidUsage` where there is none, with what to give `instead`."""
+def get_default_group(whose: str, instead: str, *, op: str | None = None):
+    """Return torch.distributed's default group. Raises `InvalidUsage` where there is none.
+
+    `whose`, `instead`, `op`: for the message: whose communicator it is for, and what to do instead.
+    """
     if not dist.is_initialized():
         raise InvalidUsage(
             f"{whose} communicator is opened over torch.distributed's default group, which isn't initialised: "
@@ -65,27 +76,28 @@ def default_group(whose: str, instead: str, *, op: str | None = None):
     return dist.group.WORLD
 
 
-def group_timeout(group, device: torch.device) -> float:
-    """Give the timeout with which a ``torch.distributed`` group was made, in seconds."""
+def get_group_timeout(group, device: torch.device) -> float:
+    """Return the timeout with which a ``torch.distributed`` group was created, in seconds."""
     for each in (device, *group._device_types):
         try:
             seconds = group._get_backend(each).options._timeout.total_seconds()
-        except (RuntimeError, AttributeError):  # no backend for this device, or one that has no such options
+        except (RuntimeError, AttributeError):  # no backend for this device, or one without such options
             continue
         if seconds > 0:
             return seconds
     return dist.constants.default_pg_timeout.total_seconds()
 
 
-def communicator_over(group, device: torch.device) -> Communicator:
-    """Give the communicator of a ``torch.distributed`` group's ranks and a device; the first call opens it.
+def get_communicator(group, device: torch.device) -> Communicator:
+    """Return the communicator of a process group's ranks on a device, opened at the first call.
 
-    All ranks of the group must make that call: it blocks until they have, at most the group's timeout, which is also
-    the communicator's. Raises `CollectiveTimeout` past it, `RemoteError` as soon as it is known that a rank's
-    process has ended, and `TransportError` where torch's store has gone away.
+    The first call is a collective of the group: it blocks until all its ranks have come, at most
+    the group's timeout, which becomes the communicator's. Raises `CollectiveTimeout` past it,
+    `RemoteError` as soon as it is known that a rank's process has ended, and `TransportError` where
+    torch's store has gone away.
     """
     key = (id(group), device)
-    known = _opened.get(key)
+    known = _communicators.get(key)
     if known is not None and known[0]() is group and (not known[1].closed or known[1].forked):
         return known[1]
     with _lock:
@@ -93,8 +105,9 @@ def communicator_over(group, device: torch.device) -> Communicator:
         engine = get_engine(None, device.type)
         store = default_store()
         rank, size = group.rank(), group.size()
-        # A store may outlive a group and its name. Which opening this is, is counted in the store itself, by rank: a
-        # count kept here would differ from that of a process that has come later.
+        # A store may outlive a group and its name, so openings are counted, by rank and in the
+        # store itself: a count in this process would differ from that of a process that has come
+        # later.
         prefix = f"collectives/ddp/{group.group_name}/{size}/{device.type}"
         try:
             number = store.add(f"{prefix}/opened/{rank}", 1)
@@ -105,47 +118,50 @@ def communicator_over(group, device: torch.device) -> Communicator:
                 op="init", rank=rank,
             ) from error  # fmt: skip
         publish_process()
-        timeout = group_timeout(group, device)
+        timeout = get_group_timeout(group, device)
         deadline = time.monotonic() + timeout
-        meeting = meet_over_store(
+        rendezvous = join_over_store(
             store, f"{prefix}/{number}", rank, size, engine=engine, timeout=timeout, device=device,
             purpose=f"to open the communicator of process group {group.group_name!r} on {device.type}, which all its "
             "ranks do at its first use",
             fates=RankExits(store, dist.get_process_group_ranks(group)),
         )  # fmt: skip
         native = None
-        if needs_store(meeting, engine.name):
-            engine, native = open_over(engine, meeting, rank, max(1.0, deadline - time.monotonic()))
+        if needs_multinode_comm(rendezvous, engine.name):
+            engine, native = open_multinode(engine, rendezvous, rank, max(1.0, deadline - time.monotonic()))
         comm = Communicator(
-            engine, meeting.unique_id, rank, size, device=device,
-            local_rank=meeting.local_rank, local_size=meeting.local_size, timeout=timeout, peers=meeting.peers,
+            engine, rendezvous.unique_id, rank, size, device=device,
+            local_rank=rendezvous.local_rank, local_size=rendezvous.local_size, timeout=timeout, peers=rendezvous.peers,
             native=native,
         )  # fmt: skip
         if engine.device_type != "cpu":
             watch(comm, StatusStore(store, f"{prefix}/{number}/watch", weak=True))
-        _opened[key] = (weakref.ref(group), comm)
+        _communicators[key] = (weakref.ref(group), comm)
         return comm
 
 
-def opened(group, device: torch.device) -> Communicator | None:
-    """Give the communicator of a group's ranks and a device if it is open; a local call."""
-    known = _opened.get((id(group), device))
+def find_communicator(group, device: torch.device) -> Communicator | None:
+    """Return the communicator of a group's ranks on a device if it is open, else None.
+
+    Doesn't block.
+    """
+    known = _communicators.get((id(group), device))
     return known[1] if known is not None and known[0]() is group and not known[1].closed else None
 
 
 def _close_stale() -> None:
-    """Close the communicators of groups that were destroyed."""
+    """Close the communicators of process groups that were destroyed."""
     groups = open_process_groups()
-    for key, (reference, comm) in list(_opened.items()):
+    for key, (reference, comm) in list(_communicators.items()):
         group = reference()
         if group is None or group not in groups or comm.closed:
-            del _opened[key]
+            del _communicators[key]
             comm.abort() if comm._queue.busy() else comm.close()
 
 
-def drop(comm: Communicator) -> None:
-    """End a communicator that has failed, so that the next call over its group opens another one."""
-    for key, (_, known) in list(_opened.items()):
+def drop_communicator(comm: Communicator) -> None:
+    """Abort a communicator that has failed: its group's next `get_communicator` opens another."""
+    for key, (_, known) in list(_communicators.items()):
         if known is comm:
-            del _opened[key]
+            del _communicators[key]
     comm.abort()

@@ -11,16 +11,16 @@ import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..comm.engine import Engine, get_engine, parse_device, resolve_device
-from ..comm.multinode.comm import open_over
-from ..comm.multinode.nccl_hierarchical import use_two_levels
+from ..comm.multinode.comm import open_multinode
+from ..comm.multinode.nccl_hierarchical import enable_hierarchical
 from ..comm.waiting import log_while_waiting
 from ..comm.watchdog import StatusStore, watch
 from ..cuda_state import set_first_device
 from ..environment import check
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import default_store
-from . import rendezvous
-from .exchange import needs_store
+from .join import identify_process, join_rendezvous
+from .peers import Rendezvous, needs_multinode_comm
 
 __all__ = ["init"]
 
@@ -33,69 +33,76 @@ def init(
     engine: str | None = None, *, device=None, timeout: float = 60.0, deterministic: bool = False,
     hierarchical: bool | None = None,
 ) -> Communicator:  # fmt: skip
-    """Open the communicator of all ranks of this job, or give the one that is open.
+    """Open the communicator of all ranks of this job, or return the one that is open.
 
-    The ranks are found from torchrun's, mpirun's or srun's variables, or RANK and WORLD_SIZE; with none of them it is a
-    world of one. `engine`: "nccl", "host", or None for COLLECTIVES_ENGINE or what the machine has. `device`: None for
-    ``cuda:local_rank``, or the CPU. `deterministic`: reduce in rank order only, see `Communicator`. Blocks until all
-    ranks have come, at most `timeout` seconds. `hierarchical`: reduce and gather inside of each machine first, then
-    between them. CPUs on several machines always do (Gloo carries the data between them), and False is an error there;
-    on GPUs NCCL does as it finds best unless it is True. Raises `CollectiveTimeout` naming the ranks that did not come,
-    `InvalidUsage` where two ranks have one number, `EngineUnavailable`, `TransportError`. After `close()` it opens
-    a new one.
+    Rank and size come from torchrun's, mpirun's or srun's variables, or from RANK and WORLD_SIZE;
+    with none of them it is a world of one. Blocks until all ranks have come.
 
-    A GPU becomes torch's current device, as by ``torch.cuda.set_device``, where CUDA was not used before; where it was,
-    with another device as the current one, a warning says so: call ``torch.cuda.set_device(local_rank)`` first.
+    `engine`: "nccl", "host", or None for COLLECTIVES_ENGINE or what the node has. `device`: None
+    for ``cuda:local_rank``, or the CPU. `timeout`: seconds. `deterministic`: reduce in rank order
+    only, see `Communicator`. `hierarchical`: reduce and gather inside of each node first, then
+    between nodes. CPUs on several nodes always do (Gloo carries the data between them), and False
+    is an error there; on GPUs NCCL chooses by itself unless it is True.
+
+    Raises `CollectiveTimeout` naming the ranks that did not come, `InvalidUsage` where two
+    processes have one rank, `EngineUnavailable`, `TransportError`. After `close()` it opens a new
+    communicator.
+
+    A GPU becomes torch's current device, as by ``torch.cuda.set_device``, if CUDA was not used
+    before. If it was, with another current device, a warning says so: call
+    ``torch.cuda.set_device(local_rank)`` first.
     """
     global _world, _generation
     with _lock:
         if _world is not None and (not _world.closed or _world.forked):
-            _same_world(_world, engine, device, deterministic)
+            _verify_arguments(_world, engine, device, deterministic)
             return _world
         check()
         chosen = get_engine(engine, None if device is None else parse_device(device).type)
-        identity = rendezvous.identify()
+        identity = identify_process()
         place = None
         if device is not None:
             place = resolve_device(chosen, device)
         elif identity.local_rank is not None or chosen.device_type == "cpu":
-            place = _local_device(chosen, identity.local_rank)
+            place = _select_device(chosen, identity.local_rank)
         if place is not None:
             set_first_device(place)
-        # A meeting that fails uses its number up as well: some ranks may have seen it succeed.
+        # A rendezvous that fails uses its number up as well: it may have succeeded on some ranks.
         generation, _generation = _generation, _generation + 1
         deadline = time.monotonic() + timeout if isinstance(timeout, int | float) else 0.0
-        meeting = rendezvous.meet(
+        rendezvous = join_rendezvous(
             identity, engine=chosen, timeout=timeout, generation=generation, device=place, hierarchical=hierarchical
         )
         native = None
-        if needs_store(meeting, chosen.name):
-            chosen, native = open_over(chosen, meeting, identity.rank, max(1.0, deadline - time.monotonic()))
+        if needs_multinode_comm(rendezvous, chosen.name):
+            chosen, native = open_multinode(chosen, rendezvous, identity.rank, max(1.0, deadline - time.monotonic()))
         if place is None:
-            place = _local_device(chosen, meeting.local_rank)
+            place = _select_device(chosen, rendezvous.local_rank)
             set_first_device(place)
         with log_while_waiting("to open the job's communicator", identity.rank, timeout):
             _world = Communicator(
-                chosen, meeting.unique_id, identity.rank, identity.size,
-                device=place, local_rank=meeting.local_rank, local_size=meeting.local_size, peers=meeting.peers,
-                deterministic=deterministic, native=native,
+                chosen, rendezvous.unique_id, identity.rank, identity.size,
+                device=place, local_rank=rendezvous.local_rank, local_size=rendezvous.local_size,
+                peers=rendezvous.peers, deterministic=deterministic, native=native,
             )  # fmt: skip
-        notes = _notes(meeting, generation)
+        notes = _make_notes(rendezvous, generation)
         if notes is not None and chosen.device_type != "cpu":
             watch(_world, notes)
         if hierarchical and native is None:
-            use_two_levels(_world)
+            enable_hierarchical(_world)
         return _world
 
 
-def _notes(meeting, generation: int) -> StatusStore | None:
+def _make_notes(rendezvous: Rendezvous, generation: int) -> StatusStore | None:
+    """Return the watchdog's store for the communicator; None where there is no store."""
     prefix = f"collectives/watch/{generation}"
     if dist.is_available() and dist.is_initialized():
         return StatusStore(default_store(), prefix, weak=True)
-    return None if meeting.store is None else StatusStore(meeting.store, prefix)
+    return None if rendezvous.store is None else StatusStore(rendezvous.store, prefix)
 
 
-def _same_world(world: Communicator, engine, device, deterministic) -> None:
+def _verify_arguments(world: Communicator, engine, device, deterministic) -> None:
+    """Raise `InvalidUsage` where the open communicator doesn't fit the arguments of `init`."""
     if world.forked:
         raise InvalidUsage(f"init(): {world._native.why}", rank=world.rank)
     if engine is not None and engine != world.engine.name:
@@ -112,11 +119,12 @@ def _same_world(world: Communicator, engine, device, deterministic) -> None:
         raise InvalidUsage("init(deterministic=True) after a communicator was opened without: close() it first")
 
 
-def _local_device(engine: Engine, local_rank: int) -> torch.device:
+def _select_device(engine: Engine, local_rank: int) -> torch.device:
+    """Return the device of a local rank: the CPU, or the GPU of that number."""
     if engine.device_type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count == 1:  # one device a rank (CUDA_VISIBLE_DEVICES), or several ranks on one GPU
+    if count == 1:  # each rank sees one device (CUDA_VISIBLE_DEVICES), or several ranks share one GPU
         return torch.device("cuda", 0)
     if local_rank >= count:
         raise InvalidArgument(f"local rank {local_rank} has no GPU of its own, there are {count}: pass device=")

@@ -40,7 +40,7 @@ import numpy
 
 from ..comm.communicator import Communicator
 from ..errors import InvalidUsage, RemoteError
-from ..rendezvous.control import control_of
+from ..rendezvous.control import open_control
 from .rounds import FOLLOWS, Rounds
 from .unit import Unit
 
@@ -75,7 +75,7 @@ class Agreement:
         self.comm = comm
         self.follows = follows_rounds(comm)
         self.rounds = Rounds(self._post, _has_failed)
-        self.control = control_of(comm)
+        self.control = open_control(comm)
         self.interrupted = 0  # forwards and backwards that an exception has left
         self._units: list[weakref.ref] = []
         self._slots = 0  # of all units

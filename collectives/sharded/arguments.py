@@ -12,7 +12,7 @@ from ..arrays import kind_of
 from ..comm.communicator import Communicator
 from ..comm.engine import parse_device
 from ..errors import InvalidArgument
-from ..rendezvous.process_groups import communicator_over
+from ..rendezvous.process_groups import get_communicator
 from .api import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, offload_of
 from .mesh import ranks_of
 from .module import ShardedModule
@@ -88,7 +88,7 @@ def _of_two_groups(module, strategy, groups: tuple, device) -> Ranks:
     if strategy not in _HYBRID or len(groups) != 2:
         raise InvalidArgument("two process groups are for HYBRID_SHARD: the pieces' and the replicas'", op=_NAME)
     world = ranks_of(module, None, None, group=dist.group.WORLD, device=device).world
-    shards, replicas = (communicator_over(each, world.device) for each in groups)
+    shards, replicas = (get_communicator(each, world.device) for each in groups)
     if shards.size * replicas.size != world.size:
         raise InvalidArgument(
             f"groups of {shards.size} and {replicas.size} ranks don't make up the default group's {world.size}",

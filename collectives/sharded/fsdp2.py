@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..errors import CollectivesError, EngineUnavailable, InvalidArgument, InvalidUsage
-from ..rendezvous.process_groups import communicator_over, drop
+from ..rendezvous.process_groups import drop_communicator, get_communicator
 from ..torch_compat import fsdp_collectives
 from .buffer_pool import LEAST_LENT, Loans
 
@@ -87,7 +87,7 @@ class _Collective:
         owned = None
         try:
             if self._given is None:
-                self._seen = owned = communicator_over(group, out.device)
+                self._seen = owned = get_communicator(group, out.device)
             elif (self._given.rank, self._given.size) != (group.rank(), group.size()):
                 raise InvalidUsage(
                     f"the communicator given to fsdp2 is rank {self._given.rank} of {self._given.size}, and FSDP2 "
@@ -98,7 +98,7 @@ class _Collective:
             work = getattr(self._seen, name)(out, inp, *op, async_op=async_op)
         except CollectivesError as error:
             if owned is not None and not isinstance(error, InvalidArgument):
-                drop(owned)
+                drop_communicator(owned)
                 self._seen = None
             raise
         return None if work is None else _Work(work)

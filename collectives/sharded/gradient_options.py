@@ -29,7 +29,7 @@ from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.options import parse_streams
 from ..gradients.state import HookState
 from ..gradients.streams import get_comm_streams
-from ..rendezvous.process_groups import communicator_over
+from ..rendezvous.process_groups import get_communicator
 from .clip import counts_here, global_norm
 from .quantized_gather import Codec
 from .stepping import UnitStep
@@ -55,13 +55,13 @@ def hooks_of(state: HookState | None, world) -> Hooks | None:
         state.units = Hooks(state, world)
     if state.units.comm is not world:
         raise InvalidUsage(
-            "this HookState serves units over another communicator: a backward is a whole, give these a state of their "
+            "this HookState serves units over dup communicator: a backward is a whole, give these a state of their "
             "own",
             op="fully_shard", rank=world.rank,
         )  # fmt: skip
     over = state.comm
     if over is None and state.process_group is not None:
-        over = communicator_over(state.process_group, world.device)
+        over = get_communicator(state.process_group, world.device)
     if over is not None and over is not world:
         raise InvalidUsage(
             f"the HookState names its ranks ({over!r:.80}), and this module is sharded over others ({world!r:.80}): "

@@ -9,7 +9,7 @@ from torch import nn
 from ..arrays import kind_of
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument
-from ..rendezvous.process_groups import communicator_over, default_group
+from ..rendezvous.process_groups import get_communicator, get_default_group
 from .param import Ranks
 
 __all__ = ["device_of", "ranks_of"]
@@ -30,23 +30,23 @@ def ranks_of(
         return Ranks(None if replicated or comm.size == 1 else comm, None, comm)
     if mesh is None:
         if group is None:
-            group = default_group("a sharded module's", "give fully_shard a comm or mesh", op="fully_shard")
+            group = get_default_group("a sharded module's", "give fully_shard a comm or mesh", op="fully_shard")
         if not isinstance(group, dist.ProcessGroup):  # NON_GROUP_MEMBER is what new_group gives to the others
             raise InvalidArgument(
                 f"process_group must be a group of torch.distributed that this rank is a member of, not {group!r:.60}",
                 op="ShardedDataParallel",
             )
-        world = communicator_over(group, device or device_of(module, None))
+        world = get_communicator(group, device or device_of(module, None))
         return Ranks(None if replicated or world.size == 1 else world, None, world, group)
     if not hasattr(mesh, "get_group") or mesh.ndim > 2:
         raise InvalidArgument(f"mesh must be a DeviceMesh of one or two dimensions, not {mesh!r:.80}", op="fully_shard")
     device = device or device_of(module, mesh.device_type)
     if mesh.ndim == 1:
-        world = communicator_over(mesh.get_group(), device)
+        world = get_communicator(mesh.get_group(), device)
         return Ranks(None if replicated or world.size == 1 else world, None, world, mesh.get_group())
     whole = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
-    world = communicator_over(whole, device)
-    shards, replicas = communicator_over(mesh.get_group(1), device), communicator_over(mesh.get_group(0), device)
+    world = get_communicator(whole, device)
+    shards, replicas = get_communicator(mesh.get_group(1), device), get_communicator(mesh.get_group(0), device)
     return Ranks(
         None if shards.size == 1 else shards, None if replicas.size == 1 else replicas, world, mesh.get_group(1)
     )

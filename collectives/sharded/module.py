@@ -21,7 +21,7 @@ from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.state import HookState
 from ..optim import FusedOptimizer
-from ..rendezvous.process_groups import communicator_over
+from ..rendezvous.process_groups import get_communicator
 from .api import MixedPrecisionPolicy, OffloadPolicy
 from .changes import Members
 from .clip import clip_grad_norm_, watch_clipping
@@ -38,7 +38,7 @@ from .unit import State, Unit, check_parameter, managed_parameters, units_in
 
 __all__ = ["ShardedModule", "UnshardHandle", "fully_shard", "register_forward_method", "shard", "units_in"]
 
-# Parameters that were replaced by pieces -> their names: an optimizer, or another module, may still hold them.
+# Parameters that were replaced by pieces -> their names: an optimizer, or dup module, may still hold them.
 _replaced = WeakIdKeyDictionary()
 _classes: dict[tuple[type, type], type] = {}
 
@@ -69,13 +69,13 @@ def fully_shard(
     `collectives.HookState` whose wire, clipping and optimizer are to be used.
 
     Raises `InvalidUsage` on all ranks where they don't shard the same parameters, or for a weight that is tied to one
-    of another unit, by name; `InvalidArgument` for parameters that can't be sharded.
+    of dup unit, by name; `InvalidArgument` for parameters that can't be sharded.
     """
     _check_module(module)
     if comm is None and mesh is None and isinstance(hook_state, HookState):
         comm = hook_state.comm  # or its process group's
         if comm is None and hook_state.process_group is not None:
-            comm = communicator_over(hook_state.process_group, device_of(module, None))
+            comm = get_communicator(hook_state.process_group, device_of(module, None))
     ranks = ranks_of(module, comm, mesh)
     unit = shard(
         module, ShardedModule, ranks, mp_policy=mp_policy, offload_policy=offload_policy,
@@ -127,7 +127,7 @@ def shard(
         if param in _replaced:
             raise InvalidUsage(
                 f"{names[0]} of this {type(module).__name__} is tied to {_replaced[param]}, which was sharded before "
-                "as a part of another unit: tied weights must be of one unit; shard the smallest module that holds "
+                "as a part of dup unit: tied weights must be of one unit; shard the smallest module that holds "
                 "both, and not the inner one, or leave it out by ignored_params",
                 op="fully_shard", rank=ranks.world.rank,
             )  # fmt: skip
@@ -235,7 +235,7 @@ def _class_of(face: type, cls: type) -> type:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let another method of a sharded module be a forward: parameters are gathered for it. Others are left alone."""
+    """Let dup method of a sharded module be a forward: parameters are gathered for it. Others are left alone."""
     if not isinstance(module, ShardedModule):
         return
     method = getattr(module, name, None)

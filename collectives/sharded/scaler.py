@@ -14,7 +14,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from ..rendezvous.process_groups import communicator_over
+from ..rendezvous.process_groups import get_communicator
 from ..torch_patches import patch_scaler_checks
 from .scheduler import orders_of_parameters
 
@@ -45,7 +45,7 @@ def _exchange(scaler, optimizer) -> None:
     state = scaler._per_optimizer_states[id(optimizer)]
     group = getattr(scaler, "process_group", None)
     if isinstance(group, dist.ProcessGroup):
-        comms = [communicator_over(group, scaler._scale.device)]
+        comms = [get_communicator(group, scaler._scale.device)]
     else:
         params = (param for each in optimizer.param_groups for param in each["params"])
         comms = [order.comm for order in orders_of_parameters(params)]

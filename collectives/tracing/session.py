@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, InvalidUsage
-from ..launcher import who_am_i
+from ..launcher import detect_launcher
 from ..recorder import Recorder, recording
 from .report import format_report
 from .trace import chrome_trace_lines
@@ -111,7 +111,7 @@ class Timeline:
         if _group_initialised():
             self._rank_and_size = (dist.get_rank(), dist.get_world_size())
         elif self._rank_and_size is None:
-            identity = who_am_i()
+            identity = detect_launcher()
             self._rank_and_size = (identity.rank, identity.size)
 
     def _snapshot(self) -> dict:

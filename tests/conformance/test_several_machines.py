@@ -13,8 +13,8 @@ import torch
 
 from collectives import errors
 from collectives.arrays import TORCH_CODES
-from collectives.comm.multinode.nccl_hierarchical import TwoLevels
-from collectives.comm.multinode.topology import Layout, grouped, machine_number
+from collectives.comm.multinode.nccl_hierarchical import HierarchicalComm
+from collectives.comm.multinode.topology import Topology, get_host_hash, group_ranks_by_node
 from tests.hosts import joined
 from tests.ranks import Died, run_ranks
 
@@ -168,7 +168,7 @@ def copies(ctx, machines):
         across.all_reduce(ones)
         ranks = [rank for rank in reversed(range(n)) if rank % 2 == r % 2]
         assert (ones == len(ranks)).all() and across.rank == ranks.index(r)
-        assert across.machines == grouped(machines[rank] for rank in ranks)
+        assert across.machines == group_ranks_by_node(machines[rank] for rank in ranks)
         inside = comm.split(ord(machines[r]))
         assert len(inside.machines) == 1 and inside.size == machines.count(machines[r]) == comm.local_size
         inside.all_reduce(ones)
@@ -202,7 +202,7 @@ def copies(ctx, machines):
 @pytest.mark.parametrize("machines", [EVEN, MIXED])
 def test_copies(machines):
     places = run_ranks(copies, len(machines), machines, timeout=40)
-    layout = grouped(machines)
+    layout = group_ranks_by_node(machines)
     for rank, (found, local_rank, local_size) in enumerate(places):
         here = next(ranks for ranks in layout if rank in ranks)
         assert found == layout and (local_rank, local_size) == (here.index(rank), len(here))
@@ -293,9 +293,9 @@ def two_levels(ctx):
     """What `init(hierarchical=True)` does on GPUs, with the host engine in NCCL's place."""
     flat = ctx.communicator()
     native = ctx.new_comm()
-    layout = Layout(grouped("aabb"), ctx.rank)
-    levels = TwoLevels(native, layout, torch.device("cpu"))
-    comm = ctx.new_communicator(native=levels, local_rank=layout.local, local_size=2)
+    topology = Topology(group_ranks_by_node("aabb"), ctx.rank)
+    levels = HierarchicalComm(native, topology, torch.device("cpu"))
+    comm = ctx.new_communicator(native=levels, local_rank=topology.local_rank, local_size=2)
     wrong = []
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
         for op in _OPS:
@@ -318,7 +318,7 @@ def two_levels(ctx):
                 wrong += [(str(dtype), op, count, i) for i, two in both if not same(*two)]
     assert comm.split(0).size == ctx.size
     with pytest.raises(errors.InvalidUsage, match="as many ranks on each machine, and there are 1, 3"):
-        TwoLevels(flat._native, Layout(grouped("abbb"), ctx.rank), torch.device("cpu"))
+        HierarchicalComm(flat._native, Topology(group_ranks_by_node("abbb"), ctx.rank), torch.device("cpu"))
     comm.close()
     return wrong
 
@@ -327,23 +327,23 @@ def test_two_levels_on_one_engine():
     assert run_ranks(two_levels, 4) == [[]] * 4
 
 
-def test_layouts():
-    even = Layout(((0, 1), (2, 3)), 3)
-    assert (even.machine, even.local, even.carriers, even.full, even.in_rows) == (1, 1, 2, True, True)
-    assert even.peers == [(0, 1)] and even.carried(0) == (1,) and even.piece(100) == 48
-    uneven = Layout(grouped("abbab"), 4)
-    assert uneven.machines == ((0, 3), (1, 2, 4)) and uneven.carriers == 2 and not uneven.full and not uneven.carries
-    assert Layout(uneven.machines, 1).carried(1) == (1, 4) and uneven.carrier_of(4) == 0
+def test_topologies():
+    even = Topology(((0, 1), (2, 3)), 3)
+    assert (even.node, even.local_rank, even.num_leaders, even.all_leaders, even.is_contiguous) == (1, 1, 2, True, True)
+    assert even.leader_peers == [(0, 1)] and even.ranks_of_leader(0) == (1,) and even.shard_numel(100) == 48
+    uneven = Topology(group_ranks_by_node("abbab"), 4)
+    assert uneven.nodes == ((0, 3), (1, 2, 4)) and uneven.num_leaders == 2
+    assert not uneven.all_leaders and not uneven.is_leader
+    assert Topology(uneven.nodes, 1).ranks_of_leader(1) == (1, 4) and uneven.leader_of(4) == 0
     for count in (0, 1, 17, 1000):
-        parts = [even.part(count, index, 3) for index in range(3)]
-        assert parts[0][0] == 0 and sum(length for _, length in parts) == count
-        assert all(a + n == b for (a, n), (b, _) in zip(parts, parts[1:], strict=False))
+        chunks = [even.chunk(count, index, 3) for index in range(3)]
+        assert chunks[0][0] == 0 and sum(length for _, length in chunks) == count
+        assert all(a + n == b for (a, n), (b, _) in zip(chunks, chunks[1:], strict=False))
 
 
 def test_a_host_id_stands_for_a_machine(monkeypatch):
-    here = machine_number()
+    here = get_host_hash()
     monkeypatch.setenv("COLLECTIVES_HOST_ID", "one")
-    one = machine_number()
+    one = get_host_hash()
     monkeypatch.setenv("COLLECTIVES_HOST_ID", "two")
-    assert len({here, one, machine_number()}) == 3 and 0 <= one < 2**56
-
+    assert len({here, one, get_host_hash()}) == 3 and 0 <= one < 2**56

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import collectives
 from collectives import optim
-from collectives.comm.multinode.comm import HostsComm
+from collectives.comm.multinode.comm import MultiNodeComm
 from collectives.rendezvous import process_groups as torch_groups
 from collectives.sharded import ModuleWrapPolicy, ShardedDataParallel
 from tests.ddp.training import make_model, run
@@ -40,7 +40,7 @@ def steps(ctx, path, machines):
                 model.register_comm_hook(collectives.HookState(**options), collectives.fused_allreduce)
                 trained(model, torch.optim.SGD(net.parameters(), lr=0.1), ctx.rank)
                 found.append(flat(net))
-            comm = torch_groups.opened(dist.group.WORLD, torch.device("cpu"))
+            comm = torch_groups.find_communicator(dist.group.WORLD, torch.device("cpu"))
             net = make_model()
             model = ShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
             trained(model, optim.SGD(model.parameters(), lr=0.1), ctx.rank)
@@ -48,7 +48,7 @@ def steps(ctx, path, machines):
             buckets = collectives.GradientBuckets(make_model().named_parameters(), comm=comm)
             buckets.close()
             dist.barrier()
-            return found, type(comm._native) is HostsComm, comm.machines
+            return found, type(comm._native) is MultiNodeComm, comm.machines
         finally:
             dist.destroy_process_group()
 

@@ -175,7 +175,7 @@ def reinitialised(ctx, folder):
 
 def first_gradients(ctx):
     grads = one_backward(wrap(nn.Linear(12, 5), "torch"), ctx.rank)
-    return grads, list(torch_groups._opened.values())[-1][1]
+    return grads, list(torch_groups._communicators.values())[-1][1]
 
 
 def test_one_communicator_for_each_group(tmp_path):
@@ -185,11 +185,11 @@ def test_one_communicator_for_each_group(tmp_path):
 @over_gloo
 def one_for_each_group(ctx):
     states = [None, HookState(), HookState(process_group=dist.group.WORLD)]
-    before = len(torch_groups._opened)
+    before = len(torch_groups._communicators)
     for state in states:
         one_backward(wrap(nn.Linear(12, 5), "torch", state), ctx.rank)
     torch_groups._close_stale()
-    assert len(torch_groups._opened) == 1, (before, torch_groups._opened)
+    assert len(torch_groups._communicators) == 1, (before, torch_groups._communicators)
 
 
 def without_a_group(ctx):
@@ -273,7 +273,7 @@ def one_rank_stays_away(ctx):
     model = make_model()
     module = wrap(model, "torch")
     train(module, 2, ctx.rank)
-    comm = next(comm for _, comm in torch_groups._opened.values() if not comm.closed)
+    comm = next(comm for _, comm in torch_groups._communicators.values() if not comm.closed)
     text = None
     if ctx.rank == 0:
         comm.timeout = 0.5

@@ -264,7 +264,7 @@ def test_what_looks_at_a_whole_backward_takes_one_module_at_a_time():
 @over_gloo
 def over_machines(ctx, options):
     """As if ranks 0, 2 were on one machine, and 1, 3 on another."""
-    with mock.patch.object(hierarchical, "machine_number", lambda: ctx.rank % 2 + 5):
+    with mock.patch.object(hierarchical, "get_host_hash", lambda: ctx.rank % 2 + 5):
         state = HookState(hierarchical=True, check_finite=True, **options)
         ddp = wrap(make_model(), "torch", state)
         seen, params = train(ddp, 2, ctx.rank)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives import errors, fused_allreduce
 from collectives.comm import liveness as presence
 from collectives.comm import waiting
-from collectives.rendezvous.control import beside
+from collectives.rendezvous.control import dup_on_host
 from tests.launch.processes import clean_environment, finish, free_port, started
 from tests.ranks import run_ranks
 
@@ -158,11 +158,11 @@ def test_the_groups_timeout_ends_the_wait(how):
 
 def limits(ctx, port):
     open_group(ctx, port, 17)
-    from collectives.rendezvous.process_groups import communicator_over
+    from collectives.rendezvous.process_groups import get_communicator
 
     found = []
     for group in (dist.group.WORLD, dist.new_group([0, 1], timeout=timedelta(seconds=19))):
-        comm = communicator_over(group, torch.device("cpu"))
+        comm = get_communicator(group, torch.device("cpu"))
         found.append(comm.timeout)
         comm.close()
     dist.barrier()
@@ -196,7 +196,7 @@ def late(ctx, port):
         backward(module)
         ctx.barrier()
         time.sleep(0.8 * ctx.rank)
-        beside(comm).close()
+        dup_on_host(comm).close()
     comm.close()
     logging.getLogger("collectives").removeHandler(lines)
     del module
@@ -221,7 +221,7 @@ def test_whether_a_process_has_ended():
     assert not presence.has_ended(own)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     machine, namespace, _, _ = own.split("|")
-    name = f"{machine}|{namespace}|{child.pid}|{presence.start_time(child.pid)}"
+    name = f"{machine}|{namespace}|{child.pid}|{presence.get_start_time(child.pid)}"
     assert not presence.has_ended(name)
     assert presence.has_ended(f"{machine}|{namespace}|{child.pid}|1")  # its number was used again
     child.stdin.close()

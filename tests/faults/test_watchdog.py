@@ -15,8 +15,8 @@ import torch.distributed as dist
 from collectives import errors
 from collectives.comm import liveness as presence
 from collectives.comm import watchdog
-from collectives.launcher import start_time
-from collectives.rendezvous.exchange import PeerInfo
+from collectives.launcher import get_start_time
+from collectives.rendezvous.peers import PeerInfo
 from tests.launch.processes import clean_environment, free_port
 from tests.rank_process import ROOT
 from tests.ranks import run_ranks
@@ -32,11 +32,11 @@ def raised(call):
 
 def hangs(ctx, port, how):
     from collectives.comm.engine import get_engine
-    from collectives.rendezvous.exchange import Own, settle
+    from collectives.rendezvous.peers import Participant, validate
 
     store = dist.TCPStore("127.0.0.1", port, ctx.size, ctx.rank == 0, wait_for_workers=False)
-    own = Own(ctx.rank, ctx.size, get_engine("host"))
-    peers = settle(ctx.exchange(own.record()), own).peers
+    participant = Participant(ctx.rank, ctx.size, get_engine("host"))
+    peers = validate(ctx.exchange(participant.make_record()), participant).peers
     comm = ctx.new_communicator(timeout=None, peers=peers)  # as NCCL, which has no limit of its own
     comm._timeout = 0.6
     found = {}
@@ -176,7 +176,7 @@ def test_what_ends_a_wait_before_its_limit():
     assert hanging(Comm(), watchdog.StatusStore(store, "some")) is None
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     machine, namespace, _, _ = presence.this_process().split("|")
-    process = f"{machine}|{namespace}|{child.pid}|{start_time(child.pid)}"
+    process = f"{machine}|{namespace}|{child.pid}|{get_start_time(child.pid)}"
     child.kill()
     child.wait()
     child.stdin.close()

@@ -188,7 +188,7 @@ def of_two_devices(rank):
         module = wrap(model, "alone")
         module(torch.full((1, 12), rank.rank + 1.0).to(device)).sum().backward()
         grads.append(model.weight.grad.unique())
-    known = collectives.rendezvous.process_groups._opened.values()
+    known = collectives.rendezvous.process_groups._communicators.values()
     engines = {comm.engine.name for _, comm in known if not comm.closed}
     assert engines == {"host", rank.engine}
     return grads

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import collectives
 from collectives.errors import Aborted, CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError
-from collectives.rendezvous.process_groups import communicator_over
+from collectives.rendezvous.process_groups import get_communicator
 from tests.ddp.training import wrap
 from tests.gpu.devices import everywhere, in_group, on
 from tests.gpu.training import batches, make_terms
@@ -60,7 +60,7 @@ def test_a_killed_rank(device, ranks):
 
 @in_group
 def absent(place):
-    comm = communicator_over(dist.group.WORLD, place.device)
+    comm = get_communicator(dist.group.WORLD, place.device)
     comm.timeout = LIMIT
     tensor = place.full(1.0, 1 << 16)
     comm.all_reduce(tensor)

@@ -16,7 +16,7 @@ from collectives.horovod.basics import World, activate, current
 from collectives.horovod.message_table import MessageTable
 from collectives.horovod.messages import Request
 from collectives.horovod.settings import read_settings
-from collectives.rendezvous.exchange import PeerInfo
+from collectives.rendezvous.peers import PeerInfo
 from tests.ranks import run_ranks
 
 from .started import started

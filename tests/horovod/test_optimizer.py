@@ -17,7 +17,7 @@ from collectives import optim
 from collectives.horovod import optimizer as made_by
 from collectives.horovod.basics import World, activate
 from collectives.horovod.settings import read_settings
-from collectives.rendezvous.exchange import PeerInfo
+from collectives.rendezvous.peers import PeerInfo
 from tests.ddp.training import batch, make_model, over_gloo
 from tests.ranks import run_ranks
 

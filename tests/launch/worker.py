@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import collectives
 from collectives.errors import CollectivesError
-from collectives.rendezvous import rendezvous
-from collectives.rendezvous.control import host_communicator_over
+from collectives.rendezvous.control import bootstrap_on_host
+from collectives.rendezvous.join import identify_process
 
 
 def sum_of_ranks(comm) -> float:
@@ -62,7 +62,7 @@ def run(timeout: float, steps: list[str], result: dict) -> None:
         elif step == "control":
             # The last rank is the first of the subgroup: what it serves isn't on MASTER_ADDR's machine.
             part = comm.split(0, -comm.rank)
-            control = host_communicator_over(part, timeout / 2)
+            control = bootstrap_on_host(part, timeout / 2)
             result["control"] = sum_of_ranks(control)
             control.close()
             part.close()
@@ -86,7 +86,7 @@ def main() -> int:
     result: dict = {}
     began = time.monotonic()
     try:
-        result["launcher"] = rendezvous.identify().launcher
+        result["launcher"] = identify_process().launcher
         result["address"] = [os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")]
         run(float(sys.argv[1]), sys.argv[2:], result)
     except (CollectivesError, KeyboardInterrupt) as error:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from collectives.errors import EngineUnavailable, InvalidArgument, InvalidUsage
-from collectives.rendezvous.process_groups import communicator_over
+from collectives.rendezvous.process_groups import get_communicator
 from collectives.sharded import fsdp2
 from tests.ddp.training import over_gloo, run
 
@@ -122,7 +122,7 @@ def two_dimensions(ctx):
     """Two replicas of two shards: ours over the shards' groups, torch's own all-reduce over the replicas."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     ours = both(ctx.rank, accumulate=2, mesh=mesh)
-    opened = communicator_over(mesh.get_group("shards"), torch.device("cpu"))
+    opened = get_communicator(mesh.get_group("shards"), torch.device("cpu"))
     assert (opened.rank, opened.size) == (ctx.rank % 2, 2)
     return ours
 
@@ -205,7 +205,7 @@ def misuse(ctx):
     scatter(total, small, group, dist.ReduceOp.SUM)
     assert total.item() == 1 + 2.0**-7
     alone = dist.new_group([0])
-    comm = communicator_over(group, torch.device("cpu"))
+    comm = get_communicator(group, torch.device("cpu"))
     if ctx.rank == 0:
         with pytest.raises(InvalidUsage, match="rank 0 of 1"):
             fsdp2.AllGather(comm)(out, out, alone)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = ("wait_stream", "wait_event", "record_stream", "record_event")
 # What has no streams of CUDA, and what is no part of training.
-OUT = ("bench/", "hosts.py", "exchange.py", "rendezvous.py", "control.py", "across.py", "mesh.py")
+OUT = ("bench/", "comm/multinode/", "rendezvous/")
 
 
 class Change(NamedTuple):

@@ -25,8 +25,8 @@ from collectives.ddp.devices import check_device_ids
 from collectives.horovod.optimizer import _read_names
 from collectives.launcher import Identity
 from collectives.rendezvous import world
-from collectives.rendezvous.exchange import Own, settle
-from collectives.rendezvous.rendezvous import meet
+from collectives.rendezvous.join import join_rendezvous
+from collectives.rendezvous.peers import Participant, validate
 from tests.ranks import run_ranks
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "common-mistakes.md").read_text()
@@ -159,9 +159,10 @@ def test_two_ranks_on_one_gpu(monkeypatch):
     def meeting(gpus, **fields):
         records = []
         for rank, gpu in enumerate(gpus):
-            own = json.loads(Own(rank, len(gpus), engine, torch.device("cuda", gpu)).record()) | {"host": "node1"}
+            participant = Participant(rank, len(gpus), engine, torch.device("cuda", gpu))
+            own = json.loads(participant.make_record()) | {"host": "node1"}
             records.append(json.dumps(own | {"device": "cuda:0"} | fields.get(str(rank), {})).encode())
-        return settle(records, Own(1, len(gpus), engine))
+        return validate(records, Participant(1, len(gpus), engine))
 
     with symptom(collectives.errors.InvalidUsage):
         meeting([7, 7])
@@ -175,7 +176,7 @@ def test_two_ranks_on_one_gpu(monkeypatch):
     assert meeting([7, 7]).local_size == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with symptom(collectives.errors.InvalidArgument):
-        world._local_device(engine, 2)
+        world._select_device(engine, 2)
 
 
 def test_a_port_in_use():
@@ -185,7 +186,7 @@ def test_a_port_in_use():
         port = other.getsockname()[1]
         with pytest.raises(collectives.errors.TransportError) as ours:
             identity = Identity(0, 2, 0, 2, "env", "127.0.0.1", port, b"job")
-            meet(identity, engine=get_engine("host"), timeout=5)
+            join_rendezvous(identity, engine=get_engine("host"), timeout=5)
         with pytest.raises(RuntimeError) as torchs:
             dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
     check(str(ours.value).replace(str(port), PORT))

@@ -12,7 +12,7 @@ import pytest
 
 from collectives import launcher as launch
 from collectives.errors import InvalidArgument
-from collectives.launcher import Identity, who_am_i
+from collectives.launcher import Identity, detect_launcher
 
 TORCHRUN = {
     "RANK": "3",
@@ -65,96 +65,96 @@ def numbers(identity: Identity):
 
 
 def test_alone():
-    found = who_am_i({"PATH": "/bin"})
+    found = detect_launcher({"PATH": "/bin"})
     assert numbers(found) == (0, 1, 0, 1, "alone")
-    assert found.one_machine and found.master_addr is None and found.master_port is None and found.restart == 0
+    assert found.is_single_node and found.master_addr is None and found.master_port is None and found.restart == 0
     assert found.job_key
 
 
 def test_torchrun():
-    found = who_am_i(TORCHRUN)
+    found = detect_launcher(TORCHRUN)
     assert numbers(found) == (3, 4, 1, 2, "torchrun")
     assert (found.master_addr, found.master_port) == ("node0", 29500)
-    assert found.restart == 2 and found.agent_store and not found.one_machine
+    assert found.restart == 2 and found.agent_store and not found.is_single_node
 
 
 @pytest.mark.parametrize("marker", ["TORCHELASTIC_RUN_ID", "GROUP_RANK"])
 def test_torchrun_is_known_by_either_of_its_own_variables(marker):
     drop = {"TORCHELASTIC_RUN_ID", "GROUP_RANK"} - {marker}
-    assert who_am_i(without(TORCHRUN, *drop)).launcher == "torchrun"
-    assert who_am_i(without(TORCHRUN, "TORCHELASTIC_RUN_ID", "GROUP_RANK")).launcher == "env"
+    assert detect_launcher(without(TORCHRUN, *drop)).launcher == "torchrun"
+    assert detect_launcher(without(TORCHRUN, "TORCHELASTIC_RUN_ID", "GROUP_RANK")).launcher == "env"
 
 
 def test_torchrun_with_a_store_of_its_own():
-    assert not who_am_i({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_store
+    assert not detect_launcher({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_store
 
 
 @pytest.mark.parametrize("restart", ["0", "1", "17"])
 def test_torchrun_restarts(restart):
-    assert who_am_i({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": restart}).restart == int(restart)
+    assert detect_launcher({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": restart}).restart == int(restart)
 
 
 def test_open_mpi():
-    found = who_am_i(OPENMPI)
+    found = detect_launcher(OPENMPI)
     assert numbers(found) == (1, 2, 1, 2, "openmpi")
-    assert found.one_machine and found.master_addr is None
+    assert found.is_single_node and found.master_addr is None
     other_rank = {**OPENMPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMIX_RANK": "0"}
-    assert who_am_i(other_rank).job_key == found.job_key
-    assert who_am_i({**OPENMPI, "PMIX_NAMESPACE": "5"}).job_key != found.job_key
-    assert who_am_i(without(OPENMPI, "PMIX_NAMESPACE")).job_key != who_am_i(MPICH).job_key
-    assert who_am_i(without(OPENMPI, "OMPI_MCA_orte_hnp_uri")).job_key
+    assert detect_launcher(other_rank).job_key == found.job_key
+    assert detect_launcher({**OPENMPI, "PMIX_NAMESPACE": "5"}).job_key != found.job_key
+    assert detect_launcher(without(OPENMPI, "PMIX_NAMESPACE")).job_key != detect_launcher(MPICH).job_key
+    assert detect_launcher(without(OPENMPI, "OMPI_MCA_orte_hnp_uri")).job_key
 
 
 def test_open_mpi_on_several_machines_with_an_address():
-    found = who_am_i(
+    found = detect_launcher(
         {**OPENMPI, "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"},
     )
-    assert (found.master_addr, found.master_port) == ("10.0.0.1", 1234) and not found.one_machine
+    assert (found.master_addr, found.master_port) == ("10.0.0.1", 1234) and not found.is_single_node
 
 
 def test_mpich_and_intel():
-    found = who_am_i(MPICH)
+    found = detect_launcher(MPICH)
     assert numbers(found) == (1, 2, 1, 2, "mpich")
-    assert found.one_machine and found.master_addr is None
-    assert who_am_i({**MPICH, "PMI_RANK": "0", "MPI_LOCALRANKID": "0", "PMI_FD": "6"}).job_key == found.job_key
+    assert found.is_single_node and found.master_addr is None
+    assert detect_launcher({**MPICH, "PMI_RANK": "0", "MPI_LOCALRANKID": "0", "PMI_FD": "6"}).job_key == found.job_key
 
 
 def test_mpich_that_does_not_tell_the_local_rank():
-    found = who_am_i(without(MPICH, "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
-    assert numbers(found) == (1, 2, None, None, "mpich") and not found.one_machine
+    found = detect_launcher(without(MPICH, "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+    assert numbers(found) == (1, 2, None, None, "mpich") and not found.is_single_node
 
 
 def test_srun_on_two_machines():
-    found = who_am_i(SRUN)
+    found = detect_launcher(SRUN)
     assert numbers(found) == (2, 4, 0, 2, "slurm")
     assert found.master_addr == "gpu007" and 1024 <= found.master_port < 32768 and found.master_port != 29500
-    last = who_am_i({**SRUN, "SLURM_PROCID": "3", "SLURM_LOCALID": "1"})
+    last = detect_launcher({**SRUN, "SLURM_PROCID": "3", "SLURM_LOCALID": "1"})
     assert (last.master_addr, last.master_port, last.job_key) == (found.master_addr, found.master_port, found.job_key)
-    assert who_am_i({**SRUN, "SLURM_STEP_ID": "4"}).master_port != found.master_port
-    assert who_am_i({**SRUN, "SLURM_STEP_ID": "4"}).job_key != found.job_key
+    assert detect_launcher({**SRUN, "SLURM_STEP_ID": "4"}).master_port != found.master_port
+    assert detect_launcher({**SRUN, "SLURM_STEP_ID": "4"}).job_key != found.job_key
 
 
 def test_srun_on_two_machines_with_an_address():
-    found = who_am_i({**SRUN, "MASTER_ADDR": "front", "MASTER_PORT": "2000"})
+    found = detect_launcher({**SRUN, "MASTER_ADDR": "front", "MASTER_PORT": "2000"})
     assert (found.master_addr, found.master_port) == ("front", 2000)
-    assert who_am_i({**SRUN, "MASTER_ADDR": "front"}).master_port == who_am_i(SRUN).master_port
-    assert who_am_i({**SRUN, "MASTER_PORT": "2000"}).master_addr == "gpu007"
+    assert detect_launcher({**SRUN, "MASTER_ADDR": "front"}).master_port == detect_launcher(SRUN).master_port
+    assert detect_launcher({**SRUN, "MASTER_PORT": "2000"}).master_addr == "gpu007"
 
 
 def test_srun_on_one_machine():
     one = {**SRUN, "SLURM_LOCALID": "2", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_RESTART_COUNT": "5"}
     one |= {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_STEP_NODELIST": "gpu007"}
-    found = who_am_i(one)
+    found = detect_launcher(one)
     assert numbers(found) == (2, 4, 2, 4, "slurm")
-    assert found.one_machine and found.master_addr is None and found.restart == 5
-    assert numbers(who_am_i(without(one, "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE"))) == numbers(found)
+    assert found.is_single_node and found.master_addr is None and found.restart == 5
+    assert numbers(detect_launcher(without(one, "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE"))) == numbers(found)
 
 
 def test_srun_with_the_least_it_can_give():
-    found = who_am_i({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"})
+    found = detect_launcher({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"})
     assert numbers(found) == (1, 2, 1, 2, "slurm") and found.job_key
-    apart = who_am_i({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"})
-    assert not apart.one_machine, "rank 1 is the first one on its machine, so rank 0 is on another"
+    apart = detect_launcher({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"})
+    assert not apart.is_single_node, "rank 1 is the first one on its machine, so rank 0 is on another"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_srun_with_the_least_it_can_give():
 )
 def test_srun_tasks_per_node(spread, node, expected):
     variables = {**SRUN, "SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": spread}
-    assert who_am_i(variables).local_size == expected
+    assert detect_launcher(variables).local_size == expected
 
 
 @pytest.mark.parametrize(
@@ -177,31 +177,31 @@ def test_srun_tasks_per_node(spread, node, expected):
     ],
 )
 def test_srun_first_machine(hosts, first):
-    assert who_am_i({**SRUN, "SLURM_STEP_NODELIST": hosts}).master_addr == first
+    assert detect_launcher({**SRUN, "SLURM_STEP_NODELIST": hosts}).master_addr == first
 
 
 def test_rank_and_world_size_alone():
-    found = who_am_i({"RANK": "1", "WORLD_SIZE": "2"})
+    found = detect_launcher({"RANK": "1", "WORLD_SIZE": "2"})
     assert numbers(found) == (1, 2, 1, 2, "env")
-    assert found.one_machine and found.master_addr is None
-    assert found.job_key == who_am_i({"RANK": "0", "WORLD_SIZE": "2"}).job_key
+    assert found.is_single_node and found.master_addr is None
+    assert found.job_key == detect_launcher({"RANK": "0", "WORLD_SIZE": "2"}).job_key
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1"])
 def test_rank_and_world_size_with_an_address_on_this_machine(address):
-    found = who_am_i({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "4000"})
+    found = detect_launcher({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "4000"})
     assert numbers(found) == (1, 2, 1, 2, "env") and (found.master_addr, found.master_port) == (address, 4000)
 
 
 def test_rank_and_world_size_with_an_address_elsewhere_leaves_the_local_rank_open():
-    found = who_am_i({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "4000"})
+    found = detect_launcher({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "4000"})
     assert numbers(found) == (1, 2, None, None, "env")
 
 
 def test_master_port_alone_means_this_machine():
-    found = who_am_i({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "4000"})
+    found = detect_launcher({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "4000"})
     assert (found.master_addr, found.master_port) == ("127.0.0.1", 4000)
-    found = who_am_i({**OPENMPI, "MASTER_PORT": "4000"})
+    found = detect_launcher({**OPENMPI, "MASTER_PORT": "4000"})
     assert (found.master_addr, found.master_port) == ("127.0.0.1", 4000)
 
 
@@ -219,66 +219,66 @@ def test_master_port_alone_means_this_machine():
     ids=["ntasks", "salloc", "batch script", "interactive step"],
 )
 def test_slurm_outside_srun_is_alone(variables):
-    assert numbers(who_am_i(variables)) == (0, 1, 0, 1, "alone")
+    assert numbers(detect_launcher(variables)) == (0, 1, 0, 1, "alone")
 
 
 def test_srun_inside_a_batch_script():
-    assert numbers(who_am_i({**SRUN, "ENVIRONMENT": "BATCH"})) == (2, 4, 0, 2, "slurm")
+    assert numbers(detect_launcher({**SRUN, "ENVIRONMENT": "BATCH"})) == (2, 4, 0, 2, "slurm")
 
 
 def test_the_steps_number_of_tasks_counts_and_not_the_jobs():
-    found = who_am_i({**without(SRUN, "SLURM_STEP_TASKS_PER_NODE"), "SLURM_NTASKS": "64"})
+    found = detect_launcher({**without(SRUN, "SLURM_STEP_TASKS_PER_NODE"), "SLURM_NTASKS": "64"})
     assert found.size == 4
 
 
 @pytest.mark.parametrize("outer", [OPENMPI, MPICH, SRUN], ids=["openmpi", "mpich", "srun"])
 def test_torchrun_inside_another_launcher(outer):
-    assert who_am_i({**outer, **TORCHRUN}) == who_am_i(TORCHRUN)
+    assert detect_launcher({**outer, **TORCHRUN}) == detect_launcher(TORCHRUN)
 
 
 @pytest.mark.parametrize("mpi", [OPENMPI, MPICH], ids=["openmpi", "mpich"])
 def test_mpi_inside_slurm(mpi):
-    assert numbers(who_am_i({**SRUN, **mpi})) == numbers(who_am_i(mpi))
+    assert numbers(detect_launcher({**SRUN, **mpi})) == numbers(detect_launcher(mpi))
 
 
 def test_the_same_numbers_twice_are_no_contradiction():
-    found = who_am_i({**OPENMPI, "RANK": "1", "WORLD_SIZE": "2"})
-    assert numbers(found) == (1, 2, 1, 2, "openmpi") and found.job_key == who_am_i(OPENMPI).job_key
+    found = detect_launcher({**OPENMPI, "RANK": "1", "WORLD_SIZE": "2"})
+    assert numbers(found) == (1, 2, 1, 2, "openmpi") and found.job_key == detect_launcher(OPENMPI).job_key
     unplaced = without(MPICH, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    found = who_am_i({**unplaced, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    found = detect_launcher({**unplaced, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
     assert numbers(found) == (1, 2, 0, 1, "mpich")
-    assert who_am_i({**OPENMPI, **MPICH}).launcher == "openmpi"
+    assert detect_launcher({**OPENMPI, **MPICH}).launcher == "openmpi"
 
 
 @pytest.mark.parametrize("outer", [OPENMPI, MPICH, SRUN], ids=["openmpi", "mpich", "srun"])
 def test_contradicting_numbers(outer):
     with pytest.raises(InvalidArgument, match=r"RANK=0 of WORLD_SIZE=8 contradicts .*=[12] of .*=[24]"):
-        who_am_i({**outer, "RANK": "0", "WORLD_SIZE": "8"})
+        detect_launcher({**outer, "RANK": "0", "WORLD_SIZE": "8"})
 
 
 def test_two_mpi_launchers_that_contradict_each_other():
     with pytest.raises(InvalidArgument, match=r"OMPI_COMM_WORLD_RANK=1 .* contradicts PMI_RANK=0 of PMI_SIZE=3"):
-        who_am_i({**OPENMPI, "PMI_RANK": "0", "PMI_SIZE": "3"})
+        detect_launcher({**OPENMPI, "PMI_RANK": "0", "PMI_SIZE": "3"})
     single = {"PMI_RANK": "0", "PMI_SIZE": "1"}
-    assert who_am_i({**OPENMPI, **single}).launcher == "openmpi"
+    assert detect_launcher({**OPENMPI, **single}).launcher == "openmpi"
     single = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
-    assert numbers(who_am_i({**MPICH, **single})) == (1, 2, 1, 2, "mpich")
+    assert numbers(detect_launcher({**MPICH, **single})) == (1, 2, 1, 2, "mpich")
 
 
 def test_a_launcher_started_once_by_another_one_counts():
     own = {"RANK": "5", "WORLD_SIZE": "8"}
     single = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}
-    assert who_am_i({**single, **own}).rank == 5
+    assert detect_launcher({**single, **own}).rank == 5
     once_a_machine = {**own, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert numbers(who_am_i({**OPENMPI, **once_a_machine})) == (5, 8, 1, 4, "env")
+    assert numbers(detect_launcher({**OPENMPI, **once_a_machine})) == (5, 8, 1, 4, "env")
 
 
 def test_empty_values_count_as_unset():
-    assert who_am_i({"RANK": "", "WORLD_SIZE": "  ", "MASTER_ADDR": "", "PMI_RANK": ""}).launcher == "alone"
+    assert detect_launcher({"RANK": "", "WORLD_SIZE": "  ", "MASTER_ADDR": "", "PMI_RANK": ""}).launcher == "alone"
 
 
 def test_a_world_of_one_does_not_look_at_the_address():
-    found = who_am_i({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "node0"})
+    found = detect_launcher({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "node0"})
     assert found.size == 1 and found.master_addr is None
 
 
@@ -287,7 +287,7 @@ def test_the_environment_is_the_default(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "6")
     monkeypatch.setenv("WORLD_SIZE", "7")
-    assert numbers(who_am_i()) == (6, 7, 6, 7, "env")
+    assert numbers(detect_launcher()) == (6, 7, 6, 7, "env")
 
 
 # ---- Bad values: the error names the variable and what is in it.
@@ -327,7 +327,7 @@ BAD = [
 @pytest.mark.parametrize(("variables", "words"), BAD, ids=[" ".join(words) for _, words in BAD])
 def test_bad_variables(variables, words):
     with pytest.raises(InvalidArgument) as caught:
-        who_am_i(variables)
+        detect_launcher(variables)
     for word in words:
         assert word in str(caught.value)
 
@@ -339,8 +339,8 @@ SHOW = """
 import sys, types
 package = sys.modules["collectives"] = types.ModuleType("collectives")
 package.__path__ = [sys.argv[1]]
-from collectives.launch import who_am_i
-print(who_am_i().job_key.hex())
+from collectives.launcher import detect_launcher
+print(detect_launcher().job_key.hex())
 """
 PACKAGE = str(Path(launch.__file__).resolve().parent)
 
@@ -362,25 +362,26 @@ def test_children_of_one_process_are_one_job():
 
 
 def test_children_of_two_processes_are_two_jobs():
-    assert key_of_child(0) != who_am_i({"RANK": "0", "WORLD_SIZE": "2"}).job_key
+    assert key_of_child(0) != detect_launcher({"RANK": "0", "WORLD_SIZE": "2"}).job_key
 
 
 def test_a_job_id_joins_what_has_no_parent_in_common():
     given = {"RANK": "0", "WORLD_SIZE": "2", "COLLECTIVES_JOB_ID": "mine"}
-    assert key_of_child(0, variables=given) == who_am_i({**given, "RANK": "1"}).job_key
-    assert who_am_i(given).job_key != who_am_i({**given, "COLLECTIVES_JOB_ID": "other"}).job_key
-    assert who_am_i({**OPENMPI, "COLLECTIVES_JOB_ID": "mine"}).job_key == who_am_i(given).job_key
+    assert key_of_child(0, variables=given) == detect_launcher({**given, "RANK": "1"}).job_key
+    assert detect_launcher(given).job_key != detect_launcher({**given, "COLLECTIVES_JOB_ID": "other"}).job_key
+    assert detect_launcher({**OPENMPI, "COLLECTIVES_JOB_ID": "mine"}).job_key == detect_launcher(given).job_key
 
 
 def test_users_are_kept_apart(monkeypatch):
     given = {"RANK": "0", "WORLD_SIZE": "2", "COLLECTIVES_JOB_ID": "mine"}
-    before = who_am_i(given).job_key
+    before = detect_launcher(given).job_key
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    assert who_am_i(given).job_key != before
+    assert detect_launcher(given).job_key != before
 
 
 def test_alone_is_a_job_of_its_own():
-    assert who_am_i({}).job_key == who_am_i({}).job_key != who_am_i({"RANK": "0", "WORLD_SIZE": "1"}).job_key
+    key = detect_launcher({}).job_key
+    assert detect_launcher({}).job_key == key != detect_launcher({"RANK": "0", "WORLD_SIZE": "1"}).job_key
 
 
 def test_launch_needs_the_standard_library_only():

@@ -1,4 +1,4 @@
-"""The meeting of the ranks, with threads as ranks: every way to meet, and every way in which it fails."""
+"""The rendezvous of the ranks, with threads as ranks: every kind, and every way in which it fails."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from collectives.errors import (
     TransportError,
 )
 from collectives.launcher import Identity
-from collectives.rendezvous import exchange, rendezvous
-from collectives.rendezvous.exchange import Own, PeerInfo, parse, settle
-from collectives.rendezvous.rendezvous import Meeting, identify, meet, meet_over_store
+from collectives.rendezvous import mpi
+from collectives.rendezvous.join import identify_process, join_over_store, join_rendezvous
+from collectives.rendezvous.peers import Participant, PeerInfo, Rendezvous, parse_record, validate
+from collectives.rendezvous.store import StoreRendezvous
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
@@ -79,7 +80,7 @@ def over(store, engine, ranks, size, *, timeout=10.0, prefix="test"):
     """The calls of these ranks' meetings over a store."""
 
     def call(rank):
-        return lambda: meet_over_store(store, prefix, rank, size, engine=engine, timeout=timeout, device=f"cpu:{rank}")
+        return lambda: join_over_store(store, prefix, rank, size, engine=engine, timeout=timeout, device=f"cpu:{rank}")
 
     return [call(rank) for rank in ranks]
 
@@ -87,7 +88,7 @@ def over(store, engine, ranks, size, *, timeout=10.0, prefix="test"):
 def at(port, rank, size, engine, *, timeout=10.0, generation=0, job_key=b"job", **fields):
     """The call of one rank's meeting at an address."""
     identity = Identity(rank, size, rank, size, "env", "127.0.0.1", port, job_key, **fields)
-    return lambda: meet(identity, engine=engine, timeout=timeout, generation=generation)
+    return lambda: join_rendezvous(identity, engine=engine, timeout=timeout, generation=generation)
 
 
 def nccl_like(get_unique_id):
@@ -96,7 +97,7 @@ def nccl_like(get_unique_id):
 
 
 def check_met(results, size):
-    assert all(isinstance(result, Meeting) for result in results), results
+    assert all(isinstance(result, Rendezvous) for result in results), results
     assert {result.unique_id for result in results} == {results[0].unique_id} and len(results[0].unique_id) == 128
     for rank, result in enumerate(results):
         assert [peer.rank for peer in result.peers] == list(range(size))
@@ -116,7 +117,7 @@ def test_over_a_store(store, host, size):
 
 def test_over_a_file_store(host, tmp_path):
     def call(rank):
-        return lambda: meet_over_store(
+        return lambda: join_over_store(
             dist.FileStore(str(tmp_path / "store"), 2), "p", rank, 2, engine=host, timeout=10
         )
 
@@ -193,10 +194,10 @@ def test_a_store_that_stops_answering(host):
         def add(self, key, value):
             time.sleep(60)
 
-    own = Own(1, 2, host)
-    meeting = exchange.StoreExchange(Stuck(), own, time.monotonic() + 0.2, 0.2, "rank 0's store", 0)
+    participant = Participant(1, 2, host)
+    pending = StoreRendezvous(Stuck(), participant, time.monotonic() + 0.2, 0.2, "rank 0's store", 0)
     with pytest.raises(CollectiveTimeout, match="rank 0's store has stopped answering") as caught:
-        meeting.meet()
+        pending.join()
     assert caught.value.peers == (0,)
 
 
@@ -217,7 +218,7 @@ def test_engines_that_differ(store, host):
 
 def records(engine, size=2, /, **changes):
     """The records of a whole world, as the ranks would write them; ``changes``: field -> one value for each rank."""
-    written = [json.loads(Own(rank, size, engine).record()) for rank in range(size)]
+    written = [json.loads(Participant(rank, size, engine).make_record()) for rank in range(size)]
     for name, values in changes.items():
         for record, value in zip(written, values, strict=True):
             record[name] = value
@@ -240,7 +241,7 @@ def records(engine, size=2, /, **changes):
 )
 def test_no_record_at_all(data):
     with pytest.raises(TransportError, match="no record of rank 0") as caught:
-        parse(data, 0)
+        parse_record(data, 0)
     assert caught.value.peers == (0,)
 
 
@@ -264,10 +265,10 @@ def test_no_record_at_all(data):
 )
 def test_a_record_with_a_wrong_field(host, name, value):
     good = records(host)[0]
-    assert parse(good, 0)["rank"] == 0
+    assert parse_record(good, 0)["rank"] == 0
     bad = json.loads(good) | {name: value}
     with pytest.raises(TransportError):
-        parse(json.dumps(bad).encode(), 0)
+        parse_record(json.dumps(bad).encode(), 0)
 
 
 def test_a_record_without_a_field(host):
@@ -275,7 +276,7 @@ def test_a_record_without_a_field(host):
         fields = json.loads(records(host)[0])
         del fields[name]
         with pytest.raises(TransportError):
-            parse(json.dumps(fields).encode(), 0)
+            parse_record(json.dumps(fields).encode(), 0)
 
 
 def test_a_foreign_value_in_the_store_is_an_error_and_is_not_unpickled(store, host):
@@ -290,28 +291,28 @@ def test_a_foreign_value_in_the_store_is_an_error_and_is_not_unpickled(store, ho
 def test_the_host_engine_on_several_machines(host):
     """They are connected, unless the caller says that they must not be."""
     data = records(host, 4, host=["a", "a", "b", "b"], boot_id=["1", "1", "2", "2"])
-    found = settle(data, Own(3, 4, host))
-    assert found.machines == ((0, 1), (2, 3)) and (found.local_rank, found.local_size) == (1, 2)
+    found = validate(data, Participant(3, 4, host))
+    assert found.nodes == ((0, 1), (2, 3)) and (found.local_rank, found.local_size) == (1, 2)
     with pytest.raises(InvalidUsage, match=r"machines: ranks 0, 1 on a; ranks 2, 3 on b.*leave hierarchical out"):
-        settle(data, Own(1, 4, host, hierarchical=False))
+        validate(data, Participant(1, 4, host, hierarchical=False))
     data = records(host, 2, namespace=["net:[1]", "net:[2]"])
-    assert settle(data, Own(1, 2, host)).machines == ((0,), (1,))
+    assert validate(data, Participant(1, 2, host)).nodes == ((0,), (1,))
     with pytest.raises(InvalidUsage, match="containers of one machine"):
-        settle(data, Own(1, 2, host, hierarchical=False))
+        validate(data, Participant(1, 2, host, hierarchical=False))
 
 
 def test_nccl_on_several_machines(host):
     engine = nccl_like(lambda: bytes(128))
     names = {"host": ["a", "b", "a", "b", "b"], "boot_id": ["1", "2", "1", "2", "2"], "engine": ["nccl"] * 5}
     data = records(host, 5, **names)
-    places = [settle(data, Own(rank, 5, engine)) for rank in range(5)]
+    places = [validate(data, Participant(rank, 5, engine)) for rank in range(5)]
     assert [(place.local_rank, place.local_size) for place in places] == [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     assert places[0].peers[3] == PeerInfo(3, "b", "2", os.getpid(), None, places[0].peers[3].namespace)
 
 
 def test_machines_without_a_boot_id_are_told_apart_by_name(host):
     data = records(host, 2, host=["a", "b"], boot_id=["", ""])
-    assert settle(data, Own(0, 2, host)).machines == ((0,), (1,))
+    assert validate(data, Participant(0, 2, host)).nodes == ((0,), (1,))
 
 
 # ---- At MASTER_ADDR and MASTER_PORT.
@@ -372,7 +373,7 @@ def test_a_store_that_ends_before_rank_0_has_come_to_the_meeting(host):
 def test_rank_0_that_dies_in_the_meeting(host):
     port, began = free_port(), time.monotonic()
     store = dist.TCPStore("localhost", port, None, True, wait_for_workers=False)
-    dist.PrefixStore("collectives/init/0/0", store).set("peer/0", Own(0, 3, host).record())
+    dist.PrefixStore("collectives/init/0/0", store).set("peer/0", Participant(0, 3, host).make_record())
 
     def die():
         nonlocal store
@@ -394,7 +395,7 @@ def test_rank_0_that_does_not_serve(host):
 def test_an_address_that_can_not_be_found(host):
     identity = Identity(1, 2, None, None, "env", "no-such-machine.invalid", 4000)
     with pytest.raises(CollectiveTimeout, match="no-such-machine.invalid:4000"):
-        meet(identity, engine=host, timeout=0.5)
+        join_rendezvous(identity, engine=host, timeout=0.5)
 
 
 def silent_program():
@@ -431,7 +432,7 @@ def test_a_port_that_needs_more_rights(host, monkeypatch):
 @pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), None, "60"])
 def test_time_limits_that_are_none(host, timeout):
     with pytest.raises(InvalidArgument, match="timeout="):
-        meet(Identity(0, 1, 0, 1, "alone"), engine=host, timeout=timeout)
+        join_rendezvous(Identity(0, 1, 0, 1, "alone"), engine=host, timeout=timeout)
 
 
 def test_ctrl_c_ends_the_wait_on_all_ranks(host, store):
@@ -468,20 +469,20 @@ def by_name(rank, size=2, **fields):
 
 
 def test_by_name_on_the_host_engine_nothing_is_exchanged(host):
-    first, second = (meet(by_name(rank), engine=host) for rank in range(2))
+    first, second = (join_rendezvous(by_name(rank), engine=host) for rank in range(2))
     assert first.unique_id == second.unique_id and len(first.unique_id) == 128
     assert (second.local_rank, second.local_size) == (1, 2)
     assert [peer.pid for peer in second.peers] == [None, os.getpid()]
     assert {peer.host for peer in second.peers} == {socket.gethostname()}
-    assert len({peer.machine for peer in second.peers}) == 1
+    assert len({peer.node for peer in second.peers}) == 1
 
 
 def test_each_job_generation_and_restart_has_a_name_of_its_own(host):
     ids = [
-        meet(by_name(0), engine=host).unique_id,
-        meet(by_name(0), engine=host, generation=1).unique_id,
-        meet(by_name(0, restart=1), engine=host).unique_id,
-        meet(by_name(0, job_key=b"another job"), engine=host).unique_id,
+        join_rendezvous(by_name(0), engine=host).unique_id,
+        join_rendezvous(by_name(0), engine=host, generation=1).unique_id,
+        join_rendezvous(by_name(0, restart=1), engine=host).unique_id,
+        join_rendezvous(by_name(0, job_key=b"another job"), engine=host).unique_id,
     ]
     assert len(set(ids)) == len(ids)
 
@@ -489,24 +490,25 @@ def test_each_job_generation_and_restart_has_a_name_of_its_own(host):
 def test_by_name_for_nccl_the_host_engine_carries_the_records():
     made = os.urandom(128)
     job = os.urandom(8)
-    results = threads(*(lambda r=r: meet(by_name(r, 3, job_key=job), engine=nccl_like(lambda: made)) for r in range(3)))
+    engine = nccl_like(lambda: made)
+    calls = (lambda r=r: join_rendezvous(by_name(r, 3, job_key=job), engine=engine) for r in range(3))
+    results = threads(*calls)
     check_met(results, 3)
     assert results[2].unique_id == made
 
 
 def test_by_name_for_nccl_a_rank_that_never_comes():
     job, began = os.urandom(8), time.monotonic()
-    calls = (
-        lambda r=r: meet(by_name(r, 3, job_key=job), engine=nccl_like(lambda: bytes(128)), timeout=1) for r in (0, 2)
-    )
+    engine = nccl_like(lambda: bytes(128))
+    calls = (lambda r=r: join_rendezvous(by_name(r, 3, job_key=job), engine=engine, timeout=1) for r in (0, 2))
     results = threads(*calls)
     assert time.monotonic() - began < 5
     assert all(isinstance(error, CollectiveTimeout) and error.peers == (1,) for error in results), results
 
 
 def test_a_world_of_one_meets_nobody(host):
-    first = meet(Identity(0, 1, 0, 1, "env", "nowhere.invalid", 1), engine=host)
-    second = meet(Identity(0, 1, 0, 1, "alone"), engine=host)
+    first = join_rendezvous(Identity(0, 1, 0, 1, "env", "nowhere.invalid", 1), engine=host)
+    second = join_rendezvous(Identity(0, 1, 0, 1, "alone"), engine=host)
     assert first.unique_id != second.unique_id
     assert (first.local_rank, first.local_size, first.peers[0].pid) == (0, 1, os.getpid())
 
@@ -518,7 +520,7 @@ def test_several_machines_without_an_address(host):
         Identity(3, 4, 1, 2, "env", job_key=b"job"),
     ):
         with pytest.raises(InvalidArgument, match="MASTER_ADDR is missing") as caught:
-            meet(identity, engine=host)
+            join_rendezvous(identity, engine=host)
         assert "MASTER_PORT" in str(caught.value)
         assert ("mpi4py" in str(caught.value)) == (identity.launcher != "env")
 
@@ -534,18 +536,18 @@ def group_of_one():
 
 
 def test_an_initialised_torch_distributed_knows_who_this_is(group_of_one, monkeypatch):
-    found = identify()
+    found = identify_process()
     assert (found.rank, found.size, found.local_rank, found.local_size) == (0, 1, 0, 1)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert (identify().rank, identify().size, identify().launcher) == (0, 1, "torch")
+    assert (identify_process().rank, identify_process().size, identify_process().launcher) == (0, 1, "torch")
     monkeypatch.setenv("WORLD_SIZE", "x")
-    assert identify().launcher == "torch"
+    assert identify_process().launcher == "torch"
 
 
 def test_numbers_that_are_not_torchs(group_of_one, host):
     with pytest.raises(InvalidUsage, match="rank 0 of 1.*rank 1 of 2"):
-        meet(by_name(1), engine=host)
+        join_rendezvous(by_name(1), engine=host)
 
 
 def test_an_initialised_torch_distributed_carries_the_meeting(host, monkeypatch):
@@ -559,7 +561,7 @@ def test_an_initialised_torch_distributed_carries_the_meeting(host, monkeypatch)
     def call(rank):
         def run():
             numbers.rank = rank
-            return meet(identify(), engine=host, timeout=10)
+            return join_rendezvous(identify_process(), engine=host, timeout=10)
 
         return run
 
@@ -604,9 +606,9 @@ class Mail:
         def run():
             self.here.rank = rank
             identity = Identity(rank, self.size, rank, None, "openmpi", job_key=b"job")
-            return meet(identity, engine=engine, **options)
+            return join_rendezvous(identity, engine=engine, **options)
 
-        monkeypatch.setattr(rendezvous, "_running_mpi", lambda: self)
+        monkeypatch.setattr(mpi, "find_running_mpi", lambda: self)
         return run
 
 
@@ -628,18 +630,18 @@ def test_over_mpi_a_rank_that_never_comes(host, monkeypatch):
 def test_over_mpi_numbers_that_are_not_mpis(host, monkeypatch):
     mail = Mail(1)
     mail.here.rank = 0
-    monkeypatch.setattr(rendezvous, "_running_mpi", lambda: mail)
+    monkeypatch.setattr(mpi, "find_running_mpi", lambda: mail)
     with pytest.raises(InvalidUsage, match="mpi4py says rank 0 of 1"):
-        meet(Identity(1, 2, None, None, "mpich"), engine=host)
+        join_rendezvous(Identity(1, 2, None, None, "mpich"), engine=host)
 
 
 def test_mpi_that_runs_tells_who_this_is(monkeypatch):
     mail = Mail(2)
     mail.here.rank = 1
-    monkeypatch.setattr(rendezvous, "_running_mpi", lambda: mail)
-    assert identify() == Identity(1, 2, None, None, "mpi4py")
-    monkeypatch.setattr(rendezvous, "_running_mpi", lambda: Mail(1))
-    assert identify().launcher == "alone"
+    monkeypatch.setattr(mpi, "find_running_mpi", lambda: mail)
+    assert identify_process() == Identity(1, 2, None, None, "mpi4py")
+    monkeypatch.setattr(mpi, "find_running_mpi", lambda: Mail(1))
+    assert identify_process().launcher == "alone"
 
 
 def test_known_places_are_kept(host):
@@ -647,5 +649,5 @@ def test_known_places_are_kept(host):
     calls = []
     for rank in range(2):
         identity = replace(by_name(rank), master_addr="127.0.0.1", master_port=port, local_rank=1 - rank)
-        calls.append(lambda identity=identity: meet(identity, engine=host, timeout=10))
+        calls.append(lambda identity=identity: join_rendezvous(identity, engine=host, timeout=10))
     assert [result.local_rank for result in threads(*calls)] == [1, 0]

@@ -9,7 +9,7 @@ import pytest
 
 import collectives
 from collectives import environment as variables
-from collectives.comm.multinode import topology as machines
+from collectives.comm.multinode import topology
 from collectives.errors import InvalidArgument
 from tests.unit.test_imports import PACKAGE, ROOT
 
@@ -38,7 +38,7 @@ def test_a_switch_is_0_or_1(monkeypatch, value):
 @pytest.mark.parametrize(("value", "text"), [("", "set and empty"), (" ", "set and empty"), ("x" * 256, "letters")])
 def test_a_machine_has_a_name(monkeypatch, value, text):
     monkeypatch.setenv("COLLECTIVES_HOST_ID", value)
-    for call in (alone, machines.simulated, machines.this_machine):
+    for call in (alone, topology.read_host_id, topology.identify_node):
         with pytest.raises(InvalidArgument, match=f"COLLECTIVES_HOST_ID .*{text}"):
             call()
 

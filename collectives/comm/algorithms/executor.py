@@ -23,7 +23,7 @@ from ...errors import Aborted, CollectivesError, InternalError, InvalidArgument,
 from ..arguments import parse_reduction, stream_handle
 from ..fingerprint import PREMUL, fingerprint_of
 from ..memory import storage_of
-from ..multinode.comm import another
+from ..multinode.comm import dup
 from ..work import Work
 from .call_check import CallCheck
 from .plan import CallKey, ExecutionPlan, issue_transfers, round_to_dtype
@@ -222,7 +222,7 @@ class AlgorithmExecutor:
             native = self._native
         if native is None:
             comm = self._comm
-            native = another(comm, call_check.unique_id())
+            native = dup(comm, call_check.unique_id())
             with self._lock:
                 self._native = native
                 closed = self._closed

@@ -1,56 +1,60 @@
-"""A communicator over several machines without GPUs, in the place of the binding's.
+"""A communicator over several nodes without GPUs, with the interface of the binding's communicator.
 
-`HostsComm` has the methods of `_nccl.Comm` that `Communicator` calls, and `HostsLibrary` those of `_nccl.Library`, so
-that everything above them is the same on one machine and on several. What moves data is in `across.py`.
+`MultiNodeComm` has the methods of `_nccl.Comm` that `Communicator` calls, and
+`library.MultiNodeLibrary` those of `_nccl.Library`. So everything above them is the same on one
+node and on several. `hierarchical.HierarchicalCollectives` moves the data.
 """
 
 from __future__ import annotations
 
 import re
-import threading
 import time
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from zlib import crc32
 
 import torch
 
-from ..._nccl import DTYPES, OPS, SHRINK_ABORT, ErrorInfo
+from ..._nccl import DTYPES, SHRINK_ABORT, ErrorInfo
 from ...arrays import ITEMSIZE
 from ...errors import Aborted, CollectivesError, CollectiveTimeout, InternalError, InvalidUsage, RemoteError
 from ..engine import Engine
 from ..fingerprint import KINDS, PREMUL, fingerprint_of
-from .gloo import Board, Lost, Mesh
-from .hierarchical import Across, Message, Reduction, Unlike
-from .topology import Layout, grouped
+from .error_store import ErrorStore
+from .frames import NodeMismatch
+from .gloo import GlooTransport, TransferError
+from .hierarchical import HierarchicalCollectives
+from .library import Call, CallOrder, MultiNodeLibrary
+from .p2p import P2POp
+from .reduction import PremulSums
+from .topology import Topology, group_ranks_by_node
 
-__all__ = ["HostsComm", "HostsLibrary", "NoShortWay", "another", "open_over"]
-
-_FIRST_MADE_OP = 1 << 20  # numbers of premultiplied sums
+__all__ = ["MultiNodeComm", "NoFastPath", "dup", "open_multinode"]
 
 
-def open_over(engine: Engine, meeting, rank: int, seconds: float) -> tuple[Engine, HostsComm]:
-    """Open the communicator of ranks that have met and are on several machines; `seconds`: limit of all of it.
+def open_multinode(engine: Engine, rendezvous, rank: int, seconds: float) -> tuple[Engine, MultiNodeComm]:
+    """Open the communicator of ranks on several nodes after their rendezvous.
 
-    Blocks until all have come. Gives the engine to be used with it, too.
+    Blocks until all ranks have come, at most ``seconds``. Returns the engine to use with it, too.
     """
-    library = HostsLibrary.of(engine.library)
-    board = Board(meeting.store, meeting.store_host, rank)
-    native = HostsComm(library, meeting.peers, rank, board, "", seconds, keeps=meeting.server)
+    library = MultiNodeLibrary.of(engine.library)
+    store = ErrorStore(rendezvous.store, rendezvous.store_host, rank)
+    native = MultiNodeComm(library, rendezvous.peers, rank, store, "", seconds, keep_alive=rendezvous.server)
     return replace(engine, library=library), native
 
 
-def another(comm, unique_id: bytes):
-    """Open one more binding object over a communicator's ranks, with an id that rank 0 has made."""
-    if isinstance(comm._native, HostsComm):
-        return comm._native.duplicate(unique_id.hex())
+def dup(comm, unique_id: bytes):
+    """Open another binding object over a communicator's ranks, with an id that rank 0 has made.
+
+    A collective.
+    """
+    if isinstance(comm._native, MultiNodeComm):
+        return comm._native.dup(unique_id.hex())
     return comm.engine.library.comm_init_rank(comm.size, unique_id, comm.rank)
 
 
-class NoShortWay:
-    """In the place of `_nccl.ArrayCalls`: takes no call, so that all go the longer way."""
+class NoFastPath:
+    """Stand-in for `_nccl.ArrayCalls` that takes no call: all calls take the general path."""
 
     def _refuse(self, *arguments) -> bool:
         return False
@@ -58,481 +62,279 @@ class NoShortWay:
     all_reduce = reduce = reduce_scatter = all_gather = broadcast = all_to_all = send = recv = _refuse
 
 
-class HostsLibrary:
-    """The host engine's library for communicators over several machines: its groups, labels and queues are Python's."""
+class MultiNodeComm:
+    """A rank of a communicator over several nodes; the methods are those of `_nccl.Comm`.
 
-    is_host = True
-    _of: dict = {}
-
-    def __init__(self, library):
-        self.library = library
-        self._here = threading.local()
-
-    @classmethod
-    def of(cls, library) -> HostsLibrary:
-        """Give the one that belongs to a library."""
-        return cls._of.setdefault(id(library), cls(library))
-
-    def __getattr__(self, name: str):
-        return getattr(self.library, name)
-
-    def has(self, name: str) -> bool:
-        """Tell whether a C function has its counterpart here."""
-        return self.library.has(name) and name != "collHostAllReduceCast"
-
-    def label(self, op: str | None = None, dtype: str | None = None) -> None:
-        """Say what this thread's next operation is called; see `_nccl.Library.label`."""
-        self._here.label = (op, dtype) if op or dtype else None
-
-    def take_label(self) -> tuple[str | None, str | None]:
-        """Give what `label` said, once."""
-        found = getattr(self._here, "label", None) or (None, None)
-        self._here.label = None
-        return found
-
-    def group_start(self) -> None:
-        """Collect this thread's calls up to the matching end."""
-        if getattr(self._here, "depth", 0) == 0:
-            self._here.calls = []
-        self._here.depth = getattr(self._here, "depth", 0) + 1
-
-    def group_end(self) -> None:
-        """End a group; the outermost end issues its calls."""
-        self._here.depth -= 1
-        if self._here.depth == 0:
-            calls, self._here.calls = self._here.calls, []
-            if calls:
-                _submit(calls, calls[0].stream)
-
-    def group_cancel(self) -> None:
-        """Drop this thread's open group."""
-        self._here.depth, self._here.calls = 0, []
-
-    def add(self, call: _Call) -> None:
-        """Put a call into the open group, or issue it."""
-        if getattr(self._here, "depth", 0):
-            self._here.calls.append(call)
-        else:
-            _submit([call], call.stream)
-
-    def queue_create(self) -> _Queue:
-        """Make a queue for asynchronous operations."""
-        return _Queue(self.library.queue_create())
-
-    def comm_init_rank(self, size: int, unique_id: bytes, rank: int, *, config=None):
-        """Not to be used: `open_over` opens communicators over several machines."""
-        raise InternalError("communicators over several machines don't come from an id", op="init", rank=rank)
-
-
-class _Call:
-    """An operation of one communicator, ready to run."""
-
-    __slots__ = ("before", "body", "comm", "label", "message", "mine", "nbytes", "op", "stream")
-
-    def __init__(self, comm, op: str, nbytes: int, body, stream: int, message: Message | None = None):
-        self.comm = comm
-        self.op = op
-        self.nbytes = nbytes
-        self.body = body
-        self.stream = stream
-        self.message = message
-        self.label = comm.library.take_label()
-        self.before = self.mine = None
-
-
-def _submit(calls: list[_Call], stream: int) -> None:
-    """Run calls, or put them into the queue that the stream is. The sends and receives of a communicator go as one."""
-    runs = []
-    by_comm: dict[int, list[_Call]] = {}
-    for call in calls:
-        call.comm.alive(call.op)
-        if call.message is None:
-            runs.append(call)
-        else:
-            by_comm.setdefault(id(call.comm), []).append(call)
-    for some in by_comm.values():
-        first = some[0]
-        if len(some) > 1:
-            first.body = partial(first.comm.across.messages, [call.message for call in some])
-            first.nbytes = sum(call.nbytes for call in some)
-        runs.append(first)
-    runs.sort(key=lambda call: call.comm.uid)  # calls of several communicators in one order everywhere
-    for call in runs:
-        call.before, call.mine = call.comm.take_turn()
-
-    def run() -> None:
-        try:
-            for call in runs:
-                call.before.wait()
-                call.comm.run(call)
-                call.mine.set()
-        finally:
-            for call in runs:
-                call.mine.set()
-
-    if not stream:
-        run()
-        return
-    try:
-        _queues[stream].put(run)
-    except BaseException:
-        for call in runs:
-            call.mine.set()
-        raise
-
-
-# ---- Queues.
-
-_queues: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by handle
-
-
-class _Queue:
-    """The engine's queue, which calls Python functions here; keeps what a task failed with by its ticket."""
-
-    def __init__(self, queue):
-        self._queue = queue
-        self._lock = threading.Lock()
-        self._failed: dict[int, BaseException] = {}
-        _queues[queue.handle] = self
-
-    def __getattr__(self, name: str):
-        return getattr(self._queue, name)
-
-    def put(self, run: Callable[[], None]) -> None:
-        """Queue a function; what it raises comes out of `wait` and `done` with its ticket."""
-        task: dict = {"ticket": None, "error": None}
-
-        def work():
-            try:
-                run()
-            except BaseException as error:
-                with self._lock:
-                    task["error"] = error
-                    if task["ticket"] is not None:
-                        self._failed[task["ticket"]] = error
-
-        with self._lock:
-            self._queue.call(work)
-            task["ticket"] = self._queue.record()
-            if task["error"] is not None:
-                self._failed[task["ticket"]] = task["error"]
-
-    def wait(self, ticket: int, timeout: float | None = None) -> bool:
-        """Wait for a task; see `_nccl.Queue.wait`."""
-        return self._told(ticket, self._queue.wait(ticket, timeout))
-
-    def done(self, ticket: int) -> bool:
-        """Tell whether a task has ended; see `_nccl.Queue.done`."""
-        return self._told(ticket, self._queue.done(ticket))
-
-    def _told(self, ticket: int, ended: bool) -> bool:
-        if ended:
-            with self._lock:
-                error = self._failed.get(ticket)
-            if error is not None:
-                raise error
-        return ended
-
-
-# ---- A communicator.
-
-
-class HostsComm:
-    """A rank of a communicator over several machines; the methods are those of `_nccl.Comm`.
-
-    ``peers``: `PeerInfo` of its ranks; ``uid``: its name on the board; ``keeps``: what must live as long as it does.
-    After a failure it is out of use.
+    ``peers``: `PeerInfo` of its ranks; ``uid``: its name in the store; ``seconds``: limit of the
+    constructor, which blocks until all ranks are connected; ``keep_alive``: an object to hold as
+    long as the communicator is open. After a failure it can't be used any more.
     """
 
-    def __init__(self, library: HostsLibrary, peers, rank: int, board: Board, uid: str, seconds: float, keeps=None):
+    def __init__(
+        self, library: MultiNodeLibrary, peers, rank: int, store: ErrorStore, uid: str, seconds: float, keep_alive=None
+    ):
         self.library = library
         self.peers = tuple(replace(peer, rank=number) for number, peer in enumerate(peers))
         self.rank = rank
         self.size = len(self.peers)
         self.uid = uid
         self.handle = 1
-        self._root = board
-        self._board = board.under(f"comm{uid}", rank, [peer.process for peer in self.peers])
-        self._keeps = keeps
-        self._lock = threading.Lock()
-        self._last = threading.Event()
-        self._last.set()
-        self._now: _Call | None = None
-        self._dead: CollectivesError | None = None
+        self._root_store = store
+        self._store = store.with_prefix(f"comm{uid}", rank, [peer.process for peer in self.peers])
+        self._keep_alive = keep_alive
+        self.call_order = CallOrder()
+        self._running: Call | None = None
+        self._failure: CollectivesError | None = None
         self._aborted = False
         self._timeout: float | None = None
-        self._opened = seconds
-        self._children = self._shrunk = self._made = 0
-        self._scalars: dict[int, tuple] = {}
-        layout = Layout(grouped(peer.machine for peer in self.peers), rank)
-        self.local_rank, self.local_size = layout.local, len(layout.here)
-        self.machine_count = len(layout.machines)
+        self._init_timeout = seconds
+        self._num_splits = self._num_shrinks = 0
+        self._premul_sums = PremulSums()
+        topology = Topology(group_ranks_by_node(peer.node for peer in self.peers), rank)
+        self.local_rank, self.local_size = topology.local_rank, len(topology.local_ranks)
+        self.num_nodes = len(topology.nodes)
         deadline = time.monotonic() + seconds
         try:
-            inside = _open_inside(library.library, self._board, layout.here, rank, deadline, f"id/{layout.machine}")
+            intra_node = _open_intra_node(
+                library.library, self._store, topology.local_ranks, rank, deadline, f"id/{topology.node}"
+            )
             try:
-                mesh = Mesh(self._board, rank, self.size, max(1.0, deadline - time.monotonic()))
+                transport = GlooTransport(self._store, rank, self.size, max(1.0, deadline - time.monotonic()))
             except BaseException:
-                inside.abort()
+                intra_node.abort()
                 raise
         except CollectivesError as error:
-            self._board.tell(error)
+            self._store.post_error(error)
             raise
-        self.across = Across(inside, mesh, layout)
-        self._layout = layout
+        self.hierarchical = HierarchicalCollectives(intra_node, transport, topology)
+        self._topology = topology
 
     def __repr__(self):
-        return f"<HostsComm rank {self.rank} of {self.size} on {len(self._layout.machines)} machines>"
+        return f"<MultiNodeComm rank {self.rank} of {self.size} on {self.num_nodes} nodes>"
 
     # ---- Running a call.
 
-    def take_turn(self) -> tuple[threading.Event, threading.Event]:
-        """Give the end of the call before, and this one's: calls take effect in call order, from whichever thread."""
-        with self._lock:
-            before, self._last = self._last, threading.Event()
-            return before, self._last
-
-    def alive(self, op: str) -> None:
-        """Raise where the communicator can't be used."""
+    def check_usable(self, op: str) -> None:
+        """Raise `Aborted` or `InvalidUsage` where the communicator can't be used."""
         if self._aborted:
             raise Aborted("abort() closed the communicator", op=op, rank=self.rank)
         if not self.handle:
             raise InvalidUsage("communicator is closed", op=op, rank=self.rank)
-        if self._dead is not None:
+        if self._failure is not None:
             raise InvalidUsage(
-                f"the communicator is out of use since an earlier call failed: {self._dead}",
-                op=op, rank=self.rank, peers=self._dead.peers,
+                f"the communicator is out of use since an earlier call failed: {self._failure}",
+                op=op, rank=self.rank, peers=self._failure.peers,
             )  # fmt: skip
 
-    def run(self, call: _Call) -> None:
+    def run(self, call: Call) -> None:
         """Run a call whose turn it is."""
-        self.alive(call.op)
-        across = self.across
-        self._now = call
+        self.check_usable(call.op)
+        hierarchical = self.hierarchical
+        self._running = call
         try:
-            across.begin(self._timeout)
+            hierarchical.begin_call(self._timeout)
             if call.label != (None, None):
-                across.library.label(*call.label)
+                hierarchical.library.label(*call.label)
             call.body()
         except Exception as error:
-            raise self._failed(error, call.label[0] or call.op) from error
-        except BaseException:  # Ctrl-C: the peers can't be left waiting
-            self._break(Aborted("the call was interrupted", op=call.op, rank=self.rank))
+            raise self._fail(error, call.label[0] or call.op) from error
+        except BaseException:  # Ctrl-C: the peers must not be left waiting
+            self._shut_down(Aborted("the call was interrupted", op=call.op, rank=self.rank))
             raise
         finally:
-            self._now = None
+            self._running = None
 
-    def _failed(self, error: Exception, op: str) -> CollectivesError:
-        """Give the error of a failed call, in this communicator's numbers, and tell the others the cause."""
+    def _fail(self, error: Exception, op: str) -> CollectivesError:
+        """Post the cause of a failed call, shut down, and return the error to raise."""
         if self._aborted:
             return Aborted("abort() closed the communicator during the call", op=op, rank=self.rank)
-        found = self._translated(error, op)
-        if isinstance(error, Lost) or isinstance(found, RemoteError):
-            # Only that a message hasn't come is known here; who saw the beginning of it has left a note.
-            found = self._board.told() or found
-        self._board.tell(found)
-        self._break(found)
+        found = _translate_error(error, op, self.peers, self._topology, self._timeout)
+        if isinstance(error, TransferError) or isinstance(found, RemoteError):
+            # This rank only knows that a transfer has failed. The rank that saw the cause has
+            # posted it.
+            found = self._store.fetch_error() or found
+        self._store.post_error(found)
+        self._shut_down(found)
         return found
 
-    def _translated(self, error: Exception, op: str) -> CollectivesError:
-        options = {"op": op, "rank": self.rank}
-        if isinstance(error, Lost):
-            host = self.peers[error.peer].host
-            if error.late:
-                text = f"rank {error.peer} on {host} did not come within {self._timeout:g} s"
-                return CollectiveTimeout(text, peers=(error.peer,), detail=error.text, **options)
-            text = f"rank {error.peer} on {host} died or left: its connection was lost ({error.text})"
-            return RemoteError(text, peers=(error.peer,), detail=error.text, **options)
-        if isinstance(error, Unlike):
-            error.error.op = op
-            return error.error
-        if not isinstance(error, CollectivesError):
-            return InternalError(f"{type(error).__name__}: {error}", **options)
-        here = self._layout.here
-
-        def renumber(match) -> str:
-            return re.sub(r"\d+", lambda n: str(here[int(n[0])]) if int(n[0]) < len(here) else n[0], match[0])
-
-        text = re.sub(r"\branks? \d+(?:(?:, | and )\d+)*", renumber, error.message)
-        peers = [here[peer] for peer in error.peers if peer < len(here)]
-        return type(error)(text, peers=peers, code=error.code, seq=error.seq, nbytes=error.nbytes, **options)
-
-    def _break(self, error: CollectivesError) -> None:
-        """Put the communicator out of use; the peers' waits fail."""
-        self._dead = self._dead or error
-        self.across.mesh.end()
-        if self.across.inside.handle:
-            self.across.inside.abort()
+    def _shut_down(self, error: CollectivesError) -> None:
+        """End everything in flight, here and at the peers, and refuse further calls."""
+        self._failure = self._failure or error
+        self.hierarchical.transport.abort()
+        if self.hierarchical.intra_node.handle:
+            self.hierarchical.intra_node.abort()
 
     # ---- Calls.
 
     def all_reduce(self, send, recv, count, dtype, op, stream=0, config=None) -> None:
-        how, words = self._reduction("all_reduce", dtype, count, op)
-        self._add("all_reduce", count, dtype, partial(self.across.all_reduce, words, send, recv, count, how), stream)
+        self.all_reduce_share(send, recv, count, dtype, op, 0, stream)
 
-    def all_reduce_share(self, send, recv, count, dtype, op, share, stream=0) -> None:
-        how, words = self._reduction("all_reduce", dtype, count, op)
-        body = partial(self.across.all_reduce, words, send, recv, count, how, share)
-        self._add("all_reduce", count, dtype, body, stream)
+    def all_reduce_share(self, send, recv, count, dtype, op, stats_out, stream=0) -> None:
+        spec, fingerprint = self._describe_reduction("all_reduce", dtype, count, op)
+        body = partial(self.hierarchical.all_reduce, fingerprint, send, recv, count, spec, stats_out)
+        self._add_call("all_reduce", count, dtype, body, stream)
 
     def reduce(self, send, recv, count, dtype, op, root, stream=0, config=None) -> None:
-        how, words = self._reduction("reduce", dtype, count, op, root)
-        self._add("reduce", count, dtype, partial(self.across.reduce, words, send, recv, count, how, root), stream)
+        spec, fingerprint = self._describe_reduction("reduce", dtype, count, op, root)
+        body = partial(self.hierarchical.reduce, fingerprint, send, recv, count, spec, root)
+        self._add_call("reduce", count, dtype, body, stream)
 
     def reduce_scatter(self, send, recv, recvcount, dtype, op, stream=0, config=None) -> None:
         self.reduce_scatter_share(send, recv, recvcount, dtype, op, 0, stream)
 
-    def reduce_scatter_share(self, send, recv, recvcount, dtype, op, share, stream=0) -> None:
-        how, words = self._reduction("reduce_scatter", dtype, recvcount, op)
-        body = partial(self.across.reduce_scatter, words, send, recv, recvcount, how, share)
-        self._add("reduce_scatter", recvcount * self.size, dtype, body, stream)
+    def reduce_scatter_share(self, send, recv, recvcount, dtype, op, stats_out, stream=0) -> None:
+        spec, fingerprint = self._describe_reduction("reduce_scatter", dtype, recvcount, op)
+        body = partial(self.hierarchical.reduce_scatter, fingerprint, send, recv, recvcount, spec, stats_out)
+        self._add_call("reduce_scatter", recvcount * self.size, dtype, body, stream)
 
     def all_gather(self, send, recv, sendcount, dtype, stream=0, config=None) -> None:
-        words = self._words("all_gather", dtype, sendcount)
-        body = partial(self.across.all_gather, words, send, recv, sendcount * ITEMSIZE[dtype])
-        self._add("all_gather", sendcount * self.size, dtype, body, stream)
+        fingerprint = _make_fingerprint(self.library, "all_gather", dtype, sendcount)
+        body = partial(self.hierarchical.all_gather, fingerprint, send, recv, sendcount * ITEMSIZE[dtype])
+        self._add_call("all_gather", sendcount * self.size, dtype, body, stream)
 
     def broadcast(self, send, recv, count, dtype, root, stream=0, config=None) -> None:
-        words = self._words("broadcast", dtype, count, root=root)
-        body = partial(self.across.broadcast, words, send, recv, count * ITEMSIZE[dtype], root)
-        self._add("broadcast", count, dtype, body, stream)
+        fingerprint = _make_fingerprint(self.library, "broadcast", dtype, count, root=root)
+        body = partial(self.hierarchical.broadcast, fingerprint, send, recv, count * ITEMSIZE[dtype], root)
+        self._add_call("broadcast", count, dtype, body, stream)
 
     def send(self, buf, count, dtype, peer, stream=0) -> None:
-        self._message("send", True, buf, count, dtype, peer, stream)
+        self._add_p2p_call("send", True, buf, count, dtype, peer, stream)
 
     def recv(self, buf, count, dtype, peer, stream=0) -> None:
-        self._message("recv", False, buf, count, dtype, peer, stream)
+        self._add_p2p_call("recv", False, buf, count, dtype, peer, stream)
 
     def all_to_all(self, send, recv, count, dtype, stream=0, config=None) -> None:
         nbytes = count * ITEMSIZE[dtype]
         parts = [(side, base + r * nbytes, r) for r in range(self.size) for side, base in ((True, send), (False, recv))]
-        self._messages("all_to_all", parts, count, dtype, stream)
+        self._add_p2p_collective("all_to_all", parts, count, dtype, stream)
 
     def gather(self, send, recv, count, dtype, root, stream=0, config=None) -> None:
         parts = [(True, send, root)]
         if self.rank == root:
             parts += [(False, recv + r * count * ITEMSIZE[dtype], r) for r in range(self.size)]
-        self._messages("gather", parts, count, dtype, stream, root)
+        self._add_p2p_collective("gather", parts, count, dtype, stream, root)
 
     def scatter(self, send, recv, count, dtype, root, stream=0, config=None) -> None:
         parts = [(False, recv, root)]
         if self.rank == root:
             parts += [(True, send + r * count * ITEMSIZE[dtype], r) for r in range(self.size)]
-        self._messages("scatter", parts, count, dtype, stream, root)
+        self._add_p2p_collective("scatter", parts, count, dtype, stream, root)
 
-    def _add(self, op: str, count: int, dtype: int, body, stream: int) -> None:
-        self.library.add(_Call(self, op, count * ITEMSIZE[dtype], body, stream))
+    def _add_call(self, op: str, count: int, dtype: int, body, stream: int) -> None:
+        self.library.add_call(Call(self, op, count * ITEMSIZE[dtype], body, stream))
 
-    def _message(self, op, sends, address, count, dtype, peer, stream) -> None:
-        _, label = getattr(self.library._here, "label", None) or (None, None)
-        message = Message(sends, address, count, dtype, peer, self._words("message", dtype, count), label)
-        body = partial(self.across.messages, [message])
-        call = _Call(self, op, count * ITEMSIZE[dtype], body, stream, message)
-        call.label = (call.label[0], None)  # the message has it, where it is needed
-        self.library.add(call)
+    def _add_p2p_call(self, op, is_send, address, count, dtype, peer, stream) -> None:
+        _, label = self.library.get_label()
+        p2p_op = P2POp(
+            is_send, address, count, dtype, peer, _make_fingerprint(self.library, "message", dtype, count), label
+        )
+        body = partial(self.hierarchical.send_and_receive, [p2p_op])
+        call = Call(self, op, count * ITEMSIZE[dtype], body, stream, p2p_op)
+        call.label = (call.label[0], None)  # the dtype's name is in the P2POp
+        self.library.add_call(call)
 
-    def _messages(self, op, parts, count, dtype, stream, root=-1) -> None:
-        """A collective that is made of messages."""
-        words = self._words(op, dtype, count, root=root)
+    def _add_p2p_collective(self, op, parts, count, dtype, stream, root=-1) -> None:
+        """Add a collective that is made of sends and receives.
+
+        ``parts``: (is_send, address, peer).
+        """
+        fingerprint = _make_fingerprint(self.library, op, dtype, count, root=root)
         own = [address for _, address, peer in parts if peer == self.rank]
         if len(own) == 2 and own[0] == own[1]:  # in place
             parts = [part for part in parts if part[2] != self.rank]
-        _, label = getattr(self.library._here, "label", None) or (None, None)
-        messages = [Message(sends, address, count, dtype, peer, words, label) for sends, address, peer in parts]
-        call = _Call(self, op, count * ITEMSIZE[dtype] * self.size, partial(self.across.messages, messages), stream)
+        _, label = self.library.get_label()
+        p2p_ops = [P2POp(is_send, address, count, dtype, peer, fingerprint, label) for is_send, address, peer in parts]
+        body = partial(self.hierarchical.send_and_receive, p2p_ops)
+        call = Call(self, op, count * ITEMSIZE[dtype] * self.size, body, stream)
         call.label = (None, None)
-        self.library.add(call)
+        self.library.add_call(call)
 
-    def _words(self, kind: str, dtype: int, count: int, op: int = -1, root: int = -1) -> tuple[int, ...]:
-        """Give what the machines compare; a label tells the call's name and the type of what travels as bytes."""
-        named, of = getattr(self.library._here, "label", None) or (None, None)
-        kind = named if named in KINDS else kind
-        digest = 0 if of is None else crc32(of.encode())
-        return (*fingerprint_of(kind, dtype=dtype, count=count, op=op, root=root), digest, 0)
-
-    def _reduction(self, kind: str, dtype: int, count: int, op: int, root: int = -1):
-        scalar = self._scalars.get(op)
-        known = _OP_CODES if scalar is None else (op,)
-        if op not in known:
+    def _describe_reduction(self, kind: str, dtype: int, count: int, op: int, root: int = -1):
+        """Return (`ReduceSpec`, fingerprint). Raises `InvalidUsage` for an unknown op."""
+        spec = self._premul_sums.find_spec(dtype, op)
+        if spec is None:
             raise InvalidUsage(f"op {op} is none of this communicator's", op=kind, rank=self.rank)
-        how = Reduction(dtype, op) if scalar is None else Reduction(dtype, OPS["sum"], scalar[0])
-        return how, self._words(kind, dtype, count, op if scalar is None else PREMUL, root)
+        compared_op = op if spec.scalar is None else PREMUL
+        return spec, _make_fingerprint(self.library, kind, dtype, count, compared_op, root)
 
     def create_premul_sum(self, value, dtype: int) -> int:
-        self._made += 1
-        self._scalars[_FIRST_MADE_OP + self._made] = (value, dtype)
-        return _FIRST_MADE_OP + self._made
+        return self._premul_sums.create(value)
 
     def destroy_op(self, op: int) -> None:
-        self._scalars.pop(op, None)
+        self._premul_sums.destroy(op)
 
-    # ---- What it is, and settings.
+    # ---- State and settings.
 
     def set_timeout(self, seconds: float | None) -> None:
         self._timeout = seconds
 
     def register(self, address: int, nbytes: int) -> int:
-        return self.across.inside.register(address, nbytes)
+        return self.hierarchical.intra_node.register(address, nbytes)
 
     def deregister(self, handle: int) -> None:
-        if self.across.inside.handle:
-            self.across.inside.deregister(handle)
+        if self.hierarchical.intra_node.handle:
+            self.hierarchical.intra_node.deregister(handle)
 
     def sequence(self) -> int:
-        return self.across.sequence
+        return self.hierarchical.sequence
 
     def pending(self) -> ErrorInfo | None:
-        """Give what is in progress and which ranks it waits for, or None."""
-        call = self._now
+        """Return the operation in progress and the ranks for which it waits, or None."""
+        call = self._running
         if call is None:
             return None
-        peers = self.across.mesh.waiting
-        inside = self.across.inside.pending() if self.across.inside.handle and not peers else None
-        if inside is not None:
-            peers = tuple(self._layout.here[peer] for peer in inside.peers)
-        return ErrorInfo(0, "none", self.rank, peers, self.across.sequence, call.nbytes, call.op, "in progress")
+        peers = self.hierarchical.transport.awaited_peers
+        intra_node = self.hierarchical.intra_node
+        local = intra_node.pending() if intra_node.handle and not peers else None
+        if local is not None:
+            peers = tuple(self._topology.local_ranks[peer] for peer in local.peers)
+        return ErrorInfo(0, "none", self.rank, peers, self.hierarchical.sequence, call.nbytes, call.op, "in progress")
 
     # ---- Other communicators.
 
     def split(self, color: int, key: int, *, config=None):
-        """Make one communicator for each color; ranks of one machine get the engine's own."""
+        """Open one communicator for each color, the engine's own where its ranks share a node.
+
+        A collective.
+        """
         table = torch.empty((self.size, 2), dtype=torch.int64)
         mine = torch.tensor([color, key], dtype=torch.int64)
         self.all_gather(mine.data_ptr(), table.data_ptr(), 2, DTYPES["int64"])
-        self._children += 1
+        self._num_splits += 1
         if color < 0:
             return None
         rows = [(key, rank) for rank, (theirs, key) in enumerate(table.tolist()) if theirs == color]
-        return self._child([rank for _, rank in sorted(rows)], f"{self.uid}/s{self._children}c{color}")
+        return self._open_child([rank for _, rank in sorted(rows)], f"{self.uid}/s{self._num_splits}c{color}")
 
     def shrink(self, exclude: list[int], *, flags: int = 0, config=None):
-        """Make a communicator without some ranks, which may be dead."""
+        """Open a communicator without some ranks, which may be dead. A collective of the others."""
         if flags & SHRINK_ABORT:
-            self._break(Aborted("shrink(abort=True) ended what was in flight", op="shrink", rank=self.rank))
-            while self._now is not None:
+            self._shut_down(Aborted("shrink(abort=True) ended what was in flight", op="shrink", rank=self.rank))
+            while self._running is not None:
                 time.sleep(1e-3)
-        self._shrunk += 1
+        self._num_shrinks += 1
         left = [rank for rank in range(self.size) if rank not in exclude]
-        return self._child(left, f"{self.uid}/w{self._shrunk}-{','.join(map(str, sorted(exclude)))}")
+        return self._open_child(left, f"{self.uid}/w{self._num_shrinks}-{','.join(map(str, sorted(exclude)))}")
 
-    def duplicate(self, name: str) -> HostsComm:
-        """Open another communicator of the same ranks; the name is the same on all of them and was not used before."""
-        return self._child(list(range(self.size)), f"{self.uid}/d{name}")
+    def dup(self, name: str) -> MultiNodeComm:
+        """Open another communicator of the same ranks.
 
-    def _child(self, ranks: list[int], uid: str):
+        ``name``: the same on all ranks and not used before.
+        """
+        return self._open_child(list(range(self.size)), f"{self.uid}/d{name}")
+
+    def _open_child(self, ranks: list[int], uid: str):
         rank = ranks.index(self.rank)
         peers = [self.peers[each] for each in ranks]
-        seconds = max(self._timeout or 0.0, self._opened)
-        if len(grouped(peer.machine for peer in peers)) > 1:
-            child = HostsComm(self.library, peers, rank, self._renumbered(rank), uid, seconds, self._keeps)
+        seconds = max(self._timeout or 0.0, self._init_timeout)
+        if len(group_ranks_by_node(peer.node for peer in peers)) > 1:
+            store = ErrorStore(self._root_store.store, self._root_store.host, rank)
+            child = MultiNodeComm(self.library, peers, rank, store, uid, seconds, self._keep_alive)
             child.set_timeout(self._timeout)
             return child
-        board = self._root.under(f"comm{uid}", rank, [self.peers[each].process for each in ranks])
+        store = self._root_store.with_prefix(f"comm{uid}", rank, [peer.process for peer in peers])
         deadline = time.monotonic() + seconds
-        return _open_inside(self.library.library, board, tuple(range(len(ranks))), rank, deadline, "id/0")
-
-    def _renumbered(self, rank: int) -> Board:
-        return Board(self._root.store, self._root.host, rank)
+        return _open_intra_node(self.library.library, store, tuple(range(len(ranks))), rank, deadline, "id/0")
 
     # ---- The end.
 
@@ -542,38 +344,79 @@ class HostsComm:
             return
         self._aborted = True
         self.handle = 0
-        self._break(Aborted("abort() closed the communicator", rank=self.rank))
-        self._keeps = None
+        self._shut_down(Aborted("abort() closed the communicator", rank=self.rank))
+        self._keep_alive = None
 
     def wait_for_calls(self) -> None:
-        """Wait for the calls of other threads."""
-        self._last.wait()
+        """RankWait for the calls of other threads."""
+        self.call_order.wait_for_calls()
 
     def destroy(self) -> None:
-        """Free everything; nothing may be in flight."""
+        """Free everything. Nothing may be in flight."""
         if not self.handle:
             return
-        self._last.wait()
+        self.call_order.wait_for_calls()
         self.handle = 0
-        if self.across.inside.handle:
-            self.across.inside.destroy()
-        self.across.mesh.close()
-        self._keeps = None
+        if self.hierarchical.intra_node.handle:
+            self.hierarchical.intra_node.destroy()
+        self.hierarchical.transport.close()
+        self._keep_alive = None
 
-    def forget(self) -> None:
-        """In a forked child: keep the parent's connections from being closed here."""
-        self.across.mesh.forget()
-
-
-_OP_CODES = tuple(OPS.values())
+    def detach_after_fork(self) -> None:
+        """In a forked child: leave the parent's connections alone."""
+        self.hierarchical.transport.detach_after_fork()
 
 
-def _open_inside(library, board: Board, ranks: tuple[int, ...], rank: int, deadline: float, key: str):
-    """Open the engine's communicator of some ranks on this machine."""
+def _make_fingerprint(
+    library: MultiNodeLibrary, kind: str, dtype: int, count: int, op: int = -1, root: int = -1
+) -> tuple[int, ...]:
+    """Return what the ranks compare of a call.
+
+    This thread's label has the call's name, and the name of the dtype of arrays that are sent as
+    bytes.
+    """
+    label_op, label_dtype = library.get_label()
+    kind = label_op if label_op in KINDS else kind
+    digest = 0 if label_dtype is None else crc32(label_dtype.encode())
+    return (*fingerprint_of(kind, dtype=dtype, count=count, op=op, root=root), digest, 0)
+
+
+def _translate_error(
+    error: Exception, op: str, peers: tuple, topology: Topology, timeout: float | None
+) -> CollectivesError:
+    """Return the error of a failed call with the communicator's rank numbers.
+
+    The engine's are local ranks.
+    """
+    options = {"op": op, "rank": topology.rank}
+    if isinstance(error, TransferError):
+        host = peers[error.peer].host
+        if error.timed_out:
+            text = f"rank {error.peer} on {host} did not come within {timeout:g} s"
+            return CollectiveTimeout(text, peers=(error.peer,), detail=error.text, **options)
+        text = f"rank {error.peer} on {host} died or left: its connection was lost ({error.text})"
+        return RemoteError(text, peers=(error.peer,), detail=error.text, **options)
+    if isinstance(error, NodeMismatch):
+        error.error.op = op
+        return error.error
+    if not isinstance(error, CollectivesError):
+        return InternalError(f"{type(error).__name__}: {error}", **options)
+    ranks = topology.local_ranks
+
+    def renumber(match) -> str:
+        return re.sub(r"\d+", lambda n: str(ranks[int(n[0])]) if int(n[0]) < len(ranks) else n[0], match[0])
+
+    text = re.sub(r"\branks? \d+(?:(?:, | and )\d+)*", renumber, error.message)
+    translated = [ranks[peer] for peer in error.peers if peer < len(ranks)]
+    return type(error)(text, peers=translated, code=error.code, seq=error.seq, nbytes=error.nbytes, **options)
+
+
+def _open_intra_node(library, store: ErrorStore, ranks: tuple[int, ...], rank: int, deadline: float, key: str):
+    """Open the engine's communicator of some ranks on this node, by a unique id in the store."""
     if rank == ranks[0]:
         unique_id = library.get_unique_id()
-        board.put(key, unique_id.hex())
+        store.set(key, unique_id.hex())
     else:
-        unique_id = bytes.fromhex(board.get(key, deadline, ranks[0]).decode())
+        unique_id = bytes.fromhex(store.get(key, deadline, ranks[0]).decode())
     library.set_init_timeout(max(1.0, deadline - time.monotonic()))
     return library.comm_init_rank(len(ranks), unique_id, ranks.index(rank))

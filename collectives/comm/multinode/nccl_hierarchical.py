@@ -1,8 +1,9 @@
-"""NCCL's all-reduce, reduce-scatter and all-gather in two levels: inside of each machine, then between machines.
+"""NCCL's all-reduce, reduce-scatter and all-gather inside of nodes, then between them.
 
-A choice (``collectives.init(hierarchical=True)``), since NCCL knows the machines by itself. In the place of the
-binding's communicator; what it doesn't do in two levels it leaves to that one, `flat`: other operations, groups,
-averages of integers, and for reduce-scatter and all-gather ranks that aren't numbered machine by machine.
+This is opt-in (``collectives.init(hierarchical=True)``), since NCCL knows the nodes by itself.
+`HierarchicalComm` stands in for the binding's communicator. What it doesn't do in two levels its
+parent, the binding's communicator, does: other operations, groups, averages of integers, and
+reduce-scatter and all-gather of ranks that aren't numbered node by node.
 """
 
 from __future__ import annotations
@@ -14,157 +15,166 @@ from ...arrays import ITEMSIZE
 from ...cuda_state import stream_at
 from ...errors import CollectivesError, InvalidUsage
 from ..group import run_grouped
-from .comm import NoShortWay
-from .topology import Layout
+from .comm import NoFastPath
+from .topology import Topology
 
-__all__ = ["TwoLevels", "use_two_levels"]
+__all__ = ["HierarchicalComm", "enable_hierarchical"]
 
 _AVG, _SUM = OPS["avg"], OPS["sum"]
 _INTEGERS = {code for name, code in DTYPES.items() if "int" in name}
 
 
-def use_two_levels(comm) -> None:
-    """Make a communicator reduce and gather in two levels from now on; nothing where all ranks are on one level."""
-    layout = Layout(comm.machines, comm.rank)
-    if 1 < len(layout.machines) < comm.size:
+def enable_hierarchical(comm) -> None:
+    """Make a communicator reduce and gather in two levels from now on.
+
+    Does nothing where there is one level.
+    """
+    topology = Topology(comm.machines, comm.rank)
+    if 1 < len(topology.nodes) < comm.size:
         with comm._device_guard():
-            comm._native = TwoLevels(comm._native, layout, comm.device)
-        comm._fast_path = NoShortWay()
+            comm._native = HierarchicalComm(comm._native, topology, comm.device)
+        comm._fast_path = NoFastPath()
 
 
-class TwoLevels:
-    """A communicator of the binding's with two more beside it. ``layout``: as many ranks on each machine."""
+class HierarchicalComm:
+    """The binding's communicator of all ranks, with one inside of each node and one between them.
 
-    def __init__(self, flat, layout: Layout, device: torch.device):
-        if len({len(ranks) for ranks in layout.machines}) > 1:
-            told = ", ".join(str(len(ranks)) for ranks in layout.machines)
+    ``topology``: each node must have the same number of ranks, else `InvalidUsage`.
+    """
+
+    def __init__(self, parent, topology: Topology, device: torch.device):
+        if len({len(ranks) for ranks in topology.nodes}) > 1:
+            sizes = ", ".join(str(len(ranks)) for ranks in topology.nodes)
             raise InvalidUsage(
-                f"hierarchical=True needs as many ranks on each machine, and there are {told}: leave it out, or start "
+                f"hierarchical=True needs as many ranks on each machine, and there are {sizes}: leave it out, or start "
                 "the job evenly",
-                op="init", rank=flat.rank,
+                op="init", rank=parent.rank,
             )  # fmt: skip
-        self.flat = flat
-        self._layout = layout
+        self.parent = parent
+        self._topology = topology
         self._device = device
-        self._rows = layout.in_rows
-        self._inside = flat.split(layout.machine, layout.local)
+        self._intra_node = parent.split(topology.node, topology.local_rank)
         try:
-            self._between = flat.split(layout.local, layout.machine)
+            self._inter_node = parent.split(topology.local_rank, topology.node)
         except BaseException:
-            self._inside.abort()
+            self._intra_node.abort()
             raise
-        self._ops: dict[int, int] = {}  # premultiplied sums of `flat` -> those of `inside`
-        self._scratch: dict[int, torch.Tensor] = {}  # on the host, by queue, in which its users follow each other
-        self._old: list[torch.Tensor] = []  # may be in use yet
+        self._intra_node_ops: dict[int, int] = {}  # premultiplied sums of `parent` -> those of `_intra_node`
+        # On the host, by queue: the calls of one queue run one after another.
+        self._scratch: dict[int, torch.Tensor] = {}
+        self._replaced_scratch: list[torch.Tensor] = []  # may still be in use
 
     def __getattr__(self, name: str):
-        return getattr(self.flat, name)
+        return getattr(self.parent, name)
 
     @property
-    def machine_count(self) -> int:
-        """The number of machines."""
-        return len(self._layout.machines)
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return len(self._topology.nodes)
 
     def all_reduce(self, send, recv, count, dtype, op, stream=0, config=None) -> None:
-        """Reduce-scatter inside, all-reduce of the piece between the machines, all-gather inside."""
-        size, width = self._inside.size, ITEMSIZE[dtype]
-        piece = count // size // 16 * 16
-        if not piece or (op == _AVG and dtype in _INTEGERS):
-            self.flat.all_reduce(send, recv, count, dtype, op, stream)
+        """Reduce-scatter inside of nodes, all-reduce between them, all-gather inside."""
+        size, width = self._intra_node.size, ITEMSIZE[dtype]
+        shard = count // size // 16 * 16
+        if not shard or (op == _AVG and dtype in _INTEGERS):
+            self.parent.all_reduce(send, recv, count, dtype, op, stream)
             return
-        own = recv + self._inside.rank * piece * width
-        self._inside.reduce_scatter(send, own, piece, dtype, self._ops.get(op, op), stream)
-        self._between.all_reduce(own, own, piece, dtype, _SUM if op in self._ops else op, stream)
-        self._inside.all_gather(own, recv, piece, dtype, stream)
-        main = piece * size
+        own = recv + self._intra_node.rank * shard * width
+        self._intra_node.reduce_scatter(send, own, shard, dtype, self._intra_node_ops.get(op, op), stream)
+        self._inter_node.all_reduce(own, own, shard, dtype, _SUM if op in self._intra_node_ops else op, stream)
+        self._intra_node.all_gather(own, recv, shard, dtype, stream)
+        main = shard * size
         if main < count:
-            self.flat.all_reduce(send + main * width, recv + main * width, count - main, dtype, op, stream)
+            self.parent.all_reduce(send + main * width, recv + main * width, count - main, dtype, op, stream)
 
     def reduce_scatter(self, send, recv, recvcount, dtype, op, stream=0, config=None) -> None:
-        """Reduce-scatter inside, for each machine's ranks, then between the machines."""
-        if not self._rows or not recvcount or (op == _AVG and dtype in _INTEGERS):
-            self.flat.reduce_scatter(send, recv, recvcount, dtype, op, stream)
+        """Reduce-scatter inside of nodes, once for each node's ranks, then between the nodes."""
+        if not self._topology.is_contiguous or not recvcount or (op == _AVG and dtype in _INTEGERS):
+            self.parent.reduce_scatter(send, recv, recvcount, dtype, op, stream)
             return
         nbytes = recvcount * ITEMSIZE[dtype]
-        scratch = self._borrow(nbytes * self._between.size, stream)
+        scratch = self._get_scratch(nbytes * self._inter_node.size, stream)
         sums = scratch.data_ptr()
+        intra_node_op = self._intra_node_ops.get(op, op)
 
-        def inside(machine: int) -> None:
-            block = send + machine * self._inside.size * nbytes
-            self._inside.reduce_scatter(block, sums + machine * nbytes, recvcount, dtype, self._ops.get(op, op), stream)
+        def reduce_for(node: int) -> None:
+            block = send + node * self._intra_node.size * nbytes
+            self._intra_node.reduce_scatter(block, sums + node * nbytes, recvcount, dtype, intra_node_op, stream)
 
-        self._each_machine(inside)
-        self._between.reduce_scatter(sums, recv, recvcount, dtype, _SUM if op in self._ops else op, stream)
+        self._run_for_each_node(reduce_for)
+        inter_node_op = _SUM if op in self._intra_node_ops else op
+        self._inter_node.reduce_scatter(sums, recv, recvcount, dtype, inter_node_op, stream)
 
     def all_gather(self, send, recv, sendcount, dtype, stream=0, config=None) -> None:
-        """All-gather between the machines, then inside, for each machine's ranks."""
-        if not self._rows or not sendcount:
-            self.flat.all_gather(send, recv, sendcount, dtype, stream)
+        """All-gather between the nodes, then inside of them, once for each node's ranks."""
+        if not self._topology.is_contiguous or not sendcount:
+            self.parent.all_gather(send, recv, sendcount, dtype, stream)
             return
         nbytes = sendcount * ITEMSIZE[dtype]
-        scratch = self._borrow(nbytes * self._between.size, stream)
+        scratch = self._get_scratch(nbytes * self._inter_node.size, stream)
         blocks = scratch.data_ptr()
-        self._between.all_gather(send, blocks, sendcount, dtype, stream)
+        self._inter_node.all_gather(send, blocks, sendcount, dtype, stream)
 
-        def inside(machine: int) -> None:
-            to = recv + machine * self._inside.size * nbytes
-            self._inside.all_gather(blocks + machine * nbytes, to, sendcount, dtype, stream)
+        def gather_of(node: int) -> None:
+            to = recv + node * self._intra_node.size * nbytes
+            self._intra_node.all_gather(blocks + node * nbytes, to, sendcount, dtype, stream)
 
-        self._each_machine(inside)
+        self._run_for_each_node(gather_of)
 
     def create_premul_sum(self, value, dtype) -> int:
-        """Make the op for both levels."""
-        op = self.flat.create_premul_sum(value, dtype)
-        self._ops[op] = self._inside.create_premul_sum(value, dtype)
+        """Create the op on both levels."""
+        op = self.parent.create_premul_sum(value, dtype)
+        self._intra_node_ops[op] = self._intra_node.create_premul_sum(value, dtype)
         return op
 
     def destroy_op(self, op: int) -> None:
         """Free an op of `create_premul_sum`."""
-        self._inside.destroy_op(self._ops.pop(op))
-        self.flat.destroy_op(op)
+        self._intra_node.destroy_op(self._intra_node_ops.pop(op))
+        self.parent.destroy_op(op)
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Limit operations on all levels; host engine only."""
-        for native in (self.flat, self._inside, self._between):
+        """Limit operations on all levels. Host engine only."""
+        for native in (self.parent, self._intra_node, self._inter_node):
             native.set_timeout(seconds)
 
     def wait_for_calls(self) -> None:
-        """Wait for the calls of other threads on all levels."""
-        for native in (self.flat, self._inside, self._between):
+        """RankWait for the calls of other threads on all levels."""
+        for native in (self.parent, self._intra_node, self._inter_node):
             native.wait_for_calls()
 
     def async_error(self) -> int:
-        """Give the first level's result that is no success."""
-        codes = (native.async_error() for native in (self.flat, self._inside, self._between))
+        """Return the first level's error code, or 0 if there is no error."""
+        codes = (native.async_error() for native in (self.parent, self._intra_node, self._inter_node))
         return next((code for code in codes if code), 0)
 
     def abort(self) -> None:
-        """End everything on all levels."""
-        for native in (self._inside, self._between, self.flat):
+        """End everything in flight on all levels."""
+        for native in (self._intra_node, self._inter_node, self.parent):
             if native.handle:
                 native.abort()
 
     def destroy(self) -> None:
-        """Free all levels; the first error is raised when all have had their turn."""
+        """Free all levels, then raise the first error."""
         failed = None
-        for native in (self._inside, self._between, self.flat):
+        for native in (self._intra_node, self._inter_node, self.parent):
             try:
                 native.destroy()
             except CollectivesError as error:
                 failed = failed or error
         self._scratch.clear()
-        self._old.clear()
+        self._replaced_scratch.clear()
         if failed is not None:
             raise failed
 
-    def _each_machine(self, call) -> None:
-        run_grouped(self.flat.library, [(call, (machine,)) for machine in range(self._between.size)])
+    def _run_for_each_node(self, call) -> None:
+        run_grouped(self.parent.library, [(call, (node,)) for node in range(self._inter_node.size)])
 
-    def _borrow(self, nbytes: int, stream: int) -> torch.Tensor:
-        """Give scratch memory to the operations of one stream.
+    def _get_scratch(self, nbytes: int, stream: int) -> torch.Tensor:
+        """Return scratch memory for the operations of one stream.
 
-        On CUDA it is that stream's own memory, so that letting go of it after the calls is in order, in a capture too.
-        On the host a queue may come to the calls later: there it grows by doubling, and is kept until the end.
+        On CUDA it is that stream's own memory: it may be freed after the calls were issued, in a
+        capture too. On the host a queue may run the calls later. There it grows by doubling and is
+        kept until the end.
         """
         if self._device.type == "cuda":
             with torch.cuda.device(self._device), torch.cuda.stream(stream_at(stream, self._device)):
@@ -172,7 +182,7 @@ class TwoLevels:
         have = self._scratch.get(stream)
         if have is None or have.numel() < nbytes:
             if have is not None:
-                self._old.append(have)
+                self._replaced_scratch.append(have)
             size = 1 << max(12, (nbytes - 1).bit_length())
             self._scratch[stream] = have = torch.empty(size, dtype=torch.uint8)
         return have

@@ -1,4 +1,7 @@
-"""Which rank is on which machine, and how work is shared out over the ranks of several machines."""
+"""The topology of a communicator: which rank is on which node, and who talks to other nodes.
+
+It also identifies this node and finds the address at which other nodes reach it.
+"""
 
 from __future__ import annotations
 
@@ -12,47 +15,53 @@ from dataclasses import dataclass
 from ...environment import label
 
 __all__ = [
-    "MOST_CARRIERS",
-    "Layout",
-    "grouped",
-    "loops",
-    "machine_number",
-    "own_address",
-    "route_to",
-    "simulated",
-    "this_machine",
+    "MAX_LEADERS",
+    "Topology",
+    "find_own_address",
+    "find_route",
+    "get_host_hash",
+    "group_ranks_by_node",
+    "identify_node",
+    "is_loopback",
+    "read_host_id",
 ]
 
-MOST_CARRIERS = 32  # ranks of a machine that talk to the other machines: more streams than that fill no network
-_ALIGNED = 16  # elements: pieces begin at a multiple of it
+MAX_LEADERS = 32  # leaders of a node: more streams than that fill no network
+_ALIGNED = 16  # elements: chunks and shards begin at a multiple of it
 
 
-def simulated() -> str:
-    """Give COLLECTIVES_HOST_ID, by which one machine can stand for several, or ""."""
+def read_host_id() -> str:
+    """Return COLLECTIVES_HOST_ID, or "" where it isn't set.
+
+    With it one node can stand for several.
+    """
     return label("COLLECTIVES_HOST_ID")
 
 
-def this_machine() -> tuple[str, str, str]:
-    """Give (host's name, boot id, network namespace). Two processes of which the last two agree share local sockets."""
+def identify_node() -> tuple[str, str, str]:
+    """Return (host name, boot id, network namespace) of this node.
+
+    Two processes with the same boot id and namespace share local sockets.
+    """
     host = socket.gethostname()[:255]
-    if simulated():
-        return host, f"COLLECTIVES_HOST_ID={simulated()}", ""
+    if read_host_id():
+        return host, f"COLLECTIVES_HOST_ID={read_host_id()}", ""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()
         return host, boot_id, os.readlink("/proc/self/ns/net")
-    except OSError:  # a sandbox with no such files: the host's name has to do
+    except OSError:  # a sandbox without these files: the host name has to do
         return host, "", ""
 
 
-def machine_number() -> int:
-    """Give a number below 2**56 that is the same for the processes of one machine alone, to be compared over a wire."""
-    host, boot_id, namespace = this_machine()
+def get_host_hash() -> int:
+    """Return a number below 2**56 that only processes of one node share, to compare over a wire."""
+    host, boot_id, namespace = identify_node()
     return int.from_bytes(hashlib.sha256(f"{boot_id or host} {namespace}".encode()).digest()[:7], "big")
 
 
-def route_to(host: str) -> tuple[str, str]:
-    """Give (own address, that of ``host``) of the way to a host; empty ones where there is none."""
+def find_route(host: str) -> tuple[str, str]:
+    """Return (own address, address of ``host``) of the route to a host; empty strings for none."""
     try:
         family, kind, _, _, there = socket.getaddrinfo(host or socket.gethostname(), 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:  # a datagram socket: nothing is sent
@@ -62,77 +71,93 @@ def route_to(host: str) -> tuple[str, str]:
         return "", ""
 
 
-def loops(address: str) -> bool:
-    """Tell whether an address is of this machine alone."""
+def is_loopback(address: str) -> bool:
+    """Return whether only this node can use an address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def own_address() -> str:
-    """Give a name or address by which the job's other machines reach this one.
+def find_own_address() -> str:
+    """Return a name or address at which the job's other nodes reach this one.
 
-    It is the address from which this machine reaches MASTER_ADDR. Where that way doesn't leave this machine,
-    MASTER_ADDR is a name of this one (Debian's /etc/hosts maps a machine's name to 127.0.1.1); without one, the host's
-    name has to do.
+    It is the address from which this node reaches MASTER_ADDR. If that route doesn't leave the
+    node, MASTER_ADDR is a name of this node (Debian's /etc/hosts maps a host's own name to
+    127.0.1.1) and is returned itself. Without a MASTER_ADDR the host name has to do.
     """
     master = os.environ.get("MASTER_ADDR", "").strip()
-    own, _ = route_to(master) if master else ("", "")
-    if own and not loops(own):
+    own, _ = find_route(master) if master else ("", "")
+    if own and not is_loopback(own):
         return own
     return master or socket.gethostname()
 
 
-def grouped(machines: Iterable[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Give the ranks of each machine, from what each rank's machine is; in the order of the machines' first ranks."""
+def group_ranks_by_node(nodes: Iterable[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each node, in the order of the nodes' first ranks.
+
+    ``nodes``: the node of each rank.
+    """
     found: dict[Hashable, list[int]] = {}
-    for rank, machine in enumerate(machines):
-        found.setdefault(machine, []).append(rank)
+    for rank, node in enumerate(nodes):
+        found.setdefault(node, []).append(rank)
     return tuple(map(tuple, found.values()))
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The places of a communicator's ranks, and who carries what between the machines.
+class Topology:
+    """Which rank of a communicator is on which node, and which ranks are leaders.
 
-    ``machines``: the ranks of each machine. Its first ``carriers`` ranks carry data to and from the other machines;
-    carrier j talks to the carriers j of the others. There are as many on each machine as the smallest has ranks.
+    ``nodes``: the ranks of each node. The first ``num_leaders`` ranks of a node are its leaders:
+    they exchange data with other nodes. Leader j exchanges data with the leaders j of the other
+    nodes. All nodes have the same number of leaders: the number of ranks on the smallest node, at
+    most `MAX_LEADERS`.
+
+    Derived: ``locations`` maps a rank to (node, local rank); ``node``, ``local_rank`` and
+    ``is_leader`` are this rank's; ``local_ranks``: the ranks of this node; ``all_leaders``: whether
+    all of them are leaders; ``is_contiguous``: whether each node's ranks are ``num_leaders``
+    consecutive numbers.
     """
 
-    machines: tuple[tuple[int, ...], ...]
+    nodes: tuple[tuple[int, ...], ...]
     rank: int
 
     def __post_init__(self):
-        places = {rank: (m, i) for m, ranks in enumerate(self.machines) for i, rank in enumerate(ranks)}
+        locations = {rank: (node, i) for node, ranks in enumerate(self.nodes) for i, rank in enumerate(ranks)}
         put = object.__setattr__
-        put(self, "places", places)
-        put(self, "machine", places[self.rank][0])
-        put(self, "local", places[self.rank][1])
-        put(self, "here", self.machines[self.machine])
-        put(self, "carriers", min(MOST_CARRIERS, *map(len, self.machines)))
-        put(self, "carries", self.local < self.carriers)
-        put(self, "full", len(self.here) == self.carriers)
-        # Each machine's ranks are `carriers` numbers in a row, so that whole blocks can be moved at once.
-        rows = all(ranks == tuple(range(ranks[0], ranks[0] + self.carriers)) for ranks in self.machines)
-        put(self, "in_rows", rows)
+        put(self, "locations", locations)
+        put(self, "node", locations[self.rank][0])
+        put(self, "local_rank", locations[self.rank][1])
+        put(self, "local_ranks", self.nodes[self.node])
+        put(self, "num_leaders", min(MAX_LEADERS, *map(len, self.nodes)))
+        put(self, "is_leader", self.local_rank < self.num_leaders)
+        put(self, "all_leaders", len(self.local_ranks) == self.num_leaders)
+        # Whole blocks can be moved at once where this holds.
+        contiguous = all(ranks == tuple(range(ranks[0], ranks[0] + self.num_leaders)) for ranks in self.nodes)
+        put(self, "is_contiguous", contiguous)
 
     @property
-    def peers(self) -> list[tuple[int, int]]:
-        """Give (machine, rank) of the other machines' carriers that this carrier talks to."""
-        return [(m, ranks[self.local]) for m, ranks in enumerate(self.machines) if m != self.machine]
+    def leader_peers(self) -> list[tuple[int, int]]:
+        """(node, rank) of the leaders of other nodes with which this leader exchanges data."""
+        return [(m, ranks[self.local_rank]) for m, ranks in enumerate(self.nodes) if m != self.node]
 
-    def carried(self, machine: int, carrier: int | None = None) -> tuple[int, ...]:
-        """Give the ranks of a machine for which a carrier (None: this one) carries data."""
-        return self.machines[machine][self.local if carrier is None else carrier :: self.carriers]
+    def ranks_of_leader(self, node: int, leader: int | None = None) -> tuple[int, ...]:
+        """Return the ranks of a node whose data a leader (None: this rank) sends and receives."""
+        return self.nodes[node][self.local_rank if leader is None else leader :: self.num_leaders]
 
-    def carrier_of(self, rank: int) -> int:
-        """Give the number of the carrier that carries for a rank; of its local ranks on this machine too."""
-        return self.places[rank][1] % self.carriers
+    def leader_of(self, rank: int) -> int:
+        """Return the local rank of the leader that sends and receives a rank's data."""
+        return self.locations[rank][1] % self.num_leaders
 
-    def part(self, count: int, index: int, parts: int | None = None) -> tuple[int, int]:
-        """Give (start, length) of one of ``parts`` parts (None: one a machine) of ``count`` elements."""
-        parts = len(self.machines) if parts is None else parts
-        bounds = [count if p == parts else count * p // parts // _ALIGNED * _ALIGNED for p in (index, index + 1)]
+    def chunk(self, count: int, index: int, chunks: int | None = None) -> tuple[int, int]:
+        """Return (start, length) of one of ``chunks`` chunks of ``count`` elements.
+
+        ``chunks``: None for one for each node.
+        """
+        chunks = len(self.nodes) if chunks is None else chunks
+        bounds = [count if p == chunks else count * p // chunks // _ALIGNED * _ALIGNED for p in (index, index + 1)]
         return bounds[0], bounds[1] - bounds[0]
 
-    def piece(self, count: int) -> int:
-        """Give the elements of a carrier's piece; all are of one size, and what is left over is behind them."""
-        return count // self.carriers // _ALIGNED * _ALIGNED
+    def shard_numel(self, count: int) -> int:
+        """Return the elements of a leader's shard of ``count`` elements.
+
+        All shards have one size; the rest follows.
+        """
+        return count // self.num_leaders // _ALIGNED * _ALIGNED

@@ -21,7 +21,7 @@ import numpy
 from ...comm.communicator import Communicator
 from ...comm.waiting import format_ranks
 from ...errors import CollectivesError, CollectiveTimeout, InvalidUsage, TransportError
-from ...rendezvous.exchange import PeerInfo
+from ...rendezvous.peers import PeerInfo
 from ..basics import World
 from ..functions import allgather_object
 
@@ -77,7 +77,7 @@ class Membership:
         """
         own = os.getpid(), _start_time(os.getpid()), os.readlink("/proc/self/ns/pid"), secrets.token_hex(16)
         rows = allgather_object(own)
-        if len({namespace for _, _, namespace, _ in rows}) > 1 or len({peer.machine for peer in world.peers}) > 1:
+        if len({namespace for _, _, namespace, _ in rows}) > 1 or len({peer.node for peer in world.peers}) > 1:
             raise InvalidUsage("the ranks don't see each other's processes: they are in several containers or machines")
         return cls(rows[0][3], tuple(Member(pid, start_time) for pid, start_time, _, _ in rows), world.rank)
 

@@ -1,0 +1,172 @@
+"""Choice of the rendezvous: how the unique id gets from rank 0 to the other ranks.
+
+If torch.distributed is initialised, over its store; with MASTER_ADDR and MASTER_PORT, over a torch
+``TCPStore``; with neither, on one node, by the job's name alone; and in an MPI job over several
+nodes by mpi4py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from dataclasses import replace
+from hashlib import sha256
+
+import torch.distributed as dist
+
+from ..comm.engine import Engine
+from ..comm.liveness import RankExits, publish_process
+from ..comm.multinode.topology import read_host_id
+from ..errors import InvalidArgument, InvalidUsage
+from ..launcher import Identity, detect_launcher
+from ..torch_compat import default_store
+from . import mpi
+from .by_name import join_by_name
+from .failure_record import record_last_exception
+from .peers import Participant, Rendezvous
+from .store import StoreRendezvous
+from .tcp_store import join_over_tcp
+
+__all__ = ["identify_process", "join_over_store", "join_rendezvous"]
+
+
+def identify_process() -> Identity:
+    """Return the identity of this process.
+
+    It comes from torch.distributed or mpi4py if initialised, else from the environment. Doesn't
+    block. Raises ``InvalidArgument`` for variables that can't be used.
+    """
+    if dist.is_available() and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        with contextlib.suppress(InvalidArgument):  # torch has its numbers from elsewhere than such variables
+            found = detect_launcher()
+            if (found.rank, found.size) == (rank, size):
+                return found
+        return Identity(rank, size, *((0, 1) if size == 1 else (None, None)), "torch")
+    found = detect_launcher()
+    if found.launcher == "alone":
+        running = mpi.find_running_mpi()
+        if running is not None and running.COMM_WORLD.Get_size() > 1:
+            return Identity(running.COMM_WORLD.Get_rank(), running.COMM_WORLD.Get_size(), None, None, "mpi4py")
+    return found
+
+
+def join_rendezvous(
+    identity: Identity, *, engine: Engine, timeout: float = 60.0, generation: int = 0, device: object = None,
+    hierarchical: bool | None = None,
+) -> Rendezvous:  # fmt: skip
+    """Join the rendezvous of all ranks of the job, which agrees on a unique id.
+
+    ``timeout``: seconds; ``generation``: how many rendezvous of this job there were before, the
+    same on all ranks; ``device``: this rank's device, for the other ranks' information;
+    ``hierarchical``: False where ranks of the host engine on several nodes are an error. Blocks
+    until all ranks have come, except where the job's name is enough: then the engine's init waits.
+    The host engine's init gets the rest of the time as its limit. Raises ``CollectiveTimeout`` with
+    the missing ranks in ``peers``, ``InvalidUsage`` for two processes with one rank and for ranks
+    that don't fit together, ``TransportError`` for a port in use, ``InvalidArgument`` where
+    MASTER_ADDR is missing.
+    """
+    deadline = _deadline_of(timeout)
+    job = _digest_of(identity.job_key)
+    participant = Participant(identity.rank, identity.size, engine, device, job, hierarchical)
+    if participant.size == 1:
+        return Rendezvous(engine.library.get_unique_id(), (participant.describe(),), 0, 1)
+    record_last_exception()
+    prefix = f"collectives/init/{generation}/{identity.restart}"
+    if dist.is_available() and dist.is_initialized():
+        numbers = dist.get_rank(), dist.get_world_size()
+        if numbers != (participant.rank, participant.size):
+            raise InvalidUsage(
+                f"torch.distributed is initialised as rank {numbers[0]} of {numbers[1]}, but this process is log_while_waiting to "
+                f"be rank {participant.rank} of {participant.size}",
+                op="init",
+            )
+        publish_process()
+        store = default_store()
+        fates = RankExits(store, range(participant.size))
+        rendezvous = _join_over_persistent(store, prefix, participant, deadline, timeout, fates)
+    elif identity.master_addr is not None:
+        rendezvous = join_over_tcp(identity, prefix, participant, deadline, timeout)
+    elif identity.is_single_node and identity.job_key is not None:
+        name = b"\0".join((identity.job_key, b"%d" % generation, b"%d" % identity.restart))
+        rendezvous = join_by_name(name, participant, timeout)
+    else:
+        rendezvous = mpi.join_over_mpi(mpi.import_mpi(identity), participant, generation, deadline, timeout)
+    if identity.local_rank is not None and identity.local_size is not None and not read_host_id():
+        rendezvous = replace(rendezvous, local_rank=identity.local_rank, local_size=identity.local_size)
+    _limit_engine_init(engine, deadline, timeout)
+    return rendezvous
+
+
+def join_over_store(
+    store: dist.Store,
+    prefix: str,
+    rank: int,
+    size: int,
+    *,
+    engine: Engine,
+    timeout: float = 60.0,
+    device: object = None,
+    purpose: str = "",
+    fates: RankExits | None = None,
+) -> Rendezvous:
+    """Join a rendezvous over a torch store that all ``size`` ranks have, as a process group's.
+
+    ``prefix``: of every key, used for one rendezvous only; ``timeout``: seconds; ``purpose``: what
+    the ranks come for, "to ...", for messages; ``fates``: how those that don't come have ended.
+    Blocks until all ranks have come. Raises as ``join_rendezvous``, and `RemoteError` as soon as it
+    is known that a rank has ended.
+    """
+    deadline = _deadline_of(timeout)
+    record_last_exception()
+    participant = Participant(rank, size, engine, device)
+    rendezvous = _join_over_persistent(store, prefix, participant, deadline, timeout, fates, purpose)
+    _limit_engine_init(engine, deadline, timeout)
+    return rendezvous
+
+
+def _join_over_persistent(
+    store: dist.Store, prefix: str, participant: Participant, deadline: float, timeout: float, fates: RankExits | None,
+    purpose: str = "",
+) -> Rendezvous:  # fmt: skip
+    """Join over a store of torch.distributed's.
+
+    It outlives the rendezvous, so a communicator may hold it.
+    """
+    where = "torch.distributed's store"
+    host = _find_host_of(store)
+    store = dist.PrefixStore(prefix, store)
+    pending = StoreRendezvous(store, participant, deadline, timeout, where, host=host, persistent=True, fates=fates)
+    pending.purpose = purpose or pending.purpose
+    return pending.join()
+
+
+def _find_host_of(store: dist.Store) -> str:
+    """Return the host name of a store, or "" where it isn't known.
+
+    Mostly rank 0's node serves it.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", "") or os.environ.get("MASTER_ADDR", "")
+
+
+def _deadline_of(timeout: float) -> float:
+    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+        raise InvalidArgument(f"timeout={timeout!r}: it has to be a number of seconds above 0")
+    return time.monotonic() + timeout
+
+
+def _limit_engine_init(engine: Engine, deadline: float, timeout: float) -> None:
+    """Limit the engine's init to the rest of the time.
+
+    All ranks have come now, or the init alone waits for them.
+    """
+    if engine.library.is_host:
+        engine.library.set_init_timeout(max(deadline - time.monotonic(), min(timeout, 5.0)))
+
+
+def _digest_of(job_key: bytes | None) -> str:
+    return sha256(job_key).hexdigest()[:16] if job_key else ""

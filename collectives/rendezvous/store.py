@@ -1,0 +1,249 @@
+"""Rendezvous over a torch store, by which the ranks exchange their records.
+
+Each rank claims its number, sets its record and waits for the records of the others.
+
+A rendezvous that fails, fails on every rank that has come, with the same error:
+``CollectiveTimeout`` with the missing ranks, ``InvalidUsage`` for two processes with one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch.distributed as dist
+
+from ..comm.liveness import RankExits, describe_exit, has_ended
+from ..comm.waiting import RankWait, call_with_timeout, first_line
+from ..errors import CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError, TransportError
+from .lasting_store import connect_to_store, serve_store
+from .peers import Participant, Rendezvous, needs_store, parse_record, raise_posted_failure, validate
+
+__all__ = ["GRACE_S", "StoreRendezvous"]
+
+# Seconds for which the rank that serves the others stays after a failure, so that those who have
+# come get its cause.
+GRACE_S = 2.0
+_LATECOMERS_S = 5.0  # the same after a failure that is no timeout, for ranks that are still starting
+
+
+@dataclass
+class StoreRendezvous:
+    """One rendezvous over a store.
+
+    ``store``: with a prefix of this rendezvous' own; ``deadline``: on ``time.monotonic``'s clock;
+    ``timeout``: the seconds that it was, for messages; ``where``: the name of the store in
+    messages; ``server``: the rank whose process serves the store, if a rank's does; ``host``: the
+    store's host; ``persistent``: whether the store outlives the rendezvous. If it doesn't and the
+    communicator needs a store, rank 0 serves another one on a port of its own. ``stale`` becomes
+    True if the store went away before the serving rank had come: then it was an older one of that
+    process. ``purpose``: what the ranks come for, for messages; ``fates``: how ranks that haven't
+    come have ended.
+
+    Keys: ``arrived`` and ``left`` count processes; ``claim/R`` counts those that say they are rank
+    R; ``peer/R`` has R's record; ``error`` has the cause for which the rendezvous has failed, which
+    the first rank that finds it sets; ``lasting`` has the port of rank 0's other store.
+    """
+
+    store: dist.Store | None
+    participant: Participant
+    deadline: float
+    timeout: float
+    where: str = "the store"
+    server: int | None = None
+    stale: bool = False
+    host: str = ""
+    persistent: bool = False
+    purpose: str = "to open the job's communicator"
+    fates: RankExits | None = None
+    _server_arrived: bool = False
+    _lasting: tuple = (None, None)
+    _arrived: dict = field(default_factory=dict)  # rank -> its process
+
+    def join(self) -> Rendezvous:
+        """Exchange the records and validate them.
+
+        Blocks until all ranks have come or the time is over.
+        """
+
+        def timed_out() -> CollectivesError:
+            return CollectiveTimeout(
+                f"{self.where} has stopped answering ({self.timeout:g} s were allowed)",
+                op="init",
+                rank=self.participant.rank,
+                peers=() if self.server is None else (self.server,),
+            )
+
+        store = self.store
+        try:
+            grace = (2 if self.server == self.participant.rank else 1) * GRACE_S
+            records = call_with_timeout(self._exchange_records, self.deadline + grace, timed_out)
+        finally:
+            self.store = None
+        rendezvous = validate(records, self.participant)
+        if not needs_store(rendezvous, self.participant.engine.name):
+            return rendezvous
+        store, server = (store, None) if self.persistent else self._lasting
+        return replace(rendezvous, store=store, store_host=self.host, server=server)
+
+    def _exchange_records(self, stop: threading.Event) -> list[bytes]:
+        """Exchange the records.
+
+        The rank that serves the store leaves it last. So after a success the store's port is free
+        again before this rank goes on to the engine's init, which no other rank passes without it:
+        a later ``init_process_group`` on the same port can't reach this store by mistake.
+        """
+        try:
+            self.store.add("arrived", 1)
+            try:
+                records = self._gather_records(stop)
+                self._lasting = self._open_lasting_store(records, stop)
+            except BaseException as error:
+                timed_out = isinstance(error, CollectiveTimeout)
+                until = min(time.monotonic() + _LATECOMERS_S, self.deadline) if not timed_out else self.deadline
+                with contextlib.suppress(RuntimeError):  # if the store is what has failed, that is raised already
+                    self.store.add("left", 1)
+                    self._wait_until_all_left(stop, until + GRACE_S, 0 if timed_out else self.participant.size)
+                raise
+            self.store.add("left", 1)
+            self._wait_until_all_left(stop, self.deadline, self.participant.size)
+            return records
+        except CollectivesError:
+            raise
+        except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, in some stores a plain one
+            kind, peers = (RemoteError, (self.server,)) if self._is_client() else (TransportError, ())
+            self.stale = self._is_client() and not self._server_arrived
+            text = f"{self.where} has gone away or failed: {first_line(error)}"
+            ended = self._find_ended_ranks()
+            if ended:
+                kind, peers = RemoteError, tuple(ended)
+                text = f"{text}; {'; '.join(f'rank {rank}: {how}' for rank, how in ended.items())}"
+            raise kind(text, op="init", rank=self.participant.rank, peers=peers) from error
+
+    def _gather_records(self, stop: threading.Event) -> list[bytes]:
+        """Claim this rank, set its record, and wait for all records. Return them by rank."""
+        store, rank, size = self.store, self.participant.rank, self.participant.size
+        self._raise_posted_failure()
+        if store.add(f"claim/{rank}", 1) > 1:
+            text = f"two processes say that they are rank {rank}: {self._describe_duplicates(stop)}"
+            self._post_failure(InvalidUsage, text, (rank,))
+        try:
+            record = self.participant.make_record()
+        except CollectivesError as error:
+            with contextlib.suppress(RemoteError):  # the other ranks raise it; this rank raises the cause itself
+                text = f"rank {rank} could not make a unique id: {str(error)[:1000]}"
+                self._post_failure(RemoteError, text, (rank,))
+            raise
+        store.set(f"peer/{rank}", record)
+        keys = [f"peer/{peer}" for peer in range(size)]
+        wait = RankWait(self.purpose, rank, size, self.timeout, deadline=self.deadline, fate=self._fate, op="init")
+        pause = 0.001
+        while True:
+            self._raise_posted_failure()
+            if store.check(keys):
+                return [store.get(key) for key in keys]
+            try:
+                wait.look(self._find_missing_ranks)
+            except (CollectiveTimeout, RemoteError) as error:
+                self._post_failure(type(error), error.message, error.peers)
+            if self._is_client() and not self._server_arrived:
+                self._server_arrived = store.check([keys[self.server]])
+            if stop.wait(pause):
+                self._post_failure(RemoteError, f"rank {rank} stopped while the ranks were meeting", (rank,))
+            pause = min(pause * 1.5, 0.05)
+
+    def _find_missing_ranks(self) -> list[int]:
+        """Return the ranks that have not come, and those that have come and ended since."""
+        missing = []
+        for peer in range(self.participant.size):
+            if peer not in self._arrived and self.store.check([f"peer/{peer}"]):
+                self._arrived[peer] = parse_record(self.store.get(f"peer/{peer}"), peer)["process"]
+            if peer not in self._arrived or has_ended(self._arrived[peer]):
+                missing.append(peer)
+        return missing
+
+    def _fate(self, rank: int) -> str:
+        if rank in self._arrived:
+            return describe_exit(self._arrived[rank]) if has_ended(self._arrived[rank]) else ""
+        return self.fates.of(rank) if self.fates is not None else ""
+
+    def _find_ended_ranks(self) -> dict[int, str]:
+        """Return how ranks have ended, by rank, after the store has gone.
+
+        The store may go a moment before its process, so it waits a little.
+        """
+        until = time.monotonic() + GRACE_S / 2
+        while self.fates is not None:
+            ended = self.fates.without_store()
+            if ended or time.monotonic() >= until:
+                return ended
+            time.sleep(0.02)
+        return {}
+
+    def _open_lasting_store(self, records: list[bytes], stop: threading.Event) -> tuple:
+        """Return (a store that outlives the rendezvous, its server), or Nones if none is needed."""
+        needed = False
+        with contextlib.suppress(InvalidUsage):  # ranks that don't fit together: `join` raises it on all of them
+            needed = not self.persistent and needs_store(
+                validate(records, self.participant), self.participant.engine.name
+            )
+        if not needed:
+            return None, None
+        if self.participant.rank == 0:
+            server = serve_store()
+            self.store.set("lasting", str(server.port))
+            return server, server
+        rank, size = self.participant.rank, self.participant.size
+        wait = RankWait(
+            "to open a store", rank, size, self.timeout, deadline=self.deadline, fate=self._fate, op="init"
+        )  # fmt: skip
+        while not self.store.check(["lasting"]):
+            self._raise_posted_failure()
+            wait.look(lambda: [0])
+            if stop.wait(0.002):
+                raise CollectiveTimeout("rank 0 did not open a store", op="init", rank=rank, peers=(0,))
+        return connect_to_store(self.host, int(self.store.get("lasting")), self.deadline), None
+
+    def _is_client(self) -> bool:
+        """Return whether another rank's process serves the store."""
+        return self.server not in (None, self.participant.rank)
+
+    def _wait_until_all_left(self, stop: threading.Event, until: float, expected: int) -> None:
+        """RankWait until all who have come, and at least ``expected``, have left the store.
+
+        Only the rank that serves it waits.
+        """
+        if self.server == self.participant.rank:
+            while self.store.add("left", 0) < max(expected, self.store.add("arrived", 0)):
+                if time.monotonic() >= until or stop.wait(0.002):
+                    break
+
+    def _describe_duplicates(self, stop: threading.Event) -> str:
+        """Describe the processes with this rank's number.
+
+        The record of the first one may still be on its way.
+        """
+        me, first = f"process {os.getpid()} on {socket.gethostname()}", "another one"
+        key, until = f"peer/{self.participant.rank}", time.monotonic() + GRACE_S / 2
+        while not self.store.check([key]) and time.monotonic() < until and not stop.wait(0.01):
+            pass
+        if self.store.check([key]):
+            other = parse_record(self.store.get(key), self.participant.rank)
+            first = f"process {other['pid']} on {other['host']}"
+        return f"{first} and {me}. If they belong to two jobs, give each job a MASTER_PORT of its own"
+
+    def _post_failure(self, kind: type[CollectivesError], text: str, peers: Iterable[int]) -> None:
+        """Post a failure to all ranks, unless one is posted already, and raise the posted one."""
+        if not self.store.check(["error"]):
+            self.store.set("error", json.dumps({"kind": kind.__name__, "text": text, "peers": list(peers)}))
+        self._raise_posted_failure()
+
+    def _raise_posted_failure(self) -> None:
+        if self.store.check(["error"]):
+            raise_posted_failure(self.store.get("error"), self.participant.rank)
