@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..torch_compat import current_graph_task_id, dynamo_disable, tree_flatten, tree_map
-from .changes import versions, written
+from .module_changes import versions, written
 from .scheduler import Order
 from .unit import Unit
 

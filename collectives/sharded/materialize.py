@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from ..errors import InvalidUsage
+from .managed_params import units_in
 from .state.state_dict import shown_masters, take_shown
-from .unit import Unit, units_in
+from .unit import Unit
 
 __all__ = ["INITS", "materialize", "wrap_inits"]
 

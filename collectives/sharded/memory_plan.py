@@ -11,11 +11,12 @@ from torch import nn
 
 from ..arrays import kind_of
 from ..errors import InvalidArgument
-from .api import MixedPrecisionPolicy, ShardingStrategy
+from .fsdp1.api import ShardingStrategy
+from .managed_params import managed_parameters
 from .module import ShardedModule
 from .optimizer_cost import OptimizerCosts
-from .rehearsal import Flat, Rehearsal, UnitPlan
-from .unit import managed_parameters
+from .policies import MixedPrecisionPolicy
+from .step_simulation import Flat, Rehearsal, UnitPlan
 from .wrap import units_of
 
 __all__ = ["MemoryPlan", "memory_plan"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,9 +12,8 @@ from ..arrays import kind_of
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument
 from ..rendezvous.process_groups import communicator_over, default_group
-from .param import Ranks
 
-__all__ = ["device_of", "ranks_of"]
+__all__ = ["Ranks", "device_of", "ranks_of"]
 
 
 def ranks_of(
@@ -62,3 +63,24 @@ def device_of(module: nn.Module, kind: str | None) -> torch.device:
     if kind == "cuda" or (kind is None and torch.cuda.is_available()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+class Ranks(NamedTuple):
+    """Who holds a unit: `shard`, the ranks that have a piece each; None: this rank has all of it.
+
+    `world`: all ranks, over which gradients are averaged; `replicas`: those with the same piece; None: `shard` is all.
+    `group`: torch's process group of `shard`'s ranks, where it is known, for people's own collectives.
+    """
+
+    shard: Communicator | None
+    replicas: Communicator | None
+    world: Communicator
+    group: object = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.shard is None else self.shard.rank
+
+    @property
+    def size(self) -> int:
+        return 1 if self.shard is None else self.shard.size

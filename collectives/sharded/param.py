@@ -8,8 +8,6 @@ of the original shape, a view of the gathered buffer while there is one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import nn
 
@@ -19,34 +17,14 @@ from ..kernels import pack
 from ..layout import Layout, bucket_layout, padded
 from ..torch_compat import TensorBase
 from .buffer_pool import LEAST_LENT, Loans
-from .changes import take_hooks
+from .mesh import Ranks
+from .module_changes import take_hooks
 from .quantized_gather import Codec
 from .streams import HostCopies
 
-__all__ = ["Group", "Ranks", "Slot", "shard_layout"]
+__all__ = ["Group", "Slot", "shard_layout"]
 
 _data_ptr, _numel = TensorBase.data_ptr, TensorBase.numel
-
-
-class Ranks(NamedTuple):
-    """Who holds a unit: `shard`, the ranks that have a piece each; None: this rank has all of it.
-
-    `world`: all ranks, over which gradients are averaged; `replicas`: those with the same piece; None: `shard` is all.
-    `group`: torch's process group of `shard`'s ranks, where it is known, for people's own collectives.
-    """
-
-    shard: Communicator | None
-    replicas: Communicator | None
-    world: Communicator
-    group: object = None
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.shard is None else self.shard.rank
-
-    @property
-    def size(self) -> int:
-        return 1 if self.shard is None else self.shard.size
 
 
 def shard_layout(counts: list[int], dtypes, ranks: int, align: int = 0) -> tuple[Layout, int]:

@@ -11,8 +11,8 @@ from ..comm.communicator import Communicator
 from ..errors import InvalidUsage
 from ..gradients.streams import overlaps
 from ..torch_compat import current_graph_task_id
-from .agreement import ALIKE, GATHER, KINDS, LATER, MASTERS, REDUCE, Agreement, known_to_all
 from .buffer_pool import Loans
+from .controller import ALIKE, GATHER, KINDS, LATER, MASTERS, REDUCE, Agreement, known_to_all
 from .streams import HostCopies
 from .unit import State, Unit
 

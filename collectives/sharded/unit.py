@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -16,14 +15,16 @@ from torch import nn
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import premul_sum, top_saved_tensors_hooks
-from .api import MixedPrecisionPolicy, offload_of, precision_of
 from .buffer_pool import Loans
-from .changes import Members, follow
-from .param import Group, Ranks, Slot
+from .managed_params import check_parameter, managed_parameters
+from .mesh import Ranks
+from .module_changes import Members, follow
+from .param import Group, Slot
+from .policies import MixedPrecisionPolicy, parse_mp_policy, parse_offload_policy
 from .quantized_gather import Codec
 from .streams import HostCopies, beside, current_stream, release
 
-__all__ = ["State", "Unit", "check_parameter", "managed_parameters", "units_in"]
+__all__ = ["State", "Unit"]
 
 
 class State(enum.Enum):
@@ -36,51 +37,6 @@ class State(enum.Enum):
     SHARDED = enum.auto()
     GATHERING = enum.auto()
     UNSHARDED = enum.auto()
-
-
-def managed_parameters(
-    module: nn.Module, ignored: Iterable[nn.Parameter] = (), stop=lambda module: False
-) -> list[tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]]:
-    """Give (names, places, parameter) of a module's parameters, each once; not below modules where `stop` holds."""
-    ignored = set(map(id, ignored))
-    found: dict[int, tuple] = {}
-    seen: set[int] = set()
-
-    def visit(each: nn.Module, prefix: str) -> None:
-        if id(each) in seen:
-            for name, param in each.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
-                if id(param) in found:
-                    found[id(param)][0].append(name)
-            return
-        seen.add(id(each))
-        for attribute, param in each._parameters.items():
-            if param is None or id(param) in ignored:
-                continue
-            names, places, _ = found.setdefault(id(param), ([], [], param))
-            names.append(prefix + attribute)
-            places.append((each, attribute))
-        for name, child in each._modules.items():
-            if child is not None and not stop(child):
-                visit(child, f"{prefix}{name}.")
-
-    visit(module, "")
-    return list(found.values())
-
-
-def units_in(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
-    """Give the units of a module and of those inside, outermost first."""
-    members = module.modules() if recurse else [module]
-    return [each._unit for each in members if hasattr(each, "_unit")]
-
-
-def check_parameter(param: nn.Parameter, name: str) -> None:
-    """Raise `InvalidArgument`, with its name, for a parameter that can't be sharded."""
-    if param.layout != torch.strided:
-        raise InvalidArgument(f"{name} is {param.layout}: only strided parameters can be sharded: ignored_params")
-    if type(param).__name__ == "DTensor" or hasattr(param, "placements"):
-        raise InvalidArgument(f"{name} is a DTensor: it is distributed already; see ignored_params")
-    if isinstance(param, nn.parameter.UninitializedParameter):
-        raise InvalidArgument(f"{name} has no shape yet: run a forward of its lazy module before it is sharded")
 
 
 class Unit:
@@ -107,7 +63,7 @@ class Unit:
         self.ranks = ranks
         self.name = name
         self.device = ranks.world.device
-        self.mp_policy = precision_of(mp_policy)
+        self.mp_policy = parse_mp_policy(mp_policy)
         self.persistent = persistent
         self.loans = Loans() if loans is None else loans
         self.copies = HostCopies() if copies is None else copies
@@ -128,7 +84,7 @@ class Unit:
         self.calls = 0  # forwards whose backward is still to end
         self.neighbours: Communicator | None = None  # those who keep the parameters together after a forward
         self._works: list = []
-        offload = offload_of(offload_policy)
+        offload = parse_offload_policy(offload_policy)
         store = torch.device("cpu") if offload else self.device
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
         kinds: dict[tuple, list] = {}

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from collectives.sharded import CPUOffloadPolicy, Unit, fully_shard
-from collectives.sharded.module import ShardedModule, shard
-from collectives.sharded.param import Ranks
+from collectives.sharded.mesh import Ranks
+from collectives.sharded.module import ShardedModule
 from collectives.sharded.scheduler import order_of
+from collectives.sharded.sharding import shard
 from collectives.sharded.streams import HostCopies
 from tests.ranks import run_ranks
 from tests.sharded.late_copies import DEVICE, Cuda, late_copies

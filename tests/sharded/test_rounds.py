@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives.errors import CollectivesError, InvalidUsage, RemoteError
-from collectives.sharded import agreement, fully_shard, rounds
+from collectives.sharded import controller as agreement
+from collectives.sharded import fully_shard
+from collectives.sharded import static_graph as rounds
 from tests.ddp.training import batch, over_gloo, run
 from tests.ranks import Died, run_ranks
 from tests.sharded import test_order

@@ -23,8 +23,8 @@ from collectives.sharded import (
     materialize,
     set_model_state_dict,
     set_optimizer_state_dict,
-    settings,
 )
+from collectives.sharded.fsdp1 import state_dict_type as settings
 from collectives.sharded.state.model import sync_states
 from collectives.sharded.state.shard_tensor import Piece
 from tests.ddp.training import run

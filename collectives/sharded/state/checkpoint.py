@@ -17,9 +17,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ...errors import InvalidUsage
-from ..meeting import Meeting, order_in
-from ..names import named_parameters
-from .contents import METADATA, PARTIAL, Contents, digest_of
+from .checkpoint_reader import METADATA, PARTIAL, Contents, digest_of
+from .dist_wrapper import Meeting, order_in
+from .fqns import named_parameters
 from .model import get_model_state_dict, set_model_state_dict
 from .optimizer import local_state_dict, optimizers_of, pieces_of_state
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ...errors import InvalidUsage
-from ..meeting import Meeting, order_in
-from ..names import clean, named_slots
+from .dist_wrapper import Meeting, order_in
+from .fqns import clean, named_slots
 from .shard_tensor import Piece
 from .state_dict import making, piece_of, read_options
 

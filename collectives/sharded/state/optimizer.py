@@ -15,9 +15,9 @@ from torch import nn
 
 from ...errors import InvalidArgument, InvalidUsage
 from ...optim import _Optimizer
-from ..meeting import Meeting, order_in
-from ..names import Named, named_parameters
-from ..unit import units_in
+from ..managed_params import units_in
+from .dist_wrapper import Meeting, order_in
+from .fqns import Named, named_parameters
 from .shard_tensor import Piece
 from .state_dict import Form, read_options
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import InvalidArgument, InvalidUsage
-from ..api import StateDictConfig, StateDictType
+from ..fsdp1.api import StateDictConfig, StateDictType
 from ..unit import Unit
 from .shard_tensor import Piece
 

@@ -15,11 +15,14 @@ import re
 
 import torch
 from torch.distributed.checkpoint import state_dict as torchs
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidUsage
-from .scheduler import units_of_parameters
+from ..optim import _Optimizer
+from .scheduler import all_orders, orders_of_parameters, units_of_parameters
 
-__all__ = ["check_elementwise", "watch_state_dicts"]
+__all__ = ["check_elementwise", "register_optimizer_hooks", "replaced", "watch_state_dicts"]
 
 # What the names of such classes contain, without "_" and in small letters...
 _PARTS = re.compile("adafactor|muon|shampoo|novograd|lbfgs|adammini|dadapt|prodigy|galore")
@@ -94,3 +97,39 @@ def watch_state_dicts() -> None:
         return begin(optim, *args, **kwargs)
 
     torchs._init_optim_state = _init_optim_state
+
+
+# Parameters that were replaced by pieces -> their names: an optimizer, or another module, may still hold them.
+replaced = WeakIdKeyDictionary()
+
+
+def _before_step(optimizer, _args, _kwargs) -> None:
+    """Refuse what an optimizer can't have meant, and give one of torch's the memory that nothing is gathered into."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in replaced:
+                raise InvalidUsage(
+                    f"the optimizer holds {replaced[param]}, which was sharded after the optimizer was made: make the "
+                    "optimizer from the sharded module's parameters()",
+                    op=f"{type(optimizer).__name__}.step",
+                )
+    check_elementwise(optimizer)
+    for order in all_orders():
+        order.copies.wait()  # gathers may still read what the step writes, where pieces lie on the host
+    if not isinstance(optimizer, _Optimizer):  # torch's, with temporaries as large as the parameters
+        for order in orders_of_parameters(param for group in optimizer.param_groups for param in group["params"]):
+            # Where parameters stay gathered until the backward, the blocks are many, and the peak is past.
+            if any(unit.reshard_after_forward and unit.gathers and not unit.persistent for unit in order.units):
+                order.loans.trim()
+
+
+def _after_step(optimizer, _args, _kwargs) -> None:
+    """Let go of what is gathered, since the pieces are newer."""
+    for unit in units_of_parameters(param for group in optimizer.param_groups for param in group["params"]):
+        unit.stepped()
+
+
+@functools.cache
+def register_optimizer_hooks() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)

@@ -7,17 +7,15 @@ import enum
 
 import torch
 
-from ..errors import InvalidArgument
+from ...errors import InvalidArgument
+from ..policies import check_floating
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
-    "CPUOffloadPolicy",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
     "OptimStateDictConfig",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -25,65 +23,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
-    "offload_of",
-    "precision_of",
 ]
-
-
-def _check_dtypes(policy, *names: str) -> None:
-    for name in names:
-        dtype = getattr(policy, name)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise InvalidArgument(f"{name} must be a floating torch.dtype or None, not {dtype!r:.60}")
-
-
-@dataclasses.dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """Say in which dtypes a unit computes; its pieces, and so the optimizer, stay in the parameters' own.
-
-    `param_dtype`: of the gathered parameters, and so of the computation and the gradients; None: the parameters' own.
-    `reduce_dtype`: in which gradients are reduced; None: `param_dtype`. `output_dtype`: to which floating outputs are
-    cast; None: not. `cast_forward_inputs`: cast floating inputs to `param_dtype`.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
-
-    def __post_init__(self):
-        _check_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype")
-
-
-@dataclasses.dataclass(frozen=True)
-class OffloadPolicy:
-    """Keep the pieces on the device that computes."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy):
-    """Keep the pieces, their gradients and so the optimizer's state and step on the host; in page-locked memory."""
-
-    pin_memory: bool = True
-
-
-def precision_of(given) -> MixedPrecisionPolicy:
-    """Give the policy for `mp_policy`: ours, torch's own, or None."""
-    names = [field.name for field in dataclasses.fields(MixedPrecisionPolicy)]
-    if given is None or isinstance(given, MixedPrecisionPolicy):
-        return given or MixedPrecisionPolicy()
-    if not all(hasattr(given, name) for name in names):
-        raise InvalidArgument(f"mp_policy must be a MixedPrecisionPolicy, not {given!r:.60}", op="fully_shard")
-    return MixedPrecisionPolicy(**{name: getattr(given, name) for name in names})
-
-
-def offload_of(given) -> CPUOffloadPolicy | None:
-    """Give the policy for `offload_policy`: ours, torch's own, or None where nothing is offloaded."""
-    if given is None or type(given).__name__ == "OffloadPolicy":
-        return None
-    if not hasattr(given, "pin_memory"):
-        raise InvalidArgument(f"offload_policy must be a CPUOffloadPolicy or None, not {given!r:.60}", op="fully_shard")
-    return CPUOffloadPolicy(bool(given.pin_memory))
 
 
 # ---- FSDP1's names.
@@ -133,7 +73,7 @@ class MixedPrecision:
     _module_classes_to_ignore: tuple[type, ...] = (torch.nn.modules.batchnorm._BatchNorm,)
 
     def __post_init__(self):
-        _check_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
+        check_floating(self, "param_dtype", "reduce_dtype", "buffer_dtype")
         if self.keep_low_precision_grads:
             raise InvalidArgument(
                 "keep_low_precision_grads: gradients of another dtype than their parameters are not supported: leave "

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ...errors import InvalidArgument
-from ..names import Named
+from .fqns import Named
 
 __all__ = ["METADATA", "PARTIAL", "Contents", "digest_of"]
 

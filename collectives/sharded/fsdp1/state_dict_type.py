@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InvalidArgument
+from ...errors import InvalidArgument
+from ..managed_params import units_in
+from ..state.optimizer import from_rank_0, full_state, local_state_dict, on_cpu, pieces_of_state
+from ..state.state_dict import Form
 from .api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -19,9 +22,6 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .state.optimizer import from_rank_0, full_state, local_state_dict, on_cpu, pieces_of_state
-from .state.state_dict import Form
-from .unit import units_in
 
 __all__ = [
     "full_optim_state_dict", "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load",

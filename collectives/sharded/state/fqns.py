@@ -7,9 +7,9 @@ import dataclasses
 import torch
 from torch import nn
 
-from ..errors import InvalidArgument
-from .param import Slot
-from .state.state_dict import piece_of
+from ...errors import InvalidArgument
+from ..param import Slot
+from .state_dict import piece_of
 
 __all__ = ["Named", "clean", "named_parameters", "named_slots"]
 

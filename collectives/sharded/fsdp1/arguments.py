@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..arrays import kind_of
-from ..comm.communicator import Communicator, parse_device
-from ..errors import InvalidArgument
-from ..rendezvous.process_groups import communicator_over
-from .api import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, offload_of
-from .mesh import ranks_of
-from .module import ShardedModule
-from .param import Ranks
-from .wrap import units_of
+from ...arrays import kind_of
+from ...comm.communicator import Communicator, parse_device
+from ...errors import InvalidArgument
+from ...rendezvous.process_groups import communicator_over
+from ..mesh import Ranks, ranks_of
+from ..module import ShardedModule
+from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, parse_offload_policy
+from ..wrap import units_of
+from .api import MixedPrecision, ShardingStrategy
 
 __all__ = ["Precision", "ignored", "member", "offload", "parse_device_id", "ranks_for", "settings_of", "units_for"]
 
@@ -111,7 +111,7 @@ def ignored(module: nn.Module, modules, states) -> tuple[set[nn.Module], list[nn
 def offload(given) -> CPUOffloadPolicy | None:
     """Give the policy for FSDP1's ``cpu_offload``."""
     if given is None or hasattr(given, "pin_memory"):
-        return offload_of(given)
+        return parse_offload_policy(given)
     if not hasattr(given, "offload_params"):
         raise InvalidArgument(f"cpu_offload must be a CPUOffload, not {kind_of(given)}", op=_NAME)
     return CPUOffloadPolicy() if given.offload_params else None

@@ -41,7 +41,7 @@ import numpy
 from ..comm.communicator import Communicator
 from ..errors import InvalidUsage, RemoteError
 from ..rendezvous.control import control_of
-from .rounds import FOLLOWS, Rounds
+from .static_graph import FOLLOWS, Rounds
 from .unit import Unit
 
 __all__ = ["ALIKE", "DONE", "GATHER", "KINDS", "LATER", "MASTERS", "REDUCE", "Agreement", "known_to_all"]
@@ -213,7 +213,8 @@ class Agreement:
                 f"{what}: on GPUs the ranks don't wait for each other once their steps have been the same; give all "
                 "ranks the same units in the same order, or call set_static_graph(False), which has them agree before "
                 "each collective",
-                op="fully_shard", rank=self.comm.rank,
+                op="fully_shard",
+                rank=self.comm.rank,
             )  # fmt: skip
         )
 

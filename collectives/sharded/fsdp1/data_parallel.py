@@ -7,18 +7,19 @@ import contextlib
 import torch
 from torch import nn
 
-from ..arrays import kind_of
-from ..comm.communicator import Communicator
-from ..errors import InvalidArgument, InvalidUsage
-from ..torch_compat import current_graph_task_id
-from . import settings
+from ...arrays import kind_of
+from ...comm.communicator import Communicator
+from ...errors import InvalidArgument, InvalidUsage
+from ...torch_compat import current_graph_task_id
+from ..managed_params import managed_parameters, units_in
+from ..module import ShardedModule
+from ..module_changes import own_modules
+from ..sharding import shard
+from ..state.model import make_rank_0s
+from ..state.state_dict import shown_masters
+from . import state_dict_type as settings
 from .api import BackwardPrefetch, ShardingStrategy
 from .arguments import Precision, ignored, member, offload, parse_device_id, ranks_for, settings_of, units_for
-from .changes import own_modules
-from .module import ShardedModule, shard
-from .state.model import make_rank_0s
-from .state.state_dict import shown_masters
-from .unit import managed_parameters, units_in
 
 __all__ = ["ShardedDataParallel"]
 
@@ -142,7 +143,7 @@ class ShardedDataParallel(ShardedModule):
         with shown_masters(units, keep=writeback, gradients=with_grads, device=device, rank0_only=rank0_only):
             yield
 
-    # FSDP1's names for what `collectives.sharded.settings` does.
+    # FSDP1's names for what `collectives.sharded.fsdp1.state_dict_type` does.
     state_dict_type = staticmethod(settings.state_dict_type)
     set_state_dict_type = staticmethod(settings.set_state_dict_type)
     get_state_dict_type = staticmethod(settings.get_state_dict_type)

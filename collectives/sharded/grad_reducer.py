@@ -21,8 +21,8 @@ from ..gradients.state import HookState, _streams
 from ..gradients.streams import lanes_of
 from ..rendezvous.process_groups import communicator_over
 from .clip import counts_here, global_norm
+from .optimizer_in_backward import UnitStep
 from .quantized_gather import Codec
-from .stepping import UnitStep
 from .streams import current_stream, release
 
 __all__ = ["Hooks", "hooks_of"]

@@ -10,8 +10,8 @@ import numpy
 import torch
 from torch import nn
 
-from ..errors import CollectivesError, InvalidUsage, RemoteError
-from .scheduler import Order
+from ...errors import CollectivesError, InvalidUsage, RemoteError
+from ..scheduler import Order
 
 __all__ = ["Meeting", "order_in"]
 
