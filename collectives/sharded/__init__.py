@@ -1,4 +1,6 @@
-"""Modules whose parameters, gradients and optimizer state lie in shards on the ranks; and plug-ins for torch's own."""
+"""Modules whose parameters, gradients and optimizer state are sharded over the ranks, and plug-ins
+for torch's FSDP2.
+"""
 
 from .fsdp1.api import (
     BackwardPrefetch,
@@ -24,7 +26,7 @@ from .sharding import fully_shard
 from .state.checkpoint import load, save
 from .state.model import get_model_state_dict, set_model_state_dict
 from .state.optimizer import get_optimizer_state_dict, set_optimizer_state_dict
-from .state.shard_tensor import Piece
+from .state.shard_tensor import ShardTensor as Piece
 from .unit import Unit
 from .wrap import (
     CustomPolicy,

@@ -16,9 +16,9 @@ from torch import nn
 
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import is_traceable_wrapper_subclass as is_wrapper
-from .scheduler import all_orders
+from .scheduler import open_schedulers
 
-__all__ = ["clip_grad_norm_", "global_norm", "watch_clipping"]
+__all__ = ["clip_grad_norm_", "global_norm", "patch_clip_grad_norm"]
 
 
 def global_norm(comm, tensors, norm_type: float, *, foreach: bool | None = None) -> torch.Tensor:
@@ -65,7 +65,7 @@ def _rooted(total: torch.Tensor, p: float) -> torch.Tensor:
     return total[0].sqrt() if p == 2 else total[0].pow(1.0 / p)
 
 
-def counts_here(unit) -> bool:
+def owns_shard(unit) -> bool:
     """Tell whether a unit's pieces on this rank count: of what several ranks hold, only one's does."""
     ranks = unit.ranks
     if ranks.shard is None:
@@ -79,8 +79,8 @@ def total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -
     A gradient that isn't of a piece counts once, as rank 0 has it, so that all ranks clip alike.
     """
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    by_order = _sorted(tensors)
-    if not by_order:
+    by_scheduler = _sorted(tensors)
+    if not by_scheduler:
         return None
     p = float(norm_type)
     if not p > 0:
@@ -89,7 +89,7 @@ def total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -
             op="clip_grad_norm_",
         )
     device, dtype = tensors[0].device, functools.reduce(torch.promote_types, (each.dtype for each in tensors))
-    totals = [global_norm(order.comm, mine, p, foreach=foreach).to(device) for order, mine in by_order]
+    totals = [global_norm(scheduler.comm, mine, p, foreach=foreach).to(device) for scheduler, mine in by_scheduler]
     total = totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), p)
     total = total.to(dtype.to_real())
     if error_if_nonfinite and not torch.isfinite(total):
@@ -103,14 +103,14 @@ def total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -
 def _sorted(tensors) -> list[tuple]:
     """Give (order, those of the tensors that count on this rank), for each order whose pieces have some of them."""
     by_grad, by_memory = {}, {}
-    for order in all_orders():
-        for unit in order.units:
+    for scheduler in open_schedulers():
+        for unit in scheduler.units:
             for group in unit.trainable:
                 if group.grad is not None and group.grad.numel():
-                    by_memory[group.grad.untyped_storage().data_ptr()] = (order, unit)
-            for slot in unit.slots:
-                if slot.piece.grad is not None:
-                    by_grad[id(slot.piece.grad)] = (order, unit)
+                    by_memory[group.grad.untyped_storage().data_ptr()] = (scheduler, unit)
+            for param in unit.params:
+                if param.shard.grad is not None:
+                    by_grad[id(param.shard.grad)] = (scheduler, unit)
     found: dict[int, tuple] = {}
     others = []
     for tensor in tensors:
@@ -121,9 +121,9 @@ def _sorted(tensors) -> list[tuple]:
         if known is None:
             others.append(tensor)
             continue
-        order, unit = known
-        members = found.setdefault(id(order), (order, []))[1]
-        if counts_here(unit):
+        scheduler, unit = known
+        members = found.setdefault(id(scheduler), (scheduler, []))[1]
+        if owns_shard(unit):
             members.append(tensor)
     rows = list(found.values())
     if rows and rows[0][0].comm.rank == 0:
@@ -139,14 +139,14 @@ def clip_grad_norm_(module: nn.Module, units, max_norm, norm_type=2.0, error_if_
     stepped its optimizer inside of the backward, and RuntimeError on all ranks with `error_if_nonfinite`.
     """
     for unit in units:
-        if unit.hook is not None and unit.hook.steps:
+        if unit.reducer is not None and unit.reducer.steps:
             raise InvalidUsage(
                 "this module's optimizer is stepped inside of the backward, which lets the gradients go: clip by the "
                 "HookState's max_norm",
                 op="clip_grad_norm_",
             )
-    forms = {id(form) for unit in units for slot in unit.slots for form in (slot.piece, slot.full)}
-    params = [slot.piece for unit in units for slot in unit.slots]
+    forms = {id(form) for unit in units for param in unit.params for form in (param.shard, param.full)}
+    params = [param.shard for unit in units for param in unit.params]
     params += [param for param in module.parameters() if id(param) not in forms]
     if any(param.grad is not None for param in params):
         return torchs.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -154,7 +154,7 @@ def clip_grad_norm_(module: nn.Module, units, max_norm, norm_type=2.0, error_if_
 
 
 @functools.cache
-def watch_clipping() -> None:
+def patch_clip_grad_norm() -> None:
     """Let torch.nn.utils' functions give the norm over all ranks where they are given pieces' gradients."""
     local = torchs._get_total_norm
 

@@ -20,15 +20,15 @@ from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.state import HookState, _streams
 from ..gradients.streams import lanes_of
 from ..rendezvous.process_groups import communicator_over
-from .clip import counts_here, global_norm
-from .optimizer_in_backward import UnitStep
-from .quantized_gather import Codec
+from .clip import global_norm, owns_shard
+from .optimizer_in_backward import OptimizerInBackward
+from .quantized_gather import QuantizedAllGather
 from .streams import current_stream, release
 
-__all__ = ["Hooks", "hooks_of"]
+__all__ = ["ShardedGradReducer", "get_reducer"]
 
 
-def hooks_of(state: HookState | None, world) -> Hooks | None:
+def get_reducer(state: HookState | None, world) -> ShardedGradReducer | None:
     """Give what a state is for the units of a communicator; made at its first unit, and checked at each.
 
     Raises `InvalidArgument` for options that can't be had here, with the reason; `InvalidUsage` for a state of other
@@ -42,7 +42,7 @@ def hooks_of(state: HookState | None, world) -> Hooks | None:
         )
     if state.units is None:
         _check(state)
-        state.units = Hooks(state, world)
+        state.units = ShardedGradReducer(state, world)
     if state.units.comm is not world:
         raise InvalidUsage(
             "this HookState serves units over another communicator: a backward is a whole, give these a state of their "
@@ -84,14 +84,14 @@ def _check(state: HookState) -> None:
         )
 
 
-class Hooks:
+class ShardedGradReducer:
     """What a `HookState` does for the units of one communicator; `state.units`."""
 
     def __init__(self, state: HookState, comm):
         self.state = state
         self.comm = comm
         self.wire = state._wire
-        self.codec = None if state.gather is None else Codec(state.gather, state.block)
+        self.quantized_gather = None if state.gather is None else QuantizedAllGather(state.gather, state.block)
         self._units: list[weakref.ref] = []
         self._numbers = weakref.WeakKeyDictionary()  # group -> its number among the state's, the same on all ranks
         self._next = 0
@@ -130,7 +130,7 @@ class Hooks:
         if not self._untold:
             self.state.names.add_later(self._tell)
         self._untold.append(weakref.ref(unit))
-        unit.hook = self
+        unit.reducer = self
 
     @property
     def units(self) -> list:
@@ -151,16 +151,18 @@ class Hooks:
                 if other is not None and other is not unit and other not in named:
                     named[other] = f"{name}."
         self._untold = []
-        self.state.names.add((prefix + slot.name, slot.full) for unit, prefix in named.items() for slot in unit.slots)
+        self.state.names.add(
+            (prefix + param.name, param.full) for unit, prefix in named.items() for param in unit.params
+        )
 
     # ---- The optimizer.
 
-    def stepping(self, optimizer) -> UnitStep:
+    def stepping(self, optimizer) -> OptimizerInBackward:
         """Make what steps an optimizer inside of the backward."""
-        return UnitStep(optimizer, lambda: self.units)
+        return OptimizerInBackward(optimizer, lambda: self.units)
 
     @property
-    def _step(self) -> UnitStep | None:
+    def _step(self) -> OptimizerInBackward | None:
         return self.state.reduction.sharded
 
     @property
@@ -199,8 +201,8 @@ class Hooks:
         self._begun = True
 
     def _factor(self, unit, size: int) -> Factor:
-        if unit.divide_factor is not None:
-            return Factor(before=1.0 / unit.divide_factor)
+        if unit.gradient_divide_factor is not None:
+            return Factor(before=1.0 / unit.gradient_divide_factor)
         return self.state.reduction._factor(size)
 
     def start_reduce(self, unit, *, async_op: bool) -> list:
@@ -223,28 +225,28 @@ class Hooks:
         """Begin to reduce a group's gradients; give a function that ends it."""
         ranks, number = unit.ranks, self._numbers[group]
         health = torch.zeros(2, dtype=torch.float64, device=unit.device) if self._counts() else None
-        if any(slot.piece.grad is not None for slot in group.slots):
+        if any(param.shard.grad is not None for param in group.params):
             self._added.add(number)
         self._reduced[number] = (unit, group)
         self._healths[number] = health
-        flat = group.take_gradients()
+        flat = group.pack_gradients()
         whole = ranks.shard is None or ranks.replicas is not None  # then all ranks get all of it
         comm = ranks.world if whole else ranks.shard
         factor = self._factor(unit, comm.size)
         self._as_fp32 += (2 if whole else 1) * (comm.size - 1) * flat.numel() * 4 // comm.size
         send = _real(flat)
         share = send.numel() // ranks.size
-        own = slice(ranks.rank * group.share, (ranks.rank + 1) * group.share)
+        own = slice(ranks.rank * group.shard_numel, (ranks.rank + 1) * group.shard_numel)
         if type(self.wire) is Plain:
             return self._plain(comm, group, flat, own, whole, factor, health, async_op)
-        offsets = [slot.offset << flat.is_complex() for slot in group.slots]
-        bucket = Bucket(send, [slot.full for slot in group.slots], offsets, number, self.state.names)
+        offsets = [param.offset << flat.is_complex() for param in group.params]
+        bucket = Bucket(send, [param.full for param in group.params], offsets, number, self.state.names)
         if whole:
             self._sent += self.wire.reduce(comm, bucket, factor, health=health)
         else:
             self._sent += self.wire.scatter(comm, bucket, factor, share, health=health)
         in_place = flat is group.grad
-        return functools.partial(group.take_in, flat if in_place else flat[own], in_place)
+        return functools.partial(group.set_shard_gradients, flat if in_place else flat[own], in_place)
 
     def _plain(self, comm, group, flat, own, whole, factor, health, async_op):
         """Reduce as the gradients are, into the place of the pieces' own, beside the computation where that goes."""
@@ -257,7 +259,7 @@ class Hooks:
             out, in_place = flat, flat is group.grad
             work = comm.all_reduce(send, op, async_op=async_op, **options)
         else:
-            out, in_place = group.output()
+            out, in_place = group.reduce_output()
             work = comm.reduce_scatter(_real(out), send, op, async_op=async_op, **options)
         self._sent += _ring_bytes(send, comm.size, 2 if whole else 1)
 
@@ -271,8 +273,8 @@ class Hooks:
                     health[0] *= after * after
             if health is not None and not counted:
                 add_share(_real(out) if not whole else _real(out).tensor_split(comm.size)[comm.rank], health)
-            part = out if not whole or out.numel() == group.share else out[own]
-            group.take_in(part, in_place)
+            part = out if not whole or out.numel() == group.shard_numel else out[own]
+            group.set_shard_gradients(part, in_place)
 
         return end
 
@@ -282,7 +284,7 @@ class Hooks:
             return  # what is frozen may still be needed as it is
         if any(group.offloads for group in unit.groups):
             return  # the gradients are on their way to the host until the backward's end
-        if all(slot.arrived for slot in unit.slots):
+        if all(param.has_unreduced_grad for param in unit.params):
             self._step.update(unit)
             self._stepped.add(unit)
 
@@ -320,8 +322,8 @@ class Hooks:
         totals["bytes_on_wire"] += self._sent
         totals["bytes_as_fp32"] += self._as_fp32
         totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
-        if self.codec is not None:
-            totals["bytes_gathered"] = self.codec.sent
+        if self.quantized_gather is not None:
+            totals["bytes_gathered"] = self.quantized_gather.sent
         self.reset()
 
     # ---- What takes all gradients.
@@ -329,11 +331,11 @@ class Hooks:
     def _gradients(self, *, here: bool = False) -> list[torch.Tensor]:
         """Give the gradients that this backward has reduced; `here`: those that count on this rank."""
         return [
-            slot.piece.grad
+            param.shard.grad
             for unit, group in self._reduced.values()
-            if not here or counts_here(unit)
-            for slot in group.slots
-            if slot.piece.grad is not None
+            if not here or owns_shard(unit)
+            for param in group.params
+            if param.shard.grad is not None
         ]
 
     def _look_at_all(self):
@@ -345,10 +347,10 @@ class Hooks:
             health = self._healths[number]
             if number in self._added:  # what counts is what it was added to
                 health = torch.zeros_like(health)
-                for slot in group.slots if counts_here(unit) else ():
-                    if slot.piece.grad is not None:
-                        on_its_device = torch.zeros(2, dtype=torch.float64, device=slot.piece.grad.device)
-                        add_share(_real(slot.piece.grad.reshape(-1)), on_its_device)
+                for param in group.params if owns_shard(unit) else ():
+                    if param.shard.grad is not None:
+                        on_its_device = torch.zeros(2, dtype=torch.float64, device=param.shard.grad.device)
+                        add_share(_real(param.shard.grad.reshape(-1)), on_its_device)
                         health += on_its_device.to(health.device)
             total += health.to(total.device)
         Plain().reduce(comm, Bucket(total, [], [], 0), Factor())

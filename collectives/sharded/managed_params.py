@@ -1,4 +1,4 @@
-"""Which parameters a unit takes from a module, and the units that a module holds."""
+"""Which parameters a unit manages, and which units a module holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ __all__ = ["check_parameter", "managed_parameters", "units_in"]
 def managed_parameters(
     module: nn.Module, ignored: Iterable[nn.Parameter] = (), stop=lambda module: False
 ) -> list[tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]]:
-    """Give (names, places, parameter) of a module's parameters, each once; not below modules where `stop` holds."""
+    """Return (names, places, parameter) of a module's parameters, each once.
+
+    Modules for which `stop` is true, and those inside, are left out.
+    """
     ignored = set(map(id, ignored))
     found: dict[int, tuple] = {}
     seen: set[int] = set()
@@ -46,13 +49,13 @@ def managed_parameters(
 
 
 def units_in(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
-    """Give the units of a module and of those inside, outermost first."""
+    """Return the units of a module and of those inside, outermost first."""
     members = module.modules() if recurse else [module]
     return [each._unit for each in members if hasattr(each, "_unit")]
 
 
 def check_parameter(param: nn.Parameter, name: str) -> None:
-    """Raise `InvalidArgument`, with its name, for a parameter that can't be sharded."""
+    """Raise `InvalidArgument`, with the parameter's name, for one that can't be sharded."""
     if param.layout != torch.strided:
         raise InvalidArgument(f"{name} is {param.layout}: only strided parameters can be sharded: ignored_params")
     if type(param).__name__ == "DTensor" or hasattr(param, "placements"):

@@ -15,19 +15,19 @@ from torch import nn
 
 from ..errors import InvalidUsage
 from .managed_params import units_in
-from .state.state_dict import shown_masters, take_shown
+from .state.state_dict import unsharded_params, write_back_params
 from .unit import Unit
 
-__all__ = ["INITS", "materialize", "wrap_inits"]
+__all__ = ["INIT_METHODS", "materialize", "wrap_init_methods"]
 
 # Methods that people call to give a module's parameters their first values.
-INITS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights", "initialize_weights")
+INIT_METHODS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights", "initialize_weights")
 
 
-def wrap_inits(unit: Unit) -> None:
+def wrap_init_methods(unit: Unit) -> None:
     """Let the initialising methods of a unit's modules run on full parameters. They are collectives then."""
     for module in unit.module().modules():
-        for name in INITS:
+        for name in INIT_METHODS:
             method = getattr(module, name, None)
             if callable(method) and not hasattr(method, "_runs_on_full"):
                 object.__setattr__(module, name, _on_full(module, method, unit))
@@ -40,11 +40,11 @@ def _on_full(module: nn.Module, method: Callable, unit: Unit) -> Callable:
         missing = [each for each in units.values() if any(group.flat.is_meta for group in each.groups)]
         if missing:
             raise InvalidUsage(
-                f"{missing[0].slots[0].name} of {missing[0].name} is on the meta device: module.to_empty(device=...) "
+                f"{missing[0].params[0].name} of {missing[0].name} is on the meta device: module.to_empty(device=...) "
                 "gives it memory, or materialize() memory and values",
                 op=method.__name__,
             )
-        with shown_masters([each for each in units.values() if not each.shows]):
+        with unsharded_params([each for each in units.values() if not each.registration.has_substitutes]):
             return method(*args, **kwargs)
 
     call._runs_on_full = True
@@ -70,34 +70,34 @@ def materialize(
         unit.reshard()
     if device is None:
         device = units[0].device if units else torch.device("cpu")
-    slots: dict[int, list] = {}
+    params: dict[int, list] = {}
     for unit in units:
-        for slot in unit.slots if any(group.flat.is_meta for group in unit.groups) else ():
-            for holder, _ in slot.places:
-                slots.setdefault(id(holder), []).append((unit, slot))
-    todo = [each for each in module.modules() if id(each) in slots or _has_meta(each, units)]
+        for param in unit.params if any(group.flat.is_meta for group in unit.groups) else ():
+            for holder, _ in param.places:
+                params.setdefault(id(holder), []).append((unit, param))
+    todo = [each for each in module.modules() if id(each) in params or _has_meta(each, units)]
     for unit in units:
         for group in unit.groups:
-            group.give_memory()
+            group.allocate()
     for each in todo:
-        _initialise(each, slots.get(id(each), []), torch.device(device), param_init_fn)
+        _initialise(each, params.get(id(each), []), torch.device(device), param_init_fn)
     return module
 
 
 def _has_meta(module: nn.Module, units: list[Unit]) -> bool:
     own = [*module._parameters.values(), *module._buffers.values()]
-    of_units = {id(slot.piece) for unit in units for slot in unit.slots}
+    of_units = {id(param.shard) for unit in units for param in unit.params}
     return any(tensor is not None and tensor.is_meta and id(tensor) not in of_units for tensor in own)
 
 
 def _initialise(module: nn.Module, held: list, device: torch.device, init) -> None:
     """Initialise what a module holds itself, with full parameters in the pieces' places."""
-    for _, slot in held:
-        full = torch.empty(slot.shape, dtype=slot.piece.dtype, device="meta")
-        slot.shown = nn.Parameter(full, requires_grad=slot.piece.requires_grad)
+    for _, param in held:
+        full = torch.empty(param.shape, dtype=param.shard.dtype, device="meta")
+        param.substitute = nn.Parameter(full, requires_grad=param.shard.requires_grad)
     try:
-        for unit, slot in held:
-            unit.register_shown([slot])
+        for unit, param in held:
+            unit.registration.register_substitutes([param])
         with torch.no_grad():
             if init is not None:
                 init(module)
@@ -111,9 +111,9 @@ def _initialise(module: nn.Module, held: list, device: torch.device, init) -> No
                     )
                 module.to_empty(device=device, recurse=False)
                 reset()
-        take_shown([slot for _, slot in held], module)
+        write_back_params([param for _, param in held], module)
         if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             raise InvalidUsage(f"param_init_fn left a buffer of {type(module).__name__} on the meta device")
     finally:
-        for unit, slot in held:
-            unit.register_form([slot])
+        for unit, param in held:
+            unit.registration.restore([param])

@@ -16,7 +16,7 @@ from .managed_params import managed_parameters
 from .module import ShardedModule
 from .optimizer_cost import OptimizerCosts
 from .policies import MixedPrecisionPolicy
-from .step_simulation import Flat, Rehearsal, UnitPlan
+from .step_simulation import GroupPlan, StepSimulation, UnitPlan
 from .wrap import units_of
 
 __all__ = ["MemoryPlan", "memory_plan"]
@@ -129,14 +129,16 @@ def memory_plan(
     sharded = isinstance(module, ShardedModule)
     if sharded and units is not None:
         raise InvalidArgument("the module is sharded: its units are what they are; leave units out", op="memory_plan")
-    how = _How(module, ranks, strategy, mp_policy, reshard_after_forward, replicas, offload, device, sharded)
+    how = _ShardingPlan(module, ranks, strategy, mp_policy, reshard_after_forward, replicas, offload, device, sharded)
     root, flats, everything = how.units(module, units, set(map(id, ignored_params)))
     gpu = how.device.type == "cuda"
     costs = OptimizerCosts(optimizer, master_weights=master_weights, gpu=gpu)
     params = [param for flat in flats if flat.trainable for param in flat.params]
     state, apart, work = _optimizer(costs, [flat for flat in flats if flat.trainable], params, gpu)
-    shards = sum(_block(flat.dtype, flat.total if flat.persistent else flat.share, gpu) for flat in flats)
-    own = sum(_block(flat.dtype, flat.share, gpu) for flat in flats if flat.trainable)
+    shards = sum(
+        _block(flat.dtype, flat.unsharded_numel if flat.persistent else flat.shard_numel, gpu) for flat in flats
+    )
+    own = sum(_block(flat.dtype, flat.shard_numel, gpu) for flat in flats if flat.trainable)
     stubs = sum(_block(flat.gather_dtype, 1, gpu) for flat in flats)
     buffers = sum(_block(each.dtype, each.numel(), gpu) for each in module.buffers()) + stubs
     on_host = apart if gpu else 0
@@ -147,7 +149,7 @@ def memory_plan(
         kept.update(parameters=0, optimizer=0)
         gradients = work = 0
     beside = _overlaps(module, ranks, gpu, sharded) if overlap is None else bool(overlap)
-    rehearsal = Rehearsal(root, gpu=gpu, beside=beside, kept=kept, activations=activations)
+    rehearsal = StepSimulation(root, gpu=gpu, beside=beside, kept=kept, activations=activations)
     for _ in range(_STEPS):
         rehearsal.step(work, accumulate=accumulate)
     phase = max(rehearsal.peaks, key=lambda each: rehearsal.peaks[each][0])
@@ -165,7 +167,7 @@ def memory_plan(
 
 
 def _gathered(unit: UnitPlan) -> int:
-    return sum(flat.total * flat.gather_dtype.itemsize for flat in unit.flats)
+    return sum(flat.unsharded_numel * flat.gather_dtype.itemsize for flat in unit.flats)
 
 
 def _block(dtype: torch.dtype, count: int, gpu: bool) -> int:
@@ -173,7 +175,7 @@ def _block(dtype: torch.dtype, count: int, gpu: bool) -> int:
     return -(-nbytes // 512) * 512 if gpu else nbytes
 
 
-def _optimizer(costs: OptimizerCosts, flats: list[Flat], params, gpu: bool) -> tuple[int, int, int]:
+def _optimizer(costs: OptimizerCosts, flats: list[GroupPlan], params, gpu: bool) -> tuple[int, int, int]:
     """Give the bytes of the optimizer's state, those that are on the host in any case, and those of its work."""
     known = costs.has(params)
     state = apart = of_all = one = last = 0
@@ -189,15 +191,15 @@ def _optimizer(costs: OptimizerCosts, flats: list[Flat], params, gpu: bool) -> t
 
 
 def _overlaps(module, ranks: int, gpu: bool, sharded: bool) -> bool:
-    if sharded and module._order.comm.size == ranks:
-        return module._order.beside
+    if sharded and module._scheduler.comm.size == ranks:
+        return module._scheduler.overlaps
     named = os.environ.get("COLLECTIVES_OVERLAP", "").strip()
     if gpu or named:
         return gpu or named == "1"
     return len(os.sched_getaffinity(0)) // ranks > torch.get_num_threads()
 
 
-class _How:
+class _ShardingPlan:
     """How a module is to be sharded, from what was given and what is."""
 
     def __init__(self, module, ranks, strategy, mp_policy, reshard, replicas, offload, device, sharded):
@@ -240,7 +242,7 @@ class _How:
             offload or (first is not None and any(group.store.type == "cpu" for group in first.groups))
         )
 
-    def units(self, module: nn.Module, given, ignored: set[int]) -> tuple[UnitPlan, list[Flat], list[UnitPlan]]:
+    def units(self, module: nn.Module, given, ignored: set[int]) -> tuple[UnitPlan, list[GroupPlan], list[UnitPlan]]:
         """Give the root unit, all groups, and all units, outermost first."""
         names = {each: name for name, each in module.named_modules()}
         if isinstance(module, ShardedModule) or given is None:
@@ -284,19 +286,19 @@ class _How:
 
     def _unit(self, module, name, chosen, ignored) -> tuple[UnitPlan, dict]:
         plan = UnitPlan(name or type(module).__name__, reshards=bool(self.reshard), replicas=self.replicas)
-        plan.neighbours = self.reshard if not isinstance(self.reshard, bool) else 0
+        plan.post_forward_comm = self.reshard if not isinstance(self.reshard, bool) else 0
         policy, persistent = self.policy, self.persistent
         if isinstance(module, ShardedModule):
             unit = module._unit
-            found = [(slot.names, slot.places, slot.piece, slot.count) for slot in unit.slots]
+            found = [(param.names, param.places, param.shard, param.count) for param in unit.params]
             policy = unit.mp_policy if policy is None else policy
             if self.as_is:
                 persistent = unit.persistent
             if not self.reshard_given:
                 plan.reshards = unit.reshard_after_forward
-                plan.neighbours = 0 if unit.neighbours is None else unit.neighbours.size
-            plan.early, plan.early_backward = unit.prefetches_forward, unit.prefetches_backward
-            plan.late = unit.prefetches_late
+                plan.post_forward_comm = 0 if unit.post_forward_comm is None else unit.post_forward_comm.size
+            plan.early, plan.early_backward = unit.prefetch_in_forward, unit.prefetch_in_backward
+            plan.late = unit.prefetch_post_backward
         else:
             managed = managed_parameters(module, stop=lambda each: each in chosen)
             found = [(names, places, param, param.numel()) for names, places, param in managed]
@@ -309,7 +311,7 @@ class _How:
         for (dtype, trainable), members in kinds.items():
             casts = dtype.is_floating_point
             gather = policy.param_dtype if casts and policy.param_dtype is not None else dtype
-            flat = Flat(
+            flat = GroupPlan(
                 counts=[count for _, _, count in members], params=[param for _, param, _ in members], dtype=dtype,
                 gather_dtype=gather, trainable=trainable, persistent=persistent, ranks=self.shards, apart=self.apart,
                 reduce_dtype=policy.reduce_dtype if casts and policy.reduce_dtype is not None else gather,

@@ -17,8 +17,8 @@ from .clip import clip_grad_norm_
 from .forward_hooks import run_forward
 from .managed_params import units_in
 from .post_forward import parse_reshard_after_forward, set_reshard_after_forward
-from .scheduler import Order
-from .state.state_dict import begin_load, make_state_dict, shown_masters
+from .scheduler import Scheduler
+from .state.state_dict import make_state_dict, pre_load_state_dict, unsharded_params
 from .unit import State, Unit
 
 __all__ = ["ShardedModule", "UnshardHandle", "register_forward_method", "units_in"]
@@ -50,14 +50,14 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait for the gather, and give the module the full parameters."""
         if self._unit.state is State.GATHERING:
-            self._unit.show()
+            self._unit.wait_for_unshard()
 
 
 class ShardedModule:
     """What `fully_shard` adds to a module's class; the names are FSDP2's."""
 
     _unit: Unit
-    _order: Order
+    _scheduler: Scheduler
 
     def __call__(self, *args, **kwargs):
         return run_forward(self._unit, super().__call__, args, kwargs)
@@ -67,10 +67,10 @@ class ShardedModule:
 
         With `async_op` it gives a handle, whose `wait()` is to come before the parameters are used; so does a forward.
         """
-        self._order.gather(self._unit, beside=async_op)
+        self._scheduler.unshard(self._unit, async_op=async_op)
         if async_op:
             return UnshardHandle(self._unit)
-        self._unit.show()
+        self._unit.wait_for_unshard()
         return None
 
     def reshard(self) -> None:
@@ -87,10 +87,10 @@ class ShardedModule:
         """
         left = None if keep_bytes is None else int(keep_bytes)
         for unit in reversed(units_in(self, recurse=recurse)):
-            unit.syncs = bool(requires_gradient_sync)
-            if left is not None and not unit.syncs:
+            unit.reduce_grads = bool(requires_gradient_sync)
+            if left is not None and not unit.reduce_grads:
                 left -= unit.full_gradient_bytes
-                unit.syncs = left < 0
+                unit.reduce_grads = left < 0
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """FSDP2's name for leaving out the sum over replicas; here they are summed with the pieces: True only."""
@@ -127,14 +127,14 @@ class ShardedModule:
         False: they agree before each collective, on the host, so that they may take other branches in any step. A
         collective; of all units over the same communicator.
         """
-        self._order.set_follows(bool(static_graph))
+        self._scheduler.set_static_graph(bool(static_graph))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradients by this in place of the number of ranks; in each rank, before the sum."""
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
             raise InvalidArgument(f"factor must be a number above 0, not {factor!r:.40}")
         for unit in units_in(self):
-            unit.divide_factor = float(factor)
+            unit.gradient_divide_factor = float(factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
@@ -150,7 +150,7 @@ class ShardedModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last one of this step; False leaves open what would end it."""
-        self._order.last_backward = bool(is_last_backward)
+        self._scheduler.is_last_backward = bool(is_last_backward)
 
     def set_custom_all_gather(self, comm) -> None:
         """Gather this module's parameters by somebody else's ``comm(output, input, group, async_op)``.
@@ -174,11 +174,11 @@ class ShardedModule:
             unit.drop_gradients()
 
     def _apply(self, fn, recurse=True):
-        if self._unit.shows:  # full parameters, in an initialisation
+        if self._unit.registration.has_substitutes:  # full parameters, in an initialisation
             return super()._apply(fn, recurse)
         self._unit.reshard()
         result = super()._apply(fn, recurse)
-        self._unit.find_pieces()
+        self._unit.reset_sharded_params()
         return result
 
     def state_dict(self, *args, **kwargs):
@@ -189,19 +189,19 @@ class ShardedModule:
         return make_state_dict(self._unit, super().state_dict, args, kwargs)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        begin_load(self._unit, state_dict, prefix)
+        pre_load_state_dict(self._unit, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def apply(self, fn):
         """Call `fn` of each module inside, whose parameters are full ones then; keep what it writes. A collective."""
-        with shown_masters([self._unit]):
+        with unsharded_params([self._unit]):
             return super().apply(fn)
 
     def extra_repr(self) -> str:
         """Tell the unit beside what the module tells of itself."""
         own, unit = super().extra_repr(), self._unit
-        count = sum(slot.count for slot in unit.slots)
-        here = sum(slot.piece.numel() for slot in unit.slots)
+        count = sum(param.count for param in unit.params)
+        here = sum(param.shard.numel() for param in unit.params)
         told = f"unit {unit.index}: {here} of {count} elements on rank {unit.ranks.world.rank}"
         return f"{own}, {told}" if own else told
 

@@ -13,53 +13,53 @@ from torch import nn
 
 from ..errors import InvalidUsage
 
-__all__ = ["Members", "follow", "own_modules", "take_hooks", "versions", "written"]
+__all__ = ["AddedParamCheck", "check_not_written", "copy_hooks", "managed_modules", "param_versions", "sync_attributes"]
 
 
-def take_hooks(slot, original: nn.Parameter) -> None:
+def copy_hooks(param, original: nn.Parameter) -> None:
     """Keep the hooks that a parameter has: those of its gradient on the full form, as DDP has it, which see this rank's
-    gradient before it is reduced; those behind its accumulation on the piece, which `Order` calls.
+    gradient before it is reduced; those behind its accumulation on the piece, which `Scheduler` calls.
     """
     if original._backward_hooks:
-        slot.full._backward_hooks = slot.piece._backward_hooks = original._backward_hooks
+        param.full._backward_hooks = param.shard._backward_hooks = original._backward_hooks
     if original._post_accumulate_grad_hooks:
-        slot.piece._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
+        param.shard._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
 
 
-def follow(unit) -> None:
+def sync_attributes(unit) -> None:
     """Take up what was set on the pieces, or the full forms, since the last forward. A local call.
 
     Raises `InvalidUsage` where requires_grad was changed in a unit with a HookState.
     """
     changed = False
     for group in unit.groups:
-        for slot in group.slots:
-            piece, full = slot.piece, slot.full
+        for param in group.params:
+            piece, full = param.shard, param.full
             if full._backward_hooks is not piece._backward_hooks:
                 if full._backward_hooks is None:
                     full._backward_hooks = piece._backward_hooks  # one dictionary, so that handles remove from both
                 elif piece._backward_hooks is None:
                     piece._backward_hooks = full._backward_hooks
-            if piece.requires_grad is full.requires_grad is slot.trains:
+            if piece.requires_grad is full.requires_grad is param.requires_grad:
                 continue
-            if unit.hook is not None:
+            if unit.reducer is not None:
                 raise InvalidUsage(
-                    f"{slot.name}.requires_grad was changed after it was sharded with a HookState, whose wires and "
+                    f"{param.name}.requires_grad was changed after it was sharded with a HookState, whose wires and "
                     "optimizer are made for what it was: set it before fully_shard"
                 )
             changed = True
-            slot.trains = not slot.trains
-            piece.requires_grad_(slot.trains)
-            full.requires_grad_(slot.trains)
-            slot.expected = slot.trains
-            if slot.trains:
+            param.requires_grad = not param.requires_grad
+            piece.requires_grad_(param.requires_grad)
+            full.requires_grad_(param.requires_grad)
+            param.expects_grad = param.requires_grad
+            if param.requires_grad:
                 group.requires_grad = True  # and stays so: what has no gradient on any rank isn't reduced
-                unit.watch(slot)
+                unit.register_grad_hook(param)
     if changed:
-        unit.find_trainable()
+        unit.update_trainable()
 
 
-class Members:
+class AddedParamCheck:
     """What the modules of a unit hold, to find parameters that were added to them after they were sharded."""
 
     def __init__(self, module: nn.Module, find, ignored):
@@ -69,14 +69,14 @@ class Members:
         self._note()
 
     def _note(self) -> None:
-        self._modules = [weakref.ref(each) for each in own_modules(self._module())]
+        self._modules = [weakref.ref(each) for each in managed_modules(self._module())]
         self._seen = list(map(_held, self._modules))
 
-    def check(self, slots) -> None:
+    def check(self, params) -> None:
         """Raise `InvalidUsage`, by name, for a trainable parameter that is in no slot: no rank would reduce it."""
         if list(map(_held, self._modules)) == self._seen:
             return
-        known = self._ignored | {id(form) for slot in slots for form in (slot.piece, slot.full)}
+        known = self._ignored | {id(form) for param in params for form in (param.shard, param.full)}
         for names, _, param in self._find(self._module()):
             if param.requires_grad and id(param) not in known:
                 raise InvalidUsage(
@@ -86,12 +86,12 @@ class Members:
         self._note()
 
 
-def own_modules(module: nn.Module) -> Iterator[nn.Module]:
+def managed_modules(module: nn.Module) -> Iterator[nn.Module]:
     """Give a module and those inside that are no units."""
     yield module
     for child in module.children():
         if not hasattr(child, "_unit"):
-            yield from own_modules(child)
+            yield from managed_modules(child)
 
 
 def _held(reference) -> tuple | None:
@@ -102,16 +102,16 @@ def _held(reference) -> tuple | None:
     return there, *map(id, module._modules.values())
 
 
-def versions(unit) -> list[int]:
+def param_versions(unit) -> list[int]:
     """Give what `written` compares with."""
-    return [slot.full._version for slot in unit.slots]
+    return [param.full._version for param in unit.params]
 
 
-def written(unit, before: list[int]) -> None:
+def check_not_written(unit, before: list[int]) -> None:
     """Raise `InvalidUsage`, by name, where a forward has written to a gathered parameter: it would be lost."""
-    for slot, version in zip(unit.slots, before, strict=True):
-        if slot.full._version != version:
+    for param, version in zip(unit.params, before, strict=True):
+        if param.full._version != version:
             raise InvalidUsage(
-                f"the forward has written to {slot.name} in place, and only its piece is kept: leave out what does "
+                f"the forward has written to {param.name} in place, and only its piece is kept: leave out what does "
                 "that (an Embedding's max_norm), or give the parameter to ignored_params"
             )

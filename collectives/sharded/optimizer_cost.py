@@ -138,17 +138,17 @@ def _step(make: Callable, count: int, dtype: torch.dtype):
     for _ in range(2):
         for param in params:
             param.grad = torch.ones_like(param)
-        with _Made() as made:
+        with _LiveBytes() as made:
             optimizer.step()
-    return optimizer, made.most
+    return optimizer, made.max_allocated
 
 
-class _Made(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that are made inside of it and live, at one time at the most."""
 
     def __init__(self):
         super().__init__()
-        self.most = 0
+        self.max_allocated = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -158,7 +158,7 @@ class _Made(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if _is_plain(leaf) and (storage := leaf.untyped_storage())._cdata not in given and leaf.numel() >= _COUNT:
                 self._live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self.most = max(self.most, sum(nbytes for _, nbytes in self._live.values()))
+        self.max_allocated = max(self.max_allocated, sum(nbytes for _, nbytes in self._live.values()))
         return result
 
 

@@ -20,9 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidUsage
 from ..optim import _Optimizer
-from .scheduler import all_orders, orders_of_parameters, units_of_parameters
+from .scheduler import find_schedulers, find_units, open_schedulers
 
-__all__ = ["check_elementwise", "register_optimizer_hooks", "replaced", "watch_state_dicts"]
+__all__ = ["check_elementwise", "patch_dcp_optimizer_state", "register_optimizer_hooks", "replaced"]
 
 # What the names of such classes contain, without "_" and in small letters...
 _PARTS = re.compile("adafactor|muon|shampoo|novograd|lbfgs|adammini|dadapt|prodigy|galore")
@@ -57,7 +57,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     exchanges = _exchanges(type(optimizer))
     if _is_elementwise(type(optimizer)) and not exchanges:
         return
-    units = units_of_parameters(param for group in optimizer.param_groups for param in group["params"])
+    units = find_units(param for group in optimizer.param_groups for param in group["params"])
     split = [unit for unit in units if unit.ranks.shard is not None]
     if split and exchanges:
         raise InvalidUsage(
@@ -76,7 +76,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 @functools.cache
-def watch_state_dicts() -> None:
+def patch_dcp_optimizer_state() -> None:
     """Let torch.distributed.checkpoint.state_dict's functions raise for optimizers of pieces.
 
     ``get_state_dict``, ``get_optimizer_state_dict``, ``set_state_dict`` and ``set_optimizer_state_dict`` call this one
@@ -86,7 +86,7 @@ def watch_state_dicts() -> None:
 
     @functools.wraps(begin)
     def _init_optim_state(optim, *args, **kwargs):
-        if units_of_parameters(param for group in optim.param_groups for param in group["params"]):
+        if find_units(param for group in optim.param_groups for param in group["params"]):
             raise InvalidUsage(
                 "torch.distributed.checkpoint.state_dict's functions take this rank's pieces for the optimizer's whole "
                 "state: use collectives.sharded.get_optimizer_state_dict and set_optimizer_state_dict (with "
@@ -114,19 +114,19 @@ def _before_step(optimizer, _args, _kwargs) -> None:
                     op=f"{type(optimizer).__name__}.step",
                 )
     check_elementwise(optimizer)
-    for order in all_orders():
-        order.copies.wait()  # gathers may still read what the step writes, where pieces lie on the host
+    for scheduler in open_schedulers():
+        scheduler.host_copies.wait()  # gathers may still read what the step writes, where pieces lie on the host
     if not isinstance(optimizer, _Optimizer):  # torch's, with temporaries as large as the parameters
-        for order in orders_of_parameters(param for group in optimizer.param_groups for param in group["params"]):
+        for scheduler in find_schedulers(param for group in optimizer.param_groups for param in group["params"]):
             # Where parameters stay gathered until the backward, the blocks are many, and the peak is past.
-            if any(unit.reshard_after_forward and unit.gathers and not unit.persistent for unit in order.units):
-                order.loans.trim()
+            if any(unit.reshard_after_forward and unit.gathers and not unit.persistent for unit in scheduler.units):
+                scheduler.pool.trim()
 
 
 def _after_step(optimizer, _args, _kwargs) -> None:
     """Let go of what is gathered, since the pieces are newer."""
-    for unit in units_of_parameters(param for group in optimizer.param_groups for param in group["params"]):
-        unit.stepped()
+    for unit in find_units(param for group in optimizer.param_groups for param in group["params"]):
+        unit.post_optim_step()
 
 
 @functools.cache

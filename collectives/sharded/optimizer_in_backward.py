@@ -11,10 +11,10 @@ from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.zero import refuse_arguments
 from ..optim import _Optimizer
 
-__all__ = ["UnitStep"]
+__all__ = ["OptimizerInBackward"]
 
 
-class UnitStep:
+class OptimizerInBackward:
     """Steps an optimizer of `collectives.optim` unit by unit, and lets the gradients go.
 
     `optimizer`: a `collectives.optim.SGD`, `Adam` or `AdamW` of pieces, whose ``step()`` from then on only ends the
@@ -62,10 +62,10 @@ class UnitStep:
         """Step a unit's pieces and let their gradients go; where `found` isn't 0, without the step. A local call."""
         self.optimizer._step_some(self._members(unit), id(unit), clip=clip, found_nonfinite=found)
         for group in unit.trainable:
-            for slot in group.slots:
-                slot.piece.grad = None
+            for param in group.params:
+                param.shard.grad = None
             group.grad = None
-        unit.stepped()
+        unit.post_optim_step()
         self.applied = True
         self.optimizer._opt_called = True  # lr schedulers ask for it
 
@@ -87,11 +87,11 @@ class UnitStep:
             }
         found = {}
         for group in unit.trainable:
-            for slot in group.slots:
-                place = self._where.get(id(slot.piece))
+            for param in group.params:
+                place = self._where.get(id(param.shard))
                 if place is None:
                     raise InvalidArgument(
-                        f"the HookState's optimizer doesn't have {slot.name} of {unit!r}: give it all trainable "
+                        f"the HookState's optimizer doesn't have {param.name} of {unit!r}: give it all trainable "
                         "parameters of the modules that the state serves, or freeze this one (requires_grad=False)"
                     )
                 found.setdefault(place[0], []).append(place[1])
@@ -137,7 +137,7 @@ class UnitStep:
                 "were still scaled: make the GradScaler before the first backward"
             )
         self.applied = False
-        own = {id(slot.piece) for unit in self._units() for slot in unit.slots}
+        own = {id(param.shard) for unit in self._units() for param in unit.params}
         for number, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 if param.grad is not None and id(param) not in own:
@@ -165,19 +165,19 @@ class UnitStep:
         numbers = self._numbers()
         for unit in self._units():
             for group in unit.trainable:
-                states = [given["state"].get(numbers.get(id(slot.piece))) for slot in group.slots]
+                states = [given["state"].get(numbers.get(id(param.shard))) for param in group.params]
                 keys = {key for state in states if state for key, value in state.items() if _goes(key, value)}
                 for key in sorted(keys):
                     self._gather(group, states, key, given["state"], numbers)
         return given
 
     def _gather(self, group, states, key, given, numbers) -> None:
-        members = [(slot, state) for slot, state in zip(group.slots, states, strict=True) if state and key in state]
-        values = [(slot, state[key]) for slot, state in members]
-        whole = group.gather_beside(values, values[0][1].dtype)
-        for slot, _ in members:
-            number = numbers[id(slot.piece)]
-            full = whole[slot.offset : slot.offset + slot.count].view(slot.shape).clone()
+        members = [(param, state) for param, state in zip(group.params, states, strict=True) if state and key in state]
+        values = [(param, state[key]) for param, state in members]
+        whole = group.all_gather_like_shards(values, values[0][1].dtype)
+        for param, _ in members:
+            number = numbers[id(param.shard)]
+            full = whole[param.offset : param.offset + param.count].view(param.shape).clone()
             given[number] = {**given[number], key: full}
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -186,21 +186,21 @@ class UnitStep:
         found = dict(state_dict["state"])
         for unit in self._units():
             for group in unit.trainable:
-                for slot in group.slots:
-                    number, count = numbers.get(id(slot.piece)), slot.piece.numel()
+                for param in group.params:
+                    number, count = numbers.get(id(param.shard)), param.shard.numel()
                     if number in found:
                         found[number] = {
-                            key: value.reshape(-1)[slot.start : slot.start + count].view(slot.piece.shape)
-                            if _goes(key, value) and value.shape == slot.shape and math.prod(slot.shape) != count
+                            key: value.reshape(-1)[param.start : param.start + count].view(param.shard.shape)
+                            if _goes(key, value) and value.shape == param.shape and math.prod(param.shape) != count
                             else value
                             for key, value in found[number].items()
                         }
                         for key, value in found[number].items():
-                            if _goes(key, value) and value.shape != slot.piece.shape:
+                            if _goes(key, value) and value.shape != param.shard.shape:
                                 raise InvalidArgument(
-                                    f"the {key} to load of {slot.name} has the shape {tuple(value.shape)}: neither the "
-                                    f"parameter's, {tuple(slot.shape)}, nor this rank's piece's, "
-                                    f"{tuple(slot.piece.shape)}"
+                                    f"the {key} to load of {param.name} has the shape {tuple(value.shape)}: neither "
+                                    f"the parameter's, {tuple(param.shape)}, nor this rank's piece's, "
+                                    f"{tuple(param.shard.shape)}"
                                 )
         self.optimizer.load_state_dict({**state_dict, "state": found})
 

@@ -1,4 +1,6 @@
-"""FSDP2's policies: precision and offloading of a unit."""
+"""FSDP2's policies: in which dtypes a unit computes, and whether its shards are offloaded to the
+host.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ __all__ = [
 
 
 def check_floating(policy, *names: str) -> None:
+    """Raise `InvalidArgument` for attributes that are neither a floating dtype nor None."""
     for name in names:
         dtype = getattr(policy, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -27,11 +30,12 @@ def check_floating(policy, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Say in which dtypes a unit computes; its pieces, and so the optimizer, stay in the parameters' own.
+    """In which dtypes a unit computes; its shards, and so the optimizer, keep the parameters' own.
 
-    `param_dtype`: of the gathered parameters, and so of the computation and the gradients; None: the parameters' own.
-    `reduce_dtype`: in which gradients are reduced; None: `param_dtype`. `output_dtype`: to which floating outputs are
-    cast; None: not. `cast_forward_inputs`: cast floating inputs to `param_dtype`.
+    `param_dtype`: of the gathered parameters, and so of the computation and the gradients; None:
+    the parameters' own. `reduce_dtype`: in which gradients are reduced; None: `param_dtype`.
+    `output_dtype`: to which floating outputs are cast; None: they are not cast.
+    `cast_forward_inputs`: cast floating inputs to `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -45,18 +49,21 @@ class MixedPrecisionPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadPolicy:
-    """Keep the pieces on the device that computes."""
+    """Keep the shards on the device that computes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep the pieces, their gradients and so the optimizer's state and step on the host; in page-locked memory."""
+    """Keep the shards, their gradients, and so the optimizer's state and step, on the host.
+
+    `pin_memory`: in page-locked memory.
+    """
 
     pin_memory: bool = True
 
 
 def parse_mp_policy(given) -> MixedPrecisionPolicy:
-    """Give the policy for `mp_policy`: ours, torch's own, or None."""
+    """Return the policy for `mp_policy`: a policy of ours, torch's own, or None."""
     names = [field.name for field in dataclasses.fields(MixedPrecisionPolicy)]
     if given is None or isinstance(given, MixedPrecisionPolicy):
         return given or MixedPrecisionPolicy()
@@ -66,7 +73,9 @@ def parse_mp_policy(given) -> MixedPrecisionPolicy:
 
 
 def parse_offload_policy(given) -> CPUOffloadPolicy | None:
-    """Give the policy for `offload_policy`: ours, torch's own, or None where nothing is offloaded."""
+    """Return the policy for `offload_policy`: ours, torch's own, or None where nothing is
+    offloaded.
+    """
     if given is None or type(given).__name__ == "OffloadPolicy":
         return None
     if not hasattr(given, "pin_memory"):

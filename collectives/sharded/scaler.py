@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ..rendezvous.process_groups import communicator_over
-from .scheduler import orders_of_parameters
+from .scheduler import find_schedulers
 
-__all__ = ["ShardedGradScaler", "watch_scalers"]
+__all__ = ["ShardedGradScaler", "patch_grad_scaler"]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -31,7 +31,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self, device: str = "cuda", init_scale: float = 2.0**16, backoff_factor: float = 0.5,
         growth_factor: float = 2.0, growth_interval: int = 2000, enabled: bool = True, process_group=None,
     ):  # fmt: skip
-        watch_scalers()
+        patch_grad_scaler()
         super().__init__(
             device, init_scale=init_scale, backoff_factor=backoff_factor, growth_factor=growth_factor,
             growth_interval=growth_interval, enabled=enabled,
@@ -47,7 +47,7 @@ def _exchange(scaler, optimizer) -> None:
         comms = [communicator_over(group, scaler._scale.device)]
     else:
         params = (param for each in optimizer.param_groups for param in each["params"])
-        comms = [order.comm for order in orders_of_parameters(params)]
+        comms = [scheduler.comm for scheduler in find_schedulers(params)]
     comms = [comm for comm in comms if comm.size > 1]
     if not comms:
         return
@@ -62,7 +62,7 @@ def _exchange(scaler, optimizer) -> None:
 
 
 @functools.cache
-def watch_scalers() -> None:
+def patch_grad_scaler() -> None:
     """Let torch's scalers exchange what they find in pieces' gradients."""
     cls = torch.amp.GradScaler
     unscale, check = cls.unscale_, cls._check_inf_per_device

@@ -14,20 +14,20 @@ from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.state import HookState
 from ..rendezvous.process_groups import communicator_over
-from .clip import watch_clipping
-from .forward_hooks import watch_gradients
-from .grad_reducer import hooks_of
+from .clip import patch_clip_grad_norm
+from .forward_hooks import register_grad_hooks
+from .grad_reducer import get_reducer
 from .managed_params import check_parameter, managed_parameters
-from .materialize import wrap_inits
-from .mesh import Ranks, device_of, ranks_of
+from .materialize import wrap_init_methods
+from .mesh import Ranks, resolve_device, resolve_ranks
 from .module import ShardedModule
-from .module_changes import Members
-from .optimizer_hooks import register_optimizer_hooks, replaced, watch_state_dicts
+from .module_changes import AddedParamCheck
+from .optimizer_hooks import patch_dcp_optimizer_state, register_optimizer_hooks, replaced
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .post_forward import parse_reshard_after_forward, set_reshard_after_forward
-from .scaler import watch_scalers
-from .scheduler import order_of
-from .state.state_dict import end_load
+from .scaler import patch_grad_scaler
+from .scheduler import get_scheduler
+from .state.state_dict import post_load_state_dict
 from .unit import Unit
 
 __all__ = ["fully_shard", "shard"]
@@ -67,8 +67,8 @@ def fully_shard(
     if comm is None and mesh is None and isinstance(hook_state, HookState):
         comm = hook_state.comm  # or its process group's
         if comm is None and hook_state.process_group is not None:
-            comm = communicator_over(hook_state.process_group, device_of(module, None))
-    ranks = ranks_of(module, comm, mesh)
+            comm = communicator_over(hook_state.process_group, resolve_device(module, None))
+    ranks = resolve_ranks(module, comm, mesh)
     unit = shard(
         module, ShardedModule, ranks, mp_policy=mp_policy, offload_policy=offload_policy,
         ignored_params=() if ignored_params is None else ignored_params, hook_state=hook_state,
@@ -104,14 +104,14 @@ def shard(
 ) -> Unit:
     """Make a module a unit, and its class one that derives from `face`. What `fully_shard` does, behind its checks."""
     register_optimizer_hooks()
-    watch_clipping()
-    watch_scalers()
-    watch_state_dicts()
+    patch_clip_grad_norm()
+    patch_grad_scaler()
+    patch_dcp_optimizer_state()
     if not isinstance(ignored_params, Iterable):
         raise InvalidArgument(f"ignored_params must be parameters, not {kind_of(ignored_params)}", op="fully_shard")
     ignored_params = list(ignored_params)
-    hooks = hooks_of(hook_state, ranks.world)
-    order = order_of(ranks.world)
+    reducer = get_reducer(hook_state, ranks.world)
+    scheduler = get_scheduler(ranks.world)
     keep = parse_reshard_after_forward(reshard_after_forward, ranks)
     found = managed_parameters(module, ignored_params, stop=lambda each: isinstance(each, ShardedModule))
     for names, _, param in found:
@@ -129,31 +129,31 @@ def shard(
         for names, _, param in found
     )
     described += f"; {strategy or 'sharded'}, over {ranks.size} of {ranks.world.size}, {mp_policy}, {keep}"
-    described += "" if hooks is None else f"; {hooks.describe()}"
+    described += "" if reducer is None else f"; {reducer.describe()}"
     values = sum(map(_checksum, (param for _, _, param in found)))
     unit = Unit(
         None, ranks, parameters=found, name=type(module).__name__, mp_policy=mp_policy, offload_policy=offload_policy,
-        persistent=persistent, loans=order.loans, copies=order.copies, align=0 if hooks is None else hooks.align,
-        codec=None if hooks is None else hooks.codec,
+        persistent=persistent, pool=scheduler.pool, host_copies=scheduler.host_copies,
+        align=0 if reducer is None else reducer.align, quantized_gather=None if reducer is None else reducer.quantized_gather,
     )  # fmt: skip
-    order.add(unit, described)
-    if not order.same_number(values):
+    scheduler.add(unit, described)
+    if not scheduler.same_number(values):
         warnings.warn(
             f"the ranks' values of a {type(module).__name__} with {found[0][0][0]} differ, and each rank's piece is "
             "kept: seed all ranks alike before the model is built, or make them equal, as by sync_module_states=True",
             RuntimeWarning,
             stacklevel=3,
         )
-    if hooks is not None:
-        hooks.add(unit)
+    if reducer is not None:
+        reducer.add(unit)
     set_reshard_after_forward(unit, keep)
     unit.module = weakref.ref(module)
-    unit.order = order
+    unit.scheduler = scheduler
     for names, _, param in found:
         replaced[param] = f"{names[0]} of {type(module).__name__}"
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-    watch_gradients(unit, order)
-    unit.members = Members(module, _own_parameters, ignored_params)
+    register_grad_hooks(unit, scheduler)
+    unit.added_params = AddedParamCheck(module, _own_parameters, ignored_params)
     for buffer_holder in module.modules():
         for name, buffer in buffer_holder._buffers.items():
             if buffer is not None and buffer.device.type != "meta" and buffer.device != unit.device:
@@ -161,9 +161,9 @@ def shard(
     module.__class__ = _class_of(face, type(module))
     object.__setattr__(module, "_unit", unit)
     if any(param.is_meta for _, _, param in found):
-        wrap_inits(unit)
-    module.register_load_state_dict_post_hook(lambda module, _keys: end_load(module._unit))
-    object.__setattr__(module, "_order", order)
+        wrap_init_methods(unit)
+    module.register_load_state_dict_post_hook(lambda module, _keys: post_load_state_dict(module._unit))
+    object.__setattr__(module, "_scheduler", scheduler)
     return unit
 
 

@@ -1,9 +1,11 @@
-"""Rounds: what the ranks agree on from the end of one backward to the end of the next, and follow once it repeats.
+"""Static graph: the sequence of collectives of one iteration, replayed without negotiation once it
+repeats.
 
-A round is the codes of gathers and reductions in their order. Where it was the same on all ranks, and the same as one
-before, the next round is expected to be so, too: a rank that comes to what the round has next goes on at once. It posts
-a row of the ranks' all-reduce, and doesn't wait for it; what it learns from the rows, it learns a little later, and at
-the latest a round later.
+An iteration goes from the end of one backward to the end of the next. It is recorded as the codes
+of its all-gathers and reductions, in order. Where it was the same on all ranks, and the same as one
+before, the next one is expected to be the same, too. A rank that reaches the collective that the
+iteration has next goes on at once. It posts a row of the controller's all-reduce and doesn't wait
+for it. It reads the rows later, at the latest one iteration later.
 """
 
 from __future__ import annotations
@@ -12,50 +14,51 @@ from collections import deque
 
 import numpy
 
-__all__ = ["FOLLOWS", "Rounds"]
+__all__ = ["REPLAYS", "StaticGraph"]
 
-FOLLOWS = 1  # as a rank's wish; others' wishes are not above 0
-_LONGEST = 1 << 16  # codes of a round; a process that evaluates alone ends none
-_KNOWN = 8  # rounds that were followed before and are followed again as soon as they come
+REPLAYS = 1  # as a rank's wish; all other wishes are at most 0
+_LONGEST = 1 << 16  # codes of an iteration; a process that only evaluates ends none
+_KNOWN = 8  # iterations replayed before, which are replayed again when they come once
 
 
-class Rounds:
-    """The round under way, and the one that is followed.
+class StaticGraph:
+    """The iteration in progress, and the one that is replayed.
 
-    `post`: a function that begins the all-reduce of a row, and gives its Work. `has_failed`: a function of a row
-    that has come back; whether its sender must not go on alone.
+    `post`: a function that begins the all-reduce of a row and returns its Work. `has_failed`: a
+    function of a row that has come back; whether its rank can't go on.
     """
 
     def __init__(self, post, has_failed):
         self._post = post
         self._has_failed = has_failed
-        self._round: list[int] = []
-        self._alike = True  # so far all ranks have had this round
+        self._iteration: list[int] = []
+        self._same_on_all_ranks = True  # so far all ranks have made the same calls
         self._last: list[int] | None = None
         self._known: deque[list[int]] = deque(maxlen=_KNOWN)
-        self._flags: numpy.ndarray | None = None  # of gradients, on all ranks, at the end of the round that is followed
-        self._followed: list[int] | None = None
+        self._flags: numpy.ndarray | None = None  # of gradients, on all ranks, at the end of the replayed iteration
+        self._replayed: list[int] | None = None
         self._at = 0
         self._stopped = False
         self._posted: deque[tuple[int, object, numpy.ndarray]] = deque()
-        self._count = 0  # rounds followed
+        self._count = 0  # iterations replayed
 
-    # ---- Following.
+    # ---- Replaying.
 
     @property
     def next(self) -> int | None:
-        """The code that the followed round has next; None where none is followed."""
-        return None if self._followed is None else self._followed[self._at]
+        """The code that the replayed iteration has next; None where none is replayed."""
+        return None if self._replayed is None else self._replayed[self._at]
 
-    def follow(self, code: int, row: numpy.ndarray, flags: numpy.ndarray | None = None) -> bool:
-        """Go on with what the followed round has next, if that is `code`, and `flags` those of its end; tell whether.
+    def replay(self, code: int, row: numpy.ndarray, flags: numpy.ndarray | None = None) -> bool:
+        """Replay the next collective, if it is `code`, and if `flags` are those of the iteration's
+        end; return whether it was.
 
-        `row`: this rank's, of which a copy is posted. Raises what a row has failed with: a rank is gone, or late by
-        more than a round and the time limit.
+        `row`: this rank's; a copy is posted. Raises the error of a row that failed: a rank is dead,
+        or late by more than an iteration and the time limit.
         """
-        if self._followed is None:
+        if self._replayed is None:
             return False
-        self._look()
+        self._read_rows()
         if self._stopped or self.next != code or (flags is not None and not self.ends_with(flags)):
             return False
         row = row.copy()
@@ -64,26 +67,26 @@ class Rounds:
         return True
 
     def ends_with(self, flags: numpy.ndarray) -> bool:
-        """Tell whether the followed round has ended with these flags."""
+        """Whether the replayed iteration ended with these flags."""
         return numpy.array_equal(flags, self._flags)
 
     def covers(self, flags: numpy.ndarray) -> bool:
-        """Tell whether the followed round has ended with all of these flags, and maybe more."""
+        """Whether the replayed iteration ended with all of these flags, and maybe more."""
         return len(flags) == len(self._flags) and bool((flags <= self._flags).all())
 
     def end_flags(self) -> numpy.ndarray:
-        """Give the flags with which the followed round has ended."""
+        """Return the flags with which the replayed iteration ended."""
         return self._flags
 
     def advance(self) -> None:
-        """Note that this rank has done what was next."""
+        """Note that this rank has made the next collective."""
         self._at += 1
-        if self._at == len(self._followed):
+        if self._at == len(self._replayed):
             self._at = 0
             self._count += 1
 
-    def _look(self) -> None:
-        """Read the rows that have come back; wait for those of the round before the last one."""
+    def _read_rows(self) -> None:
+        """Read the rows that have come back; wait for those of the iteration before the last one."""
         while self._posted:
             count, work, row = self._posted[0]
             if count >= self._count - 1 and not work.done():
@@ -91,43 +94,47 @@ class Rounds:
             try:
                 work.wait()
             except BaseException:
-                self.leave()
+                self.stop_replay()
                 raise
             self._posted.popleft()
             self._stopped = self._stopped or self._has_failed(row)
 
-    def leave_if_followed(self) -> None:
-        """`leave`, where a round is followed."""
-        if self._followed is not None:
-            self.leave()
+    def stop_replay_if_any(self) -> None:
+        """Stop replaying, where an iteration is replayed."""
+        if self._replayed is not None:
+            self.stop_replay()
 
-    def leave(self) -> None:
-        """Follow no round; what is left of this one isn't one that can be followed."""
-        self._followed = None
+    def stop_replay(self) -> None:
+        """Stop replaying. The rest of this iteration is not recorded."""
+        self._replayed = None
         self._at = 0
         self._stopped = False
-        self._alike = False
+        self._same_on_all_ranks = False
         for _, work, _ in self._posted:
-            work.exception()  # it's no news any more
+            work.exception()  # mark as read
         self._posted.clear()
 
-    # ---- Finding a round to follow.
+    # ---- Recording an iteration to replay.
 
-    def note(self, code: int, alike: bool) -> None:
-        """Note what the ranks have agreed on; `alike`: all did the same, and can do so again with no word."""
-        self._alike = self._alike and alike and len(self._round) < _LONGEST
-        if self._alike:
-            self._round.append(code)
+    def record(self, code: int, alike: bool) -> None:
+        """Record a negotiated collective. `alike`: all ranks made the same, and can make it again
+        without negotiation.
+        """
+        self._same_on_all_ranks = self._same_on_all_ranks and alike and len(self._iteration) < _LONGEST
+        if self._same_on_all_ranks:
+            self._iteration.append(code)
 
     def end(self, flags: numpy.ndarray, alike: bool) -> None:
-        """End a round with what all ranks had of gradients; `alike`: each of them had all of that."""
-        made, self._round = self._round, []
-        alike, self._alike = self._alike and alike, True
+        """End the iteration, with the flags of gradients of all ranks. `alike`: each rank had all
+        of these gradients.
+        """
+        made, self._iteration = self._iteration, []
+        alike, self._same_on_all_ranks = self._same_on_all_ranks and alike, True
         if not alike:
             self._last = None
             return
         if made == self._last or made in self._known:
             if made not in self._known:
                 self._known.append(made)
-            self._followed, self._at, self._flags = made, 0, flags.copy()
+            self._replayed, self._at, self._flags = made, 0, flags.copy()
         self._last = made

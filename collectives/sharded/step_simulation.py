@@ -1,6 +1,6 @@
 """A step of a sharded module without a tensor: what is made and let go of, in its order, and the bytes of it.
 
-It follows `order`, `unit` and `param` line by line, and takes what is lent from the same pool by the same rules.
+It follows `upcoming`, `unit` and `param` line by line, and takes what is lent from the same pool by the same rules.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import dataclasses
 
 import torch
 
-from .buffer_pool import LEAST_LENT, Loans
+from .buffer_pool import MIN_POOLED_BYTES, BufferPool
 from .param import shard_layout
 
-__all__ = ["Flat", "Rehearsal", "UnitPlan"]
+__all__ = ["GroupPlan", "StepSimulation", "UnitPlan"]
 
 _CUDA_BLOCK = 512  # bytes; torch's allocator counts in these
 
 
 @dataclasses.dataclass(eq=False)
-class Flat:
+class GroupPlan:
     """A unit's parameters of one dtype, as `param.Group` lays them out over `ranks`."""
 
     counts: list[int]
@@ -33,18 +33,18 @@ class Flat:
 
     def __post_init__(self):
         dtypes = (self.dtype, self.gather_dtype, self.reduce_dtype)
-        self.layout, self.share = shard_layout(self.counts, dtypes, self.ranks)
-        self.total = self.ranks * self.share
+        self.layout, self.shard_numel = shard_layout(self.counts, dtypes, self.ranks)
+        self.unsharded_numel = self.ranks * self.shard_numel
         self.persistent &= self.gather_dtype == self.dtype and not self.apart
         self.alone = self.ranks == 1 and self.gather_dtype == self.dtype and not self.apart  # nothing to gather
-        self.buffer = self.near = self.grad = None  # what is there
+        self.buffer = self.post_forward_shard = self.grad = None  # what is there
         self.fulls: list = [None] * len(self.counts)
         self.sums: dict = {}  # gradients of tied weights, of the uses so far
 
     def pieces(self) -> list[int]:
         """Give the elements that rank 0 has of each parameter."""
         ends = zip(self.layout.offsets, self.counts, strict=True)
-        return [max(0, min(offset + count, self.share) - offset) for offset, count in ends]
+        return [max(0, min(offset + count, self.shard_numel) - offset) for offset, count in ends]
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,10 +52,10 @@ class UnitPlan:
     """A unit. `uses`: in the order of its forward, (flat, number of the parameter), or an inner unit."""
 
     name: str
-    flats: list[Flat] = dataclasses.field(default_factory=list)
+    flats: list[GroupPlan] = dataclasses.field(default_factory=list)
     uses: list = dataclasses.field(default_factory=list)
     reshards: bool = True
-    neighbours: int = 0  # ranks that keep the parameters together behind a forward
+    post_forward_comm: int = 0  # ranks that keep the parameters together behind a forward
     replicas: int = 1
     early: bool = True  # gathers in advance in forward, and in backward
     early_backward: bool = True
@@ -64,7 +64,7 @@ class UnitPlan:
     passed: bool = True  # and goes on to what was before it
 
     @property
-    def trainable(self) -> list[Flat]:
+    def trainable(self) -> list[GroupPlan]:
         return [flat for flat in self.flats if flat.trainable]
 
 
@@ -76,29 +76,29 @@ class _Shapes:
         return torch.empty(n, dtype=dtype, device="meta")
 
 
-class Rehearsal:
+class StepSimulation:
     """Steps of a root unit. `peaks`: phase -> (bytes, where, what they are by kind), of the newest step.
 
     `kept`: bytes by kind that are there all the time. `beside`: collectives run beside the computation.
     """
 
     def __init__(self, root: UnitPlan, *, gpu: bool, beside: bool, kept: dict[str, int], activations: int):
-        self.root, self.gpu, self.beside = root, gpu, beside
+        self.root, self.gpu, self.overlaps = root, gpu, beside
         self.now = {"gathered": 0, "full_gradients": 0, "flat": 0, "gradients": 0, **kept}
         self._in_pool = 0
-        self._pool = Loans()
+        self._pool = BufferPool()
         self._activations = activations
         self._phase = self._where = ""
         self.peaks: dict[str, tuple[int, str, dict]] = {}
         self._forward_order: list[UnitPlan] = []
         self._backward_order: list[UnitPlan] = []
-        self._begins = 0
+        self._units_before_reshard = 0
         self._gathered: set[UnitPlan] = set()
         self._pending: UnitPlan | None = None  # gathered in advance, and not used yet
         self._lingering: tuple[UnitPlan, list] | None = None
-        self._left = False
+        self._resharded_in_backward = False
         self._seen: list[UnitPlan] = []
-        self._unfinished: list = []
+        self._pending_reductions: list = []
         self._syncs = True
 
     # ---- Counting.
@@ -106,7 +106,7 @@ class Rehearsal:
     def _take(self, kind: str, n: int, dtype: torch.dtype, *, lent: bool = False):
         nbytes = n * dtype.itemsize
         block = None
-        if lent and not self.gpu and nbytes >= LEAST_LENT:
+        if lent and not self.gpu and nbytes >= MIN_POOLED_BYTES:
             block = self._pool._block(_Shapes, nbytes)
             self._in_pool += nbytes
         elif self.gpu:
@@ -125,7 +125,7 @@ class Rehearsal:
 
     def look(self, extra: int = 0) -> None:
         """Count what is there now, and `extra` bytes that an optimizer works in."""
-        what = {**self.now, "idle": self._pool.held - self._in_pool, "work": extra}
+        what = {**self.now, "idle": self._pool.reserved - self._in_pool, "work": extra}
         what["activations"] = self._activations if self._phase != "step" else 0
         total = sum(what.values())
         if self._phase not in self.peaks or total > self.peaks[self._phase][0]:
@@ -144,9 +144,9 @@ class Rehearsal:
             self._forward(self.root)
             self._forward_order = self._seen
             self._phase, self._seen = "backward", []
-            self._left, self._begins = False, 0
+            self._resharded_in_backward, self._units_before_reshard = False, 0
             self._backward(self.root)
-            self._finish()
+            self._wait_for_reductions()
             for unit in self._all(self.root):
                 self._reshard(unit)
                 if not syncs:
@@ -171,7 +171,7 @@ class Rehearsal:
     def _gather(self, unit: UnitPlan) -> None:
         for flat in unit.flats:
             if flat.buffer is None and not flat.alone and not flat.persistent:
-                flat.buffer = self._take("gathered", flat.total, flat.gather_dtype, lent=True)
+                flat.buffer = self._take("gathered", flat.unsharded_numel, flat.gather_dtype, lent=True)
 
     def _need(self, unit: UnitPlan) -> None:
         if self._pending is unit:
@@ -179,24 +179,26 @@ class Rehearsal:
         self._gather(unit)
         self._gathered.add(unit)
 
-    def _reshard(self, unit: UnitPlan, *, keep_near: bool = False) -> None:
+    def _reshard(self, unit: UnitPlan, *, post_forward: bool = False) -> None:
         if self._pending is unit:
             self._pending = None
         self._gathered.discard(unit)
         for flat in unit.flats:
-            self._free(flat.near)
-            flat.near = None
+            self._free(flat.post_forward_shard)
+            flat.post_forward_shard = None
             if flat.buffer is not None:
-                if keep_near and unit.neighbours:
-                    flat.near = self._take("gathered", flat.total // unit.neighbours, flat.gather_dtype)
+                if post_forward and unit.post_forward_comm:
+                    flat.post_forward_shard = self._take(
+                        "gathered", flat.unsharded_numel // unit.post_forward_comm, flat.gather_dtype
+                    )
                 self._free(flat.buffer)
                 flat.buffer = None
 
-    def _advance(self, unit: UnitPlan, order: list[UnitPlan]) -> None:
-        if not self.beside or unit not in order or self._pending is not None:
+    def _prefetch(self, unit: UnitPlan, upcoming: list[UnitPlan]) -> None:
+        if not self.overlaps or unit not in upcoming or self._pending is not None:
             return
-        at = order.index(unit) + 1
-        for each in order[at : at + 1]:
+        at = upcoming.index(unit) + 1
+        for each in upcoming[at : at + 1]:
             if each not in self._gathered:
                 self._gather(each)
                 self._gathered.add(each)
@@ -213,13 +215,13 @@ class Rehearsal:
                 self._free(flat.grad)
                 flat.grad = None
         self._need(unit)
-        self._advance(unit, self._forward_order if unit.early else [])
+        self._prefetch(unit, self._forward_order if unit.early else [])
         for use in unit.uses:
             if isinstance(use, UnitPlan):
                 self._forward(use)
         self._where = unit.name
-        if unit.reshards and unit not in self._backward_order[: self._begins + self.beside]:
-            self._reshard(unit, keep_near=True)
+        if unit.reshards and unit not in self._backward_order[: self._units_before_reshard + self.overlaps]:
+            self._reshard(unit, post_forward=True)
 
     # ---- Backward.
 
@@ -229,11 +231,11 @@ class Rehearsal:
         self._where = unit.name
         if unit.flats:
             self._seen.append(unit)
-            self._begins += not self._left
+            self._units_before_reshard += not self._resharded_in_backward
         self._need(unit)
-        order = self._backward_order if unit.early_backward else []
+        upcoming = self._backward_order if unit.early_backward else []
         if not unit.late:
-            self._advance(unit, order)
+            self._prefetch(unit, upcoming)
         if self._lingering is not None:
             (left, its), self._lingering = self._lingering, None
             self._leave(left, its)
@@ -249,11 +251,11 @@ class Rehearsal:
                 if last:
                     missing.discard((id(use[0]), use[1]))
                     if not missing:
-                        self._arrived(unit, order)
+                        self._arrived(unit, upcoming)
         if self._lingers(unit):
-            self._lingering = unit, order
+            self._lingering = unit, upcoming
 
-    def _gradient(self, flat: Flat, number: int, last: bool) -> None:
+    def _gradient(self, flat: GroupPlan, number: int, last: bool) -> None:
         """A use of a parameter gives its gradient; behind the last one, in backward's order, it is kept or added."""
         sizes = flat.counts[number], flat.gather_dtype
         new = self._take("full_gradients", *sizes)
@@ -285,32 +287,32 @@ class Rehearsal:
         """Tell whether a unit goes with the gradients of its inputs, at which the unit before it begins."""
         return len(unit.trainable) < len(unit.flats) and unit.passed
 
-    def _arrived(self, unit: UnitPlan, order: list[UnitPlan]) -> None:
+    def _arrived(self, unit: UnitPlan, upcoming: list[UnitPlan]) -> None:
         if self._syncs:
             if not self._lingers(unit):
                 self._reshard(unit)
-            self._finish()
+            self._wait_for_reductions()
             for flat in unit.trainable:
                 self._reduce(flat, unit)
-            if not self.beside:
-                self._finish()
+            if not self.overlaps:
+                self._wait_for_reductions()
         if not self._lingers(unit):
-            self._leave(unit, order)
+            self._leave(unit, upcoming)
 
-    def _leave(self, unit: UnitPlan, order: list[UnitPlan]) -> None:
-        self._left = True
+    def _leave(self, unit: UnitPlan, upcoming: list[UnitPlan]) -> None:
+        self._resharded_in_backward = True
         self._reshard(unit)
         if unit.late:
-            self._advance(unit, order)
+            self._prefetch(unit, upcoming)
 
-    def _reduce(self, flat: Flat, unit: UnitPlan) -> None:
+    def _reduce(self, flat: GroupPlan, unit: UnitPlan) -> None:
         fits = flat.reduce_dtype == flat.dtype and not flat.apart
         if flat.ranks == 1 and fits:
             if flat.grad is None:
-                flat.grad = self._take("gradients", flat.share, flat.dtype)
+                flat.grad = self._take("gradients", flat.shard_numel, flat.dtype)
             buffer = None
         else:
-            buffer = self._take("flat", flat.total, flat.reduce_dtype, lent=True)
+            buffer = self._take("flat", flat.unsharded_numel, flat.reduce_dtype, lent=True)
         for number, full in enumerate(flat.fulls):
             self._free(full)
             flat.fulls[number] = None
@@ -320,8 +322,8 @@ class Rehearsal:
             if fits:
                 self._own(flat)
             else:
-                part = self._take("flat", flat.share, flat.reduce_dtype)
-            if not self.beside:
+                part = self._take("flat", flat.shard_numel, flat.reduce_dtype)
+            if not self.overlaps:
                 self._free(buffer)
                 buffer = None
 
@@ -330,13 +332,13 @@ class Rehearsal:
             self._free(part)
             self._free(buffer)
 
-        self._unfinished.append(finish)
+        self._pending_reductions.append(finish)
 
-    def _own(self, flat: Flat) -> None:
+    def _own(self, flat: GroupPlan) -> None:
         if flat.grad is None and not flat.apart:
-            flat.grad = self._take("gradients", flat.share, flat.dtype)
+            flat.grad = self._take("gradients", flat.shard_numel, flat.dtype)
 
-    def _finish(self) -> None:
-        unfinished, self._unfinished = self._unfinished, []
+    def _wait_for_reductions(self) -> None:
+        unfinished, self._pending_reductions = self._pending_reductions, []
         for finish in unfinished:
             finish()

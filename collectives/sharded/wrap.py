@@ -161,7 +161,7 @@ def units_of(
     if run_policy is None or isinstance(policy, type):
         _check_function(policy)
         not_counted = {id(one) for one in ignored_params} | {id(one) for part in ignored for one in part.parameters()}
-        found = dict.fromkeys(_Walk(policy, ignored, not_counted).inside(module))
+        found = dict.fromkeys(_PolicyWalk(policy, ignored, not_counted).inside(module))
     else:
         found = run_policy(module, ignored, {})
         inside = set(module.modules())
@@ -192,7 +192,7 @@ def _check_function(policy):
         ) from None
 
 
-class _Walk:
+class _PolicyWalk:
     """Asks a function about every submodule, the deepest first."""
 
     def __init__(self, policy, ignored, not_counted):

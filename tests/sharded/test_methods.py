@@ -210,7 +210,7 @@ def unit_by_hand(ctx):
         layer.weight.data += 1
     unit.unshard()
     written = torch.equal(layer.weight, before[0] + 1)
-    unit.slots[0].full.grad = torch.full_like(layer.weight, ctx.rank + 1.0)
+    unit.params[0].full.grad = torch.full_like(layer.weight, ctx.rank + 1.0)
     unit.reduce()
     unit.reshard()
     mean = (ctx.size + 1) / 2

@@ -12,13 +12,22 @@ from ...arrays import kind_of
 from ...comm.communicator import Communicator, parse_device
 from ...errors import InvalidArgument
 from ...rendezvous.process_groups import communicator_over
-from ..mesh import Ranks, ranks_of
+from ..mesh import Ranks, resolve_ranks
 from ..module import ShardedModule
 from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, parse_offload_policy
 from ..wrap import units_of
 from .api import MixedPrecision, ShardingStrategy
 
-__all__ = ["Precision", "ignored", "member", "offload", "parse_device_id", "ranks_for", "settings_of", "units_for"]
+__all__ = [
+    "PrecisionPolicies",
+    "ignored",
+    "offload",
+    "parse_device_id",
+    "parse_enum",
+    "resolve_fsdp1_ranks",
+    "select_units",
+    "unit_options",
+]
 
 _NAME = "ShardedDataParallel"
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -28,7 +37,7 @@ _STAY_GATHERED = (
 )  # fmt: skip
 
 
-def member(kind, value, what: str):
+def parse_enum(kind, value, what: str):
     """Give a member of our own enum for it, for torch's of that name, or for the name."""
     name = getattr(value, "name", value)
     if isinstance(name, str) and name in kind.__members__:
@@ -37,7 +46,7 @@ def member(kind, value, what: str):
     raise InvalidArgument(f"{what} must be a {kind.__name__} ({names}), not {value!r:.60}", op=_NAME)
 
 
-def settings_of(strategy: ShardingStrategy) -> dict:
+def unit_options(strategy: ShardingStrategy) -> dict:
     """Give what a strategy means for a unit."""
     return {
         "reshard_after_forward": strategy not in _STAY_GATHERED,
@@ -64,16 +73,16 @@ def parse_device_id(device) -> torch.device | None:
     return device
 
 
-def ranks_for(module: nn.Module, strategy, group, mesh, comm: Communicator | None, device) -> Ranks:
+def resolve_fsdp1_ranks(module: nn.Module, strategy, group, mesh, comm: Communicator | None, device) -> Ranks:
     """Give the ranks that share the parameters, and those that have replicas. A collective at first use."""
     if sum(each is not None for each in (group, mesh, comm)) > 1:
         raise InvalidArgument("process_group, device_mesh and comm all say which ranks: give one of them", op=_NAME)
     if mesh is not None and mesh.ndim == 2 and strategy not in _HYBRID:
         raise InvalidArgument(f"a mesh of two dimensions is for HYBRID_SHARD, not {strategy.name}", op=_NAME)
     if isinstance(group, tuple):
-        return _of_two_groups(module, strategy, group, device)
+        return _resolve_two_groups(module, strategy, group, device)
     whole = strategy is ShardingStrategy.NO_SHARD
-    ranks = ranks_of(module, comm, mesh, group=group, replicated=whole, device=device)
+    ranks = resolve_ranks(module, comm, mesh, group=group, replicated=whole, device=device)
     if strategy in _HYBRID and ranks.replicas is None and ranks.shard is not None:
         world, here = ranks.world, ranks.world.local_size
         if world.size % here:
@@ -83,10 +92,10 @@ def ranks_for(module: nn.Module, strategy, group, mesh, comm: Communicator | Non
     return ranks
 
 
-def _of_two_groups(module, strategy, groups: tuple, device) -> Ranks:
+def _resolve_two_groups(module, strategy, groups: tuple, device) -> Ranks:
     if strategy not in _HYBRID or len(groups) != 2:
         raise InvalidArgument("two process groups are for HYBRID_SHARD: the pieces' and the replicas'", op=_NAME)
-    world = ranks_of(module, None, None, group=dist.group.WORLD, device=device).world
+    world = resolve_ranks(module, None, None, group=dist.group.WORLD, device=device).world
     shards, replicas = (communicator_over(each, world.device) for each in groups)
     if shards.size * replicas.size != world.size:
         raise InvalidArgument(
@@ -117,7 +126,7 @@ def offload(given) -> CPUOffloadPolicy | None:
     return CPUOffloadPolicy() if given.offload_params else None
 
 
-class Precision:
+class PrecisionPolicies:
     """FSDP1's ``mixed_precision`` as policies: of `inner` units, of the `root`, of modules that stay `as_they_are`."""
 
     def __init__(self, given):
@@ -148,7 +157,9 @@ class Precision:
         return MixedPrecisionPolicy(own, output_dtype=self.inner.param_dtype)
 
 
-def units_for(module: nn.Module, policy, precision: Precision, modules, parameters) -> list[tuple[nn.Module, dict]]:
+def select_units(
+    module: nn.Module, policy, precision: PrecisionPolicies, modules, parameters
+) -> list[tuple[nn.Module, dict]]:
     """Give the submodules that are to be units, children first, with the settings of each."""
     chosen = [] if policy is None else units_of(module, policy, modules, parameters)
     how = {each: own for each, own in chosen if not isinstance(each, ShardedModule)}

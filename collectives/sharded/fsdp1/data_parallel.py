@@ -13,13 +13,22 @@ from ...errors import InvalidArgument, InvalidUsage
 from ...torch_compat import current_graph_task_id
 from ..managed_params import managed_parameters, units_in
 from ..module import ShardedModule
-from ..module_changes import own_modules
+from ..module_changes import managed_modules
 from ..sharding import shard
-from ..state.model import make_rank_0s
-from ..state.state_dict import shown_masters
+from ..state.model import broadcast_tensors
+from ..state.state_dict import unsharded_params
 from . import state_dict_type as settings
 from .api import BackwardPrefetch, ShardingStrategy
-from .arguments import Precision, ignored, member, offload, parse_device_id, ranks_for, settings_of, units_for
+from .arguments import (
+    PrecisionPolicies,
+    ignored,
+    offload,
+    parse_device_id,
+    parse_enum,
+    resolve_fsdp1_ranks,
+    select_units,
+    unit_options,
+)
 
 __all__ = ["ShardedDataParallel"]
 
@@ -54,31 +63,31 @@ class ShardedDataParallel(ShardedModule):
             raise InvalidArgument(f"module must be a torch.nn.Module, not {kind_of(module)}", op="ShardedDataParallel")
         if isinstance(module, ShardedModule):
             raise InvalidUsage(f"this {type(module).__name__} is sharded already", op="ShardedDataParallel")
-        strategy = member(ShardingStrategy, sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy")
+        strategy = parse_enum(ShardingStrategy, sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy")
         prefetch = backward_prefetch
         if prefetch is not None:
-            prefetch = member(BackwardPrefetch, prefetch, "backward_prefetch")
-        device, precision = parse_device_id(device_id), Precision(mixed_precision)
+            prefetch = parse_enum(BackwardPrefetch, prefetch, "backward_prefetch")
+        device, precision = parse_device_id(device_id), PrecisionPolicies(mixed_precision)
         modules, parameters = ignored(module, ignored_modules, ignored_states)
-        ranks = {strategy: ranks_for(module, strategy, process_group, device_mesh, comm, device)}
-        for each, own in [*units_for(module, auto_wrap_policy, precision, modules, parameters), (module, {})]:
-            its = member(ShardingStrategy, own.get("sharding_strategy", strategy), "sharding_strategy")
+        ranks = {strategy: resolve_fsdp1_ranks(module, strategy, process_group, device_mesh, comm, device)}
+        for each, own in [*select_units(module, auto_wrap_policy, precision, modules, parameters), (module, {})]:
+            its = parse_enum(ShardingStrategy, own.get("sharding_strategy", strategy), "sharding_strategy")
             if its not in ranks:
-                ranks[its] = ranks_for(module, its, process_group, device_mesh, comm, device)
+                ranks[its] = resolve_fsdp1_ranks(module, its, process_group, device_mesh, comm, device)
             policy = precision.root if each is module else precision.inner
             if "mixed_precision" in own:
-                policy = Precision(own["mixed_precision"]).inner
+                policy = PrecisionPolicies(own["mixed_precision"]).inner
             policy = own.get("mp_policy", policy)
-            give_memory(each, ranks[its].world.device, param_init_fn, parameters)
+            materialize_meta_params(each, ranks[its].world.device, param_init_fn, parameters)
             if sync_module_states:
-                take_from_rank_0(each, ranks[its].world, parameters)
+                broadcast_module_states(each, ranks[its].world, parameters)
             unit = shard(
                 each, cls, ranks[its], mp_policy=policy, offload_policy=offload(own.get("cpu_offload", cpu_offload)),
-                hook_state=hook_state, ignored_params=parameters, **settings_of(its),
+                hook_state=hook_state, ignored_params=parameters, **unit_options(its),
             )  # fmt: skip
-            unit.prefetches_forward = bool(forward_prefetch)
-            unit.prefetches_backward = prefetch is not None
-            unit.prefetches_late = prefetch is BackwardPrefetch.BACKWARD_POST
+            unit.prefetch_in_forward = bool(forward_prefetch)
+            unit.prefetch_in_backward = prefetch is not None
+            unit.prefetch_post_backward = prefetch is BackwardPrefetch.BACKWARD_POST
         if precision.buffer_dtype is not None:
             _cast_buffers(module, precision.buffer_dtype, modules)
         return module
@@ -101,13 +110,13 @@ class ShardedDataParallel(ShardedModule):
         `keep_bytes`: as in `set_requires_gradient_sync`.
         """
         units = units_in(self)
-        before = [unit.syncs for unit in units]
+        before = [unit.reduce_grads for unit in units]
         self.set_requires_gradient_sync(False, keep_bytes=keep_bytes)
         try:
             yield
         finally:
             for unit, synced in zip(units, before, strict=True):
-                unit.syncs = synced
+                unit.reduce_grads = synced
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedModule]:
@@ -137,10 +146,10 @@ class ShardedDataParallel(ShardedModule):
             raise InvalidArgument("rank0_only leaves the other ranks nothing to write back: give writeback=False")
         units = units_in(module, recurse=recurse)
         for unit in units:
-            if unit.order.depth or current_graph_task_id() != -1:
+            if unit.scheduler.depth or current_graph_task_id() != -1:
                 raise InvalidUsage("summon_full_params inside of a forward or backward", op="summon_full_params")
         device = torch.device("cpu") if offload_to_cpu else None
-        with shown_masters(units, keep=writeback, gradients=with_grads, device=device, rank0_only=rank0_only):
+        with unsharded_params(units, keep=writeback, gradients=with_grads, device=device, rank0_only=rank0_only):
             yield
 
     # FSDP1's names for what `collectives.sharded.fsdp1.state_dict_type` does.
@@ -153,10 +162,10 @@ class ShardedDataParallel(ShardedModule):
     scatter_full_optim_state_dict = staticmethod(settings.scatter_full_optim_state_dict)
 
 
-def give_memory(module: nn.Module, device: torch.device, init, ignored) -> None:
+def materialize_meta_params(module: nn.Module, device: torch.device, init, ignored) -> None:
     """Give what of a unit is on the meta device memory and values."""
     ignored = set(map(id, ignored))
-    for each in own_modules(module):
+    for each in managed_modules(module):
         own = [*each._parameters.values(), *each._buffers.values()]
         if not any(tensor is not None and tensor.is_meta and id(tensor) not in ignored for tensor in own):
             continue
@@ -179,14 +188,14 @@ def give_memory(module: nn.Module, device: torch.device, init, ignored) -> None:
             )
 
 
-def take_from_rank_0(module: nn.Module, world: Communicator, ignored) -> None:
+def broadcast_module_states(module: nn.Module, world: Communicator, ignored) -> None:
     """Broadcast rank 0's parameters and buffers of one unit."""
     found = managed_parameters(module, stop=lambda each: isinstance(each, ShardedModule))
     ignored = set(map(id, ignored))
     tensors = [param.data for _, _, param in found if id(param) not in ignored]
-    for each in own_modules(module):
+    for each in managed_modules(module):
         tensors += [buffer for buffer in each._buffers.values() if buffer is not None]
-    make_rank_0s(tensors, world)
+    broadcast_tensors(tensors, world)
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype, ignored: set[nn.Module]) -> None:

@@ -10,8 +10,8 @@ from torch import nn
 
 from ...errors import InvalidArgument
 from ..managed_params import units_in
-from ..state.optimizer import from_rank_0, full_state, local_state_dict, on_cpu, pieces_of_state
-from ..state.state_dict import Form
+from ..state.optimizer import gather_full_state, local_state_dict, on_cpu, scatter_from_rank0, sharded_state
+from ..state.state_dict import GetOptions
 from .api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -33,7 +33,9 @@ _DEFAULT = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """Give what `set_state_dict_type` has set: of the outermost unit inside."""
-    return next((unit.settings for unit in units_in(module) if unit.settings is not None), _DEFAULT)
+    return next(
+        (unit.state_dict_settings for unit in units_in(module) if unit.state_dict_settings is not None), _DEFAULT
+    )
 
 
 def set_state_dict_type(
@@ -61,8 +63,8 @@ def set_state_dict_type(
     )
     before = get_state_dict_type(module)
     for unit in units_in(module):
-        unit.settings = settings
-        unit.form = Form.of(settings.state_dict_type, settings.state_dict_config)
+        unit.state_dict_settings = settings
+        unit.state_dict_options = GetOptions.of(settings.state_dict_type, settings.state_dict_config)
     return before
 
 
@@ -73,13 +75,13 @@ def state_dict_type(
 ):  # fmt: skip
     """Do as `set_state_dict_type` inside of a block."""
     units = units_in(module)
-    before = [(unit.settings, unit.form) for unit in units]
+    before = [(unit.state_dict_settings, unit.state_dict_options) for unit in units]
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
         for unit, (settings, form) in zip(units, before, strict=True):
-            unit.settings, unit.form = settings, form
+            unit.state_dict_settings, unit.state_dict_options = settings, form
 
 
 def optim_state_dict(
@@ -90,10 +92,10 @@ def optim_state_dict(
     `optim_state_dict`: what its own ``state_dict()`` gave; None: that now. `group` changes nothing.
     """
     settings = get_state_dict_type(model)
-    form = Form.of(settings.state_dict_type, settings.optim_state_dict_config)
+    form = GetOptions.of(settings.state_dict_type, settings.optim_state_dict_config)
     if form.full:
-        return full_state(model, [(optim, optim_state_dict)], form)
-    made = pieces_of_state(model, [optim], raw=optim_state_dict)
+        return gather_full_state(model, [(optim, optim_state_dict)], form)
+    made = sharded_state(model, [optim], raw=optim_state_dict)
     return on_cpu(made) if form.on_cpu else made
 
 
@@ -101,7 +103,7 @@ def full_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_input=None, rank0_only: bool = True, group=None
 ) -> dict[str, Any]:
     """Give an optimizer's full state by names, on the host; by `rank0_only` an empty dictionary on the other ranks."""
-    return full_state(model, [(optim, None)], Form(True, True, rank0_only))
+    return gather_full_state(model, [(optim, None)], GetOptions(True, True, rank0_only))
 
 
 def optim_state_dict_to_load(
@@ -115,7 +117,7 @@ def optim_state_dict_to_load(
     """
     settings = get_state_dict_type(model)
     if getattr(settings.optim_state_dict_config, "rank0_only", False):
-        optim_state_dict = from_rank_0(model, optim_state_dict)
+        optim_state_dict = scatter_from_rank0(model, optim_state_dict)
     local = local_state_dict(model, optim, optim_state_dict)
     if load_directly:
         optim.load_state_dict(local)
@@ -132,5 +134,5 @@ def scatter_full_optim_state_dict(
     """
     if optim is None:
         raise InvalidArgument("give the optimizer as optim=", op="scatter_full_optim_state_dict")
-    given = from_rank_0(model, full_optim_state_dict)
+    given = scatter_from_rank0(model, full_optim_state_dict)
     return local_state_dict(model, optim, given)

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ...errors import InvalidUsage
-from .checkpoint_reader import METADATA, PARTIAL, Contents, digest_of
-from .dist_wrapper import Meeting, order_in
-from .fqns import named_parameters
+from .checkpoint_reader import METADATA, PARTIAL, CheckpointReader, sha256_of
+from .dist_wrapper import DistWrapper, get_module_scheduler
+from .fqns import params_by_id
 from .model import get_model_state_dict, set_model_state_dict
-from .optimizer import local_state_dict, optimizers_of, pieces_of_state
+from .optimizer import local_state_dict, optimizers_of, sharded_state
 
 __all__ = ["CHECKSUMS", "load", "save"]
 
@@ -45,10 +45,10 @@ def save(
     ``OSError`` where writing failed, and `RemoteError`, which names it, on the other ranks.
     """
     target = Path(os.path.abspath(path))
-    order = order_in(model)
-    if order is None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    scheduler = get_module_scheduler(model)
+    if scheduler is None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise InvalidUsage("nothing in this model is sharded: save it by torch.distributed.checkpoint.save", op="save")
-    meeting = Meeting(order, "save", str(target))
+    meeting = DistWrapper(scheduler, "save", str(target))
     partial = target.with_name(target.name + PARTIAL)
 
     def begin() -> None:
@@ -58,37 +58,37 @@ def save(
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
 
-    meeting.first("begin the checkpoint", begin)
+    meeting.run_on_rank0("begin the checkpoint", begin)
     try:
         _write(meeting, partial, model, optimizers, extra)
 
         def end() -> None:
-            _flush(partial)
+            _reduce_remaining(partial)
             before = None
             if target.exists():
                 before = target.with_name(target.name + ".replaced")
                 target.rename(before)
             partial.rename(target)
-            _flush(target.parent)
+            _reduce_remaining(target.parent)
             if before is not None:
                 shutil.rmtree(before)
 
-        meeting.first("end the checkpoint", end)
+        meeting.run_on_rank0("end the checkpoint", end)
     except BaseException:
         if meeting.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         if meeting.failed:
-            meeting.tell(None)  # it is gone when this is raised, on all ranks
+            meeting.all_gather_object(None)  # it is gone when this is raised, on all ranks
         raise
 
 
-def _write(meeting: Meeting, partial: Path, model, optimizers, extra) -> None:
+def _write(meeting: DistWrapper, partial: Path, model, optimizers, extra) -> None:
     planner, writer = DefaultSavePlanner(flatten_sharded_tensors=False), FileSystemWriter(partial)
 
     def plan():
         state: dict[str, Any] = {"model": get_model_state_dict(model)}
         if optimizers is not None:
-            state["optimizer"] = pieces_of_state(model, optimizers_of(optimizers))
+            state["optimizer"] = sharded_state(model, optimizers_of(optimizers))
         if extra is not None and meeting.rank == 0:
             state["extra"] = (extra,)  # DCP takes dictionaries and lists apart, and tuples as they are
         planner.set_up_planner(state, writer.storage_meta(), meeting.rank == 0)
@@ -102,20 +102,20 @@ def _write(meeting: Meeting, partial: Path, model, optimizers, extra) -> None:
         metadata.append(whole)
         return writer.prepare_global_plan(made)
 
-    plans = meeting.each("plan its part of the checkpoint", plan)
-    plans = meeting.first("plan the checkpoint", together)
+    plans = meeting.run_on_all("plan its part of the checkpoint", plan)
+    plans = meeting.run_on_rank0("plan the checkpoint", together)
 
     def write():
         done = writer.write_data(planner.finish_plan(plans[meeting.rank]), planner)
         done.wait()
         names = sorted({result.storage_data.relative_path for result in done.value()})
-        return done.value(), {name: (digest_of(partial / name), (partial / name).stat().st_size) for name in names}
+        return done.value(), {name: (sha256_of(partial / name), (partial / name).stat().st_size) for name in names}
 
-    written = meeting.each("write its part of the checkpoint", write)
+    check_not_written = meeting.run_on_all("write its part of the checkpoint", write)
 
     def finish() -> None:
         digests = {}
-        for rank, (_, files) in enumerate(written):
+        for rank, (_, files) in enumerate(check_not_written):
             for name, (digest, size) in files.items():
                 if not (partial / name).exists() or (partial / name).stat().st_size != size:
                     raise InvalidUsage(
@@ -124,17 +124,17 @@ def _write(meeting: Meeting, partial: Path, model, optimizers, extra) -> None:
                         op="save",
                     )
                 digests[name] = digest
-        writer.finish(metadata[0], [results for results, _ in written])
-        digests[METADATA] = digest_of(partial / METADATA)
+        writer.finish(metadata[0], [results for results, _ in check_not_written])
+        digests[METADATA] = sha256_of(partial / METADATA)
         with open(partial / CHECKSUMS, "w") as sums:
             sums.writelines(f"{digest}  {name}\n" for name, digest in digests.items())
             sums.flush()
             os.fsync(sums.fileno())
 
-    meeting.first("write the checkpoint's index", finish)
+    meeting.run_on_rank0("write the checkpoint's index", finish)
 
 
-def _flush(folder: Path) -> None:
+def _reduce_remaining(folder: Path) -> None:
     """Have a directory's entries on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -161,15 +161,15 @@ def load(
     nothing has been loaded then.
     """
     folder = Path(os.path.abspath(path))
-    order = order_in(model)
-    meeting = Meeting(order, "load", str(folder))
+    scheduler = get_module_scheduler(model)
+    meeting = DistWrapper(scheduler, "load", str(folder))
     optimizers = [] if optimizers is None else optimizers_of(optimizers)
-    contents: list[Contents] = []
+    contents: list[CheckpointReader] = []
     states: list[dict[str, Any]] = []
     others: dict[str, Any] = {}
 
     def open_it() -> None:
-        contents.append(Contents(folder))
+        contents.append(CheckpointReader(folder))
 
     def look() -> None:
         found = contents[0]
@@ -181,11 +181,11 @@ def load(
         found = contents[0]
         others["extra"] = found.read_extra()
         if optimizers:
-            state = found.read_optimizers(named_parameters(model).values())
+            state = found.read_optimizers(params_by_id(model).values())
             states.extend(local_state_dict(model, each, state) for each in optimizers)
 
     def read() -> None:
-        device = None if order is None else order.comm.device
+        device = None if scheduler is None else scheduler.comm.device
         _give_memory(model, device)
         template = get_model_state_dict(model)
         contents[0].read_model(template)
@@ -193,10 +193,10 @@ def load(
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
-    meeting.each("read the checkpoint's index", open_it)
-    meeting.each("find the model in the checkpoint", look)
-    meeting.each("read the optimizers' state", read_optimizers)
-    meeting.each("read the model", read)
+    meeting.run_on_all("read the checkpoint's index", open_it)
+    meeting.run_on_all("find the model in the checkpoint", look)
+    meeting.run_on_all("read the optimizers' state", read_optimizers)
+    meeting.run_on_all("read the model", read)
     return others["extra"]
 
 
@@ -220,8 +220,8 @@ def _give_memory(model: nn.Module, device: torch.device | None) -> None:
         if unit is not None:
             unit.reshard()
             for group in unit.groups:
-                group.give_memory()
-            of_units |= {id(slot.piece) for slot in unit.slots}
+                group.allocate()
+            of_units |= {id(param.shard) for param in unit.params}
     device = torch.device("cpu") if device is None else device
     for module in model.modules():
         for name, param in module._parameters.items():

@@ -13,16 +13,16 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ...errors import InvalidArgument
-from .fqns import Named
+from .fqns import NamedParam
 
-__all__ = ["METADATA", "PARTIAL", "Contents", "digest_of"]
+__all__ = ["METADATA", "PARTIAL", "CheckpointReader", "sha256_of"]
 
 METADATA = ".metadata"
 PARTIAL = ".partial"
 _NAMED = 5  # how many keys an error names at the most
 
 
-def digest_of(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     """Give a file's SHA-256, in hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -31,17 +31,17 @@ def digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _wrong(message: str) -> InvalidArgument:
+def _load_error(message: str) -> InvalidArgument:
     return InvalidArgument(message, op="load")
 
 
-def _some(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     names = sorted(names)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
 
-class Contents:
+class CheckpointReader:
     """A checkpoint's index, and what can be read by it. Raises `InvalidArgument` for what is none."""
 
     def __init__(self, folder: Path):
@@ -51,15 +51,15 @@ class Contents:
             what = "is no checkpoint, or a part of one: it has no .metadata"
             if not folder.is_dir():
                 what = f"was never completed: there is only {partial.name}" if partial.is_dir() else "is not there"
-            raise _wrong(f"{folder} {what}")
+            raise _load_error(f"{folder} {what}")
         try:
             metadata = FileSystemReader(folder).read_metadata()
         except Exception as error:  # whatever damaged bytes make pickle raise
             if isinstance(error, OSError):
                 raise
-            raise _wrong(f"{folder / METADATA} is damaged: {type(error).__name__}: {error}") from error
+            raise _load_error(f"{folder / METADATA} is damaged: {type(error).__name__}: {error}") from error
         if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-            raise _wrong(f"{folder / METADATA} is not of a checkpoint")
+            raise _load_error(f"{folder / METADATA} is not of a checkpoint")
         self.metadata = metadata
         self.entries = metadata.state_dict_metadata
         self.paths: dict[str, tuple] = metadata.planner_data or {key: (key,) for key in self.entries}
@@ -75,9 +75,11 @@ class Contents:
         for name, end in sorted(ends.items()):
             path = self.folder / name
             if not path.is_file():
-                raise _wrong(f"{path} is missing: the checkpoint is incomplete")
+                raise _load_error(f"{path} is missing: the checkpoint is incomplete")
             if path.stat().st_size < end:
-                raise _wrong(f"{path} has {path.stat().st_size} bytes and must have {end}: the checkpoint is damaged")
+                raise _load_error(
+                    f"{path} has {path.stat().st_size} bytes and must have {end}: the checkpoint is damaged"
+                )
         if checksums is None or not (self.folder / checksums).is_file():
             return
         sums = {}
@@ -85,12 +87,12 @@ class Contents:
             digest, _, name = line.partition("  ")
             sums[name] = digest
         if {*ends, METADATA} - sums.keys():
-            raise _wrong(
-                f"{self.folder / checksums} is damaged: it has none of {_some({*ends, METADATA} - sums.keys())}"
+            raise _load_error(
+                f"{self.folder / checksums} is damaged: it has none of {_list_names({*ends, METADATA} - sums.keys())}"
             )
         for name in sorted({*ends, METADATA})[rank::ranks]:
-            if digest_of(self.folder / name) != sums[name]:
-                raise _wrong(f"{self.folder / name} is damaged: its checksum is not that in {checksums}")
+            if sha256_of(self.folder / name) != sums[name]:
+                raise _load_error(f"{self.folder / name} is damaged: its checksum is not that in {checksums}")
 
     # ---- The model.
 
@@ -101,11 +103,11 @@ class Contents:
         missing = [name for name in template if self._root + name not in self.entries]
         empty = [name for name in missing if isinstance(template[name], torch.Tensor) and template[name].is_meta]
         if missing and (strict or empty or len(missing) == len(template)):
-            problems.append(f"it has no {_some(missing)}")
+            problems.append(f"it has no {_list_names(missing)}")
         known = {self._root + name for name in template}
         others = {key for key in self.entries if self._is_models(key)} - known
         if others and strict:
-            problems.append(f"the model has no {_some(key[len(self._root) :] for key in others)}")
+            problems.append(f"the model has no {_list_names(key[len(self._root) :] for key in others)}")
         for name, value in template.items():
             entry = self.entries.get(self._root + name)
             if isinstance(entry, TensorStorageMetadata) != isinstance(value, torch.Tensor) and entry is not None:
@@ -114,7 +116,7 @@ class Contents:
                 problems.append(f"{name} is {list(entry.size)} there and {list(value.shape)} in the model")
         if problems:
             shown = "; ".join(problems[:_NAMED])
-            raise _wrong(f"{self.folder} is a checkpoint of another model: {shown}")
+            raise _load_error(f"{self.folder} is a checkpoint of another model: {shown}")
 
     def _find_root(self, template: dict[str, Any]) -> str:
         """Give what stands before the model's names."""
@@ -144,12 +146,12 @@ class Contents:
 
     # ---- Optimizers, and what else there is.
 
-    def read_optimizers(self, parameters: Iterable[Named]) -> dict[str, Any]:
+    def read_optimizers(self, parameters: Iterable[NamedParam]) -> dict[str, Any]:
         """Read optimizer state by names: this rank's part of each entry that is of its parameter's shape."""
         by_name = {named.name: named for named in parameters}
         roots = {path[: path.index("param_groups")] for path in self.paths.values() if "param_groups" in path}
         if not roots:
-            raise _wrong(f"{self.folder} has no optimizer state: load without optimizers")
+            raise _load_error(f"{self.folder} has no optimizer state: load without optimizers")
         reads: dict[str, Any] = {}
         places: dict[str, tuple] = {}
         unknown = set()
@@ -171,7 +173,9 @@ class Contents:
                 unknown.add(str(rest[1]))
             reads[key], places[key] = value, (root, *rest)
         if unknown:
-            raise _wrong(f"{self.folder} has the optimizer state of another model, which has {_some(unknown)}")
+            raise _load_error(
+                f"{self.folder} has the optimizer state of another model, which has {_list_names(unknown)}"
+            )
         self._read(reads)
         made: dict[str, Any] = {"state": {}, "param_groups": []}
         groups: dict[tuple, dict] = {}

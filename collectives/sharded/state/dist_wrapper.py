@@ -11,37 +11,37 @@ import torch
 from torch import nn
 
 from ...errors import CollectivesError, InvalidUsage, RemoteError
-from ..scheduler import Order
+from ..scheduler import Scheduler
 
-__all__ = ["Meeting", "order_in"]
+__all__ = ["DistWrapper", "get_module_scheduler"]
 
 
-def order_in(module: nn.Module) -> Order | None:
+def get_module_scheduler(module: nn.Module) -> Scheduler | None:
     """Give the order of a module's units; None where nothing in it is sharded."""
-    orders = {id(each._order): each._order for each in module.modules() if hasattr(each, "_order")}
-    if len(orders) > 1:
+    schedulers = {id(each._scheduler): each._scheduler for each in module.modules() if hasattr(each, "_scheduler")}
+    if len(schedulers) > 1:
         raise InvalidUsage("its units are over different communicators: call this for each part by itself")
-    return next(iter(orders.values()), None)
+    return next(iter(schedulers.values()), None)
 
 
-class Meeting:
+class DistWrapper:
     """All ranks in the same call of `op` with the same `what`, or `InvalidUsage` on all of them; blocks until then.
 
     `order`: whose ranks; None: this process alone.
     """
 
-    def __init__(self, order: Order | None, op: str, what: str = ""):
+    def __init__(self, scheduler: Scheduler | None, op: str, what: str = ""):
         self.op = op
-        alone = order is None or order.control is None
-        self._control = None if alone else order.control
-        self.rank = 0 if alone else order.comm.rank
-        self.size = 1 if alone else order.comm.size
-        self.comm = None if alone else order.comm
+        alone = scheduler is None or scheduler.control is None
+        self._control = None if alone else scheduler.control
+        self.rank = 0 if alone else scheduler.comm.rank
+        self.size = 1 if alone else scheduler.comm.size
+        self.comm = None if alone else scheduler.comm
         self.failed = False  # all ranks know of a failure of one, and have raised
         if not alone:
-            order.meet(f"{op}({what})")
+            scheduler.barrier(f"{op}({what})")
 
-    def tell(self, value: Any) -> list:
+    def all_gather_object(self, value: Any) -> list:
         """Give what all ranks have told here, in their order; it goes by pickle. A collective."""
         if self._control is None:
             return [value]
@@ -56,7 +56,7 @@ class Meeting:
         begins = [0, *ends[:-1]]
         return [pickle.loads(table[begin:end].tobytes()) for begin, end in zip(begins, ends, strict=True)]
 
-    def each(self, what: str, function: Callable[[], Any]) -> list:
+    def run_on_all(self, what: str, function: Callable[[], Any]) -> list:
         """Call a function on each rank and give all results. Where one raises, all do, and say which rank it was.
 
         An error of this package is raised on all ranks as it is; others as `RemoteError` on the ranks that had none.
@@ -67,7 +67,7 @@ class Meeting:
         except Exception as error:
             failed = error
         portable = failed if isinstance(failed, CollectivesError) else None
-        told = self.tell((failed is not None, portable, f"{type(failed).__name__}: {failed}", result))
+        told = self.all_gather_object((failed is not None, portable, f"{type(failed).__name__}: {failed}", result))
         self.failed = any(has_failed for has_failed, *_ in told)
         if failed is not None:
             raise failed
@@ -80,9 +80,9 @@ class Meeting:
                 )  # fmt: skip
         return [result for *_, result in told]
 
-    def first(self, what: str, function: Callable[[], Any]) -> Any:
+    def run_on_rank0(self, what: str, function: Callable[[], Any]) -> Any:
         """Call a function on rank 0 alone and give its result to all; raises as `each` does."""
-        return self.each(what, function if self.rank == 0 else lambda: None)[0]
+        return self.run_on_all(what, function if self.rank == 0 else lambda: None)[0]
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Give rank 0's tensor, of this shape and dtype, on the communicator's device."""

@@ -8,16 +8,16 @@ import torch
 from torch import nn
 
 from ...errors import InvalidArgument
-from ..param import Slot
-from .state_dict import piece_of
+from ..param import ShardedParam
+from .state_dict import as_shard_tensor
 
-__all__ = ["Named", "clean", "named_parameters", "named_slots"]
+__all__ = ["NamedParam", "clean_tensor_name", "params_by_id", "sharded_params_by_fqn"]
 
 # What wrappers put between: torch.compile, activation checkpointing; DistributedDataParallel's is at the beginning.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
-def clean(name: str) -> str:
+def clean_tensor_name(name: str) -> str:
     """Give a name without what wrappers have put into it."""
     for each in _WRAPPERS:
         name = name.replace(each, "")
@@ -25,17 +25,17 @@ def clean(name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class NamedParam:
     """A parameter by its name: its `param` here, and the `slot` where it is a unit's."""
 
     name: str
     param: nn.Parameter
-    slot: Slot | None
+    sharded: ShardedParam | None
 
     @property
     def shape(self) -> torch.Size:
         """The whole parameter's."""
-        return self.param.shape if self.slot is None else self.slot.shape
+        return self.param.shape if self.sharded is None else self.sharded.shape
 
     @property
     def device(self) -> torch.device:
@@ -48,7 +48,7 @@ class Named:
 
     def entry(self, value: torch.Tensor) -> torch.Tensor:
         """Give a tensor that lies as the parameter here, as an entry of a state dict of pieces."""
-        return value if self.slot is None else piece_of(self.slot, value)
+        return value if self.sharded is None else as_shard_tensor(self.sharded, value)
 
     def take(self, key: str, value: torch.Tensor) -> torch.Tensor:
         """Give, as the optimizer here needs it, its own copy of an entry of the whole shape, or of a piece."""
@@ -57,32 +57,32 @@ class Named:
                 f"{key} of {self.name} has shape {list(value.shape)} in the state dict, and the parameter has "
                 f"{list(self.shape)}: it is of another model"
             )
-        if self.slot is None:
+        if self.sharded is None:
             return value.detach().clone()
         here = torch.empty(self.param.shape, dtype=value.dtype, device=self.device)
-        piece_of(self.slot, here).copy_(value)
+        as_shard_tensor(self.sharded, here).copy_(value)
         return here
 
 
-def named_slots(model: nn.Module) -> dict[str, Slot]:
+def sharded_params_by_fqn(model: nn.Module) -> dict[str, ShardedParam]:
     """Give the units' slots by all their names."""
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         unit = getattr(module, "_unit", None)
-        for slot in () if unit is None else unit.slots:
-            for name in slot.names:
-                found.setdefault(clean(f"{prefix}.{name}" if prefix else name), slot)
+        for param in () if unit is None else unit.params:
+            for name in param.names:
+                found.setdefault(clean_tensor_name(f"{prefix}.{name}" if prefix else name), param)
     return found
 
 
-def named_parameters(model: nn.Module) -> dict[int, Named]:
+def params_by_id(model: nn.Module) -> dict[int, NamedParam]:
     """Give a model's parameters by their ids, each with its first name; of units, their pieces."""
-    found: dict[int, Named] = {}
+    found: dict[int, NamedParam] = {}
     of_units = set()
-    for name, slot in named_slots(model).items():
-        found.setdefault(id(slot.piece), Named(name, slot.piece, slot))
-        of_units |= {id(slot.piece), id(slot.full), id(slot.shown)}
+    for name, param in sharded_params_by_fqn(model).items():
+        found.setdefault(id(param.shard), NamedParam(name, param.shard, param))
+        of_units |= {id(param.shard), id(param.full), id(param.substitute)}
     for name, param in model.named_parameters():
         if id(param) not in of_units:
-            found[id(param)] = Named(clean(name), param, None)
+            found[id(param)] = NamedParam(clean_tensor_name(name), param, None)
     return found

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from ...errors import InvalidUsage
-from .dist_wrapper import Meeting, order_in
-from .fqns import clean, named_slots
-from .shard_tensor import Piece
-from .state_dict import making, piece_of, read_options
+from .dist_wrapper import DistWrapper, get_module_scheduler
+from .fqns import clean_tensor_name, sharded_params_by_fqn
+from .shard_tensor import ShardTensor
+from .state_dict import as_shard_tensor, read_options, use_get_options
 
-__all__ = ["get_model_state_dict", "make_rank_0s", "set_model_state_dict", "sync_states"]
+__all__ = ["broadcast_tensors", "get_model_state_dict", "set_model_state_dict", "sync_unsharded_states"]
 
 
 def get_model_state_dict(
@@ -23,7 +23,7 @@ def get_model_state_dict(
     """Give a model's parameters and buffers, by the unsharded model's names. A collective, unless in pieces.
 
     `full_state_dict`: plain tensors of the unsharded shapes, with memory of their own, gathered unit by unit: on each
-    rank or, by `rank0_only`, on rank 0, and an empty dictionary elsewhere. Else each parameter is a `Piece`, which
+    rank or, by `rank0_only`, on rank 0, and an empty dictionary elsewhere. Else each parameter is a `ShardTensor`, which
     torch.distributed.checkpoint saves and loads, and which views this rank's memory. `cpu_offload`: on the host; the
     peak there is the model and one unit, and by `rank0_only` one unit on the other ranks. `options`: torch's
     StateDictOptions in their place. What torch.compile, checkpoint wrappers and DistributedDataParallel put into names
@@ -31,18 +31,22 @@ def get_model_state_dict(
     """
     form, taking = read_options(options, full_state_dict, cpu_offload, rank0_only)
     inner = _unwrapped(model)
-    with making(form):
+    with use_get_options(form):
         made = inner.state_dict()
     if form.rank0_only:
-        order = order_in(model)
-        if order is not None and order.comm.rank:
+        scheduler = get_module_scheduler(model)
+        if scheduler is not None and scheduler.comm.rank:
             return {}
     if form.on_cpu:
         made = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in made.items()}
     frozen = set()
     if taking.ignore_frozen:
-        frozen = {clean(name) for name, p in inner.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return {name: value for name, value in ((clean(key), v) for key, v in made.items()) if name not in frozen}
+        frozen = {
+            clean_tensor_name(name) for name, p in inner.named_parameters(remove_duplicate=False) if not p.requires_grad
+        }
+    return {
+        name: value for name, value in ((clean_tensor_name(key), v) for key, v in made.items()) if name not in frozen
+    }
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -68,56 +72,56 @@ def set_model_state_dict(
     inner = _unwrapped(model)
     if broadcast_from_rank0:
         model_state_dict = _from_rank_0(model, model_state_dict)
-    keys = {clean(key): key for key in _keys(inner)}
+    keys = {clean_tensor_name(key): key for key in _keys(inner)}
     return inner.load_state_dict({keys.get(name, name): v for name, v in model_state_dict.items()}, strict=strict)
 
 
 def _keys(module: nn.Module) -> list[str]:
     """Give the keys of a module's state dict; nothing is gathered."""
-    with making(read_options(None, False, False, False)[0]):
+    with use_get_options(read_options(None, False, False, False)[0]):
         return list(module.state_dict())
 
 
 def _from_rank_0(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    meeting = Meeting(order_in(model), "set_model_state_dict")
-    slots = named_slots(model)
+    meeting = DistWrapper(get_module_scheduler(model), "set_model_state_dict")
+    params = sharded_params_by_fqn(model)
 
     def outline() -> dict[str, Any]:
-        if any(isinstance(value, Piece) for value in given.values()):
+        if any(isinstance(value, ShardTensor) for value in given.values()):
             raise InvalidUsage("broadcast_from_rank0 takes full tensors, and these are one rank's pieces")
         return {
             name: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else (None, v) for name, v in given.items()
         }
 
     made = {}
-    for name, (shape, rest) in meeting.first("read the state dict", outline).items():
+    for name, (shape, rest) in meeting.run_on_rank0("read the state dict", outline).items():
         if shape is None:
             made[name] = rest
             continue
         whole = meeting.broadcast(given[name] if meeting.rank == 0 else torch.empty(shape, dtype=rest))
-        slot = slots.get(name)
-        if slot is not None and whole.shape == slot.shape:
-            mine = piece_of(slot, torch.empty(slot.piece.shape, dtype=rest, device=whole.device))
+        param = params.get(name)
+        if param is not None and whole.shape == param.shape:
+            mine = as_shard_tensor(param, torch.empty(param.shard.shape, dtype=rest, device=whole.device))
             whole = mine.copy_(whole)
-        elif slot is not None:
+        elif param is not None:
             whole = torch.empty(shape, dtype=rest, device="meta")  # of another model: torch says which and how
         made[name] = whole
     return made
 
 
-def sync_states(module: nn.Module, comm) -> None:
+def sync_unsharded_states(module: nn.Module, comm) -> None:
     """Make the buffers, and the parameters that are in no unit, those of a communicator's rank 0. A collective.
 
     Units' pieces need none: each lies on one rank alone. Before a module is sharded all its parameters are such.
     """
-    of_units = {id(slot.piece) for slot in named_slots(module).values()}
+    of_units = {id(param.shard) for param in sharded_params_by_fqn(module).values()}
     tensors = [param for param in module.parameters() if id(param) not in of_units]
     tensors += list(module.buffers())
-    make_rank_0s(tensors, comm)
+    broadcast_tensors(tensors, comm)
 
 
 @torch.no_grad()
-def make_rank_0s(tensors: list[torch.Tensor], comm) -> None:
+def broadcast_tensors(tensors: list[torch.Tensor], comm) -> None:
     """Make tensors those of a communicator's rank 0. A collective for each."""
     for tensor in tensors:
         there = tensor.detach().to(comm.device).contiguous()

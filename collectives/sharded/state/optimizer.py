@@ -1,7 +1,7 @@
 """Optimizer state by the parameters' names: full tensors, or this rank's pieces; and back into the optimizers.
 
 ``{"state": {name: {"step": ..., "exp_avg": ...}}, "param_groups": [{"params": [names], "lr": ...}]}``, as
-torch.distributed.checkpoint.state_dict has it. What has an element for each of the parameter's is full, or a `Piece`;
+torch.distributed.checkpoint.state_dict has it. What has an element for each of the parameter's is full, or a `ShardTensor`;
 all else (``step``) is as it is.
 """
 
@@ -16,14 +16,14 @@ from torch import nn
 from ...errors import InvalidArgument, InvalidUsage
 from ...optim import _Optimizer
 from ..managed_params import units_in
-from .dist_wrapper import Meeting, order_in
-from .fqns import Named, named_parameters
-from .shard_tensor import Piece
-from .state_dict import Form, read_options
+from .dist_wrapper import DistWrapper, get_module_scheduler
+from .fqns import NamedParam, params_by_id
+from .shard_tensor import ShardTensor
+from .state_dict import GetOptions, read_options
 
 __all__ = [
-    "from_rank_0", "full_state", "get_optimizer_state_dict", "local_state_dict", "on_cpu", "optimizers_of",
-    "pieces_of_state", "set_optimizer_state_dict",
+    "gather_full_state", "get_optimizer_state_dict", "local_state_dict", "on_cpu", "optimizers_of", "scatter_from_rank0",
+    "set_optimizer_state_dict", "sharded_state",
 ]  # fmt: skip
 
 
@@ -54,8 +54,8 @@ def get_optimizer_state_dict(
     form, _ = read_options(options, full_state_dict, cpu_offload, rank0_only)
     optimizers = optimizers_of(optimizers)
     if form.full:
-        return full_state(model, [(each, None) for each in optimizers], form)
-    made = pieces_of_state(model, optimizers, fill=True)
+        return gather_full_state(model, [(each, None) for each in optimizers], form)
+    made = sharded_state(model, optimizers, fill=True)
     return on_cpu(made) if form.on_cpu else made
 
 
@@ -69,19 +69,19 @@ def _on_cpu(value):
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def pieces_of_state(
+def sharded_state(
     model: nn.Module, optimizers, *, fill: bool = False, raw: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Give optimizers' state by names, in pieces, where it lies. A local call.
 
     `fill`: begin state where none is. `raw`: what the optimizer's own ``state_dict()`` gave.
     """
-    by_id = named_parameters(model)
+    by_id = params_by_id(model)
     made: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
         if fill:
-            _begin_state(optimizer)
-        named, groups = _by_name(optimizer, by_id, raw)
+            _init_optim_state(optimizer)
+        named, groups = _state_by_fqn(optimizer, by_id, raw)
         made["param_groups"] += groups
         for name, state in named.items():
             here = by_id[id(name.param)]
@@ -91,10 +91,12 @@ def pieces_of_state(
     return made
 
 
-def _by_name(optimizer, by_id: dict[int, Named], raw: dict | None = None) -> tuple[dict[Named, dict], list[dict]]:
+def _state_by_fqn(
+    optimizer, by_id: dict[int, NamedParam], raw: dict | None = None
+) -> tuple[dict[NamedParam, dict], list[dict]]:
     """Give an optimizer's own state dict, or `raw` in its place, by named parameters."""
     raw = optimizer.state_dict() if raw is None else raw
-    names: dict[Any, Named] = {}
+    names: dict[Any, NamedParam] = {}
     groups = []
     for own, group in zip(optimizer.param_groups, raw["param_groups"], strict=True):
         for param, number in zip(own["params"], group["params"], strict=True):
@@ -109,7 +111,7 @@ def _by_name(optimizer, by_id: dict[int, Named], raw: dict | None = None) -> tup
     for number, entries in raw["state"].items():
         named = names[number]
         for key, value in entries.items():
-            if named.slot is not None and not named.holds(key, value) and _is_large(value):
+            if named.sharded is not None and not named.holds(key, value) and _is_large(value):
                 raise InvalidArgument(
                     f"{key} of {named.name} has shape {list(value.shape)}, and the parameter's piece here "
                     f"{list(named.param.shape)}: only state with an element for each of the parameter's, or with one "
@@ -124,7 +126,7 @@ def _is_large(value) -> bool:
 
 
 @torch.no_grad()
-def _begin_state(optimizer) -> None:
+def _init_optim_state(optimizer) -> None:
     """Let an optimizer that has not stepped make its state, by a step of gradients of 0 that changes nothing."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if optimizer.state or any(param.grad is not None for param in params):
@@ -156,23 +158,28 @@ def _begin_state(optimizer) -> None:
             state["step"] = 0
 
 
-def full_state(model: nn.Module, given: list[tuple[torch.optim.Optimizer, dict | None]], form: Form) -> dict[str, Any]:
+def gather_full_state(
+    model: nn.Module, given: list[tuple[torch.optim.Optimizer, dict | None]], form: GetOptions
+) -> dict[str, Any]:
     """Give optimizers' state by names, of full tensors; each with its own state dict, or None. A collective."""
-    meeting = Meeting(order_in(model), "get_optimizer_state_dict")
-    by_id = named_parameters(model)
+    meeting = DistWrapper(get_module_scheduler(model), "get_optimizer_state_dict")
+    by_id = params_by_id(model)
     here: dict[str, dict] = {}
     groups: list[dict] = []
 
     def describe() -> dict[str, dict]:
         for optimizer, raw in given:
-            named, own = _by_name(optimizer, by_id, raw)
+            named, own = _state_by_fqn(optimizer, by_id, raw)
             groups.extend(own)
             here.update({each.name: state for each, state in named.items()})
         by_name = {named.name: named for named in by_id.values()}
-        return {name: {key: _told(by_name[name], key, v) for key, v in state.items()} for name, state in here.items()}
+        return {
+            name: {key: _describe_entry(by_name[name], key, v) for key, v in state.items()}
+            for name, state in here.items()
+        }
 
     merged: dict[str, dict[str, Any]] = {}
-    for table in meeting.each("read its optimizers' state", describe):
+    for table in meeting.run_on_all("read its optimizers' state", describe):
         for name, state in table.items():
             for key, told in state.items():
                 known = merged.setdefault(name, {}).setdefault(key, told)
@@ -185,7 +192,7 @@ def full_state(model: nn.Module, given: list[tuple[torch.optim.Optimizer, dict |
                 if isinstance(told, torch.dtype) and named.param.numel() and key not in here.get(named.name, {}):
                     raise InvalidUsage(f"{key} of {named.name} is in the optimizers of other ranks and not in this one")
 
-    meeting.each("find all of its state", whole)
+    meeting.run_on_all("find all of its state", whole)
     keeps = meeting.rank == 0 or not form.rank0_only
     state: dict[str, dict] = {}
     for key_of, full in _gathered(model, by_id, here, merged, form, keeps):
@@ -202,7 +209,7 @@ def full_state(model: nn.Module, given: list[tuple[torch.optim.Optimizer, dict |
     return {"state": made, "param_groups": groups}
 
 
-def _told(named: Named, key: str, value):
+def _describe_entry(named: NamedParam, key: str, value):
     """Describe an entry: by its dtype what has an element for each of the parameter's, all else by itself."""
     if named.holds(key, value):
         return value.dtype
@@ -214,29 +221,29 @@ def _scalar(value):
 
 
 @torch.no_grad()
-def _gathered(model, by_id, here, merged, form: Form, keeps: bool):
+def _gathered(model, by_id, here, merged, form: GetOptions, keeps: bool):
     """Give ((name, key), full tensor) of the entries with an element for each of their parameter's, unit by unit."""
 
     def mine(full: torch.Tensor, device) -> torch.Tensor:
         return full.to("cpu" if form.on_cpu else device, copy=True)
 
-    names = {id(named.slot): named.name for named in by_id.values() if named.slot is not None}
+    names = {id(named.sharded): named.name for named in by_id.values() if named.sharded is not None}
     for unit in units_in(model):
         for group in unit.groups:
             kinds: dict[tuple, list] = {}
-            for slot in group.slots:
-                for key, told in merged.get(names[id(slot)], {}).items():
+            for param in group.params:
+                for key, told in merged.get(names[id(param)], {}).items():
                     if isinstance(told, torch.dtype):
-                        kinds.setdefault((key, str(told)), []).append((slot, names[id(slot)], told))
+                        kinds.setdefault((key, str(told)), []).append((param, names[id(param)], told))
             for (key, _), members in sorted(kinds.items()):
-                flat = group.gather_beside([(slot, here.get(name, {}).get(key)) for slot, name, _ in members],
-                                           members[0][2])  # fmt: skip
+                values = [(param, here.get(name, {}).get(key)) for param, name, _ in members]
+                flat = group.all_gather_like_shards(values, members[0][2])
                 if keeps:
-                    for slot, name, _ in members:
-                        full = flat[slot.offset : slot.offset + slot.count].view(slot.shape)
+                    for param, name, _ in members:
+                        full = flat[param.offset : param.offset + param.count].view(param.shape)
                         yield (name, key), mine(full, group.store)
     for named in by_id.values():
-        if named.slot is None and keeps:
+        if named.sharded is None and keeps:
             for key, told in merged.get(named.name, {}).items():
                 if isinstance(told, torch.dtype):
                     yield (named.name, key), mine(here[named.name][key].detach(), named.param.device)
@@ -259,16 +266,16 @@ def set_optimizer_state_dict(
     _, settings = read_options(options, True, False, False)
     optimizers = optimizers_of(optimizers)
     if broadcast_from_rank0 or settings.broadcast:
-        optim_state_dict = from_rank_0(model, optim_state_dict)
+        optim_state_dict = scatter_from_rank0(model, optim_state_dict)
     loads = [local_state_dict(model, each, optim_state_dict) for each in optimizers]
     for optimizer, local in zip(optimizers, loads, strict=True):
         optimizer.load_state_dict(local)
 
 
-def from_rank_0(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Any]:
+def scatter_from_rank0(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Any]:
     """Give each rank its pieces of the full state, by names, that rank 0 has. A collective."""
-    meeting = Meeting(order_in(model), "set_optimizer_state_dict")
-    by_name = {named.name: named for named in named_parameters(model).values()}
+    meeting = DistWrapper(get_module_scheduler(model), "set_optimizer_state_dict")
+    by_name = {named.name: named for named in params_by_id(model).values()}
 
     def outline() -> dict[str, Any]:
         return {
@@ -278,14 +285,14 @@ def from_rank_0(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Any
             },
         }
 
-    made = meeting.first("read the state dict", outline)
+    made = meeting.run_on_rank0("read the state dict", outline)
     for name, state in made["state"].items():
         for key, told in state.items():
             if isinstance(told, _Outline):
                 mine = given["state"][name][key] if meeting.rank == 0 else torch.empty(told.shape, dtype=told.dtype)
                 whole = meeting.broadcast(mine)
                 named = by_name.get(name)
-                if named is not None and named.slot is not None and key != "step" and whole.shape == named.shape:
+                if named is not None and named.sharded is not None and key != "step" and whole.shape == named.shape:
                     whole = named.entry(named.take(key, whole))
                 state[key] = whole
     return made
@@ -299,7 +306,7 @@ class _Outline:
 
 
 def _outlined(value):
-    if isinstance(value, Piece):
+    if isinstance(value, ShardTensor):
         raise InvalidUsage("broadcast_from_rank0 takes full tensors, and these are one rank's pieces")
     return _Outline(value) if isinstance(value, torch.Tensor) else value
 
@@ -308,14 +315,14 @@ def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: 
     """Give what an optimizer's own ``load_state_dict`` takes on this rank, from state by names. A local call."""
     if not isinstance(given, dict) or not {"state", "param_groups"} <= given.keys():
         raise InvalidArgument('an optimizer\'s state dict has "state" and "param_groups"')
-    by_id = named_parameters(model)
-    _, own_groups = _by_name(optimizer, by_id, {**optimizer.state_dict(), "state": {}})
-    order = [name for group in own_groups for name in group["params"]]
+    by_id = params_by_id(model)
+    _, own_groups = _state_by_fqn(optimizer, by_id, {**optimizer.state_dict(), "state": {}})
+    own_names = [name for group in own_groups for name in group["params"]]
     by_name = {named.name: named for named in by_id.values()}
-    given = _numbers_to_names(given, order)
+    given = _fqns_from_numbers(given, own_names)
     unknown = [name for name in given["state"] if name not in by_name]
     saved = {name: group for group in given["param_groups"] for name in group["params"]}
-    missing = [name for name in order if name not in saved]
+    missing = [name for name in own_names if name not in saved]
     if unknown or missing:
         raise InvalidArgument(
             "the optimizer state is of another model"
@@ -329,32 +336,32 @@ def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: 
         kept = {key: value for key, value in numbers.items() if key in ("params", "param_names") or key not in options}
         groups.append({**{key: v for key, v in options.items() if key not in ("params", "param_names")}, **kept})
     state = {}
-    for number, name in zip([n for group in packed for n in group["params"]], order, strict=True):
+    for number, name in zip([n for group in packed for n in group["params"]], own_names, strict=True):
         if name in given["state"]:
-            state[number] = {key: _taken(by_name[name], key, v) for key, v in given["state"][name].items()}
+            state[number] = {key: _load_entry(by_name[name], key, v) for key, v in given["state"][name].items()}
     return {"state": state, "param_groups": groups}
 
 
-def _taken(named: Named, key: str, value):
+def _load_entry(named: NamedParam, key: str, value):
     if isinstance(value, torch.Tensor):
-        if key != "step" and (isinstance(value, Piece) or value.shape == named.shape):
+        if key != "step" and (isinstance(value, ShardTensor) or value.shape == named.shape):
             return named.take(key, value)
-        if named.slot is not None and _is_large(value):
+        if named.sharded is not None and _is_large(value):
             return named.take(key, value)  # which says why not
         return value.detach().clone()
     return value
 
 
-def _numbers_to_names(given: dict[str, Any], order: list[str]) -> dict[str, Any]:
+def _fqns_from_numbers(given: dict[str, Any], own_names: list[str]) -> dict[str, Any]:
     """Read an optimizer's own state dict, by numbers, as one by names."""
     numbers = [number for group in given["param_groups"] for number in group["params"]]
-    if not numbers or any(name in order for name in numbers) or not all(str(n).isdigit() for n in numbers):
+    if not numbers or any(name in own_names for name in numbers) or not all(str(n).isdigit() for n in numbers):
         return given
-    if len(numbers) != len(order):
+    if len(numbers) != len(own_names):
         raise InvalidArgument(
-            f"the optimizer state is of {len(numbers)} parameters, by numbers, and this optimizer has {len(order)}: "
-            "give it by names, as torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does"
+            f"the optimizer state is of {len(numbers)} parameters, by numbers, and this optimizer has "
+            f"{len(own_names)}: give it by names, as torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does"
         )
-    names = {str(number): name for number, name in zip(numbers, order, strict=True)}
+    names = {str(number): name for number, name in zip(numbers, own_names, strict=True)}
     groups = [{**group, "params": [names[str(n)] for n in group["params"]]} for group in given["param_groups"]]
     return {"state": {names[str(n)]: state for n, state in given["state"].items()}, "param_groups": groups}

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ...errors import InvalidArgument, InvalidUsage
 
-__all__ = ["Piece", "boxes"]
+__all__ = ["ShardTensor", "boxes"]
 
 
 def boxes(shape, start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -54,7 +54,7 @@ def boxes(shape, start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int
     return found
 
 
-class Piece(torch.Tensor):
+class ShardTensor(torch.Tensor):
     """This rank's part of a tensor: of the whole one's shape, with the memory of elements from `start` on in `local`.
 
     What can be done with it: `local`, `to_local()`, ``copy_`` from a whole tensor or from a piece of the same place,
@@ -80,15 +80,15 @@ class Piece(torch.Tensor):
         """Give a whole tensor's elements of the same place, flat."""
         return whole.detach().reshape(-1)[self.start : self.start + self.local.numel()]
 
-    def _like(self, local: torch.Tensor) -> Piece:
-        return Piece(local, self.shape, self.start)
+    def _like(self, local: torch.Tensor) -> ShardTensor:
+        return ShardTensor(local, self.shape, self.start)
 
     def __repr__(self, *, tensor_contents=None):
         stop = self.start + self.local.numel()
         return f"Piece([{self.start}:{stop}] of {tuple(self.shape)}, {self.local})"
 
     def __reduce_ex__(self, protocol):
-        return Piece, (self.local.clone(), tuple(self.shape), self.start)
+        return ShardTensor, (self.local.clone(), tuple(self.shape), self.start)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -97,7 +97,7 @@ class Piece(torch.Tensor):
         if func is aten.copy_.default:
             return _copy(args[0], args[1])
         piece = args[0] if args else None
-        if not isinstance(piece, Piece):
+        if not isinstance(piece, ShardTensor):
             raise InvalidUsage(_ONLY.format(func))
         if func in (aten.detach.default, aten.alias.default):
             return piece._like(piece.local)
@@ -108,13 +108,13 @@ class Piece(torch.Tensor):
         if func is aten.zero_.default:
             piece.local.zero_()
             return piece
-        if func is aten.equal.default and isinstance(args[1], Piece):
+        if func is aten.equal.default and isinstance(args[1], ShardTensor):
             return piece._same_place(args[1]) and torch.equal(piece.local, args[1].local)
         if func is aten.is_pinned.default:
             return piece.local.is_pinned()
         raise InvalidUsage(_ONLY.format(func))
 
-    def _same_place(self, other: Piece) -> bool:
+    def _same_place(self, other: ShardTensor) -> bool:
         return (self.shape, self.start, self.local.numel()) == (other.shape, other.start, other.local.numel())
 
     # ---- What torch.distributed.checkpoint asks of an entry.
@@ -159,12 +159,12 @@ _ONLY = (
 
 
 def _copy(to, source):
-    if not isinstance(to, Piece):
+    if not isinstance(to, ShardTensor):
         raise InvalidUsage(
             f"a rank's piece of a tensor of {tuple(source.shape)} can't be loaded into a whole one: load a full state "
             "dict, or shard the module as it was"
         )
-    if isinstance(source, Piece):
+    if isinstance(source, ShardTensor):
         if not to._same_place(source):
             raise InvalidArgument(
                 f"this rank's piece is elements {to.start} to {to.start + to.local.numel()} of {tuple(to.shape)}, and "
