@@ -1,4 +1,4 @@
-"""What happens round a unit's forward, and what autograd is to call in the backward."""
+"""Hooks around a unit's forward, and the autograd hooks that run its backward."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["register_grad_hooks", "run_forward"]
 
 @dynamo_disable(recursive=False)
 def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
-    """Call a forward with a unit unsharded, and have what follows done in the backward."""
+    """Call a unit's forward with its parameters unsharded, and register the hooks of its backward."""
     scheduler = unit.scheduler
-    in_backward = current_graph_task_id() != -1  # activation checkpointing computes again
+    in_backward = current_graph_task_id() != -1  # activation checkpointing recomputes a forward
     scheduler.enter_forward(unit, in_backward)
     try:
         args, kwargs = _cast_inputs(unit, args, kwargs)
@@ -31,8 +31,8 @@ def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
         watches = torch.is_grad_enabled() and (not in_backward or not unit.pending_backwards)
         if watches:
             _watch_inputs(unit, scheduler, (args, kwargs))
-        lets_go = not in_backward and scheduler.reshards_after_forward(unit)
-        saves = torch.is_grad_enabled() and lets_go and unit.gathers
+        reshards = not in_backward and scheduler.reshards_after_forward(unit)
+        saves = torch.is_grad_enabled() and reshards and unit.gathers
         with (
             look_up_saved_params(unit, functools.partial(scheduler.unshard_for_backward, unit))
             if saves
@@ -42,7 +42,7 @@ def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
             output = forward(*args, **kwargs)
         if before:
             check_not_written(unit, before)
-        if lets_go:
+        if reshards:
             unit.reshard(post_forward=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             _watch_outputs(unit, scheduler, output)
@@ -87,7 +87,7 @@ def _tensors(tree) -> list[torch.Tensor]:
 
 
 def _watch_outputs(unit: Unit, scheduler: Scheduler, output) -> None:
-    """Have the unit unsharded as soon as a gradient of its outputs is there."""
+    """Register the pre-backward hook: the first gradient of an output unshards the unit."""
 
     def begins(_grad):
         scheduler.pre_backward(unit)
@@ -98,7 +98,9 @@ def _watch_outputs(unit: Unit, scheduler: Scheduler, output) -> None:
 
 
 def _watch_inputs(unit: Unit, scheduler: Scheduler, inputs) -> None:
-    """Let the unit go once the gradients of its inputs are there: then its own are, too."""
+    """Register the hook that ends a unit's backward: when its inputs have gradients, so do its
+    parameters.
+    """
 
     def ends(_grad):
         if scheduler.graph_task is not None and unit.pending_backwards:
@@ -110,19 +112,19 @@ def _watch_inputs(unit: Unit, scheduler: Scheduler, inputs) -> None:
                     scheduler.reshard_in_backward(unit)
 
     watched = [tensor for tensor in _tensors(inputs) if tensor.requires_grad and not tensor.is_leaf]
-    unit.pending_backwards += 1  # one without such inputs is never seen to end, so that nothing ends too early
+    unit.pending_backwards += 1  # a forward without such inputs never reports its end, so nothing ends too early
     if len(watched) == 1:
         watched[0].register_hook(ends)
     elif watched:
-        # Torch's hook holds the nodes that hold it, and they the graph below: only a collection for each would free it.
+        # Torch's hook and its nodes hold each other, and so the graph below: without remove() only gc frees it.
         handle = torch.autograd.graph.register_multi_grad_hook(watched, lambda _grads: (handle.remove(), ends(None)))
 
 
 def register_grad_hooks(unit: Unit, scheduler: Scheduler) -> None:
-    """Have a unit reduced when the last of its gradients has come."""
+    """Register the hooks that reduce a unit when its last expected gradient was computed."""
     here = weakref.ref(unit)
 
-    def came(at, _param):  # the hook holds no slot: the collector doesn't see what autograd's hooks hold
+    def came(at, _param):  # holds no parameter: gc doesn't see what autograd's hooks hold
         unit = here()
         param = unit.params[at]
         scheduler.begin_backward()

@@ -1,8 +1,9 @@
-"""A HookState over units: how their gradients are reduced, clipped and stepped, and in which format they are gathered.
+"""Gradient reducer of a HookState: how units' gradients are reduced, clipped and stepped, and the
+all-gather's format.
 
-A backward is a whole. It begins with the first reduction of any of the state's units and ends when the order of the
-units ends it; what takes all gradients (norm, non-finite values, a GradScaler) comes then. Its statistics are those of
-DDP's hook, in the state itself.
+A backward begins with the first reduction of any of the state's units, and ends when the scheduler
+ends it. What needs all gradients comes then: the norm, non-finite values, a GradScaler. The
+statistics are those of DDP's hook, in the state itself.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ __all__ = ["ShardedGradReducer", "get_reducer"]
 
 
 def get_reducer(state: HookState | None, world) -> ShardedGradReducer | None:
-    """Give what a state is for the units of a communicator; made at its first unit, and checked at each.
+    """Return a state's reducer for the units of a communicator. It is made at the first unit, and
+    checked at each.
 
-    Raises `InvalidArgument` for options that can't be had here, with the reason; `InvalidUsage` for a state of other
-    ranks.
+    Raises `InvalidArgument` for options that are not supported here, with the reason;
+    `InvalidUsage` for a state of other ranks.
     """
     if state is None:
         return None
@@ -85,7 +87,7 @@ def _check(state: HookState) -> None:
 
 
 class ShardedGradReducer:
-    """What a `HookState` does for the units of one communicator; `state.units`."""
+    """Reduces the gradients of one communicator's units as a `HookState` says; it is `state.units`."""
 
     def __init__(self, state: HookState, comm):
         self.state = state
@@ -93,17 +95,17 @@ class ShardedGradReducer:
         self.wire = state._wire
         self.quantized_gather = None if state.gather is None else QuantizedAllGather(state.gather, state.block)
         self._units: list[weakref.ref] = []
-        self._numbers = weakref.WeakKeyDictionary()  # group -> its number among the state's, the same on all ranks
+        self._numbers = weakref.WeakKeyDictionary()  # group -> its number in the state, the same on all ranks
         self._next = 0
-        self._untold: list[weakref.ref] = []  # units whose parameters have no names yet
+        self._unnamed: list[weakref.ref] = []  # units whose parameters' names are not registered
         self.reset()
 
     def reset(self) -> None:
-        """Forget the backward under way."""
+        """Drop the backward in progress."""
         self._begun = False
         self._reduced: dict[int, tuple] = {}  # number of a group -> (unit, group)
-        self._healths: dict[int, torch.Tensor] = {}
-        self._added: set[int] = set()  # groups whose pieces had gradients before this backward
+        self._grad_stats: dict[int, torch.Tensor] = {}
+        self._added: set[int] = set()  # groups whose shards had gradients before this backward
         self._stepped: set = set()
         self._sent = self._as_fp32 = 0
         self._scaler = None
@@ -112,35 +114,37 @@ class ShardedGradReducer:
 
     @property
     def align(self) -> int:
-        """Elements of which a rank's shard is a multiple."""
+        """Number of elements of which a rank's shard is a multiple."""
         return self.wire.align
 
     def describe(self) -> str:
-        """Give what must be the same on all ranks."""
+        """Return a description of the options, which must be the same on all ranks."""
         return ", ".join(f"{name}={value!r:.60}" for name, value in self.state._told().items())
 
     def add(self, unit) -> None:
-        """Reduce a unit's gradients from here on; a local call, in the same order on all ranks."""
+        """Add a unit whose gradients to reduce. A local call, in the same order on all ranks."""
         for group in unit.trainable:
             if not (group.dtype.is_floating_point or group.dtype.is_complex):
                 raise InvalidArgument(f"gradients of {group.dtype} have no wire", op="fully_shard")
             self._numbers[group] = self._next
             self._next += 1
         self._units.append(weakref.ref(unit))
-        if not self._untold:
-            self.state.names.add_later(self._tell)
-        self._untold.append(weakref.ref(unit))
+        if not self._unnamed:
+            self.state.names.add_later(self._register_names)
+        self._unnamed.append(weakref.ref(unit))
         unit.reducer = self
 
     @property
     def units(self) -> list:
-        """Those that still live."""
+        """The units that are alive."""
         return [unit for unit in (reference() for reference in self._units) if unit is not None]
 
-    def _tell(self) -> None:
-        """Name the full parameters, by which residuals are saved, as the outermost module does."""
+    def _register_names(self) -> None:
+        """Register the full parameters' names, by which residuals are saved: those of the outermost
+        module.
+        """
         named = {}
-        for reference in reversed(self._untold):
+        for reference in reversed(self._unnamed):
             unit = reference()
             module = None if unit is None or unit.module is None else unit.module()
             if unit is None or unit in named:
@@ -150,7 +154,7 @@ class ShardedGradReducer:
                 other = getattr(inner, "_unit", None)
                 if other is not None and other is not unit and other not in named:
                     named[other] = f"{name}."
-        self._untold = []
+        self._unnamed = []
         self.state.names.add(
             (prefix + param.name, param.full) for unit, prefix in named.items() for param in unit.params
         )
@@ -158,7 +162,7 @@ class ShardedGradReducer:
     # ---- The optimizer.
 
     def stepping(self, optimizer) -> OptimizerInBackward:
-        """Make what steps an optimizer inside of the backward."""
+        """Return an object that steps an optimizer inside the backward."""
         return OptimizerInBackward(optimizer, lambda: self.units)
 
     @property
@@ -167,11 +171,13 @@ class ShardedGradReducer:
 
     @property
     def steps(self) -> bool:
-        """Tell whether gradients go with a step inside of the backward."""
+        """Whether the optimizer is stepped inside the backward."""
         return self._step is not None
 
     def check_use(self, unit) -> None:
-        """Raise `InvalidUsage` where a unit's parameters are needed as they were before this backward has stepped."""
+        """Raise `InvalidUsage` where a backward needs a unit's parameters after it has stepped
+        them.
+        """
         if unit in self._stepped:
             raise InvalidUsage(
                 f"{unit!r} is needed in a backward that has stepped its parameters already: its gradients came in "
@@ -182,7 +188,7 @@ class ShardedGradReducer:
 
     # ---- A backward.
 
-    def _counts(self) -> bool:
+    def _needs_stats(self) -> bool:
         state = self.state
         return state.max_norm is not None or state.check_finite or (self.steps and self._scaler is not None)
 
@@ -206,7 +212,9 @@ class ShardedGradReducer:
         return self.state.reduction._factor(size)
 
     def start_reduce(self, unit, *, async_op: bool) -> list:
-        """Begin to reduce a unit's gradients, as `Unit.start_reduce` does. A collective of all ranks."""
+        """Begin to reduce a unit's gradients, as `Unit.start_reduce` does. A collective of all
+        ranks.
+        """
         begun = time.perf_counter_ns()
         if unit.custom_reduce_scatter is not None or unit.custom_all_reduce is not None:
             raise InvalidUsage(
@@ -219,16 +227,18 @@ class ShardedGradReducer:
             self._begin()
         ends = [self._reduce(unit, group, async_op) for group in unit.trainable]
         self.state.reduction.totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
-        return [*ends, functools.partial(self._all_in, unit)]
+        return [*ends, functools.partial(self._step_when_complete, unit)]
 
     def _reduce(self, unit, group, async_op: bool):
-        """Begin to reduce a group's gradients; give a function that ends it."""
+        """Begin to reduce a group's gradients; return the function that waits and stores the
+        result.
+        """
         ranks, number = unit.ranks, self._numbers[group]
-        health = torch.zeros(2, dtype=torch.float64, device=unit.device) if self._counts() else None
+        grad_stats = torch.zeros(2, dtype=torch.float64, device=unit.device) if self._needs_stats() else None
         if any(param.shard.grad is not None for param in group.params):
             self._added.add(number)
         self._reduced[number] = (unit, group)
-        self._healths[number] = health
+        self._grad_stats[number] = grad_stats
         flat = group.pack_gradients()
         whole = ranks.shard is None or ranks.replicas is not None  # then all ranks get all of it
         comm = ranks.world if whole else ranks.shard
@@ -238,22 +248,24 @@ class ShardedGradReducer:
         share = send.numel() // ranks.size
         own = slice(ranks.rank * group.shard_numel, (ranks.rank + 1) * group.shard_numel)
         if type(self.wire) is Plain:
-            return self._plain(comm, group, flat, own, whole, factor, health, async_op)
+            return self._reduce_uncompressed(comm, group, flat, own, whole, factor, grad_stats, async_op)
         offsets = [param.offset << flat.is_complex() for param in group.params]
         bucket = Bucket(send, [param.full for param in group.params], offsets, number, self.state.names)
         if whole:
-            self._sent += self.wire.reduce(comm, bucket, factor, health=health)
+            self._sent += self.wire.reduce(comm, bucket, factor, health=grad_stats)
         else:
-            self._sent += self.wire.scatter(comm, bucket, factor, share, health=health)
+            self._sent += self.wire.scatter(comm, bucket, factor, share, health=grad_stats)
         in_place = flat is group.grad
         return functools.partial(group.set_shard_gradients, flat if in_place else flat[own], in_place)
 
-    def _plain(self, comm, group, flat, own, whole, factor, health, async_op):
-        """Reduce as the gradients are, into the place of the pieces' own, beside the computation where that goes."""
+    def _reduce_uncompressed(self, comm, group, flat, own, whole, factor, grad_stats, async_op):
+        """Reduce in the gradients' own dtype, into the memory of the shards' gradients, overlapped
+        where possible.
+        """
         home = current_stream(flat.device)
         op, after, algorithm = _op(factor, comm.size), _after(factor, comm.size), self.wire._algorithm(comm)
-        counted = health is not None and _counts_itself(comm, algorithm)
-        options = {"share": health} if counted else {"algorithm": algorithm}
+        counted = grad_stats is not None and _counts_itself(comm, algorithm)
+        options = {"share": grad_stats} if counted else {"algorithm": algorithm}
         send = _real(flat)
         if whole:
             out, in_place = flat, flat is group.grad
@@ -270,30 +282,32 @@ class ShardedGradReducer:
             if after != 1.0:
                 out.mul_(after)
                 if counted:
-                    health[0] *= after * after
-            if health is not None and not counted:
-                add_share(_real(out) if not whole else _real(out).tensor_split(comm.size)[comm.rank], health)
+                    grad_stats[0] *= after * after
+            if grad_stats is not None and not counted:
+                add_share(_real(out) if not whole else _real(out).tensor_split(comm.size)[comm.rank], grad_stats)
             part = out if not whole or out.numel() == group.shard_numel else out[own]
             group.set_shard_gradients(part, in_place)
 
         return end
 
-    def _all_in(self, unit) -> None:
-        """Step a unit whose gradients are there, unless the step must wait for others."""
-        if not self.steps or self._waits() or len(unit.trainable) < len(unit.groups):
-            return  # what is frozen may still be needed as it is
+    def _step_when_complete(self, unit) -> None:
+        """Step a unit whose gradients are all there, unless the step is deferred."""
+        if not self.steps or self._defers_step() or len(unit.trainable) < len(unit.groups):
+            return  # frozen parameters may still be needed
         if any(group.offloads for group in unit.groups):
-            return  # the gradients are on their way to the host until the backward's end
+            return  # the gradients are being copied to the host until the backward's end
         if all(param.has_unreduced_grad for param in unit.params):
             self._step.update(unit)
             self._stepped.add(unit)
 
-    def _waits(self) -> bool:
+    def _defers_step(self) -> bool:
         """Whether the optimizer's step must wait for the last unit."""
-        return self._counts() or self._scaler is not None
+        return self._needs_stats() or self._scaler is not None
 
     def end(self) -> None:
-        """End a backward: what takes all of it. A collective, which the ranks make in the same order."""
+        """End a backward: what needs all its gradients. A collective, which the ranks make in the
+        same order.
+        """
         if not self._begun:
             return
         begun = time.perf_counter_ns()
@@ -301,7 +315,7 @@ class ShardedGradReducer:
         reduction.norm = reduction.nonfinite = None
         reduction.bytes_on_wire = self._sent
         reduction.ranks = self.comm.size
-        clip = self._look_at_all() if self._counts() else None
+        clip = self._clip_factor() if self._needs_stats() else None
         units = list({id(unit): unit for unit, _ in self._reduced.values()}.values())
         if self.steps and self._scaler is not None:
             self._step.defer(units, reduction.norm, state.max_norm, reduction.nonfinite)
@@ -326,10 +340,12 @@ class ShardedGradReducer:
             totals["bytes_gathered"] = self.quantized_gather.sent
         self.reset()
 
-    # ---- What takes all gradients.
+    # ---- What needs all gradients.
 
     def _gradients(self, *, here: bool = False) -> list[torch.Tensor]:
-        """Give the gradients that this backward has reduced; `here`: those that count on this rank."""
+        """Return the shards' gradients that this backward has reduced; `here`: those that count on
+        this rank.
+        """
         return [
             param.shard.grad
             for unit, group in self._reduced.values()
@@ -338,21 +354,21 @@ class ShardedGradReducer:
             if param.shard.grad is not None
         ]
 
-    def _look_at_all(self):
-        """Add up the ranks' shares; give the factor that clips, or None."""
+    def _clip_factor(self):
+        """Sum the ranks' statistics; return the factor that clips, or None."""
         state, reduction, comm = self.state, self.state.reduction, self.comm
         total = torch.zeros(2, dtype=torch.float64, device=comm.device)
         for number in sorted(self._reduced):
             unit, group = self._reduced[number]
-            health = self._healths[number]
-            if number in self._added:  # what counts is what it was added to
-                health = torch.zeros_like(health)
+            grad_stats = self._grad_stats[number]
+            if number in self._added:  # the statistics are of the sum
+                grad_stats = torch.zeros_like(grad_stats)
                 for param in group.params if owns_shard(unit) else ():
                     if param.shard.grad is not None:
                         on_its_device = torch.zeros(2, dtype=torch.float64, device=param.shard.grad.device)
                         add_share(_real(param.shard.grad.reshape(-1)), on_its_device)
-                        health += on_its_device.to(health.device)
-            total += health.to(total.device)
+                        grad_stats += on_its_device.to(grad_stats.device)
+            total += grad_stats.to(total.device)
         Plain().reduce(comm, Bucket(total, [], [], 0), Factor())
         on_host = comm._on_host
         reduction.nonfinite = int(total[1]) if on_host else total[1]

@@ -1,8 +1,9 @@
 """Values for modules that were built on the meta device and sharded there.
 
-An initialisation looks at shapes: a piece's would give it the wrong fan-in. So it runs on full parameters, of which
-each rank then keeps its part. `materialize` does it module by module; and where a unit was made of meta parameters, its
-modules' own `INITS` do it when they are called, as FSDP2's programs do behind ``module.to_empty(device=...)``.
+An initialisation uses shapes, and a shard's would give it the wrong fan-in. So it runs on full
+parameters, of which each rank then keeps its shard. `materialize` does this module by module. Where
+a unit was made of meta parameters, its modules' own `INIT_METHODS` do it when they are called, as
+FSDP2's programs call them after ``module.to_empty(device=...)``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from .unit import Unit
 
 __all__ = ["INIT_METHODS", "materialize", "wrap_init_methods"]
 
-# Methods that people call to give a module's parameters their first values.
+# Methods that users call to initialise a module's parameters.
 INIT_METHODS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights", "initialize_weights")
 
 
 def wrap_init_methods(unit: Unit) -> None:
-    """Let the initialising methods of a unit's modules run on full parameters. They are collectives then."""
+    """Run the initialisation methods of a unit's modules on full parameters. They are collectives
+    then.
+    """
     for module in unit.module().modules():
         for name in INIT_METHODS:
             method = getattr(module, name, None)
@@ -56,14 +59,16 @@ def materialize(
     device: torch.device | str | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
-    """Give what of a module is on the meta device memory and values, module by module; give the module.
+    """Allocate and initialise what of a module is on the meta device, module by module; return the
+    module.
 
-    For each module inside that holds such parameters or buffers itself, outermost first: ``param_init_fn(module)``, as
-    FSDP1's, which must give them memory and values; or, where there is none, ``module.to_empty(recurse=False)`` and
-    ``module.reset_parameters()``. Both see full parameters, and each rank keeps its part: the peak is one module's. A
-    local call, in which all ranks draw the same random numbers, as one process without sharding would, if they begin
-    with the same seed. `device`: where it computes; None: where the units do. Raises `InvalidUsage` for a module that
-    has no ``reset_parameters``, and for one that the function leaves on the meta device.
+    For each module inside that holds such parameters or buffers itself, outermost first: call
+    ``param_init_fn(module)``, as FSDP1's, which must allocate and initialise them; or, without one,
+    ``module.to_empty(recurse=False)`` and ``module.reset_parameters()``. Both get full parameters,
+    and each rank keeps its shard: the peak is one module's memory. A local call, in which all ranks
+    draw the same random numbers as one process without sharding would, if they begin with the same
+    seed. `device`: where it computes; None: where the units do. Raises `InvalidUsage` for a module
+    that has no ``reset_parameters``, and for one that the function leaves on the meta device.
     """
     units = units_in(module)
     for unit in units:
@@ -91,7 +96,7 @@ def _has_meta(module: nn.Module, units: list[Unit]) -> bool:
 
 
 def _initialise(module: nn.Module, held: list, device: torch.device, init) -> None:
-    """Initialise what a module holds itself, with full parameters in the pieces' places."""
+    """Initialise what a module holds itself, with full parameters as substitutes of the shards."""
     for _, param in held:
         full = torch.empty(param.shape, dtype=param.shard.dtype, device="meta")
         param.substitute = nn.Parameter(full, requires_grad=param.shard.requires_grad)

@@ -1,7 +1,8 @@
-"""What people change in a module after it is sharded: who requires gradients, hooks of parameters, new parameters.
+"""Changes that users make to a module after it is sharded: requires_grad, hooks of parameters, new
+parameters.
 
-A parameter has two forms, of which people see the piece, and autograd the full one: what is set on one must reach the
-other.
+A parameter has two forms. Users see the shard, and autograd the full one: what is set on one must
+be set on the other.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ __all__ = ["AddedParamCheck", "check_not_written", "copy_hooks", "managed_module
 
 
 def copy_hooks(param, original: nn.Parameter) -> None:
-    """Keep the hooks that a parameter has: those of its gradient on the full form, as DDP has it, which see this rank's
-    gradient before it is reduced; those behind its accumulation on the piece, which `Scheduler` calls.
+    """Copy the hooks of an original parameter to its two forms.
+
+    Gradient hooks go on the full form, as under DDP: they see this rank's gradient before it is
+    reduced. Post-accumulate hooks go on the shard, where the scheduler calls them.
     """
     if original._backward_hooks:
         param.full._backward_hooks = param.shard._backward_hooks = original._backward_hooks
@@ -27,7 +30,8 @@ def copy_hooks(param, original: nn.Parameter) -> None:
 
 
 def sync_attributes(unit) -> None:
-    """Take up what was set on the pieces, or the full forms, since the last forward. A local call.
+    """Copy what was set on one form of a parameter since the last forward to the other. A local
+    call.
 
     Raises `InvalidUsage` where requires_grad was changed in a unit with a HookState.
     """
@@ -37,7 +41,7 @@ def sync_attributes(unit) -> None:
             piece, full = param.shard, param.full
             if full._backward_hooks is not piece._backward_hooks:
                 if full._backward_hooks is None:
-                    full._backward_hooks = piece._backward_hooks  # one dictionary, so that handles remove from both
+                    full._backward_hooks = piece._backward_hooks  # one dictionary, so that a handle removes from both
                 elif piece._backward_hooks is None:
                     piece._backward_hooks = full._backward_hooks
             if piece.requires_grad is full.requires_grad is param.requires_grad:
@@ -53,18 +57,18 @@ def sync_attributes(unit) -> None:
             full.requires_grad_(param.requires_grad)
             param.expects_grad = param.requires_grad
             if param.requires_grad:
-                group.requires_grad = True  # and stays so: what has no gradient on any rank isn't reduced
+                group.requires_grad = True  # for good: a group without gradients on any rank isn't reduced
                 unit.register_grad_hook(param)
     if changed:
         unit.update_trainable()
 
 
 class AddedParamCheck:
-    """What the modules of a unit hold, to find parameters that were added to them after they were sharded."""
+    """Finds trainable parameters that were added to a unit's modules after they were sharded."""
 
     def __init__(self, module: nn.Module, find, ignored):
         self._module = weakref.ref(module)
-        self._find = find  # gives (names, places, parameter) of the module's own parameters
+        self._find = find  # returns (names, places, parameter) of the module's own parameters
         self._ignored = {id(param) for param in ignored}
         self._note()
 
@@ -73,7 +77,9 @@ class AddedParamCheck:
         self._seen = list(map(_held, self._modules))
 
     def check(self, params) -> None:
-        """Raise `InvalidUsage`, by name, for a trainable parameter that is in no slot: no rank would reduce it."""
+        """Raise `InvalidUsage`, by name, for a trainable parameter that no unit has: no rank would
+        reduce it.
+        """
         if list(map(_held, self._modules)) == self._seen:
             return
         known = self._ignored | {id(form) for param in params for form in (param.shard, param.full)}
@@ -87,7 +93,7 @@ class AddedParamCheck:
 
 
 def managed_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Give a module and those inside that are no units."""
+    """Yield a module and those inside that are no units."""
     yield module
     for child in module.children():
         if not hasattr(child, "_unit"):
@@ -103,12 +109,14 @@ def _held(reference) -> tuple | None:
 
 
 def param_versions(unit) -> list[int]:
-    """Give what `written` compares with."""
+    """Return the version counters of a unit's full parameters, for `check_not_written`."""
     return [param.full._version for param in unit.params]
 
 
 def check_not_written(unit, before: list[int]) -> None:
-    """Raise `InvalidUsage`, by name, where a forward has written to a gathered parameter: it would be lost."""
+    """Raise `InvalidUsage`, by name, where a forward has written to a gathered parameter: the write
+    would be lost.
+    """
     for param, version in zip(unit.params, before, strict=True):
         if param.full._version != version:
             raise InvalidUsage(

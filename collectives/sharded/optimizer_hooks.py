@@ -1,11 +1,14 @@
-"""What can't be right on pieces, and is refused in place of wrong in silence.
+"""Hooks around optimizer steps: refuse optimizers that can't step shards, and reshard after the
+step.
 
-- Optimizers that look at a parameter as a whole (its rows and columns, its norm, its singular values): a piece has none
-  of these. Recognised by their class, at their first step.
-- Optimizers that share out the parameters over the ranks themselves (torch's ZeroRedundancyOptimizer): they take
-  them to be equal on all ranks, and would overwrite one rank's pieces with another's. Recognised in the same way.
-- torch.distributed.checkpoint.state_dict's functions of optimizers: each rank's pieces would be taken for all of the
-  state. They all begin a state by one function of that module, which is changed here to raise.
+- Optimizers that use a parameter as a whole (its rows and columns, its norm, its singular values)
+  are refused: a shard has none of these. They are recognised by their class, at their first step.
+- Optimizers that split the parameters over the ranks themselves (torch's ZeroRedundancyOptimizer)
+  are refused: they take parameters to be equal on all ranks, and would overwrite one rank's shards
+  with another's. They are recognised in the same way.
+- torch.distributed.checkpoint.state_dict's functions for optimizers are made to raise: they would
+  take each rank's shards for the whole state. They all call one function of that module, which is
+  patched here.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ from .scheduler import find_schedulers, find_units, open_schedulers
 
 __all__ = ["check_elementwise", "patch_dcp_optimizer_state", "register_optimizer_hooks", "replaced"]
 
-# What the names of such classes contain, without "_" and in small letters...
+# Parts of the names of such classes, in lower case and without "_"...
 _PARTS = re.compile("adafactor|muon|shampoo|novograd|lbfgs|adammini|dadapt|prodigy|galore")
-# ... or have as one of their words: too short to be looked for anywhere.
+# ... and whole words of them, which are too short to be looked for as parts.
 _WORDS = {"lamb", "lars", "larc", "soap", "came", "sm3", "kfac", "psgd", "sgdp", "adamp", "spam", "ranger"}
 
 
-# Of those that exchange parameters between the ranks.
+# Parts of the names of classes that exchange parameters between the ranks.
 _EXCHANGING = re.compile("zeroredundancy")
 
 
@@ -53,7 +56,9 @@ def _is_elementwise(cls: type) -> bool:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `InvalidUsage` where an optimizer that can't step pieces holds some, but for whole ones."""
+    """Raise `InvalidUsage` where an optimizer that can't step shards has some; whole parameters are
+    allowed.
+    """
     exchanges = _exchanges(type(optimizer))
     if _is_elementwise(type(optimizer)) and not exchanges:
         return
@@ -77,10 +82,11 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 @functools.cache
 def patch_dcp_optimizer_state() -> None:
-    """Let torch.distributed.checkpoint.state_dict's functions raise for optimizers of pieces.
+    """Patch torch.distributed.checkpoint.state_dict to raise for optimizers of shards.
 
-    ``get_state_dict``, ``get_optimizer_state_dict``, ``set_state_dict`` and ``set_optimizer_state_dict`` call this one
-    by its name in their module, so that it doesn't matter who has imported them, and when.
+    ``get_state_dict``, ``get_optimizer_state_dict``, ``set_state_dict`` and
+    ``set_optimizer_state_dict`` call the patched function by its name in their module, so it
+    doesn't matter who has imported them, and when.
     """
     begin = torchs._init_optim_state
 
@@ -99,12 +105,14 @@ def patch_dcp_optimizer_state() -> None:
     torchs._init_optim_state = _init_optim_state
 
 
-# Parameters that were replaced by pieces -> their names: an optimizer, or another module, may still hold them.
+# Parameters that were replaced by shards -> their names. An optimizer, or another module, may still hold them.
 replaced = WeakIdKeyDictionary()
 
 
 def _before_step(optimizer, _args, _kwargs) -> None:
-    """Refuse what an optimizer can't have meant, and give one of torch's the memory that nothing is gathered into."""
+    """Refuse optimizers that can't step shards, and free the pool's idle blocks for torch's
+    optimizers.
+    """
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param in replaced:
@@ -115,21 +123,22 @@ def _before_step(optimizer, _args, _kwargs) -> None:
                 )
     check_elementwise(optimizer)
     for scheduler in open_schedulers():
-        scheduler.host_copies.wait()  # gathers may still read what the step writes, where pieces lie on the host
-    if not isinstance(optimizer, _Optimizer):  # torch's, with temporaries as large as the parameters
+        scheduler.host_copies.wait()  # with offloading, all-gathers may still read what the step writes
+    if not isinstance(optimizer, _Optimizer):  # torch's, whose temporaries are as large as the parameters
         for scheduler in find_schedulers(param for group in optimizer.param_groups for param in group["params"]):
-            # Where parameters stay gathered until the backward, the blocks are many, and the peak is past.
+            # Where parameters stay gathered until the backward, the blocks are many, and the peak has passed.
             if any(unit.reshard_after_forward and unit.gathers and not unit.persistent for unit in scheduler.units):
                 scheduler.pool.trim()
 
 
 def _after_step(optimizer, _args, _kwargs) -> None:
-    """Let go of what is gathered, since the pieces are newer."""
+    """Reshard what is gathered, since the shards are newer."""
     for unit in find_units(param for group in optimizer.param_groups for param in group["params"]):
         unit.post_optim_step()
 
 
 @functools.cache
 def register_optimizer_hooks() -> None:
+    """Register the hooks on all optimizers, once."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)

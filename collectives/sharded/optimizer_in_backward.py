@@ -1,4 +1,4 @@
-"""The optimizer's step inside of the backward: each unit's pieces as soon as its gradients are reduced."""
+"""Optimizer in backward: a unit's shards are stepped as soon as its gradients are reduced."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["OptimizerInBackward"]
 
 
 class OptimizerInBackward:
-    """Steps an optimizer of `collectives.optim` unit by unit, and lets the gradients go.
+    """Steps an optimizer of `collectives.optim` unit by unit, and frees the gradients.
 
-    `optimizer`: a `collectives.optim.SGD`, `Adam` or `AdamW` of pieces, whose ``step()`` from then on only ends the
-    step. `units`: a function that gives the units. All pieces with a gradient must be the optimizer's, and its other
-    parameters must have none.
+    `optimizer`: a `collectives.optim.SGD`, `Adam` or `AdamW` of shards, whose ``step()`` then only
+    ends the step. `units`: a function that returns the units. All shards with a gradient must be
+    the optimizer's, and its other parameters must have none.
     """
 
     def __init__(self, optimizer: _Optimizer, units):
         self.optimizer = optimizer
-        self.applied = False  # in the last backward, and not ended by step()
+        self.applied = False  # the last backward has stepped, and step() has not been called
         self._units = units
         self._pending: list | None = None
         self._norm = self._max_norm = self._found = None
@@ -32,14 +32,16 @@ class OptimizerInBackward:
         optimizer._sharded = self
 
     def forget(self) -> None:
-        """Look at parameters and groups anew. For the optimizer, which has got others."""
+        """Drop the cached positions of parameters; called when the optimizer's parameters or groups
+        change.
+        """
         self._where: dict[int, tuple[int, int]] | None = None
-        self._wanted = weakref.WeakKeyDictionary()  # unit -> group of the optimizer -> numbers in there
+        self._by_unit = weakref.WeakKeyDictionary()  # unit -> number of the optimizer's group -> indices in it
 
     # ---- A backward.
 
     def begin(self) -> None:
-        """Begin a backward. Raises `InvalidUsage` where the last one's step has not been ended."""
+        """Begin a backward. Raises `InvalidUsage` where the last one's step was not ended."""
         if self._pending is not None:
             raise InvalidUsage(
                 "the last backward's updates still wait for optimizer.step(): call it after each backward that "
@@ -54,12 +56,16 @@ class OptimizerInBackward:
             )
 
     def discard(self) -> None:
-        """Drop the updates that wait."""
+        """Drop the deferred updates."""
         self._pending = self._norm = self._max_norm = self._found = None
 
     @torch.no_grad()
     def update(self, unit, *, clip=None, found=None) -> None:
-        """Step a unit's pieces and let their gradients go; where `found` isn't 0, without the step. A local call."""
+        """Step a unit's shards and free their gradients. A local call.
+
+        `clip`: a factor of the gradients. `found`: where it isn't 0, the gradients are freed
+        without a step.
+        """
         self.optimizer._step_some(self._members(unit), id(unit), clip=clip, found_nonfinite=found)
         for group in unit.trainable:
             for param in group.params:
@@ -67,16 +73,20 @@ class OptimizerInBackward:
             group.grad = None
         unit.post_optim_step()
         self.applied = True
-        self.optimizer._opt_called = True  # lr schedulers ask for it
+        self.optimizer._opt_called = True  # lr schedulers check it
 
     def defer(self, units, norm=None, max_norm=None, found=None) -> None:
-        """Leave units to ``optimizer.step()``, clipped there by `max_norm`; `norm`: before unscaling, of all ranks."""
+        """Defer the update of units to ``optimizer.step()``, which clips by `max_norm`. `norm`: of
+        all ranks, before unscaling.
+        """
         self._pending = list(units)
         self._norm, self._max_norm, self._found = norm, max_norm, found
 
     def _members(self, unit) -> dict[int, list[int]]:
-        """Give the groups of the optimizer that have a unit's pieces, and those pieces' numbers in there."""
-        found = self._wanted.get(unit)
+        """Return the optimizer's groups that have a unit's shards, with the indices of these
+        shards.
+        """
+        found = self._by_unit.get(unit)
         if found is not None:
             return found
         if self._where is None:
@@ -95,17 +105,19 @@ class OptimizerInBackward:
                         "parameters of the modules that the state serves, or freeze this one (requires_grad=False)"
                     )
                 found.setdefault(place[0], []).append(place[1])
-        self._wanted[unit] = {number: sorted(members) for number, members in found.items()}
-        return self._wanted[unit]
+        self._by_unit[unit] = {number: sorted(members) for number, members in found.items()}
+        return self._by_unit[unit]
 
     # ---- What the optimizer calls.
 
     def step(self, closure=None, **others) -> None:
-        """End a step: ``optimizer.step()`` comes here. Applies what waits; what is done it leaves alone.
+        """End a step: ``optimizer.step()`` calls this. Applies deferred updates; what the backward
+        has stepped stays.
 
-        Reads what a GradScaler sets (``optimizer.grad_scale`` and ``found_inf``, which the ranks have agreed on).
-        Raises `InvalidUsage` where there was no synchronised backward since the last step, and where a parameter has a
-        gradient and is in no unit; `InvalidArgument` for a closure and for arguments.
+        Reads what a GradScaler sets (``optimizer.grad_scale`` and ``found_inf``, on which the ranks
+        have agreed). Raises `InvalidUsage` where there was no synchronised backward since the last
+        step, and where a parameter has a gradient and is in no unit; `InvalidArgument` for a
+        closure and for arguments.
         """
         refuse_arguments(closure, others, "its HookState", "the state's")
         optimizer = self.optimizer
@@ -147,26 +159,27 @@ class OptimizerInBackward:
                     )
 
     def refresh_masters(self) -> None:
-        """Let this rank's masters follow their pieces."""
+        """Copy this rank's shards to their master weights."""
         self.optimizer._refresh_masters()
 
     # ---- State.
 
     @torch.no_grad()
     def state_dict(self, full: bool = True, comm=None) -> dict:
-        """Give the optimizer's state dict; with `full` as if nothing were sharded, which all ranks must call.
+        """Return the optimizer's state dict. `full`: as if nothing were sharded; all ranks must
+        call it.
 
-        Otherwise what ``optimizer.state_dict()`` gives: of this rank's pieces, which only the same rank of as many can
-        load.
+        Otherwise what ``optimizer.state_dict()`` returns: the state of this rank's shards, which
+        only the same rank of as many ranks can load.
         """
         given = self.optimizer.state_dict()
         if not full:
             return given
-        numbers = self._numbers()
+        numbers = self._param_numbers()
         for unit in self._units():
             for group in unit.trainable:
                 states = [given["state"].get(numbers.get(id(param.shard))) for param in group.params]
-                keys = {key for state in states if state for key, value in state.items() if _goes(key, value)}
+                keys = {key for state in states if state for key, value in state.items() if _is_per_element(key, value)}
                 for key in sorted(keys):
                     self._gather(group, states, key, given["state"], numbers)
         return given
@@ -181,8 +194,10 @@ class OptimizerInBackward:
             given[number] = {**given[number], key: full}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load a full state dict, of any number of ranks, or that of this rank's pieces. A local call."""
-        numbers = self._numbers()
+        """Load a full state dict, of any number of ranks, or that of this rank's shards. A local
+        call.
+        """
+        numbers = self._param_numbers()
         found = dict(state_dict["state"])
         for unit in self._units():
             for group in unit.trainable:
@@ -191,12 +206,14 @@ class OptimizerInBackward:
                     if number in found:
                         found[number] = {
                             key: value.reshape(-1)[param.start : param.start + count].view(param.shard.shape)
-                            if _goes(key, value) and value.shape == param.shape and math.prod(param.shape) != count
+                            if _is_per_element(key, value)
+                            and value.shape == param.shape
+                            and math.prod(param.shape) != count
                             else value
                             for key, value in found[number].items()
                         }
                         for key, value in found[number].items():
-                            if _goes(key, value) and value.shape != param.shard.shape:
+                            if _is_per_element(key, value) and value.shape != param.shard.shape:
                                 raise InvalidArgument(
                                     f"the {key} to load of {param.name} has the shape {tuple(value.shape)}: neither "
                                     f"the parameter's, {tuple(param.shape)}, nor this rank's piece's, "
@@ -204,12 +221,12 @@ class OptimizerInBackward:
                                 )
         self.optimizer.load_state_dict({**state_dict, "state": found})
 
-    def _numbers(self) -> dict[int, int]:
-        """Give each parameter's number in the optimizer's state dict."""
+    def _param_numbers(self) -> dict[int, int]:
+        """Return each parameter's number in the optimizer's state dict, by the parameter's id."""
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         return {id(param): number for number, param in enumerate(params)}
 
 
-def _goes(key: str, value) -> bool:
-    """Tell whether a part of the state lies as its parameter does."""
+def _is_per_element(key: str, value) -> bool:
+    """Whether an entry of the state has an element for each of the parameter's."""
     return isinstance(value, torch.Tensor) and key != "step"

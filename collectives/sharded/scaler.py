@@ -1,10 +1,11 @@
-"""GradScalers over pieces: a non-finite gradient in one rank's piece is every rank's.
+"""GradScalers over shards: a non-finite gradient in one rank's shard counts on every rank.
 
-A scaler looks at its own rank's gradients. Ranks that found different things would go on with different scales, and
-with a half-made step. So from the first sharded module on torch's scalers exchange what they have found, in one
-all-reduce of a number, where the optimizer holds pieces: at ``unscale_``, or at ``step`` for optimizers that unscale
-themselves. Nothing needs to be done for that; `ShardedGradScaler` is for programs that name FSDP's, or whose ranks are
-more than those of the pieces.
+A scaler looks at its own rank's gradients. Ranks with other findings would go on with other scales,
+and with a step that only some make. So from the first sharded module on torch's scalers exchange
+their findings, in one all-reduce of a number, where the optimizer holds shards: in ``unscale_``, or
+in ``step`` for optimizers that unscale themselves. Users need not do anything for that;
+`ShardedGradScaler` is for programs that name FSDP's, or whose scaler has more ranks than the
+shards.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ __all__ = ["ShardedGradScaler", "patch_grad_scaler"]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler whose ranks agree on non-finite gradients, by FSDP's name and arguments.
+    """torch.amp.GradScaler whose ranks agree on non-finite gradients, with the name and arguments
+    of FSDP's.
 
-    `process_group`: the ranks that agree; None: those over which the optimizer's parameters are sharded, as torch's own
-    scaler does here. ``step``, ``unscale_`` and ``update`` must be called on all of them.
+    `process_group`: the ranks that agree; None: those over which the optimizer's parameters are
+    sharded, as torch's own scaler does here. All of them must call ``step``, ``unscale_`` and
+    ``update``.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 
 def _exchange(scaler, optimizer) -> None:
-    """Let what a scaler has found in an optimizer's gradients be what any rank's has."""
+    """Make a scaler's findings in an optimizer's gradients the maximum of all ranks'."""
     state = scaler._per_optimizer_states[id(optimizer)]
     group = getattr(scaler, "process_group", None)
     if isinstance(group, dist.ProcessGroup):
@@ -52,7 +55,7 @@ def _exchange(scaler, optimizer) -> None:
     if not comms:
         return
     found = state["found_inf_per_device"]
-    if not found:  # none of the gradients is here
+    if not found:  # this rank has no gradients
         found[scaler._scale.device] = torch.zeros((), dtype=torch.float32, device=scaler._scale.device)
     for comm in comms:
         each = torch.stack([one.to(comm.device).reshape(()) for one in found.values()]).max().reshape(1)
@@ -63,7 +66,7 @@ def _exchange(scaler, optimizer) -> None:
 
 @functools.cache
 def patch_grad_scaler() -> None:
-    """Let torch's scalers exchange what they find in pieces' gradients."""
+    """Patch torch's scalers to exchange their findings in shards' gradients."""
     cls = torch.amp.GradScaler
     unscale, check = cls.unscale_, cls._check_inf_per_device
 

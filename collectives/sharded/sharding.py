@@ -1,4 +1,9 @@
-"""fully_shard: make a module a unit, in place."""
+"""fully_shard: make a module a unit, in place; its forward and backward then unshard, reshard and
+reduce.
+
+The module's class becomes one that derives from `ShardedModule` and from the module's own class.
+Nothing is wrapped, and no name changes.
+"""
 
 from __future__ import annotations
 
@@ -46,26 +51,30 @@ def fully_shard(
     ignored_params=None,
     hook_state=None,
 ) -> nn.Module:
-    """Shard a module's parameters, gradients and optimizer state over ranks, in place; give the module.
+    """Shard a module's parameters, gradients and optimizer state over ranks, in place; return the
+    module.
 
-    The module becomes a unit of all its parameters but those of submodules that are units already and those in
-    `ignored_params`: call it on the inner modules first. Outside of forward and backward, ``parameters()`` are this
-    rank's pieces: make the optimizer behind this call. A collective, which all ranks must call alike; blocks. Forward
-    and backward are collectives, too; ranks need not run the same units.
+    The module becomes a unit of all its parameters, except those of submodules that are units
+    already and those in `ignored_params`: call it on the inner modules first. Outside of forward
+    and backward, ``parameters()`` are this rank's shards: make the optimizer after this call. A
+    collective, which all ranks must call with the same arguments; blocks. Forward and backward are
+    collectives, too; ranks need not run the same units.
 
-    `comm`: the ranks that have a piece each; `mesh`: a one-dimensional DeviceMesh, or a two-dimensional one whose
-    second dimension shards, with replicas over the first; None: torch.distributed's default group.
-    `reshard_after_forward`: True: gather again for the backward; False: keep gathered until then; an int, which divides
-    the number of ranks: keep 1/int of the parameters, so that the backward's gather is among so many neighbours.
-    `mp_policy`: a `MixedPrecisionPolicy`. `offload_policy`: `CPUOffloadPolicy()`: pieces on the host. `hook_state`: a
-    `collectives.HookState` whose wire, clipping and optimizer are to be used.
+    `comm`: the ranks that own a shard each; `mesh`: a one-dimensional DeviceMesh, or a
+    two-dimensional one whose second dimension shards and whose first one replicates; None:
+    torch.distributed's default group. `reshard_after_forward`: True: gather again for the backward;
+    False: stay gathered until then; an int, which divides the number of ranks: keep 1/int of the
+    parameters, so that the backward's all-gather is among that many neighbouring ranks.
+    `mp_policy`: a `MixedPrecisionPolicy`. `offload_policy`: `CPUOffloadPolicy()`: shards on the
+    host. `hook_state`: a `collectives.HookState`, whose wire, clipping and optimizer are used.
 
-    Raises `InvalidUsage` on all ranks where they don't shard the same parameters, or for a weight that is tied to one
-    of another unit, by name; `InvalidArgument` for parameters that can't be sharded.
+    Raises `InvalidUsage` on all ranks where they don't shard the same parameters, and for a weight
+    that is tied to one of another unit, by name; `InvalidArgument` for parameters that can't be
+    sharded.
     """
     _check_module(module)
     if comm is None and mesh is None and isinstance(hook_state, HookState):
-        comm = hook_state.comm  # or its process group's
+        comm = hook_state.comm  # or the communicator of its process group
         if comm is None and hook_state.process_group is not None:
             comm = communicator_over(hook_state.process_group, resolve_device(module, None))
     ranks = resolve_ranks(module, comm, mesh)
@@ -102,7 +111,9 @@ def shard(
     persistent: bool = False,
     strategy: str = "",
 ) -> Unit:
-    """Make a module a unit, and its class one that derives from `face`. What `fully_shard` does, behind its checks."""
+    """Make a module a unit, and its class one that derives from `face`: `fully_shard` after its
+    checks.
+    """
     register_optimizer_hooks()
     patch_clip_grad_norm()
     patch_grad_scaler()
@@ -172,7 +183,9 @@ def _own_parameters(module: nn.Module) -> list:
 
 
 def _checksum(param: torch.Tensor) -> int:
-    """Give a number that is the same where the values are, and most probably only there; 0 on the meta device."""
+    """Return a number that is equal for equal values, and very probably only for these; 0 on the
+    meta device.
+    """
     if param.is_meta or not param.numel():
         return 0
     octets = param.detach().reshape(-1).view(torch.uint8)
@@ -182,10 +195,10 @@ def _checksum(param: torch.Tensor) -> int:
 
 
 def _class_of(face: type, cls: type) -> type:
-    """Give the class that derives from a face and from a module's own."""
+    """Return the class that derives from `face` and from a module's own class."""
     if (face, cls) not in _classes:
 
-        def new(self, *args, **kwargs):  # nn.Sequential makes one of its own class where it is sliced
+        def new(self, *args, **kwargs):  # a slice of nn.Sequential makes an object of the same class
             return cls(*args, **kwargs)
 
         body = {"__new__": new, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

@@ -1,6 +1,8 @@
-"""A step of a sharded module without a tensor: what is made and let go of, in its order, and the bytes of it.
+"""Simulation of a step's memory: the allocations and frees of a sharded module's step, in order,
+without a tensor.
 
-It follows `upcoming`, `unit` and `param` line by line, and takes what is lent from the same pool by the same rules.
+It follows `scheduler`, `unit` and `param_group` line by line, and allocates from the same pool by
+the same rules.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _CUDA_BLOCK = 512  # bytes; torch's allocator counts in these
 
 @dataclasses.dataclass(eq=False)
 class GroupPlan:
-    """A unit's parameters of one dtype, as `param.Group` lays them out over `ranks`."""
+    """Sizes of a unit's parameters of one dtype, laid out over `ranks` as in `ParamGroup`."""
 
     counts: list[int]
     params: list[torch.nn.Parameter]
@@ -29,19 +31,19 @@ class GroupPlan:
     trainable: bool
     persistent: bool
     ranks: int
-    apart: bool  # the shard is on the host, and the unit is not
+    offloaded: bool  # the shard is on the host, and the unit computes elsewhere
 
     def __post_init__(self):
         dtypes = (self.dtype, self.gather_dtype, self.reduce_dtype)
         self.layout, self.shard_numel = shard_layout(self.counts, dtypes, self.ranks)
         self.unsharded_numel = self.ranks * self.shard_numel
-        self.persistent &= self.gather_dtype == self.dtype and not self.apart
-        self.alone = self.ranks == 1 and self.gather_dtype == self.dtype and not self.apart  # nothing to gather
-        self.buffer = self.post_forward_shard = self.grad = None  # what is there
-        self.fulls: list = [None] * len(self.counts)
-        self.sums: dict = {}  # gradients of tied weights, of the uses so far
+        self.persistent &= self.gather_dtype == self.dtype and not self.offloaded
+        self.is_whole = self.ranks == 1 and self.gather_dtype == self.dtype and not self.offloaded  # nothing to gather
+        self.buffer = self.post_forward_shard = self.grad = None  # the buffers that are allocated
+        self.full_grads: list = [None] * len(self.counts)
+        self.partial_grads: dict = {}  # sums of tied weights' gradients so far
 
-    def pieces(self) -> list[int]:
+    def shard_counts(self) -> list[int]:
         """Give the elements that rank 0 has of each parameter."""
         ends = zip(self.layout.offsets, self.counts, strict=True)
         return [max(0, min(offset + count, self.shard_numel) - offset) for offset, count in ends]
@@ -49,27 +51,29 @@ class GroupPlan:
 
 @dataclasses.dataclass(eq=False)
 class UnitPlan:
-    """A unit. `uses`: in the order of its forward, (flat, number of the parameter), or an inner unit."""
+    """A unit. `uses`: in the order of its forward, (group, number of the parameter), or an inner
+    unit.
+    """
 
     name: str
     flats: list[GroupPlan] = dataclasses.field(default_factory=list)
     uses: list = dataclasses.field(default_factory=list)
     reshards: bool = True
-    post_forward_comm: int = 0  # ranks that keep the parameters together behind a forward
+    post_forward_size: int = 0  # ranks that keep all parameters between them after a forward
     replicas: int = 1
-    early: bool = True  # gathers in advance in forward, and in backward
-    early_backward: bool = True
-    late: bool = False  # in backward, behind its gradients
-    reached: bool = True  # backward comes to it
-    passed: bool = True  # and goes on to what was before it
+    prefetch_in_forward: bool = True  # prefetches the next unit
+    prefetch_in_backward: bool = True
+    prefetch_post_backward: bool = False  # prefetches after its gradients
+    reaches_backward: bool = True  # the backward runs it
+    continues_backward: bool = True  # and goes on to modules before it
 
     @property
     def trainable(self) -> list[GroupPlan]:
         return [flat for flat in self.flats if flat.trainable]
 
 
-class _Shapes:
-    """Gives the pool blocks without memory."""
+class _MetaAllocator:
+    """Allocates the pool's blocks on the meta device."""
 
     @staticmethod
     def empty(n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -77,13 +81,15 @@ class _Shapes:
 
 
 class StepSimulation:
-    """Steps of a root unit. `peaks`: phase -> (bytes, where, what they are by kind), of the newest step.
+    """Simulated steps of a root unit. `peaks`: phase -> (bytes, unit, bytes by kind), of the newest
+    step.
 
-    `kept`: bytes by kind that are there all the time. `beside`: collectives run beside the computation.
+    `kept`: bytes by kind that are always there. `overlaps`: whether collectives overlap with the
+    computation.
     """
 
-    def __init__(self, root: UnitPlan, *, gpu: bool, beside: bool, kept: dict[str, int], activations: int):
-        self.root, self.gpu, self.overlaps = root, gpu, beside
+    def __init__(self, root: UnitPlan, *, gpu: bool, overlaps: bool, kept: dict[str, int], activations: int):
+        self.root, self.gpu, self.overlaps = root, gpu, overlaps
         self.now = {"gathered": 0, "full_gradients": 0, "flat": 0, "gradients": 0, **kept}
         self._in_pool = 0
         self._pool = BufferPool()
@@ -94,25 +100,25 @@ class StepSimulation:
         self._backward_order: list[UnitPlan] = []
         self._units_before_reshard = 0
         self._gathered: set[UnitPlan] = set()
-        self._pending: UnitPlan | None = None  # gathered in advance, and not used yet
-        self._lingering: tuple[UnitPlan, list] | None = None
+        self._pending: UnitPlan | None = None  # prefetched, and not used yet
+        self._late_unit: tuple[UnitPlan, list] | None = None
         self._resharded_in_backward = False
-        self._seen: list[UnitPlan] = []
+        self._current_order: list[UnitPlan] = []
         self._pending_reductions: list = []
         self._syncs = True
 
     # ---- Counting.
 
-    def _take(self, kind: str, n: int, dtype: torch.dtype, *, lent: bool = False):
+    def _allocate(self, kind: str, n: int, dtype: torch.dtype, *, lent: bool = False):
         nbytes = n * dtype.itemsize
         block = None
         if lent and not self.gpu and nbytes >= MIN_POOLED_BYTES:
-            block = self._pool._block(_Shapes, nbytes)
+            block = self._pool._block(_MetaAllocator, nbytes)
             self._in_pool += nbytes
         elif self.gpu:
             nbytes = -(-nbytes // _CUDA_BLOCK) * _CUDA_BLOCK
         self.now[kind] += nbytes
-        self.look()
+        self.record_peak()
         return kind, nbytes, block
 
     def _free(self, taken) -> None:
@@ -123,8 +129,8 @@ class StepSimulation:
                 self._in_pool -= nbytes
                 self._pool._returned.append((block, nbytes))
 
-    def look(self, extra: int = 0) -> None:
-        """Count what is there now, and `extra` bytes that an optimizer works in."""
+    def record_peak(self, extra: int = 0) -> None:
+        """Count the bytes that are there now, and `extra` temporary bytes of an optimizer."""
         what = {**self.now, "idle": self._pool.reserved - self._in_pool, "work": extra}
         what["activations"] = self._activations if self._phase != "step" else 0
         total = sum(what.values())
@@ -134,31 +140,35 @@ class StepSimulation:
     # ---- A step.
 
     def step(self, work: int, *, accumulate: bool) -> None:
-        """Rehearse one step of an optimizer, in which it needs `work` bytes; `accumulate`: over several backwards."""
+        """Simulate one step of an optimizer with `work` temporary bytes. `accumulate`: over several
+        backwards.
+        """
         self.peaks = {}
         for syncs in (False, False, True) if accumulate else (True,):
             self._syncs = syncs
-            self._seen = []
+            self._current_order = []
             self._phase, self._where = "forward", self.root.name
-            self.look()  # with the gradients that zero_grad has taken off the pieces: each forward lets go of its own
+            self.record_peak()  # gradients that zero_grad dropped are freed in each forward
             self._forward(self.root)
-            self._forward_order = self._seen
-            self._phase, self._seen = "backward", []
+            self._forward_order = self._current_order
+            self._phase, self._current_order = "backward", []
             self._resharded_in_backward, self._units_before_reshard = False, 0
             self._backward(self.root)
             self._wait_for_reductions()
             for unit in self._all(self.root):
                 self._reshard(unit)
                 if not syncs:
-                    self._keep(unit)
-            self._backward_order, self._pending, self._lingering = self._seen, None, None
+                    self._to_accumulated_grad(unit)
+            self._backward_order, self._pending, self._late_unit = self._current_order, None, None
         self._phase, self._where = "step", ""
-        self.look()
-        gathered = [unit for unit in self._all(self.root) if any(not f.persistent and not f.alone for f in unit.flats)]
+        self.record_peak()
+        gathered = [
+            unit for unit in self._all(self.root) if any(not f.persistent and not f.is_whole for f in unit.flats)
+        ]
         lets_go = any(unit.reshards for unit in gathered)
         if work and lets_go:
             self._pool.trim()  # as for torch's optimizers
-        self.look(work)
+        self.record_peak(work)
 
     def _all(self, unit: UnitPlan):
         yield unit
@@ -170,10 +180,10 @@ class StepSimulation:
 
     def _gather(self, unit: UnitPlan) -> None:
         for flat in unit.flats:
-            if flat.buffer is None and not flat.alone and not flat.persistent:
-                flat.buffer = self._take("gathered", flat.unsharded_numel, flat.gather_dtype, lent=True)
+            if flat.buffer is None and not flat.is_whole and not flat.persistent:
+                flat.buffer = self._allocate("gathered", flat.unsharded_numel, flat.gather_dtype, lent=True)
 
-    def _need(self, unit: UnitPlan) -> None:
+    def _ensure_unsharded(self, unit: UnitPlan) -> None:
         if self._pending is unit:
             self._pending = None
         self._gather(unit)
@@ -187,9 +197,9 @@ class StepSimulation:
             self._free(flat.post_forward_shard)
             flat.post_forward_shard = None
             if flat.buffer is not None:
-                if post_forward and unit.post_forward_comm:
-                    flat.post_forward_shard = self._take(
-                        "gathered", flat.unsharded_numel // unit.post_forward_comm, flat.gather_dtype
+                if post_forward and unit.post_forward_size:
+                    flat.post_forward_shard = self._allocate(
+                        "gathered", flat.unsharded_numel // unit.post_forward_size, flat.gather_dtype
                     )
                 self._free(flat.buffer)
                 flat.buffer = None
@@ -209,13 +219,13 @@ class StepSimulation:
     def _forward(self, unit: UnitPlan) -> None:
         self._where = unit.name
         if unit.flats:
-            self._seen.append(unit)
+            self._current_order.append(unit)
         for flat in unit.trainable:
-            if flat.ranks > 1:  # zero_grad has taken it off the pieces
+            if flat.ranks > 1:  # zero_grad has dropped it
                 self._free(flat.grad)
                 flat.grad = None
-        self._need(unit)
-        self._prefetch(unit, self._forward_order if unit.early else [])
+        self._ensure_unsharded(unit)
+        self._prefetch(unit, self._forward_order if unit.prefetch_in_forward else [])
         for use in unit.uses:
             if isinstance(use, UnitPlan):
                 self._forward(use)
@@ -226,19 +236,19 @@ class StepSimulation:
     # ---- Backward.
 
     def _backward(self, unit: UnitPlan) -> None:
-        if not unit.reached:
+        if not unit.reaches_backward:
             return
         self._where = unit.name
         if unit.flats:
-            self._seen.append(unit)
+            self._current_order.append(unit)
             self._units_before_reshard += not self._resharded_in_backward
-        self._need(unit)
-        upcoming = self._backward_order if unit.early_backward else []
-        if not unit.late:
+        self._ensure_unsharded(unit)
+        upcoming = self._backward_order if unit.prefetch_in_backward else []
+        if not unit.prefetch_post_backward:
             self._prefetch(unit, upcoming)
-        if self._lingering is not None:
-            (left, its), self._lingering = self._lingering, None
-            self._leave(left, its)
+        if self._late_unit is not None:
+            (left, its), self._late_unit = self._late_unit, None
+            self._reshard_in_backward(left, its)
         missing = {(id(flat), number) for flat in unit.trainable for number in range(len(flat.counts))}
         for at in reversed(range(len(unit.uses))):
             use = unit.uses[at]
@@ -246,97 +256,101 @@ class StepSimulation:
                 self._backward(use)
                 self._where = unit.name
             elif use[0].trainable:
-                last = use not in unit.uses[:at]  # tied weights' come at their first use
+                last = use not in unit.uses[:at]  # tied weights get theirs at their first use
                 self._gradient(*use, last)
                 if last:
                     missing.discard((id(use[0]), use[1]))
                     if not missing:
-                        self._arrived(unit, upcoming)
-        if self._lingers(unit):
-            self._lingering = unit, upcoming
+                        self._post_backward(unit, upcoming)
+        if self._reshards_late(unit):
+            self._late_unit = unit, upcoming
 
     def _gradient(self, flat: GroupPlan, number: int, last: bool) -> None:
-        """A use of a parameter gives its gradient; behind the last one, in backward's order, it is kept or added."""
+        """Allocate the gradient of one use of a parameter; after the last use, in backward order,
+        keep it or add it.
+        """
         sizes = flat.counts[number], flat.gather_dtype
-        new = self._take("full_gradients", *sizes)
-        if (before := flat.sums.pop(number, None)) is not None:
-            both, new = (before, new), self._take("full_gradients", *sizes)  # autograd's sum is a tensor of its own
+        new = self._allocate("full_gradients", *sizes)
+        if (before := flat.partial_grads.pop(number, None)) is not None:
+            both, new = (before, new), self._allocate("full_gradients", *sizes)  # autograd's sum is a new tensor
             for each in both:
                 self._free(each)
         if not last:
-            flat.sums[number] = new
+            flat.partial_grads[number] = new
             return
-        full = flat.fulls[number]
+        full = flat.full_grads[number]
         if full is None:
-            flat.fulls[number] = new
+            flat.full_grads[number] = new
         elif flat.gather_dtype == flat.reduce_dtype:
             self._free(new)  # added
-        else:  # beside what is kept in the wider dtype
-            flat.fulls[number] = (full[0], full[1] + new[1], None)
+        else:  # next to the one kept in reduce_dtype
+            flat.full_grads[number] = (full[0], full[1] + new[1], None)
 
-    def _keep(self, unit: UnitPlan) -> None:
+    def _to_accumulated_grad(self, unit: UnitPlan) -> None:
         for flat in unit.trainable:
             if flat.gather_dtype != flat.reduce_dtype:
                 for number, count in enumerate(flat.counts):
-                    kept = self._take("full_gradients", count, flat.reduce_dtype)
-                    self._free(flat.fulls[number])
-                    flat.fulls[number] = kept
+                    kept = self._allocate("full_gradients", count, flat.reduce_dtype)
+                    self._free(flat.full_grads[number])
+                    flat.full_grads[number] = kept
 
     @staticmethod
-    def _lingers(unit: UnitPlan) -> bool:
-        """Tell whether a unit goes with the gradients of its inputs, at which the unit before it begins."""
-        return len(unit.trainable) < len(unit.flats) and unit.passed
+    def _reshards_late(unit: UnitPlan) -> bool:
+        """Whether a unit is resharded when its inputs have gradients, at which the unit before it
+        begins.
+        """
+        return len(unit.trainable) < len(unit.flats) and unit.continues_backward
 
-    def _arrived(self, unit: UnitPlan, upcoming: list[UnitPlan]) -> None:
+    def _post_backward(self, unit: UnitPlan, upcoming: list[UnitPlan]) -> None:
         if self._syncs:
-            if not self._lingers(unit):
+            if not self._reshards_late(unit):
                 self._reshard(unit)
             self._wait_for_reductions()
             for flat in unit.trainable:
                 self._reduce(flat, unit)
             if not self.overlaps:
                 self._wait_for_reductions()
-        if not self._lingers(unit):
-            self._leave(unit, upcoming)
+        if not self._reshards_late(unit):
+            self._reshard_in_backward(unit, upcoming)
 
-    def _leave(self, unit: UnitPlan, upcoming: list[UnitPlan]) -> None:
+    def _reshard_in_backward(self, unit: UnitPlan, upcoming: list[UnitPlan]) -> None:
         self._resharded_in_backward = True
         self._reshard(unit)
-        if unit.late:
+        if unit.prefetch_post_backward:
             self._prefetch(unit, upcoming)
 
     def _reduce(self, flat: GroupPlan, unit: UnitPlan) -> None:
-        fits = flat.reduce_dtype == flat.dtype and not flat.apart
+        fits = flat.reduce_dtype == flat.dtype and not flat.offloaded
         if flat.ranks == 1 and fits:
             if flat.grad is None:
-                flat.grad = self._take("gradients", flat.shard_numel, flat.dtype)
+                flat.grad = self._allocate("gradients", flat.shard_numel, flat.dtype)
             buffer = None
         else:
-            buffer = self._take("flat", flat.unsharded_numel, flat.reduce_dtype, lent=True)
-        for number, full in enumerate(flat.fulls):
+            buffer = self._allocate("flat", flat.unsharded_numel, flat.reduce_dtype, lent=True)
+        for number, full in enumerate(flat.full_grads):
             self._free(full)
-            flat.fulls[number] = None
-        whole = flat.ranks == 1 or (unit.replicas > 1 and not self.gpu)  # all is summed, and a part of it taken
+            flat.full_grads[number] = None
+        whole = flat.ranks == 1 or (unit.replicas > 1 and not self.gpu)  # all is summed, and a part of it copied
         part = None
         if not whole:
             if fits:
-                self._own(flat)
+                self._allocate_shard_grad(flat)
             else:
-                part = self._take("flat", flat.shard_numel, flat.reduce_dtype)
+                part = self._allocate("flat", flat.shard_numel, flat.reduce_dtype)
             if not self.overlaps:
                 self._free(buffer)
                 buffer = None
 
         def finish():
-            self._own(flat)
+            self._allocate_shard_grad(flat)
             self._free(part)
             self._free(buffer)
 
         self._pending_reductions.append(finish)
 
-    def _own(self, flat: GroupPlan) -> None:
-        if flat.grad is None and not flat.apart:
-            flat.grad = self._take("gradients", flat.shard_numel, flat.dtype)
+    def _allocate_shard_grad(self, flat: GroupPlan) -> None:
+        if flat.grad is None and not flat.offloaded:
+            flat.grad = self._allocate("gradients", flat.shard_numel, flat.dtype)
 
     def _wait_for_reductions(self) -> None:
         unfinished, self._pending_reductions = self._pending_reductions, []

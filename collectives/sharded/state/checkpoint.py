@@ -48,7 +48,7 @@ def save(
     scheduler = get_module_scheduler(model)
     if scheduler is None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise InvalidUsage("nothing in this model is sharded: save it by torch.distributed.checkpoint.save", op="save")
-    meeting = DistWrapper(scheduler, "save", str(target))
+    ranks = DistWrapper(scheduler, "save", str(target))
     partial = target.with_name(target.name + PARTIAL)
 
     def begin() -> None:
@@ -58,9 +58,9 @@ def save(
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
 
-    meeting.run_on_rank0("begin the checkpoint", begin)
+    ranks.run_on_rank0("begin the checkpoint", begin)
     try:
-        _write(meeting, partial, model, optimizers, extra)
+        _write(ranks, partial, model, optimizers, extra)
 
         def end() -> None:
             _reduce_remaining(partial)
@@ -73,26 +73,26 @@ def save(
             if before is not None:
                 shutil.rmtree(before)
 
-        meeting.run_on_rank0("end the checkpoint", end)
+        ranks.run_on_rank0("end the checkpoint", end)
     except BaseException:
-        if meeting.rank == 0:
+        if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        if meeting.failed:
-            meeting.all_gather_object(None)  # it is gone when this is raised, on all ranks
+        if ranks.failed:
+            ranks.all_gather_object(None)  # it is gone when this is raised, on all ranks
         raise
 
 
-def _write(meeting: DistWrapper, partial: Path, model, optimizers, extra) -> None:
+def _write(ranks: DistWrapper, partial: Path, model, optimizers, extra) -> None:
     planner, writer = DefaultSavePlanner(flatten_sharded_tensors=False), FileSystemWriter(partial)
 
     def plan():
         state: dict[str, Any] = {"model": get_model_state_dict(model)}
         if optimizers is not None:
             state["optimizer"] = sharded_state(model, optimizers_of(optimizers))
-        if extra is not None and meeting.rank == 0:
+        if extra is not None and ranks.rank == 0:
             state["extra"] = (extra,)  # DCP takes dictionaries and lists apart, and tuples as they are
-        planner.set_up_planner(state, writer.storage_meta(), meeting.rank == 0)
-        writer.set_up_storage_writer(meeting.rank == 0, rank=meeting.rank, use_collectives=True)
+        planner.set_up_planner(state, writer.storage_meta(), ranks.rank == 0)
+        writer.set_up_storage_writer(ranks.rank == 0, rank=ranks.rank, use_collectives=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
     metadata: list[Metadata] = []
@@ -102,20 +102,20 @@ def _write(meeting: DistWrapper, partial: Path, model, optimizers, extra) -> Non
         metadata.append(whole)
         return writer.prepare_global_plan(made)
 
-    plans = meeting.run_on_all("plan its part of the checkpoint", plan)
-    plans = meeting.run_on_rank0("plan the checkpoint", together)
+    plans = ranks.run_on_all("plan its part of the checkpoint", plan)
+    plans = ranks.run_on_rank0("plan the checkpoint", together)
 
     def write():
-        done = writer.write_data(planner.finish_plan(plans[meeting.rank]), planner)
+        done = writer.write_data(planner.finish_plan(plans[ranks.rank]), planner)
         done.wait()
         names = sorted({result.storage_data.relative_path for result in done.value()})
         return done.value(), {name: (sha256_of(partial / name), (partial / name).stat().st_size) for name in names}
 
-    check_not_written = meeting.run_on_all("write its part of the checkpoint", write)
+    written = ranks.run_on_all("write its part of the checkpoint", write)
 
     def finish() -> None:
         digests = {}
-        for rank, (_, files) in enumerate(check_not_written):
+        for rank, (_, files) in enumerate(written):
             for name, (digest, size) in files.items():
                 if not (partial / name).exists() or (partial / name).stat().st_size != size:
                     raise InvalidUsage(
@@ -124,14 +124,14 @@ def _write(meeting: DistWrapper, partial: Path, model, optimizers, extra) -> Non
                         op="save",
                     )
                 digests[name] = digest
-        writer.finish(metadata[0], [results for results, _ in check_not_written])
+        writer.finish(metadata[0], [results for results, _ in written])
         digests[METADATA] = sha256_of(partial / METADATA)
         with open(partial / CHECKSUMS, "w") as sums:
             sums.writelines(f"{digest}  {name}\n" for name, digest in digests.items())
             sums.flush()
             os.fsync(sums.fileno())
 
-    meeting.run_on_rank0("write the checkpoint's index", finish)
+    ranks.run_on_rank0("write the checkpoint's index", finish)
 
 
 def _reduce_remaining(folder: Path) -> None:
@@ -162,23 +162,23 @@ def load(
     """
     folder = Path(os.path.abspath(path))
     scheduler = get_module_scheduler(model)
-    meeting = DistWrapper(scheduler, "load", str(folder))
+    ranks = DistWrapper(scheduler, "load", str(folder))
     optimizers = [] if optimizers is None else optimizers_of(optimizers)
-    contents: list[CheckpointReader] = []
+    reader: list[CheckpointReader] = []
     states: list[dict[str, Any]] = []
     others: dict[str, Any] = {}
 
     def open_it() -> None:
-        contents.append(CheckpointReader(folder))
+        reader.append(CheckpointReader(folder))
 
     def look() -> None:
-        found = contents[0]
-        found.check_files(CHECKSUMS if verify else None, meeting.rank, meeting.size)
+        found = reader[0]
+        found.check_files(CHECKSUMS if verify else None, ranks.rank, ranks.size)
         found.check_model(get_model_state_dict(model), strict)
         _check_buffers(model)
 
     def read_optimizers() -> None:
-        found = contents[0]
+        found = reader[0]
         others["extra"] = found.read_extra()
         if optimizers:
             state = found.read_optimizers(params_by_id(model).values())
@@ -188,15 +188,15 @@ def load(
         device = None if scheduler is None else scheduler.comm.device
         _give_memory(model, device)
         template = get_model_state_dict(model)
-        contents[0].read_model(template)
+        reader[0].read_model(template)
         set_model_state_dict(model, template, strict=strict)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
-    meeting.run_on_all("read the checkpoint's index", open_it)
-    meeting.run_on_all("find the model in the checkpoint", look)
-    meeting.run_on_all("read the optimizers' state", read_optimizers)
-    meeting.run_on_all("read the model", read)
+    ranks.run_on_all("read the checkpoint's index", open_it)
+    ranks.run_on_all("find the model in the checkpoint", look)
+    ranks.run_on_all("read the optimizers' state", read_optimizers)
+    ranks.run_on_all("read the model", read)
     return others["extra"]
 
 

@@ -168,7 +168,7 @@ class CheckpointReader:
                     named = by_name.get(rest[1])
                     if named is not None and named.shape == entry.size:
                         here = torch.empty(named.param.shape, dtype=value.dtype, device=named.device)
-                        value = named.entry(here)
+                        value = named.as_entry(here)
             if rest[0] == "state" and rest[1] not in by_name and not str(rest[1]).isdigit():
                 unknown.add(str(rest[1]))
             reads[key], places[key] = value, (root, *rest)

@@ -67,18 +67,18 @@ class DistWrapper:
         except Exception as error:
             failed = error
         portable = failed if isinstance(failed, CollectivesError) else None
-        told = self.all_gather_object((failed is not None, portable, f"{type(failed).__name__}: {failed}", result))
-        self.failed = any(has_failed for has_failed, *_ in told)
+        outcomes = self.all_gather_object((failed is not None, portable, f"{type(failed).__name__}: {failed}", result))
+        self.failed = any(has_failed for has_failed, *_ in outcomes)
         if failed is not None:
             raise failed
-        for rank, (has_failed, error, text, _) in enumerate(told):
+        for rank, (has_failed, error, text, _) in enumerate(outcomes):
             if error is not None:
                 raise type(error)(f"on rank {rank}: {error.message}", op=self.op, rank=self.rank, peers=(rank,))
             if has_failed:
                 raise RemoteError(
                     f"rank {rank} could not {what}: {text}", op=self.op, rank=self.rank, peers=(rank,)
                 )  # fmt: skip
-        return [result for *_, result in told]
+        return [result for *_, result in outcomes]
 
     def run_on_rank0(self, what: str, function: Callable[[], Any]) -> Any:
         """Call a function on rank 0 alone and give its result to all; raises as `each` does."""

@@ -42,15 +42,15 @@ class NamedParam:
         """Where state for it can be put now; optimizers move what they load to where the parameter is."""
         return torch.device("cpu") if self.param.is_meta else self.param.device
 
-    def holds(self, key: str, value) -> bool:
+    def is_per_element(self, key: str, value) -> bool:
         """Tell whether an entry of the parameter's optimizer state has an element for each of the parameter's here."""
         return isinstance(value, torch.Tensor) and key != "step" and value.shape == self.param.shape
 
-    def entry(self, value: torch.Tensor) -> torch.Tensor:
+    def as_entry(self, value: torch.Tensor) -> torch.Tensor:
         """Give a tensor that lies as the parameter here, as an entry of a state dict of pieces."""
         return value if self.sharded is None else as_shard_tensor(self.sharded, value)
 
-    def take(self, key: str, value: torch.Tensor) -> torch.Tensor:
+    def load_entry(self, key: str, value: torch.Tensor) -> torch.Tensor:
         """Give, as the optimizer here needs it, its own copy of an entry of the whole shape, or of a piece."""
         if value.shape != self.shape:
             raise InvalidArgument(

@@ -83,7 +83,7 @@ def _keys(module: nn.Module) -> list[str]:
 
 
 def _from_rank_0(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    meeting = DistWrapper(get_module_scheduler(model), "set_model_state_dict")
+    ranks = DistWrapper(get_module_scheduler(model), "set_model_state_dict")
     params = sharded_params_by_fqn(model)
 
     def outline() -> dict[str, Any]:
@@ -94,11 +94,11 @@ def _from_rank_0(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
         }
 
     made = {}
-    for name, (shape, rest) in meeting.run_on_rank0("read the state dict", outline).items():
+    for name, (shape, rest) in ranks.run_on_rank0("read the state dict", outline).items():
         if shape is None:
             made[name] = rest
             continue
-        whole = meeting.broadcast(given[name] if meeting.rank == 0 else torch.empty(shape, dtype=rest))
+        whole = ranks.broadcast(given[name] if ranks.rank == 0 else torch.empty(shape, dtype=rest))
         param = params.get(name)
         if param is not None and whole.shape == param.shape:
             mine = as_shard_tensor(param, torch.empty(param.shard.shape, dtype=rest, device=whole.device))

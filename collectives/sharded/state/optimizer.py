@@ -86,7 +86,7 @@ def sharded_state(
         for name, state in named.items():
             here = by_id[id(name.param)]
             made["state"][name.name] = {
-                key: here.entry(value) if here.holds(key, value) else value for key, value in state.items()
+                key: here.as_entry(value) if here.is_per_element(key, value) else value for key, value in state.items()
             }
     return made
 
@@ -111,7 +111,7 @@ def _state_by_fqn(
     for number, entries in raw["state"].items():
         named = names[number]
         for key, value in entries.items():
-            if named.sharded is not None and not named.holds(key, value) and _is_large(value):
+            if named.sharded is not None and not named.is_per_element(key, value) and _is_large(value):
                 raise InvalidArgument(
                     f"{key} of {named.name} has shape {list(value.shape)}, and the parameter's piece here "
                     f"{list(named.param.shape)}: only state with an element for each of the parameter's, or with one "
@@ -162,7 +162,7 @@ def gather_full_state(
     model: nn.Module, given: list[tuple[torch.optim.Optimizer, dict | None]], form: GetOptions
 ) -> dict[str, Any]:
     """Give optimizers' state by names, of full tensors; each with its own state dict, or None. A collective."""
-    meeting = DistWrapper(get_module_scheduler(model), "get_optimizer_state_dict")
+    ranks = DistWrapper(get_module_scheduler(model), "get_optimizer_state_dict")
     by_id = params_by_id(model)
     here: dict[str, dict] = {}
     groups: list[dict] = []
@@ -179,21 +179,21 @@ def gather_full_state(
         }
 
     merged: dict[str, dict[str, Any]] = {}
-    for table in meeting.run_on_all("read its optimizers' state", describe):
+    for table in ranks.run_on_all("read its optimizers' state", describe):
         for name, state in table.items():
-            for key, told in state.items():
-                known = merged.setdefault(name, {}).setdefault(key, told)
-                if isinstance(told, torch.dtype) and not isinstance(known, torch.dtype):
-                    merged[name][key] = told
+            for key, entry in state.items():
+                known = merged.setdefault(name, {}).setdefault(key, entry)
+                if isinstance(entry, torch.dtype) and not isinstance(known, torch.dtype):
+                    merged[name][key] = entry
 
     def whole() -> None:
         for named in by_id.values():
-            for key, told in merged.get(named.name, {}).items():
-                if isinstance(told, torch.dtype) and named.param.numel() and key not in here.get(named.name, {}):
+            for key, entry in merged.get(named.name, {}).items():
+                if isinstance(entry, torch.dtype) and named.param.numel() and key not in here.get(named.name, {}):
                     raise InvalidUsage(f"{key} of {named.name} is in the optimizers of other ranks and not in this one")
 
-    meeting.run_on_all("find all of its state", whole)
-    keeps = meeting.rank == 0 or not form.rank0_only
+    ranks.run_on_all("find all of its state", whole)
+    keeps = ranks.rank == 0 or not form.rank0_only
     state: dict[str, dict] = {}
     for key_of, full in _gathered(model, by_id, here, merged, form, keeps):
         state.setdefault(key_of[0], {})[key_of[1]] = full
@@ -203,15 +203,15 @@ def gather_full_state(
     for name in (name for group in groups for name in group["params"]):
         if name in merged:
             made[name] = {
-                key: state[name][key] if isinstance(told, torch.dtype) else _scalar(here.get(name, {}).get(key, told))
-                for key, told in merged[name].items()
+                key: state[name][key] if isinstance(entry, torch.dtype) else _scalar(here.get(name, {}).get(key, entry))
+                for key, entry in merged[name].items()
             }
     return {"state": made, "param_groups": groups}
 
 
 def _describe_entry(named: NamedParam, key: str, value):
     """Describe an entry: by its dtype what has an element for each of the parameter's, all else by itself."""
-    if named.holds(key, value):
+    if named.is_per_element(key, value):
         return value.dtype
     return _on_cpu(value.detach()) if isinstance(value, torch.Tensor) else value
 
@@ -232,9 +232,9 @@ def _gathered(model, by_id, here, merged, form: GetOptions, keeps: bool):
         for group in unit.groups:
             kinds: dict[tuple, list] = {}
             for param in group.params:
-                for key, told in merged.get(names[id(param)], {}).items():
-                    if isinstance(told, torch.dtype):
-                        kinds.setdefault((key, str(told)), []).append((param, names[id(param)], told))
+                for key, entry in merged.get(names[id(param)], {}).items():
+                    if isinstance(entry, torch.dtype):
+                        kinds.setdefault((key, str(entry)), []).append((param, names[id(param)], entry))
             for (key, _), members in sorted(kinds.items()):
                 values = [(param, here.get(name, {}).get(key)) for param, name, _ in members]
                 flat = group.all_gather_like_shards(values, members[0][2])
@@ -244,8 +244,8 @@ def _gathered(model, by_id, here, merged, form: GetOptions, keeps: bool):
                         yield (name, key), mine(full, group.store)
     for named in by_id.values():
         if named.sharded is None and keeps:
-            for key, told in merged.get(named.name, {}).items():
-                if isinstance(told, torch.dtype):
+            for key, entry in merged.get(named.name, {}).items():
+                if isinstance(entry, torch.dtype):
                     yield (named.name, key), mine(here[named.name][key].detach(), named.param.device)
 
 
@@ -274,7 +274,7 @@ def set_optimizer_state_dict(
 
 def scatter_from_rank0(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Any]:
     """Give each rank its pieces of the full state, by names, that rank 0 has. A collective."""
-    meeting = DistWrapper(get_module_scheduler(model), "set_optimizer_state_dict")
+    ranks = DistWrapper(get_module_scheduler(model), "set_optimizer_state_dict")
     by_name = {named.name: named for named in params_by_id(model).values()}
 
     def outline() -> dict[str, Any]:
@@ -285,15 +285,15 @@ def scatter_from_rank0(model: nn.Module, given: dict[str, Any] | None) -> dict[s
             },
         }
 
-    made = meeting.run_on_rank0("read the state dict", outline)
+    made = ranks.run_on_rank0("read the state dict", outline)
     for name, state in made["state"].items():
-        for key, told in state.items():
-            if isinstance(told, _Outline):
-                mine = given["state"][name][key] if meeting.rank == 0 else torch.empty(told.shape, dtype=told.dtype)
-                whole = meeting.broadcast(mine)
+        for key, entry in state.items():
+            if isinstance(entry, _Outline):
+                mine = given["state"][name][key] if ranks.rank == 0 else torch.empty(entry.shape, dtype=entry.dtype)
+                whole = ranks.broadcast(mine)
                 named = by_name.get(name)
                 if named is not None and named.sharded is not None and key != "step" and whole.shape == named.shape:
-                    whole = named.entry(named.take(key, whole))
+                    whole = named.as_entry(named.load_entry(key, whole))
                 state[key] = whole
     return made
 
@@ -345,9 +345,9 @@ def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: 
 def _load_entry(named: NamedParam, key: str, value):
     if isinstance(value, torch.Tensor):
         if key != "step" and (isinstance(value, ShardTensor) or value.shape == named.shape):
-            return named.take(key, value)
+            return named.load_entry(key, value)
         if named.sharded is not None and _is_large(value):
-            return named.take(key, value)  # which says why not
+            return named.load_entry(key, value)  # which says why not
         return value.detach().clone()
     return value
 
