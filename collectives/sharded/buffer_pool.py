@@ -47,9 +47,9 @@ class BufferPool:
         nbytes = n * dtype.itemsize
         with self._lock:
             block = self._block(comm, nbytes)
-        loan = (ctypes.c_char * nbytes).from_address(block.data_ptr())
-        weakref.finalize(loan, self._returned.append, (block, nbytes)).atexit = False
-        return torch.frombuffer(loan, dtype=dtype)  # its storage holds the block
+        memory = (ctypes.c_char * nbytes).from_address(block.data_ptr())
+        weakref.finalize(memory, self._returned.append, (block, nbytes)).atexit = False
+        return torch.frombuffer(memory, dtype=dtype)  # its storage holds the block
 
     def trim(self) -> None:
         """Unmap the free blocks."""

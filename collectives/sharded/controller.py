@@ -266,8 +266,8 @@ class Controller:
         table = numpy.zeros((self.comm.size, int(length[0])), dtype=numpy.uint8)
         table[self.comm.rank, : len(text)] = numpy.frombuffer(text, dtype=numpy.uint8)
         self.control.all_reduce(table, "max")
-        told = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in table]
-        parts = [each.split("; ") for each in told]
+        texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in table]
+        parts = [each.split("; ") for each in texts]
         at = next(i for i, rows in enumerate(itertools.zip_longest(*parts)) if len(set(rows)) > 1)
         ranks: dict[str, list[int]] = {}
         for rank, each in enumerate(parts):

@@ -155,8 +155,8 @@ def memory_plan(
         on_host += shards + own + state
         kept.update(parameters=0, optimizer=0)
         gradients = work = 0
-    beside = _overlaps(module, ranks, gpu, sharded) if overlap is None else bool(overlap)
-    simulation = StepSimulation(root, gpu=gpu, overlaps=beside, kept=kept, activations=activations)
+    overlaps = _overlaps(module, ranks, gpu, sharded) if overlap is None else bool(overlap)
+    simulation = StepSimulation(root, gpu=gpu, overlaps=overlaps, kept=kept, activations=activations)
     for _ in range(_STEPS):
         simulation.step(work, accumulate=accumulate)
     phase = max(simulation.peaks, key=lambda each: simulation.peaks[each][0])
@@ -322,7 +322,8 @@ class _ShardingPlan:
             gather = policy.param_dtype if casts and policy.param_dtype is not None else dtype
             flat = GroupPlan(
                 counts=[count for _, _, count in members], params=[param for _, param, _ in members], dtype=dtype,
-                gather_dtype=gather, trainable=trainable, persistent=persistent, ranks=self.shards, offloaded=self.offloads,
+                gather_dtype=gather, trainable=trainable, persistent=persistent, ranks=self.shards,
+                offloaded=self.offloads,
                 reduce_dtype=policy.reduce_dtype if casts and policy.reduce_dtype is not None else gather,
             )  # fmt: skip
             plan.flats.append(flat)

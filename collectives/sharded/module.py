@@ -217,8 +217,8 @@ class ShardedModule:
         own, unit = super().extra_repr(), self._unit
         count = sum(param.count for param in unit.params)
         here = sum(param.shard.numel() for param in unit.params)
-        told = f"unit {unit.index}: {here} of {count} elements on rank {unit.ranks.world.rank}"
-        return f"{own}, {told}" if own else told
+        ours = f"unit {unit.index}: {here} of {count} elements on rank {unit.ranks.world.rank}"
+        return f"{own}, {ours}" if own else ours
 
     def __deepcopy__(self, memo):
         raise InvalidUsage(_NO_COPY, op="deepcopy")

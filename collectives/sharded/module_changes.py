@@ -38,13 +38,13 @@ def sync_attributes(unit) -> None:
     changed = False
     for group in unit.groups:
         for param in group.params:
-            piece, full = param.shard, param.full
-            if full._backward_hooks is not piece._backward_hooks:
+            shard, full = param.shard, param.full
+            if full._backward_hooks is not shard._backward_hooks:
                 if full._backward_hooks is None:
-                    full._backward_hooks = piece._backward_hooks  # one dictionary, so that a handle removes from both
-                elif piece._backward_hooks is None:
-                    piece._backward_hooks = full._backward_hooks
-            if piece.requires_grad is full.requires_grad is param.requires_grad:
+                    full._backward_hooks = shard._backward_hooks  # one dictionary, so that a handle removes from both
+                elif shard._backward_hooks is None:
+                    shard._backward_hooks = full._backward_hooks
+            if shard.requires_grad is full.requires_grad is param.requires_grad:
                 continue
             if unit.reducer is not None:
                 raise InvalidUsage(
@@ -53,7 +53,7 @@ def sync_attributes(unit) -> None:
                 )
             changed = True
             param.requires_grad = not param.requires_grad
-            piece.requires_grad_(param.requires_grad)
+            shard.requires_grad_(param.requires_grad)
             full.requires_grad_(param.requires_grad)
             param.expects_grad = param.requires_grad
             if param.requires_grad:

@@ -64,4 +64,4 @@ class ShardedParam:
         return self.names[0]
 
     def __repr__(self):
-        return f"<Slot {self.name}, {tuple(self.shape)}, {self.shard.numel()} of {self.count} elements here>"
+        return f"<ShardedParam {self.name}, {tuple(self.shape)}, {self.shard.numel()} of {self.count} elements here>"

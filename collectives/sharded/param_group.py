@@ -143,8 +143,8 @@ class ParamGroup:
 
     def _make_forms(self, originals: list[nn.Parameter]) -> None:
         for param, original in zip(self.params, originals, strict=True):
-            piece = self._shard_view(self.flat, param, self._numel_here(param))
-            param.shard = nn.Parameter(piece, requires_grad=self.requires_grad)
+            data = self._shard_view(self.flat, param, self._numel_here(param))
+            param.shard = nn.Parameter(data, requires_grad=self.requires_grad)
             param.full = nn.Parameter(self._placeholder(param), requires_grad=self.requires_grad)
             for form in (param.shard, param.full):
                 form.__dict__.update(original.__dict__)
@@ -170,10 +170,10 @@ class ParamGroup:
         Raises `InvalidArgument`, with the parameter's name, for shards of another size, dtype or
         device.
         """
-        pieces = [param.shard for param in self.params]
-        if self.grad is not None and self.ranks.shard is not None and all(piece.grad is None for piece in pieces):
+        shards = [param.shard for param in self.params]
+        if self.grad is not None and self.ranks.shard is not None and all(shard.grad is None for shard in shards):
             self.grad = None  # zero_grad has dropped it: free its memory until the backward
-        if list(map(_data_ptr, pieces)) == self._addresses and list(map(_numel, pieces)) == self._counts:
+        if list(map(_data_ptr, shards)) == self._addresses and list(map(_numel, shards)) == self._counts:
             return
         for param, count in zip(self.params, self._counts, strict=True):
             data = param.shard.data
@@ -221,11 +221,11 @@ class ParamGroup:
             return
         self.flat = self._new_shard(self.store).zero_()
         for param in self.params:
-            piece = nn.Parameter(
+            data = nn.Parameter(
                 self._shard_view(self.flat, param, param.shard.numel()), requires_grad=param.requires_grad
             )
-            piece.__dict__.update(param.shard.__dict__)
-            torch.utils.swap_tensors(param.shard, piece)
+            data.__dict__.update(param.shard.__dict__)
+            torch.utils.swap_tensors(param.shard, data)
         self._note()
 
     # ---- Gathering.

@@ -67,14 +67,14 @@ class _PendingDequantize:
     """An all-gather in progress, whose bytes `wait` dequantizes."""
 
     def __init__(self, how, work, wires, out, size):
-        self._resharded_in_backward = (how, work, wires, out, size)
+        self._pending = (how, work, wires, out, size)
         self._alloc_stream = current_stream(out.device)
 
     def wait(self) -> None:
-        if self._resharded_in_backward is None:
+        if self._pending is None:
             return
-        how, work, wires, out, size = self._resharded_in_backward
-        self._resharded_in_backward = None
+        how, work, wires, out, size = self._pending
+        self._pending = None
         if work is not None:
             work.wait()
             release(work, self._alloc_stream, out.device)

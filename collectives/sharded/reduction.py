@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..comm.communicator import Communicator
 from ..torch_compat import premul_sum
 from .param_group import ParamGroup
-from .streams import beside, current_stream, release
+from .streams import current_stream, on_side_stream, release
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -53,7 +53,7 @@ def _average(unit: Unit, group: ParamGroup, flat: torch.Tensor, async_op: bool):
     out, in_place = group.reduce_output()
     to = torch.view_as_real(out).view(-1) if out.is_complex() else out
     # The second of two reductions waits for the first one on a stream that is not the computation's.
-    with beside(unit.device) if async_op and ranks.replicas is not None else contextlib.nullcontext():
+    with on_side_stream(unit.device) if async_op and ranks.replicas is not None else contextlib.nullcontext():
         if unit.custom_reduce_scatter is not None:
             work = unit.custom_reduce_scatter(to, send, ranks.group or ranks.shard, _reduce_op_of_torch(op), async_op)
         else:

@@ -297,9 +297,9 @@ class Scheduler(Controller):
             unit.to_sharded()
             unit.end_backward()
         accumulated, self._params_with_accumulate_hooks = self._params_with_accumulate_hooks, []
-        for piece in accumulated:
-            for hook in list(piece._post_accumulate_grad_hooks.values()):
-                hook(piece)
+        for shard in accumulated:
+            for hook in list(shard._post_accumulate_grad_hooks.values()):
+                hook(shard)
 
     def _reduce_remaining(self, units: list[Unit]) -> None:
         """Reduce what still waits on any rank, and drop the gradients of parameters that no rank

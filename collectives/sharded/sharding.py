@@ -145,7 +145,8 @@ def shard(
     unit = Unit(
         None, ranks, parameters=found, name=type(module).__name__, mp_policy=mp_policy, offload_policy=offload_policy,
         persistent=persistent, pool=scheduler.pool, host_copies=scheduler.host_copies,
-        align=0 if reducer is None else reducer.align, quantized_gather=None if reducer is None else reducer.quantized_gather,
+        align=0 if reducer is None else reducer.align,
+        quantized_gather=None if reducer is None else reducer.quantized_gather,
     )  # fmt: skip
     scheduler.add(unit, described)
     if not scheduler.same_number(values):

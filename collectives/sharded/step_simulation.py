@@ -109,10 +109,10 @@ class StepSimulation:
 
     # ---- Counting.
 
-    def _allocate(self, kind: str, n: int, dtype: torch.dtype, *, lent: bool = False):
+    def _allocate(self, kind: str, n: int, dtype: torch.dtype, *, pooled: bool = False):
         nbytes = n * dtype.itemsize
         block = None
-        if lent and not self.gpu and nbytes >= MIN_POOLED_BYTES:
+        if pooled and not self.gpu and nbytes >= MIN_POOLED_BYTES:
             block = self._pool._block(_MetaAllocator, nbytes)
             self._in_pool += nbytes
         elif self.gpu:
@@ -181,7 +181,7 @@ class StepSimulation:
     def _gather(self, unit: UnitPlan) -> None:
         for flat in unit.flats:
             if flat.buffer is None and not flat.is_whole and not flat.persistent:
-                flat.buffer = self._allocate("gathered", flat.unsharded_numel, flat.gather_dtype, lent=True)
+                flat.buffer = self._allocate("gathered", flat.unsharded_numel, flat.gather_dtype, pooled=True)
 
     def _ensure_unsharded(self, unit: UnitPlan) -> None:
         if self._pending is unit:
@@ -326,7 +326,7 @@ class StepSimulation:
                 flat.grad = self._allocate("gradients", flat.shard_numel, flat.dtype)
             buffer = None
         else:
-            buffer = self._allocate("flat", flat.unsharded_numel, flat.reduce_dtype, lent=True)
+            buffer = self._allocate("flat", flat.unsharded_numel, flat.reduce_dtype, pooled=True)
         for number, full in enumerate(flat.full_grads):
             self._free(full)
             flat.full_grads[number] = None

@@ -11,7 +11,7 @@ import torch
 
 from ..comm.work import Work
 
-__all__ = ["HostCopies", "beside", "current_stream", "release"]
+__all__ = ["HostCopies", "current_stream", "on_side_stream", "release"]
 
 
 def current_stream(device: torch.device):
@@ -32,17 +32,17 @@ def release(work, home, device: torch.device) -> None:
 
 
 @functools.cache
-def _side(device: torch.device):
+def _side_stream(device: torch.device):
     return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
-def beside(device: torch.device):
-    """Have what is in the block wait for each other on a stream beside the current one, and begin behind that."""
+def on_side_stream(device: torch.device):
+    """Run the block on a side stream, after what the current stream has been given so far."""
     if device.type != "cuda":
         yield
         return
-    side = _side(device)
+    side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         yield

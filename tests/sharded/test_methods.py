@@ -9,7 +9,7 @@ from torch import nn
 import collectives
 from collectives.sharded import ShardedDataParallel, Unit, fully_shard, register_forward_method
 from tests.ddp.training import batch, make_model, over_gloo, run
-from tests.sharded.test_order import check, equal, expected, gradients
+from tests.sharded.test_scheduler import check, equal, expected, gradients
 from tests.sharded.training import RULES, full, same
 
 

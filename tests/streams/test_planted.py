@@ -202,7 +202,8 @@ SUPERFLUOUS = {
     + "a gather begun on one stream and used on another",
     ("collectives/sharded/unit.py", "Unit._record_stream"): _NOT_RUN
     + "a gather begun on one stream and used on another",
-    ("collectives/sharded/streams.py", "beside"): _NOT_RUN + "ranks that say something to each other beside a step",
+    ("collectives/sharded/streams.py", "on_side_stream"): _NOT_RUN
+    + "ranks that say something to each other beside a step",
     (
         "collectives/compression/base.py",
         "follow",

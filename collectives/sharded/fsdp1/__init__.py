@@ -1,3 +1,5 @@
-"""FSDP1's vocabulary over the same units: `ShardedDataParallel`, its arguments, its settings of state dicts."""
+"""FSDP1's names over the same units: `ShardedDataParallel`, its arguments, and its settings of
+state dicts.
+"""
 
 __all__ = []

@@ -1,4 +1,4 @@
-"""What a sharded module is told: precision, offloading, strategy, prefetch; FSDP2's names first, then FSDP1's."""
+"""FSDP1's enums and configurations: strategy, prefetch, mixed precision, offloading, state dicts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ __all__ = [
 
 
 class ShardingStrategy(enum.Enum):
-    """What is kept in pieces.
+    """What is sharded.
 
-    FULL_SHARD: parameters, gradients and optimizer state; parameters are gathered for the forward and again for the
-    backward. SHARD_GRAD_OP: they stay gathered from the forward to the end of the backward. SHARD_OPTIMIZER: each rank
-    holds all parameters, always; gradients and optimizer state are in pieces, and what others have updated is gathered
-    where it lies. NO_SHARD: as DDP. HYBRID_SHARD: FULL_SHARD inside a group, and replicas over such groups;
-    _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP inside a group.
+    FULL_SHARD: parameters, gradients and optimizer state; parameters are gathered for the forward
+    and again for the backward. SHARD_GRAD_OP: parameters stay gathered from the forward to the end
+    of the backward. SHARD_OPTIMIZER: each rank always holds all parameters; gradients and optimizer
+    state are sharded, and what other ranks have updated is gathered in place. NO_SHARD: as DDP.
+    HYBRID_SHARD: FULL_SHARD inside a group, and replicas over such groups; _HYBRID_SHARD_ZERO2:
+    SHARD_GRAD_OP inside a group.
     """
 
     FULL_SHARD = enum.auto()
@@ -48,7 +49,9 @@ class ShardingStrategy(enum.Enum):
 
 
 class BackwardPrefetch(enum.Enum):
-    """When a backward gathers the next unit: before the current one's gradients are computed, or behind that."""
+    """When a backward prefetches the next unit: before the current one's gradients are computed, or
+    after that.
+    """
 
     BACKWARD_PRE = enum.auto()
     BACKWARD_POST = enum.auto()
@@ -56,11 +59,12 @@ class BackwardPrefetch(enum.Enum):
 
 @dataclasses.dataclass
 class MixedPrecision:
-    """Say in which dtypes modules compute, by FSDP1's names: see `MixedPrecisionPolicy`.
+    """In which dtypes modules compute, by FSDP1's names: see `MixedPrecisionPolicy`.
 
-    `buffer_dtype`: to which floating buffers are cast, once; None: not. `cast_forward_inputs` is of each unit,
-    `cast_root_forward_inputs` of the outermost. `keep_low_precision_grads`: leave the pieces' gradients in the dtype of
-    the reduction, which torch's optimizers don't take: refused. `_module_classes_to_ignore`: modules of these classes
+    `buffer_dtype`: to which floating buffers are cast, once; None: they are not cast.
+    `cast_forward_inputs` applies to each unit, `cast_root_forward_inputs` to the outermost.
+    `keep_low_precision_grads`: leave the shards' gradients in the dtype of the reduction; refused,
+    since torch's optimizers don't take them. `_module_classes_to_ignore`: modules of these classes
     become units that compute in their own dtype.
     """
 
@@ -83,13 +87,15 @@ class MixedPrecision:
 
 @dataclasses.dataclass
 class CPUOffload:
-    """Say whether pieces, gradients and optimizer state stay on the host: see `CPUOffloadPolicy`."""
+    """Whether shards, gradients and optimizer state stay on the host: see `CPUOffloadPolicy`."""
 
     offload_params: bool = False
 
 
 class StateDictType(enum.Enum):
-    """What `state_dict` gives: full tensors, or this rank's pieces as they lie (LOCAL is the same as SHARDED)."""
+    """What `state_dict` returns: full tensors, or this rank's shards as they lie (LOCAL is the same
+    as SHARDED).
+    """
 
     FULL_STATE_DICT = enum.auto()
     LOCAL_STATE_DICT = enum.auto()
@@ -98,14 +104,14 @@ class StateDictType(enum.Enum):
 
 @dataclasses.dataclass
 class StateDictConfig:
-    """`offload_to_cpu`: give tensors on the host."""
+    """`offload_to_cpu`: return tensors on the host."""
 
     offload_to_cpu: bool = False
 
 
 @dataclasses.dataclass
 class FullStateDictConfig(StateDictConfig):
-    """`rank0_only`: give the tensors to rank 0 only; the other ranks get an empty dictionary."""
+    """`rank0_only`: return the tensors on rank 0 only; the other ranks get an empty dictionary."""
 
     rank0_only: bool = False
 
@@ -117,14 +123,14 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclasses.dataclass
 class OptimStateDictConfig:
-    """`offload_to_cpu`: give tensors on the host."""
+    """`offload_to_cpu`: return tensors on the host."""
 
     offload_to_cpu: bool = True
 
 
 @dataclasses.dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """`rank0_only`: give the state to rank 0 only; the other ranks get an empty dictionary."""
+    """`rank0_only`: return the state on rank 0 only; the other ranks get an empty dictionary."""
 
     rank0_only: bool = False
 

@@ -1,4 +1,4 @@
-"""What ShardedDataParallel is given, in the terms of units: who shares the parameters, precision, which submodules."""
+"""Parsing of ShardedDataParallel's arguments into units, their ranks and their policies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STAY_GATHERED = (
 
 
 def parse_enum(kind, value, what: str):
-    """Give a member of our own enum for it, for torch's of that name, or for the name."""
+    """Return a member of our own enum for it, for torch's of that name, or for the name."""
     name = getattr(value, "name", value)
     if isinstance(name, str) and name in kind.__members__:
         return kind[name]
@@ -47,7 +47,7 @@ def parse_enum(kind, value, what: str):
 
 
 def unit_options(strategy: ShardingStrategy) -> dict:
-    """Give what a strategy means for a unit."""
+    """Return a unit's options for a strategy."""
     return {
         "reshard_after_forward": strategy not in _STAY_GATHERED,
         "persistent": strategy is ShardingStrategy.SHARD_OPTIMIZER,
@@ -56,7 +56,7 @@ def unit_options(strategy: ShardingStrategy) -> dict:
 
 
 def parse_device_id(device) -> torch.device | None:
-    """Give the device that FSDP1's ``device_id`` names."""
+    """Return the device that FSDP1's ``device_id`` names."""
     if device is None:
         return None
     if isinstance(device, int) and not isinstance(device, bool):
@@ -74,7 +74,9 @@ def parse_device_id(device) -> torch.device | None:
 
 
 def resolve_fsdp1_ranks(module: nn.Module, strategy, group, mesh, comm: Communicator | None, device) -> Ranks:
-    """Give the ranks that share the parameters, and those that have replicas. A collective at first use."""
+    """Return the ranks that share the parameters, and those that have replicas. A collective at
+    first use.
+    """
     if sum(each is not None for each in (group, mesh, comm)) > 1:
         raise InvalidArgument("process_group, device_mesh and comm all say which ranks: give one of them", op=_NAME)
     if mesh is not None and mesh.ndim == 2 and strategy not in _HYBRID:
@@ -87,7 +89,7 @@ def resolve_fsdp1_ranks(module: nn.Module, strategy, group, mesh, comm: Communic
         world, here = ranks.world, ranks.world.local_size
         if world.size % here:
             raise InvalidArgument(f"{world.size} ranks are no multiple of the {here} of this machine", op=_NAME)
-        if here < world.size:  # pieces inside of a machine, replicas on the others
+        if here < world.size:  # shards inside a node, replicas on the other nodes
             return Ranks(world.split(world.rank // here), world.split(world.rank % here), world)
     return ranks
 
@@ -106,7 +108,7 @@ def _resolve_two_groups(module, strategy, groups: tuple, device) -> Ranks:
 
 
 def ignored(module: nn.Module, modules, states) -> tuple[set[nn.Module], list[nn.Parameter]]:
-    """Give the modules, and the parameters, that are to stay as they are."""
+    """Return the modules, and the parameters, that stay as they are."""
     modules, states = list(modules or ()), list(states or ())
     parameters = [each for each in states if isinstance(each, nn.Parameter)]
     modules += [each for each in states if isinstance(each, nn.Module)]
@@ -118,7 +120,7 @@ def ignored(module: nn.Module, modules, states) -> tuple[set[nn.Module], list[nn
 
 
 def offload(given) -> CPUOffloadPolicy | None:
-    """Give the policy for FSDP1's ``cpu_offload``."""
+    """Return the policy for FSDP1's ``cpu_offload``."""
     if given is None or hasattr(given, "pin_memory"):
         return parse_offload_policy(given)
     if not hasattr(given, "offload_params"):
@@ -127,11 +129,14 @@ def offload(given) -> CPUOffloadPolicy | None:
 
 
 class PrecisionPolicies:
-    """FSDP1's ``mixed_precision`` as policies: of `inner` units, of the `root`, of modules that stay `as_they_are`."""
+    """FSDP1's ``mixed_precision`` as policies: of `inner` units, and of the `root`.
+
+    `exempt`: classes of modules that compute in their own dtype.
+    """
 
     def __init__(self, given):
         self.buffer_dtype = None
-        self.apart: tuple[type, ...] = ()
+        self.exempt: tuple[type, ...] = ()
         self.inner = self.root = MixedPrecisionPolicy()
         if given is None:
             return
@@ -149,10 +154,10 @@ class PrecisionPolicies:
             MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=each) for each in casts
         )
         if given.param_dtype is not None:
-            self.apart = tuple(given._module_classes_to_ignore or ())
+            self.exempt = tuple(given._module_classes_to_ignore or ())
 
     def as_they_are(self, module: nn.Module) -> MixedPrecisionPolicy:
-        """Give the policy of a unit that computes in its own dtype, between others."""
+        """Return the policy of a unit that computes in its own dtype, between other units."""
         own = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
         return MixedPrecisionPolicy(own, output_dtype=self.inner.param_dtype)
 
@@ -160,12 +165,12 @@ class PrecisionPolicies:
 def select_units(
     module: nn.Module, policy, precision: PrecisionPolicies, modules, parameters
 ) -> list[tuple[nn.Module, dict]]:
-    """Give the submodules that are to be units, children first, with the settings of each."""
+    """Return the submodules that become units, children first, with the options of each."""
     chosen = [] if policy is None else units_of(module, policy, modules, parameters)
     how = {each: own for each, own in chosen if not isinstance(each, ShardedModule)}
-    if precision.apart:
+    if precision.exempt:
         for each in module.modules():
-            if isinstance(each, precision.apart) and each is not module and each not in modules:
+            if isinstance(each, precision.exempt) and each is not module and each not in modules:
                 if any(True for _ in each.parameters()) and not isinstance(each, ShardedModule):
                     how[each] = {**how.get(each, {}), "mp_policy": precision.as_they_are(each)}
     inside_first = units_of(module, lambda module, recurse, nonwrapped_numel: recurse or module in how, modules)

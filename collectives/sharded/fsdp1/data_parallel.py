@@ -1,4 +1,6 @@
-"""ShardedDataParallel: FSDP1's face over the same units: strategies, wrap policies, `no_sync`, `summon_full_params`."""
+"""ShardedDataParallel: FSDP1's interface to the same units: strategies, wrap policies, `no_sync`,
+`summon_full_params`.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,23 @@ __all__ = ["ShardedDataParallel"]
 
 
 class ShardedDataParallel(ShardedModule):
-    """Shard a module, as FullyShardedDataParallel does; in place: gives the module itself, whose names don't change.
+    """Shard a module, as FullyShardedDataParallel does; in place: returns the module itself, whose
+    names don't change.
 
-    `process_group`: of the ranks; two of them, (the pieces', the replicas'), for HYBRID_SHARD; `device_mesh` or `comm`
-    in its place; None: the default group. `sharding_strategy`: a `ShardingStrategy`, FULL_SHARD unless given; torch's
-    own enums are taken, too. `cpu_offload`: ``CPUOffload(offload_params=True)``. `auto_wrap_policy`: which submodules
-    become units of their own, see `collectives.sharded.wrap`; None: all is one unit, but for submodules that are
-    sharded already. `backward_prefetch`, `forward_prefetch`: gather the next unit in advance, where there is something
-    beside which to do it: a GPU, or spare cores. `limit_all_gathers` changes nothing: a gather waits, on the GPU, for
-    the computation that had its memory before, and no more than one unit is gathered in advance. `mixed_precision`: a
-    `MixedPrecision`. `device_id`: where it computes; the module is moved there, unit by unit. `sync_module_states`:
-    take rank 0's parameters and buffers. `param_init_fn`: gives modules on the meta device memory and values; None:
-    ``to_empty`` and ``reset_parameters()``. `ignored_modules`, `ignored_states`: modules, or parameters, that stay as
-    they are. `use_orig_params` changes nothing: the optimizer always sees each parameter's piece. `hook_state`: a
-    `collectives.HookState`.
+    `process_group`: the ranks; two of them, (the shards', the replicas'), for HYBRID_SHARD;
+    `device_mesh` or `comm` in its place; None: the default group. `sharding_strategy`: a
+    `ShardingStrategy`, FULL_SHARD unless given; torch's own enums are taken, too. `cpu_offload`:
+    ``CPUOffload(offload_params=True)``. `auto_wrap_policy`: which submodules become units of their
+    own, see `collectives.sharded.wrap`; None: all is one unit, except submodules that are sharded
+    already. `backward_prefetch`, `forward_prefetch`: prefetch the next unit, where the all-gather
+    can overlap with computation: on a GPU, or on spare cores. `limit_all_gathers` changes nothing:
+    an all-gather waits, on the GPU, for the computation that had its memory before, and no more
+    than one unit is prefetched. `mixed_precision`: a `MixedPrecision`. `device_id`: where it
+    computes; the module is moved there, unit by unit. `sync_module_states`: take rank 0's
+    parameters and buffers. `param_init_fn`: allocates and initialises modules on the meta device;
+    None: ``to_empty`` and ``reset_parameters()``. `ignored_modules`, `ignored_states`: modules, or
+    parameters, that stay as they are. `use_orig_params` changes nothing: the optimizer always gets
+    each parameter's shard. `hook_state`: a `collectives.HookState`.
 
     A collective, which blocks. Raises what `collectives.sharded.fully_shard` raises, on all ranks.
     """
@@ -93,19 +98,20 @@ class ShardedDataParallel(ShardedModule):
         return module
 
     def __init__(self, *args, **kwargs):
-        pass  # all is done where it is made; the module keeps what its own __init__ gave it
+        pass  # __new__ does it all; the module keeps what its own __init__ has set
 
     def __getattr__(self, name):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # FSDP1 wraps, so that programs unwrap
+            if name == "module":  # FSDP1 wraps, and programs unwrap by this name
                 return self
             raise
 
     @contextlib.contextmanager
     def no_sync(self, *, keep_bytes: int | None = None):
-        """Let gradients add up on each rank alone inside of the block; the next backward behind it reduces the sum.
+        """Add up gradients on each rank inside the block; the next backward after it reduces the
+        sum.
 
         `keep_bytes`: as in `set_requires_gradient_sync`.
         """
@@ -120,7 +126,9 @@ class ShardedDataParallel(ShardedModule):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedModule]:
-        """Give the modules that are units, outermost first; `root_only`: those that are in no other one."""
+        """Return the modules that are units, outermost first; `root_only`: those that are inside no
+        other one.
+        """
         found, inside = [], set()
         for each in module.modules():
             if isinstance(each, ShardedModule):
@@ -135,12 +143,14 @@ class ShardedDataParallel(ShardedModule):
         module: nn.Module, recurse: bool = True, writeback: bool = True, rank0_only: bool = False,
         offload_to_cpu: bool = False, with_grads: bool = False,
     ):  # fmt: skip
-        """Give a module its full parameters inside of the block. A collective; takes the memory of all of them.
+        """Register the full parameters on a module inside the block. A collective; takes the memory
+        of all of them.
 
-        `recurse`: those of inner units, too. `writeback`: keep what is written to them; each rank keeps its own piece.
-        `rank0_only`: on rank 0 only, without `writeback`. `offload_to_cpu`: on the host. `with_grads`: the full
-        gradients, too. They are in the pieces' own dtype, whatever `mixed_precision` says. Raises `InvalidUsage` in a
-        forward or backward; there is none inside of the block.
+        `recurse`: those of inner units, too. `writeback`: keep what is written to them; each rank
+        keeps its own shard. `rank0_only`: on rank 0 only, without `writeback`. `offload_to_cpu`: on
+        the host. `with_grads`: the full gradients, too. They are in the shards' own dtype, whatever
+        `mixed_precision` says. Raises `InvalidUsage` in a forward or backward; neither is possible
+        inside the block.
         """
         if rank0_only and writeback:
             raise InvalidArgument("rank0_only leaves the other ranks nothing to write back: give writeback=False")
@@ -163,7 +173,7 @@ class ShardedDataParallel(ShardedModule):
 
 
 def materialize_meta_params(module: nn.Module, device: torch.device, init, ignored) -> None:
-    """Give what of a unit is on the meta device memory and values."""
+    """Allocate and initialise what of a unit is on the meta device."""
     ignored = set(map(id, ignored))
     for each in managed_modules(module):
         own = [*each._parameters.values(), *each._buffers.values()]

@@ -1,4 +1,6 @@
-"""FSDP1's settings of state dicts, and its functions for optimizer state, for `ShardedDataParallel` to offer."""
+"""FSDP1's settings of state dicts, and its functions for optimizer state, which
+`ShardedDataParallel` offers.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ _DEFAULT = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Give what `set_state_dict_type` has set: of the outermost unit inside."""
+    """Return what `set_state_dict_type` has set for the outermost unit inside."""
     return next(
         (unit.state_dict_settings for unit in units_in(module) if unit.state_dict_settings is not None), _DEFAULT
     )
@@ -42,10 +44,12 @@ def set_state_dict_type(
     module: nn.Module, state_dict_type: StateDictType, state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:  # fmt: skip
-    """Say what ``state_dict()`` of a module's units gives, and `optim_state_dict`; give what was set before.
+    """Set what ``state_dict()`` of a module's units and `optim_state_dict` return; return what was
+    set before.
 
-    FULL_STATE_DICT: full tensors; SHARDED_STATE_DICT or LOCAL_STATE_DICT: pieces. Torch's own enum and configurations
-    are taken, too. What is loaded may be either, whatever is set. A local call, to be made on all ranks.
+    FULL_STATE_DICT: full tensors; SHARDED_STATE_DICT or LOCAL_STATE_DICT: shards. Torch's own enum
+    and configurations are taken, too. What is loaded may be either, whatever is set. A local call,
+    to be made on all ranks.
     """
     name = getattr(state_dict_type, "name", state_dict_type)
     if name not in StateDictType.__members__:
@@ -73,7 +77,7 @@ def state_dict_type(
     module: nn.Module, state_dict_type: StateDictType, state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ):  # fmt: skip
-    """Do as `set_state_dict_type` inside of a block."""
+    """Call `set_state_dict_type` for the time of a block."""
     units = units_in(module)
     before = [(unit.state_dict_settings, unit.state_dict_options) for unit in units]
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -87,9 +91,11 @@ def state_dict_type(
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None, group=None
 ) -> dict[str, Any]:
-    """Give an optimizer's state by names, as `set_state_dict_type` says; of full tensors it is a collective.
+    """Return an optimizer's state by names, as `set_state_dict_type` says; with full tensors it is
+    a collective.
 
-    `optim_state_dict`: what its own ``state_dict()`` gave; None: that now. `group` changes nothing.
+    `optim_state_dict`: the result of its own ``state_dict()``; None: call that now. `group` changes
+    nothing.
     """
     settings = get_state_dict_type(model)
     form = GetOptions.of(settings.state_dict_type, settings.optim_state_dict_config)
@@ -102,7 +108,9 @@ def optim_state_dict(
 def full_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_input=None, rank0_only: bool = True, group=None
 ) -> dict[str, Any]:
-    """Give an optimizer's full state by names, on the host; by `rank0_only` an empty dictionary on the other ranks."""
+    """Return an optimizer's full state by names, on the host; with `rank0_only` an empty dictionary
+    on the other ranks.
+    """
     return gather_full_state(model, [(optim, None)], GetOptions(True, True, rank0_only))
 
 
@@ -110,10 +118,10 @@ def optim_state_dict_to_load(
     model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any],
     is_named_optimizer: bool = False, load_directly: bool = False, group=None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Give what ``optim.load_state_dict`` takes on this rank, from full state or pieces by names.
+    """Return what ``optim.load_state_dict`` takes on this rank, from full state or shards by names.
 
-    `load_directly`: load it, too. Where FULL_STATE_DICT with ``rank0_only`` is set, rank 0 alone has it, and this is a
-    collective; else a local call.
+    `load_directly`: load it, too. A collective where FULL_STATE_DICT with ``rank0_only`` is set,
+    since rank 0 alone has the state; otherwise a local call.
     """
     settings = get_state_dict_type(model)
     if getattr(settings.optim_state_dict_config, "rank0_only", False):
@@ -128,7 +136,7 @@ def scatter_full_optim_state_dict(
     full_optim_state_dict: dict[str, Any] | None, model: nn.Module, optim_input=None,
     optim: torch.optim.Optimizer | None = None, group=None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Give what ``optim.load_state_dict`` takes, from full state that rank 0 has. A collective.
+    """Return what ``optim.load_state_dict`` takes, from full state that rank 0 has. A collective.
 
     `optim` must be given; `optim_input` and `group` change nothing.
     """

@@ -1,7 +1,9 @@
-"""Checkpoints of sharded modules in torch.distributed.checkpoint's format: of n ranks, for m, or for one unsharded.
+"""Checkpoints of sharded modules in torch.distributed.checkpoint's format: saved by n ranks, loaded
+by m, or unsharded.
 
-A checkpoint is a directory: DCP's ``.metadata`` and ``__<rank>_0.distcp``, and `CHECKSUMS`, for ``sha256sum -c``. It is
-written under another name, flushed to the disk, and renamed when it is whole.
+A checkpoint is a directory: DCP's ``.metadata`` and ``__<rank>_0.distcp``, and `CHECKSUMS`, for
+``sha256sum -c``. It is written under another name, flushed to the disk, and renamed when it is
+complete.
 """
 
 from __future__ import annotations
@@ -34,15 +36,18 @@ CHECKSUMS = "checksums.sha256"
 def save(
     path: str | os.PathLike, model: nn.Module, optimizers=None, *, extra: Any = None, overwrite: bool = False
 ) -> None:
-    """Save a model, and its optimizers, one or several, to a directory. A collective, which blocks until it is there.
+    """Save a model, and its optimizers, one or several, to a directory. A collective, which blocks
+    until it is there.
 
-    Each rank writes its pieces. `extra`: what else is to be kept, rank 0's, by pickle. The entries are
-    "model", "optimizer" and "extra", so that ``torch.distributed.checkpoint.load({"model": ...}, checkpoint_id=path)``
-    reads the model without this package. All ranks must see the same file system. While it is written the directory's
-    name ends in ``.partial``; what fails leaves nothing at `path`, and at `overwrite` what was there before.
+    Each rank writes its shards. `extra`: any further object, rank 0's, saved by pickle. The entries
+    are "model", "optimizer" and "extra", so that ``torch.distributed.checkpoint.load({"model":
+    ...}, checkpoint_id=path)`` reads the model without this package. All ranks must share the file
+    system. While it is written the directory's name ends in ``.partial``. A failure leaves nothing
+    at `path`, and with `overwrite` what was there before.
 
-    Raises `InvalidUsage` where something is at `path`, unless `overwrite`, and where the ranks don't all call this;
-    ``OSError`` where writing failed, and `RemoteError`, which names it, on the other ranks.
+    Raises `InvalidUsage` where something is at `path`, unless `overwrite`, and where the ranks
+    don't all call this; ``OSError`` where writing failed, and `RemoteError`, which names it, on the
+    other ranks.
     """
     target = Path(os.path.abspath(path))
     scheduler = get_module_scheduler(model)
@@ -54,7 +59,7 @@ def save(
     def begin() -> None:
         if target.exists() and not overwrite:
             raise InvalidUsage(f"{target} exists: take another name, or overwrite=True", op="save")
-        if partial.exists():  # of a job that was ended
+        if partial.exists():  # left by a job that was killed
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
 
@@ -63,13 +68,13 @@ def save(
         _write(ranks, partial, model, optimizers, extra)
 
         def end() -> None:
-            _reduce_remaining(partial)
+            _flush(partial)
             before = None
             if target.exists():
                 before = target.with_name(target.name + ".replaced")
                 target.rename(before)
             partial.rename(target)
-            _reduce_remaining(target.parent)
+            _flush(target.parent)
             if before is not None:
                 shutil.rmtree(before)
 
@@ -78,7 +83,7 @@ def save(
         if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         if ranks.failed:
-            ranks.all_gather_object(None)  # it is gone when this is raised, on all ranks
+            ranks.all_gather_object(None)  # wait until rank 0 has removed it
         raise
 
 
@@ -134,7 +139,7 @@ def _write(ranks: DistWrapper, partial: Path, model, optimizers, extra) -> None:
     ranks.run_on_rank0("write the checkpoint's index", finish)
 
 
-def _reduce_remaining(folder: Path) -> None:
+def _flush(folder: Path) -> None:
     """Have a directory's entries on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -149,16 +154,18 @@ def _reduce_remaining(folder: Path) -> None:
 def load(
     path: str | os.PathLike, model: nn.Module, optimizers=None, *, strict: bool = True, verify: bool = True
 ) -> Any:
-    """Load a model, and its optimizers, from a directory that `save` or torch.distributed.checkpoint wrote.
+    """Load a model, and its optimizers, from a directory that `save` or
+    torch.distributed.checkpoint wrote.
 
-    A collective, which blocks; the ranks may be others than those that saved, and more or fewer. Each reads what it
-    needs. Gives what was saved as `extra`, or None. Units on the meta device get memory. The model is found by its
-    names, under "model" or whatever key; the optimizers' state by names, or by numbers as of an unsharded optimizer.
-    `strict`: all of the model must be there, and no more. `verify`: compare the files with their checksums, each file
-    on one of the ranks; torch's own checkpoints have none. Like torch's it unpickles: load only what you trust.
+    A collective, which blocks; the ranks may be others than those that saved, and more or fewer.
+    Each reads what it needs. Returns what was saved as `extra`, or None. Units on the meta device
+    are allocated. The model is found by its names, under "model" or any other key; the optimizers'
+    state by names, or by numbers as of an unsharded optimizer. `strict`: all of the model must be
+    there, and no more. `verify`: compare the files with their checksums, each file on one of the
+    ranks; torch's own checkpoints have none. Like torch's it unpickles: load only what you trust.
 
-    Raises, on all ranks, `InvalidArgument` for what is no checkpoint, is damaged or incomplete, or is of another model;
-    nothing has been loaded then.
+    Raises, on all ranks, `InvalidArgument` for what is no checkpoint, is damaged or incomplete, or
+    is of another model; nothing has been loaded then.
     """
     folder = Path(os.path.abspath(path))
     scheduler = get_module_scheduler(model)
@@ -186,7 +193,7 @@ def load(
 
     def read() -> None:
         device = None if scheduler is None else scheduler.comm.device
-        _give_memory(model, device)
+        _allocate_meta(model, device)
         template = get_model_state_dict(model)
         reader[0].read_model(template)
         set_model_state_dict(model, template, strict=strict)
@@ -212,8 +219,8 @@ def _check_buffers(model: nn.Module) -> None:
                 )
 
 
-def _give_memory(model: nn.Module, device: torch.device | None) -> None:
-    """Give what is on the meta device memory, of any contents."""
+def _allocate_meta(model: nn.Module, device: torch.device | None) -> None:
+    """Allocate what is on the meta device, uninitialised."""
     of_units = set()
     for module in model.modules():
         unit = getattr(module, "_unit", None)

@@ -1,4 +1,6 @@
-"""What is in a checkpoint of torch.distributed.checkpoint: whether it is whole, whose it is, and reading it."""
+"""Reader of torch.distributed.checkpoint's format: checks that a checkpoint is complete and the
+model's, and reads it.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ __all__ = ["METADATA", "PARTIAL", "CheckpointReader", "sha256_of"]
 
 METADATA = ".metadata"
 PARTIAL = ".partial"
-_NAMED = 5  # how many keys an error names at the most
+_NAMED = 5  # the most keys that an error names
 
 
 def sha256_of(path: Path) -> str:
-    """Give a file's SHA-256, in hexadecimal digits."""
+    """Return a file's SHA-256 in hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(1 << 20):
@@ -42,7 +44,9 @@ def _list_names(names: Iterable[str]) -> str:
 
 
 class CheckpointReader:
-    """A checkpoint's index, and what can be read by it. Raises `InvalidArgument` for what is none."""
+    """A checkpoint's index, and what is read by it. Raises `InvalidArgument` for a folder that is
+    no checkpoint.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -54,7 +58,7 @@ class CheckpointReader:
             raise _load_error(f"{folder} {what}")
         try:
             metadata = FileSystemReader(folder).read_metadata()
-        except Exception as error:  # whatever damaged bytes make pickle raise
+        except Exception as error:  # any error that damaged bytes make pickle raise
             if isinstance(error, OSError):
                 raise
             raise _load_error(f"{folder / METADATA} is damaged: {type(error).__name__}: {error}") from error
@@ -65,10 +69,12 @@ class CheckpointReader:
         self.paths: dict[str, tuple] = metadata.planner_data or {key: (key,) for key in self.entries}
         self._root = ""
 
-    # ---- Whether it is whole.
+    # ---- Completeness.
 
     def check_files(self, checksums: str | None, rank: int, ranks: int) -> None:
-        """Look whether all files are there and long enough, and whether those of this rank's turn have their sums."""
+        """Check that all files are there and long enough, and that this rank's share of them has
+        the right checksums.
+        """
         ends: dict[str, int] = {}
         for info in self.metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -97,7 +103,7 @@ class CheckpointReader:
     # ---- The model.
 
     def check_model(self, template: dict[str, Any], strict: bool) -> None:
-        """Look whether this is a checkpoint of a model, given by its own state dict."""
+        """Check that this is a checkpoint of a model, given by its own state dict."""
         self._root = self._find_root(template)
         problems = []
         missing = [name for name in template if self._root + name not in self.entries]
@@ -119,7 +125,7 @@ class CheckpointReader:
             raise _load_error(f"{self.folder} is a checkpoint of another model: {shown}")
 
     def _find_root(self, template: dict[str, Any]) -> str:
-        """Give what stands before the model's names."""
+        """Return the prefix of the model's names."""
         counts: dict[str, int] = {}
         for key, path in self.paths.items():
             for at in range(len(path)):
@@ -135,7 +141,7 @@ class CheckpointReader:
         return not {"state", "param_groups"} & set(self.paths.get(key, ())) and key != "extra"
 
     def read_model(self, template: dict[str, Any]) -> None:
-        """Read what is there of a state dict, in place."""
+        """Read the entries of a state dict that are there, in place."""
         reads = {
             self._root + name: value if isinstance(value, torch.Tensor) else None
             for name, value in template.items()
@@ -144,10 +150,12 @@ class CheckpointReader:
         self._read(reads)
         template.update({key[len(self._root) :]: value for key, value in reads.items()})
 
-    # ---- Optimizers, and what else there is.
+    # ---- Optimizers, and extra.
 
     def read_optimizers(self, parameters: Iterable[NamedParam]) -> dict[str, Any]:
-        """Read optimizer state by names: this rank's part of each entry that is of its parameter's shape."""
+        """Read optimizer state by names: this rank's part of each entry that has its parameter's
+        shape.
+        """
         by_name = {named.name: named for named in parameters}
         roots = {path[: path.index("param_groups")] for path in self.paths.values() if "param_groups" in path}
         if not roots:
@@ -184,13 +192,13 @@ class CheckpointReader:
                 made["state"].setdefault(rest[0], {})[".".join(map(str, rest[1:]))] = reads[key]
             elif len(rest) == 2:
                 groups.setdefault((root, int(rest[0])), {})[rest[1]] = reads[key]
-            elif not rest:  # a list that DCP has not taken apart
+            elif not rest:  # a list that DCP has not flattened
                 groups.update({(root, at): group for at, group in enumerate(reads[key])})
         made["param_groups"] = [groups[at] for at in sorted(groups, key=lambda at: (str(at[0]), at[1]))]
         return made
 
     def read_extra(self) -> Any:
-        """Read what `save` was given as extra; None where there is none."""
+        """Read what was saved as `extra`; None where there is none."""
         if "extra" not in self.entries:
             return None
         reads: dict[str, Any] = {"extra": None}

@@ -1,4 +1,6 @@
-"""Meeting: a call that all ranks make together, in which a failure of one is told to all of them."""
+"""DistWrapper: a call that all ranks make together, in which one rank's failure raises on all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ __all__ = ["DistWrapper", "get_module_scheduler"]
 
 
 def get_module_scheduler(module: nn.Module) -> Scheduler | None:
-    """Give the order of a module's units; None where nothing in it is sharded."""
+    """Return the scheduler of a module's units; None where nothing in it is sharded."""
     schedulers = {id(each._scheduler): each._scheduler for each in module.modules() if hasattr(each, "_scheduler")}
     if len(schedulers) > 1:
         raise InvalidUsage("its units are over different communicators: call this for each part by itself")
@@ -25,9 +27,11 @@ def get_module_scheduler(module: nn.Module) -> Scheduler | None:
 
 
 class DistWrapper:
-    """All ranks in the same call of `op` with the same `what`, or `InvalidUsage` on all of them; blocks until then.
+    """Runs functions on all ranks that make the same call of `op` with the same `what`; blocks
+    until all do.
 
-    `order`: whose ranks; None: this process alone.
+    `scheduler`: of the ranks; None: this process alone. Raises `InvalidUsage` on all ranks where
+    they make other calls.
     """
 
     def __init__(self, scheduler: Scheduler | None, op: str, what: str = ""):
@@ -37,12 +41,12 @@ class DistWrapper:
         self.rank = 0 if alone else scheduler.comm.rank
         self.size = 1 if alone else scheduler.comm.size
         self.comm = None if alone else scheduler.comm
-        self.failed = False  # all ranks know of a failure of one, and have raised
+        self.failed = False  # one rank has failed, and all have raised
         if not alone:
             scheduler.barrier(f"{op}({what})")
 
     def all_gather_object(self, value: Any) -> list:
-        """Give what all ranks have told here, in their order; it goes by pickle. A collective."""
+        """Return all ranks' values, in rank order; they are pickled. A collective."""
         if self._control is None:
             return [value]
         text = pickle.dumps(value)
@@ -57,9 +61,11 @@ class DistWrapper:
         return [pickle.loads(table[begin:end].tobytes()) for begin, end in zip(begins, ends, strict=True)]
 
     def run_on_all(self, what: str, function: Callable[[], Any]) -> list:
-        """Call a function on each rank and give all results. Where one raises, all do, and say which rank it was.
+        """Call a function on each rank and return all results. Where it raises on one rank, all
+        ranks raise and name it.
 
-        An error of this package is raised on all ranks as it is; others as `RemoteError` on the ranks that had none.
+        An error of this package is raised on all ranks as it is; others as `RemoteError` on the
+        ranks that had none.
         """
         failed = result = None
         try:
@@ -81,11 +87,13 @@ class DistWrapper:
         return [result for *_, result in outcomes]
 
     def run_on_rank0(self, what: str, function: Callable[[], Any]) -> Any:
-        """Call a function on rank 0 alone and give its result to all; raises as `each` does."""
+        """Call a function on rank 0 alone and return its result on all ranks; raises as
+        `run_on_all` does.
+        """
         return self.run_on_all(what, function if self.rank == 0 else lambda: None)[0]
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give rank 0's tensor, of this shape and dtype, on the communicator's device."""
+        """Return rank 0's tensor, of this shape and dtype, on the communicator's device."""
         if self.comm is None:
             return tensor
         there = tensor.detach().to(self.comm.device).contiguous()

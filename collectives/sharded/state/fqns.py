@@ -1,4 +1,6 @@
-"""Names of a model's parameters as state dicts have them, and what each one is here: a unit's slot, or itself."""
+"""Fully qualified names of a model's parameters, as state dicts have them, and the sharded
+parameter of each name.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ from .state_dict import as_shard_tensor
 
 __all__ = ["NamedParam", "clean_tensor_name", "params_by_id", "sharded_params_by_fqn"]
 
-# What wrappers put between: torch.compile, activation checkpointing; DistributedDataParallel's is at the beginning.
+# Infixes of torch.compile and of activation checkpointing. DistributedDataParallel's is a prefix.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def clean_tensor_name(name: str) -> str:
-    """Give a name without what wrappers have put into it."""
+    """Return a name without the infixes of wrappers."""
     for each in _WRAPPERS:
         name = name.replace(each, "")
     return name
@@ -26,7 +28,9 @@ def clean_tensor_name(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class NamedParam:
-    """A parameter by its name: its `param` here, and the `slot` where it is a unit's."""
+    """A parameter by its name: `param` is the object on this rank, `sharded` its `ShardedParam`, or
+    None.
+    """
 
     name: str
     param: nn.Parameter
@@ -34,24 +38,30 @@ class NamedParam:
 
     @property
     def shape(self) -> torch.Size:
-        """The whole parameter's."""
+        """Shape of the whole parameter."""
         return self.param.shape if self.sharded is None else self.sharded.shape
 
     @property
     def device(self) -> torch.device:
-        """Where state for it can be put now; optimizers move what they load to where the parameter is."""
+        """Device on which to allocate its state; optimizers move loaded state to where the
+        parameter is.
+        """
         return torch.device("cpu") if self.param.is_meta else self.param.device
 
     def is_per_element(self, key: str, value) -> bool:
-        """Tell whether an entry of the parameter's optimizer state has an element for each of the parameter's here."""
+        """Whether an entry of its optimizer state has an element for each of the parameter's on
+        this rank.
+        """
         return isinstance(value, torch.Tensor) and key != "step" and value.shape == self.param.shape
 
     def as_entry(self, value: torch.Tensor) -> torch.Tensor:
-        """Give a tensor that lies as the parameter here, as an entry of a state dict of pieces."""
+        """Return a tensor that lies as the parameter here, as an entry of a sharded state dict."""
         return value if self.sharded is None else as_shard_tensor(self.sharded, value)
 
     def load_entry(self, key: str, value: torch.Tensor) -> torch.Tensor:
-        """Give, as the optimizer here needs it, its own copy of an entry of the whole shape, or of a piece."""
+        """Return an entry as the optimizer here takes it: its own copy, from a tensor of the whole
+        shape or a shard.
+        """
         if value.shape != self.shape:
             raise InvalidArgument(
                 f"{key} of {self.name} has shape {list(value.shape)} in the state dict, and the parameter has "
@@ -65,7 +75,7 @@ class NamedParam:
 
 
 def sharded_params_by_fqn(model: nn.Module) -> dict[str, ShardedParam]:
-    """Give the units' slots by all their names."""
+    """Return the units' sharded parameters by all their names."""
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         unit = getattr(module, "_unit", None)
@@ -76,7 +86,7 @@ def sharded_params_by_fqn(model: nn.Module) -> dict[str, ShardedParam]:
 
 
 def params_by_id(model: nn.Module) -> dict[int, NamedParam]:
-    """Give a model's parameters by their ids, each with its first name; of units, their pieces."""
+    """Return a model's parameters by their ids, each with its first name; of units, their shards."""
     found: dict[int, NamedParam] = {}
     of_units = set()
     for name, param in sharded_params_by_fqn(model).items():

@@ -1,4 +1,6 @@
-"""A model's state dict, full or in pieces, by functions with torch.distributed.checkpoint.state_dict's names."""
+"""A model's state dict, full or sharded, by functions with
+torch.distributed.checkpoint.state_dict's names.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ def get_model_state_dict(
     model: nn.Module, *, full_state_dict: bool = False, cpu_offload: bool = False, rank0_only: bool = False,
     options=None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Give a model's parameters and buffers, by the unsharded model's names. A collective, unless in pieces.
+    """Return a model's parameters and buffers, by the unsharded model's names. A collective, unless
+    sharded.
 
-    `full_state_dict`: plain tensors of the unsharded shapes, with memory of their own, gathered unit by unit: on each
-    rank or, by `rank0_only`, on rank 0, and an empty dictionary elsewhere. Else each parameter is a `ShardTensor`, which
-    torch.distributed.checkpoint saves and loads, and which views this rank's memory. `cpu_offload`: on the host; the
-    peak there is the model and one unit, and by `rank0_only` one unit on the other ranks. `options`: torch's
-    StateDictOptions in their place. What torch.compile, checkpoint wrappers and DistributedDataParallel put into names
-    is left out.
+    `full_state_dict`: plain tensors of the unsharded shapes, with memory of their own, gathered
+    unit by unit: on each rank or, with `rank0_only`, on rank 0, and an empty dictionary elsewhere.
+    Otherwise each parameter is a `ShardTensor`, which torch.distributed.checkpoint saves and loads,
+    and which views this rank's memory. `cpu_offload`: on the host; the peak there is the model and
+    one unit, and with `rank0_only` one unit on the other ranks. `options`: torch's StateDictOptions
+    instead of these. Infixes that torch.compile, checkpoint wrappers and DistributedDataParallel
+    put into names are left out.
     """
     form, taking = read_options(options, full_state_dict, cpu_offload, rank0_only)
     inner = _unwrapped(model)
@@ -50,7 +54,7 @@ def get_model_state_dict(
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Give what DistributedDataParallel holds."""
+    """Return the module inside DistributedDataParallel."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.module
     return model
@@ -60,11 +64,13 @@ def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[str, Any], *, strict: bool = True, broadcast_from_rank0: bool = False,
     options=None,
 ):  # fmt: skip
-    """Load full tensors, or pieces of the same ranks, into a model; give what ``load_state_dict`` gives.
+    """Load full tensors, or shards of the same ranks, into a model; return what ``load_state_dict``
+    returns.
 
-    A local call, to be made on each rank. `broadcast_from_rank0`: rank 0 has the full tensors and the others nothing: a
-    collective, tensor by tensor. `options`: torch's StateDictOptions in their place. Raises ``RuntimeError``, as
-    ``load_state_dict`` does, for missing or unexpected keys and other shapes.
+    A local call, to be made on each rank. `broadcast_from_rank0`: rank 0 has the full tensors and
+    the others nothing: a collective, tensor by tensor. `options`: torch's StateDictOptions instead
+    of these. Raises ``RuntimeError``, as ``load_state_dict`` does, for missing or unexpected keys
+    and other shapes.
     """
     if options is not None:
         _, taking = read_options(options, True, False, False)
@@ -77,7 +83,7 @@ def set_model_state_dict(
 
 
 def _keys(module: nn.Module) -> list[str]:
-    """Give the keys of a module's state dict; nothing is gathered."""
+    """Return the keys of a module's state dict; nothing is gathered."""
     with use_get_options(read_options(None, False, False, False)[0]):
         return list(module.state_dict())
 
@@ -104,15 +110,17 @@ def _from_rank_0(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
             mine = as_shard_tensor(param, torch.empty(param.shard.shape, dtype=rest, device=whole.device))
             whole = mine.copy_(whole)
         elif param is not None:
-            whole = torch.empty(shape, dtype=rest, device="meta")  # of another model: torch says which and how
+            whole = torch.empty(shape, dtype=rest, device="meta")  # of another model: torch raises, and names it
         made[name] = whole
     return made
 
 
 def sync_unsharded_states(module: nn.Module, comm) -> None:
-    """Make the buffers, and the parameters that are in no unit, those of a communicator's rank 0. A collective.
+    """Broadcast the buffers, and the parameters that are in no unit, from a communicator's rank 0.
+    A collective.
 
-    Units' pieces need none: each lies on one rank alone. Before a module is sharded all its parameters are such.
+    Units' shards need no broadcast: each is on one rank alone. Before a module is sharded, all its
+    parameters are in no unit.
     """
     of_units = {id(param.shard) for param in sharded_params_by_fqn(module).values()}
     tensors = [param for param in module.parameters() if id(param) not in of_units]
@@ -122,7 +130,7 @@ def sync_unsharded_states(module: nn.Module, comm) -> None:
 
 @torch.no_grad()
 def broadcast_tensors(tensors: list[torch.Tensor], comm) -> None:
-    """Make tensors those of a communicator's rank 0. A collective for each."""
+    """Broadcast tensors from a communicator's rank 0. A collective for each."""
     for tensor in tensors:
         there = tensor.detach().to(comm.device).contiguous()
         if there.numel():

@@ -1,8 +1,10 @@
-"""Optimizer state by the parameters' names: full tensors, or this rank's pieces; and back into the optimizers.
+"""Optimizer state by the parameters' names: full tensors, or this rank's shards; and back into the
+optimizers.
 
-``{"state": {name: {"step": ..., "exp_avg": ...}}, "param_groups": [{"params": [names], "lr": ...}]}``, as
-torch.distributed.checkpoint.state_dict has it. What has an element for each of the parameter's is full, or a `ShardTensor`;
-all else (``step``) is as it is.
+The state is ``{"state": {name: {"step": ..., "exp_avg": ...}}, "param_groups": [...]}`` with
+``{"params": [names], "lr": ...}`` for each group, as in torch.distributed.checkpoint.state_dict. An
+entry with an element for each of the parameter's is a full tensor, or a `ShardTensor`; all others
+(``step``) are as they are.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from .shard_tensor import ShardTensor
 from .state_dict import GetOptions, read_options
 
 __all__ = [
-    "gather_full_state", "get_optimizer_state_dict", "local_state_dict", "on_cpu", "optimizers_of", "scatter_from_rank0",
-    "set_optimizer_state_dict", "sharded_state",
+    "gather_full_state", "get_optimizer_state_dict", "local_state_dict", "on_cpu", "optimizers_of",
+    "scatter_from_rank0", "set_optimizer_state_dict", "sharded_state",
 ]  # fmt: skip
 
 
 def optimizers_of(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Give a list of optimizers from one, or from several."""
+    """Return a list of optimizers from one, or from several."""
     found = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     for each in found:
         if not isinstance(each, torch.optim.Optimizer):
@@ -36,20 +38,22 @@ def optimizers_of(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optim
     return found
 
 
-# ---- Giving.
+# ---- Getting.
 
 
 def get_optimizer_state_dict(
     model: nn.Module, optimizers, *, full_state_dict: bool = False, cpu_offload: bool = False,
     rank0_only: bool = False, options=None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Give the state of a model's optimizers, one or several, by the names of parameters. A collective, which blocks.
+    """Return the state of a model's optimizers, one or several, by the names of parameters. A
+    collective, which blocks.
 
-    `full_state_dict`: whole tensors, gathered unit by unit, on each rank or, by `rank0_only`, on rank 0, and an empty
-    dictionary elsewhere; else this rank's pieces, for torch.distributed.checkpoint. `cpu_offload`: on the host.
-    `options`: torch's StateDictOptions in their place. An optimizer that has not stepped has no state; where pieces are
-    asked for it gets one of zeros, so that a checkpoint can be loaded into it. Raises `InvalidUsage` for parameters
-    that aren't the model's, and `InvalidArgument` for state that is neither per element nor a number.
+    `full_state_dict`: whole tensors, gathered unit by unit, on each rank or, with `rank0_only`, on
+    rank 0, and an empty dictionary elsewhere; otherwise this rank's shards, for
+    torch.distributed.checkpoint. `cpu_offload`: on the host. `options`: torch's StateDictOptions
+    instead of these. An optimizer that has not stepped has no state; for shards it gets one of
+    zeros, so that a checkpoint can be loaded into it. Raises `InvalidUsage` for parameters that
+    aren't the model's, and `InvalidArgument` for state that is neither per element nor a number.
     """
     form, _ = read_options(options, full_state_dict, cpu_offload, rank0_only)
     optimizers = optimizers_of(optimizers)
@@ -60,7 +64,7 @@ def get_optimizer_state_dict(
 
 
 def on_cpu(made: dict[str, Any]) -> dict[str, Any]:
-    """Give state by names with its tensors on the host."""
+    """Return state by names with its tensors on the host."""
     states = {name: {key: _on_cpu(v) for key, v in state.items()} for name, state in made["state"].items()}
     return {**made, "state": states}
 
@@ -72,9 +76,10 @@ def _on_cpu(value):
 def sharded_state(
     model: nn.Module, optimizers, *, fill: bool = False, raw: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Give optimizers' state by names, in pieces, where it lies. A local call.
+    """Return optimizers' state by names, sharded, on its device. A local call.
 
-    `fill`: begin state where none is. `raw`: what the optimizer's own ``state_dict()`` gave.
+    `fill`: initialise state where there is none. `raw`: the result of the optimizer's own
+    ``state_dict()``.
     """
     by_id = params_by_id(model)
     made: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -94,7 +99,7 @@ def sharded_state(
 def _state_by_fqn(
     optimizer, by_id: dict[int, NamedParam], raw: dict | None = None
 ) -> tuple[dict[NamedParam, dict], list[dict]]:
-    """Give an optimizer's own state dict, or `raw` in its place, by named parameters."""
+    """Return an optimizer's own state dict, or `raw` instead, by named parameters."""
     raw = optimizer.state_dict() if raw is None else raw
     names: dict[Any, NamedParam] = {}
     groups = []
@@ -127,7 +132,9 @@ def _is_large(value) -> bool:
 
 @torch.no_grad()
 def _init_optim_state(optimizer) -> None:
-    """Let an optimizer that has not stepped make its state, by a step of gradients of 0 that changes nothing."""
+    """Let an optimizer that has not stepped make its state, by a step with gradients of 0 that
+    changes nothing.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if optimizer.state or any(param.grad is not None for param in params):
         return
@@ -161,7 +168,10 @@ def _init_optim_state(optimizer) -> None:
 def gather_full_state(
     model: nn.Module, given: list[tuple[torch.optim.Optimizer, dict | None]], form: GetOptions
 ) -> dict[str, Any]:
-    """Give optimizers' state by names, of full tensors; each with its own state dict, or None. A collective."""
+    """Return optimizers' state by names, as full tensors. A collective.
+
+    `given`: pairs of an optimizer and its own state dict, or None.
+    """
     ranks = DistWrapper(get_module_scheduler(model), "get_optimizer_state_dict")
     by_id = params_by_id(model)
     here: dict[str, dict] = {}
@@ -210,7 +220,9 @@ def gather_full_state(
 
 
 def _describe_entry(named: NamedParam, key: str, value):
-    """Describe an entry: by its dtype what has an element for each of the parameter's, all else by itself."""
+    """Return the dtype of an entry with an element for each of the parameter's, and any other entry
+    itself.
+    """
     if named.is_per_element(key, value):
         return value.dtype
     return _on_cpu(value.detach()) if isinstance(value, torch.Tensor) else value
@@ -222,7 +234,9 @@ def _scalar(value):
 
 @torch.no_grad()
 def _gathered(model, by_id, here, merged, form: GetOptions, keeps: bool):
-    """Give ((name, key), full tensor) of the entries with an element for each of their parameter's, unit by unit."""
+    """Yield ((name, key), full tensor) of the entries with an element for each of their
+    parameter's, unit by unit.
+    """
 
     def mine(full: torch.Tensor, device) -> torch.Tensor:
         return full.to("cpu" if form.on_cpu else device, copy=True)
@@ -249,19 +263,20 @@ def _gathered(model, by_id, here, merged, form: GetOptions, keeps: bool):
                     yield (named.name, key), mine(here[named.name][key].detach(), named.param.device)
 
 
-# ---- Taking.
+# ---- Setting.
 
 
 def set_optimizer_state_dict(
     model: nn.Module, optimizers, optim_state_dict: dict[str, Any], *, broadcast_from_rank0: bool = False,
     options=None,
 ) -> None:  # fmt: skip
-    """Load what `get_optimizer_state_dict` gives, or torch's function of that name for the unsharded model.
+    """Load the result of `get_optimizer_state_dict`, or of torch's function of that name for the
+    unsharded model.
 
-    Full tensors, or pieces of the same ranks; or an unsharded optimizer's own ``state_dict()``, whose numbers are taken
-    for the places in this optimizer. `broadcast_from_rank0`: rank 0 has it, full, and the others nothing: a collective,
-    tensor by tensor. Else a local call, to be made on each rank. Raises `InvalidArgument` for the state of another
-    model, by name.
+    Full tensors, or shards of the same ranks; or an unsharded optimizer's own ``state_dict()``,
+    whose numbers are taken for the positions in this optimizer. `broadcast_from_rank0`: rank 0 has
+    the full state and the others nothing: a collective, tensor by tensor. Otherwise a local call,
+    to be made on each rank. Raises `InvalidArgument` for the state of another model, by name.
     """
     _, settings = read_options(options, True, False, False)
     optimizers = optimizers_of(optimizers)
@@ -273,7 +288,7 @@ def set_optimizer_state_dict(
 
 
 def scatter_from_rank0(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Any]:
-    """Give each rank its pieces of the full state, by names, that rank 0 has. A collective."""
+    """Return each rank's shards of the full state, by names, that rank 0 has. A collective."""
     ranks = DistWrapper(get_module_scheduler(model), "set_optimizer_state_dict")
     by_name = {named.name: named for named in params_by_id(model).values()}
 
@@ -312,7 +327,9 @@ def _outlined(value):
 
 
 def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-    """Give what an optimizer's own ``load_state_dict`` takes on this rank, from state by names. A local call."""
+    """Return what an optimizer's own ``load_state_dict`` takes on this rank, from state by names. A
+    local call.
+    """
     if not isinstance(given, dict) or not {"state", "param_groups"} <= given.keys():
         raise InvalidArgument('an optimizer\'s state dict has "state" and "param_groups"')
     by_id = params_by_id(model)
@@ -353,14 +370,15 @@ def _load_entry(named: NamedParam, key: str, value):
 
 
 def _fqns_from_numbers(given: dict[str, Any], own_names: list[str]) -> dict[str, Any]:
-    """Read an optimizer's own state dict, by numbers, as one by names."""
+    """Convert an optimizer's own state dict, by numbers, to one by names."""
     numbers = [number for group in given["param_groups"] for number in group["params"]]
     if not numbers or any(name in own_names for name in numbers) or not all(str(n).isdigit() for n in numbers):
         return given
     if len(numbers) != len(own_names):
         raise InvalidArgument(
             f"the optimizer state is of {len(numbers)} parameters, by numbers, and this optimizer has "
-            f"{len(own_names)}: give it by names, as torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does"
+            f"{len(own_names)}: give it by names, as torch.distributed.checkpoint.state_dict.get_optimizer_state_dict "
+            "does"
         )
     names = {str(number): name for number, name in zip(numbers, own_names, strict=True)}
     groups = [{**group, "params": [names[str(n)] for n in group["params"]]} for group in given["param_groups"]]

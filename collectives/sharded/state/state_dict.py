@@ -1,7 +1,9 @@
-"""What a sharded module's state_dict() gives and load_state_dict() takes: full tensors, or this rank's pieces.
+"""State dicts of a sharded module: ``state_dict()`` and ``load_state_dict()`` of full tensors, or
+of this rank's shards.
 
-While a unit's part of a state dict is made or loaded, its modules hold, in the places of the pieces, what they are to
-give or to fill: full tensors, gathered unit by unit, or `ShardTensor` objects. So the modules' own hooks and key names work.
+While a unit's part of a state dict is made or loaded, its modules hold substitutes of the shards:
+full tensors, gathered unit by unit, or `ShardTensor` objects. So the modules' own hooks and key
+names work.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class GetOptions:
-    """How tensors are given: `full`, or as pieces; `on_cpu`: on the host; `rank0_only`: nothing on the others."""
+    """How tensors are returned: `full`, or as shards; `on_cpu`: on the host; `rank0_only`: nothing
+    on the other ranks.
+    """
 
     full: bool = True
     on_cpu: bool = False
@@ -43,17 +47,17 @@ class GetOptions:
 
     @staticmethod
     def of(kind: StateDictType, config: StateDictConfig) -> GetOptions:
-        """Read FSDP1's settings."""
+        """Convert FSDP1's settings."""
         full = kind.name == StateDictType.FULL_STATE_DICT.name
         return GetOptions(full, config.offload_to_cpu, full and getattr(config, "rank0_only", False))
 
 
-_now = threading.local()  # .form: what `making` has set in this thread
+_now = threading.local()  # .form: the options that `use_get_options` has set in this thread
 
 
 @contextlib.contextmanager
 def use_get_options(form: GetOptions):
-    """Let state dicts have a form inside of the block, whatever units have as theirs."""
+    """Use these options for state dicts inside the block, whatever the units' own are."""
     before, _now.form = getattr(_now, "form", None), form
     try:
         yield
@@ -62,12 +66,12 @@ def use_get_options(form: GetOptions):
 
 
 def get_options_of(unit: Unit) -> GetOptions:
-    """Give the form in which a unit's state dict is to be made now."""
+    """Return the options with which a unit's state dict is to be made now."""
     return getattr(_now, "form", None) or unit.state_dict_options or GetOptions()
 
 
 def as_shard_tensor(param, tensor: torch.Tensor | None = None) -> ShardTensor:
-    """Give a slot's piece, or a tensor of its shape, as an entry of a state dict."""
+    """Return a parameter's shard, or a tensor of the same shape, as an entry of a state dict."""
     here = param.shard if tensor is None else tensor
     return ShardTensor(here, param.shape, param.start)
 
@@ -81,7 +85,9 @@ def _substitute_shards(unit: Unit) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _substitute_full_params(unit: Unit, device: torch.device | None, clone: bool) -> None:
-    """Gather a unit and have its modules hold the full parameters, as copies of their own or views of the buffer."""
+    """Gather a unit and register the full parameters on its modules: clones, or views of the
+    gathered buffer.
+    """
     for group, flat in zip(unit.groups, unit.scheduler.all_gather_master_shards(unit), strict=True):
         for param in group.params:
             full = flat[param.offset : param.offset + param.count].view(param.shape)
@@ -96,10 +102,12 @@ def unsharded_params(
     units: list[Unit], *, keep: bool = True, gradients: bool = False, device: torch.device | None = None,
     rank0_only: bool = False,
 ):  # fmt: skip
-    """Have modules hold full parameters, in the dtypes of the pieces, inside of the block.
+    """Register full parameters, in the dtypes of the shards, on the units' modules inside the
+    block. A collective.
 
-    `keep`: what is written there. `gradients`: the full gradients, too. `device`: where copies are to lie; None: views
-    of what is gathered. `rank0_only`: the others hold their pieces. A collective.
+    `keep`: copy to the shards what is written to them. `gradients`: the full gradients, too.
+    `device`: where clones are to lie; None: views of the gathered buffer. `rank0_only`: the other
+    ranks' modules hold their shards.
     """
     try:
         for unit in units:
@@ -125,7 +133,9 @@ def unsharded_params(
 
 @torch.no_grad()
 def write_back_params(params: list, module: nn.Module | None = None) -> None:
-    """Take over into the pieces what a module, or each slot's first one, holds in the place of what was shown to it."""
+    """Copy to the shards what a module, or the first module of each parameter, now holds in place
+    of the substitute.
+    """
     for param in params:
         holder, attribute = next(place for place in param.places if module is None or place[0] is module)
         held = holder._parameters[attribute]
@@ -136,18 +146,20 @@ def write_back_params(params: list, module: nn.Module | None = None) -> None:
             torch.autograd.graph.increment_version(param.shard)
 
 
-# ---- Giving.
+# ---- Getting.
 
 
 def make_state_dict(unit: Unit, make, args: tuple, kwargs: dict):
-    """Call a module's own `state_dict` with its unit's parameters in the form that is asked for."""
+    """Call a module's own `state_dict` with substitutes for its unit's parameters, as the options
+    say.
+    """
     form = get_options_of(unit)
     first = unit.ranks.world.rank == 0
     if form.full and (first or not form.rank0_only):
         _substitute_full_params(unit, torch.device("cpu") if form.on_cpu else None, clone=True)
     else:
         if form.full:
-            unit.scheduler.all_gather_master_shards(unit)  # rank 0 needs it
+            unit.scheduler.all_gather_master_shards(unit)  # a collective that rank 0 needs
         _substitute_shards(unit)
     try:
         made = make(*args, **kwargs)
@@ -164,13 +176,13 @@ def make_state_dict(unit: Unit, make, args: tuple, kwargs: dict):
     return made
 
 
-# ---- Taking.
+# ---- Loading.
 
 
 def pre_load_state_dict(unit: Unit, state_dict: dict, prefix: str) -> None:
-    """Have a unit's modules hold what takes from full tensors, and from pieces, this rank's part. A local call.
+    """Register substitutes that copy this rank's part of full tensors, and of shards. A local call.
 
-    What is on the meta device gets memory.
+    What is on the meta device is allocated.
     """
     unit.reshard()
     unit.host_copies.wait()
@@ -187,7 +199,7 @@ def pre_load_state_dict(unit: Unit, state_dict: dict, prefix: str) -> None:
 
 
 def post_load_state_dict(unit: Unit) -> None:
-    """Take over what was assigned, and give the modules their pieces again."""
+    """Copy to the shards what was assigned, and register the shards on the modules."""
     if not unit.registration.has_substitutes:
         return
     try:
@@ -209,7 +221,9 @@ def post_load_state_dict(unit: Unit) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """What of torch's StateDictOptions is about loading, or about what is given at all."""
+    """The part of torch's StateDictOptions that is about loading, or about which entries are
+    returned.
+    """
 
     strict: bool = True
     broadcast: bool = False
@@ -217,7 +231,9 @@ class LoadOptions:
 
 
 def read_options(options, full_state_dict: bool, cpu_offload: bool, rank0_only: bool) -> tuple[GetOptions, LoadOptions]:
-    """Read keyword arguments, or torch's StateDictOptions in their place, in which full on the host is rank 0's."""
+    """Convert keyword arguments, or torch's StateDictOptions instead, with which full state on the
+    host is rank 0's.
+    """
     if options is None:
         if rank0_only and not full_state_dict:
             raise InvalidArgument("rank0_only gives full tensors to rank 0: give full_state_dict=True, too")

@@ -20,8 +20,8 @@ from collectives.errors import CollectivesError, InvalidUsage, RemoteError
 from collectives.sharded import controller, fully_shard, static_graph
 from tests.ddp.training import batch, over_gloo, run
 from tests.ranks import Died, run_ranks
-from tests.sharded import test_order
-from tests.sharded.test_order import Branches, check, equal, expected, gradients, loss_of, sharded
+from tests.sharded import test_scheduler
+from tests.sharded.test_scheduler import Branches, check, equal, expected, gradients, loss_of, sharded
 
 
 @contextlib.contextmanager
@@ -212,7 +212,7 @@ def test_set_static_graph(tmp_path):
     check(agrees, tmp_path)
 
 
-class Fails(test_order.Fails):
+class Fails(test_scheduler.Fails):
     pass
 
 
@@ -221,7 +221,7 @@ def interrupted(ctx):
     """An exception on one rank, and on all, once the ranks follow a round."""
     found = {}
     with following():
-        model = test_order.sharded(Fails())
+        model = test_scheduler.sharded(Fails())
 
     def backward(model, rank):
         model(batch(0, rank)[0]).square().sum().backward()
@@ -380,7 +380,7 @@ def test_ranks_do_anything_behind_rounds_that_were_followed(tmp_path):
 def everything(ctx, path):
     """What ranks may do otherwise in their first steps, as when they agree in each."""
     with following():
-        return test_order.beside(ctx, path)
+        return test_scheduler.beside(ctx, path)
 
 
 def test_first_steps_are_agreed_on(tmp_path):
