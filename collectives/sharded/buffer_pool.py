@@ -34,7 +34,8 @@ class BufferPool:
 
     def __init__(self):
         self._lock = threading.Lock()
-        # Blocks whose tensors were freed. Finalizers fill it at any place of any thread, so they must not take a lock.
+        # Blocks whose tensors were freed. Finalizers fill it at any place of any thread, so they
+        # must not take a lock.
         self._returned: deque[tuple[torch.Tensor, int]] = deque()
         self._free: list[torch.Tensor] = []  # by size
         self.reserved = self.allocated = self.max_allocated = 0

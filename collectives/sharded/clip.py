@@ -176,7 +176,8 @@ def patch_clip_grad_norm() -> None:
         found = total_norm(tensors, norm_type, error_if_nonfinite, foreach)
         return wrapped(tensors, norm_type, error_if_nonfinite, foreach) if found is None else found
 
-    # The function object itself is changed, so that modules that imported it by name call the new one, too.
+    # The function object itself is changed, so that modules that imported it by name call the new
+    # one, too.
     names = local.__code__.co_freevars
     if names == ("func",):
         cell = local.__closure__[0]

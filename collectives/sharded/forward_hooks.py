@@ -116,7 +116,8 @@ def _watch_inputs(unit: Unit, scheduler: Scheduler, inputs) -> None:
     if len(watched) == 1:
         watched[0].register_hook(ends)
     elif watched:
-        # Torch's hook and its nodes hold each other, and so the graph below: without remove() only gc frees it.
+        # Torch's hook and its nodes hold each other, and so the graph below: without remove() only
+        # gc frees it.
         handle = torch.autograd.graph.register_multi_grad_hook(watched, lambda _grads: (handle.remove(), ends(None)))
 
 

@@ -83,7 +83,8 @@ class _Collective:
         return self._pool.allocate(self._seen, n, dtype).view(*size)
 
     def _lends(self, n: int, dtype: torch.dtype, device: torch.device) -> bool:
-        # On CUDA torch's own allocator knows the streams, and can take the memory back for something else.
+        # On CUDA torch's own allocator knows the streams, and can take the memory back for
+        # something else.
         comm = self._seen
         return comm is not None and not comm.closed and device.type == "cpu" and n * dtype.itemsize >= MIN_POOLED_BYTES
 
@@ -115,27 +116,32 @@ class _Collective:
 class AllGather(_Collective, _AllGatherBase):
     """Gather FSDP2's parameters: for ``module.set_custom_all_gather`` of a `fully_shard` module.
 
-    `comm`: a `Communicator` of the ranks that the module is sharded over, in the order of their group; None: one is
-    opened over the module's own group at the first call, which blocks until all its ranks have come. One object may
-    serve several modules. Takes any dtype. On the host a call blocks; with FSDP2's ``async_op`` (``module.unshard(
-    async_op=True)``) it runs in the communicator's queue. On CUDA it is ordered on the stream that FSDP2 has made the
-    current one. Host buffers are kept for the next step, at most as many bytes as were in use at one time, until the
-    last `AllGather` and `ReduceScatter` are gone. Raises `EngineUnavailable` where torch has no such interface,
-    `InvalidUsage` for a communicator of other ranks, and what `Communicator.all_gather` raises.
+    `comm`: a `Communicator` of the ranks that the module is sharded over, in the order of their
+    group; None: one is opened over the module's own group at the first call, which blocks until all
+    its ranks have come. One object may serve several modules. Takes any dtype. On the host a call
+    blocks; with FSDP2's ``async_op`` (``module.unshard(async_op=True)``) it runs in the
+    communicator's queue. On CUDA it is ordered on the stream that FSDP2 has made the current one.
+    Host buffers are kept for the next step, at most as many bytes as were in use at one time, until
+    the last `AllGather` and `ReduceScatter` are gone. Raises `EngineUnavailable` where torch has no
+    such interface, `InvalidUsage` for a communicator of other ranks, and what
+    `Communicator.all_gather` raises.
     """
 
     def __call__(self, output_tensor, input_tensor, group, async_op: bool = False):
-        """Gather every rank's `input_tensor` into `output_tensor`; with `async_op` give a Work of torch's."""
+        """Gather every rank's `input_tensor` into `output_tensor`; `async_op`: return a Work of
+        torch's.
+        """
         return self._run("all_gather", output_tensor, input_tensor, group, async_op=async_op)
 
 
 class ReduceScatter(_Collective, _ReduceScatterBase):
     """Reduce FSDP2's gradients: for ``module.set_custom_reduce_scatter`` of a `fully_shard` module.
 
-    `comm` and buffers as in `AllGather`. Takes the operations that FSDP2 asks for: the average, the sum, and the sum
-    premultiplied by a factor (``set_gradient_divide_factor``). On the host fp16 and bf16 are summed in fp32 in rank
-    order and rounded once. The reduction over the replicas of a two-dimensional mesh (HSDP) stays torch's. Raises
-    `InvalidArgument` for another operation or a dtype that can't be reduced, and as `AllGather` does.
+    `comm` and buffers as in `AllGather`. Takes the operations that FSDP2 asks for: the average, the
+    sum, and the sum premultiplied by a factor (``set_gradient_divide_factor``). On the host fp16
+    and bf16 are summed in fp32 in rank order and rounded once. The reduction over the replicas of a
+    two-dimensional mesh (HSDP) stays torch's. Raises `InvalidArgument` for another operation or a
+    dtype that can't be reduced, and as `AllGather` does.
     """
 
     def __init__(self, comm: Communicator | None = None):
@@ -143,8 +149,8 @@ class ReduceScatter(_Collective, _ReduceScatterBase):
         self._output = None  # elements of the output whose input was allocated
 
     def _lends(self, n, dtype, device):
-        # Peers read the input only. The output becomes gradients, which live until the next step: a block lent to them
-        # would be missing here.
+        # Peers read only the input. The output becomes gradients, which live until the next step,
+        # and would keep a block of the pool until then.
         if self._output == n:
             self._output = None
             return False
@@ -152,6 +158,8 @@ class ReduceScatter(_Collective, _ReduceScatterBase):
         return super()._lends(n, dtype, device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False):
-        """Reduce `input_tensor`, part r into rank r's `output_tensor`; with `async_op` give a Work of torch's."""
+        """Reduce `input_tensor`, part r into rank r's `output_tensor`; `async_op`: return torch's
+        Work.
+        """
         self._output = None
         return self._run("reduce_scatter", output_tensor, input_tensor, group, op, async_op=async_op)

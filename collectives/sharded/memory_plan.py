@@ -167,9 +167,7 @@ def memory_plan(
         flat=what["flat"], idle=what["idle"], work=what["work"], activations=what["activations"],
         replicas=ranks // (1 if sharding.shards == 1 else sharding.shards), on_host=on_host, peak=peak, peak_in=phase,
         peak_at=where, peaks={each: found[0] for each, found in simulation.peaks.items()},
-        units=[
-            (unit.name, sum(sum(flat.counts) for flat in unit.flats), _gathered(unit)) for unit in everything
-        ],
+        units=[(unit.name, sum(sum(flat.counts) for flat in unit.flats), _gathered(unit)) for unit in everything],
     )  # fmt: skip
 
 

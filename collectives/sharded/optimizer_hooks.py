@@ -105,7 +105,8 @@ def patch_dcp_optimizer_state() -> None:
     torchs._init_optim_state = _init_optim_state
 
 
-# Parameters that were replaced by shards -> their names. An optimizer, or another module, may still hold them.
+# Parameters that were replaced by shards -> their names. An optimizer, or another module, may still
+# hold them.
 replaced = WeakIdKeyDictionary()
 
 
@@ -126,7 +127,8 @@ def _before_step(optimizer, _args, _kwargs) -> None:
         scheduler.host_copies.wait()  # with offloading, all-gathers may still read what the step writes
     if not isinstance(optimizer, _Optimizer):  # torch's, whose temporaries are as large as the parameters
         for scheduler in find_schedulers(param for group in optimizer.param_groups for param in group["params"]):
-            # Where parameters stay gathered until the backward, the blocks are many, and the peak has passed.
+            # Where parameters stay gathered until the backward, the blocks are many, and the peak
+            # has passed.
             if any(unit.reshard_after_forward and unit.gathers and not unit.persistent for unit in scheduler.units):
                 scheduler.pool.trim()
 

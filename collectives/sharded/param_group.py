@@ -432,7 +432,8 @@ class ParamGroup:
                 tensors.append(grad.to_dense() if grad.layout != torch.strided else grad)
                 offsets.append(param.offset)
         if flat.is_cpu or self.dtype.is_complex:
-            # The kernel's table takes longer to read a new list each time than the host takes to copy.
+            # The kernel's table takes longer to read a new list each time than the host takes to
+            # copy.
             if len(tensors) < len(self.params):
                 flat.zero_()
             for begin, end in self._gaps:

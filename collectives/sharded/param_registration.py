@@ -1,4 +1,4 @@
-"""Registration of a unit's parameters on the modules that hold them: shards, full parameters, or substitutes."""
+"""Which form of its parameters a unit's modules hold: shards, full parameters, or substitutes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ __all__ = ["ParamRegistration"]
 class ParamRegistration:
     """Which form of each parameter the modules hold. `form`: "shard" or "full".
 
-    A substitute is what the modules hold in place of that form while a state dict is made or loaded, or while an
-    initialisation runs.
+    A substitute is what the modules hold in place of that form while a state dict is made or
+    loaded, or while an initialisation runs.
     """
 
     def __init__(self, params: list[ShardedParam]):
         self._params = params
-        # Registering sets the modules' dictionaries directly, unless a module overrides __setattr__ (nn.LSTM).
+        # Registering sets the modules' dictionaries directly, unless a module overrides __setattr__
+        # (nn.LSTM).
         self._by_dict, self._by_setattr = [], []
         for param in params:
             for holder, attribute in param.places:

@@ -1,4 +1,4 @@
-"""Reduction of a unit's gradients: reduce-scatter over the shard's ranks, then all-reduce over the replicas."""
+"""Reduction of a unit's gradients: reduce-scatter over the shard ranks, all-reduce over replicas."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ __all__ = ["start_average"]
 
 
 def start_average(unit: Unit, group: ParamGroup, async_op: bool) -> Callable[[], None]:
-    """Begin to average a group's full gradients over all ranks; return the function that waits and stores the result.
+    """Begin to average a group's full gradients over all ranks.
 
-    A collective of all ranks of the unit, which blocks unless `async_op`.
+    Returns the function that waits and stores the result. A collective of all ranks of the unit,
+    which blocks unless `async_op`.
     """
     home = current_stream(unit.device)
     flat = group.pack_gradients(unit.custom_reduce_scatter)
@@ -40,7 +41,10 @@ def start_average(unit: Unit, group: ParamGroup, async_op: bool) -> Callable[[],
 
 
 def _average(unit: Unit, group: ParamGroup, flat: torch.Tensor, async_op: bool):
-    """Begin to average; return this rank's part, the operations, each behind the one before, and `in_place`."""
+    """Begin to average.
+
+    Returns this rank's part, the operations, each of which follows the one before, and `in_place`.
+    """
     ranks = unit.ranks
     op = "avg" if unit.gradient_divide_factor is None else 1.0 / unit.gradient_divide_factor
     send = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
@@ -52,7 +56,8 @@ def _average(unit: Unit, group: ParamGroup, flat: torch.Tensor, async_op: bool):
         return (flat if in_place else flat[own]), [] if work is None else [work], in_place
     out, in_place = group.reduce_output()
     to = torch.view_as_real(out).view(-1) if out.is_complex() else out
-    # The second of two reductions waits for the first one on a stream that is not the computation's.
+    # The second of two reductions waits for the first one on a stream that is not the
+    # computation's.
     with on_side_stream(unit.device) if async_op and ranks.replicas is not None else contextlib.nullcontext():
         if unit.custom_reduce_scatter is not None:
             work = unit.custom_reduce_scatter(to, send, ranks.group or ranks.shard, _reduce_op_of_torch(op), async_op)

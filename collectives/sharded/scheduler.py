@@ -52,9 +52,8 @@ class Scheduler(Controller):
         self.depth = 0  # nesting of units' forwards
         self.is_last_backward = True
         self._backward_order: list[weakref.ref] = []
-        self.units_before_reshard = self._units_before_reshard = (
-            0  # units of the backward before the first one that was resharded
-        )
+        self.units_before_reshard = 0  # units of the last backward before the first one that was resharded
+        self._units_before_reshard = 0  # in the backward in progress
         self._resharded_in_backward = False  # in the backward in progress
         self._forward_order: list[weakref.ref] = []
         self._current_forward: list[Unit] = []
@@ -166,7 +165,8 @@ class Scheduler(Controller):
         if self.depth == 0 and not in_backward:
             seen, self._current_forward = self._current_forward, []
             self._forward_order = list(map(weakref.ref, seen))
-            # Outside a forward, users see shards and may write to them: buffers stay gathered only for a backward.
+            # Outside a forward, users see shards and may write to them: buffers stay gathered only
+            # for a backward.
             for each in seen:
                 if torch.is_grad_enabled() or each.pending_backwards:
                     each.to_sharded()
@@ -276,10 +276,8 @@ class Scheduler(Controller):
         if self.graph_task is None:
             return  # it was aborted
         units = self.units
-        self._backward_order, self.units_before_reshard = (
-            list(map(weakref.ref, self._current_backward)),
-            self._units_before_reshard,
-        )
+        self._backward_order = list(map(weakref.ref, self._current_backward))
+        self.units_before_reshard = self._units_before_reshard
         self._current_backward = []
         if not self.is_last_backward:
             self.graph_task = None

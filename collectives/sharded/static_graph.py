@@ -117,16 +117,16 @@ class StaticGraph:
     # ---- Recording an iteration to replay.
 
     def record(self, code: int, same_on_all_ranks: bool) -> None:
-        """Record a negotiated collective. `same_on_all_ranks`: all ranks made the same, and can make it again
-        without negotiation.
+        """Record a negotiated collective. `same_on_all_ranks`: all ranks made the same, and can
+        make it again without negotiation.
         """
         self._same_on_all_ranks = self._same_on_all_ranks and same_on_all_ranks and len(self._iteration) < _LONGEST
         if self._same_on_all_ranks:
             self._iteration.append(code)
 
     def end(self, flags: numpy.ndarray, same_on_all_ranks: bool) -> None:
-        """End the iteration, with the flags of gradients of all ranks. `same_on_all_ranks`: each rank had all
-        of these gradients.
+        """End the iteration, with the flags of gradients of all ranks. `same_on_all_ranks`: each
+        rank had all of these gradients.
         """
         made, self._iteration = self._iteration, []
         same_on_all_ranks, self._same_on_all_ranks = self._same_on_all_ranks and same_on_all_ranks, True

@@ -19,7 +19,10 @@ __all__ = ["DistWrapper", "get_module_scheduler"]
 
 
 def get_module_scheduler(module: nn.Module) -> Scheduler | None:
-    """Return the scheduler of a module's units; None where nothing in it is sharded."""
+    """Return the scheduler of a module's units; None where nothing in it is sharded.
+
+    Raises `InvalidUsage` where its units are over several communicators.
+    """
     schedulers = {id(each._scheduler): each._scheduler for each in module.modules() if hasattr(each, "_scheduler")}
     if len(schedulers) > 1:
         raise InvalidUsage("its units are over different communicators: call this for each part by itself")
