@@ -1,14 +1,13 @@
-"""Modules whose parameters, gradients and optimizer state lie in shards on the ranks; and plug-ins for torch's own."""
+"""Modules whose parameters, gradients and optimizer state are sharded over the ranks, and plug-ins
+for torch's FSDP2.
+"""
 
-from .api import (
+from .fsdp1.api import (
     BackwardPrefetch,
     CPUOffload,
-    CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -17,15 +16,17 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .data_parallel import ShardedDataParallel
+from .fsdp1.data_parallel import ShardedDataParallel
 from .materialize import materialize
 from .memory_plan import MemoryPlan, memory_plan
-from .module import ShardedModule, UnshardHandle, fully_shard, register_forward_method
+from .module import ShardedModule, UnshardHandle, register_forward_method
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .scaler import ShardedGradScaler
+from .sharding import fully_shard
 from .state.checkpoint import load, save
 from .state.model import get_model_state_dict, set_model_state_dict
 from .state.optimizer import get_optimizer_state_dict, set_optimizer_state_dict
-from .state.shard_tensor import Piece
+from .state.shard_tensor import ShardTensor as Piece
 from .unit import Unit
 from .wrap import (
     CustomPolicy,

@@ -1,4 +1,4 @@
-"""Host memory of the engine, lent again and again: gathered parameters and gradients on their way lie in it."""
+"""Pool of shared host memory for gathered parameters, and for gradients that are being reduced."""
 
 from __future__ import annotations
 
@@ -13,63 +13,66 @@ import torch
 
 from ..comm.communicator import Communicator
 
-__all__ = ["LEAST_LENT", "Loans"]
+__all__ = ["MIN_POOLED_BYTES", "BufferPool"]
 
-# Bytes from which a buffer is lent: a smaller one shares malloc's pages, and its staging copy stays in the cache.
-LEAST_LENT = 64 << 10
-_LOOSE = 1.25  # how much more than was lent may be held
+# A smaller buffer shares malloc's pages, and its staging copy stays in the cache.
+MIN_POOLED_BYTES = 64 << 10
+_SLACK = 1.25  # reserved bytes over the most that were allocated
 
 
-class Loans:
-    """Memory that the peers read and write in place, mapped once and not in every step.
+class BufferPool:
+    """Pool of the engine's memory that peers read and write in place, mapped once and not in every
+    step.
 
-    A tensor that is lent comes back when the last tensor that views it is gone, whoever holds it. `lent` and `most`
-    count bytes that were asked for: now, and at one time at the most; `held` counts all blocks. Before it grows past
-    `most`, what is free is given back. A block may be larger than what is lent of it, until `held` passes `most` by a
-    quarter: then blocks of the right size take its place (with no such margin, units of many sizes would map memory in
-    every step).
+    A block returns to the pool when the last tensor that views it is freed, whoever holds it.
+    `allocated` and `max_allocated` count bytes that were asked for: now, and at most at one time.
+    `reserved` counts all blocks. Before it grows past `max_allocated`, free blocks are unmapped. A
+    block may be larger than its tensor, until `reserved` passes `max_allocated` by a quarter: then
+    blocks of the right size replace it. With no such margin, units of many sizes would map memory
+    in every step.
     """
 
     def __init__(self):
         self._lock = threading.Lock()
-        # Blocks whose tensors are gone. Finalizers fill it, at any place of any thread: they must not wait for a lock.
+        # Blocks whose tensors were freed. Finalizers fill it at any place of any thread, so they
+        # must not take a lock.
         self._returned: deque[tuple[torch.Tensor, int]] = deque()
         self._free: list[torch.Tensor] = []  # by size
-        self.held = self.lent = self.most = 0
+        self.reserved = self.allocated = self.max_allocated = 0
         self._owner = os.getpid()
 
-    def take(self, comm: Communicator, n: int, dtype: torch.dtype) -> torch.Tensor:
-        """Lend a tensor of `n` elements, of undefined contents."""
+    def allocate(self, comm: Communicator, n: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor of `n` elements."""
         if self._owner != os.getpid():
-            self.__init__()  # a forked child has the parent's memory before it, in which the parent goes on working
+            self.__init__()  # a forked child shares these blocks with its parent, which still uses them
         nbytes = n * dtype.itemsize
         with self._lock:
             block = self._block(comm, nbytes)
-        loan = (ctypes.c_char * nbytes).from_address(block.data_ptr())
-        weakref.finalize(loan, self._returned.append, (block, nbytes)).atexit = False
-        return torch.frombuffer(loan, dtype=dtype)  # its storage holds the loan
+        memory = (ctypes.c_char * nbytes).from_address(block.data_ptr())
+        weakref.finalize(memory, self._returned.append, (block, nbytes)).atexit = False
+        return torch.frombuffer(memory, dtype=dtype)  # its storage holds the block
 
     def trim(self) -> None:
-        """Give back what is not lent."""
+        """Unmap the free blocks."""
         with self._lock:
             while self._returned:
                 block, asked = self._returned.popleft()
-                self.lent -= asked
+                self.allocated -= asked
                 self._free.append(block)
-            self.held -= sum(block.numel() for block in self._free)
+            self.reserved -= sum(block.numel() for block in self._free)
             self._free.clear()
 
     def _block(self, comm: Communicator, nbytes: int) -> torch.Tensor:
         while self._returned:
             block, asked = self._returned.popleft()
-            self.lent -= asked
-            bisect.insort_left(self._free, block, key=torch.Tensor.numel)  # lent next of its size: caches have it
-        self.lent += nbytes
-        self.most = max(self.most, self.lent)
+            self.allocated -= asked
+            bisect.insort_left(self._free, block, key=torch.Tensor.numel)  # next of its size: it is in the cache
+        self.allocated += nbytes
+        self.max_allocated = max(self.max_allocated, self.allocated)
         at = bisect.bisect_left(self._free, nbytes, key=torch.Tensor.numel)
-        if at < len(self._free) and (self._free[at].numel() == nbytes or self.held <= _LOOSE * self.most):
+        if at < len(self._free) and (self._free[at].numel() == nbytes or self.reserved <= _SLACK * self.max_allocated):
             return self._free.pop(at)
-        while self._free and self.held + nbytes > self.most:
-            self.held -= self._free.pop(0).numel()
-        self.held += nbytes
+        while self._free and self.reserved + nbytes > self.max_allocated:
+            self.reserved -= self._free.pop(0).numel()
+        self.reserved += nbytes
         return comm.empty(nbytes, torch.uint8)

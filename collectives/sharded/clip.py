@@ -1,8 +1,10 @@
-"""Norms of gradients that lie in pieces on the ranks, and what makes torch.nn.utils' functions see them.
+"""Norms of gradients that are sharded over the ranks, and the patch that gives them to
+torch.nn.utils' functions.
 
-torch's ``clip_grad_norm_`` and ``get_total_norm`` would give each rank the norm of its own pieces, and each would clip
-by another factor. So from the first sharded module on they are a collective where pieces' gradients are among what
-they are given: one all-reduce of a number, after which all ranks have the same bits.
+torch's ``clip_grad_norm_`` and ``get_total_norm`` would return the norm of each rank's own shards,
+and each rank would clip by another factor. From the first sharded module on they are collectives
+where they are called with shards' gradients: one all-reduce of a number, after which all ranks have
+the same bits.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ from torch import nn
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import is_traceable_wrapper_subclass as is_wrapper
 from ..torch_patches import patch_total_norm
-from .scheduler import all_orders
+from .scheduler import open_schedulers
 
-__all__ = ["clip_grad_norm_", "global_norm", "watch_clipping"]
+__all__ = ["clip_grad_norm_", "global_norm", "patch_clip_grad_norm"]
 
 
 def global_norm(comm, tensors, norm_type: float, *, foreach: bool | None = None) -> torch.Tensor:
-    """Give the norm of all ranks' tensors as if they were one: float64, on the communicator's device. A collective.
+    """Return the norm of all ranks' tensors taken as one: float64, on the communicator's device. A
+    collective.
 
-    `tensors`: what is this rank's alone, of any floating dtypes and devices; `norm_type`: above 0, or infinity.
+    `tensors`: those that this rank alone has, of any floating dtypes and devices; `norm_type`:
+    above 0, or infinity.
     """
     total = _local(tensors, norm_type, comm.device, foreach)
     if comm.size > 1:
@@ -34,7 +38,7 @@ def global_norm(comm, tensors, norm_type: float, *, foreach: bool | None = None)
 
 
 def _local(tensors, p: float, device, foreach) -> torch.Tensor:
-    """Give [the sum of powers, or the largest], float64 of one element."""
+    """Return the sum of powers, or the largest value, as a float64 tensor of one element."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return torch.zeros(1, dtype=torch.float64, device=device)
@@ -54,7 +58,7 @@ def _exchange(comm, total: torch.Tensor, p: float) -> None:
     if not math.isinf(p):
         comm.all_reduce(total, "sum", algorithm="native")
         return
-    # NaN goes beside the largest: engines may lose it there.
+    # NaN is sent as a second element: engines may lose it in a maximum.
     both = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf)[0], total.isnan()[0].double()])
     comm.all_reduce(both, "max", algorithm="native")
     total.copy_(both[0].masked_fill(both[1] != 0, math.nan).reshape(1))
@@ -66,8 +70,10 @@ def _rooted(total: torch.Tensor, p: float) -> torch.Tensor:
     return total[0].sqrt() if p == 2 else total[0].pow(1.0 / p)
 
 
-def counts_here(unit) -> bool:
-    """Tell whether a unit's pieces on this rank count: of what several ranks hold, only one's does."""
+def owns_shard(unit) -> bool:
+    """Whether this rank counts a unit's shards: of shards that several ranks hold, one rank's
+    count.
+    """
     ranks = unit.ranks
     if ranks.shard is None:
         return ranks.world.rank == 0
@@ -75,13 +81,15 @@ def counts_here(unit) -> bool:
 
 
 def total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -> torch.Tensor | None:
-    """Give torch's ``get_total_norm`` of gradients, over all ranks; None where none is of a piece.
+    """Return what torch's ``get_total_norm`` returns, over all ranks; None where no gradient is of
+    a shard.
 
-    A gradient that isn't of a piece counts once, as rank 0 has it, so that all ranks clip alike.
+    A gradient that isn't of a shard counts once, as rank 0 has it, so that all ranks clip by the
+    same factor.
     """
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    by_order = _sorted(tensors)
-    if not by_order:
+    by_scheduler = _sorted(tensors)
+    if not by_scheduler:
         return None
     p = float(norm_type)
     if not p > 0:
@@ -90,7 +98,7 @@ def total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -
             op="clip_grad_norm_",
         )
     device, dtype = tensors[0].device, functools.reduce(torch.promote_types, (each.dtype for each in tensors))
-    totals = [global_norm(order.comm, mine, p, foreach=foreach).to(device) for order, mine in by_order]
+    totals = [global_norm(scheduler.comm, mine, p, foreach=foreach).to(device) for scheduler, mine in by_scheduler]
     total = totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), p)
     total = total.to(dtype.to_real())
     if error_if_nonfinite and not torch.isfinite(total):
@@ -102,29 +110,31 @@ def total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -
 
 
 def _sorted(tensors) -> list[tuple]:
-    """Give (order, those of the tensors that count on this rank), for each order whose pieces have some of them."""
+    """Return (scheduler, tensors that count on this rank) for each scheduler whose shards have some
+    of the tensors.
+    """
     by_grad, by_memory = {}, {}
-    for order in all_orders():
-        for unit in order.units:
+    for scheduler in open_schedulers():
+        for unit in scheduler.units:
             for group in unit.trainable:
                 if group.grad is not None and group.grad.numel():
-                    by_memory[group.grad.untyped_storage().data_ptr()] = (order, unit)
-            for slot in unit.slots:
-                if slot.piece.grad is not None:
-                    by_grad[id(slot.piece.grad)] = (order, unit)
+                    by_memory[group.grad.untyped_storage().data_ptr()] = (scheduler, unit)
+            for param in unit.params:
+                if param.shard.grad is not None:
+                    by_grad[id(param.shard.grad)] = (scheduler, unit)
     found: dict[int, tuple] = {}
     others = []
     for tensor in tensors:
         known = by_grad.get(id(tensor))
-        # A DTensor, of torch's own FSDP2 say, has no memory: its local part does.
+        # A DTensor, as torch's FSDP2 has them, has no storage; its local tensor does.
         if known is None and tensor.layout == torch.strided and tensor.numel() and not is_wrapper(tensor):
             known = by_memory.get(tensor.untyped_storage().data_ptr())
         if known is None:
             others.append(tensor)
             continue
-        order, unit = known
-        members = found.setdefault(id(order), (order, []))[1]
-        if counts_here(unit):
+        scheduler, unit = known
+        members = found.setdefault(id(scheduler), (scheduler, []))[1]
+        if owns_shard(unit):
             members.append(tensor)
     rows = list(found.values())
     if rows and rows[0][0].comm.rank == 0:
@@ -134,20 +144,22 @@ def _sorted(tensors) -> list[tuple]:
 
 @torch.no_grad()
 def clip_grad_norm_(module: nn.Module, units, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
-    """Clip the gradients of a module's pieces, and of its parameters that aren't sharded, by their norm; give it.
+    """Clip the gradients of a module's shards, and of its parameters that aren't sharded, by their
+    norm; return the norm.
 
-    A collective: all ranks must call it. Raises `InvalidUsage` where the gradients are gone, since a `HookState` has
-    stepped its optimizer inside of the backward, and RuntimeError on all ranks with `error_if_nonfinite`.
+    A collective: all ranks must call it. Raises `InvalidUsage` where a `HookState` has stepped its
+    optimizer inside the backward, which frees the gradients, and RuntimeError on all ranks with
+    `error_if_nonfinite`.
     """
     for unit in units:
-        if unit.hook is not None and unit.hook.steps:
+        if unit.reducer is not None and unit.reducer.steps:
             raise InvalidUsage(
                 "this module's optimizer is stepped inside of the backward, which lets the gradients go: clip by the "
                 "HookState's max_norm",
                 op="clip_grad_norm_",
             )
-    forms = {id(form) for unit in units for slot in unit.slots for form in (slot.piece, slot.full)}
-    params = [slot.piece for unit in units for slot in unit.slots]
+    forms = {id(form) for unit in units for param in unit.params for form in (param.shard, param.full)}
+    params = [param.shard for unit in units for param in unit.params]
     params += [param for param in module.parameters() if id(param) not in forms]
     if any(param.grad is not None for param in params):
         return torchs.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -155,6 +167,6 @@ def clip_grad_norm_(module: nn.Module, units, max_norm, norm_type=2.0, error_if_
 
 
 @functools.cache
-def watch_clipping() -> None:
-    """Let torch.nn.utils' functions give the norm over all ranks where they are given pieces' gradients."""
+def patch_clip_grad_norm() -> None:
+    """Patch torch.nn.utils' functions to return the norm over all ranks for shards' gradients."""
     patch_total_norm(total_norm)

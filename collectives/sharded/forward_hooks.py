@@ -1,4 +1,4 @@
-"""What happens round a unit's forward, and what autograd is to call in the backward."""
+"""Hooks around a unit's forward, and the autograd hooks that run its backward."""
 
 from __future__ import annotations
 
@@ -11,42 +11,47 @@ from typing import Any
 import torch
 
 from ..torch_compat import current_graph_task_id, dynamo_disable, tree_flatten, tree_map
-from .changes import versions, written
-from .scheduler import Order
+from .module_changes import check_not_written, param_versions
+from .saved_tensors import look_up_saved_params
+from .scheduler import Scheduler
 from .unit import Unit
 
-__all__ = ["run_forward", "watch_gradients"]
+__all__ = ["register_grad_hooks", "run_forward"]
 
 
 @dynamo_disable(recursive=False)
 def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
-    """Call a forward with a unit unsharded, and have what follows done in the backward."""
-    order = unit.order
-    in_backward = current_graph_task_id() != -1  # activation checkpointing computes again
-    order.begin_forward(unit, in_backward)
+    """Call a unit's forward with its parameters unsharded, and register the hooks of its backward."""
+    scheduler = unit.scheduler
+    in_backward = current_graph_task_id() != -1  # activation checkpointing recomputes a forward
+    scheduler.enter_forward(unit, in_backward)
     try:
         args, kwargs = _cast_inputs(unit, args, kwargs)
-        order.forward(unit, in_backward)
-        watches = torch.is_grad_enabled() and (not in_backward or not unit.calls)
+        scheduler.pre_forward(unit, in_backward)
+        watches = torch.is_grad_enabled() and (not in_backward or not unit.pending_backwards)
         if watches:
-            _watch_inputs(unit, order, (args, kwargs))
-        lets_go = not in_backward and order.reshards_after_forward(unit)
-        saves = torch.is_grad_enabled() and lets_go and unit.gathers
-        with unit.saving(functools.partial(order.demand, unit)) if saves else contextlib.nullcontext():
-            before = versions(unit) if unit.gathers and not in_backward else []
+            _watch_inputs(unit, scheduler, (args, kwargs))
+        reshards = not in_backward and scheduler.reshards_after_forward(unit)
+        saves = torch.is_grad_enabled() and reshards and unit.gathers
+        with (
+            look_up_saved_params(unit, functools.partial(scheduler.unshard_for_backward, unit))
+            if saves
+            else contextlib.nullcontext()
+        ):
+            before = param_versions(unit) if unit.gathers and not in_backward else []
             output = forward(*args, **kwargs)
         if before:
-            written(unit, before)
-        if lets_go:
-            unit.reshard(keep_near=torch.is_grad_enabled())
+            check_not_written(unit, before)
+        if reshards:
+            unit.reshard(post_forward=torch.is_grad_enabled())
         if torch.is_grad_enabled():
-            _watch_outputs(unit, order, output)
+            _watch_outputs(unit, scheduler, output)
         if unit.mp_policy.output_dtype is not None:
             output = _cast(output, unit.mp_policy.output_dtype)
     except BaseException as error:
-        order.interrupt(error, in_backward)
+        scheduler.abort_forward(error, in_backward)
         raise
-    order.end_forward(unit, in_backward)
+    scheduler.post_forward(unit, in_backward)
     return output
 
 
@@ -81,58 +86,61 @@ def _tensors(tree) -> list[torch.Tensor]:
     return leaves
 
 
-def _watch_outputs(unit: Unit, order: Order, output) -> None:
-    """Have the unit unsharded as soon as a gradient of its outputs is there."""
+def _watch_outputs(unit: Unit, scheduler: Scheduler, output) -> None:
+    """Register the pre-backward hook: the first gradient of an output unshards the unit."""
 
     def begins(_grad):
-        order.backward(unit)
+        scheduler.pre_backward(unit)
 
     for tensor in _tensors(output):
         if tensor.requires_grad:
             tensor.register_hook(begins)
 
 
-def _watch_inputs(unit: Unit, order: Order, inputs) -> None:
-    """Let the unit go once the gradients of its inputs are there: then its own are, too."""
+def _watch_inputs(unit: Unit, scheduler: Scheduler, inputs) -> None:
+    """Register the hook that ends a unit's backward: when its inputs have gradients, so do its
+    parameters.
+    """
 
     def ends(_grad):
-        if order.task is not None and unit.calls:
-            unit.calls -= 1
-            if not unit.calls:
-                if unit.syncs and unit.has_gradients():
-                    order.arrived(unit)
+        if scheduler.graph_task is not None and unit.pending_backwards:
+            unit.pending_backwards -= 1
+            if not unit.pending_backwards:
+                if unit.reduce_grads and unit.has_gradients():
+                    scheduler.post_backward(unit)
                 else:
-                    order.leave_backward(unit)
+                    scheduler.reshard_in_backward(unit)
 
     watched = [tensor for tensor in _tensors(inputs) if tensor.requires_grad and not tensor.is_leaf]
-    unit.calls += 1  # one without such inputs is never seen to end, so that nothing ends too early
+    unit.pending_backwards += 1  # a forward without such inputs never reports its end, so nothing ends too early
     if len(watched) == 1:
         watched[0].register_hook(ends)
     elif watched:
-        # Torch's hook holds the nodes that hold it, and they the graph below: only a collection for each would free it.
+        # Torch's hook and its nodes hold each other, and so the graph below: without remove() only
+        # gc frees it.
         handle = torch.autograd.graph.register_multi_grad_hook(watched, lambda _grads: (handle.remove(), ends(None)))
 
 
-def watch_gradients(unit: Unit, order: Order) -> None:
-    """Have a unit reduced when the last of its gradients has come."""
+def register_grad_hooks(unit: Unit, scheduler: Scheduler) -> None:
+    """Register the hooks that reduce a unit when its last expected gradient was computed."""
     here = weakref.ref(unit)
 
-    def came(at, _param):  # the hook holds no slot: the collector doesn't see what autograd's hooks hold
+    def came(at, _param):  # holds no parameter: gc doesn't see what autograd's hooks hold
         unit = here()
-        slot = unit.slots[at]
-        order.begin_backward()
-        if unit.note(slot):
-            order.arrived(unit)
+        param = unit.params[at]
+        scheduler.begin_backward()
+        if unit.record_grad(param):
+            scheduler.post_backward(unit)
 
-    numbers = {id(slot): at for at, slot in enumerate(unit.slots)}
+    numbers = {id(param): at for at, param in enumerate(unit.params)}
 
-    def watch(slot):
-        if not slot.watched:
-            slot.watched = True
-            at = numbers[id(slot)]
-            slot.full.register_post_accumulate_grad_hook(functools.partial(came, at))
+    def watch(param):
+        if not param.has_grad_hook:
+            param.has_grad_hook = True
+            at = numbers[id(param)]
+            param.full.register_post_accumulate_grad_hook(functools.partial(came, at))
 
-    for slot in unit.slots:
-        if slot.trains:
-            watch(slot)
-    unit.watch = watch
+    for param in unit.params:
+        if param.requires_grad:
+            watch(param)
+    unit.register_grad_hook = watch

@@ -6,9 +6,9 @@
     module.set_custom_all_gather(fsdp2.AllGather())
     module.set_custom_reduce_scatter(fsdp2.ReduceScatter())
 
-FSDP2 asks for a buffer, fills its part, calls, copies the result out, and drops the buffer; it never resizes one. On
-the host these buffers are memory that the peers read in place. They are lent, and come back when the last tensor that
-views them is gone, whoever holds it: so the pages are mapped once and not in every step.
+FSDP2 allocates a buffer, fills its part, makes the call, copies the result out, and drops the
+buffer; it never resizes one. On the host these buffers are shared memory that the peers read in
+place. They come from a `BufferPool`, so their pages are mapped once and not in every step.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from ..comm.communicator import Communicator
 from ..errors import CollectivesError, EngineUnavailable, InvalidArgument, InvalidUsage
 from ..rendezvous.process_groups import drop_communicator, get_communicator
 from ..torch_compat import fsdp_collectives
-from .buffer_pool import LEAST_LENT, Loans
+from .buffer_pool import MIN_POOLED_BYTES, BufferPool
 
 _protocol = fsdp_collectives()
 
 __all__ = ["AllGather", "ReduceScatter"]
 
-# torch's interfaces, where it has them: without, the classes below can be imported and tell so when they are made.
+# torch's interfaces, where it has them. Without them the classes below raise when they are made.
 _AllGatherBase = getattr(_protocol, "AllGather", object)
 _ReduceScatterBase = getattr(_protocol, "ReduceScatter", object)
 _WorkBase = dist.Work if dist.is_available() else object
 
 
-# The one that all objects of this file share; it ends with the last of them.
-_shared: weakref.WeakValueDictionary[str, Loans] = weakref.WeakValueDictionary()
+# The pool that all objects of this module share; it ends with the last of them.
+_shared: weakref.WeakValueDictionary[str, BufferPool] = weakref.WeakValueDictionary()
 
 
 class _Work(_WorkBase):
-    """Our Work as torch's: FSDP2 waits only for instances of its own class."""
+    """A Work of this package as torch's: FSDP2 waits only for instances of its own class."""
 
     def __init__(self, work):
         super().__init__()
@@ -57,7 +57,9 @@ class _Work(_WorkBase):
 
 
 class _Collective:
-    """What both have: the communicator, buffers, and errors that say what to do."""
+    """Base of `AllGather` and `ReduceScatter`: the communicator, the buffers, and errors that say
+    what to do.
+    """
 
     def __init__(self, comm: Communicator | None = None):
         if _protocol is None:
@@ -69,19 +71,22 @@ class _Collective:
             raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {type(comm).__name__}")
         self._given = comm
         self._seen = comm  # the communicator that was used last; None before the first call
-        self._loans = _shared.setdefault("host", Loans())
+        self._pool = _shared.setdefault("host", BufferPool())
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Give an uninitialised tensor of a shape; on the host memory that the peers can read, once a call was made."""
+        """Return an uninitialised tensor of a shape; on the host, after the first call, of memory
+        that the peers can read.
+        """
         n = math.prod(size)
         if not self._lends(n, dtype, device):
             return torch.empty(*size, dtype=dtype, device=device)
-        return self._loans.take(self._seen, n, dtype).view(*size)
+        return self._pool.allocate(self._seen, n, dtype).view(*size)
 
     def _lends(self, n: int, dtype: torch.dtype, device: torch.device) -> bool:
-        # On CUDA torch's own allocator knows the streams, and can take the memory back for something else.
+        # On CUDA torch's own allocator knows the streams, and can take the memory back for
+        # something else.
         comm = self._seen
-        return comm is not None and not comm.closed and device.type == "cpu" and n * dtype.itemsize >= LEAST_LENT
+        return comm is not None and not comm.closed and device.type == "cpu" and n * dtype.itemsize >= MIN_POOLED_BYTES
 
     def _run(self, name: str, out: torch.Tensor, inp: torch.Tensor, group, *op, async_op: bool):
         owned = None
@@ -111,27 +116,32 @@ class _Collective:
 class AllGather(_Collective, _AllGatherBase):
     """Gather FSDP2's parameters: for ``module.set_custom_all_gather`` of a `fully_shard` module.
 
-    `comm`: a `Communicator` of the ranks that the module is sharded over, in the order of their group; None: one is
-    opened over the module's own group at the first call, which blocks until all its ranks have come. One object may
-    serve several modules. Takes any dtype. On the host a call blocks; with FSDP2's ``async_op`` (``module.unshard(
-    async_op=True)``) it runs in the communicator's queue. On CUDA it is ordered on the stream that FSDP2 has made the
-    current one. Host buffers are kept for the next step, at most as many bytes as were in use at one time, until the
-    last `AllGather` and `ReduceScatter` are gone. Raises `EngineUnavailable` where torch has no such interface,
-    `InvalidUsage` for a communicator of other ranks, and what `Communicator.all_gather` raises.
+    `comm`: a `Communicator` of the ranks that the module is sharded over, in the order of their
+    group; None: one is opened over the module's own group at the first call, which blocks until all
+    its ranks have come. One object may serve several modules. Takes any dtype. On the host a call
+    blocks; with FSDP2's ``async_op`` (``module.unshard(async_op=True)``) it runs in the
+    communicator's queue. On CUDA it is ordered on the stream that FSDP2 has made the current one.
+    Host buffers are kept for the next step, at most as many bytes as were in use at one time, until
+    the last `AllGather` and `ReduceScatter` are gone. Raises `EngineUnavailable` where torch has no
+    such interface, `InvalidUsage` for a communicator of other ranks, and what
+    `Communicator.all_gather` raises.
     """
 
     def __call__(self, output_tensor, input_tensor, group, async_op: bool = False):
-        """Gather every rank's `input_tensor` into `output_tensor`; with `async_op` give a Work of torch's."""
+        """Gather every rank's `input_tensor` into `output_tensor`; `async_op`: return a Work of
+        torch's.
+        """
         return self._run("all_gather", output_tensor, input_tensor, group, async_op=async_op)
 
 
 class ReduceScatter(_Collective, _ReduceScatterBase):
     """Reduce FSDP2's gradients: for ``module.set_custom_reduce_scatter`` of a `fully_shard` module.
 
-    `comm` and buffers as in `AllGather`. Takes the operations that FSDP2 asks for: the average, the sum, and the sum
-    premultiplied by a factor (``set_gradient_divide_factor``). On the host fp16 and bf16 are summed in fp32 in rank
-    order and rounded once. The reduction over the replicas of a two-dimensional mesh (HSDP) stays torch's. Raises
-    `InvalidArgument` for another operation or a dtype that can't be reduced, and as `AllGather` does.
+    `comm` and buffers as in `AllGather`. Takes the operations that FSDP2 asks for: the average, the
+    sum, and the sum premultiplied by a factor (``set_gradient_divide_factor``). On the host fp16
+    and bf16 are summed in fp32 in rank order and rounded once. The reduction over the replicas of a
+    two-dimensional mesh (HSDP) stays torch's. Raises `InvalidArgument` for another operation or a
+    dtype that can't be reduced, and as `AllGather` does.
     """
 
     def __init__(self, comm: Communicator | None = None):
@@ -139,8 +149,8 @@ class ReduceScatter(_Collective, _ReduceScatterBase):
         self._output = None  # elements of the output whose input was allocated
 
     def _lends(self, n, dtype, device):
-        # Peers read the input only. The output becomes gradients, which live until the next step: a block lent to them
-        # would be missing here.
+        # Peers read only the input. The output becomes gradients, which live until the next step,
+        # and would keep a block of the pool until then.
         if self._output == n:
             self._output = None
             return False
@@ -148,6 +158,8 @@ class ReduceScatter(_Collective, _ReduceScatterBase):
         return super()._lends(n, dtype, device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False):
-        """Reduce `input_tensor`, part r into rank r's `output_tensor`; with `async_op` give a Work of torch's."""
+        """Reduce `input_tensor`, part r into rank r's `output_tensor`; `async_op`: return torch's
+        Work.
+        """
         self._output = None
         return self._run("reduce_scatter", output_tensor, input_tensor, group, op, async_op=async_op)

@@ -1,8 +1,9 @@
 """Values for modules that were built on the meta device and sharded there.
 
-An initialisation looks at shapes: a piece's would give it the wrong fan-in. So it runs on full parameters, of which
-each rank then keeps its part. `materialize` does it module by module; and where a unit was made of meta parameters, its
-modules' own `INITS` do it when they are called, as FSDP2's programs do behind ``module.to_empty(device=...)``.
+An initialisation uses shapes, and a shard's would give it the wrong fan-in. So it runs on full
+parameters, of which each rank then keeps its shard. `materialize` does this module by module. Where
+a unit was made of meta parameters, its modules' own `INIT_METHODS` do it when they are called, as
+FSDP2's programs call them after ``module.to_empty(device=...)``.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ import torch
 from torch import nn
 
 from ..errors import InvalidUsage
-from .state.state_dict import shown_masters, take_shown
-from .unit import Unit, units_in
+from .managed_params import units_in
+from .state.state_dict import unsharded_params, write_back_params
+from .unit import Unit
 
-__all__ = ["INITS", "materialize", "wrap_inits"]
+__all__ = ["INIT_METHODS", "materialize", "wrap_init_methods"]
 
-# Methods that people call to give a module's parameters their first values.
-INITS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights", "initialize_weights")
+# Methods that users call to initialise a module's parameters.
+INIT_METHODS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights", "initialize_weights")
 
 
-def wrap_inits(unit: Unit) -> None:
-    """Let the initialising methods of a unit's modules run on full parameters. They are collectives then."""
+def wrap_init_methods(unit: Unit) -> None:
+    """Run the initialisation methods of a unit's modules on full parameters. They are collectives
+    then.
+    """
     for module in unit.module().modules():
-        for name in INITS:
+        for name in INIT_METHODS:
             method = getattr(module, name, None)
             if callable(method) and not hasattr(method, "_runs_on_full"):
                 object.__setattr__(module, name, _on_full(module, method, unit))
@@ -39,11 +43,11 @@ def _on_full(module: nn.Module, method: Callable, unit: Unit) -> Callable:
         missing = [each for each in units.values() if any(group.flat.is_meta for group in each.groups)]
         if missing:
             raise InvalidUsage(
-                f"{missing[0].slots[0].name} of {missing[0].name} is on the meta device: module.to_empty(device=...) "
+                f"{missing[0].params[0].name} of {missing[0].name} is on the meta device: module.to_empty(device=...) "
                 "gives it memory, or materialize() memory and values",
                 op=method.__name__,
             )
-        with shown_masters([each for each in units.values() if not each.shows]):
+        with unsharded_params([each for each in units.values() if not each.registration.has_substitutes]):
             return method(*args, **kwargs)
 
     call._runs_on_full = True
@@ -55,48 +59,50 @@ def materialize(
     device: torch.device | str | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
-    """Give what of a module is on the meta device memory and values, module by module; give the module.
+    """Allocate and initialise what of a module is on the meta device, module by module; return the
+    module.
 
-    For each module inside that holds such parameters or buffers itself, outermost first: ``param_init_fn(module)``, as
-    FSDP1's, which must give them memory and values; or, where there is none, ``module.to_empty(recurse=False)`` and
-    ``module.reset_parameters()``. Both see full parameters, and each rank keeps its part: the peak is one module's. A
-    local call, in which all ranks draw the same random numbers, as one process without sharding would, if they begin
-    with the same seed. `device`: where it computes; None: where the units do. Raises `InvalidUsage` for a module that
-    has no ``reset_parameters``, and for one that the function leaves on the meta device.
+    For each module inside that holds such parameters or buffers itself, outermost first: call
+    ``param_init_fn(module)``, as FSDP1's, which must allocate and initialise them; or, without one,
+    ``module.to_empty(recurse=False)`` and ``module.reset_parameters()``. Both get full parameters,
+    and each rank keeps its shard: the peak is one module's memory. A local call, in which all ranks
+    draw the same random numbers as one process without sharding would, if they begin with the same
+    seed. `device`: where it computes; None: where the units do. Raises `InvalidUsage` for a module
+    that has no ``reset_parameters``, and for one that the function leaves on the meta device.
     """
     units = units_in(module)
     for unit in units:
         unit.reshard()
     if device is None:
         device = units[0].device if units else torch.device("cpu")
-    slots: dict[int, list] = {}
+    params: dict[int, list] = {}
     for unit in units:
-        for slot in unit.slots if any(group.flat.is_meta for group in unit.groups) else ():
-            for holder, _ in slot.places:
-                slots.setdefault(id(holder), []).append((unit, slot))
-    todo = [each for each in module.modules() if id(each) in slots or _has_meta(each, units)]
+        for param in unit.params if any(group.flat.is_meta for group in unit.groups) else ():
+            for holder, _ in param.places:
+                params.setdefault(id(holder), []).append((unit, param))
+    todo = [each for each in module.modules() if id(each) in params or _has_meta(each, units)]
     for unit in units:
         for group in unit.groups:
-            group.give_memory()
+            group.allocate()
     for each in todo:
-        _initialise(each, slots.get(id(each), []), torch.device(device), param_init_fn)
+        _initialise(each, params.get(id(each), []), torch.device(device), param_init_fn)
     return module
 
 
 def _has_meta(module: nn.Module, units: list[Unit]) -> bool:
     own = [*module._parameters.values(), *module._buffers.values()]
-    of_units = {id(slot.piece) for unit in units for slot in unit.slots}
+    of_units = {id(param.shard) for unit in units for param in unit.params}
     return any(tensor is not None and tensor.is_meta and id(tensor) not in of_units for tensor in own)
 
 
 def _initialise(module: nn.Module, held: list, device: torch.device, init) -> None:
-    """Initialise what a module holds itself, with full parameters in the pieces' places."""
-    for _, slot in held:
-        full = torch.empty(slot.shape, dtype=slot.piece.dtype, device="meta")
-        slot.shown = nn.Parameter(full, requires_grad=slot.piece.requires_grad)
+    """Initialise what a module holds itself, with full parameters as substitutes of the shards."""
+    for _, param in held:
+        full = torch.empty(param.shape, dtype=param.shard.dtype, device="meta")
+        param.substitute = nn.Parameter(full, requires_grad=param.shard.requires_grad)
     try:
-        for unit, slot in held:
-            unit.register_shown([slot])
+        for unit, param in held:
+            unit.registration.register_substitutes([param])
         with torch.no_grad():
             if init is not None:
                 init(module)
@@ -110,9 +116,9 @@ def _initialise(module: nn.Module, held: list, device: torch.device, init) -> No
                     )
                 module.to_empty(device=device, recurse=False)
                 reset()
-        take_shown([slot for _, slot in held], module)
+        write_back_params([param for _, param in held], module)
         if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             raise InvalidUsage(f"param_init_fn left a buffer of {type(module).__name__} on the meta device")
     finally:
-        for unit, slot in held:
-            unit.register_form([slot])
+        for unit, param in held:
+            unit.registration.restore([param])

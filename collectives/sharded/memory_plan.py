@@ -1,4 +1,6 @@
-"""memory_plan: the bytes that a rank needs for a step of a sharded module, before anything is started."""
+"""memory_plan: the bytes that a rank needs for a step of a sharded module, predicted before
+anything is started.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +13,33 @@ from torch import nn
 
 from ..arrays import kind_of
 from ..errors import InvalidArgument
-from .api import MixedPrecisionPolicy, ShardingStrategy
+from .fsdp1.api import ShardingStrategy
+from .managed_params import managed_parameters
 from .module import ShardedModule
 from .optimizer_cost import OptimizerCosts
-from .rehearsal import Flat, Rehearsal, UnitPlan
-from .unit import managed_parameters
+from .policies import MixedPrecisionPolicy
+from .step_simulation import GroupPlan, StepSimulation, UnitPlan
 from .wrap import units_of
 
 __all__ = ["MemoryPlan", "memory_plan"]
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-_STEPS = 4  # until the pool's blocks have their sizes
+_STEPS = 4  # until the pool's blocks have their final sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of one rank, the one with the fullest shard; ``print`` shows them.
 
-    There all the time: `parameters`, `gradients` (those of the shard, when all are there), `optimizer` (its state and
-    master weights) and `buffers` (the module's). At the peak: `gathered` (parameters of the units that are live),
-    `full_gradients`, `flat` (gradients on their way), `idle` (free blocks of the host's pool), `work` (what the
-    optimizer makes and drops) and `activations`, which are the caller's. `peak` is the most at one time, with the
-    gradients' shards that are there then; `peak_in`: forward, backward or step; `peak_at`: the unit; `peaks`: of each
-    of the three. `replicas`: how many ranks have the same shard of the gradients and the optimizer's state. `on_host`:
-    what lies on the host beside a GPU, with offloading; it is in none of the others. `units`: their names, elements,
-    and bytes when gathered, outermost first.
+    Always there: `parameters`, `gradients` (of the shard, when all are there), `optimizer` (its
+    state and master weights) and `buffers` (the module's). At the peak: `gathered` (parameters of
+    unsharded units), `full_gradients`, `flat` (gradients that are being reduced), `idle` (free
+    blocks of the host's pool), `work` (temporaries of the optimizer) and `activations`, which the
+    caller gave. `peak` is the most at one time, with the gradients' shards that are there then;
+    `peak_in`: forward, backward or step; `peak_at`: the unit; `peaks`: of each of the three.
+    `replicas`: how many ranks have the same shard of the gradients and the optimizer's state.
+    `on_host`: what lies on the host beside a GPU, with offloading; none of the others counts it.
+    `units`: their names, elements, and bytes when gathered, outermost first.
     """
 
     ranks: int
@@ -75,13 +79,13 @@ class MemoryPlan:
         ]
         several = f", each shard on {self.replicas} of them" if self.replicas > 1 else ""
         lines = [f"{self.strategy} on {self.ranks} ranks{several}; {len(self.units)} units"]
-        lines += [f"{name:<15}{_shown(count):>12}  {what}" for name, count, what in rows if count]
-        lines += [f"{'peak':<15}{_shown(self.peak):>12}  {where}"]
-        lines += [f"  {phase:<13}{_shown(count):>12}" for phase, count in self.peaks.items()]
+        lines += [f"{name:<15}{_format_bytes(count):>12}  {what}" for name, count, what in rows if count]
+        lines += [f"{'peak':<15}{_format_bytes(self.peak):>12}  {where}"]
+        lines += [f"  {phase:<13}{_format_bytes(count):>12}" for phase, count in self.peaks.items()]
         return "\n".join(lines)
 
 
-def _shown(nbytes: int) -> str:
+def _format_bytes(nbytes: int) -> str:
     return f"{nbytes:,} B" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):,.2f} MiB"
 
 
@@ -105,21 +109,23 @@ def memory_plan(
 ) -> MemoryPlan:
     """Predict the bytes of a rank that trains this module on `ranks` ranks; starts nothing.
 
-    `module`: as it is, on the meta device, or sharded already: then units, precision and what else isn't given are its
-    own. `optimizer`: an instance, a class, a function of parameters, "sgd", "sgd+momentum", "adam", "adamw" (those of
-    `collectives.optim`), or None. `strategy`: a `ShardingStrategy` or its name; None: FULL_SHARD. `units`: a wrap
-    policy, or the submodules that are units beside the module itself. `reshard_after_forward`: as `fully_shard` takes
-    it; None: as the strategy says. `replicas`: with a hybrid strategy, how many ranks have the same shard.
-    `accumulate`: several backwards a step, with the full gradients kept until the last. `master_weights`: as the
-    optimizers of `collectives.optim` take it. `offload`: shards and optimizer on the host. `activations`: their bytes,
-    counted through forward and backward. `overlap`: whether collectives run beside the computation; None: always on a
-    GPU, on the host as COLLECTIVES_OVERLAP says or where the ranks leave cores to spare. `device`: None: the module's.
+    `module`: as it is, on the meta device, or sharded already: then units, precision and what else
+    isn't given are its own. `optimizer`: an instance, a class, a function of parameters, "sgd",
+    "sgd+momentum", "adam", "adamw" (those of `collectives.optim`), or None. `strategy`: a
+    `ShardingStrategy` or its name; None: FULL_SHARD. `units`: a wrap policy, or the submodules that
+    are units besides the module itself. `reshard_after_forward`: as in `fully_shard`; None: as the
+    strategy says. `replicas`: with a hybrid strategy, how many ranks have the same shard.
+    `accumulate`: several backwards a step, with the full gradients kept until the last.
+    `master_weights`: as in the optimizers of `collectives.optim`. `offload`: shards and optimizer
+    on the host. `activations`: their bytes, counted through forward and backward. `overlap`:
+    whether collectives overlap with the computation; None: always on a GPU, on the host as
+    COLLECTIVES_OVERLAP says or where the ranks leave cores to spare. `device`: None: the module's.
     `ignored_params`: left out.
 
-    Steps are counted from the third on, with gradients set to None before the forward. Inner modules are taken to run
-    in the order in which they are registered, once each, and autograd to add nothing of its own to gradients. What
-    isn't counted: activations, the library's and engine's own memory, what operations need inside themselves. Raises
-    `InvalidArgument`.
+    Steps are counted from the third on, with gradients set to None before the forward. The plan
+    assumes that inner modules run in the order in which they are registered, once each, and that
+    autograd adds nothing of its own to gradients. Not counted: activations, the memory of the
+    library and of the engine, temporaries inside operations. Raises `InvalidArgument`.
     """
     if not isinstance(module, nn.Module):
         raise InvalidArgument(f"module must be a torch.nn.Module, not {kind_of(module)}", op="memory_plan")
@@ -128,43 +134,45 @@ def memory_plan(
     sharded = isinstance(module, ShardedModule)
     if sharded and units is not None:
         raise InvalidArgument("the module is sharded: its units are what they are; leave units out", op="memory_plan")
-    how = _How(module, ranks, strategy, mp_policy, reshard_after_forward, replicas, offload, device, sharded)
-    root, flats, everything = how.units(module, units, set(map(id, ignored_params)))
-    gpu = how.device.type == "cuda"
+    sharding = _ShardingPlan(
+        module, ranks, strategy, mp_policy, reshard_after_forward, replicas, offload, device, sharded
+    )
+    root, flats, everything = sharding.units(module, units, set(map(id, ignored_params)))
+    gpu = sharding.device.type == "cuda"
     costs = OptimizerCosts(optimizer, master_weights=master_weights, gpu=gpu)
     params = [param for flat in flats if flat.trainable for param in flat.params]
     state, apart, work = _optimizer(costs, [flat for flat in flats if flat.trainable], params, gpu)
-    shards = sum(_block(flat.dtype, flat.total if flat.persistent else flat.share, gpu) for flat in flats)
-    own = sum(_block(flat.dtype, flat.share, gpu) for flat in flats if flat.trainable)
+    shards = sum(
+        _block(flat.dtype, flat.unsharded_numel if flat.persistent else flat.shard_numel, gpu) for flat in flats
+    )
+    own = sum(_block(flat.dtype, flat.shard_numel, gpu) for flat in flats if flat.trainable)
     stubs = sum(_block(flat.gather_dtype, 1, gpu) for flat in flats)
     buffers = sum(_block(each.dtype, each.numel(), gpu) for each in module.buffers()) + stubs
     on_host = apart if gpu else 0
     kept = {"parameters": shards, "optimizer": state + (0 if gpu else apart), "buffers": buffers}
     gradients = own
-    if how.apart:
+    if sharding.offloads:
         on_host += shards + own + state
         kept.update(parameters=0, optimizer=0)
         gradients = work = 0
-    beside = _overlaps(module, ranks, gpu, sharded) if overlap is None else bool(overlap)
-    rehearsal = Rehearsal(root, gpu=gpu, beside=beside, kept=kept, activations=activations)
+    overlaps = _overlaps(module, ranks, gpu, sharded) if overlap is None else bool(overlap)
+    simulation = StepSimulation(root, gpu=gpu, overlaps=overlaps, kept=kept, activations=activations)
     for _ in range(_STEPS):
-        rehearsal.step(work, accumulate=accumulate)
-    phase = max(rehearsal.peaks, key=lambda each: rehearsal.peaks[each][0])
-    peak, where, what = rehearsal.peaks[phase]
+        simulation.step(work, accumulate=accumulate)
+    phase = max(simulation.peaks, key=lambda each: simulation.peaks[each][0])
+    peak, where, what = simulation.peaks[phase]
     return MemoryPlan(
-        ranks=ranks, strategy=how.named, parameters=kept["parameters"], gradients=gradients,
+        ranks=ranks, strategy=sharding.named, parameters=kept["parameters"], gradients=gradients,
         optimizer=kept["optimizer"], buffers=buffers, gathered=what["gathered"], full_gradients=what["full_gradients"],
         flat=what["flat"], idle=what["idle"], work=what["work"], activations=what["activations"],
-        replicas=ranks // (1 if how.shards == 1 else how.shards), on_host=on_host, peak=peak, peak_in=phase,
-        peak_at=where, peaks={each: found[0] for each, found in rehearsal.peaks.items()},
-        units=[
-            (unit.name, sum(sum(flat.counts) for flat in unit.flats), _gathered(unit)) for unit in everything
-        ],
+        replicas=ranks // (1 if sharding.shards == 1 else sharding.shards), on_host=on_host, peak=peak, peak_in=phase,
+        peak_at=where, peaks={each: found[0] for each, found in simulation.peaks.items()},
+        units=[(unit.name, sum(sum(flat.counts) for flat in unit.flats), _gathered(unit)) for unit in everything],
     )  # fmt: skip
 
 
 def _gathered(unit: UnitPlan) -> int:
-    return sum(flat.total * flat.gather_dtype.itemsize for flat in unit.flats)
+    return sum(flat.unsharded_numel * flat.gather_dtype.itemsize for flat in unit.flats)
 
 
 def _block(dtype: torch.dtype, count: int, gpu: bool) -> int:
@@ -172,12 +180,14 @@ def _block(dtype: torch.dtype, count: int, gpu: bool) -> int:
     return -(-nbytes // 512) * 512 if gpu else nbytes
 
 
-def _optimizer(costs: OptimizerCosts, flats: list[Flat], params, gpu: bool) -> tuple[int, int, int]:
-    """Give the bytes of the optimizer's state, those that are on the host in any case, and those of its work."""
+def _optimizer(costs: OptimizerCosts, flats: list[GroupPlan], params, gpu: bool) -> tuple[int, int, int]:
+    """Return the bytes of the optimizer's state, those on the host in any case, and those of its
+    temporaries.
+    """
     known = costs.has(params)
     state = apart = of_all = one = last = 0
     for flat in flats:
-        for param, count in zip(flat.params, flat.pieces(), strict=True):
+        for param, count in zip(flat.params, flat.shard_counts(), strict=True):
             cost = costs.of(param, known=known)
             state += sum(_block(torch.uint8, each * count, gpu) for each in cost.states)
             apart += cost.apart
@@ -188,16 +198,16 @@ def _optimizer(costs: OptimizerCosts, flats: list[Flat], params, gpu: bool) -> t
 
 
 def _overlaps(module, ranks: int, gpu: bool, sharded: bool) -> bool:
-    if sharded and module._order.comm.size == ranks:
-        return module._order.beside
+    if sharded and module._scheduler.comm.size == ranks:
+        return module._scheduler.overlaps
     named = os.environ.get("COLLECTIVES_OVERLAP", "").strip()
     if gpu or named:
         return gpu or named == "1"
     return len(os.sched_getaffinity(0)) // ranks > torch.get_num_threads()
 
 
-class _How:
-    """How a module is to be sharded, from what was given and what is."""
+class _ShardingPlan:
+    """How a module is to be sharded, from the arguments and from what is sharded already."""
 
     def __init__(self, module, ranks, strategy, mp_policy, reshard, replicas, offload, device, sharded):
         if isinstance(strategy, str) or (strategy is not None and not isinstance(strategy, ShardingStrategy)):
@@ -235,12 +245,12 @@ class _How:
         else:
             found = {param.device.type for param in module.parameters()} - {"meta"}
             self.device = torch.device(found.pop() if found else "cuda" if torch.cuda.is_available() else "cpu")
-        self.apart = self.device.type != "cpu" and (
+        self.offloads = self.device.type != "cpu" and (
             offload or (first is not None and any(group.store.type == "cpu" for group in first.groups))
         )
 
-    def units(self, module: nn.Module, given, ignored: set[int]) -> tuple[UnitPlan, list[Flat], list[UnitPlan]]:
-        """Give the root unit, all groups, and all units, outermost first."""
+    def units(self, module: nn.Module, given, ignored: set[int]) -> tuple[UnitPlan, list[GroupPlan], list[UnitPlan]]:
+        """Return the root unit, all groups, and all units, outermost first."""
         names = {each: name for name, each in module.named_modules()}
         if isinstance(module, ShardedModule) or given is None:
             chosen = [each for each in module.modules() if isinstance(each, ShardedModule)]
@@ -269,33 +279,33 @@ class _How:
                     inner = found[child][0] if child in found else unit
                     if inner is not unit:
                         unit.uses.append(inner)
-                        inner.passed = flows
+                        inner.continues_backward = flows
                     visit(child, inner)
                     if inner is not unit:
-                        inner.reached = flows
+                        inner.reaches_backward = flows
 
         root = found[module][0]
-        root.passed = False
+        root.continues_backward = False
         visit(module, root)
-        root.reached = flows
+        root.reaches_backward = flows
         everything = [unit for unit, _ in found.values()]
         return root, [flat for unit in everything for flat in unit.flats], everything
 
     def _unit(self, module, name, chosen, ignored) -> tuple[UnitPlan, dict]:
         plan = UnitPlan(name or type(module).__name__, reshards=bool(self.reshard), replicas=self.replicas)
-        plan.neighbours = self.reshard if not isinstance(self.reshard, bool) else 0
+        plan.post_forward_size = self.reshard if not isinstance(self.reshard, bool) else 0
         policy, persistent = self.policy, self.persistent
         if isinstance(module, ShardedModule):
             unit = module._unit
-            found = [(slot.names, slot.places, slot.piece, slot.count) for slot in unit.slots]
+            found = [(param.names, param.places, param.shard, param.count) for param in unit.params]
             policy = unit.mp_policy if policy is None else policy
             if self.as_is:
                 persistent = unit.persistent
             if not self.reshard_given:
                 plan.reshards = unit.reshard_after_forward
-                plan.neighbours = 0 if unit.neighbours is None else unit.neighbours.size
-            plan.early, plan.early_backward = unit.prefetches_forward, unit.prefetches_backward
-            plan.late = unit.prefetches_late
+                plan.post_forward_size = 0 if unit.post_forward_comm is None else unit.post_forward_comm.size
+            plan.prefetch_in_forward, plan.prefetch_in_backward = unit.prefetch_in_forward, unit.prefetch_in_backward
+            plan.prefetch_post_backward = unit.prefetch_post_backward
         else:
             managed = managed_parameters(module, stop=lambda each: each in chosen)
             found = [(names, places, param, param.numel()) for names, places, param in managed]
@@ -308,9 +318,10 @@ class _How:
         for (dtype, trainable), members in kinds.items():
             casts = dtype.is_floating_point
             gather = policy.param_dtype if casts and policy.param_dtype is not None else dtype
-            flat = Flat(
+            flat = GroupPlan(
                 counts=[count for _, _, count in members], params=[param for _, param, _ in members], dtype=dtype,
-                gather_dtype=gather, trainable=trainable, persistent=persistent, ranks=self.shards, apart=self.apart,
+                gather_dtype=gather, trainable=trainable, persistent=persistent, ranks=self.shards,
+                offloaded=self.offloads,
                 reduce_dtype=policy.reduce_dtype if casts and policy.reduce_dtype is not None else gather,
             )  # fmt: skip
             plan.flats.append(flat)

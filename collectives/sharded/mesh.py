@@ -1,6 +1,10 @@
-"""Which ranks share a module's parameters, and on which device."""
+"""Ranks that share a module's parameters: shard ranks, replicas, all of them; and the module's
+device.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,17 +14,18 @@ from ..arrays import kind_of
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument
 from ..rendezvous.process_groups import get_communicator, get_default_group
-from .param import Ranks
 
-__all__ = ["device_of", "ranks_of"]
+__all__ = ["Ranks", "resolve_device", "resolve_ranks"]
 
 
-def ranks_of(
+def resolve_ranks(
     module: nn.Module, comm: Communicator | None, mesh, *, group=None, replicated: bool = False, device=None
 ) -> Ranks:
-    """Give the ranks over which to shard a module; opens communicators at first use, which blocks.
+    """Return the ranks over which to shard a module. Opens communicators at first use, which
+    blocks.
 
-    `replicated`: each rank has all of it. `device`: where it computes; None: where its parameters are.
+    `replicated`: each rank has all of it. `device`: where it computes; None: where its parameters
+    are.
     """
     if comm is not None and mesh is not None:
         raise InvalidArgument("comm and mesh both say which ranks share the parameters: give one", op="fully_shard")
@@ -36,11 +41,11 @@ def ranks_of(
                 f"process_group must be a group of torch.distributed that this rank is a member of, not {group!r:.60}",
                 op="ShardedDataParallel",
             )
-        world = get_communicator(group, device or device_of(module, None))
+        world = get_communicator(group, device or resolve_device(module, None))
         return Ranks(None if replicated or world.size == 1 else world, None, world, group)
     if not hasattr(mesh, "get_group") or mesh.ndim > 2:
         raise InvalidArgument(f"mesh must be a DeviceMesh of one or two dimensions, not {mesh!r:.80}", op="fully_shard")
-    device = device or device_of(module, mesh.device_type)
+    device = device or resolve_device(module, mesh.device_type)
     if mesh.ndim == 1:
         world = get_communicator(mesh.get_group(), device)
         return Ranks(None if replicated or world.size == 1 else world, None, world, mesh.get_group())
@@ -52,8 +57,10 @@ def ranks_of(
     )
 
 
-def device_of(module: nn.Module, kind: str | None) -> torch.device:
-    """Give where a module computes: where its parameters are; those without memory, on a GPU if there is one."""
+def resolve_device(module: nn.Module, kind: str | None) -> torch.device:
+    """Return the device of a module's parameters; for parameters on the meta device, a GPU if there
+    is one.
+    """
     for param in module.parameters():
         if param.device.type != "meta" and kind in (None, param.device.type):
             return param.device
@@ -62,3 +69,26 @@ def device_of(module: nn.Module, kind: str | None) -> torch.device:
     if kind == "cuda" or (kind is None and torch.cuda.is_available()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+class Ranks(NamedTuple):
+    """The ranks that hold a unit.
+
+    `shard`: the ranks that own a shard each; None: this rank has all of it. `replicas`: the ranks
+    with the same shard; None: there are none. `world`: all ranks, over which gradients are
+    averaged. `group`: torch's process group of `shard`'s ranks, where it is known, for custom
+    collectives.
+    """
+
+    shard: Communicator | None
+    replicas: Communicator | None
+    world: Communicator
+    group: object = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.shard is None else self.shard.rank
+
+    @property
+    def size(self) -> int:
+        return 1 if self.shard is None else self.shard.size

@@ -1,4 +1,6 @@
-"""What an optimizer keeps for a parameter and needs while it steps: found by steps of tiny parameters on the host."""
+"""Memory of an optimizer: its state and the temporaries of a step, measured on tiny parameters on
+the host.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from ..torch_compat import TorchDispatchMode, tree_leaves
 
 __all__ = ["Cost", "OptimizerCosts"]
 
-_COUNT = 60  # elements of a tiny parameter; no number that states have by themselves
+_COUNT = 60  # elements of a tiny parameter; no state has this size by itself
 _NAMED = {
     "sgd": (optim.SGD, {}),
     "sgd+momentum": (optim.SGD, {"momentum": 0.9}),
@@ -25,9 +27,12 @@ _NAMED = {
 
 
 class Cost(NamedTuple):
-    """What a parameter costs. `states`: bytes an element of each tensor that is as long as it; `apart`: bytes besides,
-    on the host. What a step makes and drops, in bytes an element: `of_all`: for all parameters together; `of_each`: for
-    one after the other; `of_last`: of it what goes when the next one's is there.
+    """Memory of one parameter.
+
+    `states`: bytes an element of each state tensor that is as long as the parameter; `apart`: bytes
+    of other state, on the host. Temporaries of a step, in bytes an element: `of_all`: for all
+    parameters together; `of_each`: for one parameter after the other; `of_last`: the part of it
+    that is freed when the next one's is allocated.
     """
 
     states: tuple[int, ...] = ()
@@ -38,9 +43,10 @@ class Cost(NamedTuple):
 
 
 class OptimizerCosts:
-    """The costs of parameters in an optimizer: an instance, a class, a function of parameters, a name, or None.
+    """Costs of parameters in an optimizer: an instance, a class, a function of parameters, a name,
+    or None.
 
-    `gpu`: whether it is to step on a GPU, where torch's optimizers work on all parameters at once.
+    `gpu`: whether it steps on a GPU, where torch's optimizers work on all parameters at once.
     """
 
     def __init__(self, optimizer, *, master_weights: bool | None, gpu: bool):
@@ -70,11 +76,13 @@ class OptimizerCosts:
         self._kind = kind
 
     def has(self, params: Iterable[nn.Parameter]) -> bool:
-        """Tell whether the optimizer holds any of these."""
+        """Whether the optimizer holds any of these parameters."""
         return any(id(param) in self._groups for param in params)
 
     def of(self, param: nn.Parameter, *, known: bool) -> Cost:
-        """Give the cost of a parameter; `known`: one that the optimizer doesn't hold costs nothing."""
+        """Return the cost of a parameter; `known`: one that the optimizer doesn't hold costs
+        nothing.
+        """
         if self._kind is None or (known and id(param) not in self._groups):
             return Cost()
         settings = self._groups.get(id(param), self._first)
@@ -85,14 +93,14 @@ class OptimizerCosts:
 
     def _make(self, settings: dict) -> Callable:
         changes = dict(settings)
-        for name in ("lr", "capturable"):  # what may be of a GPU, and changes no size
+        for name in ("lr", "capturable"):  # these may be on a GPU, and change no size
             if isinstance(changes.get(name), torch.Tensor):
                 changes[name] = changes[name].item()
         if changes.get("capturable"):
             changes["capturable"] = False
 
         def make(params):
-            given = {} if self._groups else changes  # an instance's groups say more than its class takes
+            given = {} if self._groups else changes  # an instance's groups hold more than its class takes
             try:
                 made = self._kind(params, **given)
             except TypeError:
@@ -132,23 +140,25 @@ def _probe(make: Callable, dtype: torch.dtype) -> Cost:
 
 
 def _step(make: Callable, count: int, dtype: torch.dtype):
-    """Make two steps; give the optimizer, and the bytes that the second has made and dropped, at one time."""
+    """Make two steps; return the optimizer, and the peak of temporary bytes in the second one."""
     params = [nn.Parameter(torch.ones(_COUNT, dtype=dtype)) for _ in range(count)]
     optimizer = make(params)
     for _ in range(2):
         for param in params:
             param.grad = torch.ones_like(param)
-        with _Made() as made:
+        with _LiveBytes() as made:
             optimizer.step()
-    return optimizer, made.most
+    return optimizer, made.max_allocated
 
 
-class _Made(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made inside of it and live, at one time at the most."""
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live tensors that were made inside it; `max_allocated`: the most at one
+    time.
+    """
 
     def __init__(self):
         super().__init__()
-        self.most = 0
+        self.max_allocated = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -158,7 +168,7 @@ class _Made(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if _is_plain(leaf) and (storage := leaf.untyped_storage())._cdata not in given and leaf.numel() >= _COUNT:
                 self._live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self.most = max(self.most, sum(nbytes for _, nbytes in self._live.values()))
+        self.max_allocated = max(self.max_allocated, sum(nbytes for _, nbytes in self._live.values()))
         return result
 
 

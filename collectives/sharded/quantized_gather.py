@@ -1,7 +1,9 @@
-"""Codec: parameters travel in 16 or 8 bits, and their owner keeps them as they are.
+"""Quantized all-gather: parameters are sent in 16 or 8 bits, and their owner keeps them as they
+are.
 
-Each rank rounds its shard to a wire format, the ranks gather the bytes, and each dequantizes all of them, its own too:
-so all compute with the same values. Source: ZeRO++ (Wang 2023), whose blocks have a scale each, too.
+Each rank rounds its shard to a wire format, the ranks all-gather the bytes, and each rank
+dequantizes all shards, its own too, so all ranks compute with the same values. Source: ZeRO++ (Wang
+2023), whose blocks have a scale each, too.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from ..kernels import dequantize, quantize
 from ..layout import WIRE_FORMATS, wire_layout
 from .streams import current_stream, release
 
-__all__ = ["Codec"]
+__all__ = ["QuantizedAllGather"]
 
 
-class Codec:
-    """A wire format for gathers; `sent` counts the bytes that this rank has sent, as rings send them.
+class QuantizedAllGather:
+    """All-gather in a wire format. `sent` counts the bytes that this rank has sent, as a ring sends
+    them.
 
-    `format`: of `layout.WIRE_FORMATS`; `block`: values that share a scale, where the format has scales.
+    `format`: of `layout.WIRE_FORMATS`; `block`: values that share a scale, where the format has
+    scales.
     """
 
     def __init__(self, format: str, block: int = 256):
@@ -27,29 +31,30 @@ class Codec:
         self.sent = 0
 
     def saves(self, dtype: torch.dtype) -> bool:
-        """Tell whether values of a dtype are fewer bytes this way."""
+        """Whether values of a dtype take fewer bytes in the wire format."""
         return dtype.is_floating_point and self.itemsize < dtype.itemsize
 
-    def gather(self, comm, shard: torch.Tensor, out: torch.Tensor, lend, *, async_op: bool):
-        """Gather every rank's `shard` into `out`, in rank order; with `async_op` give what has a ``wait()``.
+    def gather(self, comm, shard: torch.Tensor, out: torch.Tensor, alloc_buffer, *, async_op: bool):
+        """Gather every rank's `shard` into `out`, in rank order. A collective.
 
-        `shard` and `out` are of any floating dtype; `lend(n, dtype)` gives memory for the bytes. A collective.
+        `shard` and `out`: of any floating dtype. `alloc_buffer(n, dtype)`: allocates memory for the
+        bytes. `async_op`: return a handle, whose ``wait()`` dequantizes.
         """
         width = wire_layout(shard.numel(), **self.how).nbytes
-        wires = lend(comm.size * width, torch.uint8)
+        wires = alloc_buffer(comm.size * width, torch.uint8)
         own = wires[comm.rank * width : (comm.rank + 1) * width]
         if shard.numel():
             quantize(shard, own, **self.how)
         work = comm.all_gather(wires, own, async_op=async_op)
         self.sent += (comm.size - 1) * width
-        pending = _Decoding(self.how, work, wires, out, comm.size)
+        pending = _PendingDequantize(self.how, work, wires, out, comm.size)
         if async_op:
             return pending
         pending.wait()
         return None
 
     def rounded(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Give what the others see of a shard."""
+        """Return a shard's values as the other ranks get them."""
         wire = torch.empty(wire_layout(shard.numel(), **self.how).nbytes, dtype=torch.uint8, device=shard.device)
         out = torch.empty(shard.numel(), dtype=dtype, device=shard.device)
         if shard.numel():
@@ -58,23 +63,23 @@ class Codec:
         return out
 
 
-class _Decoding:
-    """A gather under way, and what is to be done with its bytes."""
+class _PendingDequantize:
+    """An all-gather in progress, whose bytes `wait` dequantizes."""
 
     def __init__(self, how, work, wires, out, size):
-        self._left = (how, work, wires, out, size)
-        self._home = current_stream(out.device)
+        self._pending = (how, work, wires, out, size)
+        self._alloc_stream = current_stream(out.device)
 
     def wait(self) -> None:
-        if self._left is None:
+        if self._pending is None:
             return
-        how, work, wires, out, size = self._left
-        self._left = None
+        how, work, wires, out, size = self._pending
+        self._pending = None
         if work is not None:
             work.wait()
-            release(work, self._home, out.device)
+            release(work, self._alloc_stream, out.device)
         here = current_stream(out.device)
-        if here != self._home:
+        if here != self._alloc_stream:
             wires.record_stream(here)
         share, width = out.numel() // size, wires.numel() // size
         for rank in range(size if share else 0):

@@ -1,4 +1,6 @@
-"""Order: the units of a communicator, what forward and backward do with them, and what a backward owes at its end."""
+"""Scheduler: the order of a communicator's units in forward and backward, their prefetch, and the
+end of a backward.
+"""
 
 from __future__ import annotations
 
@@ -11,56 +13,61 @@ from ..comm.communicator import Communicator
 from ..errors import InvalidUsage
 from ..gradients.streams import should_overlap
 from ..torch_compat import current_graph_task_id
-from .agreement import ALIKE, GATHER, KINDS, LATER, MASTERS, REDUCE, Agreement, known_to_all
-from .buffer_pool import Loans
+from .buffer_pool import BufferPool
+from .controller import AGREED, DEFERRED, GATHER, GROUP_MASK_SHIFT, MASTER_SHARDS, REDUCE, Controller, known_to_all
 from .streams import HostCopies
 from .unit import State, Unit
 
-__all__ = ["Order", "all_orders", "order_of", "orders_of_parameters", "units_of_parameters"]
+__all__ = ["Scheduler", "find_schedulers", "find_units", "get_scheduler", "open_schedulers"]
 
-# id of a communicator -> its order, which holds it
-_orders: dict[int, Order] = {}
-
-
-def order_of(comm: Communicator) -> Order:
-    """Give the order of a communicator's units; the first call, which all ranks must make, opens it."""
-    for key, order in list(_orders.items()):
-        if order.comm.closed:
-            del _orders[key]
-            if isinstance(order.control, Communicator):
-                order.control.close()
-    if id(comm) not in _orders:
-        _orders[id(comm)] = Order(comm)
-    return _orders[id(comm)]
+# id of a communicator -> its scheduler, which holds the communicator
+_schedulers: dict[int, Scheduler] = {}
 
 
-class Order(Agreement):
-    """The units of a communicator and the order of their collectives, in forward and backward; see the module."""
+def get_scheduler(comm: Communicator) -> Scheduler:
+    """Return the scheduler of a communicator's units. The first call creates it, and all ranks must
+    make that one.
+    """
+    for key, scheduler in list(_schedulers.items()):
+        if scheduler.comm.closed:
+            del _schedulers[key]
+            if isinstance(scheduler.control, Communicator):
+                scheduler.control.close()
+    if id(comm) not in _schedulers:
+        _schedulers[id(comm)] = Scheduler(comm)
+    return _schedulers[id(comm)]
+
+
+class Scheduler(Controller):
+    """Unshards, prefetches, reshards and reduces the units of one communicator, in forward and
+    backward.
+    """
 
     def __init__(self, comm: Communicator):
         super().__init__(comm)
-        self.loans = Loans()
-        self.copies = HostCopies()
-        # Gathers and reductions run beside the computation where there is something to run them on.
-        self.beside = not comm._on_host or should_overlap(comm)
-        self.depth = 0  # forwards of units that this thread is in
-        self.last_backward = True
+        self.pool = BufferPool()
+        self.host_copies = HostCopies()
+        # Whether collectives overlap with the computation: on a GPU, or on spare cores.
+        self.should_overlap = not comm._on_host or should_overlap(comm)
+        self.depth = 0  # nesting of units' forwards
+        self.is_last_backward = True
         self._backward_order: list[weakref.ref] = []
-        self.begins = self._begins = 0  # how many of them it came to before it had let go of any
-        self._left = False  # it has let go of one
+        self.units_before_reshard = 0  # units of the last backward before the first one that was resharded
+        self._units_before_reshard = 0  # in the backward in progress
+        self._resharded_in_backward = False  # in the backward in progress
         self._forward_order: list[weakref.ref] = []
-        self._seen_forward: list[Unit] = []
-        self._seen_backward: list[Unit] = []
-        self.task: int | None = None  # the backward under way
-        self._accumulated: list = []  # pieces of which people want to know that their gradients are there
-        self._unfinished: list = []  # functions that wait for reductions and end them
+        self._current_forward: list[Unit] = []
+        self._current_backward: list[Unit] = []
+        self.graph_task: int | None = None  # id of the backward in progress
+        self._params_with_accumulate_hooks: list = []  # shards with post-accumulate-grad hooks to call
+        self._pending_reductions: list = []  # functions that wait and store the results
 
     @property
     def units(self) -> list[Unit]:
-        """Those that still live."""
+        """The units that are alive."""
         return _living(self._units)
 
-    # A unit holds its modules: what the order keeps from one step to the next must not hold units.
+    # A unit holds its modules, so the scheduler holds units only weakly from one step to the next.
 
     @property
     def forward_order(self) -> list[Unit]:
@@ -76,10 +83,11 @@ class Order(Agreement):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def gather_masters(self, unit: Unit) -> list[torch.Tensor]:
-        """Gather a unit's pieces in their own dtype, beside what it has gathered for forward and backward.
+    def all_gather_master_shards(self, unit: Unit) -> list[torch.Tensor]:
+        """All-gather a unit's shards in their own dtype; what it has gathered for forward and
+        backward stays.
 
-        Gives a flat buffer for each of the unit's groups, to be let go of at once.
+        Returns a flat buffer for each of the unit's groups; the caller should drop it soon.
         """
         try:
             unit.check()
@@ -87,85 +95,98 @@ class Order(Agreement):
             self.fail()
             raise
         if unit.gathers:
-            self.agree(GATHER, MASTERS | unit.index)
-        return [group.gather_masters() for group in unit.groups]
+            self.negotiate(GATHER, MASTER_SHARDS | unit.index)
+        return [group.all_gather_master_shards() for group in unit.groups]
 
-    def gather(self, unit: Unit, *, beside: bool = False) -> None:
-        """Begin to gather a unit, if nothing has; `beside`: in advance, while something else is computed."""
+    def unshard(self, unit: Unit, *, async_op: bool = False) -> None:
+        """Negotiate and begin a unit's all-gather, unless it is gathered already. `async_op`: as in
+        `Unit.unshard`.
+        """
         if unit.state is State.SHARDED:
-            near = unit.is_near
+            post_forward = unit.is_sharded_post_forward
             if unit.gathers:
-                near = self.agree(GATHER, unit.index, near=near) == ALIKE and near
-            unit.start_gather(async_op=beside, near=near)
+                post_forward = self.negotiate(GATHER, unit.index, post_forward=post_forward) == AGREED and post_forward
+            unit.unshard(async_op=async_op, post_forward=post_forward)
 
-    def need(self, unit: Unit) -> None:
-        """Have a unit unsharded."""
-        if not unit.is_shown:
-            self.gather(unit)
-            unit.show()
+    def ensure_unsharded(self, unit: Unit) -> None:
+        """Unshard a unit and register its full parameters, unless they are."""
+        if not unit.is_unsharded_registered:
+            self.unshard(unit)
+            unit.wait_for_unshard()
 
-    def demand(self, unit: Unit) -> None:
-        """Have a unit unsharded with the parameters that the forward has used."""
-        if unit.hook is not None:
-            unit.hook.check_use(unit)
-        self.need(unit)
+    def unshard_for_backward(self, unit: Unit) -> None:
+        """Unshard a unit with the values that the forward has used."""
+        if unit.reducer is not None:
+            unit.reducer.check_use(unit)
+        self.ensure_unsharded(unit)
 
-    def _advance(self, unit: Unit, named: list[Unit] | None, order: list[Unit]) -> None:
-        """Gather in advance what comes behind a unit: those that were named for it, or the next of the last time."""
+    def _prefetch(self, unit: Unit, named: list[Unit] | None, upcoming: list[Unit]) -> None:
+        """Begin the all-gathers that follow a unit: of the units named for it, or of the next one
+        in the last step's order.
+        """
         if named is None:
-            if not self.beside or unit not in order:
+            if not self.should_overlap or unit not in upcoming:
                 return
-            at = order.index(unit) + 1
-            named = [] if any(each.state is State.GATHERING for each in order) else order[at : at + 1]
+            at = upcoming.index(unit) + 1
+            named = [] if any(each.state is State.GATHERING for each in upcoming) else upcoming[at : at + 1]
         for each in named:
-            self.gather(each, beside=True)
+            self.unshard(each, async_op=True)
 
     # ---- Forward.
 
-    def begin_forward(self, unit: Unit, in_backward: bool) -> None:
-        if not in_backward and self.task is not None:  # the backward before never came to its end
+    def enter_forward(self, unit: Unit, in_backward: bool) -> None:
+        """Note that a unit's forward begins; reset first, if the last backward did not end."""
+        if not in_backward and self.graph_task is not None:  # the last backward did not end
             self._reset()
             self.interrupted += 1
         if self.depth == 0 and not in_backward:
-            self._seen_forward = []
+            self._current_forward = []
         self.depth += 1
 
-    def forward(self, unit: Unit, in_backward: bool) -> None:
-        """Have a unit unsharded for its forward, and gather what comes next."""
+    def pre_forward(self, unit: Unit, in_backward: bool) -> None:
+        """Unshard a unit for its forward, and prefetch the next one."""
         try:
             unit.check()
         except Exception as error:
             self.fail()
             known_to_all(error)
             raise
-        if unit.groups and not in_backward and unit not in self._seen_forward:
-            self._seen_forward.append(unit)
-        self.demand(unit) if in_backward else self.need(unit)
+        if unit.groups and not in_backward and unit not in self._current_forward:
+            self._current_forward.append(unit)
+        self.unshard_for_backward(unit) if in_backward else self.ensure_unsharded(unit)
         if not in_backward:
-            self._advance(unit, unit.forward_prefetch, self.forward_order if unit.prefetches_forward else [])
+            self._prefetch(unit, unit.forward_prefetch, self.forward_order if unit.prefetch_in_forward else [])
 
-    def end_forward(self, unit: Unit, in_backward: bool) -> None:
+    def post_forward(self, unit: Unit, in_backward: bool) -> None:
+        """Note that a unit's forward has ended; after the outermost one, register the shards on all
+        modules.
+        """
         self.depth -= 1
         if self.depth == 0 and not in_backward:
-            seen, self._seen_forward = self._seen_forward, []
+            seen, self._current_forward = self._current_forward, []
             self._forward_order = list(map(weakref.ref, seen))
-            # Outside, people see pieces, and may write to them: what is gathered stays for a backward alone.
+            # Outside a forward, users see shards and may write to them: buffers stay gathered only
+            # for a backward.
             for each in seen:
-                if torch.is_grad_enabled() or each.calls:
-                    each.rest()
+                if torch.is_grad_enabled() or each.pending_backwards:
+                    each.to_sharded()
                 elif each.state is State.UNSHARDED:
                     each.reshard()
             if not torch.is_grad_enabled():
-                self.copies.wait()  # people may write to pieces on the host now
+                self.host_copies.wait()  # users may write to shards on the host now
 
     def reshards_after_forward(self, unit: Unit) -> bool:
-        """Tell whether a unit lets go behind its forward. What the backward begins with, it doesn't."""
+        """Whether a unit is resharded after its forward; units with which the backward begins are
+        not.
+        """
         if not unit.reshard_after_forward:
             return False
-        return not torch.is_grad_enabled() or unit not in self.backward_order[: self.begins + self.beside]
+        return (
+            not torch.is_grad_enabled() or unit not in self.backward_order[: self.units_before_reshard + self.should_overlap]
+        )
 
-    def interrupt(self, error: BaseException, in_backward: bool) -> None:
-        """Go back to where a forward can begin, after an exception has left one."""
+    def abort_forward(self, error: BaseException, in_backward: bool) -> None:
+        """Reset to a state in which a forward can begin, after an exception has left one."""
         self.depth -= 1
         if self.depth == 0 and not in_backward:
             if torch.is_grad_enabled() and not getattr(error, "known_to_all", False):
@@ -173,13 +194,14 @@ class Order(Agreement):
             self._reset()
 
     def _reset(self) -> None:
-        self.task = None
-        self._accumulated = []
+        """Drop the forward or backward in progress, and reshard all units."""
+        self.graph_task = None
+        self._params_with_accumulate_hooks = []
         self._reduced.clear()
-        self._finish()
-        self.copies.wait()
-        for hook in self._hooks():
-            hook.reset()
+        self._wait_for_reductions()
+        self.host_copies.wait()
+        for reducer in self._reducers():
+            reducer.reset()
         for unit in self.units:
             unit.reshard()
             unit.end_backward(drop=True)
@@ -187,106 +209,113 @@ class Order(Agreement):
     # ---- Backward.
 
     def begin_backward(self) -> None:
-        """Note that a backward is under way; called by whatever of it comes first."""
-        if self.task is None:
-            self.task = current_graph_task_id()
-            self._seen_backward = []
-            self._left = False
-            self._begins = 0
+        """Note that a backward is in progress, and queue its final callback. Called by the
+        backward's first hook.
+        """
+        if self.graph_task is None:
+            self.graph_task = current_graph_task_id()
+            self._current_backward = []
+            self._resharded_in_backward = False
+            self._units_before_reshard = 0
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def backward(self, unit: Unit) -> None:
-        """Have a unit unsharded for its backward, and gather what comes next."""
+    def pre_backward(self, unit: Unit) -> None:
+        """Unshard a unit for its backward, and prefetch the next one."""
         self.begin_backward()
-        if unit.groups and unit not in self._seen_backward:
-            self._seen_backward.append(unit)
-            self._begins += not self._left
-            self.need(unit)
-            if not unit.prefetches_late:
-                self._advance(unit, unit.backward_prefetch, self.backward_order if unit.prefetches_backward else [])
+        if unit.groups and unit not in self._current_backward:
+            self._current_backward.append(unit)
+            self._units_before_reshard += not self._resharded_in_backward
+            self.ensure_unsharded(unit)
+            if not unit.prefetch_post_backward:
+                self._prefetch(unit, unit.backward_prefetch, self.backward_order if unit.prefetch_in_backward else [])
         else:
-            self.need(unit)
+            self.ensure_unsharded(unit)
 
-    def arrived(self, unit: Unit) -> None:
-        """Reduce a unit whose gradients have all come."""
-        # Frozen parameters may still be needed, until the gradients of the inputs are there.
-        stays = unit.calls > 0 and len(unit.trainable) < len(unit.groups)
-        if unit.syncs:
+    def post_backward(self, unit: Unit) -> None:
+        """Reduce the gradients of a unit whose last gradient was computed, and reshard it."""
+        # Frozen parameters may still be needed, until the inputs' gradients are computed.
+        stays = unit.pending_backwards > 0 and len(unit.trainable) < len(unit.groups)
+        if unit.reduce_grads:
             if unit.index in self._reduced:
-                self._diverge(f"{unit!r} has gradients here, and the others have reduced it before")
-            if self.agree(REDUCE, unit.index | unit.kinds << KINDS) == LATER:
-                return  # the end of the backward sees to it
+                self._raise_divergence(f"{unit!r} has gradients here, and the others have reduced it before")
+            if self.negotiate(REDUCE, unit.index | unit.trainable_mask << GROUP_MASK_SHIFT) == DEFERRED:
+                return  # the final callback reduces it
             if unit.reshard_after_backward and not stays:
-                unit.reshard()  # before, since the gradients can be packed where the parameters were
+                unit.reshard()  # before the reduction, which can pack the gradients where the parameters were
             self._reduce(unit)
         if not stays:
-            self.leave_backward(unit)
+            self.reshard_in_backward(unit)
 
-    def leave_backward(self, unit: Unit) -> None:
-        """Let a unit's parameters go, of which this backward has no more need."""
-        self._left = True
+    def reshard_in_backward(self, unit: Unit) -> None:
+        """Reshard a unit that this backward needs no more."""
+        self._resharded_in_backward = True
         if unit.reshard_after_backward:
             unit.reshard()
-        if unit.prefetches_late:
-            self._advance(unit, unit.backward_prefetch, self.backward_order if unit.prefetches_backward else [])
+        if unit.prefetch_post_backward:
+            self._prefetch(unit, unit.backward_prefetch, self.backward_order if unit.prefetch_in_backward else [])
 
-    def _hooks(self) -> list:
-        """Give what the units have of HookStates, each once, in the same order on all ranks."""
-        return list({id(unit.hook): unit.hook for unit in self.units if unit.hook is not None}.values())
+    def _reducers(self) -> list:
+        """Return the units' gradient reducers, each once, in the same order on all ranks."""
+        return list({id(unit.reducer): unit.reducer for unit in self.units if unit.reducer is not None}.values())
 
     def _reduce(self, unit: Unit) -> None:
-        self._finish()  # one at a time is under way, since each has a buffer
-        self._unfinished += unit.start_reduce(async_op=self.beside)
-        if not self.beside:
-            self._finish()
+        """Begin to reduce a unit's gradients, after the reduction before has ended."""
+        self._wait_for_reductions()  # one at a time, since each has a buffer
+        self._pending_reductions += unit.start_reduce(async_op=self.should_overlap)
+        if not self.should_overlap:
+            self._wait_for_reductions()
 
-    def _finish(self) -> None:
-        unfinished, self._unfinished = self._unfinished, []
+    def _wait_for_reductions(self) -> None:
+        """Wait for the reductions in progress, and store their results."""
+        unfinished, self._pending_reductions = self._pending_reductions, []
         for finish in unfinished:
             finish()
 
     def _end_backward(self) -> None:
-        """Do what is left at the end of a backward."""
-        if self.task is None:
-            return  # it was interrupted
+        """Final callback of a backward: reduce what is left, reshard, and call users' hooks."""
+        if self.graph_task is None:
+            return  # it was aborted
         units = self.units
-        self._backward_order, self.begins = list(map(weakref.ref, self._seen_backward)), self._begins
-        self._seen_backward = []
-        if not self.last_backward:
-            self.task = None
+        self._backward_order = list(map(weakref.ref, self._current_backward))
+        self.units_before_reshard = self._units_before_reshard
+        self._current_backward = []
+        if not self.is_last_backward:
+            self.graph_task = None
             return
-        if any(unit.syncs for unit in units):
-            self._flush(units)
-        self._finish()
-        self.copies.wait()
-        for hook in self._hooks():
-            hook.end()
-        self.task = None
+        if any(unit.reduce_grads for unit in units):
+            self._reduce_remaining(units)
+        self._wait_for_reductions()
+        self.host_copies.wait()
+        for reducer in self._reducers():
+            reducer.end()
+        self.graph_task = None
         for unit in units:
             if unit.reshard_after_backward:
                 unit.reshard()
-            unit.rest()
+            unit.to_sharded()
             unit.end_backward()
-        accumulated, self._accumulated = self._accumulated, []
-        for piece in accumulated:
-            for hook in list(piece._post_accumulate_grad_hooks.values()):
-                hook(piece)
+        accumulated, self._params_with_accumulate_hooks = self._params_with_accumulate_hooks, []
+        for shard in accumulated:
+            for hook in list(shard._post_accumulate_grad_hooks.values()):
+                hook(shard)
 
-    def _flush(self, units: list[Unit]) -> None:
-        """Reduce what still waits on any rank, and take the zeros off parameters that no rank has used."""
+    def _reduce_remaining(self, units: list[Unit]) -> None:
+        """Reduce what still waits on any rank, and drop the gradients of parameters that no rank
+        has used.
+        """
         count = len(self._units)
-        flags = numpy.zeros(count + self._slots, dtype=numpy.uint8)
+        flags = numpy.zeros(count + self._param_count, dtype=numpy.uint8)
         for unit in units:
-            if unit.syncs:
+            if unit.reduce_grads:
                 flags[unit.index] = unit.has_gradients()
-                begin = count + unit.first_slot
-                flags[begin : begin + len(unit.slots)] = [2 * slot.arrived for slot in unit.slots]
-            for at in unit.trainable_slots:  # 1: of a group with gradients; 2: it has one
-                flags[count + unit.first_slot + at] |= 1
-        flags = self._agree_on(flags, units)
+                begin = count + unit.first_param
+                flags[begin : begin + len(unit.params)] = [2 * param.has_unreduced_grad for param in unit.params]
+            for at in unit.trainable_indices:  # 1: its group is reduced; 2: it has a gradient
+                flags[count + unit.first_param + at] |= 1
+        flags = self._reduce_flags(flags, units)
         used = flags[count:].tolist()
         for unit in units:
-            unit.add_trainable(used[unit.first_slot : unit.first_slot + len(unit.slots)])
+            unit.extend_trainable(used[unit.first_param : unit.first_param + len(unit.params)])
         for index in numpy.flatnonzero(flags[:count]).tolist():
             unit = self._units[index]()
             if unit is None:
@@ -294,37 +323,39 @@ class Order(Agreement):
                     f"other ranks have gradients of unit {index}, of a module that is gone here", op="fully_shard",
                     rank=self.comm.rank,
                 )  # fmt: skip
-            for slot in unit.slots:
-                slot.arrived |= slot.full.grad is not None
+            for param in unit.params:
+                param.has_unreduced_grad |= param.full.grad is not None
             self._reduce(unit)
-        self._finish()
-        self.copies.wait()
+        self._wait_for_reductions()
+        self.host_copies.wait()
         for unit in units:
-            for slot, was in zip(unit.slots, used[unit.first_slot : unit.first_slot + len(unit.slots)], strict=True):
-                if slot.fresh and was < 2:
-                    slot.piece.grad = None
-                slot.fresh = False
-                if was >= 2 and slot.piece._post_accumulate_grad_hooks:
-                    self._accumulated.append(slot.piece)
+            for param, was in zip(
+                unit.params, used[unit.first_param : unit.first_param + len(unit.params)], strict=True
+            ):
+                if param.grad_is_new and was < 2:
+                    param.shard.grad = None
+                param.grad_is_new = False
+                if was >= 2 and param.shard._post_accumulate_grad_hooks:
+                    self._params_with_accumulate_hooks.append(param.shard)
 
 
 def _living(references) -> list[Unit]:
     return [unit for unit in (reference() for reference in references) if unit is not None]
 
 
-def all_orders() -> list[Order]:
-    """Give the orders of all communicators that are open."""
-    return [order for order in _orders.values() if not order.comm.closed]
+def open_schedulers() -> list[Scheduler]:
+    """Return the schedulers of all communicators that are open."""
+    return [scheduler for scheduler in _schedulers.values() if not scheduler.comm.closed]
 
 
-def orders_of_parameters(params) -> list[Order]:
-    """Give the orders of the units whose pieces are among parameters."""
-    orders = {id(unit.order): unit.order for unit in units_of_parameters(params)}
-    return [order for order in orders.values() if not order.comm.closed]
+def find_schedulers(params) -> list[Scheduler]:
+    """Return the schedulers of the units whose shards are among these parameters."""
+    schedulers = {id(unit.scheduler): unit.scheduler for unit in find_units(params)}
+    return [scheduler for scheduler in schedulers.values() if not scheduler.comm.closed]
 
 
-def units_of_parameters(params) -> list[Unit]:
-    """Give the units whose pieces are among parameters."""
+def find_units(params) -> list[Unit]:
+    """Return the units whose shards are among these parameters."""
     members = set(map(id, params))
-    units = [unit for order in _orders.values() for unit in order.units]
-    return [unit for unit in units if any(id(slot.piece) in members for slot in unit.slots)]
+    units = [unit for scheduler in _schedulers.values() for unit in scheduler.units]
+    return [unit for unit in units if any(id(param.shard) in members for param in unit.params)]

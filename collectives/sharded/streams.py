@@ -1,4 +1,6 @@
-"""Streams of a unit: which one its memory is of, and the copies between a device and the host that run beside them."""
+"""CUDA streams of a unit: the stream that its memory belongs to, and copies between a device and
+the host.
+"""
 
 from __future__ import annotations
 
@@ -9,65 +11,68 @@ import torch
 
 from ..comm.work import Work
 
-__all__ = ["HostCopies", "beside", "current_stream", "release"]
+__all__ = ["HostCopies", "current_stream", "on_side_stream", "release"]
 
 
 def current_stream(device: torch.device):
-    """Give the stream that this thread computes on; None on the host."""
+    """Return the stream on which this thread computes; None on the host."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def release(work, home, device: torch.device) -> None:
-    """Let go of the arrays of an operation that the current stream waits for, where that is `home`, which they are of.
+    """Drop an operation's arrays, where the current stream waits for it and is `home`, the stream
+    that they belong to.
 
-    Then the next allocation there may have their memory; else they are held until the host sees the operation end, and
-    a host that runs ahead of the GPU needs memory for all units. What people's own collectives give is left alone.
+    Then the next allocation on that stream can reuse their memory. Otherwise they are held until
+    the host sees the operation end, and a host that runs ahead of the GPU needs memory for all
+    units. Works of custom collectives are left alone.
     """
     if home is not None and isinstance(work, Work) and current_stream(device) == home:
         work.release()
 
 
 @functools.cache
-def _side(device: torch.device):
+def _side_stream(device: torch.device):
     return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
-def beside(device: torch.device):
-    """Have what is in the block wait for each other on a stream beside the current one, and begin behind that."""
+def on_side_stream(device: torch.device):
+    """Run the block on a side stream, after what the current stream has been given so far."""
     if device.type != "cuda":
         yield
         return
-    side = _side(device)
+    side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         yield
 
 
 class HostCopies:
-    """Copies between a device and the host that run beside the computation, until `wait`.
+    """Copies between a device and the host that overlap with the computation, until `wait`.
 
-    Until then what was copied to the host may not be read, and what is copied from it may not be written. A copy to the
-    host runs on a stream of its own, behind what the current stream has computed; one to the device runs on the current
-    stream. From and to memory that is not page-locked a copy is done when its call returns, as CUDA says.
+    Until then, what was copied to the host must not be read, and what is copied from it must not be
+    written. A copy to the host runs on a stream of its own, after the work of the current stream;
+    one to the device runs on the current stream. A copy from or to memory that is not page-locked
+    is done when its call returns, as CUDA defines it.
 
-    `cuda`: what has torch.cuda's streams.
+    `cuda`: a module with torch.cuda's streams.
     """
 
     def __init__(self, cuda=torch.cuda):
         self._cuda = cuda
-        self._streams: dict[torch.device, object] = {}  # for copies to the host
-        self._events: dict = {}  # stream -> the event behind its last copy
+        self._streams: dict[torch.device, object] = {}  # device -> stream of its copies to the host
+        self._events: dict = {}  # stream -> the event after its last copy
         self._after: list = []
 
     def to_device(self, out: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-        """Copy what lies on the host to `out`, on the current stream; give `out`."""
+        """Copy a host tensor to `out` on the current stream; return `out`."""
         out.copy_(host, non_blocking=True)
         self._note(self._cuda.current_stream(out.device))
         return out
 
     def to_host(self, host: torch.Tensor, tensor: torch.Tensor, after=None) -> None:
-        """Copy a device's tensor to `host`; call `after` in `wait`, once it is there."""
+        """Copy a device's tensor to `host`; `wait` calls `after` once the copy is done."""
         device = tensor.device
         if device not in self._streams:
             self._streams[device] = self._cuda.Stream(device)
@@ -81,7 +86,9 @@ class HostCopies:
             self._after.append(after)
 
     def wait(self) -> None:
-        """Wait on the host for all copies. The only wait of the host that a step has, where pieces lie there."""
+        """Wait on the host for all copies. With offloading, this is the only wait of the host in a
+        step.
+        """
         events, self._events = self._events, {}
         for event in events.values():
             event.synchronize()

@@ -1,36 +1,41 @@
-"""Unit: parameters that are gathered together, used, let go, and whose gradients are reduced together.
+"""Unit: parameters that are all-gathered together, and whose gradients are reduced together.
 
-It knows nothing of forward and backward: `module` calls it in their order, and people's own wrappers in theirs.
+A unit knows nothing of forward and backward. `forward_hooks` and `scheduler` call it for sharded
+modules, and users' own wrappers call it directly.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..comm.communicator import Communicator
-from ..errors import InvalidArgument, InvalidUsage
-from ..torch_compat import premul_sum, top_saved_tensors_hooks
-from .api import MixedPrecisionPolicy, offload_of, precision_of
-from .buffer_pool import Loans
-from .changes import Members, follow
-from .param import Group, Ranks, Slot
-from .quantized_gather import Codec
-from .streams import HostCopies, beside, current_stream, release
+from ..errors import InvalidUsage
+from .buffer_pool import BufferPool
+from .managed_params import check_parameter, managed_parameters
+from .mesh import Ranks
+from .module_changes import AddedParamCheck, sync_attributes
+from .param import ShardedParam
+from .param_group import ParamGroup
+from .param_registration import ParamRegistration
+from .policies import MixedPrecisionPolicy, parse_mp_policy, parse_offload_policy
+from .quantized_gather import QuantizedAllGather
+from .reduction import start_average
+from .streams import HostCopies, current_stream, release
 
-__all__ = ["State", "Unit", "check_parameter", "managed_parameters", "units_in"]
+__all__ = ["State", "Unit"]
 
 
 class State(enum.Enum):
-    """Who holds what.
+    """Who owns a unit's parameters.
 
-    SHARDED: the modules hold the pieces, and nothing is gathered. GATHERING: a gather is under way into a buffer that
-    nobody views yet. UNSHARDED: the modules hold the full parameters, views of that buffer.
+    SHARDED: the modules hold the shards, and nothing is gathered. GATHERING: an all-gather is in
+    progress into a buffer that nothing views yet. UNSHARDED: the gathered buffer is there, and the
+    full parameters view it. The modules hold the full parameters, or after `to_sharded` the shards
+    again.
     """
 
     SHARDED = enum.auto()
@@ -38,243 +43,184 @@ class State(enum.Enum):
     UNSHARDED = enum.auto()
 
 
-def managed_parameters(
-    module: nn.Module, ignored: Iterable[nn.Parameter] = (), stop=lambda module: False
-) -> list[tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]]:
-    """Give (names, places, parameter) of a module's parameters, each once; not below modules where `stop` holds."""
-    ignored = set(map(id, ignored))
-    found: dict[int, tuple] = {}
-    seen: set[int] = set()
-
-    def visit(each: nn.Module, prefix: str) -> None:
-        if id(each) in seen:
-            for name, param in each.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
-                if id(param) in found:
-                    found[id(param)][0].append(name)
-            return
-        seen.add(id(each))
-        for attribute, param in each._parameters.items():
-            if param is None or id(param) in ignored:
-                continue
-            names, places, _ = found.setdefault(id(param), ([], [], param))
-            names.append(prefix + attribute)
-            places.append((each, attribute))
-        for name, child in each._modules.items():
-            if child is not None and not stop(child):
-                visit(child, f"{prefix}{name}.")
-
-    visit(module, "")
-    return list(found.values())
-
-
-def units_in(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
-    """Give the units of a module and of those inside, outermost first."""
-    members = module.modules() if recurse else [module]
-    return [each._unit for each in members if hasattr(each, "_unit")]
-
-
-def check_parameter(param: nn.Parameter, name: str) -> None:
-    """Raise `InvalidArgument`, with its name, for a parameter that can't be sharded."""
-    if param.layout != torch.strided:
-        raise InvalidArgument(f"{name} is {param.layout}: only strided parameters can be sharded: ignored_params")
-    if type(param).__name__ == "DTensor" or hasattr(param, "placements"):
-        raise InvalidArgument(f"{name} is a DTensor: it is distributed already; see ignored_params")
-    if isinstance(param, nn.parameter.UninitializedParameter):
-        raise InvalidArgument(f"{name} has no shape yet: run a forward of its lazy module before it is sharded")
-
-
 class Unit:
-    """Parameters in shards that are gathered together and whose gradients are reduced together.
+    """Parameters in shards that are all-gathered together and whose gradients are reduced together.
 
-    `module`: whose parameters these are, without those of `ignored_params`; or `parameters`: a list of (names, places,
-    parameter) as `managed_parameters` gives it. `ranks`: a `Communicator`, or `Ranks`. The module is changed in place:
-    it holds pieces, one-dimensional in memory (``(1, ..., 1, k)`` of k elements), until `unshard()`, and again after
-    `reshard()`; both are Parameters and keep their identity. `mp_policy`, `offload_policy`: as `fully_shard` takes
-    them. `persistent`: keep what is gathered, with the shard as its part (the memory of all parameters on each rank).
-    `device`: where it computes; None: the communicator's. `codec`: in which format parameters travel; None: their own.
+    `module`: the owner of the parameters; those in `ignored_params` stay as they are. Or
+    `parameters`: a list of (names, places, parameter) as `managed_parameters` returns it. `ranks`:
+    a `Communicator`, or `Ranks`. The module is changed in place. It holds this rank's shards, of
+    shape ``(1, ..., 1, k)`` for k elements, until `unshard()`, and again after `reshard()`. Both
+    forms are Parameters and keep their identity. `mp_policy`, `offload_policy`: as in
+    `fully_shard`. `persistent`: keep the gathered buffer, with the shard as a part of it, which
+    takes the memory of all parameters on each rank. `quantized_gather`: the wire format of the
+    all-gather; None: the parameters' dtype. `align`: the shard is a multiple of so many elements;
+    0: of 16 bytes. The unit computes on the device of the communicator.
 
-    A local call; all ranks must make units of the same parameters. Raises `InvalidArgument` for parameters that can't
-    be sharded, by name.
+    A local call. All ranks must make units of the same parameters. Raises `InvalidArgument`, with
+    the parameter's name, for parameters that can't be sharded.
     """
 
     def __init__(
         self, module: nn.Module | None, ranks: Ranks | Communicator, *, parameters=None, ignored_params=(),
         name: str = "", mp_policy: MixedPrecisionPolicy | None = None, offload_policy=None, persistent: bool = False,
-        loans: Loans | None = None, align: int = 0, codec: Codec | None = None, copies: HostCopies | None = None,
+        pool: BufferPool | None = None, align: int = 0, quantized_gather: QuantizedAllGather | None = None,
+        host_copies: HostCopies | None = None,
     ):  # fmt: skip
         if isinstance(ranks, Communicator):
             ranks = Ranks(ranks if ranks.size > 1 else None, None, ranks)
         self.ranks = ranks
         self.name = name
         self.device = ranks.world.device
-        self.mp_policy = precision_of(mp_policy)
+        self.mp_policy = parse_mp_policy(mp_policy)
         self.persistent = persistent
-        self.loans = Loans() if loans is None else loans
-        self.copies = HostCopies() if copies is None else copies
+        self.pool = BufferPool() if pool is None else pool
+        self.host_copies = HostCopies() if host_copies is None else host_copies
         self.state = State.SHARDED
-        self.index = self.first_slot = 0  # its place among the units of a communicator, the same on all ranks
-        self.divide_factor: float | None = None
+        self.index = self.first_param = 0  # positions among all units of the communicator, and all their parameters
+        self.gradient_divide_factor: float | None = None
         self.custom_all_gather = self.custom_reduce_scatter = self.custom_all_reduce = None
-        self.hook = None  # what reduces its gradients in place of this; see hooks.Hooks
-        # What `module` does with it in forward and backward.
-        self.reshard_after_forward = self.reshard_after_backward = self.syncs = True
-        self.prefetches_forward = self.prefetches_backward = True
-        self.prefetches_late = False  # in backward, behind a unit's gradients
+        self.reducer = None  # a ShardedGradReducer, where a HookState says how gradients are reduced
+        # Settings that the scheduler reads in forward and backward.
+        self.reshard_after_forward = self.reshard_after_backward = self.reduce_grads = True
+        self.prefetch_in_forward = self.prefetch_in_backward = True
+        self.prefetch_post_backward = False  # BACKWARD_POST: prefetch after a unit's gradients
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
-        self.order = self.module = None
-        self._home = None  # the stream that the gathered memory was allocated on
-        self.form = self.settings = None  # in which state dicts are given, and as it was set; None: full tensors
-        self.calls = 0  # forwards whose backward is still to end
-        self.neighbours: Communicator | None = None  # those who keep the parameters together after a forward
+        self.scheduler = self.module = None
+        self._alloc_stream = None  # the stream on which the gathered buffer was allocated
+        self.state_dict_options = self.state_dict_settings = (
+            None  # in which state dicts are given, and as it was set; None: full tensors
+        )
+        self.pending_backwards = 0  # forwards whose backward has not ended
+        self.post_forward_comm: Communicator | None = (
+            None  # ranks that keep all parameters between them after a forward
+        )
         self._works: list = []
-        offload = offload_of(offload_policy)
+        offload = parse_offload_policy(offload_policy)
         store = torch.device("cpu") if offload else self.device
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
         kinds: dict[tuple, list] = {}
         for names, places, param in found:
             check_parameter(param, names[0])
-            kinds.setdefault((param.dtype, param.requires_grad), []).append((Slot(names, places, param), param))
+            kinds.setdefault((param.dtype, param.requires_grad), []).append((ShardedParam(names, places, param), param))
         self.groups = [
-            Group(
-                [slot for slot, _ in members], [param for _, param in members], ranks, self.loans, device=self.device,
+            ParamGroup(
+                [param for param, _ in members], [param for _, param in members], ranks, self.pool, device=self.device,
                 store=store, pinned=offload is not None and offload.pin_memory, gather_dtype=self.mp_policy.param_dtype,
                 reduce_dtype=self.mp_policy.reduce_dtype, persistent=persistent, align=align,
-                codec=codec, copies=self.copies,
+                quantized_gather=quantized_gather, host_copies=self.host_copies,
             )
             for members in kinds.values()
         ]  # fmt: skip
-        self.slots = [slot for group in self.groups for slot in group.slots]
-        self.find_trainable()
-        self.watch = lambda slot: None  # has `module` told when a parameter's gradient comes
-        self.members: Members | None = None
-        # Registering goes by the modules' dictionaries, but where a module looks at what is set (nn.LSTM).
-        self._plain, self._watched = [], []
-        for slot in self.slots:
-            for holder, attribute in slot.places:
-                usual = type(holder).__setattr__ is nn.Module.__setattr__
-                self._plain.append((holder._parameters, attribute, slot)) if usual else self._watched.append(
-                    (holder, attribute, slot)
-                )
-        self._register("piece")
+        self.params = [param for group in self.groups for param in group.params]
+        self.update_trainable()
+        self.register_grad_hook = lambda param: None  # set by `register_grad_hooks`
+        self.added_params: AddedParamCheck | None = None
+        self.registration = ParamRegistration(self.params)
         self.end_backward()
 
     def __repr__(self):
-        count = sum(slot.count for slot in self.slots)
-        return f"<Unit {self.name or self.index} of {len(self.slots)} parameters, {count} elements, {self.state.name}>"
+        count = sum(param.count for param in self.params)
+        return f"<Unit {self.name or self.index} of {len(self.params)} parameters, {count} elements, {self.state.name}>"
 
     # ---- What it is.
 
     def describe(self) -> str:
-        """Give what must be the same on all ranks."""
+        """Return a description of the parameters, which must be the same on all ranks."""
         kinds = [
             f"{group.dtype}{'' if group.requires_grad else ' frozen'}: "
-            + ", ".join(f"{'='.join(slot.names)}{list(slot.shape)}" for slot in group.slots)
+            + ", ".join(f"{'='.join(param.names)}{list(param.shape)}" for param in group.params)
             for group in self.groups
         ]
         return "; ".join(kinds)
 
-    def find_trainable(self) -> None:
-        """Find the groups whose gradients are reduced, which must be the same on all ranks: `kinds` is their mark."""
-        self.trainable = [group for group in self.groups if group.requires_grad]
-        self.kinds = sum(1 << at % 8 for at, group in enumerate(self.groups) if group.requires_grad) & 0xFF
-        ids = {id(slot) for group in self.trainable for slot in group.slots}
-        self.trainable_slots = [at for at, slot in enumerate(self.slots) if id(slot) in ids]
-        self._missing = sum(slot.expected and not slot.came for slot in self.slots)
+    def update_trainable(self) -> None:
+        """Find the groups whose gradients are reduced.
 
-    def add_trainable(self, flags: list[int]) -> None:
-        """Reduce from here on what other ranks do: those groups of which a parameter's flag isn't 0."""
-        if sum(map(bool, flags)) > len(self.trainable_slots):
-            new = {id(slot) for slot, flag in zip(self.slots, flags, strict=True) if flag}
+        They must be the same on all ranks; `trainable_mask` identifies them.
+        """
+        self.trainable = [group for group in self.groups if group.requires_grad]
+        self.trainable_mask = sum(1 << at % 8 for at, group in enumerate(self.groups) if group.requires_grad) & 0xFF
+        ids = {id(param) for group in self.trainable for param in group.params}
+        self.trainable_indices = [at for at, param in enumerate(self.params) if id(param) in ids]
+        self._grads_left = sum(param.expects_grad and not param.has_grad_in_backward for param in self.params)
+
+    def extend_trainable(self, flags: list[int]) -> None:
+        """Add the groups that other ranks reduce: those with a parameter whose flag isn't 0."""
+        if sum(map(bool, flags)) > len(self.trainable_indices):
+            new = {id(param) for param, flag in zip(self.params, flags, strict=True) if flag}
             for group in self.groups:
-                group.requires_grad = group.requires_grad or any(id(slot) in new for slot in group.slots)
-            self.find_trainable()
+                group.requires_grad = group.requires_grad or any(id(param) in new for param in group.params)
+            self.update_trainable()
 
     @property
     def gathers(self) -> bool:
-        """Tell whether unsharding takes a collective."""
+        """Whether unsharding takes a collective."""
         return self.ranks.shard is not None and bool(self.groups)
 
     def pieces(self) -> list[nn.Parameter]:
-        """Give this rank's pieces, in the order of the parameters' groups."""
-        return [slot.piece for slot in self.slots]
+        """Return this rank's shards, in the order of the parameter groups."""
+        return [param.shard for param in self.params]
 
-    def _register(self, form: str) -> None:
-        self._registered = form
-        for parameters, attribute, slot in self._plain:
-            parameters[attribute] = getattr(slot, form)
-        for holder, attribute, slot in self._watched:
-            setattr(holder, attribute, getattr(slot, form))
-
-    def find_pieces(self) -> None:
-        """Take up what the modules now hold in the pieces' places, after ``module.to_empty()`` and its like."""
-        for slot in self.slots:
-            holder, attribute = slot.places[0]
-            slot.piece = holder._parameters[attribute]
-            for other, name in slot.places[1:]:
-                other._parameters[name] = slot.piece
+    def reset_sharded_params(self) -> None:
+        """Take over as shards the parameters that the modules now hold, after ``module.to_empty()``
+        and the like.
+        """
+        for param in self.params:
+            holder, attribute = param.places[0]
+            param.shard = holder._parameters[attribute]
+            for other, name in param.places[1:]:
+                other._parameters[name] = param.shard
         self.check()
 
     def check(self) -> None:
-        """Look whether the modules hold the pieces and these lie in the shards; see `Group.check`."""
-        if self.shows:  # an exception has left a load_state_dict
-            self.register_form()
-        if self.shows:
+        """Check that the modules hold the shards and that these lie in the flat shard; see
+        `ParamGroup.check`.
+        """
+        if self.registration.has_substitutes:  # an exception has left a load_state_dict
+            self.registration.restore()
+        if self.registration.has_substitutes:
             raise InvalidUsage(f"{self!r} holds full parameters by summon_full_params: leave its block first")
-        if not self.is_shown:
-            for parameters, attribute, slot in self._plain:
-                if parameters.get(attribute) is not slot.piece:
-                    raise InvalidArgument(
-                        f"{slot.name} was exchanged for another parameter after it was sharded: change modules before "
-                        "fully_shard, and values in place"
-                    )
-        if self.members is not None:
-            self.members.check(self.slots)
+        if not self.is_unsharded_registered:
+            self.registration.check_shards()
+        if self.added_params is not None:
+            self.added_params.check(self.params)
         for group in self.groups:
             group.check()
-        if self.state is State.UNSHARDED and not self.is_shown and self._writes() != self._written:
-            self.stepped()  # or written to by other means
-        follow(self)
+        if self.state is State.UNSHARDED and not self.is_unsharded_registered and self._writes() != self._written:
+            self.post_optim_step()  # or written to by other means
+        sync_attributes(self)
 
     @property
     def full_gradient_bytes(self) -> int:
-        """What full gradients of all parameters take."""
+        """Bytes of the full gradients of all trainable parameters, in the dtype of the reduction."""
         return sum(group.layout.total * group.reduce_dtype.itemsize for group in self.trainable)
-
-    def register_shown(self, slots: list[Slot] | None = None) -> None:
-        """Give the modules what slots, or all, have as `shown`, until `register_form`."""
-        for slot in self.slots if slots is None else slots:
-            _put(slot, slot.shown)
-
-    def register_form(self, slots: list[Slot] | None = None) -> None:
-        """Give the modules what they held before something was shown: the pieces, or the full parameters."""
-        for slot in self.slots if slots is None else slots:
-            _put(slot, getattr(slot, self._registered))
-            slot.shown = None
-
-    @property
-    def shows(self) -> bool:
-        """Tell whether modules hold what was shown to them."""
-        return any(slot.shown is not None for slot in self.slots)
 
     # ---- Gathering.
 
     @torch.inference_mode(False)  # what is gathered may outlive the mode, in which alone it could be saved for backward
     @torch.no_grad()
-    def start_gather(self, *, async_op: bool = False, near: bool = False) -> None:
-        """Begin to gather the parameters; with `async_op` return before that is done. A collective of `ranks.shard`.
+    def unshard(self, *, async_op: bool = False, post_forward: bool = False) -> None:
+        """All-gather the parameters and register the full ones on the modules. A collective of
+        `ranks.shard`.
 
-        `near`: of the neighbours, from what they have kept.
+        Blocks on the host. `async_op`: only begin the all-gather; `wait_for_unshard` ends it.
+        `post_forward`: gather among the ranks of `post_forward_comm`, from the shards that they
+        kept after the forward.
         """
-        if self.state is not State.SHARDED:
-            return
+        if self.state is State.SHARDED:
+            self._start_all_gather(async_op, post_forward)
+        if not async_op:
+            self.wait_for_unshard()
+
+    def _start_all_gather(self, async_op: bool, post_forward: bool) -> None:
         works = []
-        self._home = current_stream(self.device)
+        self._alloc_stream = current_stream(self.device)
         for group in self.groups:
-            if near:
-                work = group.start_gather_near(self.neighbours, async_op)
+            if post_forward:
+                work = group.unshard_post_forward(self.post_forward_comm, async_op)
             else:
-                work = group.start_gather(async_op=async_op, custom=self.custom_all_gather)
+                work = group.unshard(async_op=async_op, custom=self.custom_all_gather)
             if work is not None:
                 works.append(work)
         self._works = works
@@ -282,108 +228,116 @@ class Unit:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def show(self) -> None:
-        """Wait for what `start_gather` began, and give the modules the full parameters."""
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gather of `unshard`, and register the full parameters on the modules.
+
+        Raises `InvalidUsage` where nothing is gathered.
+        """
         if self.state is State.UNSHARDED:
-            if not self.is_shown:
-                self._register("full")
+            if not self.is_unsharded_registered:
+                self.registration.register("full")
             return
         if self.state is State.SHARDED:
             raise InvalidUsage(f"{self!r} has nothing gathered: unshard() it")
         works, self._works = self._works, []
         for work in works:
             work.wait()
-            release(work, self._home, self.device)
-        self._used_here()
+            release(work, self._alloc_stream, self.device)
+        self._record_stream()
         for group in self.groups:
-            group.show()
-        self._register("full")
+            group.to_unsharded()
+        self.registration.register("full")
         self.state = State.UNSHARDED
 
-    def _used_here(self) -> None:
-        """Keep what is gathered from being allocated anew before the current stream has done with it."""
+    def _record_stream(self) -> None:
+        """Record the current stream on the gathered buffers, so that the allocator waits for it
+        before it reuses them.
+        """
         here = current_stream(self.device)
-        if here != self._home:
+        if here != self._alloc_stream:
             for group in self.groups:
                 if group.gathered is not None:
                     group.gathered.record_stream(here)
 
     @property
-    def is_shown(self) -> bool:
-        """Tell whether the modules hold the full parameters."""
-        return self._registered == "full"
+    def is_unsharded_registered(self) -> bool:
+        """Whether the modules hold the full parameters."""
+        return self.registration.form == "full"
 
-    def rest(self) -> None:
-        """Give the modules the pieces, and keep what is gathered for the next `show`."""
-        if self.is_shown:
-            self._register("piece")
+    def to_sharded(self) -> None:
+        """Register the shards on the modules, and keep the gathered buffer for the next
+        `wait_for_unshard`.
+        """
+        if self.is_unsharded_registered:
+            self.registration.register("shard")
             self._written = self._writes()
 
     def _writes(self) -> int:
-        """Count the writes to the pieces that autograd counts: those by ``.data`` it doesn't."""
-        return sum(slot.piece._version for slot in self.slots if not slot.piece.is_inference())
+        """Count the in-place writes to the shards, as autograd counts them: those through ``.data``
+        are not counted.
+        """
+        return sum(param.shard._version for param in self.params if not param.shard.is_inference())
 
-    def stepped(self) -> None:
-        """Let go of what is gathered, since an optimizer has made the pieces newer.
+    def post_optim_step(self) -> None:
+        """Free the gathered buffer, since an optimizer has written newer values to the shards.
 
-        A backward that needs the values from before it then raises, and doesn't compute with the new ones.
+        A backward that needs the values from before the step then raises, rather than compute with
+        the new ones.
         """
         self.reshard()
         for group in self.groups:
             group.steps += 1
-            if group.shares_memory and group.slots:
-                torch.autograd.graph.increment_version([slot.full for slot in group.slots])
+            if group.shares_memory and group.params:
+                torch.autograd.graph.increment_version([param.full for param in group.params])
 
     @torch.no_grad()
-    def help_gather(self, masters: bool = False) -> None:
-        """Take part in a gather that other ranks need; what this rank holds stays as it is."""
+    def join_all_gather(self, masters: bool = False) -> None:
+        """Take part in an all-gather that only other ranks need; this rank's parameters stay as
+        they are.
+        """
         for group in self.groups:
             if masters:
-                group.gather_masters()
+                group.all_gather_master_shards()
             else:
-                group.help_gather(self.custom_all_gather)
-
-    def unshard(self) -> None:
-        """Gather the parameters and give them to the modules. A collective; blocks on the host."""
-        self.start_gather()
-        self.show()
+                group.join_all_gather(self.custom_all_gather)
 
     @property
-    def is_near(self) -> bool:
-        """Tell whether the neighbours' parts are kept."""
-        return any(group.near is not None for group in self.groups)
+    def is_sharded_post_forward(self) -> bool:
+        """Whether this rank keeps a post-forward shard."""
+        return any(group.post_forward_shard is not None for group in self.groups)
 
-    def reshard(self, *, write_back: bool = False, keep_near: bool = False) -> None:
-        """Give the modules the pieces again and let go of what was gathered; a local call.
+    def reshard(self, *, write_back: bool = False, post_forward: bool = False) -> None:
+        """Register the shards on the modules and free the gathered buffer. A local call.
 
-        `write_back`: take over what was written to the full parameters. `keep_near`: keep this rank's part among its
-        neighbours.
+        `write_back`: first copy to the shards what was written to the full parameters.
+        `post_forward`: keep the post-forward shard, this rank's part among the ranks of
+        `post_forward_comm`.
         """
         if self.state is State.GATHERING:
-            self.show()  # what is under way must end
+            self.wait_for_unshard()  # what is under way must end
         for group in self.groups:
-            group.near = None
+            group.post_forward_shard = None
         if self.state is State.SHARDED:
             return
-        self.rest()
+        self.to_sharded()
         for group in self.groups:
             if write_back:
                 group.write_back()
-            if keep_near and self.neighbours is not None:
-                group.keep_near(self.neighbours)
-        self._used_here()
+            if post_forward and self.post_forward_comm is not None:
+                group.to_sharded_post_forward(self.post_forward_comm)
+        self._record_stream()
         for group in self.groups:
-            group.hide()
+            group.free_unsharded()
         self.state = State.SHARDED
 
     def write_back(self) -> None:
-        """Take over into the pieces what was written to the full parameters."""
+        """Copy to the shards what was written to the full parameters."""
         for group in self.groups:
             group.write_back()
 
     @contextlib.contextmanager
     def unsharded(self, *, write_back: bool = False):
-        """Unshard inside of a ``with`` block."""
+        """Unshard inside a ``with`` block; reshard after it, if the unit was sharded before."""
         before = self.state
         self.unshard()
         try:
@@ -397,191 +351,78 @@ class Unit:
     # ---- Gradients.
 
     def has_gradients(self) -> bool:
-        """Tell whether full gradients wait to be reduced."""
+        """Whether full gradients are waiting to be reduced."""
         return any(group.has_gradients() for group in self.trainable)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def start_reduce(self, *, async_op: bool = False) -> list:
-        """Begin to average the full gradients into the pieces' gradients; give functions that wait for it and end it.
+        """Begin to average the full gradients into the shards' gradients; return functions that
+        wait and store the results.
 
-        A collective of all ranks; a rank without gradients sends zeros. The full gradients are gone afterwards.
+        A collective of all ranks; a rank without gradients sends zeros. The full gradients are
+        freed.
         """
-        if self.hook is not None:
-            return self.hook.start_reduce(self, async_op=async_op)
-        return [self._reduce(group, async_op) for group in self.trainable]
+        if self.reducer is not None:
+            return self.reducer.start_reduce(self, async_op=async_op)
+        return [start_average(self, group, async_op) for group in self.trainable]
 
     def reduce(self) -> None:
-        """Average the full gradients over the ranks into the pieces' gradients, or add to those that are there."""
+        """Average the full gradients over the ranks into the shards' gradients, or add to those
+        that are there. Blocks.
+        """
         for finish in self.start_reduce():
             finish()
-        self.copies.wait()
-
-    def _reduce(self, group: Group, async_op: bool):
-        home = current_stream(self.device)
-        flat = group.take_gradients(self.custom_reduce_scatter)
-        part, works, in_place = self._average(group, flat, async_op)
-
-        def finish():
-            if works:
-                works[-1].wait()
-            for work in works:
-                release(work, home, self.device)
-            group.take_in(part, in_place)
-
-        return finish
-
-    def _average(self, group: Group, flat: torch.Tensor, async_op: bool):
-        """Begin to average; give where it goes, the operations, each behind the one before, and `in_place`."""
-        ranks = self.ranks
-        op = "avg" if self.divide_factor is None else 1.0 / self.divide_factor
-        send = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-        own = slice(ranks.rank * group.share, (ranks.rank + 1) * group.share)
-        if ranks.shard is None or (ranks.replicas is not None and ranks.world._on_host):
-            # On one machine's memory a sum over all ranks at once is in rank order, as DDP's is.
-            work = self._all_reduce(ranks.world, send, op, async_op)
-            in_place = flat is group.grad
-            return (flat if in_place else flat[own]), [] if work is None else [work], in_place
-        out, in_place = group.output()
-        to = torch.view_as_real(out).view(-1) if out.is_complex() else out
-        # The second of two reductions waits for the first one on another stream than the computation's.
-        with beside(self.device) if async_op and ranks.replicas is not None else contextlib.nullcontext():
-            if self.custom_reduce_scatter is not None:
-                work = self.custom_reduce_scatter(to, send, ranks.group or ranks.shard, _torchs(op), async_op)
-            else:
-                work = ranks.shard.reduce_scatter(to, send, op, async_op=async_op)
-            works = [] if work is None else [work]
-            if ranks.replicas is not None:
-                if works:
-                    works[-1].wait()
-                work = self._all_reduce(ranks.replicas, to, "avg" if op == "avg" else "sum", async_op)
-                works += [] if work is None else [work]
-        return out, works, in_place
-
-    def _all_reduce(self, comm: Communicator, flat: torch.Tensor, op, async_op: bool):
-        if self.custom_all_reduce is not None:
-            return self.custom_all_reduce(flat, comm, _torchs(op), async_op)
-        return comm.all_reduce(flat, op, async_op=async_op)
+        self.host_copies.wait()
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        """Give the parameters that are shown the full gradients that the pieces have. A collective."""
+        """Set the substitutes' gradients to the full gradients, gathered from the shards. A
+        collective.
+        """
         for group in self.trainable:
             group.gather_gradients()
 
     @torch.no_grad()
-    def take_gradients_back(self) -> None:
-        """Keep in the pieces' gradients what was written to those that were shown."""
+    def write_back_gradients(self) -> None:
+        """Copy to the shards' gradients what was written to the substitutes'."""
         for group in self.trainable:
-            group.take_gradients_back()
+            group.write_back_gradients()
 
     def drop_gradients(self) -> None:
         """Drop full gradients that wait to be reduced."""
-        for slot in self.slots:
-            slot.full.grad = slot.kept = None
-            slot.arrived = False
+        for param in self.params:
+            param.full.grad = param.accumulated_grad = None
+            param.has_unreduced_grad = False
 
-    def note(self, slot: Slot) -> bool:
-        """Note that a parameter's gradient has come in this backward; tell whether it was the last one expected."""
-        slot.arrived = True
-        if slot.came:
+    def record_grad(self, param: ShardedParam) -> bool:
+        """Record that a parameter's gradient was computed in this backward; return whether it was
+        the last one expected.
+        """
+        param.has_unreduced_grad = True
+        if param.has_grad_in_backward:
             return False
-        slot.came = True
-        self._missing -= slot.expected
-        return slot.expected and not self._missing
+        param.has_grad_in_backward = True
+        self._grads_left -= param.expects_grad
+        return param.expects_grad and not self._grads_left
 
     def end_backward(self, *, drop: bool = False) -> None:
-        """Begin to count anew; `drop`: without what the last backward has brought."""
-        if any(slot.came for slot in self.slots):
-            for slot in self.slots:
+        """Reset the tracking of gradients for the next backward. `drop`: also drop the gradients of
+        the last one.
+        """
+        if any(param.has_grad_in_backward for param in self.params):
+            for param in self.params:
                 if not drop:
-                    slot.expected = slot.came
-                elif slot.came:
-                    slot.full.grad = None
-                    slot.arrived = slot.kept is not None
-                slot.came = False
-        if self.syncs:
-            for slot in self.slots:
-                slot.arrived = False
+                    param.expects_grad = param.has_grad_in_backward
+                elif param.has_grad_in_backward:
+                    param.full.grad = None
+                    param.has_unreduced_grad = param.accumulated_grad is not None
+                param.has_grad_in_backward = False
+        if self.reduce_grads:
+            for param in self.params:
+                param.has_unreduced_grad = False
         else:
             for group in self.trainable:
-                group.keep()
-        self._missing = sum(slot.expected for slot in self.slots)
-        self.calls = 0
-
-    # ---- What autograd saves.
-
-    @contextlib.contextmanager
-    def saving(self, demand):
-        """Let what autograd saves of the gathered parameters be looked up when it is needed, not kept.
-
-        `demand`: a function that has this unit unsharded. Other tensors go to the hooks that were there before. Those
-        of torch's checkpointing keep nothing, and must see all: there is nothing to do then.
-        """
-        outer = top_saved_tensors_hooks()
-        if outer is not None and outer[0].__module__ == "torch.utils.checkpoint":
-            yield
-            return
-        here = {}
-        for group in self.groups:
-            if group.gathered is not None:
-                here[group.gathered.untyped_storage().data_ptr()] = group
-
-        def save(tensor):
-            group = here.get(_storage_address(tensor))
-            if group is None:
-                return tensor if outer is None else outer[0](tensor)
-            base = group.gathered.storage_offset() * group.gathered.element_size()
-            offset = tensor.storage_offset() - base // tensor.element_size()
-            return _Saved(group, group.steps, tensor.dtype, tensor.size(), tensor.stride(), offset)
-
-        def load(saved):
-            if type(saved) is not _Saved:
-                return saved if outer is None else outer[1](saved)
-            if saved.steps != saved.group.steps:
-                raise InvalidUsage(
-                    f"{self!r} was stepped by an optimizer between a forward and its backward, which needs the "
-                    "parameters that the forward has used: call backward() before optimizer.step()"
-                )
-            demand()
-            flat = saved.group.gathered
-            flat = flat if flat.dtype == saved.dtype else flat.view(saved.dtype)
-            return flat.as_strided(saved.size, saved.stride, flat.storage_offset() + saved.offset)
-
-        with torch.autograd.graph.saved_tensors_hooks(save, load):
-            yield
-
-
-def _put(slot: Slot, param) -> None:
-    for holder, attribute in slot.places:
-        if type(holder).__setattr__ is nn.Module.__setattr__:
-            holder._parameters[attribute] = param
-        else:
-            setattr(holder, attribute, param)
-
-
-class _Saved:
-    """A tensor that autograd has saved of a group's gathered parameters: where it lies in them."""
-
-    __slots__ = ("dtype", "group", "offset", "size", "steps", "stride")
-
-    def __init__(self, group, steps, dtype, size, stride, offset):
-        self.group = group
-        self.steps = steps
-        self.dtype = dtype
-        self.size = size
-        self.stride = stride
-        self.offset = offset
-
-
-def _storage_address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse ones, and others that have none
-        return 0
-
-
-def _torchs(op):
-    """Give an operation as torch.distributed has it."""
-    ops = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
-    return ops[op] if isinstance(op, str) else premul_sum(op)
+                group.to_accumulated_grad()
+        self._grads_left = sum(param.expects_grad for param in self.params)
+        self.pending_backwards = 0

@@ -1,8 +1,10 @@
-"""Which submodules become units of their own: wrap policies with the names and meanings of torch's FSDP1.
+"""Wrap policies, which choose the submodules that become units: names and meanings of torch's
+FSDP1.
 
-A policy is a function of (module, recurse, nonwrapped_numel), most often one of the functions below with its settings
-filled in by ``functools.partial``, or an object: `ModuleWrapPolicy`, `CustomPolicy`, or one of torch's own. Nothing is
-wrapped here: `units_of` names the submodules, and what shards them does so in place.
+A policy is a function of (module, recurse, nonwrapped_numel), most often one of the functions below
+with its settings filled in by ``functools.partial``, or an object: `ModuleWrapPolicy`,
+`CustomPolicy`, or one of torch's own. Nothing is wrapped here: `units_of` names the submodules, and
+the caller shards them in place.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ __all__ = [
     "wrap",
 ]
 
-# ---- Policies that are functions: asked twice for a module, whether to look inside, then whether it is a unit itself.
+# ---- Function policies, called twice for a module: whether to look inside, then whether it is a unit itself.
 
 
 def always_wrap_policy(*args, **kwargs) -> bool:
@@ -48,7 +50,9 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Collection[type[nn.Module]]
 ) -> bool:
-    """Make a unit of each submodule of one of these classes; what they share with others stays in a unit above."""
+    """Make a unit of each submodule of one of these classes; parameters shared with others stay in
+    a unit above.
+    """
     return True if recurse else isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -65,10 +69,12 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Collection[type[nn.Module]] | None = None,
     exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
 ) -> bool:
-    """Make a unit of each submodule with `min_num_params` elements or more that no unit inside of it has taken.
+    """Make a unit of each submodule with `min_num_params` elements or more that are in no unit
+    inside it.
 
-    Modules of `force_leaf_modules` aren't looked into, those of `exclude_wrap_modules` are no units themselves; what
-    stands for None are the attributes FORCE_LEAF_MODULES and EXCLUDE_WRAP_MODULES of this function.
+    Modules of `force_leaf_modules` aren't looked into, those of `exclude_wrap_modules` are no units
+    themselves. The defaults are the attributes FORCE_LEAF_MODULES and EXCLUDE_WRAP_MODULES of this
+    function.
     """
     if nonwrapped_numel < min_num_params:
         return False
@@ -84,7 +90,7 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # its 
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # they have no forward
 
 
-# ---- Policies that are objects: they get the whole model. The method's name and arguments are those of torch's.
+# ---- Object policies, which get the whole model. The method's name and arguments are torch's.
 
 
 class ModuleWrapPolicy:
@@ -109,7 +115,8 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Make a unit of each submodule for which `lambda_fn` gives True, or a dictionary of settings of its own.
+    """Make a unit of each submodule for which `lambda_fn` returns True, or a dictionary of settings
+    of its own.
 
     False and an empty dictionary mean no unit. Settings override those of the root.
     """
@@ -136,7 +143,7 @@ class CustomPolicy:
 
 
 def _classes(given):
-    """Give classes of modules as a tuple."""
+    """Return classes of modules as a tuple."""
     found = tuple(given) if isinstance(given, Iterable) else ()
     if not found or not all(isinstance(one, type) and issubclass(one, nn.Module) for one in found):
         raise InvalidArgument(f"ModuleWrapPolicy takes a set of classes of modules, not {given!r}")
@@ -149,19 +156,20 @@ def _classes(given):
 def units_of(
     module: nn.Module, policy, ignored_modules: Iterable[nn.Module] = (), ignored_params: Iterable[nn.Parameter] = ()
 ) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Name the submodules that a policy makes units of, with the settings that it gives to each.
+    """Return the submodules of which a policy makes units, with the settings that it has for each.
 
-    A submodule comes after all units inside of it; the root isn't among them, whatever the policy says. One that stands
-    in several places comes once. `ignored_modules`, with all that is inside of them, are never units, and neither their
-    parameters nor `ignored_params` count in `nonwrapped_numel`. The settings are empty but with a policy that has some,
-    such as `CustomPolicy`. Changes nothing. Raises InvalidArgument for what is no policy.
+    A submodule comes after all units inside it; the root isn't among them, whatever the policy
+    says. One that stands in several places comes once. `ignored_modules`, with all that is inside
+    them, are never units, and neither their parameters nor `ignored_params` count in
+    `nonwrapped_numel`. The settings are empty except with a policy that has some, such as
+    `CustomPolicy`. Changes nothing. Raises InvalidArgument for what is no policy.
     """
     ignored = {part for one in ignored_modules for part in one.modules()}
     run_policy = getattr(policy, "_run_policy", None)
     if run_policy is None or isinstance(policy, type):
         _check_function(policy)
         not_counted = {id(one) for one in ignored_params} | {id(one) for part in ignored for one in part.parameters()}
-        found = dict.fromkeys(_Walk(policy, ignored, not_counted).inside(module))
+        found = dict.fromkeys(_PolicyWalk(policy, ignored, not_counted).inside(module))
     else:
         found = run_policy(module, ignored, {})
         inside = set(module.modules())
@@ -172,7 +180,7 @@ def units_of(
 
 
 def _check_function(policy):
-    """Raise, with what to write in place, unless a policy can be called with what a policy is called with."""
+    """Raise, with what to write instead, unless the object can be called as a policy is."""
     ask = {"module": None, "recurse": True, "nonwrapped_numel": 0}
     if isinstance(policy, type | nn.Module) or not callable(policy):
         raise InvalidArgument(
@@ -181,7 +189,7 @@ def _check_function(policy):
         )
     try:
         signature = inspect.signature(policy)
-    except ValueError:  # of C, without a signature: the call will tell
+    except ValueError:  # of C, without a signature: the call will fail or not
         return
     try:
         signature.bind(**ask)
@@ -192,16 +200,16 @@ def _check_function(policy):
         ) from None
 
 
-class _Walk:
-    """Asks a function about every submodule, the deepest first."""
+class _PolicyWalk:
+    """Calls a function policy for every submodule, the deepest first."""
 
     def __init__(self, policy, ignored, not_counted):
         self.policy, self.ignored, self.not_counted = policy, ignored, not_counted
-        self.taken: dict[nn.Module, int] = {}  # of each submodule seen: elements in units, it and those inside of it
+        self.taken: dict[nn.Module, int] = {}  # of each visited submodule: elements in units, its own and those inside
         self.units: list[nn.Module] = []
 
     def inside(self, module):
-        """Give the units below a module."""
+        """Return the units below a module."""
         self._below(module, self._count(module))
         return self.units
 
@@ -209,14 +217,16 @@ class _Walk:
         return sum(one.numel() for one in module.parameters() if id(one) not in self.not_counted)
 
     def _below(self, module, count):
-        """Visit the children; give the elements that units among and in them take, or None if they aren't to be."""
+        """Visit the children; return the elements in units among and in them, or None if the policy
+        doesn't look inside.
+        """
         if not self.policy(module=module, recurse=True, nonwrapped_numel=count):
             return None
         return sum(self._visit(child) for child in module.children() if child not in self.ignored)
 
     def _visit(self, module):
         if module not in self.taken:
-            self.taken[module] = 0  # a module inside of itself is asked about once
+            self.taken[module] = 0  # a module inside itself is visited once
             count = self._count(module)
             below = self._below(module, count)
             if below is not None:
@@ -228,7 +238,7 @@ class _Walk:
 
 
 def _children_first(module, seen=None) -> Iterator[nn.Module]:
-    """Give a module and all below it, each once, after those inside of it."""
+    """Yield a module and all below it, each once, after those inside it."""
     seen = {module} if seen is None else seen
     for child in module.children():
         if child not in seen:
@@ -237,16 +247,17 @@ def _children_first(module, seen=None) -> Iterator[nn.Module]:
     yield module
 
 
-# ---- Units named where the model is built.
+# ---- Units chosen where the model is built.
 
 _enabled = contextvars.ContextVar("enable_wrap", default=None)
 
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs) -> Iterator[None]:
-    """Let `wrap` call `wrapper_cls` with these settings inside of this context, for this thread alone.
+    """Let `wrap` call `wrapper_cls` with these settings inside this context, for this thread alone.
 
-    Raises InvalidArgument if `wrapper_cls` can't be called, InvalidUsage inside of another `enable_wrap`.
+    Raises InvalidArgument if `wrapper_cls` can't be called, InvalidUsage inside another
+    `enable_wrap`.
     """
     if not callable(wrapper_cls):
         raise InvalidArgument(f"wrapper_cls must be a class or function of a module, not {wrapper_cls!r}")
@@ -260,7 +271,9 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs) -> I
 
 
 def wrap(module: nn.Module, **wrap_overrides) -> nn.Module:
-    """Make a module a unit if inside of `enable_wrap`, with its settings and these before them; else return it."""
+    """Make a module a unit inside `enable_wrap`, with its settings, which these override; otherwise
+    return it.
+    """
     if _enabled.get() is None:
         return module
     wrapper_cls, settings = _enabled.get()

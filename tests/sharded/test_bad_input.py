@@ -139,7 +139,7 @@ def alone(ctx):
         "pickle": raised(lambda: pickle.dumps(model)),
         "prefetch": raised(lambda: model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])),
         "factor": raised(lambda: model.set_gradient_divide_factor(0)),
-        "show": raised(lambda: Unit(nn.Linear(2, 2), ctx.communicator()).show()),
+        "show": raised(lambda: Unit(nn.Linear(2, 2), ctx.communicator()).wait_for_unshard()),
     }
     plain = fully_shard(nn.Linear(2, 2))
     sliced = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))[:1]

@@ -37,11 +37,11 @@ def gradients(model, comm):
     found = {}
     for unit in units_in(model):
         for group in unit.groups:
-            flat = torch.empty(group.total)
+            flat = torch.empty(group.unsharded_numel)
             comm.all_gather(flat, group.grad)
-            found.update({id(slot): flat[slot.offset :][: slot.count].view(slot.shape) for slot in group.slots})
+            found.update({id(param): flat[param.offset :][: param.count].view(param.shape) for param in group.params})
     order = [units_in(model)[at] for at in (1, 2, 0)]
-    return [found[id(slot)] for unit in order for slot in unit.slots] + [model[6].bias.grad]
+    return [found[id(param)] for unit in order for param in unit.params] + [model[6].bias.grad]
 
 
 @over_gloo

@@ -140,25 +140,25 @@ def shared_bytes():
     return int(line.split()[1]) << 10
 
 
-def at_rest(loans):
-    return [*loans._free, *(block for block, _ in loans._returned)]
+def at_rest(pool):
+    return [*pool._free, *(block for block, _ in pool._returned)]
 
 
 @over_gloo
 def lend(ctx):
     model = shard(make_model(), True)
-    (loans,) = fsdp2._shared.values()
+    (pool,) = fsdp2._shared.values()
     train(model, ctx.rank, steps=2)
-    held, blocks = loans.held, {block.data_ptr() for block in at_rest(loans)}
+    held, blocks = pool.reserved, {block.data_ptr() for block in at_rest(pool)}
     least = 4 * WIDTHS[1] * (WIDTHS[0] + 1)  # what a lent buffer has at least: the first layer's parameters
     train(model, ctx.rank, steps=4)
     # Nothing is new, nothing is still lent, though gradients live on: those lie elsewhere.
-    assert loans.held == held >= loans.most >= least
-    assert {block.data_ptr() for block in at_rest(loans)} == blocks
-    assert sum(block.numel() for block in at_rest(loans)) == held
+    assert pool.reserved == held >= pool.max_allocated >= least
+    assert {block.data_ptr() for block in at_rest(pool)} == blocks
+    assert sum(block.numel() for block in at_rest(pool)) == held
     assert held < 3 * least, "all-gather and reduce-scatter take turns with two blocks at the most"
     during = shared_bytes()
-    del model, loans
+    del model, pool
     gc.collect()
     assert not len(fsdp2._shared)
     assert shared_bytes() <= during - least
@@ -237,13 +237,13 @@ def test_a_forked_child_takes_nothing_of_its_parent():
         return made[-1]
 
     comm = types.SimpleNamespace(empty=empty)
-    loans = fsdp2.Loans()
-    block = loans.take(comm, 100_000, torch.uint8)
+    pool = fsdp2.BufferPool()
+    block = pool.allocate(comm, 100_000, torch.uint8)
     address = block.data_ptr()
     del block
     child = os.fork()
     if not child:
-        mine = loans.take(comm, 50_000, torch.uint8)
-        os._exit(int(mine.data_ptr() == address or loans.held != 50_000))
+        mine = pool.allocate(comm, 50_000, torch.uint8)
+        os._exit(int(mine.data_ptr() == address or pool.reserved != 50_000))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert loans.take(comm, 50_000, torch.uint8).data_ptr() == address
+    assert pool.allocate(comm, 50_000, torch.uint8).data_ptr() == address

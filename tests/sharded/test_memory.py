@@ -15,7 +15,7 @@ from collectives.sharded import (
     ShardingStrategy,
     memory_plan,
 )
-from collectives.sharded.buffer_pool import Loans
+from collectives.sharded.buffer_pool import BufferPool
 from tests import one_gpu
 from tests.ddp.training import over_gloo, run
 from tests.sharded.counting import Counted
@@ -86,12 +86,12 @@ def measured(ctx, case):
         model = ShardedDataParallel(
             model, sharding_strategy=strategy, auto_wrap_policy=policy, mixed_precision=precision, forward_prefetch=True
         )
-        model._order.beside, model._order.loans = beside, Loans()
+        model._scheduler.overlaps, model._scheduler.pool = beside, BufferPool()
         for each in model.modules():
             if isinstance(each, ShardedDataParallel):
-                each._unit.loans = model._order.loans
+                each._unit.pool = model._scheduler.pool
                 for group in each._unit.groups:
-                    group.loans = model._order.loans
+                    group.pool = model._scheduler.pool
         stepper = optimizer(model.parameters(), lr=1e-3)
         peaks = {}
         for _ in range(4):
@@ -106,8 +106,8 @@ def measured(ctx, case):
             stepper.zero_grad()
         as_is = memory_plan(model, ctx.size, stepper, **how)
     # Beside the computation a buffer comes back a little sooner or later, and then a larger one may be lent in its
-    # place: `Loans` holds up to a quarter more than it lends.
-    spare = model._order.loans.most / 4 if beside and kind == "mixed" else 0
+    # place: `BufferPool` holds up to a quarter more than it lends.
+    spare = model._scheduler.pool.max_allocated / 4 if beside and kind == "mixed" else 0
     return peaks, plan.peaks, as_is.peaks, str(plan), spare
 
 

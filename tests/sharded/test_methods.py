@@ -9,7 +9,7 @@ from torch import nn
 import collectives
 from collectives.sharded import ShardedDataParallel, Unit, fully_shard, register_forward_method
 from tests.ddp.training import batch, make_model, over_gloo, run
-from tests.sharded.test_order import check, equal, expected, gradients
+from tests.sharded.test_scheduler import check, equal, expected, gradients
 from tests.sharded.training import RULES, full, same
 
 
@@ -210,7 +210,7 @@ def unit_by_hand(ctx):
         layer.weight.data += 1
     unit.unshard()
     written = torch.equal(layer.weight, before[0] + 1)
-    unit.slots[0].full.grad = torch.full_like(layer.weight, ctx.rank + 1.0)
+    unit.params[0].full.grad = torch.full_like(layer.weight, ctx.rank + 1.0)
     unit.reduce()
     unit.reshard()
     mean = (ctx.size + 1) / 2

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from collectives.sharded import CPUOffloadPolicy, Unit, fully_shard
-from collectives.sharded.module import ShardedModule, shard
-from collectives.sharded.param import Ranks
-from collectives.sharded.scheduler import order_of
+from collectives.sharded.mesh import Ranks
+from collectives.sharded.module import ShardedModule
+from collectives.sharded.scheduler import get_scheduler
+from collectives.sharded.sharding import shard
 from collectives.sharded.streams import HostCopies
 from tests.ranks import run_ranks
 from tests.sharded.late_copies import DEVICE, Cuda, late_copies
@@ -26,7 +27,7 @@ def opened(ctx):
     comm = ctx.communicator().split(0)
     comm.device = DEVICE
     cuda = Cuda()
-    order_of(comm).copies = HostCopies(cuda)
+    get_scheduler(comm).host_copies = HostCopies(cuda)
     return comm, cuda
 
 
@@ -90,7 +91,7 @@ def written(ctx):
     found = {}
     with late_copies(cuda):
         model = units_of(net(), comm, False, offload_policy=CPUOffloadPolicy())
-        copies, open_at = order_of(comm).copies, []
+        copies, open_at = get_scheduler(comm).host_copies, []
 
         class Watched(torch.optim.SGD):
             def step(self):

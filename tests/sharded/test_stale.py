@@ -8,7 +8,7 @@ from torch import nn
 from collectives.errors import InvalidUsage
 from collectives.sharded import ShardedDataParallel, ShardingStrategy
 from tests.ddp.training import batch, make_model, over_gloo, run
-from tests.sharded.test_order import equal, gradients
+from tests.sharded.test_scheduler import equal, gradients
 
 STRATEGIES = [each.name for each in ShardingStrategy if not each.name.startswith("_") and "HYBRID" not in each.name]
 

@@ -23,10 +23,10 @@ from collectives.sharded import (
     materialize,
     set_model_state_dict,
     set_optimizer_state_dict,
-    settings,
 )
-from collectives.sharded.state.model import sync_states
-from collectives.sharded.state.shard_tensor import Piece
+from collectives.sharded.fsdp1 import state_dict_type as settings
+from collectives.sharded.state.model import sync_unsharded_states
+from collectives.sharded.state.shard_tensor import ShardTensor
 from tests.ddp.training import run
 from tests.sharded.states import IDS, Net, differences, optimizer_of, sharded, train
 
@@ -74,7 +74,7 @@ def model_both_ways(ctx):
             model.load_state_dict({**want, "conv.weight": torch.zeros(2, 2)})
         assert all(type(param) is nn.Parameter for param in model.parameters())
         pieces = get_model_state_dict(model)
-        assert sum(value.to_local().numel() for value in pieces.values() if isinstance(value, Piece)) == sum(
+        assert sum(value.to_local().numel() for value in pieces.values() if isinstance(value, ShardTensor)) == sum(
             param.numel() for name, param in model.named_parameters(remove_duplicate=False)
         )
         with pytest.raises(InvalidUsage, match="only copying and checkpoints"):
@@ -100,7 +100,7 @@ def model_both_ways(ctx):
     for give in alone:
         assert not differences(dict(give()), want if ctx.rank == 0 else {})
     with settings.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        assert isinstance(model.state_dict()["emb.weight"], Piece)
+        assert isinstance(model.state_dict()["emb.weight"], ShardTensor)
     assert not differences(dict(model.state_dict()), want)
     frozen = Net()
     frozen.conv.requires_grad_(False)
@@ -253,7 +253,7 @@ def from_meta(ctx):
     torch.manual_seed(ctx.rank)
     model = Deep()
     model.norm.running_mean += ctx.rank
-    sync_states(model, comm)
+    sync_unsharded_states(model, comm)
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 

@@ -15,7 +15,7 @@ from collectives.sharded import (
     fully_shard,
 )
 from tests.ddp.training import batch, make_model, over_gloo
-from tests.sharded.test_order import check, equal, expected, gradients
+from tests.sharded.test_scheduler import check, equal, expected, gradients
 from tests.sharded.training import RULES, by_ddp, full, same, steps_of
 
 

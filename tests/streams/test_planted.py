@@ -204,10 +204,12 @@ SUPERFLUOUS = {
     "message of the same call, and so the transfers before it; the second one is for a capture's own memory",
     ("collectives/gradients/round_flags.py", "RoundFlags._copy_async"): _NOT_RUN
     + "rounds in which a rank has something unusual to say",
-    ("collectives/sharded/quantized_gather.py", "_Decoding.wait"): _NOT_RUN
+    ("collectives/sharded/quantized_gather.py", "_PendingDequantize.wait"): _NOT_RUN
     + "a gather begun on one stream and used on another",
-    ("collectives/sharded/unit.py", "Unit._used_here"): _NOT_RUN + "a gather begun on one stream and used on another",
-    ("collectives/sharded/streams.py", "beside"): _NOT_RUN + "ranks that say something to each other beside a step",
+    ("collectives/sharded/unit.py", "Unit._record_stream"): _NOT_RUN
+    + "a gather begun on one stream and used on another",
+    ("collectives/sharded/streams.py", "on_side_stream"): _NOT_RUN
+    + "ranks that say something to each other beside a step",
     (
         "collectives/compression/scratch.py",
         "use_on_current_stream",

@@ -1,7 +1,9 @@
-"""Checkpoints of sharded modules in torch.distributed.checkpoint's format: of n ranks, for m, or for one unsharded.
+"""Checkpoints of sharded modules in torch.distributed.checkpoint's format: saved by n ranks, loaded
+by m, or unsharded.
 
-A checkpoint is a directory: DCP's ``.metadata`` and ``__<rank>_0.distcp``, and `CHECKSUMS`, for ``sha256sum -c``. It is
-written under another name, flushed to the disk, and renamed when it is whole.
+A checkpoint is a directory: DCP's ``.metadata`` and ``__<rank>_0.distcp``, and `CHECKSUMS`, for
+``sha256sum -c``. It is written under another name, flushed to the disk, and renamed when it is
+complete.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ...errors import InvalidUsage
-from ..meeting import Meeting, order_in
-from ..names import named_parameters
-from .contents import METADATA, PARTIAL, Contents, digest_of
+from .checkpoint_reader import METADATA, PARTIAL, CheckpointReader, sha256_of
+from .dist_wrapper import DistWrapper, get_module_scheduler
+from .fqns import params_by_id
 from .model import get_model_state_dict, set_model_state_dict
-from .optimizer import local_state_dict, optimizers_of, pieces_of_state
+from .optimizer import local_state_dict, optimizers_of, sharded_state
 
 __all__ = ["CHECKSUMS", "load", "save"]
 
@@ -34,33 +36,36 @@ CHECKSUMS = "checksums.sha256"
 def save(
     path: str | os.PathLike, model: nn.Module, optimizers=None, *, extra: Any = None, overwrite: bool = False
 ) -> None:
-    """Save a model, and its optimizers, one or several, to a directory. A collective, which blocks until it is there.
+    """Save a model, and its optimizers, one or several, to a directory. A collective, which blocks
+    until it is there.
 
-    Each rank writes its pieces. `extra`: what else is to be kept, rank 0's, by pickle. The entries are
-    "model", "optimizer" and "extra", so that ``torch.distributed.checkpoint.load({"model": ...}, checkpoint_id=path)``
-    reads the model without this package. All ranks must see the same file system. While it is written the directory's
-    name ends in ``.partial``; what fails leaves nothing at `path`, and at `overwrite` what was there before.
+    Each rank writes its shards. `extra`: any further object, rank 0's, saved by pickle. The entries
+    are "model", "optimizer" and "extra", so that ``torch.distributed.checkpoint.load({"model":
+    ...}, checkpoint_id=path)`` reads the model without this package. All ranks must share the file
+    system. While it is written the directory's name ends in ``.partial``. A failure leaves nothing
+    at `path`, and with `overwrite` what was there before.
 
-    Raises `InvalidUsage` where something is at `path`, unless `overwrite`, and where the ranks don't all call this;
-    ``OSError`` where writing failed, and `RemoteError`, which names it, on the other ranks.
+    Raises `InvalidUsage` where something is at `path`, unless `overwrite`, and where the ranks
+    don't all call this; ``OSError`` where writing failed, and `RemoteError`, which names it, on the
+    other ranks.
     """
     target = Path(os.path.abspath(path))
-    order = order_in(model)
-    if order is None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    scheduler = get_module_scheduler(model)
+    if scheduler is None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise InvalidUsage("nothing in this model is sharded: save it by torch.distributed.checkpoint.save", op="save")
-    meeting = Meeting(order, "save", str(target))
+    ranks = DistWrapper(scheduler, "save", str(target))
     partial = target.with_name(target.name + PARTIAL)
 
     def begin() -> None:
         if target.exists() and not overwrite:
             raise InvalidUsage(f"{target} exists: take another name, or overwrite=True", op="save")
-        if partial.exists():  # of a job that was ended
+        if partial.exists():  # left by a job that was killed
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
 
-    meeting.first("begin the checkpoint", begin)
+    ranks.run_on_rank0("begin the checkpoint", begin)
     try:
-        _write(meeting, partial, model, optimizers, extra)
+        _write(ranks, partial, model, optimizers, extra)
 
         def end() -> None:
             _flush(partial)
@@ -73,26 +78,26 @@ def save(
             if before is not None:
                 shutil.rmtree(before)
 
-        meeting.first("end the checkpoint", end)
+        ranks.run_on_rank0("end the checkpoint", end)
     except BaseException:
-        if meeting.rank == 0:
+        if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        if meeting.failed:
-            meeting.tell(None)  # it is gone when this is raised, on all ranks
+        if ranks.failed:
+            ranks.all_gather_object(None)  # wait until rank 0 has removed it
         raise
 
 
-def _write(meeting: Meeting, partial: Path, model, optimizers, extra) -> None:
+def _write(ranks: DistWrapper, partial: Path, model, optimizers, extra) -> None:
     planner, writer = DefaultSavePlanner(flatten_sharded_tensors=False), FileSystemWriter(partial)
 
     def plan():
         state: dict[str, Any] = {"model": get_model_state_dict(model)}
         if optimizers is not None:
-            state["optimizer"] = pieces_of_state(model, optimizers_of(optimizers))
-        if extra is not None and meeting.rank == 0:
+            state["optimizer"] = sharded_state(model, optimizers_of(optimizers))
+        if extra is not None and ranks.rank == 0:
             state["extra"] = (extra,)  # DCP takes dictionaries and lists apart, and tuples as they are
-        planner.set_up_planner(state, writer.storage_meta(), meeting.rank == 0)
-        writer.set_up_storage_writer(meeting.rank == 0, rank=meeting.rank, use_collectives=True)
+        planner.set_up_planner(state, writer.storage_meta(), ranks.rank == 0)
+        writer.set_up_storage_writer(ranks.rank == 0, rank=ranks.rank, use_collectives=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 
     metadata: list[Metadata] = []
@@ -102,16 +107,16 @@ def _write(meeting: Meeting, partial: Path, model, optimizers, extra) -> None:
         metadata.append(whole)
         return writer.prepare_global_plan(made)
 
-    plans = meeting.each("plan its part of the checkpoint", plan)
-    plans = meeting.first("plan the checkpoint", together)
+    plans = ranks.run_on_all("plan its part of the checkpoint", plan)
+    plans = ranks.run_on_rank0("plan the checkpoint", together)
 
     def write():
-        done = writer.write_data(planner.finish_plan(plans[meeting.rank]), planner)
+        done = writer.write_data(planner.finish_plan(plans[ranks.rank]), planner)
         done.wait()
         names = sorted({result.storage_data.relative_path for result in done.value()})
-        return done.value(), {name: (digest_of(partial / name), (partial / name).stat().st_size) for name in names}
+        return done.value(), {name: (sha256_of(partial / name), (partial / name).stat().st_size) for name in names}
 
-    written = meeting.each("write its part of the checkpoint", write)
+    written = ranks.run_on_all("write its part of the checkpoint", write)
 
     def finish() -> None:
         digests = {}
@@ -125,13 +130,13 @@ def _write(meeting: Meeting, partial: Path, model, optimizers, extra) -> None:
                     )
                 digests[name] = digest
         writer.finish(metadata[0], [results for results, _ in written])
-        digests[METADATA] = digest_of(partial / METADATA)
+        digests[METADATA] = sha256_of(partial / METADATA)
         with open(partial / CHECKSUMS, "w") as sums:
             sums.writelines(f"{digest}  {name}\n" for name, digest in digests.items())
             sums.flush()
             os.fsync(sums.fileno())
 
-    meeting.first("write the checkpoint's index", finish)
+    ranks.run_on_rank0("write the checkpoint's index", finish)
 
 
 def _flush(folder: Path) -> None:
@@ -149,54 +154,56 @@ def _flush(folder: Path) -> None:
 def load(
     path: str | os.PathLike, model: nn.Module, optimizers=None, *, strict: bool = True, verify: bool = True
 ) -> Any:
-    """Load a model, and its optimizers, from a directory that `save` or torch.distributed.checkpoint wrote.
+    """Load a model, and its optimizers, from a directory that `save` or
+    torch.distributed.checkpoint wrote.
 
-    A collective, which blocks; the ranks may be others than those that saved, and more or fewer. Each reads what it
-    needs. Gives what was saved as `extra`, or None. Units on the meta device get memory. The model is found by its
-    names, under "model" or whatever key; the optimizers' state by names, or by numbers as of an unsharded optimizer.
-    `strict`: all of the model must be there, and no more. `verify`: compare the files with their checksums, each file
-    on one of the ranks; torch's own checkpoints have none. Like torch's it unpickles: load only what you trust.
+    A collective, which blocks; the ranks may be others than those that saved, and more or fewer.
+    Each reads what it needs. Returns what was saved as `extra`, or None. Units on the meta device
+    are allocated. The model is found by its names, under "model" or any other key; the optimizers'
+    state by names, or by numbers as of an unsharded optimizer. `strict`: all of the model must be
+    there, and no more. `verify`: compare the files with their checksums, each file on one of the
+    ranks; torch's own checkpoints have none. Like torch's it unpickles: load only what you trust.
 
-    Raises, on all ranks, `InvalidArgument` for what is no checkpoint, is damaged or incomplete, or is of another model;
-    nothing has been loaded then.
+    Raises, on all ranks, `InvalidArgument` for what is no checkpoint, is damaged or incomplete, or
+    is of another model; nothing has been loaded then.
     """
     folder = Path(os.path.abspath(path))
-    order = order_in(model)
-    meeting = Meeting(order, "load", str(folder))
+    scheduler = get_module_scheduler(model)
+    ranks = DistWrapper(scheduler, "load", str(folder))
     optimizers = [] if optimizers is None else optimizers_of(optimizers)
-    contents: list[Contents] = []
+    reader: list[CheckpointReader] = []
     states: list[dict[str, Any]] = []
     others: dict[str, Any] = {}
 
     def open_it() -> None:
-        contents.append(Contents(folder))
+        reader.append(CheckpointReader(folder))
 
     def look() -> None:
-        found = contents[0]
-        found.check_files(CHECKSUMS if verify else None, meeting.rank, meeting.size)
+        found = reader[0]
+        found.check_files(CHECKSUMS if verify else None, ranks.rank, ranks.size)
         found.check_model(get_model_state_dict(model), strict)
         _check_buffers(model)
 
     def read_optimizers() -> None:
-        found = contents[0]
+        found = reader[0]
         others["extra"] = found.read_extra()
         if optimizers:
-            state = found.read_optimizers(named_parameters(model).values())
+            state = found.read_optimizers(params_by_id(model).values())
             states.extend(local_state_dict(model, each, state) for each in optimizers)
 
     def read() -> None:
-        device = None if order is None else order.comm.device
-        _give_memory(model, device)
+        device = None if scheduler is None else scheduler.comm.device
+        _allocate_meta(model, device)
         template = get_model_state_dict(model)
-        contents[0].read_model(template)
+        reader[0].read_model(template)
         set_model_state_dict(model, template, strict=strict)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
-    meeting.each("read the checkpoint's index", open_it)
-    meeting.each("find the model in the checkpoint", look)
-    meeting.each("read the optimizers' state", read_optimizers)
-    meeting.each("read the model", read)
+    ranks.run_on_all("read the checkpoint's index", open_it)
+    ranks.run_on_all("find the model in the checkpoint", look)
+    ranks.run_on_all("read the optimizers' state", read_optimizers)
+    ranks.run_on_all("read the model", read)
     return others["extra"]
 
 
@@ -212,16 +219,16 @@ def _check_buffers(model: nn.Module) -> None:
                 )
 
 
-def _give_memory(model: nn.Module, device: torch.device | None) -> None:
-    """Give what is on the meta device memory, of any contents."""
+def _allocate_meta(model: nn.Module, device: torch.device | None) -> None:
+    """Allocate what is on the meta device, uninitialised."""
     of_units = set()
     for module in model.modules():
         unit = getattr(module, "_unit", None)
         if unit is not None:
             unit.reshard()
             for group in unit.groups:
-                group.give_memory()
-            of_units |= {id(slot.piece) for slot in unit.slots}
+                group.allocate()
+            of_units |= {id(param.shard) for param in unit.params}
     device = torch.device("cpu") if device is None else device
     for module in model.modules():
         for name, param in module._parameters.items():

@@ -1,4 +1,6 @@
-"""A model's state dict, full or in pieces, by functions with torch.distributed.checkpoint.state_dict's names."""
+"""A model's state dict, full or sharded, by functions with
+torch.distributed.checkpoint.state_dict's names.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +10,51 @@ import torch
 from torch import nn
 
 from ...errors import InvalidUsage
-from ..meeting import Meeting, order_in
-from ..names import clean, named_slots
-from .shard_tensor import Piece
-from .state_dict import making, piece_of, read_options
+from .dist_wrapper import DistWrapper, get_module_scheduler
+from .fqns import clean_tensor_name, sharded_params_by_fqn
+from .shard_tensor import ShardTensor
+from .state_dict import as_shard_tensor, read_options, use_get_options
 
-__all__ = ["get_model_state_dict", "make_rank_0s", "set_model_state_dict", "sync_states"]
+__all__ = ["broadcast_tensors", "get_model_state_dict", "set_model_state_dict", "sync_unsharded_states"]
 
 
 def get_model_state_dict(
     model: nn.Module, *, full_state_dict: bool = False, cpu_offload: bool = False, rank0_only: bool = False,
     options=None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Give a model's parameters and buffers, by the unsharded model's names. A collective, unless in pieces.
+    """Return a model's parameters and buffers, by the unsharded model's names. A collective, unless
+    sharded.
 
-    `full_state_dict`: plain tensors of the unsharded shapes, with memory of their own, gathered unit by unit: on each
-    rank or, by `rank0_only`, on rank 0, and an empty dictionary elsewhere. Else each parameter is a `Piece`, which
-    torch.distributed.checkpoint saves and loads, and which views this rank's memory. `cpu_offload`: on the host; the
-    peak there is the model and one unit, and by `rank0_only` one unit on the other ranks. `options`: torch's
-    StateDictOptions in their place. What torch.compile, checkpoint wrappers and DistributedDataParallel put into names
-    is left out.
+    `full_state_dict`: plain tensors of the unsharded shapes, with memory of their own, gathered
+    unit by unit: on each rank or, with `rank0_only`, on rank 0, and an empty dictionary elsewhere.
+    Otherwise each parameter is a `ShardTensor`, which torch.distributed.checkpoint saves and loads,
+    and which views this rank's memory. `cpu_offload`: on the host; the peak there is the model and
+    one unit, and with `rank0_only` one unit on the other ranks. `options`: torch's StateDictOptions
+    instead of these. Infixes that torch.compile, checkpoint wrappers and DistributedDataParallel
+    put into names are left out.
     """
     form, taking = read_options(options, full_state_dict, cpu_offload, rank0_only)
     inner = _unwrapped(model)
-    with making(form):
+    with use_get_options(form):
         made = inner.state_dict()
     if form.rank0_only:
-        order = order_in(model)
-        if order is not None and order.comm.rank:
+        scheduler = get_module_scheduler(model)
+        if scheduler is not None and scheduler.comm.rank:
             return {}
     if form.on_cpu:
         made = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in made.items()}
     frozen = set()
     if taking.ignore_frozen:
-        frozen = {clean(name) for name, p in inner.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return {name: value for name, value in ((clean(key), v) for key, v in made.items()) if name not in frozen}
+        frozen = {
+            clean_tensor_name(name) for name, p in inner.named_parameters(remove_duplicate=False) if not p.requires_grad
+        }
+    return {
+        name: value for name, value in ((clean_tensor_name(key), v) for key, v in made.items()) if name not in frozen
+    }
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Give what DistributedDataParallel holds."""
+    """Return the module inside DistributedDataParallel."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.module
     return model
@@ -56,11 +64,13 @@ def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[str, Any], *, strict: bool = True, broadcast_from_rank0: bool = False,
     options=None,
 ):  # fmt: skip
-    """Load full tensors, or pieces of the same ranks, into a model; give what ``load_state_dict`` gives.
+    """Load full tensors, or shards of the same ranks, into a model; return what ``load_state_dict``
+    returns.
 
-    A local call, to be made on each rank. `broadcast_from_rank0`: rank 0 has the full tensors and the others nothing: a
-    collective, tensor by tensor. `options`: torch's StateDictOptions in their place. Raises ``RuntimeError``, as
-    ``load_state_dict`` does, for missing or unexpected keys and other shapes.
+    A local call, to be made on each rank. `broadcast_from_rank0`: rank 0 has the full tensors and
+    the others nothing: a collective, tensor by tensor. `options`: torch's StateDictOptions instead
+    of these. Raises ``RuntimeError``, as ``load_state_dict`` does, for missing or unexpected keys
+    and other shapes.
     """
     if options is not None:
         _, taking = read_options(options, True, False, False)
@@ -68,57 +78,59 @@ def set_model_state_dict(
     inner = _unwrapped(model)
     if broadcast_from_rank0:
         model_state_dict = _from_rank_0(model, model_state_dict)
-    keys = {clean(key): key for key in _keys(inner)}
+    keys = {clean_tensor_name(key): key for key in _keys(inner)}
     return inner.load_state_dict({keys.get(name, name): v for name, v in model_state_dict.items()}, strict=strict)
 
 
 def _keys(module: nn.Module) -> list[str]:
-    """Give the keys of a module's state dict; nothing is gathered."""
-    with making(read_options(None, False, False, False)[0]):
+    """Return the keys of a module's state dict; nothing is gathered."""
+    with use_get_options(read_options(None, False, False, False)[0]):
         return list(module.state_dict())
 
 
 def _from_rank_0(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    meeting = Meeting(order_in(model), "set_model_state_dict")
-    slots = named_slots(model)
+    ranks = DistWrapper(get_module_scheduler(model), "set_model_state_dict")
+    params = sharded_params_by_fqn(model)
 
     def outline() -> dict[str, Any]:
-        if any(isinstance(value, Piece) for value in given.values()):
+        if any(isinstance(value, ShardTensor) for value in given.values()):
             raise InvalidUsage("broadcast_from_rank0 takes full tensors, and these are one rank's pieces")
         return {
             name: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else (None, v) for name, v in given.items()
         }
 
     made = {}
-    for name, (shape, rest) in meeting.first("read the state dict", outline).items():
+    for name, (shape, rest) in ranks.run_on_rank0("read the state dict", outline).items():
         if shape is None:
             made[name] = rest
             continue
-        whole = meeting.broadcast(given[name] if meeting.rank == 0 else torch.empty(shape, dtype=rest))
-        slot = slots.get(name)
-        if slot is not None and whole.shape == slot.shape:
-            mine = piece_of(slot, torch.empty(slot.piece.shape, dtype=rest, device=whole.device))
+        whole = ranks.broadcast(given[name] if ranks.rank == 0 else torch.empty(shape, dtype=rest))
+        param = params.get(name)
+        if param is not None and whole.shape == param.shape:
+            mine = as_shard_tensor(param, torch.empty(param.shard.shape, dtype=rest, device=whole.device))
             whole = mine.copy_(whole)
-        elif slot is not None:
-            whole = torch.empty(shape, dtype=rest, device="meta")  # of another model: torch says which and how
+        elif param is not None:
+            whole = torch.empty(shape, dtype=rest, device="meta")  # of another model: torch raises, and names it
         made[name] = whole
     return made
 
 
-def sync_states(module: nn.Module, comm) -> None:
-    """Make the buffers, and the parameters that are in no unit, those of a communicator's rank 0. A collective.
+def sync_unsharded_states(module: nn.Module, comm) -> None:
+    """Broadcast the buffers, and the parameters that are in no unit, from a communicator's rank 0.
+    A collective.
 
-    Units' pieces need none: each lies on one rank alone. Before a module is sharded all its parameters are such.
+    Units' shards need no broadcast: each is on one rank alone. Before a module is sharded, all its
+    parameters are in no unit.
     """
-    of_units = {id(slot.piece) for slot in named_slots(module).values()}
+    of_units = {id(param.shard) for param in sharded_params_by_fqn(module).values()}
     tensors = [param for param in module.parameters() if id(param) not in of_units]
     tensors += list(module.buffers())
-    make_rank_0s(tensors, comm)
+    broadcast_tensors(tensors, comm)
 
 
 @torch.no_grad()
-def make_rank_0s(tensors: list[torch.Tensor], comm) -> None:
-    """Make tensors those of a communicator's rank 0. A collective for each."""
+def broadcast_tensors(tensors: list[torch.Tensor], comm) -> None:
+    """Broadcast tensors from a communicator's rank 0. A collective for each."""
     for tensor in tensors:
         there = tensor.detach().to(comm.device).contiguous()
         if there.numel():

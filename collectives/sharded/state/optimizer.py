@@ -1,8 +1,10 @@
-"""Optimizer state by the parameters' names: full tensors, or this rank's pieces; and back into the optimizers.
+"""Optimizer state by the parameters' names: full tensors, or this rank's shards; and back into the
+optimizers.
 
-``{"state": {name: {"step": ..., "exp_avg": ...}}, "param_groups": [{"params": [names], "lr": ...}]}``, as
-torch.distributed.checkpoint.state_dict has it. What has an element for each of the parameter's is full, or a `Piece`;
-all else (``step``) is as it is.
+The state is ``{"state": {name: {"step": ..., "exp_avg": ...}}, "param_groups": [...]}`` with
+``{"params": [names], "lr": ...}`` for each group, as in torch.distributed.checkpoint.state_dict. An
+entry with an element for each of the parameter's is a full tensor, or a `ShardTensor`; all others
+(``step``) are as they are.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ from torch import nn
 
 from ...errors import InvalidArgument, InvalidUsage
 from ...optim import FusedOptimizer
-from ..meeting import Meeting, order_in
-from ..names import Named, named_parameters
-from ..unit import units_in
-from .shard_tensor import Piece
-from .state_dict import Form, read_options
+from ..managed_params import units_in
+from .dist_wrapper import DistWrapper, get_module_scheduler
+from .fqns import NamedParam, params_by_id
+from .shard_tensor import ShardTensor
+from .state_dict import GetOptions, read_options
 
 __all__ = [
-    "from_rank_0", "full_state", "get_optimizer_state_dict", "local_state_dict", "on_cpu", "optimizers_of",
-    "pieces_of_state", "set_optimizer_state_dict",
+    "gather_full_state", "get_optimizer_state_dict", "local_state_dict", "on_cpu", "optimizers_of",
+    "scatter_from_rank0", "set_optimizer_state_dict", "sharded_state",
 ]  # fmt: skip
 
 
 def optimizers_of(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Give a list of optimizers from one, or from several."""
+    """Return a list of optimizers from one, or from several."""
     found = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     for each in found:
         if not isinstance(each, torch.optim.Optimizer):
@@ -36,31 +38,33 @@ def optimizers_of(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optim
     return found
 
 
-# ---- Giving.
+# ---- Getting.
 
 
 def get_optimizer_state_dict(
     model: nn.Module, optimizers, *, full_state_dict: bool = False, cpu_offload: bool = False,
     rank0_only: bool = False, options=None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Give the state of a model's optimizers, one or several, by the names of parameters. A collective, which blocks.
+    """Return the state of a model's optimizers, one or several, by the names of parameters. A
+    collective, which blocks.
 
-    `full_state_dict`: whole tensors, gathered unit by unit, on each rank or, by `rank0_only`, on rank 0, and an empty
-    dictionary elsewhere; else this rank's pieces, for torch.distributed.checkpoint. `cpu_offload`: on the host.
-    `options`: torch's StateDictOptions in their place. An optimizer that has not stepped has no state; where pieces are
-    asked for it gets one of zeros, so that a checkpoint can be loaded into it. Raises `InvalidUsage` for parameters
-    that aren't the model's, and `InvalidArgument` for state that is neither per element nor a number.
+    `full_state_dict`: whole tensors, gathered unit by unit, on each rank or, with `rank0_only`, on
+    rank 0, and an empty dictionary elsewhere; otherwise this rank's shards, for
+    torch.distributed.checkpoint. `cpu_offload`: on the host. `options`: torch's StateDictOptions
+    instead of these. An optimizer that has not stepped has no state; for shards it gets one of
+    zeros, so that a checkpoint can be loaded into it. Raises `InvalidUsage` for parameters that
+    aren't the model's, and `InvalidArgument` for state that is neither per element nor a number.
     """
     form, _ = read_options(options, full_state_dict, cpu_offload, rank0_only)
     optimizers = optimizers_of(optimizers)
     if form.full:
-        return full_state(model, [(each, None) for each in optimizers], form)
-    made = pieces_of_state(model, optimizers, fill=True)
+        return gather_full_state(model, [(each, None) for each in optimizers], form)
+    made = sharded_state(model, optimizers, fill=True)
     return on_cpu(made) if form.on_cpu else made
 
 
 def on_cpu(made: dict[str, Any]) -> dict[str, Any]:
-    """Give state by names with its tensors on the host."""
+    """Return state by names with its tensors on the host."""
     states = {name: {key: _on_cpu(v) for key, v in state.items()} for name, state in made["state"].items()}
     return {**made, "state": states}
 
@@ -69,32 +73,35 @@ def _on_cpu(value):
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def pieces_of_state(
+def sharded_state(
     model: nn.Module, optimizers, *, fill: bool = False, raw: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Give optimizers' state by names, in pieces, where it lies. A local call.
+    """Return optimizers' state by names, sharded, on its device. A local call.
 
-    `fill`: begin state where none is. `raw`: what the optimizer's own ``state_dict()`` gave.
+    `fill`: initialise state where there is none. `raw`: the result of the optimizer's own
+    ``state_dict()``.
     """
-    by_id = named_parameters(model)
+    by_id = params_by_id(model)
     made: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
         if fill:
-            _begin_state(optimizer)
-        named, groups = _by_name(optimizer, by_id, raw)
+            _init_optim_state(optimizer)
+        named, groups = _state_by_fqn(optimizer, by_id, raw)
         made["param_groups"] += groups
         for name, state in named.items():
             here = by_id[id(name.param)]
             made["state"][name.name] = {
-                key: here.entry(value) if here.holds(key, value) else value for key, value in state.items()
+                key: here.as_entry(value) if here.is_per_element(key, value) else value for key, value in state.items()
             }
     return made
 
 
-def _by_name(optimizer, by_id: dict[int, Named], raw: dict | None = None) -> tuple[dict[Named, dict], list[dict]]:
-    """Give an optimizer's own state dict, or `raw` in its place, by named parameters."""
+def _state_by_fqn(
+    optimizer, by_id: dict[int, NamedParam], raw: dict | None = None
+) -> tuple[dict[NamedParam, dict], list[dict]]:
+    """Return an optimizer's own state dict, or `raw` instead, by named parameters."""
     raw = optimizer.state_dict() if raw is None else raw
-    names: dict[Any, Named] = {}
+    names: dict[Any, NamedParam] = {}
     groups = []
     for own, group in zip(optimizer.param_groups, raw["param_groups"], strict=True):
         for param, number in zip(own["params"], group["params"], strict=True):
@@ -109,7 +116,7 @@ def _by_name(optimizer, by_id: dict[int, Named], raw: dict | None = None) -> tup
     for number, entries in raw["state"].items():
         named = names[number]
         for key, value in entries.items():
-            if named.slot is not None and not named.holds(key, value) and _is_large(value):
+            if named.sharded is not None and not named.is_per_element(key, value) and _is_large(value):
                 raise InvalidArgument(
                     f"{key} of {named.name} has shape {list(value.shape)}, and the parameter's piece here "
                     f"{list(named.param.shape)}: only state with an element for each of the parameter's, or with one "
@@ -124,8 +131,10 @@ def _is_large(value) -> bool:
 
 
 @torch.no_grad()
-def _begin_state(optimizer) -> None:
-    """Let an optimizer that has not stepped make its state, by a step of gradients of 0 that changes nothing."""
+def _init_optim_state(optimizer) -> None:
+    """Let an optimizer that has not stepped make its state, by a step with gradients of 0 that
+    changes nothing.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if optimizer.state or any(param.grad is not None for param in params):
         return
@@ -156,37 +165,45 @@ def _begin_state(optimizer) -> None:
             state["step"] = 0
 
 
-def full_state(model: nn.Module, given: list[tuple[torch.optim.Optimizer, dict | None]], form: Form) -> dict[str, Any]:
-    """Give optimizers' state by names, of full tensors; each with its own state dict, or None. A collective."""
-    meeting = Meeting(order_in(model), "get_optimizer_state_dict")
-    by_id = named_parameters(model)
+def gather_full_state(
+    model: nn.Module, given: list[tuple[torch.optim.Optimizer, dict | None]], form: GetOptions
+) -> dict[str, Any]:
+    """Return optimizers' state by names, as full tensors. A collective.
+
+    `given`: pairs of an optimizer and its own state dict, or None.
+    """
+    ranks = DistWrapper(get_module_scheduler(model), "get_optimizer_state_dict")
+    by_id = params_by_id(model)
     here: dict[str, dict] = {}
     groups: list[dict] = []
 
     def describe() -> dict[str, dict]:
         for optimizer, raw in given:
-            named, own = _by_name(optimizer, by_id, raw)
+            named, own = _state_by_fqn(optimizer, by_id, raw)
             groups.extend(own)
             here.update({each.name: state for each, state in named.items()})
         by_name = {named.name: named for named in by_id.values()}
-        return {name: {key: _told(by_name[name], key, v) for key, v in state.items()} for name, state in here.items()}
+        return {
+            name: {key: _describe_entry(by_name[name], key, v) for key, v in state.items()}
+            for name, state in here.items()
+        }
 
     merged: dict[str, dict[str, Any]] = {}
-    for table in meeting.each("read its optimizers' state", describe):
+    for table in ranks.run_on_all("read its optimizers' state", describe):
         for name, state in table.items():
-            for key, told in state.items():
-                known = merged.setdefault(name, {}).setdefault(key, told)
-                if isinstance(told, torch.dtype) and not isinstance(known, torch.dtype):
-                    merged[name][key] = told
+            for key, entry in state.items():
+                known = merged.setdefault(name, {}).setdefault(key, entry)
+                if isinstance(entry, torch.dtype) and not isinstance(known, torch.dtype):
+                    merged[name][key] = entry
 
     def whole() -> None:
         for named in by_id.values():
-            for key, told in merged.get(named.name, {}).items():
-                if isinstance(told, torch.dtype) and named.param.numel() and key not in here.get(named.name, {}):
+            for key, entry in merged.get(named.name, {}).items():
+                if isinstance(entry, torch.dtype) and named.param.numel() and key not in here.get(named.name, {}):
                     raise InvalidUsage(f"{key} of {named.name} is in the optimizers of other ranks and not in this one")
 
-    meeting.each("find all of its state", whole)
-    keeps = meeting.rank == 0 or not form.rank0_only
+    ranks.run_on_all("find all of its state", whole)
+    keeps = ranks.rank == 0 or not form.rank0_only
     state: dict[str, dict] = {}
     for key_of, full in _gathered(model, by_id, here, merged, form, keeps):
         state.setdefault(key_of[0], {})[key_of[1]] = full
@@ -196,15 +213,17 @@ def full_state(model: nn.Module, given: list[tuple[torch.optim.Optimizer, dict |
     for name in (name for group in groups for name in group["params"]):
         if name in merged:
             made[name] = {
-                key: state[name][key] if isinstance(told, torch.dtype) else _scalar(here.get(name, {}).get(key, told))
-                for key, told in merged[name].items()
+                key: state[name][key] if isinstance(entry, torch.dtype) else _scalar(here.get(name, {}).get(key, entry))
+                for key, entry in merged[name].items()
             }
     return {"state": made, "param_groups": groups}
 
 
-def _told(named: Named, key: str, value):
-    """Describe an entry: by its dtype what has an element for each of the parameter's, all else by itself."""
-    if named.holds(key, value):
+def _describe_entry(named: NamedParam, key: str, value):
+    """Return the dtype of an entry with an element for each of the parameter's, and any other entry
+    itself.
+    """
+    if named.is_per_element(key, value):
         return value.dtype
     return _on_cpu(value.detach()) if isinstance(value, torch.Tensor) else value
 
@@ -214,61 +233,64 @@ def _scalar(value):
 
 
 @torch.no_grad()
-def _gathered(model, by_id, here, merged, form: Form, keeps: bool):
-    """Give ((name, key), full tensor) of the entries with an element for each of their parameter's, unit by unit."""
+def _gathered(model, by_id, here, merged, form: GetOptions, keeps: bool):
+    """Yield ((name, key), full tensor) of the entries with an element for each of their
+    parameter's, unit by unit.
+    """
 
     def mine(full: torch.Tensor, device) -> torch.Tensor:
         return full.to("cpu" if form.on_cpu else device, copy=True)
 
-    names = {id(named.slot): named.name for named in by_id.values() if named.slot is not None}
+    names = {id(named.sharded): named.name for named in by_id.values() if named.sharded is not None}
     for unit in units_in(model):
         for group in unit.groups:
             kinds: dict[tuple, list] = {}
-            for slot in group.slots:
-                for key, told in merged.get(names[id(slot)], {}).items():
-                    if isinstance(told, torch.dtype):
-                        kinds.setdefault((key, str(told)), []).append((slot, names[id(slot)], told))
+            for param in group.params:
+                for key, entry in merged.get(names[id(param)], {}).items():
+                    if isinstance(entry, torch.dtype):
+                        kinds.setdefault((key, str(entry)), []).append((param, names[id(param)], entry))
             for (key, _), members in sorted(kinds.items()):
-                flat = group.gather_beside([(slot, here.get(name, {}).get(key)) for slot, name, _ in members],
-                                           members[0][2])  # fmt: skip
+                values = [(param, here.get(name, {}).get(key)) for param, name, _ in members]
+                flat = group.all_gather_like_shards(values, members[0][2])
                 if keeps:
-                    for slot, name, _ in members:
-                        full = flat[slot.offset : slot.offset + slot.count].view(slot.shape)
+                    for param, name, _ in members:
+                        full = flat[param.offset : param.offset + param.count].view(param.shape)
                         yield (name, key), mine(full, group.store)
     for named in by_id.values():
-        if named.slot is None and keeps:
-            for key, told in merged.get(named.name, {}).items():
-                if isinstance(told, torch.dtype):
+        if named.sharded is None and keeps:
+            for key, entry in merged.get(named.name, {}).items():
+                if isinstance(entry, torch.dtype):
                     yield (named.name, key), mine(here[named.name][key].detach(), named.param.device)
 
 
-# ---- Taking.
+# ---- Setting.
 
 
 def set_optimizer_state_dict(
     model: nn.Module, optimizers, optim_state_dict: dict[str, Any], *, broadcast_from_rank0: bool = False,
     options=None,
 ) -> None:  # fmt: skip
-    """Load what `get_optimizer_state_dict` gives, or torch's function of that name for the unsharded model.
+    """Load the result of `get_optimizer_state_dict`, or of torch's function of that name for the
+    unsharded model.
 
-    Full tensors, or pieces of the same ranks; or an unsharded optimizer's own ``state_dict()``, whose numbers are taken
-    for the places in this optimizer. `broadcast_from_rank0`: rank 0 has it, full, and the others nothing: a collective,
-    tensor by tensor. Else a local call, to be made on each rank. Raises `InvalidArgument` for the state of another
-    model, by name.
+    Full tensors, or shards of the same ranks; or an unsharded optimizer's own ``state_dict()``,
+    whose numbers are taken for the positions in this optimizer. `broadcast_from_rank0`: rank 0 has
+    the full state and the others nothing: a collective, tensor by tensor. Otherwise a local call,
+    to be made on each rank. Raises `InvalidArgument` for the state of another model, by name.
     """
     _, settings = read_options(options, True, False, False)
     optimizers = optimizers_of(optimizers)
     if broadcast_from_rank0 or settings.broadcast:
-        optim_state_dict = from_rank_0(model, optim_state_dict)
+        optim_state_dict = scatter_from_rank0(model, optim_state_dict)
     loads = [local_state_dict(model, each, optim_state_dict) for each in optimizers]
     for optimizer, local in zip(optimizers, loads, strict=True):
         optimizer.load_state_dict(local)
 
 
-def from_rank_0(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Any]:
-    """Give each rank its pieces of the full state, by names, that rank 0 has. A collective."""
-    meeting = Meeting(order_in(model), "set_optimizer_state_dict")
-    by_name = {named.name: named for named in named_parameters(model).values()}
+def scatter_from_rank0(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Any]:
+    """Return each rank's shards of the full state, by names, that rank 0 has. A collective."""
+    ranks = DistWrapper(get_module_scheduler(model), "set_optimizer_state_dict")
+    by_name = {named.name: named for named in params_by_id(model).values()}
 
     def outline() -> dict[str, Any]:
         return {
@@ -278,15 +300,15 @@ def from_rank_0(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Any
             },
         }
 
-    made = meeting.first("read the state dict", outline)
+    made = ranks.run_on_rank0("read the state dict", outline)
     for name, state in made["state"].items():
-        for key, told in state.items():
-            if isinstance(told, _Outline):
-                mine = given["state"][name][key] if meeting.rank == 0 else torch.empty(told.shape, dtype=told.dtype)
-                whole = meeting.broadcast(mine)
+        for key, entry in state.items():
+            if isinstance(entry, _Outline):
+                mine = given["state"][name][key] if ranks.rank == 0 else torch.empty(entry.shape, dtype=entry.dtype)
+                whole = ranks.broadcast(mine)
                 named = by_name.get(name)
-                if named is not None and named.slot is not None and key != "step" and whole.shape == named.shape:
-                    whole = named.entry(named.take(key, whole))
+                if named is not None and named.sharded is not None and key != "step" and whole.shape == named.shape:
+                    whole = named.as_entry(named.load_entry(key, whole))
                 state[key] = whole
     return made
 
@@ -299,23 +321,25 @@ class _Outline:
 
 
 def _outlined(value):
-    if isinstance(value, Piece):
+    if isinstance(value, ShardTensor):
         raise InvalidUsage("broadcast_from_rank0 takes full tensors, and these are one rank's pieces")
     return _Outline(value) if isinstance(value, torch.Tensor) else value
 
 
 def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-    """Give what an optimizer's own ``load_state_dict`` takes on this rank, from state by names. A local call."""
+    """Return what an optimizer's own ``load_state_dict`` takes on this rank, from state by names. A
+    local call.
+    """
     if not isinstance(given, dict) or not {"state", "param_groups"} <= given.keys():
         raise InvalidArgument('an optimizer\'s state dict has "state" and "param_groups"')
-    by_id = named_parameters(model)
-    _, own_groups = _by_name(optimizer, by_id, {**optimizer.state_dict(), "state": {}})
-    order = [name for group in own_groups for name in group["params"]]
+    by_id = params_by_id(model)
+    _, own_groups = _state_by_fqn(optimizer, by_id, {**optimizer.state_dict(), "state": {}})
+    own_names = [name for group in own_groups for name in group["params"]]
     by_name = {named.name: named for named in by_id.values()}
-    given = _numbers_to_names(given, order)
+    given = _fqns_from_numbers(given, own_names)
     unknown = [name for name in given["state"] if name not in by_name]
     saved = {name: group for group in given["param_groups"] for name in group["params"]}
-    missing = [name for name in order if name not in saved]
+    missing = [name for name in own_names if name not in saved]
     if unknown or missing:
         raise InvalidArgument(
             "the optimizer state is of another model"
@@ -329,32 +353,33 @@ def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: 
         kept = {key: value for key, value in numbers.items() if key in ("params", "param_names") or key not in options}
         groups.append({**{key: v for key, v in options.items() if key not in ("params", "param_names")}, **kept})
     state = {}
-    for number, name in zip([n for group in packed for n in group["params"]], order, strict=True):
+    for number, name in zip([n for group in packed for n in group["params"]], own_names, strict=True):
         if name in given["state"]:
-            state[number] = {key: _taken(by_name[name], key, v) for key, v in given["state"][name].items()}
+            state[number] = {key: _load_entry(by_name[name], key, v) for key, v in given["state"][name].items()}
     return {"state": state, "param_groups": groups}
 
 
-def _taken(named: Named, key: str, value):
+def _load_entry(named: NamedParam, key: str, value):
     if isinstance(value, torch.Tensor):
-        if key != "step" and (isinstance(value, Piece) or value.shape == named.shape):
-            return named.take(key, value)
-        if named.slot is not None and _is_large(value):
-            return named.take(key, value)  # which says why not
+        if key != "step" and (isinstance(value, ShardTensor) or value.shape == named.shape):
+            return named.load_entry(key, value)
+        if named.sharded is not None and _is_large(value):
+            return named.load_entry(key, value)  # which says why not
         return value.detach().clone()
     return value
 
 
-def _numbers_to_names(given: dict[str, Any], order: list[str]) -> dict[str, Any]:
-    """Read an optimizer's own state dict, by numbers, as one by names."""
+def _fqns_from_numbers(given: dict[str, Any], own_names: list[str]) -> dict[str, Any]:
+    """Convert an optimizer's own state dict, by numbers, to one by names."""
     numbers = [number for group in given["param_groups"] for number in group["params"]]
-    if not numbers or any(name in order for name in numbers) or not all(str(n).isdigit() for n in numbers):
+    if not numbers or any(name in own_names for name in numbers) or not all(str(n).isdigit() for n in numbers):
         return given
-    if len(numbers) != len(order):
+    if len(numbers) != len(own_names):
         raise InvalidArgument(
-            f"the optimizer state is of {len(numbers)} parameters, by numbers, and this optimizer has {len(order)}: "
-            "give it by names, as torch.distributed.checkpoint.state_dict.get_optimizer_state_dict does"
+            f"the optimizer state is of {len(numbers)} parameters, by numbers, and this optimizer has "
+            f"{len(own_names)}: give it by names, as torch.distributed.checkpoint.state_dict.get_optimizer_state_dict "
+            "does"
         )
-    names = {str(number): name for number, name in zip(numbers, order, strict=True)}
+    names = {str(number): name for number, name in zip(numbers, own_names, strict=True)}
     groups = [{**group, "params": [names[str(n)] for n in group["params"]]} for group in given["param_groups"]]
     return {"state": {names[str(n)]: state for n, state in given["state"].items()}, "param_groups": groups}

@@ -1,7 +1,8 @@
-"""A rank's part of a larger tensor, as an entry of a state dict: what torch.distributed.checkpoint writes and reads.
+"""ShardTensor: a rank's part of a larger tensor as an entry of a state dict, for
+torch.distributed.checkpoint.
 
-A part is an interval of the elements in their order, and so a few boxes: of a matrix the end of a row, whole rows, the
-beginning of a row. In a checkpoint each of these is a chunk.
+A shard is an interval of the tensor's elements in their order, and so consists of a few boxes: of a
+matrix the end of a row, whole rows, the beginning of a row. In a checkpoint each box is a chunk.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ...errors import InvalidArgument, InvalidUsage
 
-__all__ = ["Piece", "boxes"]
+__all__ = ["ShardTensor", "boxes"]
 
 
 def boxes(shape, start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Give (offsets, sizes) of the boxes of which elements ``[start, stop)`` of a tensor of `shape` consist, in order.
+    """Return (offsets, sizes) of the boxes that make up elements ``[start, stop)`` of a tensor of
+    `shape`, in order.
 
-    At most ``2 n - 1`` for n dimensions. The elements of each are contiguous.
+    At most ``2 n - 1`` for n dimensions. The elements of each box are contiguous.
     """
     if stop <= start:
         return []
@@ -54,16 +56,18 @@ def boxes(shape, start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int
     return found
 
 
-class Piece(torch.Tensor):
-    """This rank's part of a tensor: of the whole one's shape, with the memory of elements from `start` on in `local`.
+class ShardTensor(torch.Tensor):
+    """This rank's shard of a tensor: it has the whole one's shape, and `local` has the elements
+    from `start` on.
 
-    What can be done with it: `local`, `to_local()`, ``copy_`` from a whole tensor or from a piece of the same place,
-    ``clone``, ``to``, pickling, and torch.distributed.checkpoint's save and load. There is no arithmetic.
+    `collectives.sharded` exports it as `Piece`. It supports `local`, `to_local()`, ``copy_`` from a
+    whole tensor or from a shard at the same position, ``clone``, ``to``, pickling, and
+    torch.distributed.checkpoint's save and load. There is no arithmetic.
     """
 
     local: torch.Tensor
     start: int
-    filled = True  # False: nothing was copied to it since it got memory
+    filled = True  # False: nothing was copied to it since it was allocated
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, shape, start: int):
@@ -73,22 +77,22 @@ class Piece(torch.Tensor):
         return made
 
     def to_local(self) -> torch.Tensor:
-        """Give this rank's elements, flat, where they lie."""
+        """Return this rank's elements, flat, where they lie."""
         return self.local
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Give a whole tensor's elements of the same place, flat."""
+        """Return a whole tensor's elements at the same position, flat."""
         return whole.detach().reshape(-1)[self.start : self.start + self.local.numel()]
 
-    def _like(self, local: torch.Tensor) -> Piece:
-        return Piece(local, self.shape, self.start)
+    def _like(self, local: torch.Tensor) -> ShardTensor:
+        return ShardTensor(local, self.shape, self.start)
 
     def __repr__(self, *, tensor_contents=None):
         stop = self.start + self.local.numel()
         return f"Piece([{self.start}:{stop}] of {tuple(self.shape)}, {self.local})"
 
     def __reduce_ex__(self, protocol):
-        return Piece, (self.local.clone(), tuple(self.shape), self.start)
+        return ShardTensor, (self.local.clone(), tuple(self.shape), self.start)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -96,28 +100,28 @@ class Piece(torch.Tensor):
         aten = torch.ops.aten
         if func is aten.copy_.default:
             return _copy(args[0], args[1])
-        piece = args[0] if args else None
-        if not isinstance(piece, Piece):
+        shard = args[0] if args else None
+        if not isinstance(shard, ShardTensor):
             raise InvalidUsage(_ONLY.format(func))
         if func in (aten.detach.default, aten.alias.default):
-            return piece._like(piece.local)
+            return shard._like(shard.local)
         if func is aten.clone.default:
-            return piece._like(piece.local.clone())
+            return shard._like(shard.local.clone())
         if func in (aten._to_copy.default, aten.empty_like.default, aten.zeros_like.default):
-            return piece._like(func(piece.local, *args[1:], **kwargs))
+            return shard._like(func(shard.local, *args[1:], **kwargs))
         if func is aten.zero_.default:
-            piece.local.zero_()
-            return piece
-        if func is aten.equal.default and isinstance(args[1], Piece):
-            return piece._same_place(args[1]) and torch.equal(piece.local, args[1].local)
+            shard.local.zero_()
+            return shard
+        if func is aten.equal.default and isinstance(args[1], ShardTensor):
+            return shard._same_place(args[1]) and torch.equal(shard.local, args[1].local)
         if func is aten.is_pinned.default:
-            return piece.local.is_pinned()
+            return shard.local.is_pinned()
         raise InvalidUsage(_ONLY.format(func))
 
-    def _same_place(self, other: Piece) -> bool:
+    def _same_place(self, other: ShardTensor) -> bool:
         return (self.shape, self.start, self.local.numel()) == (other.shape, other.start, other.local.numel())
 
-    # ---- What torch.distributed.checkpoint asks of an entry.
+    # ---- torch.distributed.checkpoint's protocol for entries.
 
     def _boxes(self) -> list:
         found = boxes(tuple(self.shape), self.start, self.start + self.local.numel())
@@ -159,12 +163,12 @@ _ONLY = (
 
 
 def _copy(to, source):
-    if not isinstance(to, Piece):
+    if not isinstance(to, ShardTensor):
         raise InvalidUsage(
             f"a rank's piece of a tensor of {tuple(source.shape)} can't be loaded into a whole one: load a full state "
             "dict, or shard the module as it was"
         )
-    if isinstance(source, Piece):
+    if isinstance(source, ShardTensor):
         if not to._same_place(source):
             raise InvalidArgument(
                 f"this rank's piece is elements {to.start} to {to.start + to.local.numel()} of {tuple(to.shape)}, and "

@@ -1,7 +1,9 @@
-"""What a sharded module's state_dict() gives and load_state_dict() takes: full tensors, or this rank's pieces.
+"""State dicts of a sharded module: ``state_dict()`` and ``load_state_dict()`` of full tensors, or
+of this rank's shards.
 
-While a unit's part of a state dict is made or loaded, its modules hold, in the places of the pieces, what they are to
-give or to fill: full tensors, gathered unit by unit, or `Piece` objects. So the modules' own hooks and key names work.
+While a unit's part of a state dict is made or loaded, its modules hold substitutes of the shards:
+full tensors, gathered unit by unit, or `ShardTensor` objects. So the modules' own hooks and key
+names work.
 """
 
 from __future__ import annotations
@@ -14,37 +16,48 @@ import torch
 from torch import nn
 
 from ...errors import InvalidArgument, InvalidUsage
-from ..api import StateDictConfig, StateDictType
+from ..fsdp1.api import StateDictConfig, StateDictType
 from ..unit import Unit
-from .shard_tensor import Piece
+from .shard_tensor import ShardTensor
 
 __all__ = [
-    "Form", "Taking", "begin_load", "end_load", "form_of", "make_state_dict", "making", "piece_of", "read_options",
-    "shown_masters", "take_shown",
-]  # fmt: skip
+    "GetOptions",
+    "LoadOptions",
+    "as_shard_tensor",
+    "get_options_of",
+    "make_state_dict",
+    "post_load_state_dict",
+    "pre_load_state_dict",
+    "read_options",
+    "unsharded_params",
+    "use_get_options",
+    "write_back_params",
+]
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
-    """How tensors are given: `full`, or as pieces; `on_cpu`: on the host; `rank0_only`: nothing on the others."""
+class GetOptions:
+    """How tensors are returned: `full`, or as shards; `on_cpu`: on the host; `rank0_only`: nothing
+    on the other ranks.
+    """
 
     full: bool = True
     on_cpu: bool = False
     rank0_only: bool = False
 
     @staticmethod
-    def of(kind: StateDictType, config: StateDictConfig) -> Form:
-        """Read FSDP1's settings."""
+    def of(kind: StateDictType, config: StateDictConfig) -> GetOptions:
+        """Convert FSDP1's settings."""
         full = kind.name == StateDictType.FULL_STATE_DICT.name
-        return Form(full, config.offload_to_cpu, full and getattr(config, "rank0_only", False))
+        return GetOptions(full, config.offload_to_cpu, full and getattr(config, "rank0_only", False))
 
 
-_now = threading.local()  # .form: what `making` has set in this thread
+_now = threading.local()  # .form: the options that `use_get_options` has set in this thread
 
 
 @contextlib.contextmanager
-def making(form: Form):
-    """Let state dicts have a form inside of the block, whatever units have as theirs."""
+def use_get_options(form: GetOptions):
+    """Use these options for state dicts inside the block, whatever the units' own are."""
     before, _now.form = getattr(_now, "form", None), form
     try:
         yield
@@ -52,98 +65,106 @@ def making(form: Form):
         _now.form = before
 
 
-def form_of(unit: Unit) -> Form:
-    """Give the form in which a unit's state dict is to be made now."""
-    return getattr(_now, "form", None) or unit.form or Form()
+def get_options_of(unit: Unit) -> GetOptions:
+    """Return the options with which a unit's state dict is to be made now."""
+    return getattr(_now, "form", None) or unit.state_dict_options or GetOptions()
 
 
-def piece_of(slot, tensor: torch.Tensor | None = None) -> Piece:
-    """Give a slot's piece, or a tensor of its shape, as an entry of a state dict."""
-    here = slot.piece if tensor is None else tensor
-    return Piece(here, slot.shape, slot.start)
+def as_shard_tensor(param, tensor: torch.Tensor | None = None) -> ShardTensor:
+    """Return a parameter's shard, or a tensor of the same shape, as an entry of a state dict."""
+    here = param.shard if tensor is None else tensor
+    return ShardTensor(here, param.shape, param.start)
 
 
-def _show_pieces(unit: Unit) -> None:
-    for slot in unit.slots:
-        slot.shown = nn.Parameter(piece_of(slot), requires_grad=slot.piece.requires_grad)
-    unit.register_shown()
+def _substitute_shards(unit: Unit) -> None:
+    for param in unit.params:
+        param.substitute = nn.Parameter(as_shard_tensor(param), requires_grad=param.shard.requires_grad)
+    unit.registration.register_substitutes()
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _show_masters(unit: Unit, device: torch.device | None, copies: bool) -> None:
-    """Gather a unit and have its modules hold the full parameters, as copies of their own or views of the buffer."""
-    for group, flat in zip(unit.groups, unit.order.gather_masters(unit), strict=True):
-        for slot in group.slots:
-            full = flat[slot.offset : slot.offset + slot.count].view(slot.shape)
-            if copies:
+def _substitute_full_params(unit: Unit, device: torch.device | None, clone: bool) -> None:
+    """Gather a unit and register the full parameters on its modules: clones, or views of the
+    gathered buffer.
+    """
+    for group, flat in zip(unit.groups, unit.scheduler.all_gather_master_shards(unit), strict=True):
+        for param in group.params:
+            full = flat[param.offset : param.offset + param.count].view(param.shape)
+            if clone:
                 full = full.to(flat.device if device is None else device, copy=True)
-            slot.shown = nn.Parameter(full, requires_grad=slot.piece.requires_grad)
-    unit.register_shown()
+            param.substitute = nn.Parameter(full, requires_grad=param.shard.requires_grad)
+    unit.registration.register_substitutes()
 
 
 @contextlib.contextmanager
-def shown_masters(
+def unsharded_params(
     units: list[Unit], *, keep: bool = True, gradients: bool = False, device: torch.device | None = None,
     rank0_only: bool = False,
 ):  # fmt: skip
-    """Have modules hold full parameters, in the dtypes of the pieces, inside of the block.
+    """Register full parameters, in the dtypes of the shards, on the units' modules inside the
+    block. A collective.
 
-    `keep`: what is written there. `gradients`: the full gradients, too. `device`: where copies are to lie; None: views
-    of what is gathered. `rank0_only`: the others hold their pieces. A collective.
+    `keep`: copy to the shards what is written to them. `gradients`: the full gradients, too.
+    `device`: where clones are to lie; None: views of the gathered buffer. `rank0_only`: the other
+    ranks' modules hold their shards.
     """
     try:
         for unit in units:
             unit.reshard()
-            unit.copies.wait()
+            unit.host_copies.wait()
             if rank0_only and unit.ranks.world.rank:
-                unit.order.gather_masters(unit)
+                unit.scheduler.all_gather_master_shards(unit)
             else:
-                _show_masters(unit, device, copies=device is not None or not keep)
+                _substitute_full_params(unit, device, clone=device is not None or not keep)
             if gradients:
-                unit.order.meet(f"summon_full_params(with_grads=True) of unit {unit.index}")
+                unit.scheduler.barrier(f"summon_full_params(with_grads=True) of unit {unit.index}")
                 unit.gather_gradients()
         yield
     finally:
         for unit in units:
-            if unit.shows:
+            if unit.registration.has_substitutes:
                 if keep:
-                    take_shown(unit.slots)
+                    write_back_params(unit.params)
                     if gradients:
-                        unit.take_gradients_back()
-                unit.register_form()
+                        unit.write_back_gradients()
+                unit.registration.restore()
 
 
 @torch.no_grad()
-def take_shown(slots: list, module: nn.Module | None = None) -> None:
-    """Take over into the pieces what a module, or each slot's first one, holds in the place of what was shown to it."""
-    for slot in slots:
-        holder, attribute = next(place for place in slot.places if module is None or place[0] is module)
+def write_back_params(params: list, module: nn.Module | None = None) -> None:
+    """Copy to the shards what a module, or the first module of each parameter, now holds in place
+    of the substitute.
+    """
+    for param in params:
+        holder, attribute = next(place for place in param.places if module is None or place[0] is module)
         held = holder._parameters[attribute]
-        if held.is_meta and not slot.piece.is_meta:
-            raise InvalidUsage(f"{slot.name} was left on the meta device by its initialisation")
-        piece_of(slot).copy_(held)
-        if not slot.piece.is_inference():
-            torch.autograd.graph.increment_version(slot.piece)
+        if held.is_meta and not param.shard.is_meta:
+            raise InvalidUsage(f"{param.name} was left on the meta device by its initialisation")
+        as_shard_tensor(param).copy_(held)
+        if not param.shard.is_inference():
+            torch.autograd.graph.increment_version(param.shard)
 
 
-# ---- Giving.
+# ---- Getting.
 
 
 def make_state_dict(unit: Unit, make, args: tuple, kwargs: dict):
-    """Call a module's own `state_dict` with its unit's parameters in the form that is asked for."""
-    form = form_of(unit)
+    """Call a module's own `state_dict` with substitutes for its unit's parameters, as the options
+    say.
+    """
+    form = get_options_of(unit)
     first = unit.ranks.world.rank == 0
     if form.full and (first or not form.rank0_only):
-        _show_masters(unit, torch.device("cpu") if form.on_cpu else None, copies=True)
+        _substitute_full_params(unit, torch.device("cpu") if form.on_cpu else None, clone=True)
     else:
         if form.full:
-            unit.order.gather_masters(unit)  # rank 0 needs it
-        _show_pieces(unit)
+            unit.scheduler.all_gather_master_shards(unit)  # a collective that rank 0 needs
+        _substitute_shards(unit)
     try:
         made = make(*args, **kwargs)
     finally:
-        unit.register_form()
+        unit.registration.restore()
     prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
     if form.rank0_only and not first:
         for key in [key for key in made if key.startswith(prefix)]:
@@ -155,69 +176,73 @@ def make_state_dict(unit: Unit, make, args: tuple, kwargs: dict):
     return made
 
 
-# ---- Taking.
+# ---- Loading.
 
 
-def begin_load(unit: Unit, state_dict: dict, prefix: str) -> None:
-    """Have a unit's modules hold what takes from full tensors, and from pieces, this rank's part. A local call.
+def pre_load_state_dict(unit: Unit, state_dict: dict, prefix: str) -> None:
+    """Register substitutes that copy this rank's part of full tensors, and of shards. A local call.
 
-    What is on the meta device gets memory.
+    What is on the meta device is allocated.
     """
     unit.reshard()
-    unit.copies.wait()
-    empty = [slot for group in unit.groups if group.flat.is_meta for slot in group.slots]
+    unit.host_copies.wait()
+    empty = [param for group in unit.groups if group.flat.is_meta for param in group.params]
     for group in unit.groups:
-        group.give_memory()
+        group.allocate()
     for name, module in unit.module().named_modules(prefix=prefix.removesuffix(".")):
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and f"{name}.{key}".removeprefix(".") in state_dict:
                 module._buffers[key] = torch.empty_like(buffer, device=unit.device)
-    _show_pieces(unit)
-    for slot in empty:
-        slot.shown.filled = not slot.count
+    _substitute_shards(unit)
+    for param in empty:
+        param.substitute.filled = not param.count
 
 
-def end_load(unit: Unit) -> None:
-    """Take over what was assigned, and give the modules their pieces again."""
-    if not unit.shows:
+def post_load_state_dict(unit: Unit) -> None:
+    """Copy to the shards what was assigned, and register the shards on the modules."""
+    if not unit.registration.has_substitutes:
         return
     try:
-        for slot in unit.slots:
-            holder, attribute = slot.places[0]
-            if not slot.shown.filled and holder._parameters[attribute] is slot.shown:
+        for param in unit.params:
+            holder, attribute = param.places[0]
+            if not param.substitute.filled and holder._parameters[attribute] is param.substitute:
                 raise InvalidUsage(
-                    f"{slot.name} was on the meta device and is not in the state dict: give it values first, by "
+                    f"{param.name} was on the meta device and is not in the state dict: give it values first, by "
                     "materialize()",
                     op="load_state_dict",
                 )
-        take_shown(unit.slots)
+        write_back_params(unit.params)
     finally:
-        unit.register_form()
+        unit.registration.restore()
 
 
 # ---- Torch's options.
 
 
 @dataclasses.dataclass(frozen=True)
-class Taking:
-    """What of torch's StateDictOptions is about loading, or about what is given at all."""
+class LoadOptions:
+    """The part of torch's StateDictOptions that is about loading, or about which entries are
+    returned.
+    """
 
     strict: bool = True
     broadcast: bool = False
     ignore_frozen: bool = False
 
 
-def read_options(options, full_state_dict: bool, cpu_offload: bool, rank0_only: bool) -> tuple[Form, Taking]:
-    """Read keyword arguments, or torch's StateDictOptions in their place, in which full on the host is rank 0's."""
+def read_options(options, full_state_dict: bool, cpu_offload: bool, rank0_only: bool) -> tuple[GetOptions, LoadOptions]:
+    """Convert keyword arguments, or torch's StateDictOptions instead, with which full state on the
+    host is rank 0's.
+    """
     if options is None:
         if rank0_only and not full_state_dict:
             raise InvalidArgument("rank0_only gives full tensors to rank 0: give full_state_dict=True, too")
-        return Form(bool(full_state_dict), bool(cpu_offload), bool(rank0_only)), Taking()
+        return GetOptions(bool(full_state_dict), bool(cpu_offload), bool(rank0_only)), LoadOptions()
     if not hasattr(options, "full_state_dict"):
         raise InvalidArgument(f"options must be a StateDictOptions, not {type(options).__name__}")
     if getattr(options, "flatten_optimizer_state_dict", False):
         raise InvalidArgument("flatten_optimizer_state_dict is not offered: leave it out")
     full, on_cpu = options.full_state_dict, options.cpu_offload
-    return Form(full, on_cpu, full and on_cpu), Taking(
+    return GetOptions(full, on_cpu, full and on_cpu), LoadOptions(
         options.strict, options.broadcast_from_rank0, options.ignore_frozen_params
     )

@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives.errors import CollectivesError, InvalidUsage, RemoteError
-from collectives.sharded import agreement, fully_shard, rounds
+from collectives.sharded import controller, fully_shard, static_graph
 from tests.ddp.training import batch, over_gloo, run
 from tests.ranks import Died, run_ranks
-from tests.sharded import test_order
-from tests.sharded.test_order import Branches, check, equal, expected, gradients, loss_of, sharded
+from tests.sharded import test_scheduler
+from tests.sharded.test_scheduler import Branches, check, equal, expected, gradients, loss_of, sharded
 
 
 @contextlib.contextmanager
 def following():
-    with mock.patch.object(agreement, "follows_rounds", lambda comm: True):
+    with mock.patch.object(controller, "uses_static_graph", lambda comm: True):
         yield
 
 
@@ -35,7 +35,7 @@ class Waits:
 
     def __init__(self, model):
         self.waited = self.posted = 0
-        control = model._order.control
+        control = model._scheduler.control
         all_reduce = control.all_reduce
 
         def counted(*args, async_op=False, **kwargs):
@@ -144,7 +144,7 @@ def skips(ctx):
         model, waits = made()
         for at in range(6):
             step(model, ctx.rank, at)
-        if waits.take() is None or model._order.rounds.next is None:
+        if waits.take() is None or model._scheduler.static_graph.next is None:
             found["not followed", name] = True
         step(model, ctx.rank, 6, whiches[ctx.rank])
         # A rank that goes on with no wait takes for used what all ranks have used before: zeros, where none has now.
@@ -212,7 +212,7 @@ def test_set_static_graph(tmp_path):
     check(agrees, tmp_path)
 
 
-class Fails(test_order.Fails):
+class Fails(test_scheduler.Fails):
     pass
 
 
@@ -221,7 +221,7 @@ def interrupted(ctx):
     """An exception on one rank, and on all, once the ranks follow a round."""
     found = {}
     with following():
-        model = test_order.sharded(Fails())
+        model = test_scheduler.sharded(Fails())
 
     def backward(model, rank):
         model(batch(0, rank)[0]).square().sum().backward()
@@ -234,7 +234,7 @@ def interrupted(ctx):
             backward(model, ctx.rank)
 
     repeat()
-    found["followed"] = [] if model._order.rounds.next is not None else ["no"]
+    found["followed"] = [] if model._scheduler.static_graph.next is not None else ["no"]
     model.fails = True
     with contextlib.suppress(ValueError):
         backward(model, ctx.rank)
@@ -343,9 +343,9 @@ def anything(ctx):
             if at == 0:
                 units = [module._unit for module in model.modules() if hasattr(module, "_unit")]
                 ours = {
-                    slot: None if slot.piece.grad is None else slot.piece.grad.flatten().clone()
+                    param: None if param.shard.grad is None else param.shard.grad.flatten().clone()
                     for unit in units
-                    for slot in unit.slots
+                    for param in unit.params
                 }
         every = [None] * ctx.size
         dist.all_gather_object(every, raised is not None)
@@ -358,11 +358,11 @@ def anything(ctx):
             )
             names = {id(p): name for name, p in model.named_parameters()}
             wrong = []
-            for slot, grad in ours.items():
-                value = full[names[id(slot.piece)]]
-                part = None if value is None else value.flatten()[slot.start : slot.start + slot.piece.numel()]
+            for param, grad in ours.items():
+                value = full[names[id(param.shard)]]
+                part = None if value is None else value.flatten()[param.start : param.start + param.shard.numel()]
                 if (grad is None) != (part is None) or (grad is not None and not torch.allclose(grad, part, atol=1e-6)):
-                    wrong.append((slot.name, whiches))
+                    wrong.append((param.name, whiches))
             found["right", trial] = wrong
         dist.barrier()
         for at in range(6):
@@ -380,7 +380,7 @@ def test_ranks_do_anything_behind_rounds_that_were_followed(tmp_path):
 def everything(ctx, path):
     """What ranks may do otherwise in their first steps, as when they agree in each."""
     with following():
-        return test_order.beside(ctx, path)
+        return test_scheduler.beside(ctx, path)
 
 
 def test_first_steps_are_agreed_on(tmp_path):
@@ -391,8 +391,8 @@ def test_first_steps_are_agreed_on(tmp_path):
 
 @pytest.mark.parametrize("longest", [3])
 def test_a_round_without_end_is_not_kept(longest):
-    with mock.patch.object(rounds, "_LONGEST", longest):
-        found = rounds.Rounds(None, None)
+    with mock.patch.object(static_graph, "_LONGEST", longest):
+        found = static_graph.StaticGraph(None, None)
         for code in range(10):
-            found.note(code, True)
-        assert len(found._round) == longest
+            found.record(code, True)
+        assert len(found._iteration) == longest

@@ -10,7 +10,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import collectives
 from collectives.errors import InvalidUsage
 from collectives.sharded import ShardedDataParallel, ShardingStrategy, fully_shard
-from collectives.sharded.refusals import _is_elementwise
+from collectives.sharded.optimizer_hooks import _is_elementwise
 from tests.ranks import run_ranks
 
 

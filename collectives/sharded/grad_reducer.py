@@ -1,8 +1,9 @@
-"""A HookState over units: how their gradients are reduced, clipped and stepped, and in which format they are gathered.
+"""Gradient reducer of a HookState: how units' gradients are reduced, clipped and stepped, and the
+all-gather's format.
 
-A backward is a whole. It begins with the first reduction of any of the state's units and ends when the order of the
-units ends it; what takes all gradients (norm, non-finite values, a GradScaler) comes then. Its statistics are those of
-DDP's hook, in the state itself.
+A backward begins with the first reduction of any of the state's units, and ends when the scheduler
+ends it. What needs all gradients comes then: the norm, non-finite values, a GradScaler. The
+statistics are those of DDP's hook, in the state itself.
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ from ..gradients.options import parse_streams
 from ..gradients.state import HookState
 from ..gradients.streams import get_comm_streams
 from ..rendezvous.process_groups import get_communicator
-from .clip import counts_here, global_norm
-from .quantized_gather import Codec
-from .stepping import UnitStep
+from .clip import global_norm, owns_shard
+from .optimizer_in_backward import OptimizerInBackward
+from .quantized_gather import QuantizedAllGather
 from .streams import current_stream, release
 
-__all__ = ["Hooks", "hooks_of"]
+__all__ = ["ShardedGradReducer", "get_reducer"]
 
 
-def hooks_of(state: HookState | None, world) -> Hooks | None:
-    """Give what a state is for the units of a communicator; made at its first unit, and checked at each.
+def get_reducer(state: HookState | None, world) -> ShardedGradReducer | None:
+    """Return a state's reducer for the units of a communicator. It is made at the first unit, and
+    checked at each.
 
-    Raises `InvalidArgument` for options that can't be had here, with the reason; `InvalidUsage` for a state of other
-    ranks.
+    Raises `InvalidArgument` for options that are not supported here, with the reason;
+    `InvalidUsage` for a state of other ranks.
     """
     if state is None:
         return None
@@ -52,10 +54,10 @@ def hooks_of(state: HookState | None, world) -> Hooks | None:
         )
     if state.units is None:
         _check(state)
-        state.units = Hooks(state, world)
+        state.units = ShardedGradReducer(state, world)
     if state.units.comm is not world:
         raise InvalidUsage(
-            "this HookState serves units over dup communicator: a backward is a whole, give these a state of their "
+            "this HookState serves units over another communicator: a backward is a whole, give these a state of their "
             "own",
             op="fully_shard", rank=world.rank,
         )  # fmt: skip
@@ -94,26 +96,26 @@ def _check(state: HookState) -> None:
         )
 
 
-class Hooks:
-    """What a `HookState` does for the units of one communicator; `state.units`."""
+class ShardedGradReducer:
+    """Reduces the gradients of one communicator's units as a `HookState` says; it is `state.units`."""
 
     def __init__(self, state: HookState, comm):
         self.state = state
         self.comm = comm
         self.wire = state.compressor
-        self.codec = None if state.gather is None else Codec(state.gather, state.block)
+        self.quantized_gather = None if state.gather is None else QuantizedAllGather(state.gather, state.block)
         self._units: list[weakref.ref] = []
-        self._numbers = weakref.WeakKeyDictionary()  # group -> its number among the state's, the same on all ranks
+        self._numbers = weakref.WeakKeyDictionary()  # group -> its number in the state, the same on all ranks
         self._next = 0
-        self._untold: list[weakref.ref] = []  # units whose parameters have no names yet
+        self._unnamed: list[weakref.ref] = []  # units whose parameters' names are not registered
         self.reset()
 
     def reset(self) -> None:
-        """Forget the backward under way."""
+        """Drop the backward in progress."""
         self._begun = False
         self._reduced: dict[int, tuple] = {}  # number of a group -> (unit, group)
-        self._healths: dict[int, torch.Tensor] = {}
-        self._added: set[int] = set()  # groups whose pieces had gradients before this backward
+        self._grad_stats: dict[int, torch.Tensor] = {}
+        self._added: set[int] = set()  # groups whose shards had gradients before this backward
         self._stepped: set = set()
         self._sent = self._as_fp32 = 0
         self._scaler = None
@@ -122,35 +124,37 @@ class Hooks:
 
     @property
     def align(self) -> int:
-        """Elements of which a rank's shard is a multiple."""
+        """Number of elements of which a rank's shard is a multiple."""
         return self.wire.align
 
     def describe(self) -> str:
-        """Give what must be the same on all ranks."""
+        """Return a description of the options, which must be the same on all ranks."""
         return ", ".join(f"{name}={value!r:.60}" for name, value in self.state.describe_options().items())
 
     def add(self, unit) -> None:
-        """Reduce a unit's gradients from here on; a local call, in the same order on all ranks."""
+        """Add a unit whose gradients to reduce. A local call, in the same order on all ranks."""
         for group in unit.trainable:
             if not (group.dtype.is_floating_point or group.dtype.is_complex):
                 raise InvalidArgument(f"gradients of {group.dtype} have no wire", op="fully_shard")
             self._numbers[group] = self._next
             self._next += 1
         self._units.append(weakref.ref(unit))
-        if not self._untold:
-            self.state.parameter_names.add_lazily(self._tell)
-        self._untold.append(weakref.ref(unit))
-        unit.hook = self
+        if not self._unnamed:
+            self.state.parameter_names.add_lazily(self._register_names)
+        self._unnamed.append(weakref.ref(unit))
+        unit.reducer = self
 
     @property
     def units(self) -> list:
-        """Those that still live."""
+        """The units that are alive."""
         return [unit for unit in (reference() for reference in self._units) if unit is not None]
 
-    def _tell(self) -> None:
-        """Name the full parameters, by which residuals are saved, as the outermost module does."""
+    def _register_names(self) -> None:
+        """Register the full parameters' names, by which residuals are saved: those of the outermost
+        module.
+        """
         named = {}
-        for reference in reversed(self._untold):
+        for reference in reversed(self._unnamed):
             unit = reference()
             module = None if unit is None or unit.module is None else unit.module()
             if unit is None or unit in named:
@@ -160,28 +164,30 @@ class Hooks:
                 other = getattr(inner, "_unit", None)
                 if other is not None and other is not unit and other not in named:
                     named[other] = f"{name}."
-        self._untold = []
+        self._unnamed = []
         self.state.parameter_names.add(
-            (prefix + slot.name, slot.full) for unit, prefix in named.items() for slot in unit.slots
+            (prefix + param.name, param.full) for unit, prefix in named.items() for param in unit.params
         )
 
     # ---- The optimizer.
 
-    def stepping(self, optimizer) -> UnitStep:
-        """Make what steps an optimizer inside of the backward."""
-        return UnitStep(optimizer, lambda: self.units)
+    def stepping(self, optimizer) -> OptimizerInBackward:
+        """Return an object that steps an optimizer inside the backward."""
+        return OptimizerInBackward(optimizer, lambda: self.units)
 
     @property
-    def _step(self) -> UnitStep | None:
+    def _step(self) -> OptimizerInBackward | None:
         return self.state.reducer.sharded_step
 
     @property
     def steps(self) -> bool:
-        """Tell whether gradients go with a step inside of the backward."""
+        """Whether the optimizer is stepped inside the backward."""
         return self._step is not None
 
     def check_use(self, unit) -> None:
-        """Raise `InvalidUsage` where a unit's parameters are needed as they were before this backward has stepped."""
+        """Raise `InvalidUsage` where a backward needs a unit's parameters after it has stepped
+        them.
+        """
         if unit in self._stepped:
             raise InvalidUsage(
                 f"{unit!r} is needed in a backward that has stepped its parameters already: its gradients came in "
@@ -192,7 +198,7 @@ class Hooks:
 
     # ---- A backward.
 
-    def _counts(self) -> bool:
+    def _needs_stats(self) -> bool:
         state = self.state
         return state.max_norm is not None or state.check_finite or (self.steps and self._scaler is not None)
 
@@ -211,12 +217,14 @@ class Hooks:
         self._begun = True
 
     def _factor(self, unit, size: int) -> Scaling:
-        if unit.divide_factor is not None:
-            return Scaling(prescale=1.0 / unit.divide_factor)
+        if unit.gradient_divide_factor is not None:
+            return Scaling(prescale=1.0 / unit.gradient_divide_factor)
         return self.state.reducer.get_scaling(size)
 
     def start_reduce(self, unit, *, async_op: bool) -> list:
-        """Begin to reduce a unit's gradients, as `Unit.start_reduce` does. A collective of all ranks."""
+        """Begin to reduce a unit's gradients, as `Unit.start_reduce` does. A collective of all
+        ranks.
+        """
         begun = time.perf_counter_ns()
         if unit.custom_reduce_scatter is not None or unit.custom_all_reduce is not None:
             raise InvalidUsage(
@@ -229,48 +237,52 @@ class Hooks:
             self._begin()
         ends = [self._reduce(unit, group, async_op) for group in unit.trainable]
         self.state.reducer.totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
-        return [*ends, functools.partial(self._all_in, unit)]
+        return [*ends, functools.partial(self._step_when_complete, unit)]
 
     def _reduce(self, unit, group, async_op: bool):
-        """Begin to reduce a group's gradients; give a function that ends it."""
+        """Begin to reduce a group's gradients; return the function that waits and stores the
+        result.
+        """
         ranks, number = unit.ranks, self._numbers[group]
-        health = torch.zeros(2, dtype=torch.float64, device=unit.device) if self._counts() else None
-        if any(slot.piece.grad is not None for slot in group.slots):
+        grad_stats = torch.zeros(2, dtype=torch.float64, device=unit.device) if self._needs_stats() else None
+        if any(param.shard.grad is not None for param in group.params):
             self._added.add(number)
         self._reduced[number] = (unit, group)
-        self._healths[number] = health
-        flat = group.take_gradients()
+        self._grad_stats[number] = grad_stats
+        flat = group.pack_gradients()
         whole = ranks.shard is None or ranks.replicas is not None  # then all ranks get all of it
         comm = ranks.world if whole else ranks.shard
         factor = self._factor(unit, comm.size)
         self._as_fp32 += (2 if whole else 1) * (comm.size - 1) * flat.numel() * 4 // comm.size
         send = _real(flat)
         share = send.numel() // ranks.size
-        own = slice(ranks.rank * group.share, (ranks.rank + 1) * group.share)
+        own = slice(ranks.rank * group.shard_numel, (ranks.rank + 1) * group.shard_numel)
         if type(self.wire) is NoCompression:
-            return self._plain(comm, group, flat, own, whole, factor, health, async_op)
-        offsets = [slot.offset << flat.is_complex() for slot in group.slots]
-        bucket = Bucket(send, [slot.full for slot in group.slots], offsets, number, self.state.parameter_names)
+            return self._reduce_uncompressed(comm, group, flat, own, whole, factor, grad_stats, async_op)
+        offsets = [param.offset << flat.is_complex() for param in group.params]
+        bucket = Bucket(send, [param.full for param in group.params], offsets, number, self.state.parameter_names)
         if whole:
-            self._sent += self.wire.reduce(comm, bucket, factor, grad_stats=health)
+            self._sent += self.wire.reduce(comm, bucket, factor, grad_stats=grad_stats)
         else:
-            self._sent += self.wire.reduce_scatter(comm, bucket, factor, share, grad_stats=health)
+            self._sent += self.wire.reduce_scatter(comm, bucket, factor, share, grad_stats=grad_stats)
         in_place = flat is group.grad
-        return functools.partial(group.take_in, flat if in_place else flat[own], in_place)
+        return functools.partial(group.set_shard_gradients, flat if in_place else flat[own], in_place)
 
-    def _plain(self, comm, group, flat, own, whole, factor, health, async_op):
-        """Reduce as the gradients are, into the place of the pieces' own, beside the computation where that goes."""
+    def _reduce_uncompressed(self, comm, group, flat, own, whole, factor, grad_stats, async_op):
+        """Reduce in the gradients' own dtype, into the memory of the shards' gradients, overlapped
+        where possible.
+        """
         home = current_stream(flat.device)
         op, after = reduce_op(factor, comm.size), remaining_scale(factor, comm.size)
         algorithm = self.wire.choose_algorithm(comm)
-        counted = health is not None and has_fused_stats(comm, algorithm)
-        options = {"share": health} if counted else {"algorithm": algorithm}
+        counted = grad_stats is not None and has_fused_stats(comm, algorithm)
+        options = {"share": grad_stats} if counted else {"algorithm": algorithm}
         send = _real(flat)
         if whole:
             out, in_place = flat, flat is group.grad
             work = comm.all_reduce(send, op, async_op=async_op, **options)
         else:
-            out, in_place = group.output()
+            out, in_place = group.reduce_output()
             work = comm.reduce_scatter(_real(out), send, op, async_op=async_op, **options)
         self._sent += ring_bytes(send, comm.size, 2 if whole else 1)
 
@@ -281,30 +293,32 @@ class Hooks:
             if after != 1.0:
                 out.mul_(after)
                 if counted:
-                    health[0] *= after * after
-            if health is not None and not counted:
-                add_grad_stats(_real(out) if not whole else _real(out).tensor_split(comm.size)[comm.rank], health)
-            part = out if not whole or out.numel() == group.share else out[own]
-            group.take_in(part, in_place)
+                    grad_stats[0] *= after * after
+            if grad_stats is not None and not counted:
+                add_grad_stats(_real(out) if not whole else _real(out).tensor_split(comm.size)[comm.rank], grad_stats)
+            part = out if not whole or out.numel() == group.shard_numel else out[own]
+            group.set_shard_gradients(part, in_place)
 
         return end
 
-    def _all_in(self, unit) -> None:
-        """Step a unit whose gradients are there, unless the step must wait for others."""
-        if not self.steps or self._waits() or len(unit.trainable) < len(unit.groups):
-            return  # what is frozen may still be needed as it is
+    def _step_when_complete(self, unit) -> None:
+        """Step a unit whose gradients are all there, unless the step is deferred."""
+        if not self.steps or self._defers_step() or len(unit.trainable) < len(unit.groups):
+            return  # frozen parameters may still be needed
         if any(group.offloads for group in unit.groups):
-            return  # the gradients are on their way to the host until the backward's end
-        if all(slot.arrived for slot in unit.slots):
+            return  # the gradients are being copied to the host until the backward's end
+        if all(param.has_unreduced_grad for param in unit.params):
             self._step.update(unit)
             self._stepped.add(unit)
 
-    def _waits(self) -> bool:
+    def _defers_step(self) -> bool:
         """Whether the optimizer's step must wait for the last unit."""
-        return self._counts() or self._scaler is not None
+        return self._needs_stats() or self._scaler is not None
 
     def end(self) -> None:
-        """End a backward: what takes all of it. A collective, which the ranks make in the same order."""
+        """End a backward: what needs all its gradients. A collective, which the ranks make in the
+        same order.
+        """
         if not self._begun:
             return
         begun = time.perf_counter_ns()
@@ -312,7 +326,7 @@ class Hooks:
         reduction.norm = reduction.nonfinite = None
         reduction.bytes_on_wire = self._sent
         reduction.world_size = self.comm.size
-        clip = self._look_at_all() if self._counts() else None
+        clip = self._clip_factor() if self._needs_stats() else None
         units = list({id(unit): unit for unit, _ in self._reduced.values()}.values())
         if self.steps and self._scaler is not None:
             self._step.defer(units, reduction.norm, state.max_norm, reduction.nonfinite)
@@ -333,37 +347,39 @@ class Hooks:
         totals["bytes_on_wire"] += self._sent
         totals["bytes_as_fp32"] += self._as_fp32
         totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
-        if self.codec is not None:
-            totals["bytes_gathered"] = self.codec.sent
+        if self.quantized_gather is not None:
+            totals["bytes_gathered"] = self.quantized_gather.sent
         self.reset()
 
-    # ---- What takes all gradients.
+    # ---- What needs all gradients.
 
     def _gradients(self, *, here: bool = False) -> list[torch.Tensor]:
-        """Give the gradients that this backward has reduced; `here`: those that count on this rank."""
+        """Return the shards' gradients that this backward has reduced; `here`: those that count on
+        this rank.
+        """
         return [
-            slot.piece.grad
+            param.shard.grad
             for unit, group in self._reduced.values()
-            if not here or counts_here(unit)
-            for slot in group.slots
-            if slot.piece.grad is not None
+            if not here or owns_shard(unit)
+            for param in group.params
+            if param.shard.grad is not None
         ]
 
-    def _look_at_all(self):
-        """Add up the ranks' shares; give the factor that clips, or None."""
+    def _clip_factor(self):
+        """Sum the ranks' statistics; return the factor that clips, or None."""
         state, reduction, comm = self.state, self.state.reducer, self.comm
         total = torch.zeros(2, dtype=torch.float64, device=comm.device)
         for number in sorted(self._reduced):
             unit, group = self._reduced[number]
-            health = self._healths[number]
-            if number in self._added:  # what counts is what it was added to
-                health = torch.zeros_like(health)
-                for slot in group.slots if counts_here(unit) else ():
-                    if slot.piece.grad is not None:
-                        on_its_device = torch.zeros(2, dtype=torch.float64, device=slot.piece.grad.device)
-                        add_grad_stats(_real(slot.piece.grad.reshape(-1)), on_its_device)
-                        health += on_its_device.to(health.device)
-            total += health.to(total.device)
+            grad_stats = self._grad_stats[number]
+            if number in self._added:  # the statistics are of the sum
+                grad_stats = torch.zeros_like(grad_stats)
+                for param in group.params if owns_shard(unit) else ():
+                    if param.shard.grad is not None:
+                        on_its_device = torch.zeros(2, dtype=torch.float64, device=param.shard.grad.device)
+                        add_grad_stats(_real(param.shard.grad.reshape(-1)), on_its_device)
+                        grad_stats += on_its_device.to(grad_stats.device)
+            total += grad_stats.to(total.device)
         NoCompression().reduce(comm, Bucket(total, [], [], 0), Scaling())
         on_host = comm._on_host
         reduction.nonfinite = int(total[1]) if on_host else total[1]

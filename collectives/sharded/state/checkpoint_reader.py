@@ -1,4 +1,6 @@
-"""What is in a checkpoint of torch.distributed.checkpoint: whether it is whole, whose it is, and reading it."""
+"""Reader of torch.distributed.checkpoint's format: checks that a checkpoint is complete and the
+model's, and reads it.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,17 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ...errors import InvalidArgument
-from ..names import Named
+from .fqns import NamedParam
 
-__all__ = ["METADATA", "PARTIAL", "Contents", "digest_of"]
+__all__ = ["METADATA", "PARTIAL", "CheckpointReader", "sha256_of"]
 
 METADATA = ".metadata"
 PARTIAL = ".partial"
-_NAMED = 5  # how many keys an error names at the most
+_NAMED = 5  # the most keys that an error names
 
 
-def digest_of(path: Path) -> str:
-    """Give a file's SHA-256, in hexadecimal digits."""
+def sha256_of(path: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(1 << 20):
@@ -31,18 +33,20 @@ def digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _wrong(message: str) -> InvalidArgument:
+def _load_error(message: str) -> InvalidArgument:
     return InvalidArgument(message, op="load")
 
 
-def _some(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     names = sorted(names)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
 
-class Contents:
-    """A checkpoint's index, and what can be read by it. Raises `InvalidArgument` for what is none."""
+class CheckpointReader:
+    """A checkpoint's index, and what is read by it. Raises `InvalidArgument` for a folder that is
+    no checkpoint.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -51,33 +55,37 @@ class Contents:
             what = "is no checkpoint, or a part of one: it has no .metadata"
             if not folder.is_dir():
                 what = f"was never completed: there is only {partial.name}" if partial.is_dir() else "is not there"
-            raise _wrong(f"{folder} {what}")
+            raise _load_error(f"{folder} {what}")
         try:
             metadata = FileSystemReader(folder).read_metadata()
-        except Exception as error:  # whatever damaged bytes make pickle raise
+        except Exception as error:  # any error that damaged bytes make pickle raise
             if isinstance(error, OSError):
                 raise
-            raise _wrong(f"{folder / METADATA} is damaged: {type(error).__name__}: {error}") from error
+            raise _load_error(f"{folder / METADATA} is damaged: {type(error).__name__}: {error}") from error
         if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-            raise _wrong(f"{folder / METADATA} is not of a checkpoint")
+            raise _load_error(f"{folder / METADATA} is not of a checkpoint")
         self.metadata = metadata
         self.entries = metadata.state_dict_metadata
         self.paths: dict[str, tuple] = metadata.planner_data or {key: (key,) for key in self.entries}
         self._root = ""
 
-    # ---- Whether it is whole.
+    # ---- Completeness.
 
     def check_files(self, checksums: str | None, rank: int, ranks: int) -> None:
-        """Look whether all files are there and long enough, and whether those of this rank's turn have their sums."""
+        """Check that all files are there and long enough, and that this rank's share of them has
+        the right checksums.
+        """
         ends: dict[str, int] = {}
         for info in self.metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in sorted(ends.items()):
             path = self.folder / name
             if not path.is_file():
-                raise _wrong(f"{path} is missing: the checkpoint is incomplete")
+                raise _load_error(f"{path} is missing: the checkpoint is incomplete")
             if path.stat().st_size < end:
-                raise _wrong(f"{path} has {path.stat().st_size} bytes and must have {end}: the checkpoint is damaged")
+                raise _load_error(
+                    f"{path} has {path.stat().st_size} bytes and must have {end}: the checkpoint is damaged"
+                )
         if checksums is None or not (self.folder / checksums).is_file():
             return
         sums = {}
@@ -85,27 +93,27 @@ class Contents:
             digest, _, name = line.partition("  ")
             sums[name] = digest
         if {*ends, METADATA} - sums.keys():
-            raise _wrong(
-                f"{self.folder / checksums} is damaged: it has none of {_some({*ends, METADATA} - sums.keys())}"
+            raise _load_error(
+                f"{self.folder / checksums} is damaged: it has none of {_list_names({*ends, METADATA} - sums.keys())}"
             )
         for name in sorted({*ends, METADATA})[rank::ranks]:
-            if digest_of(self.folder / name) != sums[name]:
-                raise _wrong(f"{self.folder / name} is damaged: its checksum is not that in {checksums}")
+            if sha256_of(self.folder / name) != sums[name]:
+                raise _load_error(f"{self.folder / name} is damaged: its checksum is not that in {checksums}")
 
     # ---- The model.
 
     def check_model(self, template: dict[str, Any], strict: bool) -> None:
-        """Look whether this is a checkpoint of a model, given by its own state dict."""
+        """Check that this is a checkpoint of a model, given by its own state dict."""
         self._root = self._find_root(template)
         problems = []
         missing = [name for name in template if self._root + name not in self.entries]
         empty = [name for name in missing if isinstance(template[name], torch.Tensor) and template[name].is_meta]
         if missing and (strict or empty or len(missing) == len(template)):
-            problems.append(f"it has no {_some(missing)}")
+            problems.append(f"it has no {_list_names(missing)}")
         known = {self._root + name for name in template}
         others = {key for key in self.entries if self._is_models(key)} - known
         if others and strict:
-            problems.append(f"the model has no {_some(key[len(self._root) :] for key in others)}")
+            problems.append(f"the model has no {_list_names(key[len(self._root) :] for key in others)}")
         for name, value in template.items():
             entry = self.entries.get(self._root + name)
             if isinstance(entry, TensorStorageMetadata) != isinstance(value, torch.Tensor) and entry is not None:
@@ -114,10 +122,10 @@ class Contents:
                 problems.append(f"{name} is {list(entry.size)} there and {list(value.shape)} in the model")
         if problems:
             shown = "; ".join(problems[:_NAMED])
-            raise _wrong(f"{self.folder} is a checkpoint of another model: {shown}")
+            raise _load_error(f"{self.folder} is a checkpoint of another model: {shown}")
 
     def _find_root(self, template: dict[str, Any]) -> str:
-        """Give what stands before the model's names."""
+        """Return the prefix of the model's names."""
         counts: dict[str, int] = {}
         for key, path in self.paths.items():
             for at in range(len(path)):
@@ -133,7 +141,7 @@ class Contents:
         return not {"state", "param_groups"} & set(self.paths.get(key, ())) and key != "extra"
 
     def read_model(self, template: dict[str, Any]) -> None:
-        """Read what is there of a state dict, in place."""
+        """Read the entries of a state dict that are there, in place."""
         reads = {
             self._root + name: value if isinstance(value, torch.Tensor) else None
             for name, value in template.items()
@@ -142,14 +150,16 @@ class Contents:
         self._read(reads)
         template.update({key[len(self._root) :]: value for key, value in reads.items()})
 
-    # ---- Optimizers, and what else there is.
+    # ---- Optimizers, and extra.
 
-    def read_optimizers(self, parameters: Iterable[Named]) -> dict[str, Any]:
-        """Read optimizer state by names: this rank's part of each entry that is of its parameter's shape."""
+    def read_optimizers(self, parameters: Iterable[NamedParam]) -> dict[str, Any]:
+        """Read optimizer state by names: this rank's part of each entry that has its parameter's
+        shape.
+        """
         by_name = {named.name: named for named in parameters}
         roots = {path[: path.index("param_groups")] for path in self.paths.values() if "param_groups" in path}
         if not roots:
-            raise _wrong(f"{self.folder} has no optimizer state: load without optimizers")
+            raise _load_error(f"{self.folder} has no optimizer state: load without optimizers")
         reads: dict[str, Any] = {}
         places: dict[str, tuple] = {}
         unknown = set()
@@ -166,12 +176,14 @@ class Contents:
                     named = by_name.get(rest[1])
                     if named is not None and named.shape == entry.size:
                         here = torch.empty(named.param.shape, dtype=value.dtype, device=named.device)
-                        value = named.entry(here)
+                        value = named.as_entry(here)
             if rest[0] == "state" and rest[1] not in by_name and not str(rest[1]).isdigit():
                 unknown.add(str(rest[1]))
             reads[key], places[key] = value, (root, *rest)
         if unknown:
-            raise _wrong(f"{self.folder} has the optimizer state of another model, which has {_some(unknown)}")
+            raise _load_error(
+                f"{self.folder} has the optimizer state of another model, which has {_list_names(unknown)}"
+            )
         self._read(reads)
         made: dict[str, Any] = {"state": {}, "param_groups": []}
         groups: dict[tuple, dict] = {}
@@ -180,13 +192,13 @@ class Contents:
                 made["state"].setdefault(rest[0], {})[".".join(map(str, rest[1:]))] = reads[key]
             elif len(rest) == 2:
                 groups.setdefault((root, int(rest[0])), {})[rest[1]] = reads[key]
-            elif not rest:  # a list that DCP has not taken apart
+            elif not rest:  # a list that DCP has not flattened
                 groups.update({(root, at): group for at, group in enumerate(reads[key])})
         made["param_groups"] = [groups[at] for at in sorted(groups, key=lambda at: (str(at[0]), at[1]))]
         return made
 
     def read_extra(self) -> Any:
-        """Read what `save` was given as extra; None where there is none."""
+        """Read what was saved as `extra`; None where there is none."""
         if "extra" not in self.entries:
             return None
         reads: dict[str, Any] = {"extra": None}

@@ -1,4 +1,4 @@
-"""What ShardedDataParallel is given, in the terms of units: who shares the parameters, precision, which submodules."""
+"""Parsing of ShardedDataParallel's arguments into units, their ranks and their policies."""
 
 from __future__ import annotations
 
@@ -8,18 +8,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..arrays import kind_of
-from ..comm.communicator import Communicator
-from ..comm.engine import parse_device
-from ..errors import InvalidArgument
-from ..rendezvous.process_groups import get_communicator
-from .api import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, offload_of
-from .mesh import ranks_of
-from .module import ShardedModule
-from .param import Ranks
-from .wrap import units_of
+from ...arrays import kind_of
+from ...comm.communicator import Communicator
+from ...comm.engine import parse_device
+from ...errors import InvalidArgument
+from ...rendezvous.process_groups import get_communicator
+from ..mesh import Ranks, resolve_ranks
+from ..module import ShardedModule
+from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, parse_offload_policy
+from ..wrap import units_of
+from .api import MixedPrecision, ShardingStrategy
 
-__all__ = ["Precision", "ignored", "member", "offload", "parse_device_id", "ranks_for", "settings_of", "units_for"]
+__all__ = [
+    "PrecisionPolicies",
+    "ignored",
+    "offload",
+    "parse_device_id",
+    "parse_enum",
+    "resolve_fsdp1_ranks",
+    "select_units",
+    "unit_options",
+]
 
 _NAME = "ShardedDataParallel"
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -29,8 +38,8 @@ _STAY_GATHERED = (
 )  # fmt: skip
 
 
-def member(kind, value, what: str):
-    """Give a member of our own enum for it, for torch's of that name, or for the name."""
+def parse_enum(kind, value, what: str):
+    """Return a member of our own enum for it, for torch's of that name, or for the name."""
     name = getattr(value, "name", value)
     if isinstance(name, str) and name in kind.__members__:
         return kind[name]
@@ -38,8 +47,8 @@ def member(kind, value, what: str):
     raise InvalidArgument(f"{what} must be a {kind.__name__} ({names}), not {value!r:.60}", op=_NAME)
 
 
-def settings_of(strategy: ShardingStrategy) -> dict:
-    """Give what a strategy means for a unit."""
+def unit_options(strategy: ShardingStrategy) -> dict:
+    """Return a unit's options for a strategy."""
     return {
         "reshard_after_forward": strategy not in _STAY_GATHERED,
         "persistent": strategy is ShardingStrategy.SHARD_OPTIMIZER,
@@ -48,7 +57,7 @@ def settings_of(strategy: ShardingStrategy) -> dict:
 
 
 def parse_device_id(device) -> torch.device | None:
-    """Give the device that FSDP1's ``device_id`` names."""
+    """Return the device that FSDP1's ``device_id`` names."""
     if device is None:
         return None
     if isinstance(device, int) and not isinstance(device, bool):
@@ -65,29 +74,31 @@ def parse_device_id(device) -> torch.device | None:
     return device
 
 
-def ranks_for(module: nn.Module, strategy, group, mesh, comm: Communicator | None, device) -> Ranks:
-    """Give the ranks that share the parameters, and those that have replicas. A collective at first use."""
+def resolve_fsdp1_ranks(module: nn.Module, strategy, group, mesh, comm: Communicator | None, device) -> Ranks:
+    """Return the ranks that share the parameters, and those that have replicas. A collective at
+    first use.
+    """
     if sum(each is not None for each in (group, mesh, comm)) > 1:
         raise InvalidArgument("process_group, device_mesh and comm all say which ranks: give one of them", op=_NAME)
     if mesh is not None and mesh.ndim == 2 and strategy not in _HYBRID:
         raise InvalidArgument(f"a mesh of two dimensions is for HYBRID_SHARD, not {strategy.name}", op=_NAME)
     if isinstance(group, tuple):
-        return _of_two_groups(module, strategy, group, device)
+        return _resolve_two_groups(module, strategy, group, device)
     whole = strategy is ShardingStrategy.NO_SHARD
-    ranks = ranks_of(module, comm, mesh, group=group, replicated=whole, device=device)
+    ranks = resolve_ranks(module, comm, mesh, group=group, replicated=whole, device=device)
     if strategy in _HYBRID and ranks.replicas is None and ranks.shard is not None:
         world, here = ranks.world, ranks.world.local_size
         if world.size % here:
             raise InvalidArgument(f"{world.size} ranks are no multiple of the {here} of this machine", op=_NAME)
-        if here < world.size:  # pieces inside of a machine, replicas on the others
+        if here < world.size:  # shards inside a node, replicas on the other nodes
             return Ranks(world.split(world.rank // here), world.split(world.rank % here), world)
     return ranks
 
 
-def _of_two_groups(module, strategy, groups: tuple, device) -> Ranks:
+def _resolve_two_groups(module, strategy, groups: tuple, device) -> Ranks:
     if strategy not in _HYBRID or len(groups) != 2:
         raise InvalidArgument("two process groups are for HYBRID_SHARD: the pieces' and the replicas'", op=_NAME)
-    world = ranks_of(module, None, None, group=dist.group.WORLD, device=device).world
+    world = resolve_ranks(module, None, None, group=dist.group.WORLD, device=device).world
     shards, replicas = (get_communicator(each, world.device) for each in groups)
     if shards.size * replicas.size != world.size:
         raise InvalidArgument(
@@ -98,7 +109,7 @@ def _of_two_groups(module, strategy, groups: tuple, device) -> Ranks:
 
 
 def ignored(module: nn.Module, modules, states) -> tuple[set[nn.Module], list[nn.Parameter]]:
-    """Give the modules, and the parameters, that are to stay as they are."""
+    """Return the modules, and the parameters, that stay as they are."""
     modules, states = list(modules or ()), list(states or ())
     parameters = [each for each in states if isinstance(each, nn.Parameter)]
     modules += [each for each in states if isinstance(each, nn.Module)]
@@ -110,20 +121,23 @@ def ignored(module: nn.Module, modules, states) -> tuple[set[nn.Module], list[nn
 
 
 def offload(given) -> CPUOffloadPolicy | None:
-    """Give the policy for FSDP1's ``cpu_offload``."""
+    """Return the policy for FSDP1's ``cpu_offload``."""
     if given is None or hasattr(given, "pin_memory"):
-        return offload_of(given)
+        return parse_offload_policy(given)
     if not hasattr(given, "offload_params"):
         raise InvalidArgument(f"cpu_offload must be a CPUOffload, not {kind_of(given)}", op=_NAME)
     return CPUOffloadPolicy() if given.offload_params else None
 
 
-class Precision:
-    """FSDP1's ``mixed_precision`` as policies: of `inner` units, of the `root`, of modules that stay `as_they_are`."""
+class PrecisionPolicies:
+    """FSDP1's ``mixed_precision`` as policies: of `inner` units, and of the `root`.
+
+    `exempt`: classes of modules that compute in their own dtype.
+    """
 
     def __init__(self, given):
         self.buffer_dtype = None
-        self.apart: tuple[type, ...] = ()
+        self.exempt: tuple[type, ...] = ()
         self.inner = self.root = MixedPrecisionPolicy()
         if given is None:
             return
@@ -141,21 +155,23 @@ class Precision:
             MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=each) for each in casts
         )
         if given.param_dtype is not None:
-            self.apart = tuple(given._module_classes_to_ignore or ())
+            self.exempt = tuple(given._module_classes_to_ignore or ())
 
     def as_they_are(self, module: nn.Module) -> MixedPrecisionPolicy:
-        """Give the policy of a unit that computes in its own dtype, between others."""
+        """Return the policy of a unit that computes in its own dtype, between other units."""
         own = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
         return MixedPrecisionPolicy(own, output_dtype=self.inner.param_dtype)
 
 
-def units_for(module: nn.Module, policy, precision: Precision, modules, parameters) -> list[tuple[nn.Module, dict]]:
-    """Give the submodules that are to be units, children first, with the settings of each."""
+def select_units(
+    module: nn.Module, policy, precision: PrecisionPolicies, modules, parameters
+) -> list[tuple[nn.Module, dict]]:
+    """Return the submodules that become units, children first, with the options of each."""
     chosen = [] if policy is None else units_of(module, policy, modules, parameters)
     how = {each: own for each, own in chosen if not isinstance(each, ShardedModule)}
-    if precision.apart:
+    if precision.exempt:
         for each in module.modules():
-            if isinstance(each, precision.apart) and each is not module and each not in modules:
+            if isinstance(each, precision.exempt) and each is not module and each not in modules:
                 if any(True for _ in each.parameters()) and not isinstance(each, ShardedModule):
                     how[each] = {**how.get(each, {}), "mp_policy": precision.as_they_are(each)}
     inside_first = units_of(module, lambda module, recurse, nonwrapped_numel: recurse or module in how, modules)

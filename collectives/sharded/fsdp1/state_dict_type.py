@@ -1,4 +1,6 @@
-"""FSDP1's settings of state dicts, and its functions for optimizer state, for `ShardedDataParallel` to offer."""
+"""FSDP1's settings of state dicts, and its functions for optimizer state, which
+`ShardedDataParallel` offers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InvalidArgument
+from ...errors import InvalidArgument
+from ..managed_params import units_in
+from ..state.optimizer import gather_full_state, local_state_dict, on_cpu, scatter_from_rank0, sharded_state
+from ..state.state_dict import GetOptions
 from .api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -19,9 +24,6 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .state.optimizer import from_rank_0, full_state, local_state_dict, on_cpu, pieces_of_state
-from .state.state_dict import Form
-from .unit import units_in
 
 __all__ = [
     "full_optim_state_dict", "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load",
@@ -32,18 +34,22 @@ _DEFAULT = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Give what `set_state_dict_type` has set: of the outermost unit inside."""
-    return next((unit.settings for unit in units_in(module) if unit.settings is not None), _DEFAULT)
+    """Return what `set_state_dict_type` has set for the outermost unit inside."""
+    return next(
+        (unit.state_dict_settings for unit in units_in(module) if unit.state_dict_settings is not None), _DEFAULT
+    )
 
 
 def set_state_dict_type(
     module: nn.Module, state_dict_type: StateDictType, state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:  # fmt: skip
-    """Say what ``state_dict()`` of a module's units gives, and `optim_state_dict`; give what was set before.
+    """Set what ``state_dict()`` of a module's units and `optim_state_dict` return; return what was
+    set before.
 
-    FULL_STATE_DICT: full tensors; SHARDED_STATE_DICT or LOCAL_STATE_DICT: pieces. Torch's own enum and configurations
-    are taken, too. What is loaded may be either, whatever is set. A local call, to be made on all ranks.
+    FULL_STATE_DICT: full tensors; SHARDED_STATE_DICT or LOCAL_STATE_DICT: shards. Torch's own enum
+    and configurations are taken, too. What is loaded may be either, whatever is set. A local call,
+    to be made on all ranks.
     """
     name = getattr(state_dict_type, "name", state_dict_type)
     if name not in StateDictType.__members__:
@@ -61,8 +67,8 @@ def set_state_dict_type(
     )
     before = get_state_dict_type(module)
     for unit in units_in(module):
-        unit.settings = settings
-        unit.form = Form.of(settings.state_dict_type, settings.state_dict_config)
+        unit.state_dict_settings = settings
+        unit.state_dict_options = GetOptions.of(settings.state_dict_type, settings.state_dict_config)
     return before
 
 
@@ -71,51 +77,55 @@ def state_dict_type(
     module: nn.Module, state_dict_type: StateDictType, state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ):  # fmt: skip
-    """Do as `set_state_dict_type` inside of a block."""
+    """Call `set_state_dict_type` for the time of a block."""
     units = units_in(module)
-    before = [(unit.settings, unit.form) for unit in units]
+    before = [(unit.state_dict_settings, unit.state_dict_options) for unit in units]
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
         for unit, (settings, form) in zip(units, before, strict=True):
-            unit.settings, unit.form = settings, form
+            unit.state_dict_settings, unit.state_dict_options = settings, form
 
 
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None, group=None
 ) -> dict[str, Any]:
-    """Give an optimizer's state by names, as `set_state_dict_type` says; of full tensors it is a collective.
+    """Return an optimizer's state by names, as `set_state_dict_type` says; with full tensors it is
+    a collective.
 
-    `optim_state_dict`: what its own ``state_dict()`` gave; None: that now. `group` changes nothing.
+    `optim_state_dict`: the result of its own ``state_dict()``; None: call that now. `group` changes
+    nothing.
     """
     settings = get_state_dict_type(model)
-    form = Form.of(settings.state_dict_type, settings.optim_state_dict_config)
+    form = GetOptions.of(settings.state_dict_type, settings.optim_state_dict_config)
     if form.full:
-        return full_state(model, [(optim, optim_state_dict)], form)
-    made = pieces_of_state(model, [optim], raw=optim_state_dict)
+        return gather_full_state(model, [(optim, optim_state_dict)], form)
+    made = sharded_state(model, [optim], raw=optim_state_dict)
     return on_cpu(made) if form.on_cpu else made
 
 
 def full_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_input=None, rank0_only: bool = True, group=None
 ) -> dict[str, Any]:
-    """Give an optimizer's full state by names, on the host; by `rank0_only` an empty dictionary on the other ranks."""
-    return full_state(model, [(optim, None)], Form(True, True, rank0_only))
+    """Return an optimizer's full state by names, on the host; with `rank0_only` an empty dictionary
+    on the other ranks.
+    """
+    return gather_full_state(model, [(optim, None)], GetOptions(True, True, rank0_only))
 
 
 def optim_state_dict_to_load(
     model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any],
     is_named_optimizer: bool = False, load_directly: bool = False, group=None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Give what ``optim.load_state_dict`` takes on this rank, from full state or pieces by names.
+    """Return what ``optim.load_state_dict`` takes on this rank, from full state or shards by names.
 
-    `load_directly`: load it, too. Where FULL_STATE_DICT with ``rank0_only`` is set, rank 0 alone has it, and this is a
-    collective; else a local call.
+    `load_directly`: load it, too. A collective where FULL_STATE_DICT with ``rank0_only`` is set,
+    since rank 0 alone has the state; otherwise a local call.
     """
     settings = get_state_dict_type(model)
     if getattr(settings.optim_state_dict_config, "rank0_only", False):
-        optim_state_dict = from_rank_0(model, optim_state_dict)
+        optim_state_dict = scatter_from_rank0(model, optim_state_dict)
     local = local_state_dict(model, optim, optim_state_dict)
     if load_directly:
         optim.load_state_dict(local)
@@ -126,11 +136,11 @@ def scatter_full_optim_state_dict(
     full_optim_state_dict: dict[str, Any] | None, model: nn.Module, optim_input=None,
     optim: torch.optim.Optimizer | None = None, group=None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Give what ``optim.load_state_dict`` takes, from full state that rank 0 has. A collective.
+    """Return what ``optim.load_state_dict`` takes, from full state that rank 0 has. A collective.
 
     `optim` must be given; `optim_input` and `group` change nothing.
     """
     if optim is None:
         raise InvalidArgument("give the optimizer as optim=", op="scatter_full_optim_state_dict")
-    given = from_rank_0(model, full_optim_state_dict)
+    given = scatter_from_rank0(model, full_optim_state_dict)
     return local_state_dict(model, optim, given)

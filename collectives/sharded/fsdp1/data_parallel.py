@@ -1,4 +1,6 @@
-"""ShardedDataParallel: FSDP1's face over the same units: strategies, wrap policies, `no_sync`, `summon_full_params`."""
+"""ShardedDataParallel: FSDP1's interface to the same units: strategies, wrap policies, `no_sync`,
+`summon_full_params`.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +9,50 @@ import contextlib
 import torch
 from torch import nn
 
-from ..arrays import kind_of
-from ..comm.communicator import Communicator
-from ..errors import InvalidArgument, InvalidUsage
-from ..torch_compat import current_graph_task_id
-from . import settings
+from ...arrays import kind_of
+from ...comm.communicator import Communicator
+from ...errors import InvalidArgument, InvalidUsage
+from ...torch_compat import current_graph_task_id
+from ..managed_params import managed_parameters, units_in
+from ..module import ShardedModule
+from ..module_changes import managed_modules
+from ..sharding import shard
+from ..state.model import broadcast_tensors
+from ..state.state_dict import unsharded_params
+from . import state_dict_type as settings
 from .api import BackwardPrefetch, ShardingStrategy
-from .arguments import Precision, ignored, member, offload, parse_device_id, ranks_for, settings_of, units_for
-from .changes import own_modules
-from .module import ShardedModule, shard
-from .state.model import make_rank_0s
-from .state.state_dict import shown_masters
-from .unit import managed_parameters, units_in
+from .arguments import (
+    PrecisionPolicies,
+    ignored,
+    offload,
+    parse_device_id,
+    parse_enum,
+    resolve_fsdp1_ranks,
+    select_units,
+    unit_options,
+)
 
 __all__ = ["ShardedDataParallel"]
 
 
 class ShardedDataParallel(ShardedModule):
-    """Shard a module, as FullyShardedDataParallel does; in place: gives the module itself, whose names don't change.
+    """Shard a module, as FullyShardedDataParallel does; in place: returns the module itself, whose
+    names don't change.
 
-    `process_group`: of the ranks; two of them, (the pieces', the replicas'), for HYBRID_SHARD; `device_mesh` or `comm`
-    in its place; None: the default group. `sharding_strategy`: a `ShardingStrategy`, FULL_SHARD unless given; torch's
-    own enums are taken, too. `cpu_offload`: ``CPUOffload(offload_params=True)``. `auto_wrap_policy`: which submodules
-    become units of their own, see `collectives.sharded.wrap`; None: all is one unit, but for submodules that are
-    sharded already. `backward_prefetch`, `forward_prefetch`: gather the next unit in advance, where there is something
-    beside which to do it: a GPU, or spare cores. `limit_all_gathers` changes nothing: a gather waits, on the GPU, for
-    the computation that had its memory before, and no more than one unit is gathered in advance. `mixed_precision`: a
-    `MixedPrecision`. `device_id`: where it computes; the module is moved there, unit by unit. `sync_module_states`:
-    take rank 0's parameters and buffers. `param_init_fn`: gives modules on the meta device memory and values; None:
-    ``to_empty`` and ``reset_parameters()``. `ignored_modules`, `ignored_states`: modules, or parameters, that stay as
-    they are. `use_orig_params` changes nothing: the optimizer always sees each parameter's piece. `hook_state`: a
-    `collectives.HookState`.
+    `process_group`: the ranks; two of them, (the shards', the replicas'), for HYBRID_SHARD;
+    `device_mesh` or `comm` in its place; None: the default group. `sharding_strategy`: a
+    `ShardingStrategy`, FULL_SHARD unless given; torch's own enums are taken, too. `cpu_offload`:
+    ``CPUOffload(offload_params=True)``. `auto_wrap_policy`: which submodules become units of their
+    own, see `collectives.sharded.wrap`; None: all is one unit, except submodules that are sharded
+    already. `backward_prefetch`, `forward_prefetch`: prefetch the next unit, where the all-gather
+    can overlap with computation: on a GPU, or on spare cores. `limit_all_gathers` changes nothing:
+    an all-gather waits, on the GPU, for the computation that had its memory before, and no more
+    than one unit is prefetched. `mixed_precision`: a `MixedPrecision`. `device_id`: where it
+    computes; the module is moved there, unit by unit. `sync_module_states`: take rank 0's
+    parameters and buffers. `param_init_fn`: allocates and initialises modules on the meta device;
+    None: ``to_empty`` and ``reset_parameters()``. `ignored_modules`, `ignored_states`: modules, or
+    parameters, that stay as they are. `use_orig_params` changes nothing: the optimizer always gets
+    each parameter's shard. `hook_state`: a `collectives.HookState`.
 
     A collective, which blocks. Raises what `collectives.sharded.fully_shard` raises, on all ranks.
     """
@@ -53,64 +68,67 @@ class ShardedDataParallel(ShardedModule):
             raise InvalidArgument(f"module must be a torch.nn.Module, not {kind_of(module)}", op="ShardedDataParallel")
         if isinstance(module, ShardedModule):
             raise InvalidUsage(f"this {type(module).__name__} is sharded already", op="ShardedDataParallel")
-        strategy = member(ShardingStrategy, sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy")
+        strategy = parse_enum(ShardingStrategy, sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy")
         prefetch = backward_prefetch
         if prefetch is not None:
-            prefetch = member(BackwardPrefetch, prefetch, "backward_prefetch")
-        device, precision = parse_device_id(device_id), Precision(mixed_precision)
+            prefetch = parse_enum(BackwardPrefetch, prefetch, "backward_prefetch")
+        device, precision = parse_device_id(device_id), PrecisionPolicies(mixed_precision)
         modules, parameters = ignored(module, ignored_modules, ignored_states)
-        ranks = {strategy: ranks_for(module, strategy, process_group, device_mesh, comm, device)}
-        for each, own in [*units_for(module, auto_wrap_policy, precision, modules, parameters), (module, {})]:
-            its = member(ShardingStrategy, own.get("sharding_strategy", strategy), "sharding_strategy")
+        ranks = {strategy: resolve_fsdp1_ranks(module, strategy, process_group, device_mesh, comm, device)}
+        for each, own in [*select_units(module, auto_wrap_policy, precision, modules, parameters), (module, {})]:
+            its = parse_enum(ShardingStrategy, own.get("sharding_strategy", strategy), "sharding_strategy")
             if its not in ranks:
-                ranks[its] = ranks_for(module, its, process_group, device_mesh, comm, device)
+                ranks[its] = resolve_fsdp1_ranks(module, its, process_group, device_mesh, comm, device)
             policy = precision.root if each is module else precision.inner
             if "mixed_precision" in own:
-                policy = Precision(own["mixed_precision"]).inner
+                policy = PrecisionPolicies(own["mixed_precision"]).inner
             policy = own.get("mp_policy", policy)
-            give_memory(each, ranks[its].world.device, param_init_fn, parameters)
+            materialize_meta_params(each, ranks[its].world.device, param_init_fn, parameters)
             if sync_module_states:
-                take_from_rank_0(each, ranks[its].world, parameters)
+                broadcast_module_states(each, ranks[its].world, parameters)
             unit = shard(
                 each, cls, ranks[its], mp_policy=policy, offload_policy=offload(own.get("cpu_offload", cpu_offload)),
-                hook_state=hook_state, ignored_params=parameters, **settings_of(its),
+                hook_state=hook_state, ignored_params=parameters, **unit_options(its),
             )  # fmt: skip
-            unit.prefetches_forward = bool(forward_prefetch)
-            unit.prefetches_backward = prefetch is not None
-            unit.prefetches_late = prefetch is BackwardPrefetch.BACKWARD_POST
+            unit.prefetch_in_forward = bool(forward_prefetch)
+            unit.prefetch_in_backward = prefetch is not None
+            unit.prefetch_post_backward = prefetch is BackwardPrefetch.BACKWARD_POST
         if precision.buffer_dtype is not None:
             _cast_buffers(module, precision.buffer_dtype, modules)
         return module
 
     def __init__(self, *args, **kwargs):
-        pass  # all is done where it is made; the module keeps what its own __init__ gave it
+        pass  # __new__ does it all; the module keeps what its own __init__ has set
 
     def __getattr__(self, name):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # FSDP1 wraps, so that programs unwrap
+            if name == "module":  # FSDP1 wraps, and programs unwrap by this name
                 return self
             raise
 
     @contextlib.contextmanager
     def no_sync(self, *, keep_bytes: int | None = None):
-        """Let gradients add up on each rank alone inside of the block; the next backward behind it reduces the sum.
+        """Add up gradients on each rank inside the block; the next backward after it reduces the
+        sum.
 
         `keep_bytes`: as in `set_requires_gradient_sync`.
         """
         units = units_in(self)
-        before = [unit.syncs for unit in units]
+        before = [unit.reduce_grads for unit in units]
         self.set_requires_gradient_sync(False, keep_bytes=keep_bytes)
         try:
             yield
         finally:
             for unit, synced in zip(units, before, strict=True):
-                unit.syncs = synced
+                unit.reduce_grads = synced
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[ShardedModule]:
-        """Give the modules that are units, outermost first; `root_only`: those that are in no other one."""
+        """Return the modules that are units, outermost first; `root_only`: those that are inside no
+        other one.
+        """
         found, inside = [], set()
         for each in module.modules():
             if isinstance(each, ShardedModule):
@@ -125,24 +143,26 @@ class ShardedDataParallel(ShardedModule):
         module: nn.Module, recurse: bool = True, writeback: bool = True, rank0_only: bool = False,
         offload_to_cpu: bool = False, with_grads: bool = False,
     ):  # fmt: skip
-        """Give a module its full parameters inside of the block. A collective; takes the memory of all of them.
+        """Register the full parameters on a module inside the block. A collective; takes the memory
+        of all of them.
 
-        `recurse`: those of inner units, too. `writeback`: keep what is written to them; each rank keeps its own piece.
-        `rank0_only`: on rank 0 only, without `writeback`. `offload_to_cpu`: on the host. `with_grads`: the full
-        gradients, too. They are in the pieces' own dtype, whatever `mixed_precision` says. Raises `InvalidUsage` in a
-        forward or backward; there is none inside of the block.
+        `recurse`: those of inner units, too. `writeback`: keep what is written to them; each rank
+        keeps its own shard. `rank0_only`: on rank 0 only, without `writeback`. `offload_to_cpu`: on
+        the host. `with_grads`: the full gradients, too. They are in the shards' own dtype, whatever
+        `mixed_precision` says. Raises `InvalidUsage` in a forward or backward; neither is possible
+        inside the block.
         """
         if rank0_only and writeback:
             raise InvalidArgument("rank0_only leaves the other ranks nothing to write back: give writeback=False")
         units = units_in(module, recurse=recurse)
         for unit in units:
-            if unit.order.depth or current_graph_task_id() != -1:
+            if unit.scheduler.depth or current_graph_task_id() != -1:
                 raise InvalidUsage("summon_full_params inside of a forward or backward", op="summon_full_params")
         device = torch.device("cpu") if offload_to_cpu else None
-        with shown_masters(units, keep=writeback, gradients=with_grads, device=device, rank0_only=rank0_only):
+        with unsharded_params(units, keep=writeback, gradients=with_grads, device=device, rank0_only=rank0_only):
             yield
 
-    # FSDP1's names for what `collectives.sharded.settings` does.
+    # FSDP1's names for what `collectives.sharded.fsdp1.state_dict_type` does.
     state_dict_type = staticmethod(settings.state_dict_type)
     set_state_dict_type = staticmethod(settings.set_state_dict_type)
     get_state_dict_type = staticmethod(settings.get_state_dict_type)
@@ -152,10 +172,10 @@ class ShardedDataParallel(ShardedModule):
     scatter_full_optim_state_dict = staticmethod(settings.scatter_full_optim_state_dict)
 
 
-def give_memory(module: nn.Module, device: torch.device, init, ignored) -> None:
-    """Give what of a unit is on the meta device memory and values."""
+def materialize_meta_params(module: nn.Module, device: torch.device, init, ignored) -> None:
+    """Allocate and initialise what of a unit is on the meta device."""
     ignored = set(map(id, ignored))
-    for each in own_modules(module):
+    for each in managed_modules(module):
         own = [*each._parameters.values(), *each._buffers.values()]
         if not any(tensor is not None and tensor.is_meta and id(tensor) not in ignored for tensor in own):
             continue
@@ -178,14 +198,14 @@ def give_memory(module: nn.Module, device: torch.device, init, ignored) -> None:
             )
 
 
-def take_from_rank_0(module: nn.Module, world: Communicator, ignored) -> None:
+def broadcast_module_states(module: nn.Module, world: Communicator, ignored) -> None:
     """Broadcast rank 0's parameters and buffers of one unit."""
     found = managed_parameters(module, stop=lambda each: isinstance(each, ShardedModule))
     ignored = set(map(id, ignored))
     tensors = [param.data for _, _, param in found if id(param) not in ignored]
-    for each in own_modules(module):
+    for each in managed_modules(module):
         tensors += [buffer for buffer in each._buffers.values() if buffer is not None]
-    make_rank_0s(tensors, world)
+    broadcast_tensors(tensors, world)
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype, ignored: set[nn.Module]) -> None:

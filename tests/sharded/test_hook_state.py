@@ -47,9 +47,9 @@ def full(model):
         for group in unit.groups:
             whole = group.flat
             if unit.ranks.shard is not None:
-                whole = torch.empty(group.total, dtype=group.dtype)
+                whole = torch.empty(group.unsharded_numel, dtype=group.dtype)
                 unit.ranks.shard.all_gather(whole, group.flat)
-            found += [whole[slot.offset :][: slot.count].view(slot.shape).clone() for slot in group.slots]
+            found += [whole[param.offset :][: param.count].view(param.shape).clone() for param in group.params]
     return found
 
 
@@ -152,16 +152,16 @@ def feed_back(ctx):
         units = [group for unit in units_in(model) for group in unit.groups]
         whole = []
         for group in units:
-            flat = torch.empty(group.total)
+            flat = torch.empty(group.unsharded_numel)
             ctx.communicator().all_gather(flat, group.grad)
-            whole += [flat[slot.offset :][: slot.count].view(slot.shape) for slot in group.slots]
+            whole += [flat[param.offset :][: param.count].view(param.shape) for param in group.params]
         for total, each in zip(sums, whole, strict=True):
             total += each
     kept = pickle.loads(pickle.dumps(state)).compressor.state_dict()["residuals"]
     mean = state.state_dict()["wire"]["residuals"]
     saved = state.state_dict()
-    gone = [weakref.ref(slot.piece) for unit in units_in(model) for slot in unit.slots]
-    gone += [weakref.ref(slot.full) for unit in units_in(model) for slot in unit.slots]
+    gone = [weakref.ref(param.shard) for unit in units_in(model) for param in unit.params]
+    gone += [weakref.ref(param.full) for unit in units_in(model) for param in unit.params]
     del model, units, group
     gc.collect()
     assert [each() for each in gone] == [None] * 16
@@ -203,8 +203,8 @@ def gather_in_fewer_bits(ctx):
         assert all(map(torch.equal, masters, full(model)))
         with torch.no_grad(), model[0]._unit.unsharded(write_back=True):
             model[0].bias[:2] = 7.0
-        changed = model[0]._unit.slots[1]
-        after = full(model)[[slot for unit in units_in(model) for slot in unit.slots].index(changed)]
+        changed = model[0]._unit.params[1]
+        after = full(model)[[param for unit in units_in(model) for param in unit.params].index(changed)]
         assert after[:2].tolist() == [7.0, 7.0]
         optimizer = adamw(model.parameters())
         train(model, optimizer, ctx.rank, 2)

@@ -1,0 +1,125 @@
+"""Changes that users make to a module after it is sharded: requires_grad, hooks of parameters, new
+parameters.
+
+A parameter has two forms. Users see the shard, and autograd the full one: what is set on one must
+be set on the other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+from torch import nn
+
+from ..errors import InvalidUsage
+
+__all__ = ["AddedParamCheck", "check_not_written", "copy_hooks", "managed_modules", "param_versions", "sync_attributes"]
+
+
+def copy_hooks(param, original: nn.Parameter) -> None:
+    """Copy the hooks of an original parameter to its two forms.
+
+    Gradient hooks go on the full form, as under DDP: they see this rank's gradient before it is
+    reduced. Post-accumulate hooks go on the shard, where the scheduler calls them.
+    """
+    if original._backward_hooks:
+        param.full._backward_hooks = param.shard._backward_hooks = original._backward_hooks
+    if original._post_accumulate_grad_hooks:
+        param.shard._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
+
+
+def sync_attributes(unit) -> None:
+    """Copy what was set on one form of a parameter since the last forward to the other. A local
+    call.
+
+    Raises `InvalidUsage` where requires_grad was changed in a unit with a HookState.
+    """
+    changed = False
+    for group in unit.groups:
+        for param in group.params:
+            shard, full = param.shard, param.full
+            if full._backward_hooks is not shard._backward_hooks:
+                if full._backward_hooks is None:
+                    full._backward_hooks = shard._backward_hooks  # one dictionary, so that a handle removes from both
+                elif shard._backward_hooks is None:
+                    shard._backward_hooks = full._backward_hooks
+            if shard.requires_grad is full.requires_grad is param.requires_grad:
+                continue
+            if unit.reducer is not None:
+                raise InvalidUsage(
+                    f"{param.name}.requires_grad was changed after it was sharded with a HookState, whose wires and "
+                    "optimizer are made for what it was: set it before fully_shard"
+                )
+            changed = True
+            param.requires_grad = not param.requires_grad
+            shard.requires_grad_(param.requires_grad)
+            full.requires_grad_(param.requires_grad)
+            param.expects_grad = param.requires_grad
+            if param.requires_grad:
+                group.requires_grad = True  # for good: a group without gradients on any rank isn't reduced
+                unit.register_grad_hook(param)
+    if changed:
+        unit.update_trainable()
+
+
+class AddedParamCheck:
+    """Finds trainable parameters that were added to a unit's modules after they were sharded."""
+
+    def __init__(self, module: nn.Module, find, ignored):
+        self._module = weakref.ref(module)
+        self._find = find  # returns (names, places, parameter) of the module's own parameters
+        self._ignored = {id(param) for param in ignored}
+        self._note()
+
+    def _note(self) -> None:
+        self._modules = [weakref.ref(each) for each in managed_modules(self._module())]
+        self._seen = list(map(_held, self._modules))
+
+    def check(self, params) -> None:
+        """Raise `InvalidUsage`, by name, for a trainable parameter that no unit has: no rank would
+        reduce it.
+        """
+        if list(map(_held, self._modules)) == self._seen:
+            return
+        known = self._ignored | {id(form) for param in params for form in (param.shard, param.full)}
+        for names, _, param in self._find(self._module()):
+            if param.requires_grad and id(param) not in known:
+                raise InvalidUsage(
+                    f"{names[0]} of this {type(self._module()).__name__} was added after it was sharded, so that each "
+                    "rank would train its own: change modules before fully_shard, or shard the new module, too"
+                )
+        self._note()
+
+
+def managed_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those inside that are no units."""
+    yield module
+    for child in module.children():
+        if not hasattr(child, "_unit"):
+            yield from managed_modules(child)
+
+
+def _held(reference) -> tuple | None:
+    module = reference()
+    if module is None:
+        return None
+    there = sum(param is not None for param in module._parameters.values())
+    return there, *map(id, module._modules.values())
+
+
+def param_versions(unit) -> list[int]:
+    """Return the version counters of a unit's full parameters, for `check_not_written`."""
+    return [param.full._version for param in unit.params]
+
+
+def check_not_written(unit, before: list[int]) -> None:
+    """Raise `InvalidUsage`, by name, where a forward has written to a gathered parameter: the write
+    would be lost.
+    """
+    for param, version in zip(unit.params, before, strict=True):
+        if param.full._version != version:
+            raise InvalidUsage(
+                f"the forward has written to {param.name} in place, and only its piece is kept: leave out what does "
+                "that (an Embedding's max_norm), or give the parameter to ignored_params"
+            )

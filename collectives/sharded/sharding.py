@@ -1,0 +1,207 @@
+"""fully_shard: make a module a unit, in place; its forward and backward then unshard, reshard and
+reduce.
+
+The module's class becomes one that derives from `ShardedModule` and from the module's own class.
+Nothing is wrapped, and no name changes.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..arrays import kind_of
+from ..comm.communicator import Communicator
+from ..errors import InvalidArgument, InvalidUsage
+from ..gradients.state import HookState
+from ..rendezvous.process_groups import get_communicator
+from .clip import patch_clip_grad_norm
+from .forward_hooks import register_grad_hooks
+from .grad_reducer import get_reducer
+from .managed_params import check_parameter, managed_parameters
+from .materialize import wrap_init_methods
+from .mesh import Ranks, resolve_device, resolve_ranks
+from .module import ShardedModule
+from .module_changes import AddedParamCheck
+from .optimizer_hooks import patch_dcp_optimizer_state, register_optimizer_hooks, replaced
+from .policies import MixedPrecisionPolicy, OffloadPolicy
+from .post_forward import parse_reshard_after_forward, set_reshard_after_forward
+from .scaler import patch_grad_scaler
+from .scheduler import get_scheduler
+from .state.state_dict import post_load_state_dict
+from .unit import Unit
+
+__all__ = ["fully_shard", "shard"]
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    comm: Communicator | None = None,
+    mesh=None,
+    reshard_after_forward: bool | int = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params=None,
+    hook_state=None,
+) -> nn.Module:
+    """Shard a module's parameters, gradients and optimizer state over ranks, in place; return the
+    module.
+
+    The module becomes a unit of all its parameters, except those of submodules that are units
+    already and those in `ignored_params`: call it on the inner modules first. Outside of forward
+    and backward, ``parameters()`` are this rank's shards: make the optimizer after this call. A
+    collective, which all ranks must call with the same arguments; blocks. Forward and backward are
+    collectives, too; ranks need not run the same units.
+
+    `comm`: the ranks that own a shard each; `mesh`: a one-dimensional DeviceMesh, or a
+    two-dimensional one whose second dimension shards and whose first one replicates; None:
+    torch.distributed's default group. `reshard_after_forward`: True: gather again for the backward;
+    False: stay gathered until then; an int, which divides the number of ranks: keep 1/int of the
+    parameters, so that the backward's all-gather is among that many neighbouring ranks.
+    `mp_policy`: a `MixedPrecisionPolicy`. `offload_policy`: `CPUOffloadPolicy()`: shards on the
+    host. `hook_state`: a `collectives.HookState`, whose wire, clipping and optimizer are used.
+
+    Raises `InvalidUsage` on all ranks where they don't shard the same parameters, and for a weight
+    that is tied to one of another unit, by name; `InvalidArgument` for parameters that can't be
+    sharded.
+    """
+    _check_module(module)
+    if comm is None and mesh is None and isinstance(hook_state, HookState):
+        comm = hook_state.comm  # or the communicator of its process group
+        if comm is None and hook_state.process_group is not None:
+            comm = get_communicator(hook_state.process_group, resolve_device(module, None))
+    ranks = resolve_ranks(module, comm, mesh)
+    unit = shard(
+        module, ShardedModule, ranks, mp_policy=mp_policy, offload_policy=offload_policy,
+        ignored_params=() if ignored_params is None else ignored_params, hook_state=hook_state,
+        reshard_after_forward=reshard_after_forward,
+    )  # fmt: skip
+    return unit.module()
+
+
+def _check_module(module) -> None:
+    if not isinstance(module, nn.Module):
+        raise InvalidArgument(f"module must be a torch.nn.Module, not {kind_of(module)}", op="fully_shard")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        raise InvalidArgument(
+            f"a {type(module).__name__} has no forward, in which its parameters would be gathered: shard its members",
+            op="fully_shard",
+        )
+    if isinstance(module, ShardedModule):
+        raise InvalidUsage(f"this {type(module).__name__} is sharded already", op="fully_shard")
+
+
+def shard(
+    module: nn.Module,
+    face: type,
+    ranks: Ranks,
+    *,
+    reshard_after_forward: bool | int = True,
+    ignored_params=(),
+    hook_state=None,
+    mp_policy=None,
+    offload_policy=None,
+    persistent: bool = False,
+    strategy: str = "",
+) -> Unit:
+    """Make a module a unit, and its class one that derives from `face`: `fully_shard` after its
+    checks.
+    """
+    register_optimizer_hooks()
+    patch_clip_grad_norm()
+    patch_grad_scaler()
+    patch_dcp_optimizer_state()
+    if not isinstance(ignored_params, Iterable):
+        raise InvalidArgument(f"ignored_params must be parameters, not {kind_of(ignored_params)}", op="fully_shard")
+    ignored_params = list(ignored_params)
+    reducer = get_reducer(hook_state, ranks.world)
+    scheduler = get_scheduler(ranks.world)
+    keep = parse_reshard_after_forward(reshard_after_forward, ranks)
+    found = managed_parameters(module, ignored_params, stop=lambda each: isinstance(each, ShardedModule))
+    for names, _, param in found:
+        check_parameter(param, names[0])
+        if param in replaced:
+            raise InvalidUsage(
+                f"{names[0]} of this {type(module).__name__} is tied to {replaced[param]}, which was sharded before "
+                "as a part of another unit: tied weights must be of one unit; shard the smallest module that holds "
+                "both, and not the inner one, or leave it out by ignored_params",
+                op="fully_shard", rank=ranks.world.rank,
+            )  # fmt: skip
+    described = f"{type(module).__name__}: " + "; ".join(
+        f"{' = '.join(names)} {list(param.shape)} {str(param.dtype).removeprefix('torch.')}"
+        f"{'' if param.requires_grad else ' frozen'}"
+        for names, _, param in found
+    )
+    described += f"; {strategy or 'sharded'}, over {ranks.size} of {ranks.world.size}, {mp_policy}, {keep}"
+    described += "" if reducer is None else f"; {reducer.describe()}"
+    values = sum(map(_checksum, (param for _, _, param in found)))
+    unit = Unit(
+        None, ranks, parameters=found, name=type(module).__name__, mp_policy=mp_policy, offload_policy=offload_policy,
+        persistent=persistent, pool=scheduler.pool, host_copies=scheduler.host_copies,
+        align=0 if reducer is None else reducer.align,
+        quantized_gather=None if reducer is None else reducer.quantized_gather,
+    )  # fmt: skip
+    scheduler.add(unit, described)
+    if not scheduler.same_number(values):
+        warnings.warn(
+            f"the ranks' values of a {type(module).__name__} with {found[0][0][0]} differ, and each rank's piece is "
+            "kept: seed all ranks alike before the model is built, or make them equal, as by sync_module_states=True",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    if reducer is not None:
+        reducer.add(unit)
+    set_reshard_after_forward(unit, keep)
+    unit.module = weakref.ref(module)
+    unit.scheduler = scheduler
+    for names, _, param in found:
+        replaced[param] = f"{names[0]} of {type(module).__name__}"
+        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+    register_grad_hooks(unit, scheduler)
+    unit.added_params = AddedParamCheck(module, _own_parameters, ignored_params)
+    for buffer_holder in module.modules():
+        for name, buffer in buffer_holder._buffers.items():
+            if buffer is not None and buffer.device.type != "meta" and buffer.device != unit.device:
+                buffer_holder._buffers[name] = buffer.to(unit.device)
+    module.__class__ = _class_of(face, type(module))
+    object.__setattr__(module, "_unit", unit)
+    if any(param.is_meta for _, _, param in found):
+        wrap_init_methods(unit)
+    module.register_load_state_dict_post_hook(lambda module, _keys: post_load_state_dict(module._unit))
+    object.__setattr__(module, "_scheduler", scheduler)
+    return unit
+
+
+def _own_parameters(module: nn.Module) -> list:
+    return managed_parameters(module, stop=lambda each: isinstance(each, ShardedModule))
+
+
+def _checksum(param: torch.Tensor) -> int:
+    """Return a number that is equal for equal values, and very probably only for these; 0 on the
+    meta device.
+    """
+    if param.is_meta or not param.numel():
+        return 0
+    octets = param.detach().reshape(-1).view(torch.uint8)
+    whole = octets.numel() // 4 * 4
+    total = octets[:whole].view(torch.int32).sum(dtype=torch.int64) if whole else 0
+    return int(total) + int(octets[whole:].sum(dtype=torch.int64))
+
+
+def _class_of(face: type, cls: type) -> type:
+    """Return the class that derives from `face` and from a module's own class."""
+    if (face, cls) not in _classes:
+
+        def new(self, *args, **kwargs):  # a slice of nn.Sequential makes an object of the same class
+            return cls(*args, **kwargs)
+
+        body = {"__new__": new, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _classes[face, cls] = type(cls.__name__, (face, cls), body)
+    return _classes[face, cls]

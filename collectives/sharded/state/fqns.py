@@ -1,0 +1,98 @@
+"""Fully qualified names of a model's parameters, as state dicts have them, and the sharded
+parameter of each name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from ...errors import InvalidArgument
+from ..param import ShardedParam
+from .state_dict import as_shard_tensor
+
+__all__ = ["NamedParam", "clean_tensor_name", "params_by_id", "sharded_params_by_fqn"]
+
+# Infixes of torch.compile and of activation checkpointing. DistributedDataParallel's is a prefix.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def clean_tensor_name(name: str) -> str:
+    """Return a name without the infixes of wrappers."""
+    for each in _WRAPPERS:
+        name = name.replace(each, "")
+    return name
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedParam:
+    """A parameter by its name: `param` is the object on this rank, `sharded` its `ShardedParam`, or
+    None.
+    """
+
+    name: str
+    param: nn.Parameter
+    sharded: ShardedParam | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        return self.param.shape if self.sharded is None else self.sharded.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which to allocate its state; optimizers move loaded state to where the
+        parameter is.
+        """
+        return torch.device("cpu") if self.param.is_meta else self.param.device
+
+    def is_per_element(self, key: str, value) -> bool:
+        """Whether an entry of its optimizer state has an element for each of the parameter's on
+        this rank.
+        """
+        return isinstance(value, torch.Tensor) and key != "step" and value.shape == self.param.shape
+
+    def as_entry(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that lies as the parameter here, as an entry of a sharded state dict."""
+        return value if self.sharded is None else as_shard_tensor(self.sharded, value)
+
+    def load_entry(self, key: str, value: torch.Tensor) -> torch.Tensor:
+        """Return an entry as the optimizer here takes it: its own copy, from a tensor of the whole
+        shape or a shard.
+        """
+        if value.shape != self.shape:
+            raise InvalidArgument(
+                f"{key} of {self.name} has shape {list(value.shape)} in the state dict, and the parameter has "
+                f"{list(self.shape)}: it is of another model"
+            )
+        if self.sharded is None:
+            return value.detach().clone()
+        here = torch.empty(self.param.shape, dtype=value.dtype, device=self.device)
+        as_shard_tensor(self.sharded, here).copy_(value)
+        return here
+
+
+def sharded_params_by_fqn(model: nn.Module) -> dict[str, ShardedParam]:
+    """Return the units' sharded parameters by all their names."""
+    found = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        unit = getattr(module, "_unit", None)
+        for param in () if unit is None else unit.params:
+            for name in param.names:
+                found.setdefault(clean_tensor_name(f"{prefix}.{name}" if prefix else name), param)
+    return found
+
+
+def params_by_id(model: nn.Module) -> dict[int, NamedParam]:
+    """Return a model's parameters by their ids, each with its first name; of units, their shards."""
+    found: dict[int, NamedParam] = {}
+    of_units = set()
+    for name, param in sharded_params_by_fqn(model).items():
+        found.setdefault(id(param.shard), NamedParam(name, param.shard, param))
+        of_units |= {id(param.shard), id(param.full), id(param.substitute)}
+    for name, param in model.named_parameters():
+        if id(param) not in of_units:
+            found[id(param)] = NamedParam(clean_tensor_name(name), param, None)
+    return found
