@@ -3,8 +3,11 @@
 
 #include <set>
 
-#include "comm.h"
 #include "coll/ops.h"
+#include "comm.h"
+#include "group.h"
+#include "operation.h"
+#include "queue.h"
 #include "system.h"
 
 namespace coll {

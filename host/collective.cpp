@@ -19,7 +19,7 @@
 
 #include <algorithm>
 
-#include "comm.h"
+#include "collective.h"
 #include "kernels.h"
 #include "system.h"
 
@@ -95,7 +95,7 @@ void Collective::begin() {
   me->call[parity] = call;
   me->call_key[parity] = call_key(call);
   me->scalar[parity] = op.reduction.scalar;
-  me->sharing[parity] = what_is_shared();
+  me->sharing[parity] = find_shared_arrays();
   in_place = me->sharing[parity] != kStaged;
 }
 
@@ -134,8 +134,8 @@ void Collective::post(uint64_t round) {
       for (int j = 0; j < c.size; ++j)
         if (j != c.rank || own_too) memcpy(slot + j * stride, from + j * op.bytes(), nbytes);
     } else if (two_phase && !own_too) {
-      size_t first = piece_begin(elements(round), esize, c.size, c.rank) * esize;
-      size_t last = piece_begin(elements(round), esize, c.size, c.rank + 1) * esize;
+      size_t first = slice_begin(elements(round), esize, c.size, c.rank) * esize;
+      size_t last = slice_begin(elements(round), esize, c.size, c.rank + 1) * esize;
       memcpy(slot, from, first);
       memcpy(slot + last, from + last, nbytes - last);
     } else {
@@ -191,7 +191,7 @@ void Collective::check_calls() {
   uint64_t mine = c.me()->call_key[parity];
   bool same = true;
   for (int r = 0; r < c.size; ++r) same = same && c.segment->rank(r)->call_key[parity] == mine;
-  if (same) settle_way();
+  if (same) choose_path();
   else describe_mismatch();
 }
 
@@ -262,17 +262,17 @@ void Collective::reduce_slots(void* out, size_t slot_offset, size_t own_offset, 
 }
 
 // The first of the elements that rank r reduces, of `count` that are shared out in whole lines.
-size_t piece_begin(size_t count, size_t esize, int size, int r) {
+size_t slice_begin(size_t count, size_t esize, int size, int r) {
   size_t piece = (count + size - 1) / size;
   size_t line = kLine / esize;
   piece = (piece + line - 1) / line * line;
   return std::min(count, piece * r);
 }
 
-void Collective::reduce_piece(uint64_t round) {
+void Collective::reduce_slice(uint64_t round) {
   ncclComm& c = comm();
   size_t esize = type_size(op.type), count = elements(round);
-  size_t first = piece_begin(count, esize, c.size, c.rank), last = piece_begin(count, esize, c.size, c.rank + 1);
+  size_t first = slice_begin(count, esize, c.size, c.rank), last = slice_begin(count, esize, c.size, c.rank + 1);
   char* slot = c.segment->slot(c.rank, base + round);
   reduce_slots(slot + first * esize, first * esize, (round * per_round + first) * esize, last - first, round,
                own_share());
@@ -283,7 +283,7 @@ void Collective::reduce_all(char* out, size_t own_offset, size_t count, uint64_t
   if (!op.share) return reduce_slots(out, 0, own_offset, count, round, nullptr);
   ncclComm& c = comm();
   size_t esize = type_size(op.type);
-  size_t first = piece_begin(count, esize, c.size, c.rank), last = piece_begin(count, esize, c.size, c.rank + 1);
+  size_t first = slice_begin(count, esize, c.size, c.rank), last = slice_begin(count, esize, c.size, c.rank + 1);
   auto part = [&](size_t begin, size_t end, coll_share* sums) {
     reduce_slots(out + begin * esize, begin * esize, own_offset + begin * esize, end - begin, round, sums);
   };
@@ -304,7 +304,7 @@ void Collective::consume(uint64_t round) {
       if (two_phase) {
         for (int i = 0; i < c.size; ++i) {
           int r = (c.rank + i) % c.size;  // everyone begins with another slot
-          size_t first = piece_begin(count, esize, c.size, r), last = piece_begin(count, esize, c.size, r + 1);
+          size_t first = slice_begin(count, esize, c.size, r), last = slice_begin(count, esize, c.size, r + 1);
           memcpy(to + first * esize, slot(r) + first * esize, (last - first) * esize);
         }
       } else {
@@ -365,12 +365,12 @@ bool Collective::advance() {
     else if (!posted) return true;                                                    // the first round was given up
   }
   if (in_place) {
-    if (!others_done()) return moved;
+    if (!peers_done()) return moved;
     finish_round();
     return true;
   }
   if (two_phase && reduced < posted && sources_ready(reduced)) {
-    reduce_piece(reduced++);
+    reduce_slice(reduced++);
     me->reduced.store(base + reduced, std::memory_order_release);
     c.wake_sleepers();
     moved = true;

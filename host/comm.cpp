@@ -7,8 +7,14 @@
 #include <system_error>
 
 #include "comm.h"
+#include "bootstrap.h"
+#include "group.h"
 #include "kernels.h"
+#include "order.h"
+#include "peers.h"
+#include "progress.h"
 #include "system.h"
+#include "unique_id.h"
 
 namespace coll {
 
@@ -369,8 +375,8 @@ ncclResult_t ncclCommShrink(ncclComm_t parent, int* excludeRanksList, int exclud
       ended.op = op;
       ended.rank = p->rank;
       p->break_with(ended, kAborted);
-      stop_waiting(p);
-      rest(p);
+      wake_waiters(p);
+      wait_until_idle(p);
     } else {
       drain(p);
     }
@@ -428,8 +434,8 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
     ncclComm* c = to_be_ended(comm, "ncclCommAbort", true);
     if (!c) return last_error().code;
     if (c->segment) c->publish_state(kAborted);
-    stop_waiting(c);
-    rest(c);  // what waits in queues behind others fails when its turn comes, and touches nothing of the caller's
+    wake_waiters(c);
+    wait_until_idle(c);  // what waits in queues behind others fails when its turn comes, and touches nothing of the caller's
     c->magic = 0;
     release(c);
     return ncclSuccess;
@@ -447,8 +453,8 @@ ncclResult_t ncclCommRevoke(ncclComm_t comm, int revokeFlags) {
     ended.op = op;
     ended.rank = c->rank;
     c->break_with(ended, kRevoked);
-    stop_waiting(c);
-    rest(c);
+    wake_waiters(c);
+    wait_until_idle(c);
     return ncclSuccess;
   });
 }

@@ -1,7 +1,10 @@
 // Groups, and the one place where operations get their place in the order of things.
 #include <algorithm>
 
-#include "comm.h"
+#include "group.h"
+#include "order.h"
+#include "progress.h"
+#include "queue.h"
 #include "system.h"
 
 namespace coll {

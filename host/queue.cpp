@@ -9,7 +9,8 @@
 #include <deque>
 #include <set>
 
-#include "comm.h"
+#include "queue.h"
+#include "group.h"
 #include "system.h"
 
 using namespace coll;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "transfer.h"
 #include "comm.h"
 
 namespace coll {
