@@ -96,11 +96,13 @@ def build_host_library(output, objects):
     compiler = cxx()
     flags = shlex.split(os.environ.get("CXXFLAGS", ""))
     have = ["-DCOLL_HAVE_X86_ISA=1"] if ON_X86 else []
-    jobs = [(path, "host", have) for path in sorted(ROOT.glob("host/*.cpp"))]
+    jobs = [(path, "host", have) for path in ROOT.glob("host/*.cpp")]
     if not jobs:
         raise CompileError(f"no host/*.cpp under {ROOT}: the source tree is incomplete")
-    for path in sorted(ROOT.glob("kernels/host/*.cpp")):
+    for path in ROOT.glob("kernels/host/*.cpp"):
         jobs += [(path, name, [f"-DCOLL_ISA={name}", *have, *isa]) for name, isa in INSTRUCTION_SETS.items()]
+    # The kernels' objects take longest, the larger sources more: begun first, they leave no core idle at the end.
+    jobs.sort(key=lambda job: (job[1] == "host", -job[0].stat().st_size, job[0].name, job[1]))
     objects.mkdir(parents=True, exist_ok=True)
     commands = {}
     for path, variant, options in jobs:
@@ -145,17 +147,20 @@ class BuildHost(Command):
 
 
 class BuildExt(build_ext):
-    """Build the extensions, then the host engine: into the source tree where it is in place or editable."""
+    """Build the extensions and, beside them, the host engine: into the source tree where it is in place or editable."""
 
     def host_library(self):
         return ROOT / LIBRARY if self.inplace or self.editable_mode else Path(self.build_lib) / LIBRARY
 
     def run(self):
-        cxx()  # before the minutes that the rest takes
-        super().run()
+        cxx()  # before the minute that the rest takes
         in_tree = self.host_library() == ROOT / LIBRARY
         # An editable build gets a throw-away build_temp: its objects are kept in the tree instead.
-        build_host_library(self.host_library(), ROOT / "build" / "host" if in_tree else Path(self.build_temp) / "host")
+        objects = ROOT / "build" / "host" if in_tree else Path(self.build_temp) / "host"
+        with ThreadPoolExecutor(1) as beside:
+            engine = beside.submit(build_host_library, self.host_library(), objects)
+            super().run()
+        engine.result()
 
     def get_outputs(self):
         return [*super().get_outputs(), str(self.host_library())]
