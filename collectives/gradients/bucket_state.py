@@ -6,7 +6,7 @@ import torch
 
 from ..errors import InvalidArgument
 from ..kernels import ParameterTable, Table
-from ..kernels.parameters import _dense
+from ..kernels.parameter_arrays import is_dense
 from ..optim import _alike, _held
 from ..torch_compat import TensorBase
 from .shard_spec import Ownership, part_of
@@ -37,7 +37,7 @@ class Laid:
         self.where = where
         self.device = self.params[0].device
         for at, param in enumerate(self.params):
-            if hasattr(param, "to_local") or not (param.is_contiguous() or _dense(param)):
+            if hasattr(param, "to_local") or not (param.is_contiguous() or is_dense(param)):
                 raise InvalidArgument(
                     f"{self.name(at)} of shape {tuple(param.shape)} and strides {tuple(param.stride())} is not a dense "
                     "tensor of its own, as an optimizer inside of the hook needs: leave HookState's optimizer out, or "

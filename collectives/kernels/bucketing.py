@@ -9,8 +9,11 @@ import torch
 from ..arrays import Reader
 from ..errors import InvalidArgument
 from . import abi
+from .dtypes import FLOATS_END
 from .execution import Statistics, run, written
-from .table import FLOATS_END, Table, device_of, read_scale
+from .places import device_of
+from .scalars import read_scale
+from .table import Table
 
 __all__ = ["Table", "pack", "unpack"]
 

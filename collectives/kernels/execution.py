@@ -15,8 +15,8 @@ from ..arrays import shown
 from ..errors import EngineUnavailable, InvalidArgument
 from ..launcher import who_am_i
 from . import abi, cuda
+from .places import check_storage
 from .rows import Rows
-from .table import check_storage
 
 __all__ = [
     "Launch",

@@ -15,9 +15,10 @@ from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS, WIRE_FORMATS, WireLayout, tiles_of, wire_layout
 from . import abi
+from .dtypes import FLOATING, FLOATS_END
 from .execution import Launch, Statistics, written
+from .places import HeldArrays, check_storage, device_of
 from .rows import Rows
-from .table import FLOATING, FLOATS_END, Held, check_storage, device_of
 
 __all__ = [
     "WireTable",
@@ -87,7 +88,7 @@ class WireTable:
                 )
         self.nbytes = sizes[0]
         needs = [check_storage(array, 0, f"wire {index}", op) for index, array in enumerate(self._arrays)]
-        self._held = Held(
+        self._held = HeldArrays(
             tuple(self._arrays), [place.ptr for place in self._places], [place.count for place in self._places], needs
         )
         self.rows = None  # a single wire needs none
@@ -96,7 +97,7 @@ class WireTable:
             self.rows = Rows(addresses, self.device)
 
     def _check_addresses(self, op):
-        index = self._held.moved()
+        index = self._held.find_moved()
         if index is not None:
             raise InvalidArgument(
                 f"wire {index} has been freed or has moved since the table was made, or its size or strides were "

@@ -13,9 +13,11 @@ from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
+from .dtypes import FLOATING, FLOATS_END
 from .execution import Statistics, run, written
+from .places import HeldArrays, check_storage, device_of
 from .rows import Rows
-from .table import FLOATING, FLOATS_END, Held, check_storage, device_of, read_scale
+from .scalars import read_scale
 
 __all__ = ["Sources", "kernel_of", "reduce_n"]
 
@@ -67,7 +69,7 @@ class Sources:
         self.rows = Rows(addresses, self.device)
         self._by_address = sorted((place.ptr, i) for i, place in enumerate(places))
         needs = [check_storage(array, 0, f"source {i}", _OP) for i, array in enumerate(self.arrays)]
-        self._held = Held(self.arrays, [place.ptr for place in places], [place.count for place in places], needs)
+        self._held = HeldArrays(self.arrays, [place.ptr for place in places], [place.count for place in places], needs)
 
     def __reduce__(self):
         return type(self), (self.arrays,)  # a copy's arrays lie elsewhere
@@ -79,7 +81,7 @@ class Sources:
 
     def verify(self) -> None:
         """Raise ``InvalidArgument`` where an array's memory was given back or exchanged since."""
-        i = self._held.moved()
+        i = self._held.find_moved()
         if i is not None:
             raise _wrong(
                 f"source {i} was freed or got other memory since this table was made, or its size or strides were "

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterable, Sequence
-from numbers import Real
 from operator import add, lt, mul
 
 import numpy
 import torch
 
-from ..arrays import DTYPE_NAMES, TORCH_CODES, Place, Reader, shown
+from ..arrays import DTYPE_NAMES, TORCH_CODES, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import ALIGNMENT, TILE, bucket_layout, check_offsets
 from ..torch_compat import TensorBase
 from . import abi
+from .dtypes import CODES, FLOATING, WIDTHS, name_and_width
+from .places import HeldArrays, check_storage, device_of, place_of
 from .rows import Rows
 
-__all__ = ["FLOATING", "FLOATS_END", "Held", "Table", "check_storage", "device_of", "read_scale"]
+__all__ = ["Table"]
 
-CODES = {name: code for code, name in DTYPE_NAMES.items()}
-FLOATING = frozenset(code for name, code in CODES.items() if "float" in name)  # what the kernels cast
-FLOATS_END = float((1 << 128) - (1 << 103))  # the numbers from here on are rounded to infinity in fp32
 _BYTE, _DOUBLE = CODES["uint8"], CODES["float64"]
-_WIDTHS = numpy.zeros(abi.OPAQUE + ALIGNMENT + 1, dtype=numpy.int64)  # bytes of an element, by its type
-_WIDTHS[list(TORCH_CODES.values())] = [dtype.itemsize for dtype in TORCH_CODES]
-_WIDTHS[abi.OPAQUE :] = range(ALIGNMENT + 1)
-_HOST = torch.device("cpu")
 
 # Attributes as functions, so that map goes through hundreds of tensors without a Python frame.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -52,45 +44,6 @@ _PAIRS = {
         ("float16", "float32"): abi.CAST_F16_F32,
     }.items()
 }
-
-
-class Held:
-    """Arrays whose addresses a table keeps, and a look whether they still lie there.
-
-    ``needs``: for each array the bytes that its storage must have, as `check_storage` gives them.
-    """
-
-    __slots__ = ("_counts", "_needs", "_pointers", "all_torch", "arrays")
-
-    def __init__(self, arrays: tuple, pointers: list[int], counts: list[int], needs: list[int]):
-        self.arrays = arrays
-        self._pointers = pointers
-        self._counts = counts
-        self._needs = needs
-        self.all_torch = all(isinstance(array, torch.Tensor) for array in arrays)
-
-    def moved(self) -> int | None:
-        """Give the index of an array that has been freed, moved, resized or restrided; None: all are as they were."""
-        arrays = self.arrays
-        if self.all_torch:
-            try:
-                if (
-                    list(map(_data_ptr, arrays)) == self._pointers
-                    and list(map(_numel, arrays)) == self._counts
-                    and all(map(_is_contiguous, arrays))
-                    and not any(map(lt, map(len, map(_storage, arrays)), self._needs))
-                ):
-                    return None
-            except RuntimeError:  # under vmap or grad
-                pass
-        for index, array in enumerate(arrays):
-            try:
-                if _place(array) != (self._pointers[index], self._counts[index], True):
-                    return index
-                check_storage(array, self._pointers[index], "", "")
-            except (RuntimeError, InvalidArgument):
-                return index
-        return None
 
 
 class Table:
@@ -137,12 +90,12 @@ class Table:
             raise InvalidArgument(f"the tensors must come as a list of tensors, not as {type(tensors).__name__}", op=op)
         self.tensors = tuple(tensors)
         self.dtype = dtype
-        self._name, self.itemsize = _name_and_width(dtype, op)
+        self._name, self.itemsize = name_and_width(dtype, op)
         self.type = CODES.get(self._name, abi.OPAQUE + self.itemsize)
         self.floating = self.type in FLOATING
         owner = "the flat buffer"
         if device is None:
-            device, owner = device_of(self.tensors[0]) if self.tensors else _HOST, "tensor 0"
+            device, owner = device_of(self.tensors[0]) if self.tensors else torch.device("cpu"), "tensor 0"
         self.device = device
         self._reader = Reader(device, owner="the tensors")
         plain = self._read_plain(device)
@@ -156,8 +109,8 @@ class Table:
         self._fill(pointers, counts, types, op)
         self._pointers = pointers
         # The counts, unless those are of bytes.
-        numels = counts if self.type != _BYTE else [_place(each)[1] for each in self.tensors]
-        self._held = Held(self.tensors, pointers, numels, needs)
+        numels = counts if self.type != _BYTE else [place_of(each)[1] for each in self.tensors]
+        self._held = HeldArrays(self.tensors, pointers, numels, needs)
         self._are_destinations = False
         self._apart_from = None
 
@@ -236,7 +189,7 @@ class Table:
         self.tiles = int(ends[-1]) if len(counts) else 0
         self.wide = self.type == _DOUBLE or _DOUBLE in types
         self.common_type = types[0] if types and (kinds == types[0]).all() else None
-        widths = _WIDTHS[kinds]
+        widths = WIDTHS[kinds]
         self._starts = rows["data"].astype(numpy.int64)
         self._ends = self._starts + count * widths
         crooked = (self._starts % widths).nonzero()[0] if self.floating else ()
@@ -254,7 +207,7 @@ class Table:
     # ---- What is checked at each use.
     def verify(self, op: str = "Table") -> None:
         """Raise ``InvalidArgument`` where a tensor no longer lies where it did when the table was made."""
-        index = self._held.moved()
+        index = self._held.find_moved()
         if index is not None:
             raise InvalidArgument(
                 f"tensor {index} doesn't lie where it did when the table was made: its memory was freed, resized "
@@ -335,75 +288,6 @@ class Table:
         return _PAIRS.get(pair, abi.CAST)
 
 
-def device_of(array) -> torch.device:
-    """Give the device that an array seems to be on; the host for what is no array."""
-    if isinstance(array, torch.Tensor):
-        return array.device
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(array, cupy.ndarray):
-        return torch.device("cuda", array.device.id)
-    return _HOST
-
-
-def read_scale(scale, reader: Reader, wide: bool, op: str) -> tuple[float, Place | None]:
-    """Give a scale as a number, and where one more factor, an fp32 array of one element, lies.
-
-    ``wide``: elements are multiplied in fp64, so that the number need not be one of fp32's.
-    """
-    if isinstance(scale, Real) and not isinstance(scale, bool):
-        try:
-            number = float(scale)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise InvalidArgument(f"the scale must be finite, not {shown(scale)}", op=op)
-        if not wide and abs(number) >= FLOATS_END:
-            raise InvalidArgument(f"the scale {number} is infinite in fp32, in which elements are multiplied", op=op)
-        return number, None
-    if not isinstance(scale, (torch.Tensor, numpy.ndarray)) and not hasattr(scale, "__cuda_array_interface__"):
-        raise InvalidArgument(
-            f"the scale must be a number or an fp32 tensor of one element, not {type(scale).__name__}", op=op
-        )
-    place = reader.place(scale, op, writes=False, what="the scale")
-    if place.dtype != "float32" or place.count != 1:
-        raise InvalidArgument(
-            f"the scale has {place.count} elements of {place.dtype}: as a tensor it must be one element of float32",
-            op=op,
-        )
-    check_storage(scale, place.ptr, "the scale", op)
-    if place.ptr % 4:
-        raise InvalidArgument(f"the scale lies at address {place.ptr:#x}, which is no multiple of 4", op=op)
-    return 1.0, place
-
-
-def check_storage(array, ptr: int, what: str, op: str) -> int:
-    """Refuse a tensor whose storage ends before it does; give the bytes that the storage must have, 0 for other arrays.
-
-    Whoever resizes a storage changes no tensor: all of them seem to be as long as they were.
-    """
-    if not isinstance(array, torch.Tensor):
-        return 0
-    count = array.numel()
-    need = (array.storage_offset() + count) * array.element_size()
-    there = len(array.untyped_storage())
-    if there >= need or not count:
-        return need
-    if there:
-        raise InvalidArgument(f"{what}'s storage has {there} bytes, it needs {need}: it was resized", op=op)
-    raise InvalidArgument(
-        f"{what} has no memory: its storage holds 0 bytes of the {need} that it needs, as it was freed or resized",
-        op=op,
-    )
-
-
-def _place(array) -> tuple[int, int, bool]:
-    """Address, elements, contiguous or not."""
-    if isinstance(array, torch.Tensor):
-        return array.data_ptr(), array.numel(), array.is_contiguous()
-    ptr = array.__array_interface__["data"][0] if isinstance(array, numpy.ndarray) else array.data.ptr
-    return ptr, array.size, array.flags.c_contiguous
-
-
 def _make_again(cls, tensors, dtype, offsets):
     return cls(tensors, dtype, offsets=offsets)
 
@@ -415,24 +299,3 @@ def _read_offsets(offsets, counts, op):
         raise
     except (TypeError, ValueError, OverflowError) as error:  # no sequence; an integer of thousands of digits
         raise InvalidArgument(f"the offsets must be whole numbers, not {shown(offsets)}", op=op) from error
-
-
-def _name_and_width(dtype, op) -> tuple[str, int]:
-    """Give a dtype's name as `Reader.place` spells it, and the bytes of an element."""
-    if isinstance(dtype, torch.dtype):
-        name, width = str(dtype).removeprefix("torch."), dtype.itemsize
-    elif isinstance(dtype, str) and dtype in CODES:
-        name, width = dtype, int(_WIDTHS[CODES[dtype]])
-    else:
-        try:
-            if dtype is None:  # NumPy's float64
-                raise TypeError
-            found = numpy.dtype(dtype)
-        except Exception as error:
-            raise InvalidArgument(
-                f"the flat buffer's dtype must be a torch.dtype, not {shown(dtype)}", op=op
-            ) from error
-        name, width = found.name if found.isnative else found.str, found.itemsize
-    if name.startswith(("qint", "quint", "bits")) or width < 1 or ALIGNMENT % width:
-        raise InvalidArgument(f"there are no flat buffers of {name}, {width} bytes an element", op=op)
-    return name, width
