@@ -34,7 +34,7 @@ __all__ = [
     "kind_of",
     "parse_op",
     "parse_rank",
-    "premul_scalar",
+    "check_premul_scalar",
     "shown",
 ]
 
@@ -87,7 +87,7 @@ class Place(NamedTuple):
         """A number for the dtype that is the same on all ranks: NCCL's code, or one above those."""
         return self.code if self.dtype in _CODES else _FIRST_TAG + crc32(self.dtype.encode())
 
-    def meets(self, ptr: int, nbytes: int) -> bool:
+    def overlaps(self, ptr: int, nbytes: int) -> bool:
         """Whether a piece of memory overlaps it."""
         return ptr < self.ptr + self.nbytes and self.ptr < ptr + nbytes
 
@@ -99,7 +99,7 @@ class Place(NamedTuple):
 class Reader:
     """Reads arrays for one communicator or kernel: knows its device, and for the messages its rank and name."""
 
-    __slots__ = ("_index", "_on_host", "device", "owner", "plainly", "rank")
+    __slots__ = ("_index", "_on_host", "array_reader", "device", "owner", "rank")
 
     def __init__(self, device: torch.device, rank: int | None = None, owner: str = "the communicator"):
         self.device = device
@@ -107,7 +107,7 @@ class Reader:
         self.owner = owner
         self._on_host = device.type == "cpu"
         self._index = device.index
-        self.plainly = ArrayReader(
+        self.array_reader = ArrayReader(
             _DLPACK_DEVICES.get(device.type, -1),  # any other one: no tensor is read the short way
             device.index or 0,
             exchange=_EXCHANGE,
@@ -116,23 +116,23 @@ class Reader:
             buffer=numpy.ndarray,
         )
 
-    def numbers(self, array, op: str) -> tuple[int, int, int]:
+    def read_in_place(self, array, op: str) -> tuple[int, int, int]:
         """Give (address, count, dtype code) of an array that is to be reduced in place."""
-        found = self.plainly.read(array)
+        found = self.array_reader.read(array)
         if found is not None:
             return found
         kind = type(array)
         if kind is _TENSOR or kind is _PARAMETER:
             code = TORCH_CODES.get(array.dtype)
             if code is not None:
-                ptr = self.plain(array)
+                ptr = self.plain_address(array)
                 if ptr is not None:
                     return ptr, array.numel(), code
         place = self.place(array, op, writes=True)
-        self.reducible(place, op)
+        self.check_reducible(place, op)
         return place.ptr, place.count, place.code
 
-    def plain(self, array) -> int | None:
+    def plain_address(self, array) -> int | None:
         """Give the address of a tensor that can be used as it lies; None where `place`, the long way, must say why."""
         if (
             (array.is_cpu if self._on_host else array.is_cuda and array.get_device() == self._index)
@@ -147,7 +147,7 @@ class Reader:
                 return None
         return None
 
-    def reducible(self, place: Place, op: str) -> None:
+    def check_reducible(self, place: Place, op: str) -> None:
         """Refuse a dtype with which the engines can't calculate."""
         if place.dtype not in _CODES:
             mend = _MEND_DTYPE.get(place.dtype, "convert it first")
@@ -157,13 +157,13 @@ class Reader:
 
     def place(self, array, op: str, *, writes: bool, what: str = "the array") -> Place:
         """Give the `Place` of a torch, NumPy or CuPy array, or raise `InvalidArgument`."""
-        found = self.plainly.read(array, writes)
+        found = self.array_reader.read(array, writes)
         if found is not None:
             ptr, count, code = found
             return Place(ptr, count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code)
         if isinstance(array, _TENSOR):
             code = TORCH_CODES.get(array.dtype)  # none of these is complex, so there is no lazy conjugate
-            ptr = None if code is None else self.plain(array)
+            ptr = None if code is None else self.plain_address(array)
             if ptr is None:
                 return self._torch(array, op, what)
             count = array.numel()
@@ -253,7 +253,7 @@ class Reader:
         name = array.dtype.name
         return _placed(array.data.ptr, array.size, array.nbytes, name, _CODES.get(name))
 
-    def share(self, share, of: Place, op: str) -> int:
+    def stats_address(self, share, of: Place, op: str) -> int:
         """Give the address of what a reduction of `of` adds its statistics to: two float64."""
         if not DTYPE_NAMES.get(of.code, "").startswith(("float", "bfloat")):
             raise self._wrong(op, f"the array is {of.dtype}, of which there is no share: leave share out")
@@ -264,16 +264,16 @@ class Reader:
                 f"share is {place.count} x {place.dtype}: use torch.zeros(2, dtype=torch.float64), to which the sum of "
                 "squares and the count of non-finite elements are added",
             )
-        if place.meets(of.ptr, of.nbytes):
+        if place.overlaps(of.ptr, of.nbytes):
             raise self._wrong(op, "share overlaps the array: use memory of its own")
         return place.ptr
 
-    def same_dtype(self, out: Place, inp: Place, op: str) -> None:
+    def check_same_dtype(self, out: Place, inp: Place, op: str) -> None:
         """Refuse an output of another dtype than the input."""
         if out.dtype != inp.dtype:
             raise self._wrong(op, f"out is {out.dtype} and inp is {inp.dtype}: both must have one dtype")
 
-    def sized(self, large: Place, small: Place, size: int, op: str, large_is: str, small_is: str) -> None:
+    def check_size(self, large: Place, small: Place, size: int, op: str, large_is: str, small_is: str) -> None:
         """Refuse two arrays of which the first isn't `size` times as long as the second."""
         if large.count != small.count * size:
             raise self._wrong(
@@ -282,7 +282,7 @@ class Reader:
                 f"{size} (ranks) x {small.count} = {small.count * size}",
             )
 
-    def apart(self, large: Place, small: Place, op: str, index: int | None, form: str) -> None:
+    def check_overlap(self, large: Place, small: Place, op: str, index: int | None, form: str) -> None:
         """Refuse arrays that share memory, unless `small` is just part `index` of `large` (None: never in place)."""
         if not large.nbytes or not small.nbytes:
             return
@@ -366,7 +366,7 @@ def _torch_op(op):
     return None
 
 
-def premul_scalar(scalar, code: int, *, rank: int, name: str) -> int | float:
+def check_premul_scalar(scalar, code: int, *, rank: int, name: str) -> int | float:
     """Refuse a scalar that the dtype can't hold: an integer type would cut 0.5 to 0 without a word."""
     limits = _LIMITS[code]
     finite = isinstance(scalar, int) or math.isfinite(scalar)

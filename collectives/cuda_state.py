@@ -18,13 +18,13 @@ import torch
 from .errors import CudaError
 
 __all__ = [
-    "capture_of",
+    "capture_id",
     "has_completed",
     "is_capturing",
     "queries_allowed",
     "set_first_device",
     "set_thread_device",
-    "stream_at",
+    "stream_from_address",
 ]
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -58,7 +58,7 @@ def set_first_device(device: torch.device) -> None:
         )
 
 
-def stream_at(address: int, device: torch.device):
+def stream_from_address(address: int, device: torch.device):
     """Give torch's stream of an address. Of 0, the default stream's, ``ExternalStream`` would make a new one."""
     return torch.cuda.ExternalStream(address, device) if address else torch.cuda.default_stream(device)
 
@@ -71,7 +71,7 @@ def is_capturing(stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def capture_of(stream) -> int | None:
+def capture_id(stream) -> int | None:
     """Give the number of the capture that a torch stream is part of, which no other one of the process has, or None.
 
     None as the stream: the current one.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from .errors import InvalidArgument
 
-__all__ = ["KNOWN", "check", "label", "switch"]
+__all__ = ["KNOWN", "check_variables", "read_label", "read_switch"]
 
 _PREFIX = "COLLECTIVES_"
 KNOWN = frozenset(
@@ -28,7 +28,7 @@ _LONGEST_LABEL = 255
 _warned: set[str] = set()
 
 
-def switch(name: str, environ: Mapping[str, str] | None = None) -> bool:
+def read_switch(name: str, environ: Mapping[str, str] | None = None) -> bool:
     """Read a variable that is 0 or 1; not set or empty: 0. Raises `InvalidArgument` for anything else."""
     value = (os.environ if environ is None else environ).get(name, "").strip()
     if value not in ("", "0", "1"):
@@ -36,7 +36,7 @@ def switch(name: str, environ: Mapping[str, str] | None = None) -> bool:
     return value == "1"
 
 
-def label(name: str) -> str:
+def read_label(name: str) -> str:
     """Read a variable that is a name, "" where it isn't set. Raises `InvalidArgument` where it is set and empty."""
     value = os.environ.get(name)
     if value is None:
@@ -48,10 +48,10 @@ def label(name: str) -> str:
     return value
 
 
-def check() -> None:
+def check_variables() -> None:
     """Refuse values that can't be meant, and warn once of each variable that looks like one of ours and is none."""
-    switch("COLLECTIVES_CHECK")
-    label("COLLECTIVES_HOST_ID")
+    read_switch("COLLECTIVES_CHECK")
+    read_label("COLLECTIVES_HOST_ID")
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in KNOWN and name not in _warned and not name.startswith(_OTHERS):
             _warned.add(name)

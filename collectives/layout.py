@@ -24,8 +24,8 @@ __all__ = [
     "WireLayout",
     "bucket_layout",
     "check_offsets",
-    "padded",
-    "tiles_of",
+    "pad_count",
+    "count_tiles",
     "wire_layout",
 ]
 
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     total: int
 
 
-def padded(count: int, itemsize: int, alignment: int = ALIGNMENT) -> int:
+def pad_count(count: int, itemsize: int, alignment: int = ALIGNMENT) -> int:
     """Round ``count`` elements of ``itemsize`` bytes up to a multiple of ``alignment`` bytes; give elements."""
     unit = _unit(itemsize, alignment)
     return -(-count // unit) * unit
@@ -90,7 +90,7 @@ def check_offsets(offsets: Sequence[int], counts: Sequence[int], *, op: str = "l
     return Layout(tuple(found), total)
 
 
-def tiles_of(count: int) -> int:
+def count_tiles(count: int) -> int:
     """Give the number of tiles of a tensor of ``count`` elements."""
     return -(-count // TILE)
 
@@ -150,6 +150,6 @@ def wire_layout(count: int, format: str, block: int = 256) -> WireLayout:
         raise InvalidArgument(f"count must be 0 or more, not {count}")
     itemsize = WIRE_FORMATS[format].itemsize
     payload = count * itemsize
-    scales = padded(count, itemsize) * itemsize
+    scales = pad_count(count, itemsize) * itemsize
     blocks = -(-count // block) if WIRE_FORMATS[format].scaled else 0
-    return WireLayout(payload, scales, blocks, scales + padded(blocks, 4) * 4)
+    return WireLayout(payload, scales, blocks, scales + pad_count(blocks, 4) * 4)

@@ -69,7 +69,7 @@ class _Batch:
             keys == self.keys
             and _alike(params, self.params)
             and _alike(_held([states[param] for param in params], keys), self.held)
-            and self.table.moved() is None
+            and self.table.find_moved() is None
         )
 
     def stepped(self, found) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..compression.base import parse_wire
 from ..ddp.hook import HookState
-from ..environment import check
+from ..environment import check_variables
 from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS
 
@@ -24,7 +24,7 @@ def read(environ: Mapping[str, str] | None = None) -> dict | None:
     """
     if environ is None:
         environ = os.environ
-        check()
+        check_variables()
     given = {name: environ.get(_PREFIX + name, "").strip() for name in ("AUTO", *_READERS)}
     if given["AUTO"] and not _switch("AUTO", given["AUTO"]):
         return None

@@ -10,8 +10,8 @@ from threading import get_ident
 import torch
 
 from .._nccl import DTYPES, OPS, SHRINK_ABORT, ArrayCalls, Comm
-from ..arrays import ITEMSIZE, Place, Reader, parse_op, parse_rank, premul_scalar
-from ..environment import check, switch
+from ..arrays import ITEMSIZE, Place, Reader, check_premul_scalar, parse_op, parse_rank
+from ..environment import check_variables, read_switch
 from ..errors import CollectiveTimeout, InvalidArgument, InvalidUsage
 from ..torch_compat import cuda_current_raw_stream, cuda_get_device
 from . import closing
@@ -63,7 +63,7 @@ class Communicator:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidArgument(f"size must be an int of at least 1, not {size!r}")
         rank = parse_rank(rank, size, "rank", rank=None, name="Communicator")
-        check()
+        check_variables()
         device = device_of(engine, device)
         if native is not None:
             pass
@@ -94,11 +94,13 @@ class Communicator:
         self._on_host = engine.device_type == "cpu"
         self._read = Reader(device, self.rank)
         self._lane = HostLane(self) if self._on_host else CudaLane(self)
-        self._checks = switch("COLLECTIVES_CHECK") and not self._on_host
+        self._checks = read_switch("COLLECTIVES_CHECK") and not self._on_host
         # The short way of blocking calls on plain arrays. What it doesn't take goes the longer way, which checks all.
         current_device = None if self._on_host or self._checks else cuda_get_device()
         other = not isinstance(native, Comm)
-        self._short = NoShortWay() if other else ArrayCalls(native, self._read.plainly, open_groups, current_device)
+        self._short = (
+            NoShortWay() if other else ArrayCalls(native, self._read.array_reader, open_groups, current_device)
+        )
         self._registered: set[Registration] = set()
         self._children = 0  # splits and shrinks, which all ranks make in one order
         self._token = None
@@ -190,11 +192,11 @@ class Communicator:
             place = self._read.place(array, "all_reduce", writes=True)
             by = pick(self, "all_reduce", algorithm, place.nbytes, op)
             if by != "native":
-                self._read.reducible(place, "all_reduce")
+                self._read.check_reducible(place, "all_reduce")
                 return run_by(self, by, "all_reduce", place, place, (array,), array, op, async_op, stream)
         if not async_op and stream is None and self._short.all_reduce(array, op):
             return None
-        ptr, count, dtype = self._read.numbers(array, "all_reduce")
+        ptr, count, dtype = self._read.read_in_place(array, "all_reduce")
         if self._on_host and type(op) is str and not async_op and stream is None and not open_groups:
             code = OPS.get(op)
             if code is not None:  # the short way: nothing is allocated
@@ -215,7 +217,7 @@ class Communicator:
             return None
         root = self._rank(root, "root", "reduce")
         place = self._read.place(array, "reduce", writes=self.rank == root)
-        self._read.reducible(place, "reduce")
+        self._read.check_reducible(place, "reduce")
         code, scalar = self._op(op, place.code, "reduce")
         out = place.ptr if self.rank == root else 0
         steps = (("reduce", (place.ptr, out, place.count, place.code, code, root)),)
@@ -238,9 +240,9 @@ class Communicator:
         if not chosen and not async_op and stream is None and self._short.reduce_scatter(out, inp, op):
             return None
         to, of = self._pair(out, inp, name)
-        self._read.reducible(of, name)
-        self._read.sized(of, to, self.size, name, "inp", "out")
-        self._read.apart(of, to, name, self.rank, "the only form in place is out == part `rank` of inp")
+        self._read.check_reducible(of, name)
+        self._read.check_size(of, to, self.size, name, "inp", "out")
+        self._read.check_overlap(of, to, name, self.rank, "the only form in place is out == part `rank` of inp")
         if share is not None:
             return self._sharing(name, to, of, (out, inp), op, share, async_op, algorithm, stream)
         if chosen:
@@ -263,8 +265,8 @@ class Communicator:
         if not chosen and not async_op and stream is None and self._short.all_gather(out, inp):
             return None
         to, of = self._pair(out, inp, name)
-        self._read.sized(to, of, self.size, name, "out", "inp")
-        self._read.apart(to, of, name, self.rank, "the only form in place is inp == part `rank` of out")
+        self._read.check_size(to, of, self.size, name, "out", "inp")
+        self._read.check_overlap(to, of, name, self.rank, "the only form in place is inp == part `rank` of out")
         if chosen:
             by = pick(self, name, algorithm, to.nbytes)
             if by != "native":
@@ -299,13 +301,13 @@ class Communicator:
         if plain and not async_op and self._short.all_to_all(out, inp):
             return None
         to, of = self._pair(out, inp, name)
-        self._read.apart(to, of, name, None, "all_to_all has no form in place")
+        self._read.check_overlap(to, of, name, None, "all_to_all has no form in place")
         if output_split_sizes is None and input_split_sizes is None:
             if of.count % self.size:
                 raise self._wrong(
                     name, f"inp has {of.count} elements, which {self.size} ranks can't share evenly: pass split sizes"
                 )
-            self._read.sized(to, of, 1, name, "out", "inp")
+            self._read.check_size(to, of, 1, name, "out", "inp")
             units = of.units // self.size
             described = self._checks and row(name, dtype=of.tag, count=units)
             if self.engine.library.has("ncclAlltoAll"):
@@ -347,9 +349,9 @@ class Communicator:
         of = self._read.place(inp, name, writes=False, what="inp")
         to = self._root_only(out, root, name, "out", writes=True)
         if to is not None:
-            self._read.same_dtype(to, of, name)
-            self._read.sized(to, of, self.size, name, "out", "inp")
-            self._read.apart(to, of, name, root, "the only form in place is inp == part `root` of out")
+            self._read.check_same_dtype(to, of, name)
+            self._read.check_size(to, of, self.size, name, "out", "inp")
+            self._read.check_overlap(to, of, name, root, "the only form in place is inp == part `root` of out")
         if self.engine.library.has("ncclGather"):
             steps = ((name, (of.ptr, to.ptr if to else 0, of.units, of.code, root)),)
         else:
@@ -370,9 +372,9 @@ class Communicator:
         to = self._read.place(out, name, writes=True, what="out")
         of = self._root_only(inp, root, name, "inp", writes=False)
         if of is not None:
-            self._read.same_dtype(to, of, name)
-            self._read.sized(of, to, self.size, name, "inp", "out")
-            self._read.apart(of, to, name, root, "the only form in place is out == part `root` of inp")
+            self._read.check_same_dtype(to, of, name)
+            self._read.check_size(of, to, self.size, name, "inp", "out")
+            self._read.check_overlap(of, to, name, root, "the only form in place is out == part `root` of inp")
         if self.engine.library.has("ncclScatter"):
             steps = ((name, (of.ptr if of else 0, to.ptr, to.units, to.code, root)),)
         else:
@@ -586,9 +588,9 @@ class Communicator:
         """Reduce an array into another one."""
         name = "all_reduce"
         to, of = self._pair(out, array, name)
-        self._read.reducible(of, name)
-        self._read.sized(to, of, 1, name, "out", "the array")
-        self._read.apart(to, of, name, None, "leave out `out` for the form in place")
+        self._read.check_reducible(of, name)
+        self._read.check_size(to, of, 1, name, "out", "the array")
+        self._read.check_overlap(to, of, name, None, "leave out `out` for the form in place")
         if share is not None:
             return self._sharing(name, to, of, (out, array), op, share, async_op, algorithm, stream)
         if pick(self, name, algorithm, of.nbytes, op) != "native":  # ours work in place
@@ -606,10 +608,10 @@ class Communicator:
         if algorithm is not None and pick(self, name, algorithm, of.nbytes, op) != "native":
             text = f"share is of the native algorithm, not of {algorithm!r}: leave out one of the two"
             raise InvalidUsage(text, op=name, rank=self.rank)
-        self._read.reducible(of, name)
-        sums = self._read.share(share, of, name)
+        self._read.check_reducible(of, name)
+        sums = self._read.stats_address(share, of, name)
         if to is not of:
-            self._read.share(share, to, name)
+            self._read.stats_address(share, to, name)
         code, scalar = self._op(op, of.code, name)
         steps = ((f"{name}_share", (of.ptr, to.ptr, to.count, to.code, code, sums)),)
         return self._launch(name, steps, (*held, share), held[0], of.nbytes, None, async_op, stream, scalar)
@@ -618,7 +620,7 @@ class Communicator:
         code, scalar = parse_op(op, rank=self.rank, name=name)
         if scalar is None:
             return code, None
-        return code, (premul_scalar(scalar, dtype, rank=self.rank, name=name), dtype)
+        return code, (check_premul_scalar(scalar, dtype, rank=self.rank, name=name), dtype)
 
     def _alive(self, name: str) -> None:
         if type(self._native) is Gone:
@@ -648,7 +650,7 @@ class Communicator:
     def _pair(self, out, inp, name: str) -> tuple[Place, Place]:
         to = self._read.place(out, name, writes=True, what="out")
         of = self._read.place(inp, name, writes=False, what="inp")
-        self._read.same_dtype(to, of, name)
+        self._read.check_same_dtype(to, of, name)
         return to, of
 
     def _root_only(self, array, root: int, name: str, what: str, *, writes: bool) -> Place | None:

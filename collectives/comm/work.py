@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 
 from .._nccl import check
-from ..cuda_state import capture_of, is_capturing, queries_allowed, stream_at
+from ..cuda_state import capture_id, is_capturing, queries_allowed, stream_from_address
 from ..errors import Aborted, CollectivesError, CollectiveTimeout, CudaError, InvalidArgument, InvalidUsage
 
 __all__ = ["CudaLane", "HostLane", "Work"]
@@ -430,7 +430,7 @@ class CudaLane(Lane):
     def _open(self, stream):
         device = self._comm.device
         if stream is not None:
-            self._stream = stream_at(stream, device)
+            self._stream = stream_from_address(stream, device)
             return stream
         if self._side is None:
             self._side = torch.cuda.Stream(device)
@@ -439,7 +439,7 @@ class CudaLane(Lane):
         return self._stream.cuda_stream
 
     def _record(self):
-        return (self._stream.record_event(), self._stream), capture_of(self._stream)
+        return (self._stream.record_event(), self._stream), capture_id(self._stream)
 
     def give_up(self, error: CollectivesError) -> None:
         """Have what is in flight end with an error, once it has left the GPU; what has ended before is no failure."""
@@ -453,7 +453,7 @@ class CudaLane(Lane):
         if timeout is not None:
             return self.block(flight, timeout)
         with self._comm._guard():
-            capture = capture_of(None)
+            capture = capture_id(None)
             if flight.captured is None and capture is not None:
                 self._query(flight)  # of what has ended the capture needs to know nothing
                 if not flight.ended:
@@ -567,7 +567,7 @@ class CudaLane(Lane):
         if stream in comm._foreign:
             return None
         with comm._guard():
-            given = stream_at(stream, comm.device)
+            given = stream_from_address(stream, comm.device)
             if is_capturing(given):
                 return None
             event = torch.cuda.Event()

@@ -15,7 +15,7 @@ import weakref
 import torch
 
 from ..gradients.streams import has_spare_cores
-from ..layout import padded
+from ..layout import pad_count
 from .basics import current
 from .controller import Coordinator
 from .exceptions import HorovodInternalError
@@ -318,7 +318,7 @@ class GradientReducer:
         filling: dict[tuple, tuple[list[Member], int]] = {}
         for member in members:
             key = self._key(member)
-            nbytes = padded(member.param.numel() << member.param.is_complex(), key[0].itemsize) * key[0].itemsize
+            nbytes = pad_count(member.param.numel() << member.param.is_complex(), key[0].itemsize) * key[0].itemsize
             if not self._views and nbytes >= _ALONE and member.param.device.type == "cpu":
                 done.append([member])
                 continue

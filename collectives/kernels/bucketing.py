@@ -9,8 +9,8 @@ import torch
 from ..arrays import Reader
 from ..errors import InvalidArgument
 from . import abi
-from .dtypes import FLOATS_END
-from .execution import Statistics, run, written
+from .dtypes import FP32_OVERFLOW
+from .execution import Statistics, bump_versions, run
 from .places import device_of
 from .scalars import read_scale
 from .table import Table
@@ -80,7 +80,7 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
     if unpacks:
         table.check_destinations(op)
     scale_at = 0
-    if type(scale) is not float or not -FLOATS_END < scale < FLOATS_END:
+    if type(scale) is not float or not -FP32_OVERFLOW < scale < FP32_OVERFLOW:
         scale, scale_at = _parse_scale(scale, table, place, unpacks, op)
     if not table.floating:
         _check_copy(table, flags, scale, scale_at, statistics is not None, op)
@@ -92,14 +92,14 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
             args.work,
             table.device,
             op,
-            table.meets if unpacks else lambda ptr, nbytes: ptr < place + table.nbytes and place < ptr + nbytes,
+            table.overlaps if unpacks else lambda ptr, nbytes: ptr < place + table.nbytes and place < ptr + nbytes,
         )
     if table.tiles:
         args.tensors = table.rows.address
         copies = scale == 1.0 and not scale_at and statistics is None and not flags & abi.ADD
         run(table.kernel(unpacks, copies), args, table.device, table.rows)
         if unpacks:
-            written(table.tensors)
+            bump_versions(table.tensors)
     if statistics is not None:
         statistics.finish(table.tiles)
 
@@ -116,7 +116,7 @@ def _parse_scale(scale, table, flat, unpacks, op) -> tuple[float, int]:
     number, place = read_scale(scale, Reader(table.device, owner="the flat buffer"), table.wide, op)
     if place is None:
         return number, 0
-    if table.meets(place.ptr, 4) if unpacks else place.ptr < flat + table.nbytes and flat < place.ptr + 4:
+    if table.overlaps(place.ptr, 4) if unpacks else place.ptr < flat + table.nbytes and flat < place.ptr + 4:
         raise InvalidArgument("the scale lies inside of what is written: use a copy of it", op=op)
     return number, place.ptr
 

@@ -10,11 +10,11 @@ from ..errors import InvalidArgument
 from ..layout import ALIGNMENT
 from . import abi
 
-__all__ = ["CODES", "FLOATING", "FLOATS_END", "WIDTHS", "name_and_width"]
+__all__ = ["CODES", "FLOATING", "FP32_OVERFLOW", "WIDTHS", "name_and_width"]
 
 CODES = {name: code for code, name in DTYPE_NAMES.items()}
 FLOATING = frozenset(code for name, code in CODES.items() if "float" in name)  # what the kernels cast
-FLOATS_END = float((1 << 128) - (1 << 103))  # the numbers from here on are rounded to infinity in fp32
+FP32_OVERFLOW = float((1 << 128) - (1 << 103))  # the numbers from here on are rounded to infinity in fp32
 WIDTHS = numpy.zeros(abi.OPAQUE + ALIGNMENT + 1, dtype=numpy.int64)  # bytes of an element, by its type
 WIDTHS[list(TORCH_CODES.values())] = [dtype.itemsize for dtype in TORCH_CODES]
 WIDTHS[abi.OPAQUE :] = range(ALIGNMENT + 1)

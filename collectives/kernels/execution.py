@@ -27,7 +27,7 @@ __all__ = [
     "run",
     "set_num_threads",
     "use_isa",
-    "written",
+    "bump_versions",
 ]
 
 _library: Library | None = None
@@ -149,7 +149,7 @@ def run(kernel: abi.Kernel, args, device: torch.device, rows: Rows | None = None
         cuda.launch(kernel, args, device, rows)
 
 
-def written(arrays) -> None:
+def bump_versions(arrays) -> None:
     """Move the version counters of torch tensors that a kernel has written; inference tensors have none."""
     increment_version([each for each in arrays if isinstance(each, torch.Tensor) and not each.is_inference()])
 
@@ -185,15 +185,15 @@ class Statistics:
         """The square root of the sum of squares, float64, one element; no wait for the GPU."""
         return self.sum_of_squares.sqrt()
 
-    def begin(self, work: abi.Work, device: torch.device, op: str, meets=None) -> None:
-        """Give a kernel places for its tiles' shares. ``meets``: whether it writes to (address, bytes)."""
+    def begin(self, work: abi.Work, device: torch.device, op: str, overlaps=None) -> None:
+        """Give a kernel places for its tiles' shares. ``overlaps``: whether it writes to (address, bytes)."""
         if device != self.device:
             raise InvalidArgument(f"the statistics are on {self.device}, the arrays on {device}", op=op)
         for name in ("sum_of_squares", "nonfinite"):
             tensor = getattr(self, name)
             ptr = tensor.data_ptr()
             check_storage(tensor, ptr, f"the statistics' {name}", op)
-            if meets is not None and meets(ptr, 8):
+            if overlaps is not None and overlaps(ptr, 8):
                 raise InvalidArgument(f"the statistics' {name} lies inside of what is written: use other memory", op=op)
         if self._sums.numel() < work.tiles:
             self._sums = torch.empty(work.tiles, dtype=torch.float64, device=device)

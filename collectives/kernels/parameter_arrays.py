@@ -94,7 +94,7 @@ class ColumnReader:
             raise self.names.error(
                 f"there are {len(arrays)} of {self.names.word(column)} and {len(self.params)} of param"
             )
-        plain, codes = self._reader.plain, TORCH_CODES
+        plain, codes = self._reader.plain_address, TORCH_CODES
         addresses, counts, types = [], [], []
         for index, array in enumerate(arrays):
             if array is None:

@@ -120,11 +120,11 @@ class ParameterTable:
                 raise self._names.error(f"{self._names.label('grad', index)} is {_NAMES[code]}: it must be {allowed}")
         self._written.check_grads(rows)
 
-    def moved(self) -> str | None:
+    def find_moved(self) -> str | None:
         """Name a parameter or state that no longer lies where it did when the table was made; None: all do."""
         return self._places.find_moved(self._names.label)
 
-    def _moved_grad(self) -> str | None:
+    def _find_moved_grad(self) -> str | None:
         places = zip(self.rows["grad"].tolist(), self.rows["count"].tolist(), self._columns.contiguous, strict=True)
         for index, (grad, place) in enumerate(zip(self.grads, places, strict=True)):
             if place_of(grad) != place:
@@ -214,11 +214,14 @@ class ParameterTable:
         return functools.partial(self._launch, self._generation, at, kernel, args)
 
     def _launch(self, generation, scalars, kernel, args, *, checked=False) -> None:
-        """Run a planned step. ``checked``: `moved` has just been asked, and the gradients and scalars were read."""
+        """Run a planned step.
+
+        ``checked``: `find_moved` has just been called, and the gradients and scalars were just read.
+        """
         if not checked:
             if generation != self._generation:
                 raise self._names.error("the table has other gradients than when this step was planned: plan it again")
-            moved = self.moved() or self._moved_grad()
+            moved = self.find_moved() or self._find_moved_grad()
             moved = moved or next((what for what, scalar, at in scalars if scalar.data_ptr() != at), None)
             if moved is not None:
                 raise self._names.error(

@@ -13,10 +13,10 @@ import torch
 
 from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
-from ..layout import WIRE_BLOCKS, WIRE_FORMATS, WireLayout, tiles_of, wire_layout
+from ..layout import WIRE_BLOCKS, WIRE_FORMATS, WireLayout, count_tiles, wire_layout
 from . import abi
-from .dtypes import FLOATING, FLOATS_END
-from .execution import Launch, Statistics, written
+from .dtypes import FLOATING, FP32_OVERFLOW
+from .execution import Launch, Statistics, bump_versions
 from .places import HeldArrays, check_storage, device_of
 from .rows import Rows
 
@@ -174,9 +174,9 @@ def plan_quantize(source, wire, *, format, block=256, scale=1.0, residual=None, 
     layout = _layout(values.count, format, block, op)
     factor = _scale(scale, reader, op)
     to, places = _encoder(wire, residual, values.count, layout, format, block, seed, position, reader, op)
-    _apart(places, {"source": values} | factor.read, op)
+    _check_overlaps(places, {"source": values} | factor.read, op)
     args = abi.QuantizeArgs(
-        abi.Work(tiles_of(values.count), 0, 0), to, values.ptr, factor.ptr, factor.value, values.code, 0
+        abi.Work(count_tiles(values.count), 0, 0), to, values.ptr, factor.ptr, factor.value, values.code, 0
     )
     return Launch(abi.QUANTIZE, args, device, (source, wire, scale, residual))
 
@@ -252,8 +252,8 @@ def plan_requantize(
     layout = _layout(count, format, block, op)
     table, reader, read, from_ = _decoder(wires, count, layout, format, block, scale, average_over, op)
     to, places = _encoder(out, residual, count, layout, format, block, seed, position, reader, op, wire_is="out")
-    _apart(places, read, op, in_place="out")
-    args = abi.RequantizeArgs(abi.Work(tiles_of(count), 0, 0), from_, to)
+    _check_overlaps(places, read, op, in_place="out")
+    args = abi.RequantizeArgs(abi.Work(count_tiles(count), 0, 0), from_, to)
     return Launch(abi.REQUANTIZE, args, table.device, (table, out, scale, residual), table.rows)
 
 
@@ -267,10 +267,10 @@ def _decode(wires, out, format, block, scale, average_over, add, statistics, op)
     args = launch.args
     tiles = args.work.tiles
     if statistics is not None:
-        statistics.begin(args.work, device, op, values.meets)
+        statistics.begin(args.work, device, op, values.overlaps)
     if tiles:
         launch()
-        written([out])
+        bump_versions([out])
     if statistics is not None:
         statistics.finish(tiles)
 
@@ -282,10 +282,10 @@ def _plan_decode(wires, out, format, block, scale, average_over, add, statistics
     table, _, read, from_ = _decoder(wires, values.count, layout, format, block, scale, average_over, op)
     if table.device != device:
         raise InvalidArgument(f"out is on {device}, the wires on {table.device}: they must be on one device", op=op)
-    _apart({"out": values}, read, op)
+    _check_overlaps({"out": values}, read, op)
     if statistics is not None and not isinstance(statistics, Statistics):
         raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)
-    work = abi.Work(tiles_of(values.count), 0, 0)
+    work = abi.Work(count_tiles(values.count), 0, 0)
     args = abi.DequantizeArgs(work, from_, values.ptr, values.code, abi.ADD if add else 0)
     return Launch(abi.DEQUANTIZE, args, device, (table, out, scale), table.rows), device, values
 
@@ -396,7 +396,7 @@ def _scale(scale, reader: Reader, op) -> _Scale:
             value = math.inf
         if not math.isfinite(value):
             raise InvalidArgument(f"scale must be finite, not {shown(scale)}", op=op)
-        if abs(value) >= FLOATS_END:
+        if abs(value) >= FP32_OVERFLOW:
             raise InvalidArgument(f"scale {value} is infinite in fp32, in which values are multiplied", op=op)
         return _Scale(value, None)
     if scale is None or isinstance(scale, bool | str | bytes):
@@ -419,7 +419,7 @@ def _whole(value, what, least, most, op) -> int:
     return number
 
 
-def _apart(written: dict[str, Place], read: dict[str, Place], op, in_place: str | None = None) -> None:
+def _check_overlaps(written: dict[str, Place], read: dict[str, Place], op, in_place: str | None = None) -> None:
     """Refuse overlaps of what is written with anything else, but for `in_place`, which may be just one of the wires."""
     seen: dict[str, Place] = {}
     for name, place in written.items():

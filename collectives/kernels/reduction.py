@@ -13,8 +13,8 @@ from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
-from .dtypes import FLOATING, FLOATS_END
-from .execution import Statistics, run, written
+from .dtypes import FLOATING, FP32_OVERFLOW
+from .execution import Statistics, bump_versions, run
 from .places import HeldArrays, check_storage, device_of
 from .rows import Rows
 from .scalars import read_scale
@@ -55,7 +55,7 @@ class Sources:
         reader = Reader(device_of(self.arrays[0]), owner="source 0")
         places = [_placed(reader, array, f"source {i}") for i, array in enumerate(self.arrays)]
         first = places[0]
-        reader.reducible(first, _OP)
+        reader.check_reducible(first, _OP)
         for i, place in enumerate(places):
             if place.dtype != first.dtype:
                 raise _wrong(f"source {i} is {place.dtype} and source 0 is {first.dtype}: all must have one dtype")
@@ -140,7 +140,7 @@ def reduce_n(
     _check_out(table, place)
     floating = table.code in FLOATING
     scale_at = 0
-    if type(scale) is not float or not -FLOATS_END < scale < FLOATS_END or not floating:
+    if type(scale) is not float or not -FP32_OVERFLOW < scale < FP32_OVERFLOW or not floating:
         scale, scale_at = _parse_scale(scale, reader, place, floating, _F64 in (table.code, place.code))
     args = abi.ReduceArgs(
         abi.Work(-(-table.count // TILE), 0, 0), table.rows.address, len(table.arrays), place.ptr, table.count,
@@ -151,10 +151,10 @@ def reduce_n(
             raise _wrong(f"statistics must be a Statistics, not {type(statistics).__name__}")
         if not floating:
             raise _wrong(f"statistics are for floating types, and the sources are {table.dtype}: leave them out")
-        statistics.begin(args.work, table.device, _OP, place.meets)
+        statistics.begin(args.work, table.device, _OP, place.overlaps)
     if args.work.tiles:
         run(kernel_of(table.code, place.code), args, table.device, table.rows)
-        written([out])
+        bump_versions([out])
     if statistics is not None:
         statistics.finish(args.work.tiles)
 
@@ -197,6 +197,6 @@ def _parse_scale(scale, reader: Reader, out: Place, floating: bool, wide: bool) 
         raise _wrong("a scale is for floating types, and the sources are integers: leave it out")
     if place is None:
         return number, 0
-    if out.meets(place.ptr, 4):
+    if out.overlaps(place.ptr, 4):
         raise _wrong("the scale lies inside of out: use a copy of it")
     return number, place.ptr

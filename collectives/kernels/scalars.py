@@ -11,7 +11,7 @@ import torch
 from ..arrays import TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
 from . import abi
-from .dtypes import FLOATS_END
+from .dtypes import FP32_OVERFLOW
 from .parameter_arrays import ArrayNames
 from .places import check_storage
 from .written_memory import WrittenMemory
@@ -33,7 +33,7 @@ def read_scale(scale, reader: Reader, wide: bool, op: str) -> tuple[float, Place
             number = math.inf
         if not math.isfinite(number):
             raise InvalidArgument(f"the scale must be finite, not {shown(scale)}", op=op)
-        if not wide and abs(number) >= FLOATS_END:
+        if not wide and abs(number) >= FP32_OVERFLOW:
             raise InvalidArgument(f"the scale {number} is infinite in fp32, in which elements are multiplied", op=op)
         return number, None
     if not isinstance(scale, (torch.Tensor, numpy.ndarray)) and not hasattr(scale, "__cuda_array_interface__"):

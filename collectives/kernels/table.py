@@ -112,7 +112,7 @@ class Table:
         numels = counts if self.type != _BYTE else [place_of(each)[1] for each in self.tensors]
         self._held = HeldArrays(self.tensors, pointers, numels, needs)
         self._are_destinations = False
-        self._apart_from = None
+        self._checked_flat = None
 
     def _read_plain(self, device):
         """Addresses, counts, types and needs of torch tensors that are as they should be; None: a look is needed."""
@@ -219,7 +219,7 @@ class Table:
         """Give the address of a flat buffer that fits."""
         ptr = None
         if type(flat) in _PLAIN and flat.dtype is self.dtype:
-            ptr, count = self._reader.plain(flat), flat.numel()
+            ptr, count = self._reader.plain_address(flat), flat.numel()
         if ptr is None:
             place = self._reader.place(flat, op, writes=writes, what="the flat buffer")
             if place.dtype != self._name:
@@ -238,22 +238,22 @@ class Table:
                 f"{self.itemsize} bytes",
                 op=op,
             )
-        if self._low < ptr + self.nbytes and ptr < self._high and ptr != self._apart_from:
-            self._check_apart(ptr, op)
+        if self._low < ptr + self.nbytes and ptr < self._high and ptr != self._checked_flat:
+            self._check_flat_overlap(ptr, op)
         return ptr
 
-    def _check_apart(self, ptr: int, op) -> None:
+    def _check_flat_overlap(self, ptr: int, op) -> None:
         """Refuse tensors that overlap the flat buffer, unless they lie just where the flat buffer has them."""
         width = self.itemsize
-        meets = (self._starts < ptr + self.nbytes) & (self._ends > ptr) & (self._starts < self._ends)
-        for index in map(int, meets.nonzero()[0]):
+        overlaps = (self._starts < ptr + self.nbytes) & (self._ends > ptr) & (self._starts < self._ends)
+        for index in map(int, overlaps.nonzero()[0]):
             if self._pointers[index] != ptr + self.offsets[index] * width or self.common_type != self.type:
                 raise InvalidArgument(
                     f"tensor {index} overlaps the flat buffer: they must lie apart, or the tensor just at its own "
                     "place in it, with its type",
                     op=op,
                 )
-        self._apart_from = ptr
+        self._checked_flat = ptr
 
     def check_destinations(self, op: str) -> None:
         """Refuse tensors that can't all be written."""
@@ -273,7 +273,7 @@ class Table:
             raise InvalidArgument(f"tensor {second} overlaps tensor {first}: both would be written", op=op)
         self._are_destinations = True
 
-    def meets(self, ptr: int, nbytes: int) -> bool:
+    def overlaps(self, ptr: int, nbytes: int) -> bool:
         """Whether a piece of memory overlaps a tensor."""
         return bool(((self._starts < ptr + nbytes) & (self._ends > ptr) & (self._starts < self._ends)).any())
 

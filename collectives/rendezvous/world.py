@@ -16,7 +16,7 @@ from ..comm.multinode.nccl_hierarchical import use_two_levels
 from ..comm.waiting import said
 from ..comm.watchdog import Notes, watch
 from ..cuda_state import set_first_device
-from ..environment import check
+from ..environment import check_variables
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import default_store
 from . import rendezvous
@@ -52,7 +52,7 @@ def init(
         if _world is not None and (not _world.closed or _world.forked):
             _same_world(_world, engine, device, deterministic)
             return _world
-        check()
+        check_variables()
         chosen = get_engine(engine, None if device is None else parse_device(device).type)
         identity = rendezvous.identify()
         place = None

@@ -16,7 +16,7 @@ from torch import nn
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import pack
-from ..layout import Layout, bucket_layout, padded
+from ..layout import Layout, bucket_layout, pad_count
 from ..torch_compat import TensorBase
 from .buffer_pool import LEAST_LENT, Loans
 from .changes import take_hooks
@@ -57,7 +57,7 @@ def shard_layout(counts: list[int], dtypes, ranks: int, align: int = 0) -> tuple
     narrowest = min(dtype.itemsize for dtype in dtypes)
     layout = bucket_layout(counts, narrowest)
     each = -(-layout.total // ranks)
-    return layout, max(padded(each, narrowest), -(-each // align) * align if align else 0)
+    return layout, max(pad_count(each, narrowest), -(-each // align) * align if align else 0)
 
 
 class Slot:

@@ -19,7 +19,7 @@ import torch
 
 from ..._nccl import DTYPES, OPS
 from ...arrays import ITEMSIZE, TORCH_CODES, Place
-from ...cuda_state import is_capturing, stream_at
+from ...cuda_state import is_capturing, stream_from_address
 from ...errors import Aborted, CollectivesError, InternalError, InvalidArgument, InvalidUsage
 from ...kernels import abi
 from ...kernels.execution import run as run_kernel
@@ -253,7 +253,7 @@ class Algorithms:
             if self._streams is None:
                 self._streams = torch.cuda.Stream(comm.device), torch.cuda.Stream(comm.device)
             transfers, kernels = self._streams
-            outer = stream_at(handle, comm.device)
+            outer = stream_from_address(handle, comm.device)
             capturing = is_capturing(outer)
             with torch.cuda.stream(kernels):  # whose memory a plan's is; it is let go of in that stream's order
                 plan = self._plan(key, capturing)

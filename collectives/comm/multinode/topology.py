@@ -9,7 +9,7 @@ import socket
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from ...environment import label
+from ...environment import read_label
 
 __all__ = [
     "MOST_CARRIERS",
@@ -29,7 +29,7 @@ _ALIGNED = 16  # elements: pieces begin at a multiple of it
 
 def simulated() -> str:
     """Give COLLECTIVES_HOST_ID, by which one machine can stand for several, or ""."""
-    return label("COLLECTIVES_HOST_ID")
+    return read_label("COLLECTIVES_HOST_ID")
 
 
 def this_machine() -> tuple[str, str, str]:
