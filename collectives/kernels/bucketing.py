@@ -1,4 +1,7 @@
-"""pack and unpack: many tensors to and from one flat buffer in one launch, with scale, cast, norm and health check."""
+"""pack and unpack: many tensors to and from one flat buffer in one launch.
+
+Both can scale, cast, and take the norm and the count of non-finite values.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +29,24 @@ def pack(
     scale: float | torch.Tensor = 1.0,
     statistics: Statistics | None = None,
 ) -> None:
-    """Copy tensors into a flat buffer, each at its offset, times ``scale`` and cast to the buffer's dtype.
+    """Copy tensors into a flat buffer, each at its offset, times ``scale`` and cast to the buffer's
+    dtype.
 
-    ``tensors``: a list as `Table` takes it, or a `Table`, which saves reading the list each time. ``flat``: a
-    contiguous array on the same device of at least the table's ``total`` elements; what lies behind is left alone.
-    ``offsets``: as `Table` takes them. ``scale``: a finite number, or an fp32 tensor of one element on the device, read
-    when the kernel runs. ``statistics``: gets the sum of squares and the count of non-finite elements, padding not
-    counted; for floating types.
+    ``tensors``: a list as `Table` takes it, or a `Table`, which saves reading the list each time.
+    ``flat``: a contiguous array on the same device of at least the table's ``total`` elements; what
+    follows those is not written. ``offsets``: as `Table` takes them. ``scale``: a finite number, or
+    an fp32 tensor of one element on the device, read when the kernel runs. ``statistics``: gets the
+    sum of squares and the count of non-finite elements, padding not counted; for floating types.
 
-    The padding behind each tensor, up to the next 16 bytes, becomes 0; with offsets of the caller's own nothing outside
-    of the tensors' places is written. With the same dtype on both sides, scale 1 and no statistics, bytes move as they
-    are, NaN payloads too. Otherwise elements pass through fp32 (fp64 where either side is), in which they are
-    multiplied by the scale, and are rounded once, to nearest even; fp8 saturates. Source and destination may be the
-    same memory only where a tensor lies at its own place in the flat buffer.
+    The padding behind each tensor, up to the next 16 bytes, becomes 0; with offsets of the caller's
+    own nothing outside of the tensors' places is written. With the same dtype on both sides, scale
+    1 and no statistics, bytes move as they are, NaN payloads too. Otherwise elements pass through
+    fp32 (fp64 where either side is), in which they are multiplied by the scale, and are rounded
+    once, to nearest even; fp8 saturates. Source and destination may be the same memory only where a
+    tensor lies at its own place in the flat buffer.
 
-    On the host it is done when this returns; on a GPU it is queued on torch's current stream. Raises
-    ``InvalidArgument`` before anything is written. Autograd doesn't see what is written.
+    On the host it is done when this returns; on a GPU it is queued on torch's current stream.
+    Raises ``InvalidArgument`` before anything is written. Autograd doesn't see what is written.
     """
     _cast("pack", 0, tensors, flat, offsets, scale, statistics)
 
@@ -55,12 +60,14 @@ def unpack(
     add: bool = False,
     statistics: Statistics | None = None,
 ) -> None:
-    """Copy a flat buffer's pieces into tensors, times ``scale`` and cast to each tensor's dtype; the reverse of `pack`.
+    """Copy parts of a flat buffer into tensors, times ``scale`` and cast to each tensor's dtype;
+    the reverse of `pack`.
 
-    Arguments as for `pack`. ``add``: add to what is in the tensors; product and sum are each rounded in fp32 (fp64),
-    and the sum once more to the tensor's dtype. ``statistics`` are of what is read, after scaling, and with ``add``
-    before adding; non-finite elements count as such by the destination's dtype. The tensors must not overlap. Their
-    version counters move, so that autograd and the optimizers' master weights notice.
+    Arguments as for `pack`. ``add``: add to what is in the tensors; product and sum are each
+    rounded in fp32 (fp64), and the sum once more to the tensor's dtype. ``statistics`` are of what
+    is read, after scaling, and with ``add`` before adding; non-finite elements count as such by the
+    destination's dtype. The tensors must not overlap. Their version counters move, so that autograd
+    and the optimizers' master weights notice.
     """
     _cast("unpack", abi.FROM_FLAT | (abi.ADD if add else 0), tensors, flat, offsets, scale, statistics)
 
@@ -106,13 +113,13 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
 
 def _table_of_call(tensors, flat, offsets, op) -> Table:
     device = device_of(flat)
-    # What is no array at all is refused in the flat buffer's name, not in that of tensor 0.
+    # The message for something that is no array names the flat buffer, not tensor 0.
     Reader(device).place(flat, op, writes=False, what="the flat buffer")
     return Table.of_call(tensors, flat.dtype, offsets, op, device)
 
 
 def _parse_scale(scale, table, flat, unpacks, op) -> tuple[float, int]:
-    """Give a scale as a number, and the address of one more factor or 0."""
+    """Return a scale as a number, and the address of one more factor or 0."""
     number, place = read_scale(scale, Reader(table.device, owner="the flat buffer"), table.wide, op)
     if place is None:
         return number, 0

@@ -1,4 +1,6 @@
-"""Lists of arrays that an optimizer's launch reads: checked, with their addresses, counts and dtypes."""
+"""Lists of arrays that an optimizer's launch reads: checked, with their addresses, counts and
+dtypes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from .places import check_storage, device_of, place_of
 
 __all__ = ["ArrayNames", "ArrayPlaces", "ColumnReader", "is_dense"]
 
-_LOW = 2**40  # addresses below it may be those of freed storage
+_LOW = 2**40  # an address below it may be that of freed storage
 _data_ptr, _numel, _is_contiguous = TensorBase.data_ptr, TensorBase.numel, TensorBase.is_contiguous
 
 _OF_GRADIENTS = " and, where it is a Parameter's, assign the copy to p.grad"
@@ -36,7 +38,8 @@ _WORDS = {
 class ArrayNames:
     """How the messages name the arrays of a step, and the error that carries such a message.
 
-    ``op``: "sgd_step" or "adam_step". ``name``: a function of a parameter's index that names it; None: by the index.
+    ``op``: "sgd_step" or "adam_step". ``name``: a function of a parameter's index that names it;
+    None: by the index.
     """
 
     def __init__(self, op: str, name: Callable[[int], str] | None):
@@ -58,7 +61,9 @@ class ArrayNames:
         return InvalidArgument(message, op=self.op)
 
     def check_alignment(self, wrong, label: Callable[[int], str]) -> None:
-        """Refuse the first array of which ``wrong``, a mask over all, is true; ``label`` names it by its index."""
+        """Refuse the first array of which ``wrong``, a mask over all, is true; ``label`` names it
+        by its index.
+        """
         if wrong.any():
             what = label(int(numpy.argmax(wrong)))
             raise self.error(f"{what} begins at an address that is no multiple of its elements' size")
@@ -67,8 +72,8 @@ class ArrayNames:
 class ColumnReader:
     """Reads the columns of an optimizer's table: lists with an array for each parameter.
 
-    All arrays of a parameter must be on the device of ``params[0]``, have as many elements as the parameter, and be
-    contiguous or dense with the parameter's strides.
+    All arrays of a parameter must be on the device of ``params[0]``, have as many elements as the
+    parameter, and be contiguous or dense with the parameter's strides.
     """
 
     def __init__(self, names: ArrayNames, params):
@@ -89,7 +94,9 @@ class ColumnReader:
         return list(arrays)
 
     def read(self, column: str, arrays: list) -> tuple[list[int], list[int], list[int | None]]:
-        """Return addresses, counts and dtype codes of the arrays of one column; an entry None is (0, -1, None)."""
+        """Return addresses, counts and dtype codes of the arrays of one column; an entry None is
+        (0, -1, None).
+        """
         if len(arrays) != len(self.params):
             raise self.names.error(
                 f"there are {len(arrays)} of {self.names.word(column)} and {len(self.params)} of param"
@@ -128,7 +135,9 @@ class ColumnReader:
         return addresses, counts, types
 
     def _unusual(self, column, index, array) -> tuple[int, int, int]:
-        """Read a NumPy or CuPy array, a tensor of a subclass, or one that is dense in another order."""
+        """Read a NumPy or CuPy array, a tensor of a subclass, or one that is dense in another
+        order.
+        """
         what = self.names.label(column, index)
         if isinstance(array, torch.Tensor) and array.layout is torch.strided and array.device == self.device:
             param = self.params[index]
@@ -156,7 +165,9 @@ class ColumnReader:
 
 
 class ArrayPlaces:
-    """Addresses and shapes of a table's arrays when it was made, to check later that they are the same."""
+    """Addresses and shapes of a table's arrays when it was made, to check later that they are the
+    same.
+    """
 
     def __init__(self, columns, steps):
         self.names = [(column, at) for column, some in columns for at, each in enumerate(some) if each is not None]
@@ -176,7 +187,9 @@ class ArrayPlaces:
         return [place_of(each)[0] for each in self.arrays], params
 
     def find_moved(self, label: Callable[[str, int], str]) -> str | None:
-        """Name an array whose place has changed, a parameter's or state's by ``label``; None: there is none."""
+        """Name an array whose place has changed, a parameter's or state's by ``label``; None: there
+        is none.
+        """
         try:
             now = self._read()
         except RuntimeError as error:  # under vmap or grad

@@ -1,4 +1,6 @@
-"""The rows that an optimizer's launch reads: parameters with their gradients and state, checked."""
+"""The table of an optimizer's launch: parameters with their gradients and state, checked, one row
+each.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,18 @@ _NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in TORCH_CODES
 
 
 class ParameterTable:
-    """Parameters with their gradients and state, checked, as the rows that a launch reads; made once for many steps.
+    """Parameters with their gradients and state, checked, as the rows of a launch; made once for
+    many steps.
 
-    Each argument is a list with an entry for each parameter; in ``masters`` and the states None stands for what isn't
-    there. Tensors may be dense in another order than the contiguous one (channels_last) where all of a parameter's
-    tensors have the same strides. The table keeps the tensors but not their memory: each step checks that they still
-    lie where they did, and after ``tensor.data = other`` the table must be made again (``InvalidArgument``).
-    ``set_grads`` gives it other gradients; a step that was planned before is then refused, unless they lie where the
-    old ones did. ``steps_done``: in place of ``steps``, one less. ``op``: "sgd_step" or "adam_step", for the messages,
-    in which ``name`` (a function of the index) may name the parameters.
+    Each argument is a list with an entry for each parameter. In ``masters`` and the states an entry
+    may be None: that parameter has none. Tensors may be dense in another order than the contiguous
+    one (channels_last) if all of a parameter's tensors have the same strides. The table keeps the
+    tensors but not their memory: each step checks that they still lie where they did, and after
+    ``tensor.data = other`` the table must be made again (``InvalidArgument``). ``set_grads``
+    replaces the gradients; a step that was planned before is then refused, unless the new ones lie
+    where the old ones did. ``steps_done``: in place of ``steps``, one less. ``op``: "sgd_step" or
+    "adam_step", for the messages, in which ``name`` (a function of the index) may name the
+    parameters.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class ParameterTable:
         self.set_grads(grads)
 
     def set_grads(self, grads) -> None:
-        """Give each parameter another gradient."""
+        """Replace the gradients, one for each parameter."""
         grads = self._columns.read_list("grad", grads)
         rows = self.rows
         known = rows["grad"].tobytes(), rows["grad_type"].tobytes()
@@ -121,7 +126,9 @@ class ParameterTable:
         self._written.check_grads(rows)
 
     def find_moved(self) -> str | None:
-        """Name a parameter or state that no longer lies where it did when the table was made; None: all do."""
+        """Name a parameter or state that no longer lies where it did when the table was made; None:
+        all do.
+        """
         return self._places.find_moved(self._names.label)
 
     def _find_moved_grad(self) -> str | None:
@@ -131,7 +138,7 @@ class ParameterTable:
                 return self._names.label("grad", index)
         return None
 
-    # ---- The steps.
+    # ---- Steps.
     def sgd(self, **how) -> None:
         """Step by SGD; see `plan_sgd`."""
         self.plan_sgd(**how)()
@@ -155,10 +162,11 @@ class ParameterTable:
         seed=None,
         divide=False,
     ) -> Callable[[], None]:
-        """Check everything and give the step by SGD as a function; see `sgd_step`. ``divide``: by ``grad_scale``.
+        """Check everything and return the step by SGD as a function; see `sgd_step`. ``divide``: by
+        ``grad_scale``.
 
-        The step is by the gradients that the table has now. It keeps what it reads, and each call checks that this
-        still lies where it did.
+        The step is by the gradients that the table has now. It keeps what it reads, and each call
+        checks that its memory is where it was.
         """
         momentum = self._scalars.real(momentum, "momentum_factor")
         dampening = self._scalars.real(dampening, "dampening", least=None)
@@ -189,7 +197,9 @@ class ParameterTable:
         seed=None,
         divide=False,
     ) -> Callable[[], None]:
-        """Check everything and give the step by Adam or AdamW as a function; see `adam_step` and `plan_sgd`."""
+        """Check everything and return the step by Adam or AdamW as a function; see `adam_step` and
+        `plan_sgd`.
+        """
         if not isinstance(betas, list | tuple) or len(betas) != 2:
             raise self._names.error(f"betas must be two numbers, not {str(betas)[:60]}")
         beta1, beta2 = (self._scalars.real(beta, f"betas[{i}]", below=1.0) for i, beta in enumerate(betas))
@@ -216,7 +226,8 @@ class ParameterTable:
     def _launch(self, generation, scalars, kernel, args, *, checked=False) -> None:
         """Run a planned step.
 
-        ``checked``: `find_moved` has just been called, and the gradients and scalars were just read.
+        ``checked``: `find_moved` has just been called, and the gradients and scalars were just
+        read.
         """
         if not checked:
             if generation != self._generation:

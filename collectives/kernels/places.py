@@ -35,7 +35,9 @@ class HeldArrays:
         self.all_torch = all(isinstance(array, torch.Tensor) for array in arrays)
 
     def find_moved(self) -> int | None:
-        """Return the index of an array that has been freed, moved, resized or restrided; None: there is none."""
+        """Return the index of an array that has been freed, moved, resized or restrided; None:
+        there is none.
+        """
         arrays = self.arrays
         if self.all_torch:
             try:

@@ -1,4 +1,6 @@
-"""Wire formats: values to buffers of 1 or 2 bytes a value and back, with error feedback and rounding at random."""
+"""Wire formats: values to buffers of 1 or 2 bytes a value and back, with error feedback and
+stochastic rounding.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,12 @@ _POSITIONS = 1 << 63
 
 
 class WireTable:
-    """Wire buffers that are read together, kept for many calls: their addresses lie where the kernel reads them.
+    """Wire buffers that are summed together, checked once for many calls.
 
-    ``wires``: uint8 arrays on one device, in the order in which they are summed. The table holds on to them. One whose
-    memory has moved since (``resize_``, ``.data = ...``), or whose size or strides were changed, is an
-    ``InvalidArgument`` when the table is used.
+    ``wires``: uint8 arrays on one device, in the order in which they are summed. The table holds
+    them, and has their addresses where the kernel reads them. One whose memory has moved since
+    (``resize_``, ``.data = ...``), or whose size or strides were changed, is an ``InvalidArgument``
+    when the table is used.
     """
 
     def __init__(self, wires: Iterable):
@@ -134,21 +137,23 @@ def quantize(
 ) -> None:
     """Round values to a wire format, with error feedback.
 
-    ``source``: any floating dtype, n elements. ``wire``: uint8, ``layout.wire_layout(n, format, block).nbytes`` bytes,
-    at an address that is a multiple of 4; all of it is written, the padding with 0. ``scale``: a float, or a float32
-    array of one element on the same device, read when the kernel runs. ``residual``: float32 or bfloat16, n elements,
-    or None.
+    ``source``: any floating dtype, n elements. ``wire``: uint8, ``layout.wire_layout(n, format,
+    block).nbytes`` bytes, at an address that is a multiple of 4; all of it is written, the padding
+    with 0. ``scale``: a float, or a float32 array of one element on the same device, read when the
+    kernel runs. ``residual``: float32 or bfloat16, n elements, or None.
 
-    What is sent is x = source * scale + residual, in fp32. Of fp8 and int8 each ``block`` values share the scale
-    s = max |x| / 448 (e4m3), 57,344 (e5m2) or 127 (int8), and an element is x / s, rounded. fp16 and bf16 are a plain
-    cast. The residual becomes x less what the receiver will see (Seide 2014, Karimireddy 2019): what was lost in this
-    step is added in the next one, so that all that has ever been sent differs from the sum of the inputs by the
-    residual alone, up to 2^-24 of each x and of each residual (2^-9 where it is kept in bf16).
+    What is sent is x = source * scale + residual, in fp32. Of fp8 and int8 each ``block`` values
+    share the scale s = max |x| / 448 (e4m3), 57,344 (e5m2) or 127 (int8), and an element is x / s,
+    rounded. fp16 and bf16 are a plain cast. The residual becomes x less what the receiver decodes
+    (Seide 2014, Karimireddy 2019): the rounding error of this step is added in the next one, so
+    that all that has ever been sent differs from the sum of the inputs by the residual alone, up to
+    2^-24 of each x and of each residual (2^-9 where it is kept in bf16).
 
-    Rounding is to nearest, ties to even; with a ``seed`` (0 to 2^64 - 1) at random, up with a probability that is the
-    distance from the lower neighbour, so that the mean is x. Element i draws bits of Philox4x32-10 (Salmon 2011) by
-    ``position`` + i: the parts of one tensor that are quantized apart draw what the whole would. The same bits on all
-    devices. Take another seed in each step.
+    Rounding is to nearest, ties to even; with a ``seed`` (0 to 2^64 - 1) at random, up with a
+    probability that is the distance from the lower neighbour, so that the mean is x. Element i
+    draws bits of Philox4x32-10 (Salmon 2011) by ``position`` + i: the parts of one tensor that are
+    quantized apart draw what the whole would. The same bits on all devices. Take another seed in
+    each step.
 
     Bounds: |x - carried| <= s / 2 (int8), |x| / 16 + s / 1,024 (e4m3), |x| / 8 + s / 131,072 (e5m2),
     |x| / 2,048 + 2^-25 (fp16), |x| / 256 + 2^-134 (bf16), each times 1 + 2^-14, plus 2^-149; at random twice that.
@@ -156,7 +161,8 @@ def quantize(
     value that isn't finite has the scale NaN, and all of it arrives as NaN; the residual of the block stays as it was.
     fp16 and bf16: what overflows arrives as infinity, and the residual of that element stays as it was.
 
-    On the host it is done on return; on a GPU it is queued on torch's current stream. Raises ``InvalidArgument``.
+    On the host it is done on return; on a GPU it is queued on torch's current stream. Raises
+    ``InvalidArgument``.
     """
     launch = plan_quantize(
         source, wire, format=format, block=block, scale=scale, residual=residual, seed=seed, position=position
@@ -166,7 +172,9 @@ def quantize(
 
 
 def plan_quantize(source, wire, *, format, block=256, scale=1.0, residual=None, seed=None, position=0) -> Launch:
-    """Check everything and give the quantization as a `Launch`; another seed may be set in ``launch.args.to``."""
+    """Check everything and return the quantization as a `Launch`; another seed may be set in
+    ``launch.args.to``.
+    """
     op = "quantize"
     device = _device_of(source, op)
     reader = Reader(device, owner="source")
@@ -184,13 +192,15 @@ def plan_quantize(source, wire, *, format, block=256, scale=1.0, residual=None, 
 def dequantize(
     wire, out, *, format: str, block: int = 256, scale=1.0, add: bool = False, statistics: Statistics | None = None
 ) -> None:
-    """Give the values of a wire buffer.
+    """Return the values of a wire buffer.
 
-    out = element * s * scale, in fp32, rounded once to ``out``'s dtype (any floating one); with ``add`` it is added to
-    what is there. ``wire``: as `quantize` wrote it for as many values as ``out`` has. ``statistics``: see `Statistics`;
-    a block that was sent with a value that isn't finite counts as a whole. It is `reduce_wires` of one wire.
+    out = element * s * scale, in fp32, rounded once to ``out``'s dtype (any floating one); with
+    ``add`` it is added to what is there. ``wire``: as `quantize` wrote it for as many values as
+    ``out`` has. ``statistics``: see `Statistics`; a block that was sent with a value that isn't
+    finite counts as a whole. It is `reduce_wires` of one wire.
 
-    On the host it is done on return; on a GPU it is queued on torch's current stream. Raises ``InvalidArgument``.
+    On the host it is done on return; on a GPU it is queued on torch's current stream. Raises
+    ``InvalidArgument``.
     """
     _decode([wire], out, format, block, scale, None, add, statistics, "dequantize")
 
@@ -208,8 +218,9 @@ def reduce_wires(
 ) -> None:
     """Sum the values of wire buffers into an array, in one pass.
 
-    out = (wires[0] + wires[1] + ...) / average_over * scale, summed in fp32 in this order and rounded once to ``out``'s
-    dtype (any floating one). ``wires``: a sequence of uint8 arrays, or a `WireTable`. Otherwise as `dequantize`.
+    out = (wires[0] + wires[1] + ...) / average_over * scale, summed in fp32 in this order and
+    rounded once to ``out``'s dtype (any floating one). ``wires``: a sequence of uint8 arrays, or a
+    `WireTable`. Otherwise as `dequantize`.
     """
     _decode(wires, out, format, block, scale, average_over, add, statistics, "reduce_wires")
 
@@ -229,11 +240,12 @@ def requantize(
 ) -> None:
     """Sum the values of wire buffers and round the sum to one wire buffer, in one pass.
 
-    The middle of a compressed all-reduce: the bits are those of `reduce_wires` into fp32 and `quantize` of that, with
-    nothing in between written to memory. ``wires``: a sequence of uint8 arrays, or a `WireTable`, each of ``count``
-    values, as they were quantized: a size of wire fits several counts, and elements past the wires' own are padding;
-    ``out``: one more such buffer, or one of them. All have one format and block. ``residual``, ``seed``,
-    ``position`` and the bounds: see `quantize`; there x = sum / average_over * scale + residual.
+    The middle of a compressed all-reduce: the bits are those of `reduce_wires` into fp32 and
+    `quantize` of that, with nothing in between written to memory. ``wires``: a sequence of uint8
+    arrays, or a `WireTable`, each of ``count`` values, as they were quantized: a size of wire fits
+    several counts, and elements past the wires' own are padding; ``out``: one more such buffer, or
+    one of them. All have one format and block. ``residual``, ``seed``, ``position`` and the bounds:
+    see `quantize`; there x = sum / average_over * scale + residual.
     """
     launch = plan_requantize(
         wires, out, count=count, format=format, block=block, scale=scale, average_over=average_over, residual=residual,
@@ -246,7 +258,7 @@ def requantize(
 def plan_requantize(
     wires, out, *, count, format, block=256, scale=1.0, average_over=None, residual=None, seed=None, position=0
 ) -> Launch:
-    """Check everything and give the requantization as a `Launch`, as `plan_quantize` does."""
+    """Check everything and return the requantization as a `Launch`, as `plan_quantize` does."""
     op = "requantize"
     count = _whole(count, "count", 0, _POSITIONS - 1, op)
     layout = _layout(count, format, block, op)
@@ -258,7 +270,9 @@ def plan_requantize(
 
 
 def plan_dequantize(wire, out, *, format, block=256, scale=1.0) -> Launch:
-    """Check everything and give the dequantization as a `Launch`, which doesn't move ``out``'s version counter."""
+    """Check everything and return the dequantization as a `Launch`, which doesn't move ``out``'s
+    version counter.
+    """
     return _plan_decode([wire], out, format, block, scale, None, False, None, "dequantize")[0]
 
 
@@ -291,7 +305,9 @@ def _plan_decode(wires, out, format, block, scale, average_over, add, statistics
 
 
 def _decoder(wires, count, layout: WireLayout, format, block, scale, average_over, op):
-    """Give the table of the wires, a reader for their device, what is read, and the kernel's arguments about that."""
+    """Return the table of the wires, a reader for their device, what is read, and the kernel's
+    arguments about that.
+    """
     table = WireTable._of(wires, op)
     if table.nbytes != layout.nbytes:
         which = "wire" if op == "dequantize" else "wire 0"
@@ -309,7 +325,9 @@ def _decoder(wires, count, layout: WireLayout, format, block, scale, average_ove
 
 
 def _encoder(wire, residual, count, layout, format, block, seed, position, reader, op, wire_is="wire"):
-    """Give the kernel's arguments about the wire that is written, and the places that they cover."""
+    """Return the kernel's arguments about the wire that is written, and the places that they
+    cover.
+    """
     place = _wire_place(reader, wire, op, wire_is, writes=True)
     if place.nbytes != layout.nbytes:
         raise InvalidArgument(_wrong_size(wire_is, place.nbytes, count, layout, format, block), op=op)
@@ -385,7 +403,7 @@ def _aligned(place: Place, alignment, what, op) -> Place:
 
 def _device_of(array, op) -> torch.device:
     device = device_of(array)
-    return torch.device("cpu") if device.type == "meta" else device  # what is wrong with it is told later
+    return torch.device("cpu") if device.type == "meta" else device  # a later check refuses it
 
 
 def _scale(scale, reader: Reader, op) -> _Scale:
@@ -420,7 +438,9 @@ def _whole(value, what, least, most, op) -> int:
 
 
 def _check_overlaps(written: dict[str, Place], read: dict[str, Place], op, in_place: str | None = None) -> None:
-    """Refuse overlaps of what is written with anything else, but for `in_place`, which may be just one of the wires."""
+    """Refuse overlaps of what is written with anything else, except that ``in_place`` may be one of
+    the wires.
+    """
     seen: dict[str, Place] = {}
     for name, place in written.items():
         apart = {

@@ -53,9 +53,11 @@ def read_scale(scale, reader: Reader, wide: bool, op: str) -> tuple[float, Place
 
 
 class ScalarReader:
-    """Reads the scalars of an optimizer's steps on one device. Raises ``InvalidArgument``, which names the scalar.
+    """Reads the scalars of an optimizer's steps on one device. Raises ``InvalidArgument``, which
+    names the scalar.
 
-    ``written``: what the steps write, which a scalar on the device must not be part of; None: not known yet.
+    ``written``: what the steps write, which a scalar on the device must not be part of; None: not
+    known yet.
     """
 
     def __init__(self, device: torch.device, names: ArrayNames):
@@ -64,7 +66,9 @@ class ScalarReader:
         self.written: WrittenMemory | None = None
 
     def number(self, value, what, *, least=None, whole=False, finite=True) -> abi.Number:
-        """Return a number, or the address of a tensor of one element on the device, as the kernels read it."""
+        """Return a number, or the address of a tensor of one element on the device, as the kernels
+        read it.
+        """
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise self.names.error(f"{what} must have one element, not the shape {tuple(value.shape)}")
@@ -96,7 +100,9 @@ class ScalarReader:
         return abi.Number(0, self.real(value, what, least=least, whole=whole, finite=finite), 0)
 
     def real(self, value, what, *, least=0.0, below=math.inf, whole=False, finite=True) -> float:
-        """Return a number on the host as a float, in ``least <= number < below``; ``whole``: it must be an integer."""
+        """Return a number on the host as a float, in ``least <= number < below``; ``whole``: it
+        must be an integer.
+        """
         if type(value) is not float and not isinstance(value, numbers.Real):
             kind = type(value).__name__
             raise self.names.error(f"{what} must be a number, not {kind}: {str(value)[:60]}")

@@ -1,4 +1,4 @@
-"""Tables: what a kernel must know of many tensors and of their places in one flat buffer, checked once."""
+"""Tables of tensors and their places in one flat buffer, checked once, as the kernels read them."""
 
 from __future__ import annotations
 
@@ -47,21 +47,24 @@ _PAIRS = {
 
 
 class Table:
-    """Tensors and their places in a flat buffer, made once for any number of ``pack`` and ``unpack`` calls.
+    """Tensors and their places in a flat buffer, made once for any number of ``pack`` and
+    ``unpack`` calls.
 
-    ``tensors``: torch tensors, NumPy or CuPy arrays, contiguous, all on one device, of any sizes from 0 elements.
-    ``dtype``: of the flat buffer. With a floating one (float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2)
-    the tensors may have any of these types and are cast; with another one they must have the same and are copied.
-    ``torch.uint8`` takes tensors of all types, as bytes: the state of a module in one buffer, say.
-    ``offsets``: of each tensor's first element, in elements of the flat buffer, in any order and with any gaps; without
-    them each tensor begins at the next multiple of 16 bytes.
+    ``tensors``: torch tensors, NumPy or CuPy arrays, contiguous, all on one device, of any sizes
+    from 0 elements. ``dtype``: of the flat buffer. With a floating one (float64, float32, float16,
+    bfloat16, float8_e4m3fn, float8_e5m2) the tensors may have any of these types and are cast; with
+    another one they must have the same and are copied. ``torch.uint8`` takes tensors of all types,
+    as bytes: the state of a module in one buffer, say. ``offsets``: of each tensor's first element,
+    in elements of the flat buffer, in any order and with any gaps; without them each tensor begins
+    at the next multiple of 16 bytes.
 
-    A table holds its tensors, and each call checks that they still lie where they did. A short one goes to a GPU with
-    each launch; a longer one is copied there at its first use on each stream. Nobody waits for that. Raises
-    ``InvalidArgument``, which names the tensor's index.
+    A table holds its tensors, and each call checks that they still lie where they did. A short one
+    is passed to a GPU with each launch; a longer one is copied there at its first use on each
+    stream. The host waits for neither. Raises ``InvalidArgument``, which names the tensor's index.
 
-    Attributes: ``tensors``, ``dtype``, ``device``, ``offsets``, ``total`` (elements that the flat buffer must have at
-    least, with the last tensor's padding), ``nbytes`` (the same in bytes), ``len()``.
+    Attributes: ``tensors``, ``dtype``, ``device``, ``offsets``, ``total`` (elements that the flat
+    buffer must have at least, with the last tensor's padding), ``nbytes`` (the same in bytes),
+    ``len()``.
     """
 
     def __init__(self, tensors: Iterable, dtype: torch.dtype, *, offsets: Sequence[int] | None = None):
@@ -84,7 +87,7 @@ class Table:
         # A copy's tensors lie elsewhere, so its addresses are other ones.
         return _make_again, (type(self), self.tensors, self.dtype, None if self._pads else self.offsets)
 
-    # ---- Making one.
+    # ---- Construction.
     def _make(self, tensors, dtype, offsets, op, device) -> None:
         if isinstance(tensors, (torch.Tensor, numpy.ndarray, str, bytes, dict)) or not isinstance(tensors, Iterable):
             raise InvalidArgument(f"the tensors must come as a list of tensors, not as {type(tensors).__name__}", op=op)
@@ -115,7 +118,9 @@ class Table:
         self._checked_flat = None
 
     def _read_plain(self, device):
-        """Addresses, counts, types and needs of torch tensors that are as they should be; None: a look is needed."""
+        """Return addresses, counts, types and needs of plain torch tensors; None: `_read_each` must
+        read them.
+        """
         tensors = self.tensors
         if not _PLAIN.issuperset(map(type, tensors)):
             return None
@@ -152,7 +157,9 @@ class Table:
         return pointers, counts, [self.type] * len(tensors), needs
 
     def _read_each(self, reader, op):
-        """The same of any tensors and arrays, one by one, with a reason for each that won't do."""
+        """Return the same of any tensors and arrays, read one by one; raise the reason for one that
+        can't be used.
+        """
         pointers, counts, types, needs = [], [], [], []
         for index, tensor in enumerate(self.tensors):
             what = f"tensor {index}"
@@ -204,9 +211,11 @@ class Table:
         self._high = int(self._ends.max(initial=0, where=count > 0))
         self.rows = Rows(rows, self.device)
 
-    # ---- What is checked at each use.
+    # ---- Checks of each use.
     def verify(self, op: str = "Table") -> None:
-        """Raise ``InvalidArgument`` where a tensor no longer lies where it did when the table was made."""
+        """Raise ``InvalidArgument`` where a tensor no longer lies where it did when the table was
+        made.
+        """
         index = self._held.find_moved()
         if index is not None:
             raise InvalidArgument(
@@ -216,7 +225,7 @@ class Table:
             )
 
     def place_flat(self, flat, op: str, *, writes: bool) -> int:
-        """Give the address of a flat buffer that fits."""
+        """Return the address of a flat buffer that fits."""
         ptr = None
         if type(flat) in _PLAIN and flat.dtype is self.dtype:
             ptr, count = self._reader.plain_address(flat), flat.numel()
@@ -243,7 +252,7 @@ class Table:
         return ptr
 
     def _check_flat_overlap(self, ptr: int, op) -> None:
-        """Refuse tensors that overlap the flat buffer, unless they lie just where the flat buffer has them."""
+        """Refuse tensors that overlap the flat buffer, unless they lie at their own offsets in it."""
         width = self.itemsize
         overlaps = (self._starts < ptr + self.nbytes) & (self._ends > ptr) & (self._starts < self._ends)
         for index in map(int, overlaps.nonzero()[0]):
@@ -256,7 +265,7 @@ class Table:
         self._checked_flat = ptr
 
     def check_destinations(self, op: str) -> None:
-        """Refuse tensors that can't all be written."""
+        """Refuse tensors that are read-only or overlap each other."""
         if not self._held.all_torch:
             for index, tensor in enumerate(self.tensors):
                 if isinstance(tensor, numpy.ndarray) and not tensor.flags.writeable:
@@ -274,12 +283,12 @@ class Table:
         self._are_destinations = True
 
     def overlaps(self, ptr: int, nbytes: int) -> bool:
-        """Whether a piece of memory overlaps a tensor."""
+        """Whether a range of memory overlaps a tensor."""
         return bool(((self._starts < ptr + nbytes) & (self._ends > ptr) & (self._starts < self._ends)).any())
 
-    # ---- For the launch.
+    # ---- Launch.
     def kernel(self, unpacks: bool, copies: bool) -> abi.Kernel:
-        """Give the kernel that is made for these types. On the host all are one."""
+        """Return the kernel for these types. On the host all types have one kernel."""
         if copies and self.common_type == self.type:
             return abi.CAST_COPY
         if self.wide:

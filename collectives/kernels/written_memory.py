@@ -21,7 +21,8 @@ _ITEMSIZES = numpy.array([ITEMSIZE.get(code, 0) for code in range(max(ITEMSIZE) 
 class WrittenMemory:
     """Address ranges of the parameters, masters and states in a table's rows, sorted.
 
-    Raises ``InvalidArgument``, which names the arrays, for two that share memory and for one that isn't aligned.
+    Raises ``InvalidArgument``, which names the arrays, for two that share memory and for one that
+    isn't aligned.
     """
 
     def __init__(self, rows: numpy.ndarray, names: ArrayNames):
@@ -59,7 +60,9 @@ class WrittenMemory:
                 raise self._names.error(f"{self._names.label('grad', index)} and {self._label(origin[other])} overlap")
 
     def check_scalars(self, scalars: list[abi.Number], name: Callable[[int], str]) -> None:
-        """Refuse scalars on the device that the step itself would overwrite: threads read them at different times."""
+        """Refuse scalars on the device that the step itself would overwrite: threads read them at
+        different times.
+        """
         begin = numpy.array([scalar.at for scalar in scalars], dtype=numpy.uint64)
         sizes = _ITEMSIZES[[scalar.type if scalar.at else _F32 for scalar in scalars]]
         self._names.check_alignment(begin % sizes != 0, name)

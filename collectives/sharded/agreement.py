@@ -213,7 +213,8 @@ class Agreement:
                 f"{what}: on GPUs the ranks don't wait for each other once their steps have been the same; give all "
                 "ranks the same units in the same order, or call set_static_graph(False), which has them agree before "
                 "each collective",
-                op="fully_shard", rank=self.comm.rank,
+                op="fully_shard",
+                rank=self.comm.rank,
             )  # fmt: skip
         )
 
