@@ -1,9 +1,10 @@
 // How the ranks of a communicator find each other and come to share its segment.
 //
-// Rank 0 listens on an abstract Unix socket whose name comes from the id; nothing of it is in a file system. The kernel tells
-// each side the other's user (SO_PEERCRED): only processes of one user get through, and they show the id's secret. When all
-// ranks have come, rank 0 makes the segment and passes its descriptor to them, and each rank's file of shared memory (heap.h) to
-// all others. Whatever goes wrong is told to all who
+// Rank 0 listens on an abstract Unix socket whose name comes from the id; nothing of it is in a
+// file system. The kernel names to each side the other's user (SO_PEERCRED): only processes of one
+// user get through, and they show the id's secret. When all ranks have come, rank 0 makes the
+// segment and passes its descriptor to them, and each rank's file of shared memory (heap.h) to all
+// others. Every error is sent to all who
 // have come, with the ranks that it is about; a rank that waits knows at any time who has arrived.
 #include <errno.h>
 #include <fcntl.h>
@@ -26,7 +27,8 @@
 namespace coll {
 namespace {
 
-// With more ranks than that nobody's memory is shared: rank 0 would pass too many descriptors on for one socket to hold.
+// With more ranks than that nobody's memory is shared: rank 0 would pass too many descriptors on
+// for one socket to hold.
 constexpr int kSharingRanks = 64;
 std::atomic<int64_t> g_init_timeout_ms{60000};
 
@@ -68,7 +70,8 @@ class Rendezvous {
     std::vector<int> dead;
     ncclComm& p = *origin_.parent;
     for (int r : origin_.members) {
-      // Not failed_peers(): that stops looking at ranks that have failed, as all survivors have when they shrink.
+      // Not failed_peers(): that stops looking at ranks that have failed, as all survivors have
+      // when they shrink.
       if (r != p.rank && (p.segment->rank(r)->state.load() == kDead || process_ended(p.pids[r], p.pidfds[r]))) dead.push_back(r);
     }
     if (dead.empty()) return false;
@@ -187,7 +190,8 @@ void Rendezvous::send_failure(const std::vector<Guest>& guests, const Error& err
   for (const Guest& g : guests) send_message(g.fd.get(), m);
 }
 
-// Tell those who come after the failure, `expected` of them, for a short while: a rank that finds nobody would wait in vain.
+// Tell those who come after the failure, `expected` of them, for a short while: a rank that finds
+// nobody would wait in vain.
 void Rendezvous::reject_late_ranks(int listener, int expected, const Error& error) const {
   bool wait = error.kind != collHostErrorTimeout && error.kind != collHostErrorInterrupted && error.kind != collHostErrorAborted;
   int64_t until = now_ns() + (wait ? kLinger : 0);
@@ -215,7 +219,8 @@ bool Rendezvous::serve(Error* error) {
     return false;
   }
   if (bind(listener.get(), reinterpret_cast<struct sockaddr*>(&address), length) != 0) {
-    // Somebody is rank 0 already: go there and be told so, and have all the others told.
+    // There is a rank 0 already: connect to it, which reports the error to this rank and to all
+    // others.
     if (errno == EADDRINUSE) return join(error);
     *error = make_error(collHostErrorSystem, std::string("bind: ") + strerror(errno));
     return false;
@@ -239,7 +244,7 @@ bool Rendezvous::serve(Error* error) {
   auto give_up = [&](const Error& e) {
     *error = e;
     send_failure(guests, e);
-    guests.clear();  // their descriptors may be what is needed to tell the others
+    guests.clear();  // their descriptors may be needed to report it to the others
     reject_late_ranks(listener.get(), comm_->size - came, e);
     if (comm_->segment) comm_->segment->release();
     comm_->segment = nullptr;
@@ -422,7 +427,8 @@ bool Rendezvous::join(Error* error) {
     int got = receive_message(fd.get(), &m, &descriptor);
     if (got == 0) continue;
     if (got < 0 && !answered) {
-      // Nobody took the connection: it went to a listener that was just closing, of an earlier rendezvous by this name.
+      // Nobody took the connection: it went to a listener that was just closing, of an earlier
+      // rendezvous by this name.
       if (!connect_to_server(&fd, error)) return false;
       say_hello(fd.get());
       continue;

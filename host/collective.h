@@ -1,4 +1,5 @@
-// A collective in progress: its rounds over the staging slots, or over the memory that the ranks share.
+// A collective in progress: its rounds over the staging slots, or over the memory that the ranks
+// share.
 #pragma once
 
 #include <atomic>
@@ -16,14 +17,14 @@ struct Collective {
   uint64_t base = 0;      // rounds of the communicator before this call
   uint64_t rounds = 0;
   uint64_t posted = 0, reduced = 0, consumed = 0;
-  size_t per_round = 0;   // elements of one piece in a round
-  size_t stride = 0;      // bytes between the pieces of a slot
+  size_t per_round = 0;   // elements of one slice in a round
+  size_t stride = 0;      // bytes between the slices of a slot
   bool begun = false, checked = false, two_phase = false, mismatched = false;
-  bool in_place = false;  // no slots: the peers' memory itself
+  bool in_place = false;  // works on the peers' memory, without slots
   bool past_caches = false;
   int blocked_on = -1;
   Error error;
-  coll_share share{};  // so far; the caller gets it when the call has succeeded
+  coll_share share{};  // statistics so far; written to the caller's when the call has succeeded
 
   explicit Collective(const Op& o) : op(o) {}
   bool done() const { return begun && checked && (mismatched || consumed == rounds); }

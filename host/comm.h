@@ -1,10 +1,10 @@
 // The communicator: what a rank knows and keeps of it.
 //
-// Path of a call: api.cpp checks the arguments and makes an Op (operation.h); group.cpp puts the ops
-// of a group (or the one op) into a Batch and gives it its place in the order of each communicator
-// that it uses (order.h); the batch runs in the calling thread (NULL stream) or in a queue's
-// (queue.h); progress.cpp moves its collectives (collective.h) and transfers (transfer.h) forward,
-// none of which ever blocks, until all are done.
+// Path of a call: api.cpp checks the arguments and makes an Op (operation.h); group.cpp puts the
+// ops of a group (or the one op) into a Batch and gives it its place in the order of each
+// communicator that it uses (order.h); the batch runs in the calling thread (NULL stream) or in a
+// queue's (queue.h); progress.cpp moves its collectives (collective.h) and transfers (transfer.h)
+// forward, none of which ever blocks, until all are done.
 #pragma once
 
 #include <stdint.h>
@@ -38,8 +38,8 @@ struct ncclComm {
   int rank = -1, size = 0, device = 0;
   coll::Segment* segment = nullptr;
   uint64_t secret[4] = {};        // ids of children are derived from it
-  // So far. Each is equal on all ranks that take part: apart, because a rank that failed in one kind of call may not
-  // have made the other.
+  // So far. Each is equal on all ranks that take part: apart, because a rank that failed in one
+  // kind of call may not have made the other.
   uint64_t splits = 0, shrinks = 0;
   uint64_t splits_begun = 0;      // by the batch whose turn it is
   int forks = 0;                  // fork_generation() of the process that made it
@@ -48,16 +48,17 @@ struct ncclComm {
   std::vector<int> pids, pidfds;
   std::vector<coll::PeerHeap*> heaps;  // NULL: this process's own
 
-  // Order. Every batch takes the next ticket of each communicator that it uses, under order_lock(), and runs when all
-  // before it have ended. So operations take effect in call order, across queues, threads and the NULL stream.
+  // Order. Every batch takes the next ticket of each communicator that it uses, under order_lock(),
+  // and runs when all before it have ended. So operations take effect in call order, across queues,
+  // threads and the NULL stream.
   uint64_t next_ticket = 0;               // under order_lock()
   std::mutex turn_lock;                   // guards turn and active
   std::condition_variable turn_changed;
   uint64_t turn = 0;
   std::set<uint64_t> abandoned;            // tickets whose owners stopped waiting; their turn is passed on at once
   bool active = false;                    // an operation is running, and may touch the caller's memory
-  // The handle and every ticket that is not yet served. Whoever gives up the last one frees the communicator, so that an
-  // aborted one can have operations in queues that are held up by others.
+  // The handle and every ticket that is not yet served. Whoever gives up the last one frees the
+  // communicator, so that an aborted one can have operations in queues that are held up by others.
   std::atomic<int> users{1};
 
   // Used by the batch whose turn it is, and by nobody else.
@@ -106,7 +107,8 @@ constexpr int kMaxRanks = COLL_HOST_MAX_RANKS;
 ncclComm* checked(ncclComm_t comm, const char* op);
 void release(ncclComm* comm);  // give up one use
 
-// Keeps a communicator from being freed. (A program must not end it before the call that needs it has begun.)
+// Keeps a communicator from being freed. (A program must not end it before the call that needs it
+// has begun.)
 struct Use {
   ncclComm* comm;
   explicit Use(ncclComm* c) : comm(c) { comm->users.fetch_add(1); }

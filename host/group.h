@@ -12,8 +12,8 @@ namespace coll {
 
 bool in_group();
 ncclResult_t submit(const Op& op, cudaStream_t stream);
-// Run an init-like job now, or at the end of the open group. Jobs of one parent run one after the other, in call order.
-// With `cancelled` a job only undoes what was prepared when it was submitted.
+// Run an init-like job now, or at the end of the open group. Jobs of one parent run one after the
+// other, in call order. With `cancelled` a job only undoes what was prepared when it was submitted.
 using Job = std::function<Error(bool cancelled)>;
 ncclResult_t submit_job(ncclComm* parent, const char* op, Job job);
 ncclResult_t group_start();

@@ -51,9 +51,10 @@ bool send_message(int fd, const Message& message, int descriptor) {
     memcpy(CMSG_DATA(c), &descriptor, sizeof(int));
   }
   ssize_t sent;
-  // News may be lost on a rank that does not read; everything else has to arrive.
+  // A message about arrivals may be dropped if a rank does not read; everything else has to arrive.
   int flags = MSG_NOSIGNAL | (message.kind == Kind::Arrived ? MSG_DONTWAIT : 0);
-  // The system limits how many descriptors are on their way; those who are to take them are about to.
+  // The system limits how many descriptors are on their way; those who are to take them are about
+  // to.
   int64_t until = 0;
   for (;;) {
     sent = sendmsg(fd, &header, flags);
@@ -77,7 +78,8 @@ int receive_message(int fd, Message* message, Fd* descriptor) {
   header.msg_controllen = sizeof control;
   ssize_t got = recvmsg(fd, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (got < 0 && errno == ECONNRESET) {
-    // The other side closed before it had read all; what it had sent is still there, behind this error.
+    // The other side closed before it had read all; what it had sent is still there, behind this
+    // error.
     header.msg_controllen = sizeof control;
     got = recvmsg(fd, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   }

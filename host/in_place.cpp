@@ -1,9 +1,10 @@
-// Collectives on memory that the ranks share (heap.h): each reads the others' arrays where they are, and an all-reduce writes the
-// results there too. Nothing is staged.
+// Collectives on memory that the ranks share (heap.h): each reads the others' arrays where they
+// are, and an all-reduce writes the results there too. Nothing is staged.
 //
-// The first round of the call, which is there for the comparison of the calls anyway, tells where each rank's arrays lie. Then each
-// rank does its part of the work, counts `reduced` up, and ends when those who read or write its memory have counted too. Sums are
-// taken by the same kernel in the same order as in the slots, so that the result is the same to the bit.
+// The first round of the call, which compares the calls, also publishes where each rank's arrays
+// lie. Then each rank does its part of the work, counts `reduced` up, and ends when those who read
+// or write its memory have counted too. Sums are taken by the same kernel in the same order as in
+// the slots, so that the result is the same to the bit.
 #include <errno.h>
 #include <string.h>
 #include <time.h>
@@ -32,8 +33,9 @@ size_t parts_of(size_t count, size_t esize) { return (count + kPart / esize - 1)
 // How long a rank that fails waits for those who still write into its memory.
 constexpr int64_t kLinger = 1000 * 1000 * 1000;  // ns
 
-// Do [0, count) elements in parts, on this thread and on cores that its rank has to itself and that are idle: one core doesn't
-// reach the rate of the memory on a machine that has many. Which parts there are depends on count and esize alone.
+// Do [0, count) elements in parts, on this thread and on cores that its rank has to itself and that
+// are idle: one core doesn't reach the rate of the memory on a node that has many. Which parts
+// there are depends on count and esize alone.
 template <class F>
 void in_parts(const ncclComm& c, size_t count, size_t esize, F&& work) {
   int own_cores = count * esize < kShareFrom ? 1 : c.cores / c.size;
@@ -51,7 +53,8 @@ void in_parts(const ncclComm& c, size_t count, size_t esize, F&& work) {
 
 }  // namespace
 
-// What this rank's memory allows in this call, and where it is. Each rank tells its own; choose_path() decides for all.
+// What this rank's memory allows in this call, and where it is. Each rank publishes its own;
+// choose_path() decides for all.
 uint8_t Collective::find_shared_arrays() {
   ncclComm& c = comm();
   size_t esize = type_size(op.type);
@@ -85,8 +88,9 @@ uint8_t Collective::find_shared_arrays() {
   return kShared;
 }
 
-// All ranks see the same answers, and come to the same way. Where some can share and others can't, those who can have put nothing
-// into their slots: the round counts for nothing and the data begins with the next one.
+// All ranks read the same answers, and choose the same path. Where some can share and others can't,
+// those who can have put nothing into their slots: the round counts for nothing and the data begins
+// with the next one.
 void Collective::choose_path() {
   ncclComm& c = comm();
   int parity = static_cast<int>(op.seq & 1);
@@ -150,7 +154,8 @@ void Collective::work_in_place() {
       for (int r = 0; r < c.size && !error; ++r) sources[r] = sent_by(r) + from;
       coll_reduction how = reduction(scalars);
       int n = 0;
-      // An array that is both is one address: a peer's memory may be mapped twice, and the kernel compares addresses.
+      // An array that is both is one address: a peer's memory may be mapped twice, and the kernel
+      // compares addresses.
       auto out_of = [&](int r) -> void* {
         const auto& memory = c.segment->rank(r)->memory[op.seq & 1];
         if (r != c.rank && memory.send.offset == memory.recv.offset) return const_cast<void*>(sources[r]);
@@ -227,8 +232,9 @@ bool Collective::touches(int rank) const {
   }
 }
 
-// Whether a rank whose memory is used here has given this call up. From then on the memory is its caller's, who may write to it or
-// free it. None of these ranks ends the call in good order before this one has done its part.
+// Whether a rank whose memory is used here has given this call up. From then on the memory is its
+// caller's, who may write to it or free it. None of these ranks ends the call in good order before
+// this one has done its part.
 bool Collective::peer_gave_up(std::vector<int>* who) const {
   ncclComm& c = comm();
   std::atomic_thread_fence(std::memory_order_acquire);  // what was read before this, was read before the states are
@@ -244,8 +250,9 @@ bool Collective::peer_gave_up(std::vector<int>* who) const {
   return any;
 }
 
-// After an error here, which the peers can see: they look at every part of their work, so this takes no longer than a part. Only
-// for one that was stopped from outside it is not waited for long. (A peer's state doesn't tell: a revoke changes it at once.)
+// After an error here, which the peers can read: they check it at every part of their work, so this
+// takes no longer than a part. Only for one that was stopped from outside it is not waited for
+// long. (A peer's state doesn't show that: a revoke changes it at once.)
 void Collective::publish_stop() {
   ncclComm& c = comm();
   if (begun) c.me()->stopped.store(base + 1);

@@ -19,7 +19,8 @@ const char* op_name(int op);
 // "float32", or "int16 as bytes" for a labelled type.
 std::string type_text(int type, const char* label);
 
-// A reduction as the caller named it; pre-mul-sum carries its scalar, in the bits of the accumulator's type.
+// A reduction as the caller named it; pre-mul-sum carries its scalar, in the bits of the
+// accumulator's type.
 struct Reduction {
   int op = ncclSum;
   bool premul = false;

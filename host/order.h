@@ -10,14 +10,15 @@
 
 namespace coll {
 
-// ns between checks of the peers' processes, of signals and of the clock, while something is waited for.
+// ns between checks of the peers' processes, of signals and of the clock, while something is waited
+// for.
 constexpr int64_t kCheckInterval = 100 * 1000 * 1000;
 
 // Take a place in the communicator's order, under order_lock().
 uint64_t take_ticket(ncclComm* comm);
 
-// Run `body` when it is the ticket's turn, then pass the turn on. After that the communicator may be
-// freed.
+// Run `body` when it is the ticket's turn, then pass the turn on. After that the communicator may
+// be freed.
 Error in_turn(ncclComm* comm, uint64_t ticket, const std::function<Error()>& body);
 
 // The parts of that, for a batch that uses several communicators.

@@ -1,4 +1,5 @@
-// The state of the ranks of a communicator: published, looked up, turned into errors; and who wakes whom.
+// The state of the ranks of a communicator: published, looked up, turned into errors; and who wakes
+// whom.
 #include "peers.h"
 
 #include <algorithm>
@@ -16,7 +17,8 @@ static void ring(RankBlock* rank) {
 }
 
 void ncclComm::wake_sleepers() {
-  // Pairs with the fence in doze(): either this rank sees the sleeper, or the sleeper sees what was written before.
+  // Pairs with the fence in doze(): either this rank notices the sleeper, or the sleeper reads what
+  // was written before.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (segment->header()->sleepers.load(std::memory_order_relaxed) == 0) return;
   for (int r = 0; r < size; ++r) {
@@ -108,8 +110,9 @@ std::vector<int> failed_peers(ncclComm& comm, bool look_at_processes) {
 
 namespace {
 
-// A peer ran out of time. The ranks that wait for the same late one run out at nearly the same moment, so whoever sees
-// the first one fail is as late as that: it names the ranks that are missing, and not the peer.
+// A peer ran out of time. The ranks that wait for the same late one run out at nearly the same
+// moment, so a rank that notices the first failure is as late as that: it names the ranks that are
+// missing, and not the peer.
 bool shared_timeout(ncclComm& comm, const std::vector<int>& peers, const std::vector<int>& missing, Error* error) {
   for (int r : peers) {
     RankBlock* other = comm.segment->rank(r);

@@ -1,4 +1,4 @@
-// What has become of the other ranks of a communicator, and the error that follows from it.
+// State of the other ranks of a communicator, and the errors that follow from it.
 #pragma once
 
 #include <vector>
@@ -8,9 +8,10 @@
 
 namespace coll {
 
-// Peers that can't go on any more, looked up in the shared state and (look_at_processes) in the system.
+// Peers that can't go on any more, looked up in the shared state and (look_at_processes) in the
+// system.
 std::vector<int> failed_peers(ncclComm& comm, bool look_at_processes);
-// What that means for this rank; `missing` are the ranks that it waits for itself.
+// The error of this rank that follows from it; `missing` are the ranks that it waits for itself.
 Error remote_error(ncclComm& comm, const std::vector<int>& peers, const std::vector<int>& missing);
 
 }  // namespace coll

@@ -24,8 +24,8 @@ class Pause {
 
   void reset() { turns_ = 0; }
 
-  // One pause of the kind that fits the time waited so far. `moved` is asked once more before going to sleep.
-  // `peer` gives the rank whose flag is waited for, or -1: anybody's.
+  // One pause of the kind that fits the time waited so far. `moved` is asked once more before going
+  // to sleep. `peer` returns the rank whose flag is waited for, or -1: anybody's.
   template <class P, class F>
   bool pause(P&& peer, F&& moved) {
     ++turns_;
@@ -51,7 +51,8 @@ class Pause {
     header->sleepers.fetch_add(1);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     bool did = moved();
-    // Where the last look has found another one to wait for, that one doesn't know yet whom to wake.
+    // Where the last look has found another one to wait for, that one doesn't know yet whom to
+    // wake.
     if (!did && peer() == waiting_for) futex_wait(&me->doorbell, bell, kLongestSleep);
     header->sleepers.fetch_sub(1);
     me->sleeping.store(0, std::memory_order_relaxed);
@@ -122,8 +123,9 @@ struct Run {
     while (work.next < work.collective_count) {
       Collective& now = work.collectives[work.next];
       if (!now.begun) {
-        // No collective ends without this rank, so a peer that is out already has failed in this one, or never called it.
-        // What it has posted must not pass for its part of a call that it gave up.
+        // No collective ends without this rank, so a peer that is out already has failed in this
+        // one, or never called it. What it has posted must not pass for its part of a call that it
+        // gave up.
         if (work.comm->segment->header()->troubles.load(std::memory_order_acquire)) {
           std::vector<int> lost = failed_peers(*work.comm, false);
           if (!lost.empty()) {
@@ -208,14 +210,16 @@ struct Run {
     return ranks;
   }
 
-  // Whether this waits for one of these peers. Others that are gone may well have done all their part before they went.
+  // Whether this waits for one of these peers. Others that have left may have done all their part
+  // before.
   bool waits_for(const std::vector<int>& peers) {
     std::vector<int> waited = missing();
     return std::any_of(peers.begin(), peers.end(),
                        [&](int r) { return std::find(waited.begin(), waited.end(), r) != waited.end(); });
   }
 
-  // A rank that has not come to this collective, but to a split that this rank has not called: it left this one out.
+  // A rank that has not come to this collective, but to a split that this rank has not called: it
+  // left this one out.
   int in_a_split() {
     if (work.next >= work.collective_count || work.collectives[work.next].checked) return -1;
     ncclComm& c = *work.comm;
@@ -300,7 +304,7 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& bloc
 
 namespace {
 
-// Wait for the turns of the runs' communicators, run, pass the turns on. Gives the first error.
+// Wait for the turns of the runs' communicators, run, pass the turns on. Returns the first error.
 Error run_all(Run* runs, size_t count) {
   struct Turns {
     Run* runs;

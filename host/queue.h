@@ -11,7 +11,7 @@
 namespace coll {
 
 bool queue_alive(collHostQueue_t queue);
-// Put a task behind the others. Its error is what collHostQueueWait gives for its ticket.
+// Put a task behind the others. collHostQueueWait returns its error for its ticket.
 uint64_t queue_push(collHostQueue_t queue, std::function<Error()> task);
 
 }  // namespace coll
