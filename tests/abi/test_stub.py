@@ -69,4 +69,4 @@ def test_every_public_method_has_a_docstring():
     for cls in COMPILED:
         for name, member in vars(cls).items():
             if not name.startswith("_") and callable(member):
-                assert member.__doc__ and member.__doc__.split("\n")[0].endswith("."), f"{cls.__name__}.{name}"
+                assert member.__doc__ and member.__doc__.split("\n\n")[0].rstrip().endswith("."), f"{cls.__name__}.{name}"
