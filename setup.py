@@ -1,15 +1,19 @@
-"""The build: the Cython extensions, the host engine, and the kernel sources of wheels. Metadata: pyproject.toml.
+"""The build: the Cython extensions, the host engine, and the kernel sources of wheels. Metadata:
+pyproject.toml.
 
 What is built, and where it goes:
 
 - ``collectives/_nccl*.so``: the binding, by Cython and the C compiler.
-- ``collectives/_lib/libcollectives_host.so``: the host engine. ``host/*.cpp`` are compiled once, ``kernels/host/*.cpp``
-  once for each instruction set, all objects in parallel; objects newer than all they were made from are kept.
-- ``collectives/_kernels_src/``: in wheels only, a copy of ``kernels/``, since CUDA kernels are compiled at run time. In
-  a checkout (an editable install) that folder isn't there, and ``../kernels`` beside the package is the same.
+- ``collectives/_lib/libcollectives_host.so``: the host engine. ``host/*.cpp`` are compiled once,
+  ``kernels/host/*.cpp`` once for each instruction set, all objects in parallel; objects newer than
+  all they were made from are kept.
+- ``collectives/_kernels_src/``: in wheels only, a copy of ``kernels/``, since CUDA kernels are
+  compiled at run time. In a checkout (an editable install) that folder isn't there, and
+  ``../kernels`` beside the package is the same.
 
-``CXX``, ``CXXFLAGS`` and ``LDFLAGS`` are honoured. ``python setup.py build_host --output PATH`` builds the engine
-alone, for instance with ``CXXFLAGS=-fsanitize=address``; ``COLLECTIVES_HOST_LIBRARY`` then names it at run time.
+``CXX``, ``CXXFLAGS`` and ``LDFLAGS`` are honoured. ``python setup.py build_host --output PATH``
+builds the engine alone, for instance with ``CXXFLAGS=-fsanitize=address``;
+``COLLECTIVES_HOST_LIBRARY`` then names it at run time.
 """
 
 import os
@@ -45,7 +49,9 @@ if ON_X86:
 
 
 def cxx():
-    """Return the C++ compiler's command as a list: ``CXX``, or the first of g++, c++, clang++ on the path."""
+    """Return the C++ compiler's command as a list: ``CXX``, or the first of g++, c++, clang++ on
+    the path.
+    """
     named = shlex.split(os.environ.get("CXX", ""))
     found = named or [name for name in ("g++", "c++", "clang++") if shutil.which(name)][:1]
     if not found or not shutil.which(found[0]):
@@ -58,7 +64,9 @@ def cxx():
 
 
 def up_to_date(target, command):
-    """Whether ``target`` was made by this very command and is newer than every file it was made from."""
+    """Whether ``target`` was made by this very command and is newer than every file it was made
+    from.
+    """
     stamp, deps = target.with_suffix(".cmd"), target.with_suffix(".d")
     if not (target.exists() and stamp.exists() and stamp.read_text() == shlex.join(command)):
         return False
@@ -92,15 +100,20 @@ def compile_object(target, command):
 
 
 def build_host_library(output, objects):
-    """Compile and link the host engine into ``output``, with its objects in the folder ``objects``."""
+    """Compile and link the host engine into ``output``, with its objects in the folder
+    ``objects``.
+    """
     compiler = cxx()
     flags = shlex.split(os.environ.get("CXXFLAGS", ""))
     have = ["-DCOLL_HAVE_X86_ISA=1"] if ON_X86 else []
-    jobs = [(path, "host", have) for path in sorted(ROOT.glob("host/*.cpp"))]
+    jobs = [(path, "host", have) for path in ROOT.glob("host/*.cpp")]
     if not jobs:
         raise CompileError(f"no host/*.cpp under {ROOT}: the source tree is incomplete")
-    for path in sorted(ROOT.glob("kernels/host/*.cpp")):
+    for path in ROOT.glob("kernels/host/*.cpp"):
         jobs += [(path, name, [f"-DCOLL_ISA={name}", *have, *isa]) for name, isa in INSTRUCTION_SETS.items()]
+    # The kernels' objects take longest, the larger sources more: begun first, they leave no core
+    # idle at the end.
+    jobs.sort(key=lambda job: (job[1] == "host", -job[0].stat().st_size, job[0].name, job[1]))
     objects.mkdir(parents=True, exist_ok=True)
     commands = {}
     for path, variant, options in jobs:
@@ -116,7 +129,8 @@ def build_host_library(output, objects):
     current = output.exists() and stamp.exists() and stamp.read_text() == key
     if any(rebuilt) or not current or exports >= output.stat().st_mtime_ns:
         output.parent.mkdir(parents=True, exist_ok=True)
-        # Linked beside it and renamed over it: a process that has the old one mapped keeps it whole.
+        # Linked beside it and renamed over it: a process that has the old one mapped keeps it
+        # whole.
         fresh = output.with_name(f".{output.name}.{os.getpid()}")
         run([*link, "-o", str(fresh.resolve())])
         fresh.replace(output)
@@ -145,17 +159,22 @@ class BuildHost(Command):
 
 
 class BuildExt(build_ext):
-    """Build the extensions, then the host engine: into the source tree where it is in place or editable."""
+    """Build the extensions and, beside them, the host engine: into the source tree where it is in
+    place or editable.
+    """
 
     def host_library(self):
         return ROOT / LIBRARY if self.inplace or self.editable_mode else Path(self.build_lib) / LIBRARY
 
     def run(self):
-        cxx()  # before the minutes that the rest takes
-        super().run()
+        cxx()  # before the minute that the rest takes
         in_tree = self.host_library() == ROOT / LIBRARY
         # An editable build gets a throw-away build_temp: its objects are kept in the tree instead.
-        build_host_library(self.host_library(), ROOT / "build" / "host" if in_tree else Path(self.build_temp) / "host")
+        objects = ROOT / "build" / "host" if in_tree else Path(self.build_temp) / "host"
+        with ThreadPoolExecutor(1) as beside:
+            engine = beside.submit(build_host_library, self.host_library(), objects)
+            super().run()
+        engine.result()
 
     def get_outputs(self):
         return [*super().get_outputs(), str(self.host_library())]

@@ -1,8 +1,9 @@
 # cython: language_level=3
-"""The binding of the host kernel library: load it, run a kernel on a struct of arguments.
+"""Binding of the host kernel library: loads it, and runs a kernel on a struct of arguments.
 
-The library is ``libcollectives_host.so``, loaded by its path and never unloaded. Arguments are opaque here:
-``kernels/abi.py`` declares the structs, and their sizes are checked against the library's.
+The library is ``libcollectives_host.so``, loaded by its path and never unloaded. Arguments are
+opaque here: ``kernels/abi.py`` declares the structs, and their sizes are checked against the
+library's.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -42,7 +43,9 @@ cdef class Library:
         self._isa = <isa_fn>_symbol(self._handle, b"collKernelIsa", self.path)
 
     def run(self, int kernel, args, int threads):
-        """Run a kernel on a struct of arguments (an object with a buffer); blocks until it is done, without the GIL."""
+        """Run a kernel on a struct of arguments (an object with a buffer); blocks until it is done,
+        without the GIL.
+        """
         cdef Py_buffer view
         cdef int status
         PyObject_GetBuffer(args, &view, PyBUF_SIMPLE)
@@ -59,11 +62,13 @@ cdef class Library:
             PyBuffer_Release(&view)
 
     def args_size(self, int kernel):
-        """Give the size in bytes of a kernel's arguments, 0 for a kernel that isn't there."""
+        """Return the size in bytes of a kernel's arguments, 0 for a kernel that isn't there."""
         return self._args_size(kernel)
 
     def use_isa(self, name=None):
-        """Use an instruction set's kernels from now on; ``None``: COLLECTIVES_ISA's, else the widest. Give its name."""
+        """Use an instruction set's kernels from now on; ``None``: COLLECTIVES_ISA's, else the
+        widest. Returns its name.
+        """
         cdef bytes encoded = b"" if name is None else name.encode()
         cdef const char* wanted = NULL
         if name is not None:

@@ -1,9 +1,10 @@
 """The binding of NCCL's C API: a function table loaded from a path at run time.
 
-The same classes drive NVIDIA's NCCL and this project's host engine, which exports the same C ABI. Addresses, streams
-and queues are plain integers; of torch nothing is known here but the table by which its tensors can be read
-(``_nccl_arrays.pxi``), which comes at run time. Each method is: marshal, call with the GIL released, check.
-What an error becomes is decided in one place (``_nccl_errors.pxi``).
+The same classes drive NVIDIA's NCCL and this project's host engine, which exports the same C ABI.
+Addresses, streams and queues are plain integers; of torch nothing is known here but the table by
+which its tensors can be read (``_nccl_arrays.pxi``), which comes at run time. Each method is:
+marshal, call with the GIL released, check. What an error becomes is decided in one place
+(``_nccl_errors.pxi``).
 """
 
 import re
@@ -42,7 +43,7 @@ cdef extern from "Python.h":
     PyTypeObject* Py_TYPE(object)
     bint PyUnicode_CheckExact(object)
     bint PyLong_CheckExact(object)
-    # As C has them: what they fail with stays set, and is looked at or cleared by the caller.
+    # Declared as in C: on failure the Python error stays set, and the caller reads or clears it.
     int PyObject_GetBuffer(PyObject* exporter, Py_buffer* view, int flags)
     Py_ssize_t PyDict_GET_SIZE(object dictionary)
     PyObject* PyDict_GetItem(object dictionary, object key)
@@ -108,14 +109,14 @@ cdef dict listed(bint host):
 
 
 FUNCTIONS = listed(False)               # function of NCCL -> the first version code that has it
-HOST_FUNCTIONS = tuple(listed(True))    # what the host engine offers beside them
+HOST_FUNCTIONS = tuple(listed(True))    # functions that only the host engine has
 
 if collWatchForks() != 0:
     raise MemoryError("no memory to register the fork handler")
 
 
 def format_version(int code):
-    """Return an NCCL version code as people write it: 22703 -> "2.27.3", 2708 -> "2.7.8"."""
+    """Return an NCCL version code as text: 22703 -> "2.27.3", 2708 -> "2.7.8"."""
     major, minor, patch = (code // 10000, code // 100 % 100, code % 100) if code >= 10000 else (
         code // 1000, code // 100 % 10, code % 100)
     return f"{major}.{minor}.{patch}" if patch else f"{major}.{minor}"
@@ -129,9 +130,10 @@ include "_nccl_config.pxi"
 cdef class Library:
     """Load an NCCL library, or the host engine, from a path into a function table of its own.
 
-    ``path`` goes to ``dlopen(RTLD_NOW | RTLD_LOCAL)``: nothing is looked up in what else the process has loaded. A
-    function that the library lacks costs nothing until it is called. The library stays loaded until the process ends.
-    Raises ``EngineUnavailable`` with the path and the loader's own words.
+    ``path`` goes to ``dlopen(RTLD_NOW | RTLD_LOCAL)``: nothing is looked up in what else the
+    process has loaded. A function that the library lacks costs nothing until it is called. The
+    library stays loaded until the process ends. Raises ``EngineUnavailable`` with the path and the
+    loader's own words.
     """
 
     def __cinit__(self, path):
@@ -157,10 +159,12 @@ cdef class Library:
     def __repr__(self):
         return f"<Library {self.path!r} {format_version(self.version)}{' host' if self.is_host else ''}>"
 
-    # ---- what is there
+    # ---- functions of the library
 
     def has(self, str name not None):
-        """Return whether the library has the C function ``name``, one of FUNCTIONS or HOST_FUNCTIONS."""
+        """Return whether the library has the C function ``name``, one of FUNCTIONS or
+        HOST_FUNCTIONS.
+        """
         cdef bytes encoded = name.encode()
         cdef const collEntry_t* entry = collFunctions
         while entry.name is not NULL:
@@ -198,14 +202,20 @@ cdef class Library:
         return text_of(self.api.ncclGetErrorString(<ncclResult_t> code))
 
     def last_error(self):
-        """Return the library's last error text of this thread, "" where it has none. C: ``ncclGetLastError``."""
+        """Return the library's last error text of this thread, "" if there is none.
+
+        C: ``ncclGetLastError``.
+        """
         self.need(<void*> self.api.ncclGetLastError, "ncclGetLastError")
         return text_of(self.api.ncclGetLastError(NULL))
 
     # ---- communicators
 
     def get_unique_id(self):
-        """Make a unique id (128 bytes), which one rank gives to all of a new communicator. C: ``ncclGetUniqueId``."""
+        """Make a unique id (128 bytes), which one rank sends to all ranks of a new communicator.
+
+        C: ``ncclGetUniqueId``.
+        """
         cdef ncclUniqueId unique_id
         cdef ncclResult_t code
         self.need(<void*> self.api.ncclGetUniqueId, "ncclGetUniqueId")
@@ -215,7 +225,8 @@ cdef class Library:
         return (<char*> &unique_id)[:sizeof(unique_id)]
 
     def named_unique_id(self, bytes name not None):
-        """Make the unique id that belongs to a name: all processes of this user that use the name get the same one.
+        """Make the unique id that belongs to a name: all processes of this user that use the name
+        get the same one.
 
         Host engine only. C: ``collHostGetNamedUniqueId``.
         """
@@ -232,8 +243,8 @@ cdef class Library:
     def comm_init_rank(self, int nranks, bytes unique_id not None, int rank, *, config=None):
         """Open rank ``rank`` of a communicator of ``nranks``; waits for the other ranks.
 
-        ``config``: a dict of ``ncclConfig_t`` fields; ``{"blocking": 0}`` returns at once, then poll ``async_error``.
-        C: ``ncclCommInitRank``, ``ncclCommInitRankConfig``.
+        ``config``: a dict of ``ncclConfig_t`` fields; ``{"blocking": 0}`` returns at once, then
+        poll ``async_error``. C: ``ncclCommInitRank``, ``ncclCommInitRankConfig``.
         """
         cdef ncclUniqueId c_id = c_unique_id(unique_id)
         cdef Comm comm = new_comm(self, rank, nranks)
@@ -251,7 +262,10 @@ cdef class Library:
         return self.opened(comm, code, "ncclCommInitRankConfig")
 
     def comm_init_rank_scalable(self, int nranks, int rank, list unique_ids not None, *, config=None):
-        """As ``comm_init_rank`` with several unique ids, the same on every rank. C: ``ncclCommInitRankScalable``."""
+        """As ``comm_init_rank`` with several unique ids, the same on every rank.
+
+        C: ``ncclCommInitRankScalable``.
+        """
         cdef _Config settings = _Config(self, {} if config is None else config)
         cdef bytes ids = b"".join([checked_unique_id(each) for each in unique_ids])
         cdef ncclUniqueId* c_ids = <ncclUniqueId*> <char*> ids
@@ -264,7 +278,10 @@ cdef class Library:
         return self.opened(comm, code, "ncclCommInitRankScalable")
 
     def comm_init_all(self, list devices not None):
-        """Open all ranks of a communicator in this process, rank i on ``devices[i]``. C: ``ncclCommInitAll``."""
+        """Open all ranks of a communicator in this process, rank i on ``devices[i]``.
+
+        C: ``ncclCommInitAll``.
+        """
         cdef _Ints c_devices = _Ints(devices)
         cdef int count = len(devices), i
         cdef ncclComm_t* handles
@@ -285,7 +302,8 @@ cdef class Library:
         return comms
 
     def comm_grow(self, int nranks, bytes unique_id not None, int rank, *, config=None):
-        """Join, as a new rank, a communicator that grows to ``nranks``; the old ranks call ``Comm.grow``.
+        """Join, as a new rank, a communicator that grows to ``nranks``; the old ranks call
+        ``Comm.grow``.
 
         ``unique_id`` comes from ``Comm.get_unique_id`` of an old rank. C: ``ncclCommGrow``.
         """
@@ -300,9 +318,11 @@ cdef class Library:
         return self.opened(comm, code, "ncclCommGrow")
 
     cdef Comm opened(self, Comm comm, ncclResult_t code, const char* name):
-        """The end of every function that opens: raise, or keep the object alive while the library may write its handle.
+        """Finish a function that opens a communicator: raise, or keep the object alive while the
+        library may write its handle.
 
-        In a group the handle is written at the group's end, and with ``blocking=0`` by a thread of the library.
+        In a group the handle is written at the group's end, and with ``blocking=0`` by a thread of
+        the library.
         """
         cdef list group
         if code != ncclSuccess and code != ncclInProgress or collInterrupted:
@@ -319,7 +339,10 @@ cdef class Library:
     # ---- groups
 
     def group_start(self):
-        """Open a group on this thread: calls up to ``group_end`` become one. Groups nest. C: ``ncclGroupStart``."""
+        """Open a group on this thread: calls up to ``group_end`` become one. Groups nest.
+
+        C: ``ncclGroupStart``.
+        """
         cdef ncclResult_t code
         cdef list group
         self.need(<void*> self.api.ncclGroupStart, "ncclGroupStart")
@@ -330,7 +353,10 @@ cdef class Library:
         group[0] += 1
 
     def group_end(self):
-        """Close the group; the outermost end issues its calls, on the host's stream 0 it waits. C: ``ncclGroupEnd``."""
+        """Close the group; the outermost end issues its calls, on the host's stream 0 it waits.
+
+        C: ``ncclGroupEnd``.
+        """
         cdef ncclResult_t code
         global collInsideGroupEnd
         self.need(<void*> self.api.ncclGroupEnd, "ncclGroupEnd")
@@ -342,7 +368,8 @@ cdef class Library:
         self.done(code, "ncclGroupEnd")
 
     def group_simulate_end(self):
-        """Close the group without issuing it; return the library's estimate of its time in seconds, or None.
+        """Close the group without issuing it; return the library's estimate of its time in seconds,
+        or None.
 
         C: ``ncclGroupSimulateEnd``, which counts in microseconds.
         """
@@ -358,10 +385,11 @@ cdef class Library:
         return None if info.estimatedTime < 0 else info.estimatedTime * 1e-6
 
     def group_cancel(self):
-        """Drop what this thread has put into its open group, and leave all its levels; nothing where none is open.
+        """Drop the calls in this thread's open group, and leave all its levels; no-op if none is
+        open.
 
-        C: ``collHostGroupCancel``. NCCL has no such function: after a call that it refuses ``ncclGroupEnd`` launches
-        nothing of the group, so one is made, on no communicator.
+        C: ``collHostGroupCancel``. NCCL has no such function: after a call that it refuses
+        ``ncclGroupEnd`` launches nothing of the group, so one is made, on no communicator.
         """
         cdef ncclResult_t refused, code
         cdef list group = self.groups.pop(PyThread_get_thread_ident(), None)
@@ -389,7 +417,10 @@ cdef class Library:
     # ---- memory
 
     def mem_alloc(self, size_t nbytes):
-        """Allocate memory that the engine uses with no staging copy; return its address. C: ``ncclMemAlloc``."""
+        """Allocate memory that the engine uses with no staging copy; return its address.
+
+        C: ``ncclMemAlloc``.
+        """
         cdef void* address = NULL
         cdef ncclResult_t code
         self.need(<void*> self.api.ncclMemAlloc, "ncclMemAlloc")
@@ -399,7 +430,7 @@ cdef class Library:
         return <size_t> address
 
     def mem_free(self, size_t address):
-        """Free what ``mem_alloc`` gave. C: ``ncclMemFree``."""
+        """Free memory of ``mem_alloc``. C: ``ncclMemFree``."""
         cdef ncclResult_t code
         self.need(<void*> self.api.ncclMemFree, "ncclMemFree")
         with nogil:
@@ -407,7 +438,10 @@ cdef class Library:
         self.done(code, "ncclMemFree")
 
     def memory_in_use(self):
-        """Return the bytes that this process holds in the engine. Host engine only. C: ``collHostMemoryInUse``."""
+        """Return the bytes that this process holds in the engine. Host engine only.
+
+        C: ``collHostMemoryInUse``.
+        """
         cdef uint64_t nbytes = 0
         cdef ncclResult_t code
         self.need(<void*> self.api.collHostMemoryInUse, "collHostMemoryInUse")
@@ -417,7 +451,8 @@ cdef class Library:
         return nbytes
 
     def memory_shared(self, size_t address, size_t nbytes):
-        """Tell whether all of a piece of memory is shared with the peers, so that it is used in place.
+        """Return whether all of a range of memory is shared with the peers, so that it is used in
+        place.
 
         Host engine only. C: ``collHostMemoryShared``.
         """
@@ -456,9 +491,11 @@ cdef class Library:
         return text_of(value)
 
     def param_get_typed(self, str key not None, str kind not None):
-        """Return a parameter's value as ``kind``: i8 i16 i32 i64 u8 u16 u32 u64 (int), "str", or "raw" (bytes).
+        """Return a parameter's value as ``kind``: i8 i16 i32 i64 u8 u16 u32 u64 (int), "str", or
+        "raw" (bytes).
 
-        C: ``ncclParamBind``, then ``ncclParamGetI8`` and its like, ``ncclParamGetStr``, ``ncclParamGet``.
+        C: ``ncclParamBind``, then ``ncclParamGetI8`` and its like, ``ncclParamGetStr``,
+        ``ncclParamGet``.
         """
         cdef bytes encoded = key.encode()
         cdef const char* c_key = encoded
@@ -494,10 +531,13 @@ cdef class Library:
             code = self.api.ncclSetEncryption(&config)
         self.done(code, "ncclSetEncryption")
 
-    # ---- the host engine's own
+    # ---- functions of the host engine
 
     def queue_create(self):
-        """Make a queue: a thread that runs what is put into it, in order. C: ``collHostQueueCreate``."""
+        """Make a queue: a thread that runs what is put into it, in order.
+
+        C: ``collHostQueueCreate``.
+        """
         cdef Queue queue = Queue.__new__(Queue)
         cdef ncclResult_t code
         self.need(<void*> self.api.collHostQueueCreate, "collHostQueueCreate")
@@ -509,10 +549,10 @@ cdef class Library:
         return queue
 
     def label(self, str op=None, str dtype=None):
-        """Say what the calling thread's next operation is called in reports, and what its elements are.
+        """Set the name of the calling thread's next operation in reports, and of its dtype.
 
-        For types that are sent as bytes; ranks whose labels differ get ``Mismatch``. Host engine only.
-        C: ``collHostLabel``.
+        For types that are sent as bytes; ranks whose labels differ get ``Mismatch``. Host engine
+        only. C: ``collHostLabel``.
         """
         cdef bytes op_text = b"" if op is None else op.encode()
         cdef bytes dtype_text = b"" if dtype is None else dtype.encode()
@@ -522,7 +562,10 @@ cdef class Library:
         self.done(code, "collHostLabel")
 
     def set_init_timeout(self, double seconds):
-        """Limit how long the functions that open a communicator wait for other ranks. C: ``collHostSetInitTimeout``."""
+        """Limit how long the functions that open a communicator wait for other ranks.
+
+        C: ``collHostSetInitTimeout``.
+        """
         cdef int64_t limit = milliseconds(seconds)
         cdef ncclResult_t code
         self.need(<void*> self.api.collHostSetInitTimeout, "collHostSetInitTimeout")
@@ -531,10 +574,11 @@ cdef class Library:
         self.done(code, "collHostSetInitTimeout")
 
     def set_interrupt_check(self, bint enable):
-        """Let signal handlers of Python run while the main thread waits inside a call (or stop that).
+        """Let signal handlers of Python run while the main thread waits inside a call (or stop
+        that).
 
-        What a handler raises (KeyboardInterrupt for Ctrl-C) ends the wait and comes out of the call. Host engine only.
-        C: ``collHostSetInterruptCheck``.
+        What a handler raises (KeyboardInterrupt for Ctrl-C) ends the wait and comes out of the
+        call. Host engine only. C: ``collHostSetInterruptCheck``.
         """
         cdef int (*callback)() noexcept nogil
         cdef ncclResult_t code
@@ -548,7 +592,9 @@ cdef class Library:
 
 
 cdef int leave_group(Library library, ncclResult_t code) except -1:
-    """Count the level of this thread's group down; what was opened in it has its handle when the outermost one ends."""
+    """Count the level of this thread's group down; what was opened in it has its handle when the
+    outermost one ends.
+    """
     cdef object thread = PyThread_get_thread_ident()
     cdef list group = library.groups.get(thread)
     if group is not None:

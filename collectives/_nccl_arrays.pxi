@@ -1,6 +1,7 @@
-# Arrays on their way to the library with nothing allocated: tensors through the DLPack exchange table of the library
-# that made them, NumPy's by the buffer protocol. Only what can be used as it lies goes this way; of everything else
-# these classes say that they don't take it, and the caller's longer way takes it or says what is wrong with it.
+# Fast path for arrays, which allocates nothing: tensors are read through the DLPack exchange table
+# of the library that made them, NumPy arrays by the buffer protocol. It takes only arrays that can
+# be used where they lie. For every other one these classes return that they don't take it, and the
+# caller's slow path reads the array or raises.
 
 cdef extern from "_nccl_dlpack.h":
     enum:
@@ -41,7 +42,7 @@ cdef struct Span:
 
 
 cdef int dtype_of_tensor(const collDLTensor_t* tensor) noexcept:
-    """NCCL's code for the elements of a tensor, -1 where it has none."""
+    """Return NCCL's code for the elements of a tensor, -1 if it has none."""
     cdef int code = tensor.code, bits = tensor.bits
     if tensor.lanes != 1:
         return -1
@@ -61,7 +62,9 @@ cdef int dtype_of_tensor(const collDLTensor_t* tensor) noexcept:
 
 
 cdef int dtype_of_buffer(const Py_buffer* view) noexcept:
-    """NCCL's code for the elements of a buffer, -1 where it has none. Formats are those of the struct module."""
+    """Return NCCL's code for the elements of a buffer, -1 if it has none. Formats are those of the
+    struct module.
+    """
     cdef const char* format = view.format
     cdef char kind
     cdef Py_ssize_t size = view.itemsize
@@ -82,12 +85,14 @@ cdef int dtype_of_buffer(const Py_buffer* view) noexcept:
 
 
 cdef class ArrayReader:
-    """Read arrays on one device as they lie. Nothing is kept of an array, and nothing is raised.
+    """Fast reader of plain arrays on one device. It keeps no reference to an array, and raises
+    nothing.
 
-    ``tensors``: the exact types of tensors that are read, and ``exchange`` their capsule ``__dlpack_c_exchange_api__``
-    (None: tensors aren't read); ``is_lazy``: a function that tells whether the memory of a tensor holds other values
-    than the tensor. ``buffer``: an exact type that is read by the buffer protocol, on the CPU alone. ``device_type``
-    and ``device_id`` as in DLPack: 1 is the CPU, 2 is CUDA.
+    ``tensors``: the exact types of tensors that are read, and ``exchange`` their capsule
+    ``__dlpack_c_exchange_api__`` (None: tensors aren't read); ``is_lazy``: a function that returns
+    whether the memory of a tensor holds other values than the tensor. ``buffer``: an exact type
+    that is read by the buffer protocol, on the CPU alone. ``device_type`` and ``device_id`` as in
+    DLPack: 1 is the CPU, 2 is CUDA.
     """
 
     cdef const collDLExchange_t* table      # NULL: tensors aren't read
@@ -101,7 +106,7 @@ cdef class ArrayReader:
         if exchange is not None:
             if not 1 <= len(tensors) <= 2 or is_lazy is None:
                 raise errors.InvalidArgument("an exchange table needs one or two types of tensors, and is_lazy")
-            if PyCapsule_IsValid(exchange, EXCHANGE_NAME):     # else something else of this attribute's name
+            if PyCapsule_IsValid(exchange, EXCHANGE_NAME):     # else the attribute is something else
                 table = <const collDLExchange_t*> PyCapsule_GetPointer(exchange, EXCHANGE_NAME)
             while table is not NULL and table.major > COLL_DL_MAJOR:
                 table = table.older
@@ -115,11 +120,15 @@ cdef class ArrayReader:
 
     @property
     def reads_tensors(self):
-        """Whether tensors are read: there was an exchange table, and of a version that is known here."""
+        """Whether tensors are read: there was an exchange table, and of a version that is known
+        here.
+        """
         return self.table is not NULL
 
     def current_stream(self):
-        """Return the stream on which the short way would put a call: 0 on the CPU, None where it can't be read."""
+        """Return the stream on which the fast path would issue a call: 0 on the CPU, None if it
+        can't be read.
+        """
         cdef void* current = NULL
         if self.device_type == collDLCPU:
             return 0
@@ -129,7 +138,7 @@ cdef class ArrayReader:
         return <size_t> current
 
     def read(self, array, bint writes=True):
-        """Return (address, count, dtype code) of an array; None where it isn't one that can be used as it lies.
+        """Return (address, count, dtype code) of an array; None if it can't be used where it lies.
 
         ``writes``: it is to take a result, so a read-only one is None too.
         """
@@ -153,7 +162,7 @@ cdef class ArrayReader:
         cdef bint packed = True
         cdef int i
         if self.table.tensor_of(<void*> array, &tensor) != 0:
-            PyErr_Clear()       # sparse, nested, quantized, inside vmap, ...: the longer way says it in words
+            PyErr_Clear()       # sparse, nested, quantized, inside vmap, ...: the slow path raises the reason
             return False
         if tensor.device_type != self.device_type:
             return False
@@ -168,7 +177,8 @@ cdef class ArrayReader:
             count *= tensor.shape[i]
         if count != 0 and (not packed or tensor.data is NULL):
             return False
-        # The exchange gives the bare memory of x.conj().imag, say, which holds the negatives.
+        # The exchange has the bare memory of x.conj().imag, for instance, which holds the
+        # negatives.
         lazy = PyObject_CallOneArg(<PyObject*> self.is_lazy, <PyObject*> array)
         if lazy is NULL:
             PyErr_Clear()
@@ -196,7 +206,7 @@ cdef class ArrayReader:
 
 
 cdef int op_code(object op) noexcept:
-    """The code of a built-in reduction by its name, else -1."""
+    """Return the code of a built-in reduction by its name, else -1."""
     cdef PyObject* found
     if not PyUnicode_CheckExact(op):
         return -1
@@ -213,20 +223,24 @@ cdef bint apart(const Span* one, const Span* other) noexcept:
 
 
 cdef bint is_part(const Span* whole, const Span* part, int size, int index) noexcept:
-    """Whether ``size`` of the one make the other, of the same dtype, and they are apart, or it is part ``index``."""
+    """Whether one array is ``size`` times the other, of one dtype, without overlap or with it as
+    part ``index``.
+    """
     if part.dtype != whole.dtype or size < 1 or part.count * <size_t> size != whole.count:
         return False
     return <char*> part.ptr == <char*> whole.ptr + index * part.nbytes or apart(whole, part)
 
 
 cdef class ArrayCalls:
-    """A communicator's calls on arrays, the short way: read, check, call. Each returns whether it made the call.
+    """Fast path of a communicator's calls on arrays: read, check, call. Each method returns whether
+    it made the call.
 
-    Where it returns False nothing was done: an array, an op or a root is not of the plain kind, the communicator is
-    closed, its device isn't the current one, or ``groups`` isn't empty, a dict of the groups that are being collected.
-    The arrays must be held until the call returns, as a caller's arguments are. On CUDA the call goes to the exchange
-    table's current stream. ``current_device``: a function that gives the number of the current CUDA device; without it
-    no call is made on CUDA.
+    Where it returns False nothing was done: an array, an op or a root is not of the plain kind, the
+    communicator is closed, its device isn't the current one, or ``groups`` isn't empty, a dict of
+    the groups that are being collected. The arrays must be held until the call returns, as a
+    caller's arguments are. On CUDA the call goes to the exchange table's current stream.
+    ``current_device``: a function that returns the number of the current CUDA device; without it no
+    call is made on CUDA.
     """
 
     cdef Comm comm
@@ -243,7 +257,9 @@ cdef class ArrayCalls:
         self.rank, self.size = comm.rank, comm.size
 
     cdef bint stream_of(self, void* function, size_t* stream) noexcept:
-        """Whether a call can be made now, and on which stream; comes last, right before the call."""
+        """Find whether a call can be made now, and on which stream; called last, right before the
+        call.
+        """
         cdef PyObject* device
         cdef void* current = NULL
         cdef long number
@@ -269,7 +285,7 @@ cdef class ArrayCalls:
                 and PyDict_GET_SIZE(self.groups) == 0)
 
     cdef int peer(self, object number) noexcept:
-        """A rank given as a plain int, else -1."""
+        """Return a rank that is a plain int, else -1."""
         cdef long value
         cdef int overflow = 0
         if not PyLong_CheckExact(number):

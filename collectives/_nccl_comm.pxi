@@ -1,4 +1,4 @@
-# A communicator: its life, its settings, and every call that moves data.
+# The communicator class: its life, its settings, and every call that moves data.
 
 cdef Comm new_comm(Library library, int rank, int size):
     cdef Comm comm = Comm.__new__(Comm)
@@ -15,14 +15,16 @@ cdef frozenset ALLOWED_IN_HANDLERS = frozenset(
 
 
 cdef class Comm:
-    """A rank of a communicator. Made by the functions of ``Library`` and by ``split``, ``shrink`` and ``grow``.
+    """A rank of a communicator. Made by the functions of ``Library`` and by ``split``, ``shrink``
+    and ``grow``.
 
-    Addresses are integers; counts are elements; ``dtype`` and ``op`` are codes of DTYPES and OPS, ``op`` also one from
-    ``create_premul_sum``; ``stream`` is a CUDA stream, or the ``handle`` of a Queue. Stream 0 on the host engine means
-    that the operation is done when the call returns. Inside a group, calls are only noted down until its end.
+    Addresses are integers; counts are elements; ``dtype`` and ``op`` are codes of DTYPES and OPS,
+    ``op`` also one from ``create_premul_sum``; ``stream`` is a CUDA stream, or the ``handle`` of a
+    Queue. Stream 0 on the host engine means that the operation is done when the call returns.
+    Inside a group, calls are only noted down until its end.
 
-    After ``destroy`` or ``abort`` every call raises ``InvalidUsage``, and so does every call in a forked child. Nothing
-    is released when the object goes away: that would wait for other ranks.
+    After ``destroy`` or ``abort`` every call raises ``InvalidUsage``, and so does every call in a
+    forked child. Nothing is released when the object goes away: that would wait for other ranks.
     """
 
     def __init__(self):
@@ -37,8 +39,9 @@ cdef class Comm:
         state = "closed" if self.closed else f"{self.handle:#x}"
         return f"<Comm {state} rank {self.known_rank} of {self.known_size} on {self.library!r}>"
 
-    # ---- in and out of the library. All of it runs under the GIL, so a handle that is seen here stays valid until
-    # `leave`: destroy() zeroes it first, then waits until the calls that took it have come back.
+    # ---- entering and leaving the library
+    # All of it runs under the GIL, so a handle that is read here stays valid until `leave`: destroy()
+    # zeroes it first, then waits until the calls that took it have returned.
 
     cdef inline ncclComm_t enter(self, void* function, const char* name) except NULL:
         if self.comm is NULL or function is NULL or self.forks != collForks or collInsideInterrupt:
@@ -53,12 +56,16 @@ cdef class Comm:
         return 0
 
     cdef inline void note(self, const char* name, size_t count, int dtype, size_t stream) noexcept:
-        """Remember what was issued last. Written under the GIL, so `issued` reads one call's."""
+        """Record the call that is issued. Written under the GIL, so `issued` reads the values of
+        one call.
+        """
         self.last_op, self.last_count, self.last_dtype, self.last_stream = name, count, dtype, stream
         self.number += 1
 
     cdef int refuse(self, void* function, const char* name) except -1:
-        """Raise the reason why this call can't be made; return where it can (in a signal handler, sometimes)."""
+        """Raise the reason why this call can't be made; return if it can (in a signal handler,
+        sometimes).
+        """
         op = op_name(name.decode())
         rank = self.known_rank if self.known_rank >= 0 else None
         if self.forks != collForks:
@@ -76,24 +83,24 @@ cdef class Comm:
         return 0
 
     cdef int settle(self, ncclResult_t code, const char* name) except -1:
-        """The slow way out of a call: raise its error."""
+        """Finish a call on the slow path: raise its error."""
         if code == ncclInProgress and not collInterrupted:
             return 0
         error = error_of(self.library, self, code, name)
-        if self.closed and isinstance(error, errors.Aborted):       # abort() had to revoke first: say what it was
+        if self.closed and isinstance(error, errors.Aborted):       # abort() had to revoke first: the error names abort
             error = errors.Aborted("abort() closed the communicator during the call", code=error.code, op=error.op,
                                    rank=error.rank, seq=error.seq, nbytes=error.nbytes, detail=error.detail)
         raise error
 
     cdef int drain(self) except -1:
-        """Wait until no call is with the library. A signal handler may end the wait."""
+        """Wait until no call is inside the library. A signal handler may end the wait."""
         while self.calls > 0:
             with nogil:
                 usleep(50)
             PyErr_CheckSignals()
         return 0
 
-    # ---- what it is
+    # ---- properties
 
     @property
     def handle(self):
@@ -102,28 +109,33 @@ cdef class Comm:
 
     @property
     def rank(self):
-        """This rank's number. C: ``ncclCommUserRank``, where the way it was opened doesn't tell."""
+        """This rank's number. C: ``ncclCommUserRank``, if the call that opened it doesn't say."""
         if self.known_rank < 0:
             self.known_rank = self.ask(self.api.ncclCommUserRank, "ncclCommUserRank")
         return self.known_rank
 
     @property
     def size(self):
-        """The number of ranks. C: ``ncclCommCount``, where the way it was opened doesn't tell."""
+        """The number of ranks. C: ``ncclCommCount``, if the call that opened it doesn't say."""
         if self.known_size < 0:
             self.known_size = self.ask(self.api.ncclCommCount, "ncclCommCount")
         return self.known_size
 
     @property
     def issued(self):
-        """What was issued here last: (how many calls there were, "all_reduce", elements, dtype's code, stream)."""
+        """The call that was issued last: (how many calls there were, "all_reduce", elements,
+        dtype's code, stream).
+        """
         if self.number == 0:
             return 0, "", 0, 0, 0
         return self.number, op_name(self.last_op.decode()), self.last_count, self.last_dtype, self.last_stream
 
     @property
     def device(self):
-        """The number of the CUDA device (or of the host engine's stand-in for one). C: ``ncclCommCuDevice``."""
+        """The number of the CUDA device (or of the host engine's stand-in for one).
+
+        C: ``ncclCommCuDevice``.
+        """
         return self.ask(self.api.ncclCommCuDevice, "ncclCommCuDevice")
 
     cdef int ask(self, ncclResult_t (*question)(ncclComm_t, int*) noexcept nogil, const char* name) except? -1:
@@ -135,10 +147,13 @@ cdef class Comm:
         self.leave(code, name)
         return answer
 
-    # ---- the end of it
+    # ---- ending
 
     def finalize(self):
-        """Bring the communicator to rest: all ranks call it, then each destroys. C: ``ncclCommFinalize``."""
+        """Finish all operations of the communicator: all ranks call it, then each destroys.
+
+        C: ``ncclCommFinalize``.
+        """
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommFinalize, "ncclCommFinalize")
         cdef ncclResult_t code
         with nogil:
@@ -146,7 +161,10 @@ cdef class Comm:
         self.leave(code, "ncclCommFinalize")
 
     def destroy(self):
-        """Close the communicator, once the calls of other threads on it have come back. C: ``ncclCommDestroy``."""
+        """Close the communicator, once the calls of other threads on it have come back.
+
+        C: ``ncclCommDestroy``.
+        """
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommDestroy, "ncclCommDestroy")
         cdef ncclResult_t code
         self.calls -= 1
@@ -164,15 +182,20 @@ cdef class Comm:
             raise error_of(self.library, self, code, "ncclCommDestroy")
 
     def wait_for_calls(self):
-        """Wait until no other thread's call is with the library. In a signal handler it is refused, as `destroy` is."""
+        """Wait until no other thread's call is inside the library. In a signal handler it is
+        refused, as `destroy` is.
+        """
         self.enter(<void*> self.api.ncclCommDestroy, "ncclCommDestroy")
         self.calls -= 1
         self.drain()
 
     def abort(self):
-        """Close the communicator at once; calls that wait in other threads end with ``Aborted``. C: ``ncclCommAbort``.
+        """Close the communicator at once; calls that wait in other threads end with ``Aborted``.
 
-        Also from a signal handler that interrupts a call of this communicator: that call ends and does the rest.
+        C: ``ncclCommAbort``.
+
+        Also from a signal handler that interrupts a call of this communicator: that call ends and
+        does the rest.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommAbort, "ncclCommAbort")
         cdef ncclResult_t code
@@ -192,8 +215,9 @@ cdef class Comm:
     cdef ncclResult_t abort_now(self, ncclComm_t comm) except *:
         cdef ncclResult_t code
         if self.library.is_host and self.calls > 0:
-            # A thread between here and the library has the handle but can't be seen there: end what runs, let every
-            # call come back, and only then free. (NCCL itself asks for ncclCommAbort right away.)
+            # A thread that is about to enter the library has the handle, and the library doesn't
+            # know of it: end what runs, let every call return, and only then free. (NCCL itself
+            # asks for ncclCommAbort right away.)
             with nogil:
                 self.api.ncclCommRevoke(comm, 0)
             while self.calls > 0:
@@ -204,7 +228,10 @@ cdef class Comm:
         return code
 
     def revoke(self, int flags=0):
-        """Stop all operations, waiting ones too; destroy, split and shrink still work. C: ``ncclCommRevoke``."""
+        """Stop all operations, waiting ones too; destroy, split and shrink still work.
+
+        C: ``ncclCommRevoke``.
+        """
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommRevoke, "ncclCommRevoke")
         cdef ncclResult_t code
         with nogil:
@@ -212,7 +239,8 @@ cdef class Comm:
         self.leave(code, "ncclCommRevoke")
 
     def async_error(self):
-        """Return the communicator's state as a result code: 0, 7 (in progress), or what it failed with.
+        """Return the communicator's state as a result code: 0, 7 (in progress), or the code of its
+        failure.
 
         C: ``ncclCommGetAsyncError``.
         """
@@ -226,10 +254,11 @@ cdef class Comm:
             self.library.unfinished.discard(self)
         return <int> state
 
-    # ---- communicators from this one
+    # ---- new communicators made from this one
 
     def split(self, int color, int key, *, config=None):
-        """Make a communicator of the ranks with this ``color``, in the order of ``key``; all ranks call it.
+        """Make a communicator of the ranks with this ``color``, in the order of ``key``; all ranks
+        call it.
 
         Returns None for color SPLIT_NOCOLOR. C: ``ncclCommSplit``.
         """
@@ -245,7 +274,9 @@ cdef class Comm:
         return None if color == NCCL_SPLIT_NOCOLOR else child
 
     def shrink(self, list exclude not None, *, int flags=0, config=None):
-        """Make a communicator without the ranks in ``exclude``; the others call it. C: ``ncclCommShrink``.
+        """Make a communicator without the ranks in ``exclude``; the others call it.
+
+        C: ``ncclCommShrink``.
 
         ``flags``: SHRINK_ABORT ends what is under way first.
         """
@@ -262,7 +293,10 @@ cdef class Comm:
         return self.library.opened(child, code, "ncclCommShrink")
 
     def get_unique_id(self):
-        """Make the unique id by which new ranks join in ``grow`` (128 bytes). C: ``ncclCommGetUniqueId``."""
+        """Make the unique id by which new ranks join in ``grow`` (128 bytes).
+
+        C: ``ncclCommGetUniqueId``.
+        """
         cdef ncclUniqueId unique_id
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommGetUniqueId, "ncclCommGetUniqueId")
         cdef ncclResult_t code
@@ -272,7 +306,8 @@ cdef class Comm:
         return (<char*> &unique_id)[:sizeof(unique_id)]
 
     def grow(self, int nranks, unique_id=None, *, config=None):
-        """Make a communicator of ``nranks``, these and new ones; the new ones call ``Library.comm_grow``.
+        """Make a communicator of ``nranks``, these and new ones; the new ones call
+        ``Library.comm_grow``.
 
         ``unique_id``: on the rank that made it, None on the other old ranks. C: ``ncclCommGrow``.
         """
@@ -295,7 +330,10 @@ cdef class Comm:
     # ---- memory and operators
 
     def register(self, size_t address, size_t nbytes):
-        """Register a buffer for use with no staging copy; return its handle. C: ``ncclCommRegister``."""
+        """Register a buffer for use with no staging copy; return its handle.
+
+        C: ``ncclCommRegister``.
+        """
         cdef void* handle = NULL
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommRegister, "ncclCommRegister")
         cdef ncclResult_t code
@@ -315,7 +353,9 @@ cdef class Comm:
     def window_register(self, size_t address, size_t nbytes, int flags=0):
         """Register a buffer as a window that all ranks can address; all call it; return the window.
 
-        Not inside a group, since its answer comes only at the group's end. C: ``ncclCommWindowRegister``.
+        Not inside a group, since its answer comes only at the group's end.
+
+        C: ``ncclCommWindowRegister``.
         """
         cdef ncclWindow_t window = NULL
         cdef ncclComm_t comm
@@ -349,8 +389,8 @@ cdef class Comm:
     def create_premul_sum(self, value, int dtype):
         """Make an op that multiplies by ``value``, stored as ``dtype``, then sums; return its code.
 
-        For calls of this communicator on arrays of that dtype. Raises ``InvalidArgument`` where the dtype can't hold
-        the value. C: ``ncclRedOpCreatePreMulSum``.
+        For calls of this communicator on arrays of that dtype. Raises ``InvalidArgument`` where the
+        dtype can't hold the value. C: ``ncclRedOpCreatePreMulSum``.
         """
         cdef bytes scalar = scalar_bytes(value, dtype)
         cdef void* data = <void*> <char*> scalar
@@ -363,7 +403,8 @@ cdef class Comm:
         return <int> op
 
     def destroy_op(self, int op):
-        """Free an op of ``create_premul_sum``; allowed once the last call that uses it has returned.
+        """Free an op of ``create_premul_sum``; allowed once the last call that uses it has
+        returned.
 
         C: ``ncclRedOpDestroy``.
         """
@@ -382,7 +423,7 @@ cdef class Comm:
         self.leave(code, "ncclCommSuspend")
 
     def resume(self):
-        """Take back what ``suspend`` released. C: ``ncclCommResume``."""
+        """Allocate again what ``suspend`` released. C: ``ncclCommResume``."""
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommResume, "ncclCommResume")
         cdef ncclResult_t code
         with nogil:
@@ -390,7 +431,10 @@ cdef class Comm:
         self.leave(code, "ncclCommResume")
 
     def mem_stats(self, int stat):
-        """Return a memory figure (``ncclCommMemStat_t``), mostly in bytes. C: ``ncclCommMemStats``."""
+        """Return a memory figure (``ncclCommMemStat_t``), mostly in bytes.
+
+        C: ``ncclCommMemStats``.
+        """
         cdef uint64_t value = 0
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommMemStats, "ncclCommMemStats")
         cdef ncclResult_t code
@@ -402,7 +446,8 @@ cdef class Comm:
     # ---- collectives. `config`: a dict of ncclCollConfig_t fields for this one call, the same on every rank.
 
     def all_reduce(self, size_t send, size_t recv, size_t count, int dtype, int op, size_t stream=0, config=None):
-        """Reduce ``count`` elements over all ranks into ``recv`` on each. In place: ``send == recv``.
+        """Reduce ``count`` elements over all ranks into ``recv`` on each. In place:
+        ``send == recv``.
 
         C: ``ncclAllReduce``, ``ncclAllReduceConfig``.
         """
@@ -421,10 +466,11 @@ cdef class Comm:
 
     def all_reduce_cast(self, size_t send, size_t recv, size_t count, int dtype, int wire, int op, double scale=1.0,
                         size_t stream=0):
-        """Reduce as ``all_reduce``, each rank's elements multiplied by ``scale`` and rounded once to the type ``wire``.
+        """Reduce as ``all_reduce``, each rank's elements multiplied by ``scale`` and rounded once
+        to the type ``wire``.
 
-        ``dtype``: float32 or float64, in which the sum is taken and left; ``wire``: a floating type. Host engine only.
-        C: ``collHostAllReduceCast``.
+        ``dtype``: float32 or float64, in which the sum is taken and left; ``wire``: a floating
+        type. Host engine only. C: ``collHostAllReduceCast``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostAllReduceCast, "collHostAllReduceCast")
         self.note("collHostAllReduceCast", count, dtype, stream)
@@ -437,10 +483,12 @@ cdef class Comm:
 
     def all_reduce_share(self, size_t send, size_t recv, size_t count, int dtype, int op, size_t share,
                          size_t stream=0):
-        """Reduce as ``all_reduce``; add the squares and the non-finite count of this rank's share to ``share``.
+        """Reduce as ``all_reduce``; add the squares and the non-finite count of this rank's slice
+        to ``share``.
 
-        ``share``: address of two doubles, valid until the operation is done; the shares of all ranks together have each
-        element of the result once. ``dtype``: a floating type. Host engine only. C: ``collHostAllReduceShare``.
+        ``share``: address of two doubles, valid until the operation is done; the shares of all
+        ranks together have each element of the result once. ``dtype``: a floating type. Host engine
+        only. C: ``collHostAllReduceShare``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostAllReduceShare, "collHostAllReduceShare")
         self.note("collHostAllReduceShare", count, dtype, stream)
@@ -453,10 +501,11 @@ cdef class Comm:
 
     def reduce_scatter_share(self, size_t send, size_t recv, size_t recvcount, int dtype, int op, size_t share,
                              size_t stream=0):
-        """Reduce as ``reduce_scatter``, and add the sum of squares and the non-finite count of ``recv`` to ``share``.
+        """Reduce as ``reduce_scatter``, and add the sum of squares and the non-finite count of
+        ``recv`` to ``share``.
 
-        ``share``: address of two doubles, valid until the operation is done. ``dtype``: a floating type. Host engine
-        only. C: ``collHostReduceScatterShare``.
+        ``share``: address of two doubles, valid until the operation is done. ``dtype``: a floating
+        type. Host engine only. C: ``collHostReduceScatterShare``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostReduceScatterShare, "collHostReduceScatterShare")
         self.note("collHostReduceScatterShare", recvcount, dtype, stream)
@@ -469,7 +518,8 @@ cdef class Comm:
 
     def reduce_scatter(self, size_t send, size_t recv, size_t recvcount, int dtype, int op, size_t stream=0,
                        config=None):
-        """Reduce ``size * recvcount`` elements and leave the rank's own ``recvcount`` of them in ``recv``.
+        """Reduce ``size * recvcount`` elements and leave the rank's own ``recvcount`` of them in
+        ``recv``.
 
         C: ``ncclReduceScatter``, ``ncclReduceScatterConfig``.
         """
@@ -605,10 +655,13 @@ cdef class Comm:
             code = self.api.ncclBcast(<void*> buf, count, <ncclDataType_t> dtype, root, comm, <cudaStream_t> stream)
         self.leave(code, "ncclBcast")
 
-    # ---- from rank to rank
+    # ---- point to point
 
     def send(self, size_t buf, size_t count, int dtype, int peer, size_t stream=0):
-        """Send ``count`` elements to rank ``peer``, which calls ``recv`` with the same count. C: ``ncclSend``."""
+        """Send ``count`` elements to rank ``peer``, which calls ``recv`` with the same count.
+
+        C: ``ncclSend``.
+        """
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclSend, "ncclSend")
         self.note("ncclSend", count, dtype, stream)
         cdef ncclResult_t code
@@ -628,7 +681,10 @@ cdef class Comm:
 
     def put_signal(self, size_t local, size_t count, int dtype, int peer, size_t window, size_t offset, int sig_idx=0,
                    int ctx=0, unsigned int flags=0, size_t stream=0):
-        """Write ``count`` elements to ``peer``'s window at byte ``offset``, then signal it. C: ``ncclPutSignal``."""
+        """Write ``count`` elements to ``peer``'s window at byte ``offset``, then signal it.
+
+        C: ``ncclPutSignal``.
+        """
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclPutSignal, "ncclPutSignal")
         self.note("ncclPutSignal", count, dtype, stream)
         cdef ncclResult_t code
@@ -660,10 +716,11 @@ cdef class Comm:
             code = self.api.ncclWaitSignal(count, descs, comm, <cudaStream_t> stream)
         self.leave(code, "ncclWaitSignal")
 
-    # ---- the host engine's own
+    # ---- functions of the host engine
 
     def set_timeout(self, seconds):
-        """Limit each operation to so many seconds (None: no limit); past it the communicator is out of use.
+        """Limit each operation to so many seconds (None: no limit); past it the communicator is out
+        of use.
 
         C: ``collHostCommSetTimeout``.
         """
@@ -675,7 +732,10 @@ cdef class Comm:
         self.leave(code, "collHostCommSetTimeout")
 
     def sequence(self):
-        """Return how many collectives were called on this communicator. C: ``collHostCommSequence``."""
+        """Return how many collectives were called on this communicator.
+
+        C: ``collHostCommSequence``.
+        """
         cdef uint64_t sequence = 0
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostCommSequence, "collHostCommSequence")
         cdef ncclResult_t code
@@ -695,7 +755,8 @@ cdef class Comm:
         return nbytes
 
     def pending(self):
-        """Return an ErrorInfo of the operation in progress, ``peers`` those it waits for; None if there is none.
+        """Return an ErrorInfo of the operation in progress, ``peers`` those it waits for; None if
+        there is none.
 
         From any thread. C: ``collHostCommPending``.
         """
@@ -710,7 +771,10 @@ cdef class Comm:
         return info_of(&info) if info.op[0] != 0 else None
 
     def error(self):
-        """Return an ErrorInfo of the error that the communicator is stuck in, or None. C: ``collHostGetError``."""
+        """Return an ErrorInfo of the error that broke the communicator, or None.
+
+        C: ``collHostGetError``.
+        """
         cdef collHostErrorInfo_t info
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostGetError, "collHostGetError")
         cdef ncclResult_t code

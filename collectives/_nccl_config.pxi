@@ -2,10 +2,11 @@
 
 cdef size_t fill(char* base, size_t size, const collEntry_t* field, object settings, Library library, list strings,
                  str struct_name) except 0:
-    """Set every field of the struct at ``base`` to what ``settings`` says or to "undefined"; return its size.
+    """Set every field of the struct at ``base`` to what ``settings`` says or to "undefined"; return
+    its size.
 
-    The size is that of the struct in the loaded version, which ends where the first newer field begins. ``strings``
-    gets the bytes objects that the struct points to.
+    The size is that of the struct in the loaded version, which ends where the first newer field
+    begins. ``strings`` gets the bytes objects that the struct points to.
     """
     cdef size_t end = size
     cdef bytes text
@@ -66,7 +67,7 @@ cdef class _CallConfig:
 
     def __cinit__(self, Library library not None, settings):
         if isinstance(settings, dict):
-            settings = {"forceAlgSelection": 1, **settings}     # as NCCL_COLLCONFIG_INITIALIZER has it
+            settings = {"forceAlgSelection": 1, **settings}     # as in NCCL_COLLCONFIG_INITIALIZER
         self.strings = []
         self.c.size = fill(<char*> &self.c, sizeof(self.c), collCollConfigFields, settings, library, self.strings,
                            "ncclCollConfig_t")
@@ -75,7 +76,9 @@ cdef class _CallConfig:
 
 
 cdef inline _CallConfig tuning(Comm comm, object config, void* function, const char* name):
-    """The config of one call, None for none; ``function`` is the Config variant that takes it."""
+    """Return the config of one call, None for none; ``function`` is the Config variant that takes
+    it.
+    """
     if config is None:
         return None
     comm.library.need(function, name)

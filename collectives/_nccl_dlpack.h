@@ -1,4 +1,4 @@
-// The little of DLPack 1.x that the binding reads arrays by, after dlpack.h (github.com/dmlc/dlpack, Apache-2.0):
+// The part of DLPack 1.x by which the binding reads arrays, after dlpack.h (github.com/dmlc/dlpack, Apache-2.0):
 // tensors of any library that has an exchange table, with nothing of that library at compile time.
 #pragma once
 #include <stdint.h>

@@ -1,13 +1,13 @@
-# What went wrong, as an exception: the one place where a result code becomes one.
+# Exceptions of the binding: the one place where a result code becomes an exception.
 
 ErrorInfo = namedtuple("ErrorInfo", "code kind rank peers seq nbytes op text")
-ErrorInfo.__doc__ = """What the host engine reports of a failed or a pending operation.
+ErrorInfo.__doc__ = """Report of the host engine on a failed or a pending operation.
 
 ``code`` (ncclResult_t), ``kind`` ("timeout", "remote", ...), ``rank`` (who reports, or None), ``peers`` (ranks that it
 is about), ``seq`` (number of the collective on its communicator), ``nbytes``, ``op`` ("all_reduce", or None), ``text``.
 """
 
-# By collHostErrorKind_t, then by ncclResult_t.
+# Exception classes by collHostErrorKind_t, then by ncclResult_t.
 cdef tuple KINDS = ("none", "argument", "usage", "mismatch", "timeout", "remote", "aborted", "interrupted", "memory",
                     "system", "internal", "unsupported")
 cdef dict CLASS_OF_KIND = {
@@ -17,7 +17,8 @@ cdef dict CLASS_OF_KIND = {
     "timeout": errors.CollectiveTimeout,
     "remote": errors.RemoteError,
     "aborted": errors.Aborted,
-    # Raised as the handler's own exception by the call that was interrupted; this is what later calls get.
+    # Raised as the handler's own exception by the call that was interrupted; this is what later
+    # calls get.
     "interrupted": errors.Aborted,
     "memory": errors.TransportError,
     "system": errors.TransportError,
@@ -60,14 +61,18 @@ cdef object info_of(const collHostErrorInfo_t* info):
 
 
 cdef object exception_of(object info, str op, object rank):
-    """The exception for a report of the host engine; ``op`` and ``rank`` are said where the report names none."""
+    """Return the exception for a report of the host engine; ``op`` and ``rank`` are used if the
+    report names none.
+    """
     return CLASS_OF_KIND.get(info.kind, errors.InternalError)(
         info.text, code=info.code, op=info.op or op, rank=rank if info.rank is None else info.rank, peers=info.peers,
         seq=info.seq, nbytes=info.nbytes)
 
 
 cdef object error_of(Library library, Comm comm, ncclResult_t code, const char* function):
-    """The exception for a call of this thread that returned ``code``. Call it before anything else can fail here."""
+    """Return the exception for a call of this thread that returned ``code``; to be called before
+    another call fails.
+    """
     cdef collHostErrorInfo_t info
     cdef ncclComm_t handle = NULL if comm is None else comm.comm
     cdef ncclComm_t asked = NULL
@@ -76,7 +81,7 @@ cdef object error_of(Library library, Comm comm, ncclResult_t code, const char* 
     if collInterrupted:
         return take_interrupt(op, rank)
     if library.api.collHostGetError is not NULL:
-        for attempt in range(2):        # the thread's newest error, else what the communicator is stuck in
+        for attempt in range(2):        # the thread's newest error, else the communicator's
             memset(&info, 0, sizeof(info))
             info.size = sizeof(info)
             with nogil:
@@ -98,9 +103,9 @@ cdef object error_of(Library library, Comm comm, ncclResult_t code, const char* 
 
 
 cdef int let_signals_win(bint interrupted) except -1:
-    """Raise what a signal handler of this process raises: Ctrl-C reaches all ranks, and that another one of them ended
-    a moment earlier isn't what has happened to this one. Its own signal gets 0.1 s to come, and 0.5 s where it is known
-    that the other rank was ``interrupted``.
+    """Raise what a signal handler of this process raises: Ctrl-C reaches all ranks, and that
+    another one of them ended a moment earlier isn't what has happened to this one. Its own signal
+    gets 0.1 s to come, and 0.5 s where it is known that the other rank was ``interrupted``.
     """
     cdef int rounds = 50 if interrupted else 10
     if collInsideInterrupt or not collIsMainThread():
@@ -115,9 +120,11 @@ cdef int let_signals_win(bint interrupted) except -1:
 
 
 def check(int code, Library library not None, Comm comm=None):
-    """Raise the exception for a result code that a call of this thread returned; success and "in progress" pass.
+    """Raise the exception for a result code that a call of this thread returned; success and "in
+    progress" pass.
 
-    ``comm``: whose error to report where this thread has none, for instance with a code from ``async_error``.
+    ``comm``: whose error to report where this thread has none, for instance with a code from
+    ``async_error``.
     """
     if code != ncclSuccess and code != ncclInProgress or collInterrupted:
         raise error_of(library, comm, <ncclResult_t> code, NULL)
@@ -125,7 +132,7 @@ def check(int code, Library library not None, Comm comm=None):
 
 # ---- signal handlers that run while a call waits
 
-# Handlers run in the main thread alone, so one of each will do.
+# Handlers run in the main thread alone, so one of each is enough.
 cdef object raised_by_handler = None        # until the interrupted call raises it
 cdef list aborted_by_handlers = []          # (Comm, handle), until the interrupted call has left the library
 
@@ -150,7 +157,9 @@ cdef int run_signal_handlers() noexcept:
 
 
 cdef object take_interrupt(str op, object rank):
-    """The exception for a call that a signal handler has ended; aborts here what the handler could not."""
+    """Return the exception for a call that a signal handler has ended; aborts what the handler
+    could not.
+    """
     global collInterrupted, raised_by_handler
     collInterrupted = 0
     error, raised_by_handler = raised_by_handler, None

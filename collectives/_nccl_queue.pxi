@@ -1,17 +1,19 @@
-# The host engine's queues.
+# Queues of the host engine.
 
 QUEUE_PENDING = collHostQueuePending
 QUEUE_CPU = collHostQueueCpu
 QUEUE_THREAD_ID = collHostQueueThreadId
 
 cdef enum:
-    WAIT_SLICE_NS = 100_000_000     # between two looks at Python's signal handlers while a thread waits
+    WAIT_SLICE_NS = 100_000_000     # between two checks of Python's signal handlers while a thread waits
 
 
 cdef class Queue:
-    """A thread of the host engine that runs what is put into it, in order. Made by ``Library.queue_create``.
+    """A thread of the host engine that runs what is put into it, in order. Made by
+    ``Library.queue_create``.
 
-    Pass ``handle`` as the stream of a call on a ``Comm``. Each task gets a ticket, counted up by one from 1.
+    Pass ``handle`` as the stream of a call on a ``Comm``. Each task gets a ticket, counted up by
+    one from 1.
     """
 
     def __init__(self):
@@ -46,7 +48,9 @@ cdef class Queue:
         return ticket
 
     cdef ncclResult_t outcome(self, uint64_t ticket, double timeout) except *:
-        """Wait up to ``timeout`` seconds (negative: for ever), running signal handlers; return the task's result."""
+        """Wait up to ``timeout`` seconds (negative: for ever), running signal handlers; return the
+        task's result.
+        """
         cdef ncclResult_t code
         cdef int64_t part = WAIT_SLICE_NS
         cdef double left = timeout
@@ -86,10 +90,11 @@ cdef class Queue:
         raise error_of(self.library, None, code, "collHostQueueWait")
 
     def wait(self, uint64_t ticket, timeout=None):
-        """Wait until a task has ended; return False if ``timeout`` (seconds, None: no limit) ran out first.
+        """Wait until a task has ended; return False if ``timeout`` (seconds, None: no limit) ran
+        out first.
 
-        Raises the error that the task failed with. Signal handlers run about ten times a second meanwhile, so Ctrl-C
-        raises KeyboardInterrupt. C: ``collHostQueueWait``.
+        Raises the error that the task failed with. Signal handlers run about ten times a second
+        meanwhile, so Ctrl-C raises KeyboardInterrupt. C: ``collHostQueueWait``.
         """
         if timeout is not None and not timeout >= 0:
             raise errors.InvalidArgument(f"timeout must be None or at least 0 seconds, not {timeout!r}")
@@ -102,7 +107,9 @@ cdef class Queue:
     def call(self, function not None):
         """Have the queue's thread call a Python function, after what is queued before it.
 
-        What it raises goes to ``sys.unraisablehook``. It must not wait for the queue. C: ``collHostQueueCall``.
+        What it raises goes to ``sys.unraisablehook``. It must not wait for the queue.
+
+        C: ``collHostQueueCall``.
         """
         cdef ncclResult_t code
         cdef collHostQueue_t queue
@@ -118,7 +125,10 @@ cdef class Queue:
         self.library.done(code, "collHostQueueCall")
 
     def get(self, int attribute):
-        """Return an attribute: QUEUE_PENDING, QUEUE_CPU or QUEUE_THREAD_ID. C: ``collHostQueueGet``."""
+        """Return an attribute: QUEUE_PENDING, QUEUE_CPU or QUEUE_THREAD_ID.
+
+        C: ``collHostQueueGet``.
+        """
         cdef int64_t value = 0
         cdef ncclResult_t code
         cdef collHostQueue_t queue = self.enter()
@@ -129,7 +139,10 @@ cdef class Queue:
         return value
 
     def set(self, int attribute, int64_t value):
-        """Set an attribute: QUEUE_CPU, the core that the thread is bound to (-1: none). C: ``collHostQueueSet``."""
+        """Set an attribute: QUEUE_CPU, the core that the thread is bound to (-1: none).
+
+        C: ``collHostQueueSet``.
+        """
         cdef ncclResult_t code
         cdef collHostQueue_t queue = self.enter()
         with nogil:
@@ -138,7 +151,10 @@ cdef class Queue:
         self.library.done(code, "collHostQueueSet")
 
     def close(self):
-        """Run what is queued to its end, then end the thread. Closing twice is nothing. C: ``collHostQueueDestroy``."""
+        """Run what is queued to its end, then end the thread. Closing twice is a no-op.
+
+        C: ``collHostQueueDestroy``.
+        """
         cdef ncclResult_t code
         cdef collHostQueue_t queue
         if self.queue is NULL:
@@ -146,7 +162,7 @@ cdef class Queue:
         self.outcome(self.record(), -1.0)       # here a signal handler may end the wait and the queue stays open
         queue = self.enter()
         self.queue = NULL
-        while self.calls > 1:                   # other threads on their way out of wait() and its like
+        while self.calls > 1:                   # other threads that are leaving wait() or another call
             with nogil:
                 usleep(50)
         with nogil:
@@ -156,9 +172,11 @@ cdef class Queue:
 
 
 cdef void run_python(void* argument) noexcept nogil:
-    """Call a Python function in a queue's thread; takes over the reference that ``Queue.call`` left to the queue."""
+    """Call a Python function in a queue's thread; takes over the reference that ``Queue.call`` left
+    with the queue.
+    """
     cdef PyObject* result
-    if not Py_IsInitialized():      # the interpreter has gone: there is nothing left to call it with
+    if not Py_IsInitialized():      # the interpreter has ended, and can't call the function
         return
     with gil:
         result = PyObject_CallNoArgs(<PyObject*> argument)

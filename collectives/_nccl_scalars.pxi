@@ -1,4 +1,4 @@
-# Small values on their way to C: unique ids, lists of ints, time limits, scalars of every dtype.
+# Conversion of small values to C: unique ids, lists of ints, time limits, scalars of every dtype.
 
 cdef bytes checked_unique_id(object unique_id):
     if not isinstance(unique_id, bytes) or len(unique_id) != NCCL_UNIQUE_ID_BYTES:
@@ -17,7 +17,7 @@ cdef ncclUniqueId c_unique_id(object unique_id) except *:
 
 @cython.internal
 cdef class _Ints:
-    """A C array of ints made from a list; never NULL."""
+    """C array of ints made from a list; never NULL."""
     cdef int* data
 
     def __cinit__(self, list values not None):
@@ -33,7 +33,7 @@ cdef class _Ints:
 
 
 cdef int64_t milliseconds(double seconds) except? -1:
-    """Whole milliseconds, at least 1 for any positive time."""
+    """Return whole milliseconds, at least 1 for any positive time."""
     if not 0 < seconds < 1e12:
         raise errors.InvalidArgument(f"a time limit must be positive and finite, not {seconds!r} seconds")
     return <int64_t> (seconds * 1000 + 0.999)
@@ -46,7 +46,8 @@ cdef dict SMALL_FLOATS = {
     ncclFloat8e4m3: (4, 3, 0x7E),       # the "fn" kind: no infinity, 0x7F is NaN
     ncclFloat8e5m2: (5, 2, 0x7B),
 }
-# dtype code -> the struct module's letter, in the standard form: the native one lets a float overflow to infinity
+# dtype code -> the struct module's letter, in the standard form: the native one lets a float
+# overflow to infinity
 cdef dict WIDE_TYPES = {
     ncclInt8: "=b", ncclUint8: "=B", ncclInt32: "=i", ncclUint32: "=I", ncclInt64: "=q", ncclUint64: "=Q",
     ncclFloat32: "=f", ncclFloat64: "=d",
@@ -54,9 +55,11 @@ cdef dict WIDE_TYPES = {
 
 
 cdef int small_float_bits(double value, int exponent_bits, int mantissa_bits, int largest) except -1:
-    """Round to nearest, ties to even, straight from float64 (two roundings could differ). Subnormals included.
+    """Round to nearest, ties to even, straight from float64 (two roundings could differ).
+    Subnormals included.
 
-    Raises OverflowError for a finite value past the largest, and for an infinity where the format has none.
+    Raises OverflowError for a finite value past the largest, and for an infinity where the format
+    has none.
     """
     cdef int bias = (1 << (exponent_bits - 1)) - 1
     cdef int sign = (1 << (exponent_bits + mantissa_bits)) if copysign(1.0, value) < 0 else 0
@@ -68,7 +71,8 @@ cdef int small_float_bits(double value, int exponent_bits, int mantissa_bits, in
             raise OverflowError("no infinity")
         return sign | (largest + 1)
     exponent = max(frexp(value)[1] - 1, 1 - bias) if value else 1 - bias
-    # For normal numbers the rounded integer holds the hidden bit, which counts the exponent up by one.
+    # For normal numbers the rounded integer holds the hidden bit, which counts the exponent up by
+    # one.
     bits = ((exponent + bias - 1) << mantissa_bits) + round(ldexp(abs(value), mantissa_bits - exponent))
     if bits > largest:
         raise OverflowError("too large")
@@ -76,7 +80,7 @@ cdef int small_float_bits(double value, int exponent_bits, int mantissa_bits, in
 
 
 cdef bytes scalar_bytes(object value, int dtype):
-    """The bytes of a number in the given dtype, as NCCL reads a host-immediate scalar."""
+    """Return the bytes of a number in a dtype, as NCCL reads a host-immediate scalar."""
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError("it is no number")

@@ -1,12 +1,14 @@
-"""What an array is to the engines: an address, a count, a dtype; and every check that comes before something is sent.
+"""Arrays as the engines take them, an address, a count and a dtype, with all checks that come
+before a call.
 
-torch tensors, NumPy arrays and CuPy arrays are read by pointer and never copied. What can't be used as it lies is an
-``InvalidArgument`` that says how to mend it.
+torch tensors, NumPy arrays and CuPy arrays are read by pointer and never copied. An array that
+can't be used where it lies is an ``InvalidArgument`` that says how to correct it.
 
-Plain arrays (exact torch.Tensor, torch.nn.Parameter and numpy.ndarray, dense, contiguous, of NCCL's dtypes) are read in
-C, by `_nccl.ArrayReader`: tensors through the DLPack exchange table that torch has since 2.10, in a tenth of a
-microsecond and with nothing allocated. Where torch has none tensors are read by their Python attributes, as everything
-else is that isn't plain, and as what is refused: that takes about a microsecond, and gives the same.
+Plain arrays (exact torch.Tensor, torch.nn.Parameter and numpy.ndarray, dense, contiguous, of
+NCCL's dtypes) are read in C, by `_nccl.ArrayReader`: tensors through the DLPack exchange table that
+torch has since 2.10, in a tenth of a microsecond and with nothing allocated. Where torch has no
+such table, tensors are read by their Python attributes. So is everything that isn't plain, and
+everything that is refused. That takes about a microsecond, and the result is the same.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ __all__ = [
     "kind_of",
     "parse_op",
     "parse_rank",
-    "premul_scalar",
+    "check_premul_scalar",
     "shown",
 ]
 
@@ -60,7 +62,7 @@ _PARAMETER = torch.nn.Parameter
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # a capsule, since torch 2.10
 _DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 
-_MEND_DTYPE = {
+_DTYPE_ADVICE = {
     "bool": 'reduce array.to(torch.uint8) with op "max" (any) or "min" (all)',
     "complex64": "reduce torch.view_as_real(array)",
     "complex128": "reduce torch.view_as_real(array)",
@@ -68,7 +70,9 @@ _MEND_DTYPE = {
 
 
 class Place(NamedTuple):
-    """Where an array lies, and the units it travels in: NCCL's own dtype where there is one, else bytes."""
+    """Address and size of an array, and the units in which it is sent: NCCL's own dtype, else
+    bytes.
+    """
 
     ptr: int
     count: int  # elements
@@ -79,27 +83,34 @@ class Place(NamedTuple):
 
     @property
     def label(self) -> str | None:
-        """The dtype's name where the array travels as bytes, so that the ranks can still compare it."""
+        """The dtype's name where the array is sent as bytes, so that the ranks can still compare
+        it.
+        """
         return None if self.dtype in _CODES else self.dtype
 
     @property
     def tag(self) -> int:
-        """A number for the dtype that is the same on all ranks: NCCL's code, or one above those."""
+        """A number for the dtype that is the same on all ranks: NCCL's code, or one above NCCL's
+        codes.
+        """
         return self.code if self.dtype in _CODES else _FIRST_TAG + crc32(self.dtype.encode())
 
-    def meets(self, ptr: int, nbytes: int) -> bool:
-        """Whether a piece of memory overlaps it."""
+    def overlaps(self, ptr: int, nbytes: int) -> bool:
+        """Whether a range of memory overlaps the array."""
         return ptr < self.ptr + self.nbytes and self.ptr < ptr + nbytes
 
     def part(self, index: int, parts: int) -> int:
-        """Give the address of one of `parts` equal parts."""
+        """Return the address of one of `parts` equal parts."""
         return self.ptr + self.nbytes // parts * index
 
 
 class Reader:
-    """Reads arrays for one communicator or kernel: knows its device, and for the messages its rank and name."""
+    """Reader of the arrays of one communicator or kernel.
 
-    __slots__ = ("_index", "_on_host", "device", "owner", "plainly", "rank")
+    ``device``: where the arrays must be. ``rank`` and ``owner``: whose they are, for the messages.
+    """
+
+    __slots__ = ("_index", "_on_host", "array_reader", "device", "owner", "rank")
 
     def __init__(self, device: torch.device, rank: int | None = None, owner: str = "the communicator"):
         self.device = device
@@ -107,8 +118,8 @@ class Reader:
         self.owner = owner
         self._on_host = device.type == "cpu"
         self._index = device.index
-        self.plainly = ArrayReader(
-            _DLPACK_DEVICES.get(device.type, -1),  # any other one: no tensor is read the short way
+        self.array_reader = ArrayReader(
+            _DLPACK_DEVICES.get(device.type, -1),  # any other one: no tensor is read in C
             device.index or 0,
             exchange=_EXCHANGE,
             tensors=(_TENSOR, _PARAMETER),
@@ -116,24 +127,28 @@ class Reader:
             buffer=numpy.ndarray,
         )
 
-    def numbers(self, array, op: str) -> tuple[int, int, int]:
-        """Give (address, count, dtype code) of an array that is to be reduced in place."""
-        found = self.plainly.read(array)
+    def read_in_place(self, array, op: str) -> tuple[int, int, int]:
+        """Return (address, count, dtype code) of an array to be reduced in place, or raise
+        `InvalidArgument`.
+        """
+        found = self.array_reader.read(array)
         if found is not None:
             return found
         kind = type(array)
         if kind is _TENSOR or kind is _PARAMETER:
             code = TORCH_CODES.get(array.dtype)
             if code is not None:
-                ptr = self.plain(array)
+                ptr = self.plain_address(array)
                 if ptr is not None:
                     return ptr, array.numel(), code
         place = self.place(array, op, writes=True)
-        self.reducible(place, op)
+        self.check_reducible(place, op)
         return place.ptr, place.count, place.code
 
-    def plain(self, array) -> int | None:
-        """Give the address of a tensor that can be used as it lies; None where `place`, the long way, must say why."""
+    def plain_address(self, array) -> int | None:
+        """Return the address of a tensor that can be used where it lies; None: `place` must read
+        it, or say why not.
+        """
         if (
             (array.is_cpu if self._on_host else array.is_cuda and array.get_device() == self._index)
             and array.layout is _STRIDED
@@ -147,23 +162,23 @@ class Reader:
                 return None
         return None
 
-    def reducible(self, place: Place, op: str) -> None:
-        """Refuse a dtype with which the engines can't calculate."""
+    def check_reducible(self, place: Place, op: str) -> None:
+        """Refuse a dtype that the engines can't reduce."""
         if place.dtype not in _CODES:
-            mend = _MEND_DTYPE.get(place.dtype, "convert it first")
+            advice = _DTYPE_ADVICE.get(place.dtype, "convert it first")
             raise self._wrong(
-                op, f"can't reduce {place.dtype}: {mend}. Reductions take {', '.join(sorted(_CODES, key=_CODES.get))}"
+                op, f"can't reduce {place.dtype}: {advice}. Reductions take {', '.join(sorted(_CODES, key=_CODES.get))}"
             )
 
     def place(self, array, op: str, *, writes: bool, what: str = "the array") -> Place:
-        """Give the `Place` of a torch, NumPy or CuPy array, or raise `InvalidArgument`."""
-        found = self.plainly.read(array, writes)
+        """Return the `Place` of a torch, NumPy or CuPy array, or raise `InvalidArgument`."""
+        found = self.array_reader.read(array, writes)
         if found is not None:
             ptr, count, code = found
             return Place(ptr, count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code)
         if isinstance(array, _TENSOR):
             code = TORCH_CODES.get(array.dtype)  # none of these is complex, so there is no lazy conjugate
-            ptr = None if code is None else self.plain(array)
+            ptr = None if code is None else self.plain_address(array)
             if ptr is None:
                 return self._torch(array, op, what)
             count = array.numel()
@@ -253,8 +268,8 @@ class Reader:
         name = array.dtype.name
         return _placed(array.data.ptr, array.size, array.nbytes, name, _CODES.get(name))
 
-    def share(self, share, of: Place, op: str) -> int:
-        """Give the address of what a reduction of `of` adds its statistics to: two float64."""
+    def stats_address(self, share, of: Place, op: str) -> int:
+        """Return the address of two float64, to which a reduction of ``of`` adds its statistics."""
         if not DTYPE_NAMES.get(of.code, "").startswith(("float", "bfloat")):
             raise self._wrong(op, f"the array is {of.dtype}, of which there is no share: leave share out")
         place = self.place(share, op, writes=True, what="share")
@@ -264,17 +279,17 @@ class Reader:
                 f"share is {place.count} x {place.dtype}: use torch.zeros(2, dtype=torch.float64), to which the sum of "
                 "squares and the count of non-finite elements are added",
             )
-        if place.meets(of.ptr, of.nbytes):
+        if place.overlaps(of.ptr, of.nbytes):
             raise self._wrong(op, "share overlaps the array: use memory of its own")
         return place.ptr
 
-    def same_dtype(self, out: Place, inp: Place, op: str) -> None:
+    def check_same_dtype(self, out: Place, inp: Place, op: str) -> None:
         """Refuse an output of another dtype than the input."""
         if out.dtype != inp.dtype:
             raise self._wrong(op, f"out is {out.dtype} and inp is {inp.dtype}: both must have one dtype")
 
-    def sized(self, large: Place, small: Place, size: int, op: str, large_is: str, small_is: str) -> None:
-        """Refuse two arrays of which the first isn't `size` times as long as the second."""
+    def check_size(self, large: Place, small: Place, size: int, op: str, large_is: str, small_is: str) -> None:
+        """Refuse two arrays of which the first isn't ``size`` times as long as the second."""
         if large.count != small.count * size:
             raise self._wrong(
                 op,
@@ -282,8 +297,10 @@ class Reader:
                 f"{size} (ranks) x {small.count} = {small.count * size}",
             )
 
-    def apart(self, large: Place, small: Place, op: str, index: int | None, form: str) -> None:
-        """Refuse arrays that share memory, unless `small` is just part `index` of `large` (None: never in place)."""
+    def check_overlap(self, large: Place, small: Place, op: str, index: int | None, form: str) -> None:
+        """Refuse arrays that share memory, unless ``small`` is part ``index`` of ``large`` (None:
+        never in place).
+        """
         if not large.nbytes or not small.nbytes:
             return
         if large.ptr + large.nbytes <= small.ptr or small.ptr + small.nbytes <= large.ptr:
@@ -296,7 +313,7 @@ class Reader:
 
 
 def dtype_name(tag: int) -> str:
-    """Give the name that belongs to a `Place.tag`, as far as this process can tell."""
+    """Return the name of the dtype with a `Place.tag`, as far as this process knows it."""
     if tag in DTYPE_NAMES:
         return DTYPE_NAMES[tag]
     names = {_FIRST_TAG + crc32(name.encode()): name for name in _TORCH_NAMES.values()}
@@ -310,14 +327,16 @@ def _placed(ptr, count, nbytes, name, code):
 
 
 def kind_of(thing) -> str:
-    """Name an object's type as messages do."""
+    """Return the name of an object's type for a message."""
     module = type(thing).__module__
     name = type(thing).__qualname__
     return name if module == "builtins" else f"{module}.{name}"
 
 
 def shown(value) -> str:
-    """Give what a message says of a wrong argument: not too much, and something of every object."""
+    """Return the text of a wrong argument for a message: at most 40 characters, and some text for
+    every object.
+    """
     try:
         return f"{value!r:.40}"
     except Exception:  # an integer of thousands of digits, say, isn't printed
@@ -325,7 +344,8 @@ def shown(value) -> str:
 
 
 def parse_op(op, *, rank: int, name: str) -> tuple[int, float | None]:
-    """Give (op code, scalar) of a name, a number (each rank's input times it, then summed) or a torch ReduceOp.
+    """Return (op code, scalar) of a name, a number (each rank's input times it, then summed) or a
+    torch ReduceOp.
 
     With a scalar the code is that of sum, and the caller makes the library's own op of it.
     """
@@ -366,8 +386,11 @@ def _torch_op(op):
     return None
 
 
-def premul_scalar(scalar, code: int, *, rank: int, name: str) -> int | float:
-    """Refuse a scalar that the dtype can't hold: an integer type would cut 0.5 to 0 without a word."""
+def check_premul_scalar(scalar, code: int, *, rank: int, name: str) -> int | float:
+    """Return the scalar as a value of the dtype; refuse one that the dtype can't hold.
+
+    An integer type would cut 0.5 to 0 without a message.
+    """
     limits = _LIMITS[code]
     finite = isinstance(scalar, int) or math.isfinite(scalar)
     if isinstance(limits, torch.finfo):
@@ -387,7 +410,7 @@ def premul_scalar(scalar, code: int, *, rank: int, name: str) -> int | float:
 
 
 def parse_rank(value, size: int, what: str, *, rank: int, name: str) -> int:
-    """Give a root or peer as an int in [0, size), or raise `InvalidArgument`."""
+    """Return a root or peer as an int in [0, ``size``), or raise `InvalidArgument`."""
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         raise InvalidArgument(f"{what} must be an int, not {kind_of(value)} {value!r}", op=name, rank=rank)
     try:

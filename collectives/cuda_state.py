@@ -1,8 +1,9 @@
-"""What CUDA keeps for each thread and stream: the thread's device, whether calls are recorded in a CUDA graph.
+"""CUDA's state of threads and streams: the thread's current device, and captures of CUDA graphs.
 
-A thread begins with device 0. Whatever it does first opens a context there (about 0.5 GB), and so does
-``with torch.cuda.stream()`` when it goes back to where it came from. While a stream is captured, neither it nor an
-event of the capture can be queried, and no thread may query anything unless it says that it knows.
+A thread begins with device 0. Its first CUDA call opens a context there (about 0.5 GB), and so does
+``with torch.cuda.stream()`` when it restores the previous device. While a stream is captured,
+neither it nor an event of the capture can be queried, and no thread may query any event outside of
+`queries_allowed`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import torch
 from .errors import CudaError
 
 __all__ = [
-    "capture_of",
+    "capture_id",
     "has_completed",
     "is_capturing",
     "queries_allowed",
     "set_first_device",
     "set_thread_device",
-    "stream_at",
+    "stream_from_address",
 ]
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -34,15 +35,19 @@ _state = threading.local()
 
 
 def set_thread_device(device: torch.device) -> None:
-    """Make a rank's device this thread's own; a thread of ours calls it before anything else. Nothing for a CPU."""
+    """Set this thread's current device to a rank's; each thread of this package calls it first.
+    No-op for a CPU.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def set_first_device(device: torch.device) -> None:
-    """Make a rank's device the current one, as programs do by ``torch.cuda.set_device``, where CUDA is still unused.
+    """Set the current device to a rank's, as programs do by ``torch.cuda.set_device``, if CUDA is
+    still unused.
 
-    Where it has been used, and with another device, that may be the program's will: it is warned of.
+    If the program already uses CUDA with another current device, that may be intended: a
+    `RuntimeWarning` names both.
     """
     if device.type != "cuda":
         return
@@ -58,23 +63,26 @@ def set_first_device(device: torch.device) -> None:
         )
 
 
-def stream_at(address: int, device: torch.device):
-    """Give torch's stream of an address. Of 0, the default stream's, ``ExternalStream`` would make a new one."""
+def stream_from_address(address: int, device: torch.device):
+    """Return torch's stream with an address. For 0, the default stream, ``ExternalStream`` would
+    make a new one.
+    """
     return torch.cuda.ExternalStream(address, device) if address else torch.cuda.default_stream(device)
 
 
 def is_capturing(stream) -> bool:
-    """Tell whether a torch stream is part of a capture; None: the current stream."""
+    """Return whether a torch stream is part of a capture; None: the current stream."""
     if stream is None:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
 
 
-def capture_of(stream) -> int | None:
-    """Give the number of the capture that a torch stream is part of, which no other one of the process has, or None.
+def capture_id(stream) -> int | None:
+    """Return the id of the capture that a torch stream is part of, unique in the process; None: it
+    isn't captured.
 
-    None as the stream: the current one.
+    ``stream`` None: the current stream.
     """
     driver = _driver()
     if driver is None:
@@ -92,10 +100,10 @@ def capture_of(stream) -> int | None:
 
 @contextlib.contextmanager
 def queries_allowed():
-    """Let this thread query events that are part of no capture, whatever other threads are capturing.
+    """Let this thread query events that are part of no capture, while other threads capture.
 
-    Without it ``cudaEventQuery`` fails, and the capture with it, while any thread captures in the mode that
-    ``torch.cuda.graph`` takes.
+    Without it ``cudaEventQuery`` fails, and the capture fails with it, while any thread captures in
+    the mode of ``torch.cuda.graph``.
     """
     driver = _driver()
     depth = getattr(_state, "depth", 0)
@@ -113,14 +121,18 @@ def queries_allowed():
 
 
 def has_completed(event) -> bool:
-    """Tell whether an event, which is part of no capture, has completed; also while other threads capture."""
+    """Return whether an event that is part of no capture has completed; works while other threads
+    capture.
+    """
     with queries_allowed():
         return event.query()
 
 
 @functools.cache
 def _driver():
-    """The driver's library, which a process that uses CUDA has loaded; None on a build of torch that has no CUDA."""
+    """Return the driver's library, which a process that uses CUDA has loaded; None on a build of
+    torch without CUDA.
+    """
     if torch.version.cuda is None:
         return None
     driver = ctypes.CDLL("libcuda.so.1")

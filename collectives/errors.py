@@ -1,8 +1,9 @@
-"""The exception classes. Everything that goes wrong in this package is raised as one of these.
+"""The exception classes of this package. Every error that it raises is one of these.
 
-Each carries the numbers that a handler needs, apart from the sentence that a person reads:
-``code`` (the ``ncclResult_t`` behind it, or ``None``), ``op`` (the operation, for instance ``"all_reduce"``), ``rank``
-(who raises), ``peers`` (the ranks that it is about, maybe empty) and ``detail`` (the library's own words).
+Each carries the facts that a handler needs, apart from the sentence that a person reads:
+``code`` (the ``ncclResult_t`` behind it, or ``None``), ``op`` (the operation, for instance
+``"all_reduce"``), ``rank`` (the one that raises), ``peers`` (the ranks that the error is about,
+maybe empty), ``seq`` and ``nbytes`` (of the operation) and ``detail`` (the library's own words).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def _rebuild(cls, state):
 
 
 class CollectivesError(RuntimeError):
-    """Base of all errors of this package. Picklable; ``str()`` names the op, the rank and the peers."""
+    """Base of all errors of this package. Picklable; ``str()`` names the op, the rank and the
+    peers.
+    """
 
     def __init__(self, message="", *, code=None, op=None, rank=None, peers=(), seq=None, nbytes=None, detail=None):
         self.message = str(message)
@@ -61,7 +64,9 @@ class CollectivesError(RuntimeError):
 
 
 class EngineUnavailable(CollectivesError, ImportError):
-    """An engine, or a function that an older library lacks, isn't there; says which path and symbol was looked for."""
+    """An engine isn't there, or an older library lacks a function; the message names the path and
+    the symbol.
+    """
 
 
 class InvalidArgument(CollectivesError, ValueError):
@@ -73,7 +78,9 @@ class InvalidUsage(CollectivesError):
 
 
 class Mismatch(InvalidUsage):
-    """The ranks did not make the same call. Raised on every rank, with a table of what each one called."""
+    """The ranks did not make the same call. Raised on every rank, with a table of what each one
+    called.
+    """
 
 
 class CudaError(CollectivesError):
@@ -81,11 +88,13 @@ class CudaError(CollectivesError):
 
 
 class TransportError(CollectivesError):
-    """The system refused something between the ranks: sockets, shared memory, descriptors (``ncclSystemError``)."""
+    """The system refused something between the ranks: sockets, shared memory, descriptors
+    (``ncclSystemError``).
+    """
 
 
 class InternalError(CollectivesError):
-    """The library's own fault (``ncclInternalError``)."""
+    """The library failed by a fault of its own (``ncclInternalError``)."""
 
 
 class RemoteError(CollectivesError):

@@ -1,8 +1,9 @@
-"""Where things lie in flat buffers: offsets, padding and tiles, as pure functions of counts and sizes.
+"""Layout of flat buffers and wire buffers: offsets, padding and tiles, as pure functions of counts
+and sizes.
 
-Units: counts and offsets are elements of the flat buffer, sizes are bytes. Every tensor begins at a multiple of
-``ALIGNMENT`` bytes from the start of the buffer, and the buffer's length is one, too: NCCL is slow on other sizes, and
-16-byte loads need it.
+Counts and offsets are elements of the flat buffer; sizes are bytes. Every tensor begins at a
+multiple of ``ALIGNMENT`` bytes from the start of the buffer, and the buffer's length is such a
+multiple, too: NCCL is slow on other sizes, and 16-byte loads need it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ __all__ = [
     "WireLayout",
     "bucket_layout",
     "check_offsets",
-    "padded",
-    "tiles_of",
+    "pad_count",
+    "count_tiles",
     "wire_layout",
 ]
 
@@ -40,8 +41,10 @@ class Layout(NamedTuple):
     total: int
 
 
-def padded(count: int, itemsize: int, alignment: int = ALIGNMENT) -> int:
-    """Round ``count`` elements of ``itemsize`` bytes up to a multiple of ``alignment`` bytes; give elements."""
+def pad_count(count: int, itemsize: int, alignment: int = ALIGNMENT) -> int:
+    """Round ``count`` elements of ``itemsize`` bytes up to a multiple of ``alignment`` bytes;
+    return elements.
+    """
     unit = _unit(itemsize, alignment)
     return -(-count // unit) * unit
 
@@ -53,17 +56,21 @@ def _unit(itemsize: int, alignment: int) -> int:
 
 
 def bucket_layout(counts: Iterable[int], itemsize: int, alignment: int = ALIGNMENT) -> Layout:
-    """Place tensors of ``counts`` elements one after the other, each padded; give offsets and total length."""
+    """Place tensors of ``counts`` elements one after the other, each padded; return offsets and
+    total length.
+    """
     unit = _unit(itemsize, alignment)
     *offsets, total = accumulate([-(-count // unit) * unit for count in counts], initial=0)
     return Layout(tuple(offsets), total)
 
 
 def check_offsets(offsets: Sequence[int], counts: Sequence[int], *, op: str = "layout") -> Layout:
-    """Check places of tensors of ``counts`` elements that somebody chose; give them and where the last one ends.
+    """Check chosen offsets of tensors of ``counts`` elements; return them and the end of the last
+    tensor.
 
-    Any order and any gaps will do. Raises ``InvalidArgument``, which names the tensor by its index, for offsets that
-    are no whole numbers from 0, too few or too many, and for tensors that overlap. One of 0 elements overlaps nothing.
+    Any order and any gaps are allowed. Raises ``InvalidArgument``, which names the tensor by its
+    index, for offsets that are no whole numbers from 0, too few or too many, and for tensors that
+    overlap. One of 0 elements overlaps nothing.
     """
     found = []
     for index, offset in enumerate(offsets):
@@ -90,16 +97,17 @@ def check_offsets(offsets: Sequence[int], counts: Sequence[int], *, op: str = "l
     return Layout(tuple(found), total)
 
 
-def tiles_of(count: int) -> int:
-    """Give the number of tiles of a tensor of ``count`` elements."""
+def count_tiles(count: int) -> int:
+    """Return the number of tiles of a tensor of ``count`` elements."""
     return -(-count // TILE)
 
 
-# ---- Wire buffers: what goes to a peer in one message of bytes.
+# ---- Wire buffers: the bytes of one message to a peer.
 
 
 class WireFormat(NamedTuple):
-    """A format of values on the wire, and how far a value x may lie from what the wire carries.
+    """A format of values on the wire, with the bound of the difference between a value x and what
+    the wire carries.
 
     |x - carried| <= factor * (relative * |x| + absolute * s) + 2^-149, where s is the scale of the value's block (1 for
     formats without scales) and factor is 1 + 2^-14 for rounding to nearest, 2 * (1 + 2^-14) for rounding at random.
@@ -128,7 +136,9 @@ WIRE_BLOCKS = (128, 256, 512)  # elements that share a scale; each divides TILE
 
 
 class WireLayout(NamedTuple):
-    """A wire buffer: ``payload`` bytes of elements, padded; then from byte ``scales`` on ``blocks`` fp32, padded."""
+    """A wire buffer: ``payload`` bytes of elements, padded; then from byte ``scales`` on ``blocks``
+    fp32, padded.
+    """
 
     payload: int
     scales: int
@@ -137,10 +147,11 @@ class WireLayout(NamedTuple):
 
 
 def wire_layout(count: int, format: str, block: int = 256) -> WireLayout:
-    """Give the layout of a wire buffer for ``count`` values; sizes and offsets are bytes.
+    """Return the layout of a wire buffer for ``count`` values; sizes and offsets are bytes.
 
-    The payload comes first, an element a value, and behind it one fp32 scale for each ``block`` values (the last block
-    may be shorter); both are padded to multiples of 16 bytes. Formats without scales have none, whatever ``block`` is.
+    The payload comes first, an element a value, and behind it one fp32 scale for each ``block``
+    values (the last block may be shorter); both are padded to multiples of 16 bytes. Formats
+    without scales have none, whatever ``block`` is.
     """
     if format not in WIRE_FORMATS:
         raise InvalidArgument(f"format must be one of {', '.join(map(repr, WIRE_FORMATS))}, not {format!r}")
@@ -150,6 +161,6 @@ def wire_layout(count: int, format: str, block: int = 256) -> WireLayout:
         raise InvalidArgument(f"count must be 0 or more, not {count}")
     itemsize = WIRE_FORMATS[format].itemsize
     payload = count * itemsize
-    scales = padded(count, itemsize) * itemsize
+    scales = pad_count(count, itemsize) * itemsize
     blocks = -(-count // block) if WIRE_FORMATS[format].scaled else 0
-    return WireLayout(payload, scales, blocks, scales + padded(blocks, 4) * 4)
+    return WireLayout(payload, scales, blocks, scales + pad_count(blocks, 4) * 4)

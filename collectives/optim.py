@@ -2,13 +2,13 @@
 
 They read as torch.optim's: the same arguments, param groups, state dicts (which travel both ways), schedulers, hooks
 and GradScaler. Over parameters of all kinds and sizes a step is one kernel launch a group and device; unscaling,
-clipping by a factor and leaving a step out on non-finite gradients are part of it. New are ``master_weights`` (fp32
+clipping by a factor and skipping a step with non-finite gradients are part of it. New are ``master_weights`` (fp32
 masters of bf16 and fp16 parameters, in the state as ``"master_param"``) and ``stochastic_rounding`` (of bf16
 parameters). The state of bf16 and fp16 parameters is fp32. For flat shards there are `collectives.kernels.sgd_step`
 and `adam_step`.
 
-Parameters and gradients must be dense and gradients laid out as their parameters are, as nothing is copied behind your
-back (``p.grad = p.grad.contiguous()`` mends a transposed or an expanded one); complex parameters, sparse gradients,
+Parameters and gradients must be dense and gradients laid out as their parameters are, as no gradient is copied silently
+(``p.grad = p.grad.contiguous()`` corrects a transposed or an expanded one). Complex parameters, sparse gradients,
 parameters that overlap, negative learning rates and betas as tensors are refused (``InvalidArgument``).
 """
 
@@ -37,11 +37,11 @@ _TORCHS_OWN = {"foreach": None, "capturable": False, "differentiable": False, "f
 
 
 def clip_factor(statistics: Statistics, max_norm: float) -> torch.Tensor:
-    """Give the factor by which torch.nn.utils.clip_grad_norm_ multiplies: min(1, max_norm / (norm + 1e-6)).
+    """Return the factor by which torch.nn.utils.clip_grad_norm_ multiplies: min(1, max_norm / (norm + 1e-6)).
 
     ``statistics``: of the gradients, as `pack`, `unpack` or `reduce_n` found them on the way. The result, fp64 of one
     element on their device, is for ``step(clip=...)``; no wait for the GPU. Where gradients aren't finite neither is
-    the norm: give ``found_nonfinite=statistics`` as well.
+    the norm: pass ``found_nonfinite=statistics`` as well.
     """
     if not isinstance(statistics, Statistics):
         raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}")
@@ -69,11 +69,11 @@ class _Batch:
             keys == self.keys
             and same_objects(params, self.params)
             and same_objects(state_values([states[param] for param in params], keys), self.held)
-            and self.table.moved() is None
+            and self.table.find_moved() is None
         )
 
     def stepped(self, found) -> None:
-        """Count a step, unless ``found`` has left it out, and let autograd notice that the parameters have changed."""
+        """Count a step, unless ``found`` has skipped it, and move the version counters of the parameters."""
         self.table.grads = ()  # so that zero_grad frees them; the rows have the addresses
         increment_steps(self.steps, found)
         increment_version(self.counted)
@@ -82,7 +82,7 @@ class _Batch:
 
 
 def increment_steps(steps, found, one=None) -> None:
-    """Count a step of each parameter, unless ``found``, on a GPU, has left it out. ``one``: a tensor of 1.0."""
+    """Count a step of each parameter, unless ``found``, on a GPU, has skipped it. ``one``: a tensor of 1.0."""
     if not steps:
         return
     if found is not None:
@@ -108,7 +108,7 @@ def state_values(states, keys) -> list:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """What the three share. A subclass says what state a parameter has, and how it steps."""
+    """Base of the three optimizers. A subclass defines what state a parameter has, and how it steps."""
 
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf and leaves the rest to step
     _op = ""
@@ -168,7 +168,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Let masters follow what was written to their parameters behind autograd's back, once, before the next step.
 
-        A step sees by a parameter's version counter that others have written to it. ``param.data.fill_(...)`` and what
+        A step detects writes of others to a parameter by its version counter. ``param.data.fill_(...)`` and what
         writes by pointer, NumPy for one, don't move that, and the next step would undo what they wrote. Where a
         parameter is its master, rounded, the master stays as it is.
         """
@@ -186,7 +186,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     update_master(_local(master), _local(param), group["stochastic_rounding"])
 
     def _take(self, loaded) -> None:
-        """Give the state that has just been loaded the dtypes, devices and strides that the kernels need."""
+        """Convert the state that has just been loaded to the dtypes, devices and strides that the kernels need."""
         ids = itertools.chain.from_iterable(group["params"] for group in loaded["param_groups"])
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         for number, param in zip(ids, params, strict=True):
@@ -213,12 +213,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     @disable_dynamo  # torch.compile would trace the table
     @torch.no_grad()
     def step(self, closure=None, *, grad_scale=None, clip=None, found_nonfinite=None):
-        """Step all parameters that have a gradient; give what ``closure`` gives.
+        """Step all parameters that have a gradient; return the result of ``closure``.
 
         ``grad_scale`` and ``clip``: factors of the gradients, numbers or tensors of one element; see `clip_factor`.
         ``found_nonfinite``: leave the step out where this isn't 0: a number, a tensor of one element or a `Statistics`.
         Then neither parameters nor state change, the number of the step included. (GradScaler sets the attributes
-        ``grad_scale``, by which torch's optimizers divide, and ``found_inf`` instead.) On a GPU nobody waits.
+        ``grad_scale``, by which torch's optimizers divide, and ``found_inf`` instead.) On a GPU the host doesn't wait.
 
         Where a DDP hook steps this optimizer inside of the backward, this only ends the step, and takes none of these
         arguments; see `gradients.zero.ShardedStep.step`.
@@ -258,7 +258,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # ---- What a subclass has of its own.
     def _columns(self, group) -> dict[str, str]:
-        """The state's keys, and the columns of the table that they go to."""
+        """Return the state's keys with the columns of the table that they fill."""
         raise NotImplementedError
 
     def _plan(self, table: ParameterTable, group, **how) -> Callable[[], None]:
@@ -269,7 +269,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # ---- What a step is made of.
     def _how(self, group, here, params, scalars, found) -> dict[str, Any]:
-        """What a plan of a group's step on a device is told, but for what a subclass adds."""
+        """Return the arguments of a plan of a group's step on a device, except those that a subclass adds."""
         how = {key: _on(value, here) for key, value in {**scalars, "lr": group["lr"]}.items()}
         if group["stochastic_rounding"] and any(param.dtype is torch.bfloat16 for param in params):
             how["seed"] = group["seed"]
@@ -279,7 +279,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _found(*given):
-        """True: leave this step out; None: don't; a tensor on a GPU: the kernels will see."""
+        """Return True to skip this step, None to do it, or a tensor on a GPU, by which the kernels decide."""
         found = None
         for each in given:
             each = each.nonfinite if isinstance(each, Statistics) else each
@@ -345,7 +345,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @torch.inference_mode(False)  # the state outlives the mode, in which alone its tensors could be written
     @torch.no_grad()
     def _state(self, param, group, columns) -> dict[str, torch.Tensor]:
-        """Give a parameter's state, with what is missing; laid out anew where the parameter is now, once."""
+        """Return a parameter's state, with missing entries added, in the parameter's present memory order."""
         state = self.state[param]
         if "shard" in state:
             raise InvalidArgument(
@@ -379,8 +379,8 @@ class SGD(FusedOptimizer):
     random, by ``seed`` (drawn from torch's generator where it isn't given; saved with the groups), each step and each
     element with bits of its own. ``foreach``, ``fused`` and ``capturable`` are taken, and change nothing.
 
-    With masters a step is the masters'. What others write to the parameters it sees by autograd's version counters;
-    after writes that these don't see (``param.data.fill_(...)``, by NumPy) call ``refresh_masters()``, or the step
+    With masters a step is the masters'. It detects writes of others to the parameters by autograd's version counters;
+    after writes that these don't count (``param.data.fill_(...)``, by NumPy) call ``refresh_masters()``, or the step
     undoes them.
     """
 
@@ -524,7 +524,7 @@ def _check_lr(lr) -> None:
 
 
 def _local(tensor):
-    """A DTensor's own part; any other tensor, or None, itself."""
+    """Return a DTensor's local tensor; any other tensor, or None, itself."""
     if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
         return tensor
     to_local = getattr(tensor, "to_local", None)
@@ -546,12 +546,12 @@ def state_dtype(param) -> torch.dtype:
 
 
 def new_state_tensor(param) -> torch.Tensor:
-    """Zeros for a parameter's state, in its shape and order."""
+    """Return zeros for a parameter's state, in the parameter's shape and memory order."""
     return torch.zeros_like(param, dtype=state_dtype(param), memory_format=torch.preserve_format)
 
 
 def init_step_count(param, state, columns) -> None:
-    """Give a parameter's state the number of its steps, on its device."""
+    """Put the number of steps into a parameter's state, on its device."""
     step = state.get("step")
     if step is None:
         # torch's SGD keeps no number: with a buffer there was a step.
@@ -572,7 +572,7 @@ def _on(value, device):
 
 
 def _by_device(params, numbers=None) -> dict[int, list[int]]:
-    """The numbers of the parameters that have gradients, or of some of them, by device (-1: the CPU)."""
+    """Return the numbers of the parameters that have gradients, or of some of them, by device (-1: the CPU)."""
     members: dict[int, list[int]] = {}
     for index, param in enumerate(params) if numbers is None else ((each, params[each]) for each in numbers):
         if param.grad is not None:

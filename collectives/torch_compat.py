@@ -1,8 +1,9 @@
-"""The private names of torch that this package uses, all of them, with the versions that have them.
+"""All private names of torch that this package uses, with the torch versions that have them.
 
-torch may rename or remove such a name in any release. Each is named here once and imported from here: what a release
-changes is mended in one place. Names of modules stand below as what they are; attributes of torch's objects, which are
-used where the object is, stand in ``ATTRIBUTES``, and a test finds each of both in the torch that is installed.
+torch may rename or remove such a name in any release. Each name is written here once and imported
+from here, so that a change of torch needs a change in one place. Names of modules are bound below.
+Attributes of torch's objects are used where the object is, and are listed in ``ATTRIBUTES``. A test
+looks up each of both in the installed torch.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ __all__ = [
     "tree_map_only",
 ]
 
-# The first version that has all of them but those that say otherwise. 2.7 has no `_top_saved_tensors_default_hooks`,
-# without which a sharded unit can't pass on what a user's hooks save; in 2.6 compiled autograd gives DDP hooks other
-# gradients than the ones that it has.
+# The first version that has all of them but those that say otherwise. 2.7 has no
+# `_top_saved_tensors_default_hooks`, without which a sharded unit can't pass on what a user's hooks
+# save. In 2.6 compiled autograd hands other gradients to DDP hooks than the ones that it has.
 OLDEST = "2.8"
 
 
@@ -62,7 +63,8 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass  # noqa: E402
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only  # noqa: E402
 
-# torch.compiler.disable is public, and imports dynamo at once, which takes a second; this one does when it is called.
+# torch.compiler.disable is public, but imports dynamo at once, which takes a second. This one
+# imports it when called.
 disable_dynamo = torch._disable_dynamo
 
 
@@ -76,13 +78,15 @@ current_graph_task_id = torch._C._current_graph_task_id
 
 
 def top_saved_tensors_hooks():
-    """Return the innermost (pack, unpack) of torch.autograd.graph.saved_tensors_hooks, or None. Since 2.8."""
+    """Return the innermost (pack, unpack) of torch.autograd.graph.saved_tensors_hooks, or None.
+    Since 2.8.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-# ---- CUDA. Builds without CUDA have neither; looked up at each call of these, since a simulated device may come later.
+# ---- CUDA. Builds without CUDA have neither name. Each call looks it up, since a simulated device may come later.
 def cuda_get_device():
-    """Return the function that gives the index of the thread's current device."""
+    """Return the function that returns the index of the thread's current device."""
     return torch._C._cuda_getDevice
 
 
@@ -98,7 +102,7 @@ def default_store():
 
 
 def open_process_groups():
-    """Return the process groups that are open, as keys of a dictionary."""
+    """Return a dictionary whose keys are the open process groups."""
     return dist.distributed_c10d._world.pg_map
 
 
@@ -108,7 +112,9 @@ def premul_sum(factor):
 
 
 def sequence_number(group) -> int:
-    """Return how many collectives this rank has started on a group; -1 where its backend doesn't count."""
+    """Return how many collectives this rank has started on a group; -1 where its backend doesn't
+    count.
+    """
     try:
         return group._get_sequence_number_for_group()
     except RuntimeError:
@@ -124,7 +130,7 @@ def fsdp_collectives():
     return _fsdp_api if hasattr(_fsdp_api, "AllGather") else None
 
 
-# ---- Attributes of torch's objects, by where the object's class is found: names that instances or the class have.
+# ---- Attributes of torch's objects, by the path of the object's class: names that its instances or the class have.
 ATTRIBUTES = {
     "torch.nn.parallel.DistributedDataParallel": (
         "_join_config", "_divide_by_initial_world_size", "_comm_hooks", "_use_python_reducer",

@@ -1,10 +1,14 @@
-// The exported functions that put operations in: arguments are checked here, so that a wrong one is an error and never a crash.
+// The exported functions that put operations in: arguments are checked here, so that a wrong one is
+// an error and never a crash.
 #include <string.h>
 
 #include <set>
 
-#include "comm.h"
 #include "coll/ops.h"
+#include "comm.h"
+#include "group.h"
+#include "operation.h"
+#include "queue.h"
 #include "system.h"
 
 namespace coll {
@@ -160,7 +164,8 @@ ncclResult_t check_config(const ncclCollConfig_t* config, const char* op) noexce
   if (!config) return ncclSuccess;
   if (config->magic != NCCL_API_MAGIC || config->size < offsetof(ncclCollConfig_t, ext))
     return refuse(raise(collHostErrorArgument, op, "the config was not made with NCCL_COLLCONFIG_INITIALIZER"));
-  // The rest tunes GPUs, but an algorithm that must be used, or an event to record, can't be passed over in silence.
+  // The rest tunes GPUs, but an algorithm that must be used, or an event to record, can't be passed
+  // over in silence.
   bool has_selection = config->size >= offsetof(ncclCollConfig_t, CTAPolicy);
   if (has_selection && config->algSelection && *config->algSelection && config->forceAlgSelection)
     return refuse(raise(collHostErrorUnsupported, op, "the host engine has no algorithm named by algSelection"));

@@ -1,9 +1,10 @@
 // How the ranks of a communicator find each other and come to share its segment.
 //
-// Rank 0 listens on an abstract Unix socket whose name comes from the id; nothing of it is in a file system. The kernel tells
-// each side the other's user (SO_PEERCRED): only processes of one user get through, and they show the id's secret. When all
-// ranks have come, rank 0 makes the segment and passes its descriptor to them, and each rank's file of shared memory (heap.h) to
-// all others. Whatever goes wrong is told to all who
+// Rank 0 listens on an abstract Unix socket whose name comes from the id; nothing of it is in a
+// file system. The kernel names to each side the other's user (SO_PEERCRED): only processes of one
+// user get through, and they show the id's secret. When all ranks have come, rank 0 makes the
+// segment and passes its descriptor to them, and each rank's file of shared memory (heap.h) to all
+// others. Every error is sent to all who
 // have come, with the ranks that it is about; a rank that waits knows at any time who has arrived.
 #include <errno.h>
 #include <fcntl.h>
@@ -18,134 +19,22 @@
 
 #include <algorithm>
 
-#include "comm.h"
+#include "bootstrap.h"
+#include "handshake.h"
 #include "heap.h"
 #include "system.h"
 
 namespace coll {
 namespace {
 
-constexpr uint32_t kProtocol = 0x434f4c03;
-constexpr int64_t kLinger = 2000000000;  // ns
-// With more ranks than that nobody's memory is shared: rank 0 would pass too many descriptors on for one socket to hold.
+// With more ranks than that nobody's memory is shared: rank 0 would pass too many descriptors on
+// for one socket to hold.
 constexpr int kSharingRanks = 64;
 std::atomic<int64_t> g_init_timeout_ms{60000};
 
-enum class Kind : uint32_t { Hello, Arrived, Segment, Heap, Mapped, GaveUp, Failed, Go };
-
-struct Message {
-  uint32_t protocol = kProtocol;
-  Kind kind = Kind::Hello;
-  int32_t rank = 0, nranks = 0, pid = 0, error_kind = 0;
-  uint64_t secret[4] = {};
-  uint64_t options = 0;     // must be the same on all ranks
-  uint64_t segment_id = 0;
-  uint64_t heap_id = 0;     // Hello, Heap: of the rank's process; 0: the system gave it none
-  uint8_t ranks[kMaxRanks / 8] = {};  // Arrived: who has come. Failed: whom it is about
-  char text[1024] = "";
-};
-
-void set_bit(uint8_t* bits, int i) { bits[i / 8] = static_cast<uint8_t>(bits[i / 8] | 1 << (i % 8)); }
-bool get_bit(const uint8_t* bits, int i) { return bits[i / 8] >> (i % 8) & 1; }
-
-std::vector<int> ranks_in(const uint8_t* bits) {
-  std::vector<int> ranks;
-  for (int r = 0; r < kMaxRanks; ++r)
-    if (get_bit(bits, r)) ranks.push_back(r);
-  return ranks;
-}
-
-class Fd {
+class Rendezvous {
  public:
-  explicit Fd(int fd = -1) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
-  Fd& operator=(Fd&& other) noexcept { std::swap(fd_, other.fd_); return *this; }
-  ~Fd() { if (fd_ >= 0) ::close(fd_); }
-  int get() const { return fd_; }
-  int take() { int fd = fd_; fd_ = -1; return fd; }
- private:
-  int fd_;
-};
-
-socklen_t address_of(const Id& id, struct sockaddr_un* address) {
-  memset(address, 0, sizeof *address);
-  address->sun_family = AF_UNIX;
-  int length = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "collectives-%016llx%016llx",
-                        static_cast<unsigned long long>(id.name[0]), static_cast<unsigned long long>(id.name[1]));
-  return static_cast<socklen_t>(offsetof(struct sockaddr_un, sun_path) + 1 + length);
-}
-
-bool same_user(int fd, uid_t* user, pid_t* process = nullptr) {
-  struct ucred peer;
-  socklen_t length = sizeof peer;
-  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return false;
-  *user = peer.uid;
-  if (process) *process = peer.pid;
-  return peer.uid == geteuid();
-}
-
-bool send_message(int fd, const Message& message, int descriptor = -1) {
-  struct iovec data = {const_cast<Message*>(&message), sizeof message};
-  alignas(struct cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  struct msghdr header = {};
-  header.msg_iov = &data;
-  header.msg_iovlen = 1;
-  if (descriptor >= 0) {
-    header.msg_control = control;
-    header.msg_controllen = sizeof control;
-    struct cmsghdr* c = CMSG_FIRSTHDR(&header);
-    c->cmsg_level = SOL_SOCKET;
-    c->cmsg_type = SCM_RIGHTS;
-    c->cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(c), &descriptor, sizeof(int));
-  }
-  ssize_t sent;
-  // News may be lost on a rank that does not read; everything else has to arrive.
-  int flags = MSG_NOSIGNAL | (message.kind == Kind::Arrived ? MSG_DONTWAIT : 0);
-  // The system limits how many descriptors are on their way; those who are to take them are about to.
-  int64_t until = 0;
-  for (;;) {
-    sent = sendmsg(fd, &header, flags);
-    if (sent >= 0 || (errno != EINTR && errno != ETOOMANYREFS)) break;
-    if (errno == EINTR) continue;
-    if (!until) until = now_ns() + kLinger / 2;
-    if (now_ns() > until) break;
-    struct timespec nap = {0, 1000 * 1000};
-    nanosleep(&nap, nullptr);
-  }
-  return sent == static_cast<ssize_t>(sizeof message);
-}
-
-// 1: a message; 0: nothing there now; -1: the other side is gone, or talks nonsense.
-int receive_message(int fd, Message* message, Fd* descriptor) {
-  struct iovec data = {message, sizeof *message};
-  alignas(struct cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  struct msghdr header = {};
-  header.msg_iov = &data;
-  header.msg_iovlen = 1;
-  header.msg_control = control;
-  header.msg_controllen = sizeof control;
-  ssize_t got = recvmsg(fd, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-  if (got < 0 && errno == ECONNRESET) {
-    // The other side closed before it had read all; what it had sent is still there, behind this error.
-    header.msg_controllen = sizeof control;
-    got = recvmsg(fd, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-  }
-  if (got < 0) return errno == EAGAIN || errno == EINTR ? 0 : -1;
-  for (struct cmsghdr* c = CMSG_FIRSTHDR(&header); c; c = CMSG_NXTHDR(&header, c)) {
-    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
-    int fd_there;
-    memcpy(&fd_there, CMSG_DATA(c), sizeof fd_there);
-    Fd taken(fd_there);
-    if (descriptor) *descriptor = std::move(taken);
-  }
-  message->text[sizeof message->text - 1] = 0;
-  return got == static_cast<ssize_t>(sizeof *message) && message->protocol == kProtocol ? 1 : -1;
-}
-
-class Meeting {
- public:
-  Meeting(ncclComm* comm, const Id& id, uint64_t options, const char* what, const Origin& origin)
+  Rendezvous(ncclComm* comm, const Id& id, uint64_t options, const char* what, const Origin& origin)
       : comm_(comm), id_(id), options_(options), what_(what), origin_(origin), limit_ms_(g_init_timeout_ms.load()),
         deadline_(now_ns() + limit_ms_ * 1000000) {}
 
@@ -181,7 +70,8 @@ class Meeting {
     std::vector<int> dead;
     ncclComm& p = *origin_.parent;
     for (int r : origin_.members) {
-      // Not lost_peers(): that stops looking at ranks that have failed, as all survivors have when they shrink.
+      // Not failed_peers(): that stops looking at ranks that have failed, as all survivors have
+      // when they shrink.
       if (r != p.rank && (p.segment->rank(r)->state.load() == kDead || process_ended(p.pids[r], p.pidfds[r]))) dead.push_back(r);
     }
     if (dead.empty()) return false;
@@ -222,13 +112,13 @@ class Meeting {
   void take_heap(int rank, uint64_t id, Fd fd) const;
 
   Error refuse(const Message& m, const std::vector<Guest>& guests) const;
-  void tell_failure(const std::vector<Guest>& guests, const Error& error) const;
-  void turn_away(int listener, int expected, const Error& error) const;
+  void send_failure(const std::vector<Guest>& guests, const Error& error) const;
+  void reject_late_ranks(int listener, int expected, const Error& error) const;
   bool connect_to_server(Fd* fd, Error* error) const;
 };
 
 // Why a rank that says hello can't take part, or no error.
-Error Meeting::refuse(const Message& m, const std::vector<Guest>& guests) const {
+Error Rendezvous::refuse(const Message& m, const std::vector<Guest>& guests) const {
   if (m.nranks != comm_->size) {
     Error error = make_error(collHostErrorUsage, format("rank %d was told that there are %d ranks, rank %d that there are %d",
                                                         m.rank, m.nranks, comm_->rank, comm_->size));
@@ -254,7 +144,7 @@ Error Meeting::refuse(const Message& m, const std::vector<Guest>& guests) const 
 }
 
 // Give every rank the files of all others.
-void Meeting::pass_on_heaps(const std::vector<Guest>& guests) const {
+void Rendezvous::pass_on_heaps(const std::vector<Guest>& guests) const {
   if (comm_->size > kSharingRanks) {
     comm_->segment->header()->apart.store(1);
     return;
@@ -279,13 +169,13 @@ void Meeting::pass_on_heaps(const std::vector<Guest>& guests) const {
 }
 
 // Where one is missing, no rank uses any: all have to agree on how each operation is done.
-void Meeting::take_heap(int rank, uint64_t id, Fd fd) const {
+void Rendezvous::take_heap(int rank, uint64_t id, Fd fd) const {
   int own;
   if (!id || fd.get() < 0) comm_->segment->header()->apart.store(1);
   else if (id != heap_id(&own)) comm_->heaps[static_cast<size_t>(rank)] = PeerHeap::open(id, fd.take());
 }
 
-void Meeting::tell_failure(const std::vector<Guest>& guests, const Error& error) const {
+void Rendezvous::send_failure(const std::vector<Guest>& guests, const Error& error) const {
   Message m;
   m.kind = Kind::Failed;
   m.error_kind = error.kind == collHostErrorInterrupted || error.kind == collHostErrorAborted ? collHostErrorRemote : error.kind;
@@ -300,8 +190,9 @@ void Meeting::tell_failure(const std::vector<Guest>& guests, const Error& error)
   for (const Guest& g : guests) send_message(g.fd.get(), m);
 }
 
-// Tell those who come after the failure, `expected` of them, for a short while: a rank that finds nobody would wait in vain.
-void Meeting::turn_away(int listener, int expected, const Error& error) const {
+// Tell those who come after the failure, `expected` of them, for a short while: a rank that finds
+// nobody would wait in vain.
+void Rendezvous::reject_late_ranks(int listener, int expected, const Error& error) const {
   bool wait = error.kind != collHostErrorTimeout && error.kind != collHostErrorInterrupted && error.kind != collHostErrorAborted;
   int64_t until = now_ns() + (wait ? kLinger : 0);
   while (true) {
@@ -313,13 +204,13 @@ void Meeting::turn_away(int listener, int expected, const Error& error) const {
     uid_t user;
     if (guests[0].fd.get() < 0) return;
     if (!same_user(guests[0].fd.get(), &user)) continue;
-    tell_failure(guests, error);
+    send_failure(guests, error);
     --expected;
   }
 }
 
 // Rank 0.
-bool Meeting::serve(Error* error) {
+bool Rendezvous::serve(Error* error) {
   struct sockaddr_un address;
   socklen_t length = address_of(id_, &address);
   Fd listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -328,7 +219,8 @@ bool Meeting::serve(Error* error) {
     return false;
   }
   if (bind(listener.get(), reinterpret_cast<struct sockaddr*>(&address), length) != 0) {
-    // Somebody is rank 0 already: go there and be told so, and have all the others told.
+    // There is a rank 0 already: connect to it, which reports the error to this rank and to all
+    // others.
     if (errno == EADDRINUSE) return join(error);
     *error = make_error(collHostErrorSystem, std::string("bind: ") + strerror(errno));
     return false;
@@ -351,9 +243,9 @@ bool Meeting::serve(Error* error) {
 
   auto give_up = [&](const Error& e) {
     *error = e;
-    tell_failure(guests, e);
-    guests.clear();  // their descriptors may be what is needed to tell the others
-    turn_away(listener.get(), comm_->size - came, e);
+    send_failure(guests, e);
+    guests.clear();  // their descriptors may be needed to report it to the others
+    reject_late_ranks(listener.get(), comm_->size - came, e);
     if (comm_->segment) comm_->segment->release();
     comm_->segment = nullptr;
     return false;
@@ -456,7 +348,7 @@ bool Meeting::serve(Error* error) {
   }
 }
 
-bool Meeting::connect_to_server(Fd* fd, Error* error) const {
+bool Rendezvous::connect_to_server(Fd* fd, Error* error) const {
   struct sockaddr_un address;
   socklen_t length = address_of(id_, &address);
   int64_t nap_ns = 200 * 1000;
@@ -489,7 +381,7 @@ bool Meeting::connect_to_server(Fd* fd, Error* error) const {
 }
 
 // Every other rank.
-bool Meeting::join(Error* error) {
+bool Rendezvous::join(Error* error) {
   Fd fd;
   if (!connect_to_server(&fd, error)) return false;
   say_hello(fd.get());
@@ -535,7 +427,8 @@ bool Meeting::join(Error* error) {
     int got = receive_message(fd.get(), &m, &descriptor);
     if (got == 0) continue;
     if (got < 0 && !answered) {
-      // Nobody took the connection: it went to a listener that was just closing, of an earlier meeting by this name.
+      // Nobody took the connection: it went to a listener that was just closing, of an earlier
+      // rendezvous by this name.
       if (!connect_to_server(&fd, error)) return false;
       say_hello(fd.get());
       continue;
@@ -594,9 +487,9 @@ Id derive_id(const uint64_t secret[4], const void* label, size_t nbytes) {
 bool bootstrap(ncclComm* comm, const Id& id, uint64_t options, const char* what, const Origin& origin, Error* error) {
   memcpy(comm->secret, id.secret, sizeof comm->secret);
   comm->heaps.resize(static_cast<size_t>(comm->size));
-  Meeting meeting(comm, id, options, what, origin);
-  bool met = comm->rank == 0 ? meeting.serve(error) : meeting.join(error);
-  if (!met) {
+  Rendezvous rendezvous(comm, id, options, what, origin);
+  bool complete = comm->rank == 0 ? rendezvous.serve(error) : rendezvous.join(error);
+  if (!complete) {
     error->rank = comm->rank;
     return false;
   }

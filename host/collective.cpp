@@ -1,25 +1,29 @@
 // The collectives as rounds over the staging slots.
 //
-// In round r every rank puts its share of the data into its slot r & 1 and counts `posted` up; reads what it needs from the
-// slots of others once they have posted; and counts `consumed` up. A slot is filled again when all have consumed the
-// round before last. What a rank gives to itself stays in its own memory.
+// In round r every rank puts its share of the data into its slot r & 1 and counts `posted` up;
+// reads what it needs from the slots of others once they have posted; and counts `consumed` up. A
+// slot is filled again when all have consumed the round before last. What a rank sends to itself
+// stays in its own memory.
 //
-// Where all wait for all (everything but broadcast, scatter, gather and reduce), a rank posts a round when it has consumed the one
-// before: that all have posted it says that the slots of the round before it are free, and the data of a round stays in the
-// second-level cache. A root runs one round ahead.
+// Where all wait for all (everything but broadcast, scatter, gather and reduce), a rank posts a
+// round when it has consumed the one before: that all have posted it says that the slots of the
+// round before it are free, and the data of a round stays in the second-level cache. A root runs
+// one round ahead.
 //
-// The first post of a call also publishes what was called. Nobody consumes anything before all ranks have posted
-// their first round and all calls are the same: a mismatch leaves every receive buffer as it was.
+// The first post of a call also publishes what was called. Nobody consumes anything before all
+// ranks have posted their first round and all calls are the same: a mismatch leaves every receive
+// buffer as it was.
 //
-// All-reduce of many ranks reduces in two phases: each rank its own piece of the slots, in place, then all gather the pieces.
-// Sums are always taken in the order of the ranks, so the result does not depend on any of this.
+// All-reduce of many ranks reduces in two phases: each rank its own slice of the slots, in place,
+// then all gather the slices. Sums are always taken in the order of the ranks, so the result does
+// not depend on any of this.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
 
-#include "comm.h"
+#include "collective.h"
 #include "kernels.h"
 #include "system.h"
 
@@ -37,7 +41,7 @@ bool rooted(CollKind kind) {
   return kind == CollKind::Broadcast || kind == CollKind::Reduce || kind == CollKind::Gather || kind == CollKind::Scatter;
 }
 
-// Pieces for every rank in one slot, instead of one piece.
+// A slice for every rank in one slot, instead of one slice.
 bool sliced(CollKind kind) {
   return kind == CollKind::ReduceScatter || kind == CollKind::AllToAll || kind == CollKind::Scatter;
 }
@@ -45,7 +49,8 @@ bool sliced(CollKind kind) {
 // Every rank waits for the posts of all in every round.
 bool in_lockstep(CollKind kind) { return !rooted(kind); }
 
-// What was called, as one number. The labels are few and interned; their text counts, not their address.
+// What was called, as one number. The labels are few and interned; their text counts, not their
+// address.
 uint64_t call_key(const CallRecord& call) {
   static const uint64_t kKey[2] = {0x636f6c6c65637469ull, 0x7665732063616c6cull};
   uint64_t label = 0;
@@ -95,7 +100,7 @@ void Collective::begin() {
   me->call[parity] = call;
   me->call_key[parity] = call_key(call);
   me->scalar[parity] = op.reduction.scalar;
-  me->sharing[parity] = what_is_shared();
+  me->sharing[parity] = find_shared_arrays();
   in_place = me->sharing[parity] != kStaged;
 }
 
@@ -104,8 +109,8 @@ size_t Collective::elements(uint64_t round) const {
   return offset >= op.count ? 0 : std::min(per_round, op.count - offset);
 }
 
-// What this rank gives to itself; NULL where it lies at an address that is no multiple of the element's size, so that it has
-// to go through the slot, or where it is rounded on the way.
+// What this rank sends to itself; NULL where it lies at an address that is no multiple of the
+// element's size, so that it has to go through the slot, or where it is rounded on the way.
 const char* Collective::own_source(size_t offset) const {
   if (op.wire >= 0) return nullptr;
   const char* from = static_cast<const char*>(op.send) + offset;
@@ -134,8 +139,8 @@ void Collective::post(uint64_t round) {
       for (int j = 0; j < c.size; ++j)
         if (j != c.rank || own_too) memcpy(slot + j * stride, from + j * op.bytes(), nbytes);
     } else if (two_phase && !own_too) {
-      size_t first = piece_begin(elements(round), esize, c.size, c.rank) * esize;
-      size_t last = piece_begin(elements(round), esize, c.size, c.rank + 1) * esize;
+      size_t first = slice_begin(elements(round), esize, c.size, c.rank) * esize;
+      size_t last = slice_begin(elements(round), esize, c.size, c.rank + 1) * esize;
       memcpy(slot, from, first);
       memcpy(slot + last, from + last, nbytes - last);
     } else {
@@ -157,7 +162,8 @@ bool Collective::all_at(std::atomic<uint64_t> RankBlock::*counter, uint64_t valu
   return true;
 }
 
-// Whether nobody reads this rank's slot of an absolute round any more, from the round that used it before.
+// Whether nobody reads this rank's slot of an absolute round any more, from the round that used it
+// before.
 bool Collective::slot_free(uint64_t absolute) {
   ncclComm& c = comm();
   if (absolute < kSlots + c.all_consumed) return true;
@@ -191,7 +197,7 @@ void Collective::check_calls() {
   uint64_t mine = c.me()->call_key[parity];
   bool same = true;
   for (int r = 0; r < c.size; ++r) same = same && c.segment->rank(r)->call_key[parity] == mine;
-  if (same) settle_way();
+  if (same) choose_path();
   else describe_mismatch();
 }
 
@@ -248,7 +254,8 @@ void Collective::reduce(void* out, const void** sources, int n, size_t count, co
   }
 }
 
-// `own_offset`: where in this rank's memory its own part is. `sums`: what its statistics are added to, or NULL.
+// `own_offset`: where in this rank's memory its own part is. `sums`: what its statistics are added
+// to, or NULL.
 void Collective::reduce_slots(void* out, size_t slot_offset, size_t own_offset, size_t count, uint64_t round, coll_share* sums) {
   ncclComm& c = comm();
   const void* sources[kMaxRanks];
@@ -256,34 +263,34 @@ void Collective::reduce_slots(void* out, size_t slot_offset, size_t own_offset, 
   for (int r = 0; r < c.size; ++r) sources[r] = c.segment->slot(r, base + round) + slot_offset;
   if (const char* own = own_source(own_offset)) sources[c.rank] = own;
   coll_reduction how = reduction(scalars);
-  how.past_caches = past_caches && !two_phase && out != sources[c.rank];  // a piece in a slot is read next
+  how.past_caches = past_caches && !two_phase && out != sources[c.rank];  // a slice in a slot is read next
   how.share = sums;
   reduce(out, sources, c.size, count, how);
 }
 
 // The first of the elements that rank r reduces, of `count` that are shared out in whole lines.
-size_t piece_begin(size_t count, size_t esize, int size, int r) {
+size_t slice_begin(size_t count, size_t esize, int size, int r) {
   size_t piece = (count + size - 1) / size;
   size_t line = kLine / esize;
   piece = (piece + line - 1) / line * line;
   return std::min(count, piece * r);
 }
 
-void Collective::reduce_piece(uint64_t round) {
+void Collective::reduce_slice(uint64_t round) {
   ncclComm& c = comm();
   size_t esize = type_size(op.type), count = elements(round);
-  size_t first = piece_begin(count, esize, c.size, c.rank), last = piece_begin(count, esize, c.size, c.rank + 1);
+  size_t first = slice_begin(count, esize, c.size, c.rank), last = slice_begin(count, esize, c.size, c.rank + 1);
   char* slot = c.segment->slot(c.rank, base + round);
   reduce_slots(slot + first * esize, first * esize, (round * per_round + first) * esize, last - first, round,
                own_share());
 }
 
-// Every rank reduces all of a round; of the statistics each takes those of its own piece.
+// Every rank reduces all of a round; of the statistics each takes those of its own slice.
 void Collective::reduce_all(char* out, size_t own_offset, size_t count, uint64_t round) {
   if (!op.share) return reduce_slots(out, 0, own_offset, count, round, nullptr);
   ncclComm& c = comm();
   size_t esize = type_size(op.type);
-  size_t first = piece_begin(count, esize, c.size, c.rank), last = piece_begin(count, esize, c.size, c.rank + 1);
+  size_t first = slice_begin(count, esize, c.size, c.rank), last = slice_begin(count, esize, c.size, c.rank + 1);
   auto part = [&](size_t begin, size_t end, coll_share* sums) {
     reduce_slots(out + begin * esize, begin * esize, own_offset + begin * esize, end - begin, round, sums);
   };
@@ -304,7 +311,7 @@ void Collective::consume(uint64_t round) {
       if (two_phase) {
         for (int i = 0; i < c.size; ++i) {
           int r = (c.rank + i) % c.size;  // everyone begins with another slot
-          size_t first = piece_begin(count, esize, c.size, r), last = piece_begin(count, esize, c.size, r + 1);
+          size_t first = slice_begin(count, esize, c.size, r), last = slice_begin(count, esize, c.size, r + 1);
           memcpy(to + first * esize, slot(r) + first * esize, (last - first) * esize);
         }
       } else {
@@ -342,7 +349,8 @@ bool Collective::advance() {
   ncclComm& c = comm();
   RankBlock* me = c.me();
   bool moved = false;
-  // Before the calls are checked only the first round is posted, so that all ranks agree on the count of rounds after a mismatch.
+  // Before the calls are checked only the first round is posted, so that all ranks agree on the
+  // count of rounds after a mismatch.
   uint64_t ahead = checked && !in_lockstep(op.kind) ? kSlots : 1;
   while (posted < rounds && posted < consumed + ahead) {
     if (!slot_free(base + posted)) return moved;
@@ -365,12 +373,12 @@ bool Collective::advance() {
     else if (!posted) return true;                                                    // the first round was given up
   }
   if (in_place) {
-    if (!others_done()) return moved;
+    if (!peers_done()) return moved;
     finish_round();
     return true;
   }
   if (two_phase && reduced < posted && sources_ready(reduced)) {
-    reduce_piece(reduced++);
+    reduce_slice(reduced++);
     me->reduced.store(base + reduced, std::memory_order_release);
     c.wake_sleepers();
     moved = true;

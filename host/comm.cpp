@@ -7,8 +7,14 @@
 #include <system_error>
 
 #include "comm.h"
+#include "bootstrap.h"
+#include "group.h"
 #include "kernels.h"
+#include "order.h"
+#include "peers.h"
+#include "progress.h"
 #include "system.h"
+#include "unique_id.h"
 
 namespace coll {
 
@@ -39,7 +45,8 @@ struct Settings {
   bool blocking = true;
 };
 
-// Configs are read by their size only, so that clients of older and newer versions are understood alike.
+// Configs are read by their size only, so that clients of older and newer versions are understood
+// alike.
 ncclResult_t read_config(const ncclConfig_t* config, const char* op, Settings* settings) {
   if (!config) return ncclSuccess;
   if (config->magic != NCCL_API_MAGIC || config->size < offsetof(ncclConfig_t, blocking))
@@ -80,7 +87,8 @@ void release(ncclComm* comm) {
 
 namespace {
 
-// Run `meet` (bootstrap, maybe with an exchange before it) for a fresh communicator that *out already points to.
+// Run `meet` (bootstrap, maybe with an exchange before it) for a fresh communicator that *out
+// already points to.
 ncclResult_t start(ncclComm_t* out, ncclComm* comm, ncclComm* parent, const Settings& settings, const char* op,
                    std::function<Error(ncclComm*)> meet) {
   *out = comm;
@@ -162,7 +170,7 @@ Id child_id(ncclComm* parent, const char* kind, uint64_t number, int64_t color) 
   return derive_id(parent->secret, &label, sizeof label);
 }
 
-// Tell all ranks this one's color and key and learn theirs; gives the ranks of the same color in their new order.
+// Exchange color and key with all ranks; returns the ranks of the same color in their new order.
 Error exchange_colors(ncclComm* parent, int color, int key, uint64_t number, std::vector<int>* members) {
   RankBlock* me = parent->me();
   parent->splits_begun = number;
@@ -203,7 +211,8 @@ struct SplitPlace {
   }
 };
 
-// For destroy and abort: an init that is under way is waited for, one that failed is no error any more.
+// For destroy and abort: an init that is under way is waited for, one that failed is no error any
+// more.
 ncclComm* to_be_ended(ncclComm_t comm, const char* op, bool abort) {
   if (!comm || comm->magic != kCommMagic || comm->forks != fork_generation()) return checked(comm, op);
   if (abort) comm->abort_flag.store(true, std::memory_order_release);
@@ -264,7 +273,8 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int nranks, int rank, in
     Id id;
     memcpy(&id, &commIds[0], sizeof id);
     if (memcmp(id.magic, "COLLHOST", 8) == 0 && nId > 1) {
-      // Several ids spread the work of many machines' bootstraps; here one is enough, made of all of them.
+      // Several ids spread the work of many machines' bootstraps; here one is enough, made of all
+      // of them.
       Id all = derive_id(id.secret, commIds, sizeof(ncclUniqueId) * static_cast<size_t>(nId));
       id = all;
     }
@@ -309,7 +319,8 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* ne
     if (code) return refuse(code);
     if (color == NCCL_SPLIT_NOCOLOR) settings.blocking = true;  // the NULL that it gets must be there on return
     ncclComm* comm = fresh(-1, 0, p->device);
-    // In a group the place is taken when the group ends: a group that is dropped must leave nothing behind.
+    // In a group the place is taken when the group ends: a group that is dropped must leave nothing
+    // behind.
     SplitPlace early;
     if (!settings.blocking && !in_group()) early.take(p);
     return start(newcomm, comm, p, settings, op, [=](ncclComm* child) {
@@ -369,8 +380,8 @@ ncclResult_t ncclCommShrink(ncclComm_t parent, int* excludeRanksList, int exclud
       ended.op = op;
       ended.rank = p->rank;
       p->break_with(ended, kAborted);
-      stop_waiting(p);
-      rest(p);
+      wake_waiters(p);
+      wait_until_idle(p);
     } else {
       drain(p);
     }
@@ -428,8 +439,8 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
     ncclComm* c = to_be_ended(comm, "ncclCommAbort", true);
     if (!c) return last_error().code;
     if (c->segment) c->publish_state(kAborted);
-    stop_waiting(c);
-    rest(c);  // what waits in queues behind others fails when its turn comes, and touches nothing of the caller's
+    wake_waiters(c);
+    wait_until_idle(c);  // what waits in queues behind others fails when its turn comes, and touches nothing of the caller's
     c->magic = 0;
     release(c);
     return ncclSuccess;
@@ -447,8 +458,8 @@ ncclResult_t ncclCommRevoke(ncclComm_t comm, int revokeFlags) {
     ended.op = op;
     ended.rank = c->rank;
     c->break_with(ended, kRevoked);
-    stop_waiting(c);
-    rest(c);
+    wake_waiters(c);
+    wait_until_idle(c);
     return ncclSuccess;
   });
 }

@@ -1,4 +1,5 @@
-// Errors of the host engine: made in one place, kept for the thread that made them, read by ncclGetLastError.
+// Errors of the host engine: made in one place, kept for the thread that made them, read by
+// ncclGetLastError.
 #pragma once
 
 #include <stdint.h>
@@ -34,7 +35,7 @@ std::string byte_text(uint64_t nbytes);
 ncclResult_t code_of(collHostErrorKind_t kind);
 Error make_error(collHostErrorKind_t kind, std::string text);
 
-// Keep as the calling thread's newest error, and give its code.
+// Keep as the calling thread's newest error, and return its code.
 ncclResult_t raise(const Error& error);
 ncclResult_t raise(collHostErrorKind_t kind, const char* op, std::string text);
 const Error& last_error();

@@ -1,7 +1,10 @@
-// Groups, and the one place where operations get their place in the order of things.
+// Groups, and the one place where operations get their place in the order of a communicator.
 #include <algorithm>
 
-#include "comm.h"
+#include "group.h"
+#include "order.h"
+#include "progress.h"
+#include "queue.h"
 #include "system.h"
 
 namespace coll {
@@ -24,8 +27,8 @@ struct Group {
 };
 thread_local Group t_group;
 
-// Queues of one group wait for each other, as streams do: the batch runs in the first one's thread when the others have
-// come to it, and they go on when it has ended.
+// Queues of one group wait for each other, as streams do: the batch runs in the first one's thread
+// when the others have come to it, and they go on when it has ended.
 struct Join {
   std::mutex lock;
   std::condition_variable changed;
@@ -80,7 +83,8 @@ Error fill_batch(Batch& batch, const std::vector<Submitted>& ops) {
   return Error();
 }
 
-// Operations that share a communicator, a queue or the calling thread (NULL) go together; others need not wait for them.
+// Operations that share a communicator, a queue or the calling thread (NULL) go together; others
+// need not wait for them.
 std::vector<std::vector<Submitted>> connected(const std::vector<Submitted>& ops) {
   std::vector<std::vector<Submitted>> parts;
   for (const Submitted& s : ops) {
@@ -168,8 +172,8 @@ ncclResult_t launch(const std::vector<Submitted>& ops) {
     if (launch.queues.size() + launch.calling_thread > 1 && !launch.queues.empty()) launch.join = std::make_shared<Join>();
   }
   {
-    // Tickets and places in queues are given together: whoever is earlier here is earlier everywhere, so that waiting for
-    // an earlier one can't go round in a circle.
+    // Tickets and places in queues are given together: whoever is earlier here is earlier
+    // everywhere, so that waiting for an earlier one can't go round in a circle.
     std::lock_guard<std::mutex> hold(order_lock());
     for (Launch& launch : launches) launch.enqueue();
   }
@@ -181,7 +185,8 @@ ncclResult_t launch(const std::vector<Submitted>& ops) {
   return first ? raise(first) : ncclSuccess;
 }
 
-// Jobs without a parent meet each other, so each has a thread of its own; those of one parent keep their order.
+// Jobs without a parent wait for each other, so each has a thread of its own; those of one parent
+// keep their order.
 Error run_jobs(std::vector<Deferred> jobs) {
   std::vector<std::vector<Deferred*>> lines;
   for (Deferred& job : jobs) {

@@ -23,7 +23,8 @@ namespace coll {
 namespace {
 
 constexpr size_t kHuge = 2 << 20;
-// A peer's file is mapped in windows of so many bytes: whatever is allocated and freed there, there are few of them.
+// A peer's file is mapped in windows of so many bytes: whatever is allocated and freed there, there
+// are few of them.
 constexpr size_t kWindow = 64 << 20;
 
 std::atomic<uint64_t> g_bytes{0};
@@ -48,7 +49,8 @@ struct Heap {
   std::map<uint64_t, uint64_t> free;            // extents that were given back: offset -> bytes
 };
 
-// Leaked on purpose: destructors of static objects would run while other threads still use them. Under tables_lock().
+// Leaked on purpose: destructors of static objects would run while other threads still use them.
+// Under tables_lock().
 Heap& heap() {
   static auto* it = new Heap;
   return *it;
@@ -59,7 +61,7 @@ auto& peers() {
 }
 std::atomic<bool> g_used{false};  // something was ever allocated or registered
 
-// What holds all of a piece of memory, or allocations.end(). Under tables_lock().
+// The allocation that holds all of a range of memory, or allocations.end(). Under tables_lock().
 auto holding(const void* address, size_t nbytes) {
   auto& allocations = heap().allocations;
   uintptr_t at = reinterpret_cast<uintptr_t>(address);
@@ -69,8 +71,8 @@ auto holding(const void* address, size_t nbytes) {
   return at + nbytes <= found->first + found->second.extent.nbytes ? found : allocations.end();
 }
 
-// In a forked child: the parent's extents become private copies, made as they are written to, so that nothing that the child
-// does is seen by the parent or its peers.
+// In a forked child: the parent's extents become private copies, made as they are written to, so
+// that nothing that the child does is seen by the parent or its peers.
 void leave_parents_heap() {
   Heap& h = heap();
   for (const auto& [address, allocation] : h.allocations) {
@@ -86,7 +88,8 @@ void leave_parents_heap() {
   h.fd = -1;
 }
 
-// Registered before any thread can fork: before glibc 2.36 that waits while a fork does, whose handlers wait for tables_lock().
+// Registered before any thread can fork: before glibc 2.36 that waits while a fork does, whose
+// handlers wait for tables_lock().
 [[maybe_unused]] const int g_fork_handler = pthread_atfork(nullptr, nullptr, leave_parents_heap);
 
 // Under tables_lock().
@@ -101,7 +104,8 @@ bool open_heap(Error* error) {
   return true;
 }
 
-// Take the first free extent that is large enough, or the end of the file. Aligned to huge pages where it is as large as one.
+// Take the first free extent that is large enough, or the end of the file. Aligned to huge pages
+// where it is as large as one.
 bool take_extent(size_t nbytes, Extent* extent, Error* error) {
   Heap& h = heap();
   size_t align = nbytes >= kHuge ? kHuge : page_size();
@@ -141,7 +145,8 @@ void give_back(Extent extent) {
   h.free[extent.offset] = extent.nbytes;
 }
 
-// Get the pages of an extent that is mapped at `address`: running out of memory is an error here, and no signal later.
+// Get the pages of an extent that is mapped at `address`: running out of memory is an error here,
+// and no signal later.
 int get_pages(const Extent& extent, void* address) {
   if (extent.nbytes >= kHuge) madvise(address, extent.nbytes, MADV_HUGEPAGE);  // where the system allows it
   int code;
@@ -173,7 +178,8 @@ char* map_extent(int fd, const Extent& extent) {
   return address;
 }
 
-// Map an extent of this process's own file, with all its pages. Where that fails, the extent is given back and *code says why.
+// Map an extent of this process's own file, with all its pages. Where that fails, the extent is
+// given back and *code says why.
 char* map_own(const Extent& extent, int* code) {
   char* address = map_extent(heap().fd, extent);
   *code = address ? get_pages(extent, address) : errno;
@@ -185,7 +191,8 @@ char* map_own(const Extent& extent, int* code) {
 
 size_t whole_pages(size_t nbytes) { return (nbytes + page_size() - 1) / page_size() * page_size(); }
 
-// The mapping that malloc made for one large allocation, told from the two words before it; nbytes 0: it is none.
+// The mapping that malloc made for one large allocation, known by the two words before it; nbytes
+// 0: it is none.
 struct OwnMapping {
   char* base = nullptr;
   size_t nbytes = 0;
@@ -196,9 +203,10 @@ __attribute__((no_sanitize("address")))  // its malloc lets nobody read what is 
 #endif
 OwnMapping mapping_of(void* address, size_t nbytes) {
 #if defined(__GLIBC__) && __SIZEOF_POINTER__ == 8
-  // glibc puts the size of a chunk, with three flags in its low bits, before it, and before that, for a chunk that is a mapping, how
-  // far the mapping's begin is. Both must make whole pages that hold exactly what the caller says. A chunk never begins at
-  // a page's first byte, so the words before it can be read.
+  // glibc puts the size of a chunk, with three flags in its low bits, before it, and before that,
+  // for a chunk that is a mapping, how far the mapping's begin is. Both must make whole pages that
+  // hold exactly what the caller says. A chunk never begins at a page's first byte, so the words
+  // before it can be read.
   uintptr_t at = reinterpret_cast<uintptr_t>(address);
   if (at % page_size() < 2 * sizeof(size_t) || at % 16) return {};
   const size_t* words = static_cast<const size_t*>(address) - 2;
@@ -288,8 +296,8 @@ void memory_unshare(void* address) {
   void* base = reinterpret_cast<void*>(found->first);
   Extent extent = known.extent;
   void* copy = mmap(nullptr, extent.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  // Whatever happens, the address is forgotten: it may be freed, and given to something else. Where there is no memory for the
-  // copy, the extent keeps its place in the file until the program ends.
+  // Whatever happens, the address is forgotten: it may be freed, and given to something else. Where
+  // there is no memory for the copy, the extent keeps its place in the file until the program ends.
   heap().allocations.erase(found);
   if (copy == MAP_FAILED) return;
   memcpy(copy, base, extent.nbytes);
@@ -350,7 +358,8 @@ void PeerHeap::close() {
 
 char* PeerHeap::address(const SharedPlace& place) {
   std::lock_guard<std::mutex> hold(tables_lock());
-  // A mapping shows a part of the file, whatever is allocated there: one that covers the extent is as good as a new one.
+  // A mapping shows a part of the file, whatever is allocated there: one that covers the extent is
+  // as good as a new one.
   auto covers = [&](const Mapping& m) {
     return place.extent.offset >= m.extent.offset &&
            place.extent.offset + place.extent.nbytes <= m.extent.offset + m.extent.nbytes;

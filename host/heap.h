@@ -1,8 +1,10 @@
-// The memory that a process shares with its peers: what ncclMemAlloc gives, and what ncclCommRegister was given.
+// Memory that a process shares with its peers: allocated by ncclMemAlloc, or passed to
+// ncclCommRegister.
 //
-// Each process has one file without a name (memfd), made at its first communicator and handed to the peers' processes while the
-// ranks meet. Memory is an extent of that file, so a peer that knows an extent's place can map it at any time: nothing more is
-// sent, one descriptor a process is enough, and all of it is gone when the last process that has it ends.
+// Each process has one file without a name (memfd), made at its first communicator and handed to
+// the peers' processes while the ranks meet. Memory is an extent of that file, so a peer that knows
+// an extent's place can map it at any time: nothing more is sent, one descriptor a process is
+// enough, and all of it is freed when the last process that has it ends.
 #pragma once
 
 #include <stddef.h>
@@ -14,7 +16,8 @@
 
 namespace coll {
 
-// A place in a process's file. An extent is what was allocated or registered as one; nbytes 0: not shared memory.
+// A place in a process's file. An extent is what was allocated or registered as one; nbytes 0: not
+// shared memory.
 struct Extent {
   uint64_t offset = 0, nbytes = 0;
 };
@@ -26,18 +29,21 @@ struct SharedPlace {
 ncclResult_t memory_allocate(void** ptr, size_t nbytes);
 ncclResult_t memory_free(void* ptr);
 
-// Put memory of the caller's into the file, at the same address. Only an allocation that is a mapping of its own can be: malloc's
-// large ones, from their first byte. Gives false where it can't; then it stays as it was. Each share needs an unshare, which makes
-// it private memory again.
+// Put memory of the caller's into the file, at the same address. Only an allocation that is a
+// mapping of its own can be: malloc's large ones, from their first byte. Returns false where it
+// can't; then it stays as it was. Each share needs an unshare, which makes it private memory again.
 bool memory_share(void* address, size_t nbytes);
 void memory_unshare(void* address);
 
-// Where memory of this process is in its file; extent.nbytes 0 where not all of it is one shared extent's.
+// Where memory of this process is in its file; extent.nbytes 0 where not all of it is one shared
+// extent's.
 SharedPlace shared_place(const void* address, size_t nbytes);
-// The address in this process of a place in its own file, for ranks that are threads of one process.
+// The address in this process of a place in its own file, for ranks that are threads of one
+// process.
 char* own_address(const SharedPlace& place);
 
-// This process's file, made at first use: its number, which no other has, and its descriptor. 0: the system gave none.
+// This process's file, made at first use: its number, which no other has, and its descriptor. 0:
+// the system gave none.
 uint64_t heap_id(int* fd);
 
 // A peer process's file. Takes the descriptor. Peers of several communicators share one.

@@ -1,9 +1,10 @@
-// Collectives on memory that the ranks share (heap.h): each reads the others' arrays where they are, and an all-reduce writes the
-// results there too. Nothing is staged.
+// Collectives on memory that the ranks share (heap.h): each reads the others' arrays where they
+// are, and an all-reduce writes the results there too. Nothing is staged.
 //
-// The first round of the call, which is there for the comparison of the calls anyway, tells where each rank's arrays lie. Then each
-// rank does its part of the work, counts `reduced` up, and ends when those who read or write its memory have counted too. Sums are
-// taken by the same kernel in the same order as in the slots, so that the result is the same to the bit.
+// The first round of the call, which compares the calls, also publishes where each rank's arrays
+// lie. Then each rank does its part of the work, counts `reduced` up, and ends when those who read
+// or write its memory have counted too. Sums are taken by the same kernel in the same order as in
+// the slots, so that the result is the same to the bit.
 #include <errno.h>
 #include <string.h>
 #include <time.h>
@@ -12,8 +13,9 @@
 #include <memory>
 #include <new>
 
-#include "comm.h"
+#include "collective.h"
 #include "kernels.h"
+#include "peers.h"
 #include "pool.h"
 #include "system.h"
 
@@ -31,8 +33,9 @@ size_t parts_of(size_t count, size_t esize) { return (count + kPart / esize - 1)
 // How long a rank that fails waits for those who still write into its memory.
 constexpr int64_t kLinger = 1000 * 1000 * 1000;  // ns
 
-// Do [0, count) elements in parts, on this thread and on cores that its rank has to itself and that are idle: one core doesn't
-// reach the rate of the memory on a machine that has many. Which parts there are depends on count and esize alone.
+// Do [0, count) elements in parts, on this thread and on cores that its rank has to itself and that
+// are idle: one core doesn't reach the rate of the memory on a node that has many. Which parts
+// there are depends on count and esize alone.
 template <class F>
 void in_parts(const ncclComm& c, size_t count, size_t esize, F&& work) {
   int own_cores = count * esize < kShareFrom ? 1 : c.cores / c.size;
@@ -50,8 +53,9 @@ void in_parts(const ncclComm& c, size_t count, size_t esize, F&& work) {
 
 }  // namespace
 
-// What this rank's memory allows in this call, and where it is. Each rank tells its own; settle_way() decides for all.
-uint8_t Collective::what_is_shared() {
+// What this rank's memory allows in this call, and where it is. Each rank publishes its own;
+// choose_path() decides for all.
+uint8_t Collective::find_shared_arrays() {
   ncclComm& c = comm();
   size_t esize = type_size(op.type);
   bool aligned = reinterpret_cast<uintptr_t>(op.send) % esize == 0;
@@ -84,9 +88,10 @@ uint8_t Collective::what_is_shared() {
   return kShared;
 }
 
-// All ranks see the same answers, and come to the same way. Where some can share and others can't, those who can have put nothing
-// into their slots: the round counts for nothing and the data begins with the next one.
-void Collective::settle_way() {
+// All ranks read the same answers, and choose the same path. Where some can share and others can't,
+// those who can have put nothing into their slots: the round counts for nothing and the data begins
+// with the next one.
+void Collective::choose_path() {
   ncclComm& c = comm();
   int parity = static_cast<int>(op.seq & 1);
   bool any = false, all = true;
@@ -109,7 +114,7 @@ void Collective::settle_way() {
 }
 
 // Where the data is that a rank sends, or where it wants the result. NULL after an error.
-char* Collective::there(int rank, bool receives) {
+char* Collective::peer_array(int rank, bool receives) {
   ncclComm& c = comm();
   if (rank == c.rank) return receives ? static_cast<char*>(op.recv) : static_cast<char*>(const_cast<void*>(op.send));
   const auto& memory = c.segment->rank(rank)->memory[op.seq & 1];
@@ -128,11 +133,11 @@ void Collective::work_in_place() {
   size_t esize = type_size(op.type), nbytes = op.bytes();
   char* to = static_cast<char*>(op.recv);
   bool root = c.rank == op.root;
-  auto sent_by = [&](int r) { return there(r, false); };
+  auto sent_by = [&](int r) { return peer_array(r, false); };
   auto take = [&](void* into, const char* from) {
     if (!from || into == from) return;
     in_parts(c, nbytes, 1, [&](size_t begin, size_t end, size_t) {
-      if (!given_up()) move(static_cast<char*>(into) + begin, from + begin, end - begin);
+      if (!peer_gave_up()) move(static_cast<char*>(into) + begin, from + begin, end - begin);
     });
   };
   switch (op.kind) {
@@ -143,17 +148,18 @@ void Collective::work_in_place() {
       void* outs[kMaxRanks];
       uint64_t scalars[kMaxRanks];
       bool scatters = op.kind == CollKind::ReduceScatter;
-      size_t first = scatters ? 0 : piece_begin(op.count, esize, c.size, c.rank);
-      size_t last = scatters ? op.count : piece_begin(op.count, esize, c.size, c.rank + 1);
+      size_t first = scatters ? 0 : slice_begin(op.count, esize, c.size, c.rank);
+      size_t last = scatters ? op.count : slice_begin(op.count, esize, c.size, c.rank + 1);
       size_t from = scatters ? c.rank * nbytes : first * esize;
       for (int r = 0; r < c.size && !error; ++r) sources[r] = sent_by(r) + from;
       coll_reduction how = reduction(scalars);
       int n = 0;
-      // An array that is both is one address: a peer's memory may be mapped twice, and the kernel compares addresses.
+      // An array that is both is one address: a peer's memory may be mapped twice, and the kernel
+      // compares addresses.
       auto out_of = [&](int r) -> void* {
         const auto& memory = c.segment->rank(r)->memory[op.seq & 1];
         if (r != c.rank && memory.send.offset == memory.recv.offset) return const_cast<void*>(sources[r]);
-        return there(r, true) + first * esize;
+        return peer_array(r, true) + first * esize;
       };
       if (op.kind == CollKind::AllReduce) {
         for (int i = 0; i < c.size && !error; ++i) outs[n++] = out_of((c.rank + i) % c.size);
@@ -171,7 +177,7 @@ void Collective::work_in_place() {
         if (error) break;
       }
       in_parts(c, last - first, read_at_once, [&](size_t begin, size_t end, size_t index) {
-        if (given_up()) return;
+        if (peer_gave_up()) return;
         const void* some[kMaxRanks];
         void* copies[kMaxRanks];
         coll_reduction part = how;
@@ -211,7 +217,7 @@ void Collective::work_in_place() {
     default: break;
   }
   std::vector<int> gone;
-  if (!error && given_up(&gone)) error = remote_error(c, gone, gone);
+  if (!error && peer_gave_up(&gone)) error = remote_error(c, gone, gone);
   if (error) return;  // what isn't done must not be counted: the others would take it for done
   c.me()->reduced.store(base + 1, std::memory_order_release);
   c.wake_sleepers();
@@ -226,9 +232,10 @@ bool Collective::touches(int rank) const {
   }
 }
 
-// Whether a rank whose memory is used here has given this call up. From then on the memory is its caller's, who may write to it or
-// free it. None of these ranks ends the call in good order before this one has done its part.
-bool Collective::given_up(std::vector<int>* who) const {
+// Whether a rank whose memory is used here has given this call up. From then on the memory is its
+// caller's, who may write to it or free it. None of these ranks ends the call in good order before
+// this one has done its part.
+bool Collective::peer_gave_up(std::vector<int>* who) const {
   ncclComm& c = comm();
   std::atomic_thread_fence(std::memory_order_acquire);  // what was read before this, was read before the states are
   if (!c.segment->header()->troubles.load(std::memory_order_relaxed)) return false;
@@ -243,9 +250,10 @@ bool Collective::given_up(std::vector<int>* who) const {
   return any;
 }
 
-// After an error here, which the peers can see: they look at every part of their work, so this takes no longer than a part. Only
-// for one that was stopped from outside it is not waited for long. (A peer's state doesn't tell: a revoke changes it at once.)
-void Collective::let_others_stop() {
+// After an error here, which the peers can read: they check it at every part of their work, so this
+// takes no longer than a part. Only for one that was stopped from outside it is not waited for
+// long. (A peer's state doesn't show that: a revoke changes it at once.)
+void Collective::publish_stop() {
   ncclComm& c = comm();
   if (begun) c.me()->stopped.store(base + 1);
   bool written = op.kind == CollKind::AllReduce || (op.kind == CollKind::Reduce && c.rank == op.root);
@@ -266,7 +274,7 @@ void Collective::let_others_stop() {
 }
 
 // Whether those who read or write this rank's memory in this call have done so.
-bool Collective::others_done() {
+bool Collective::peers_done() {
   ncclComm& c = comm();
   bool root = c.rank == op.root;
   switch (op.kind) {

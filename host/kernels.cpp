@@ -16,8 +16,8 @@
 
 namespace {
 
-// Bytes of the largest cache up to a level, as the kernel tells it; 0 where it doesn't. sysconf is not asked: in virtual machines it
-// gives ten times that.
+// Bytes of the largest cache up to a level, as the kernel reports it; 0 if it doesn't. sysconf is
+// not asked: in virtual machines it returns ten times that.
 int64_t cache_bytes(int up_to_level) {
   int64_t largest = 0;
   for (int index = 0; index < 8; ++index) {
@@ -77,7 +77,7 @@ const InstructionSet kAvx2 = COLL_INSTRUCTION_SET(avx2);
 const InstructionSet kAvx512 = COLL_INSTRUCTION_SET(avx512);
 #endif
 
-// Those that this machine has; each one wider than those before it.
+// Those that this processor has; each one wider than those before it.
 std::vector<const InstructionSet*> sets_here() {
   std::vector<const InstructionSet*> sets = {&kBaseline};
 #if defined(COLL_HAVE_X86_ISA)
@@ -103,15 +103,18 @@ const InstructionSet* named_set(const char* name) {
   return found;
 }
 
-// Before anything has chosen: the widest. A wrong COLLECTIVES_ISA is told by what chooses, not here.
+// Before anything has chosen: the widest. A wrong COLLECTIVES_ISA is reported where the set is
+// chosen, not here.
 const InstructionSet& current_set() {
   const InstructionSet* set = g_set.load(std::memory_order_relaxed);
   return set ? *set : *named_set(nullptr);
 }
 
-// Tiles of one part: enough to be worth the counter, few enough that a thread whose core is taken away holds little back.
+// Tiles of one part: enough to be worth the counter, few enough that a thread whose core is taken
+// away holds little back.
 constexpr int64_t kPartTiles = 32;
-// From here on a kernel is shared out: 4 MiB of fp32, which one thread takes a quarter of a millisecond or more to move.
+// From here on a kernel is shared out: 4 MiB of fp32, which one thread takes a quarter of a
+// millisecond or more to move.
 constexpr int64_t kBigTiles = 256;
 
 struct Run {

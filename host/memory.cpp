@@ -13,7 +13,8 @@
 namespace coll {
 namespace {
 
-// Bytes that count as used by the control group and that the kernel gives back when it needs them: file caches.
+// Bytes that count as used by the control group and that the kernel frees when it needs them: file
+// caches.
 uint64_t reclaimable_of_group() {
   FILE* f = fopen("/sys/fs/cgroup/memory.stat", "re");
   if (!f) return 0;
@@ -26,7 +27,8 @@ uint64_t reclaimable_of_group() {
   return sum;
 }
 
-// Bytes that can still be had: the kernel would kill a process rather than refuse pages of shared memory.
+// Bytes that can still be had: the kernel would kill a process rather than refuse pages of shared
+// memory.
 uint64_t available_memory() {
   uint64_t available = UINT64_MAX;
   if (FILE* f = fopen("/proc/meminfo", "re")) {

@@ -1,5 +1,5 @@
-// Memory of the system that processes can share: files without a name (memfd), of which nothing is left when all who have them
-// open or mapped have ended.
+// Memory of the system that processes can share: files without a name (memfd), of which nothing is
+// left when all who have them open or mapped have ended.
 #pragma once
 
 #include <stddef.h>
@@ -11,9 +11,11 @@
 namespace coll {
 
 Error no_memory(const char* label, size_t nbytes, const std::string& why);
-// Whether so many bytes can still be had. Asked first, since the system would rather kill a process than refuse the pages.
+// Whether so many bytes can still be had. Asked first, since the system would rather kill a process
+// than refuse the pages.
 bool enough_memory(const char* label, size_t nbytes, Error* error);
-// Make a file. Gives the descriptor, or -1 and an error that says how much was asked for. The first `reserve` bytes get their pages.
+// Make a file. Returns the descriptor, or -1 and an error that says how much was asked for. The
+// first `reserve` bytes get their pages.
 int make_shared_memory(const char* label, size_t nbytes, size_t reserve, Error* error);
 bool grow_shared_memory(int fd, const char* label, size_t nbytes, Error* error);
 void* map_shared_memory(int fd, size_t nbytes, Error* error);

@@ -24,9 +24,10 @@ struct Job {
 
 constexpr uint32_t kOpen = 1u << 31;
 
-// One job at a time. `jobs` counts them: a worker sleeps until it moves. `door` holds kOpen while a job has parts to give, and
-// the number of workers inside. The caller shuts the door when all parts are taken and waits only for those inside: a worker
-// that the system wakes late, because its core is busy, finds the door shut and keeps nobody waiting.
+// One job at a time. `jobs` counts them: a worker sleeps until it moves. `door` holds kOpen while a
+// job has parts left, and the number of workers inside. The caller shuts the door when all parts
+// are taken and waits only for those inside: a worker that the system wakes late, because its core
+// is busy, finds the door shut and keeps nobody waiting.
 struct Pool {
   std::atomic<bool> taken{false};
   std::atomic<uint32_t> jobs{0};
@@ -37,7 +38,8 @@ struct Pool {
   int generation = fork_generation();
 };
 
-// A child has none of its parent's threads, and begins with a new pool. None is ever destroyed: workers live until the end.
+// A child has none of its parent's threads, and begins with a new pool. None is ever destroyed:
+// workers live until the end.
 std::atomic<Pool*> g_pool{nullptr};
 
 Pool& pool() {
@@ -92,7 +94,7 @@ void start_workers(Pool& p, int count) {
     try {
       std::thread(work, &p, p.jobs.load(std::memory_order_relaxed)).detach();
     } catch (const std::system_error&) {
-      break;  // the system gives no more threads: those that are there do the work
+      break;  // the system refuses more threads: the existing ones do the work
     } catch (const std::bad_alloc&) {
       break;
     }

@@ -1,12 +1,14 @@
-// A few threads that share out the tiles of one big kernel. Started when first wanted; idle ones sleep.
+// A few threads that share out the tiles of one big kernel. Started when first wanted; idle ones
+// sleep.
 #pragma once
 
 #include <stdint.h>
 
 namespace coll {
 
-// Call do_part(context, p) for every p in [0, parts), on at most `threads` threads, the caller among them. Blocks until all are
-// done. While one caller has the pool, others do their work alone: nobody waits for somebody else's kernel.
+// Call do_part(context, p) for every p in [0, parts), on at most `threads` threads, the caller
+// among them. Blocks until all are done. While one caller has the pool, others do their work alone:
+// nobody waits for somebody else's kernel.
 void pool_run(int threads, int64_t parts, void (*do_part)(void* context, int64_t part), void* context);
 
 }  // namespace coll

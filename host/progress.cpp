@@ -5,182 +5,15 @@
 
 #include <algorithm>
 
-#include "comm.h"
+#include "progress.h"
+#include "order.h"
+#include "peers.h"
 #include "system.h"
-
-using namespace coll;
-
-// ---- Waking
-
-// Wake a rank, or have it not fall asleep.
-static void ring(RankBlock* rank) {
-  rank->doorbell.fetch_add(1);
-  futex_wake(&rank->doorbell);
-}
-
-void ncclComm::wake_sleepers() {
-  // Pairs with the fence in doze(): either this rank sees the sleeper, or the sleeper sees what was written before.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (segment->header()->sleepers.load(std::memory_order_relaxed) == 0) return;
-  for (int r = 0; r < size; ++r) {
-    RankBlock* other = segment->rank(r);
-    if (r == rank || !other->sleeping.load(std::memory_order_relaxed)) continue;
-    int waiting_for = other->waiting_for.load(std::memory_order_relaxed);
-    if (waiting_for != -1 && waiting_for != rank) continue;
-    ring(other);
-  }
-}
-
-void ncclComm::wake_self() { ring(me()); }
-
-void ncclComm::wake_peers() {
-  for (int r = 0; r < size; ++r)
-    if (r != rank) ring(segment->rank(r));
-}
-
-void ncclComm::publish_state(RankState state, const Error* cause) {
-  uint32_t alive = kAlive;
-  if (cause) {
-    std::lock_guard<std::mutex> hold(state_lock);
-    if (me()->state.load() == kAlive && me()->cause == collHostErrorNone) {
-      me()->cause = cause->kind;
-      for (int r : cause->peers) me()->cause_peers[r / 8] = static_cast<uint8_t>(me()->cause_peers[r / 8] | 1 << (r % 8));
-    }
-  }
-  if (!me()->state.compare_exchange_strong(alive, state)) return;
-  segment->header()->troubles.fetch_add(1);
-  wake_peers();
-}
-
-void ncclComm::break_with(const Error& error, RankState state) {
-  {
-    std::lock_guard<std::mutex> hold(state_lock);
-    if (!broken) broken = error;
-    is_broken.store(true, std::memory_order_release);
-  }
-  publish_state(state, &error);
-}
-
-Error ncclComm::why_broken() {
-  std::lock_guard<std::mutex> hold(state_lock);
-  if (!broken) return broken;
-  Error error = broken;
-  if (error.kind != collHostErrorRemote && error.kind != collHostErrorAborted) {
-    error.kind = collHostErrorUsage;
-    error.code = ncclInvalidUsage;
-  }
-  error.text = "the communicator is out of use since " + error.op + " failed: " + error.text;
-  return error;
-}
 
 namespace coll {
 namespace {
 
-constexpr int64_t kLookAround = 100 * 1000 * 1000;  // ns between looks at peers' processes, signals and the clock
 constexpr int64_t kLongestSleep = 50 * 1000 * 1000;  // ns
-
-const char* state_text(uint32_t state) {
-  switch (state) {
-    case kLeft: return "left the communicator";
-    case kFailed: return "gave up after an error of its own";
-    case kAborted: return "aborted the communicator";
-    case kRevoked: return "revoked the communicator";
-    default: return "died";
-  }
-}
-
-}  // namespace
-
-std::vector<int> lost_peers(ncclComm& comm, bool look_at_processes) {
-  std::vector<int> lost;
-  bool found_dead = false;
-  for (int r = 0; r < comm.size; ++r) {
-    RankBlock* other = comm.segment->rank(r);
-    if (r == comm.rank) continue;
-    uint32_t state = other->state.load(std::memory_order_acquire);
-    if (state == kAlive && look_at_processes && process_ended(comm.pids[r], comm.pidfds[r])) {
-      uint32_t alive = kAlive;
-      if (other->state.compare_exchange_strong(alive, kDead)) {
-        comm.segment->header()->troubles.fetch_add(1);
-        found_dead = true;
-      }
-      state = other->state.load();
-    }
-    if (state != kAlive) lost.push_back(r);
-  }
-  if (found_dead) comm.wake_peers();
-  return lost;
-}
-
-namespace {
-
-// A peer ran out of time. The ranks that wait for the same late one run out at nearly the same moment, so whoever sees
-// the first one fail is as late as that: it names the ranks that are missing, and not the peer.
-bool shared_timeout(ncclComm& comm, const std::vector<int>& peers, const std::vector<int>& missing, Error* error) {
-  for (int r : peers) {
-    RankBlock* other = comm.segment->rank(r);
-    if (other->state.load() != kFailed || other->cause != collHostErrorTimeout) continue;
-    auto in_cause = [&](int rank) { return other->cause_peers[rank / 8] >> (rank % 8) & 1; };
-    if (in_cause(comm.rank)) continue;  // it waited for this rank
-    std::vector<int> late;
-    for (int m = 0; m < comm.size; ++m) {
-      bool waits = std::find(missing.begin(), missing.end(), m) != missing.end();
-      if (m != comm.rank && comm.segment->rank(m)->state.load() == kAlive && (waits || in_cause(m))) late.push_back(m);
-    }
-    if (late.empty()) continue;
-    *error = make_error(collHostErrorTimeout, format("rank %d ran out of time; still waiting for %s", r, rank_list(late).c_str()));
-    error->peers = late;
-    return true;
-  }
-  return false;
-}
-
-std::string what_happened(ncclComm& comm, int r) {
-  RankBlock* other = comm.segment->rank(r);
-  uint32_t state = other->state.load();
-  std::string text = format("rank %d (process %d) ", r, comm.pids[r]);
-  if (state != kFailed) return text + state_text(state);
-  switch (other->cause) {
-    case collHostErrorTimeout: return text + "ran out of time and gave up";
-    case collHostErrorInterrupted: return text + "was interrupted";
-    default: return text + state_text(state);
-  }
-}
-
-}  // namespace
-
-Error remote_error(ncclComm& comm, const std::vector<int>& peers, const std::vector<int>& missing) {
-  Error timeout;
-  bool dead = std::any_of(peers.begin(), peers.end(), [&](int r) { return comm.segment->rank(r)->state.load() == kDead; });
-  if (!dead && shared_timeout(comm, peers, missing, &timeout)) return timeout;
-  // A dead process is the cause, ranks that gave up are consequences: name the causes.
-  std::vector<int> causes = peers;
-  for (uint32_t state : {uint32_t(kDead), uint32_t(kAborted), uint32_t(kRevoked), uint32_t(kLeft)}) {
-    std::vector<int> some;
-    for (int r : peers) {
-      // Who has left in good order is only to blame where something of it is missing.
-      bool blameless = state == kLeft && !missing.empty() && std::find(missing.begin(), missing.end(), r) == missing.end();
-      if (!blameless && comm.segment->rank(r)->state.load() == state) some.push_back(r);
-    }
-    if (some.empty()) continue;
-    causes = some;
-    break;
-  }
-  std::string text;
-  for (int r : causes) {
-    if (!text.empty()) text += "; ";
-    text += what_happened(comm, r);
-    if (text.size() > 800) {
-      text += "; ...";
-      break;
-    }
-  }
-  Error error = make_error(collHostErrorRemote, text);
-  error.peers = causes;
-  return error;
-}
-
-namespace {
 
 // ---- Waiting
 
@@ -191,8 +24,8 @@ class Pause {
 
   void reset() { turns_ = 0; }
 
-  // One pause of the kind that fits the time waited so far. `moved` is asked once more before going to sleep.
-  // `peer` gives the rank whose flag is waited for, or -1: anybody's.
+  // One pause of the kind that fits the time waited so far. `moved` is asked once more before going
+  // to sleep. `peer` returns the rank whose flag is waited for, or -1: anybody's.
   template <class P, class F>
   bool pause(P&& peer, F&& moved) {
     ++turns_;
@@ -218,7 +51,8 @@ class Pause {
     header->sleepers.fetch_add(1);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     bool did = moved();
-    // Where the last look has found another one to wait for, that one doesn't know yet whom to wake.
+    // Where the last look has found another one to wait for, that one doesn't know yet whom to
+    // wake.
     if (!did && peer() == waiting_for) futex_wait(&me->doorbell, bell, kLongestSleep);
     header->sleepers.fetch_sub(1);
     me->sleeping.store(0, std::memory_order_relaxed);
@@ -272,7 +106,7 @@ struct Run {
     finished = true;
     bool aborted = error.kind == collHostErrorAborted;
     work.comm->break_with(error, !aborted ? kFailed : work.comm->abort_flag ? kAborted : kRevoked);
-    if (work.next < work.collective_count) work.collectives[work.next].let_others_stop();
+    if (work.next < work.collective_count) work.collectives[work.next].publish_stop();
   }
 
   void describe(const Op& op, uint64_t goal) {
@@ -289,10 +123,11 @@ struct Run {
     while (work.next < work.collective_count) {
       Collective& now = work.collectives[work.next];
       if (!now.begun) {
-        // No collective ends without this rank, so a peer that is out already has failed in this one, or never called it.
-        // What it has posted must not pass for its part of a call that it gave up.
+        // No collective ends without this rank, so a peer that is out already has failed in this
+        // one, or never called it. What it has posted must not pass for its part of a call that it
+        // gave up.
         if (work.comm->segment->header()->troubles.load(std::memory_order_acquire)) {
-          std::vector<int> lost = lost_peers(*work.comm, false);
+          std::vector<int> lost = failed_peers(*work.comm, false);
           if (!lost.empty()) {
             fail(remote_error(*work.comm, lost, {}));
             return true;
@@ -375,14 +210,16 @@ struct Run {
     return ranks;
   }
 
-  // Whether this waits for one of these peers. Others that are gone may well have done all their part before they went.
+  // Whether this waits for one of these peers. Others that have left may have done all their part
+  // before.
   bool waits_for(const std::vector<int>& peers) {
     std::vector<int> waited = missing();
     return std::any_of(peers.begin(), peers.end(),
                        [&](int r) { return std::find(waited.begin(), waited.end(), r) != waited.end(); });
   }
 
-  // A rank that has not come to this collective, but to a split that this rank has not called: it left this one out.
+  // A rank that has not come to this collective, but to a split that this rank has not called: it
+  // left this one out.
   int in_a_split() {
     if (work.next >= work.collective_count || work.collectives[work.next].checked) return -1;
     ncclComm& c = *work.comm;
@@ -404,7 +241,7 @@ struct Run {
       fail(make_error(collHostErrorAborted, "the communicator was revoked by this rank"));
     } else if (thoroughly || c.segment->header()->troubles.load(std::memory_order_acquire)) {
       // In this order: what a peer wrote before it went is seen by whoever has seen that it went.
-      std::vector<int> lost = lost_peers(c, thoroughly);
+      std::vector<int> lost = failed_peers(c, thoroughly);
       if (!lost.empty() && !advance() && waits_for(lost)) fail(remote_error(c, lost, missing()));
     }
     if (finished || !thoroughly) return;
@@ -428,70 +265,7 @@ struct Run {
   }
 };
 
-// Wait for the turn; or give the reason why it is not waited for, or may not be used.
-// `stop`: a signal has said so, here or in the wait for another communicator's turn.
-Error wait_turn(ncclComm* comm, uint64_t ticket, bool* stop) {
-  std::unique_lock<std::mutex> hold(comm->turn_lock);
-  auto over = [&] { return comm->turn == ticket || comm->abort_flag || comm->revoke_flag; };
-  while (!over() && !*stop) {
-    if (comm->turn_changed.wait_for(hold, std::chrono::nanoseconds(kLookAround), over)) break;
-    hold.unlock();  // the check may run a program's own code
-    *stop = interrupted();
-    hold.lock();
-  }
-  if (comm->turn != ticket) comm->given_up.insert(ticket);
-  if (comm->abort_flag) return make_error(collHostErrorAborted, "the communicator was aborted by this rank");
-  if (*stop) return make_error(collHostErrorInterrupted, "interrupted by a signal");
-  if (comm->turn != ticket) return make_error(collHostErrorAborted, "the communicator was revoked by this rank");
-  return Error();
-}
-
-// Called when all turns are there: from now on an abort has to wait for what runs.
-Error become_active(ncclComm* comm, bool stop) {
-  std::lock_guard<std::mutex> hold(comm->turn_lock);
-  if (comm->abort_flag) return make_error(collHostErrorAborted, "the communicator was aborted by this rank");
-  if (stop) return make_error(collHostErrorInterrupted, "interrupted by a signal");
-  comm->active = true;
-  return Error();
-}
-
-void become_inactive(ncclComm* comm) {
-  std::lock_guard<std::mutex> hold(comm->turn_lock);
-  comm->active = false;
-  comm->current_op.store(nullptr, std::memory_order_relaxed);
-  comm->turn_changed.notify_all();
-}
-
-void pass_turn(ncclComm* comm, uint64_t ticket) {
-  {
-    std::lock_guard<std::mutex> hold(comm->turn_lock);
-    if (comm->turn == ticket) {  // else it was given up
-      comm->active = false;
-      comm->current_op.store(nullptr, std::memory_order_relaxed);
-      ++comm->turn;
-      while (comm->given_up.erase(comm->turn)) ++comm->turn;
-      comm->turn_changed.notify_all();
-    }
-  }
-  release(comm);
-}
-
 }  // namespace
-
-uint64_t take_ticket(ncclComm* comm) {
-  comm->users.fetch_add(1);
-  return comm->next_ticket++;
-}
-
-Error in_turn(ncclComm* comm, uint64_t ticket, const std::function<Error()>& body) {
-  bool stop = false;
-  Error error = wait_turn(comm, ticket, &stop);
-  if (!error) error = become_active(comm, stop);
-  if (error.kind == collHostErrorInterrupted) comm->break_with(error, kFailed);
-  if (!error) error = body();
-  pass_turn(comm, ticket);
-  return error;
-}
 
 Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& blocked_on) {
   Pause pause(&c, c.spin);
@@ -504,10 +278,10 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& bloc
     if (c.revoke_flag.load() && !revoked_before)
       return make_error(collHostErrorAborted, "the communicator was revoked by this rank");
     int64_t now = now_ns();
-    bool thoroughly = now - looked > kLookAround;
+    bool thoroughly = now - looked > kCheckInterval;
     if (thoroughly) looked = now;
     if (thoroughly || c.segment->header()->troubles.load()) {
-      std::vector<int> lost = lost_peers(c, thoroughly);
+      std::vector<int> lost = failed_peers(c, thoroughly);
       bool revoked = c.segment->rank(peer)->state.load() == kRevoked && revoked_too &&
                      !(thoroughly && process_ended(c.pids[peer], c.pidfds[peer]));
       if (std::find(lost.begin(), lost.end(), peer) != lost.end() && !revoked && blocked_on() == peer)
@@ -530,7 +304,7 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& bloc
 
 namespace {
 
-// Wait for the turns of the runs' communicators, run, pass the turns on. Gives the first error.
+// Wait for the turns of the runs' communicators, run, pass the turns on. Returns the first error.
 Error run_all(Run* runs, size_t count) {
   struct Turns {
     Run* runs;
@@ -594,7 +368,7 @@ Error run_all(Run* runs, size_t count) {
     if (!pause.long_enough()) continue;
     int64_t now = now_ns();
     if (!looked) looked = now;
-    bool thoroughly = now - looked > kLookAround;
+    bool thoroughly = now - looked > kCheckInterval;
     if (thoroughly) looked = now;
     bool stop = thoroughly && interrupted();
     for (size_t i = 0; i < count; ++i)
@@ -623,29 +397,6 @@ Error run_alone(const Op& op, uint64_t ticket) {
   work.collective_count = 1;
   Run run(work);
   return run_all(&run, 1);
-}
-
-void drain(ncclComm* comm) {
-  Use use(comm);
-  uint64_t last;
-  {
-    std::lock_guard<std::mutex> hold(order_lock());
-    last = comm->next_ticket;
-  }
-  std::unique_lock<std::mutex> hold(comm->turn_lock);
-  comm->turn_changed.wait(hold, [&] { return comm->turn >= last; });
-}
-
-void stop_waiting(ncclComm* comm) {
-  if (comm->segment) comm->wake_self();
-  std::lock_guard<std::mutex> hold(comm->turn_lock);
-  comm->turn_changed.notify_all();
-}
-
-void rest(ncclComm* comm) {
-  Use use(comm);
-  std::unique_lock<std::mutex> hold(comm->turn_lock);
-  comm->turn_changed.wait(hold, [&] { return !comm->active; });
 }
 
 }  // namespace coll

@@ -1,7 +1,9 @@
 // The exported functions that ask or set something, and those that this engine does not offer.
 #include <string.h>
 
+#include "bootstrap.h"
 #include "comm.h"
+#include "group.h"
 #include "heap.h"
 #include "system.h"
 

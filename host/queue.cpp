@@ -9,7 +9,8 @@
 #include <deque>
 #include <set>
 
-#include "comm.h"
+#include "queue.h"
+#include "group.h"
 #include "system.h"
 
 using namespace coll;
@@ -20,8 +21,9 @@ struct collHostQueue {
   std::deque<std::function<Error()>> tasks;
   uint64_t pushed = 0, done = 0;
   std::map<uint64_t, Error> failures;  // by ticket, the newest kKeptFailures
-  // Runs of older failures of one kind, by their first ticket: the last one, and the report of the first, which stands
-  // for all. No failure may be forgotten: its ticket would then pass for a success.
+  // Runs of older failures of one kind, by their first ticket: the last one, and the report of the
+  // first, which stands for all. No failure may be forgotten: its ticket would then pass for a
+  // success.
   std::map<uint64_t, std::pair<uint64_t, Error>> older;
   bool closing = false;
   int forks = fork_generation();

@@ -97,7 +97,7 @@ Segment* Segment::create(int nranks, int* fd, Error* error) {
   plan.nranks = nranks;
   size_t chunk = std::min<size_t>(std::max<size_t>(second_level_cache() / 2, 64 << 10), 1 << 20);
   if (!bytes_from_environment("COLLECTIVES_HOST_CHUNK", 64, 1 << 30, &chunk, error)) return nullptr;
-  plan.chunk_bytes = round_up(chunk, kLine * n);  // at least one line for each rank's piece of a slot
+  plan.chunk_bytes = round_up(chunk, kLine * n);  // at least one line for each rank's slice of a slot
   plan.channel_chunk_bytes = std::min<size_t>(n <= 4 ? 256 << 10 : n <= 16 ? 32 << 10 : 8 << 10,
                                               std::max<size_t>(round_up(plan.chunk_bytes, kLine), kLine));
   plan.channel_stride = round_up(kChannelHeader + kChannelSlots * plan.channel_chunk_bytes, 4096);

@@ -17,7 +17,7 @@ namespace coll {
 constexpr size_t kLine = 64;
 constexpr int kSlots = 2;  // a rank fills one while its peers still read the other
 
-// Whether peers can use a rank's memory in one call where it lies.
+// Whether peers can use a rank's memory of one call in place.
 enum Sharing : uint8_t {
   kStaged = 0,  // no
   kShared = 1,
@@ -43,13 +43,13 @@ struct CallRecord {
 
 // Everything in a RankBlock is written by its own rank, except `state` (kDead) and `doorbell`.
 struct RankBlock {
-  // The line that peers wait on. What says what call k is, is at [k & 1]: a rank writes them for call k + 2 only after
-  // all have posted k + 1, so after all have read k.
+  // The line that peers wait on. What says what call k is, is at [k & 1]: a rank writes them for
+  // call k + 2 only after all have posted k + 1, so after all have read k.
   alignas(kLine) std::atomic<uint64_t> posted;  // rounds put into this rank's slots
   uint64_t call_key[2];
   uint64_t scalar[2];  // pre-mul-sum
   uint8_t sharing[2];  // what of its memory the peers can use in place: collective.cpp
-  alignas(kLine) std::atomic<uint64_t> reduced;   // rounds whose own piece has been reduced (two-phase all-reduce)
+  alignas(kLine) std::atomic<uint64_t> reduced;   // rounds whose own slice has been reduced (two-phase all-reduce)
   std::atomic<uint64_t> stopped;  // rounds in which this rank, which has failed, touches nobody's memory any more
   alignas(kLine) std::atomic<uint64_t> consumed;  // rounds whose slots this rank no longer reads
   alignas(kLine) struct { SharedPlace send, recv; } memory[2];
@@ -81,7 +81,8 @@ struct Header {
 
 constexpr int kChannelSlots = 4;
 
-// One direction between two ranks. The transfer numbers start at 1; a side's record of transfer t is at [t & 1].
+// One direction between two ranks. The transfer numbers start at 1; a side's record of transfer t
+// is at [t & 1].
 struct Channel {
   struct Side {
     std::atomic<uint64_t> transfer;  // the newest transfer that this side has announced
@@ -95,7 +96,7 @@ constexpr size_t kChannelHeader = (sizeof(Channel) + kLine - 1) / kLine * kLine;
 
 class Segment {
  public:
-  // Make one for n ranks; the descriptor to give to the others is in `fd`.
+  // Make one for n ranks; the descriptor for the others is in `fd`.
   static Segment* create(int nranks, int* fd, Error* error);
   // Map one that another rank made. Takes the descriptor. Ranks of one process share the mapping.
   static Segment* attach(int fd, uint64_t segment_id, int nranks, Error* error);
@@ -110,7 +111,8 @@ class Segment {
   char* channel_slot(Channel* channel, uint64_t chunk) const {
     return reinterpret_cast<char*>(channel) + kChannelHeader + (chunk % kChannelSlots) * header()->channel_chunk_bytes;
   }
-  // On a machine of several memory nodes: have this rank's slots on the one that it runs on. Whoever fills them writes them there.
+  // With several memory nodes: place this rank's slots on the one that it runs on, so that they are
+  // filled there.
   void place_slots(int rank);
   // Get the pages of a channel, so that running out of memory is an error and not a signal.
   bool claim_channel(int source, int destination, Error* error);

@@ -150,7 +150,8 @@ bool process_ended(int pid, int pidfd) {
     return poll(&p, 1, 0) == 1;
   }
   if (pid == 0 || pid == getpid()) return false;
-  // No pidfd here (an old kernel, a sandbox): kill(pid, 0) succeeds on a zombie, so look at its state.
+  // No pidfd here (an old kernel, a sandbox): kill(pid, 0) succeeds on a zombie, so look at its
+  // state.
   char path[64];
   snprintf(path, sizeof path, "/proc/%d/stat", pid);
   FILE* f = fopen(path, "re");

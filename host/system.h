@@ -1,4 +1,4 @@
-// Small pieces of Linux: random bytes, clocks, futexes, processes, fork.
+// Functions of Linux: random bytes, clocks, futexes, processes, fork.
 #pragma once
 
 #include <stdint.h>
@@ -15,26 +15,28 @@ uint64_t random_u64();
 void random_bytes(void* out, size_t nbytes);
 int64_t now_ns();  // monotonic
 
-// Keyed 64-bit hash (SipHash-2-4, Aumasson and Bernstein 2012): names that can't be guessed without the key.
+// Keyed 64-bit hash (SipHash-2-4, Aumasson and Bernstein 2012): names that can't be guessed without
+// the key.
 uint64_t siphash(const uint64_t key[2], const void* data, size_t nbytes);
 
-// Sleep while *word == expected, until woken or timeout_ns has passed (< 0: no limit). Works between processes.
+// Sleep while *word == expected, until woken or timeout_ns has passed (< 0: no limit). Works
+// between processes.
 void futex_wait(std::atomic<uint32_t>* word, uint32_t expected, int64_t timeout_ns);
 void futex_wake(std::atomic<uint32_t>* word, int sleepers = 1);
 
 int available_cores();  // of this thread's affinity mask
-int idle_cores();       // of the machine, at this moment; 0 where it can't be told
+int idle_cores();       // of the processor, at this moment; 0 if unknown
 
 // pid 0: not known, so never seen to end.
-// A descriptor that becomes readable when the process ends, shared by all communicators of this process; -1 when there
-// can't be one. Give back with process_release.
+// A descriptor that becomes readable when the process ends, shared by all communicators of this
+// process; -1 when there can't be one. Give back with process_release.
 int process_watch(int pid);
 void process_release(int pid);
 bool process_ended(int pid, int pidfd);
 
 // Guards the tables of this process (allocations, segments, processes) and is held across fork.
 std::mutex& tables_lock();
-// Guards the order in which operations get their place (see comm.h), held across fork as well.
+// Guards the order in which operations get their place (see order.h), held across fork as well.
 std::mutex& order_lock();
 // Counts the forks between the process that loaded the library and this one.
 int fork_generation();
@@ -51,8 +53,8 @@ inline void cpu_relax() {
 #endif
 }
 
-// The program may have told this thread's processor to take subnormals for zero, or to round another way than to nearest; then
-// its ranks would not get the same sums.
+// The program may have set this thread's processor to take subnormals for zero, or to round another
+// way than to nearest; then its ranks would not get the same sums.
 class ExactArithmetic {
  public:
 #if defined(__SSE2__)
@@ -80,7 +82,7 @@ class ExactArithmetic {
   uint64_t before_;
 #else
   ExactArithmetic() {}
-  ~ExactArithmetic() {}  // so that nobody is told that the object is unused
+  ~ExactArithmetic() {}  // so that no compiler warns of an unused object
 #endif
   ExactArithmetic(const ExactArithmetic&) = delete;
 };

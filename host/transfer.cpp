@@ -1,12 +1,14 @@
-// Send and receive: one channel for each ordered pair of ranks, a ring of slots that the sender fills and the receiver empties.
+// Send and receive: one channel for each ordered pair of ranks, a ring of slots that the sender
+// fills and the receiver empties.
 //
-// Both sides announce a transfer with its count and datatype, and compare before any data moves. So a send waits for its
-// receive (as MPI's synchronous send), and a mismatch is seen on both sides.
+// Both sides announce a transfer with its count and datatype, and compare before any data moves. So
+// a send waits for its receive (as MPI's synchronous send), and a mismatch is seen on both sides.
 #include <stdio.h>
 #include <string.h>
 
 #include <algorithm>
 
+#include "transfer.h"
 #include "comm.h"
 
 namespace coll {

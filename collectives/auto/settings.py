@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..compression.base import parse_wire
 from ..ddp.hook import HookState
-from ..environment import check
+from ..environment import check_variables
 from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS
 
@@ -25,7 +25,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> dict | None:
     """
     if environ is None:
         environ = os.environ
-        check()
+        check_variables()
     values = {name: environ.get(_PREFIX + name, "").strip() for name in ("AUTO", *_READERS)}
     if values["AUTO"] and not _switch("AUTO", values["AUTO"]):
         return None

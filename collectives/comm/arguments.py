@@ -9,7 +9,7 @@ import operator
 
 import torch
 
-from ..arrays import Place, parse_op, parse_rank, premul_scalar
+from ..arrays import Place, check_premul_scalar, parse_op, parse_rank
 from ..errors import InvalidArgument
 from ..torch_compat import cuda_current_raw_stream
 
@@ -71,7 +71,7 @@ def parse_reduction(comm, op, dtype: int, name: str):
     code, scalar = parse_op(op, rank=comm.rank, name=name)
     if scalar is None:
         return code, None
-    return code, (premul_scalar(scalar, dtype, rank=comm.rank, name=name), dtype)
+    return code, (check_premul_scalar(scalar, dtype, rank=comm.rank, name=name), dtype)
 
 
 def parse_allocation(comm, n, dtype: torch.dtype | None) -> tuple[int, torch.dtype]:
@@ -97,7 +97,7 @@ def read_pair(comm, out, inp, name: str) -> tuple[Place, Place]:
     """Read an output and an input of one dtype."""
     out_place = comm._reader.place(out, name, writes=True, what="out")
     inp_place = comm._reader.place(inp, name, writes=False, what="inp")
-    comm._reader.same_dtype(out_place, inp_place, name)
+    comm._reader.check_same_dtype(out_place, inp_place, name)
     return out_place, inp_place
 
 

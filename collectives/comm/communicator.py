@@ -14,7 +14,7 @@ import torch
 
 from .._nccl import OPS, SHRINK_ABORT, ArrayCalls, Comm
 from ..arrays import ITEMSIZE, Place, Reader, parse_rank
-from ..environment import check, switch
+from ..environment import check_variables, read_switch
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import cuda_get_device
 from . import closing
@@ -91,7 +91,7 @@ class Communicator:
             raise InvalidArgument(f"engine must come from collectives.comm.engine.get_engine(), not {engine!r}")
         size = parse_size(size)
         rank = parse_rank(rank, size, "rank", rank=None, name="Communicator")
-        check()
+        check_variables()
         device = resolve_device(engine, device)
         if native is not None:
             pass
@@ -122,13 +122,13 @@ class Communicator:
         self._on_host = engine.device_type == "cpu"
         self._reader = Reader(device, self.rank)
         self._queue = HostQueue(self) if self._on_host else CudaQueue(self)
-        self._checks_calls = switch("COLLECTIVES_CHECK") and not self._on_host
+        self._checks_calls = read_switch("COLLECTIVES_CHECK") and not self._on_host
         # The fast path of blocking calls on plain arrays. What it refuses goes through the methods
         # below, which check everything.
         current_device = None if self._on_host or self._checks_calls else cuda_get_device()
         other = not isinstance(native, Comm)
         self._fast_path = (
-            NoFastPath() if other else ArrayCalls(native, self._reader.plainly, open_groups, current_device)
+            NoFastPath() if other else ArrayCalls(native, self._reader.array_reader, open_groups, current_device)
         )
         self._registrations: set[Registration] = set()
         self._child_count = 0  # splits and shrinks, which all ranks make in one order
@@ -224,11 +224,11 @@ class Communicator:
             place = self._reader.place(array, "all_reduce", writes=True)
             by = select_algorithm(self, "all_reduce", algorithm, place.nbytes, op)
             if by != "native":
-                self._reader.reducible(place, "all_reduce")
+                self._reader.check_reducible(place, "all_reduce")
                 return run_algorithm(self, by, "all_reduce", place, place, (array,), array, op, async_op, stream)
         if not async_op and stream is None and self._fast_path.all_reduce(array, op):
             return None
-        ptr, count, dtype = self._reader.numbers(array, "all_reduce")
+        ptr, count, dtype = self._reader.read_in_place(array, "all_reduce")
         if self._on_host and type(op) is str and not async_op and stream is None and not open_groups:
             code = OPS.get(op)
             if code is not None:  # nothing is allocated
@@ -253,7 +253,7 @@ class Communicator:
             return None
         root = parse_peer(self, root, "root", "reduce")
         place = self._reader.place(array, "reduce", writes=self.rank == root)
-        self._reader.reducible(place, "reduce")
+        self._reader.check_reducible(place, "reduce")
         code, scalar = parse_reduction(self, op, place.code, "reduce")
         out = place.ptr if self.rank == root else 0
         steps = (("reduce", (place.ptr, out, place.count, place.code, code, root)),)
@@ -276,9 +276,9 @@ class Communicator:
         if not chosen and not async_op and stream is None and self._fast_path.reduce_scatter(out, inp, op):
             return None
         to, of = read_pair(self, out, inp, name)
-        self._reader.reducible(of, name)
-        self._reader.sized(of, to, self.size, name, "inp", "out")
-        self._reader.apart(of, to, name, self.rank, "the only form in place is out == part `rank` of inp")
+        self._reader.check_reducible(of, name)
+        self._reader.check_size(of, to, self.size, name, "inp", "out")
+        self._reader.check_overlap(of, to, name, self.rank, "the only form in place is out == part `rank` of inp")
         if share is not None:
             return reduce_with_stats(self, name, to, of, (out, inp), op, share, async_op, algorithm, stream)
         if chosen:
@@ -303,8 +303,8 @@ class Communicator:
         if not chosen and not async_op and stream is None and self._fast_path.all_gather(out, inp):
             return None
         to, of = read_pair(self, out, inp, name)
-        self._reader.sized(to, of, self.size, name, "out", "inp")
-        self._reader.apart(to, of, name, self.rank, "the only form in place is inp == part `rank` of out")
+        self._reader.check_size(to, of, self.size, name, "out", "inp")
+        self._reader.check_overlap(to, of, name, self.rank, "the only form in place is inp == part `rank` of out")
         if chosen:
             by = select_algorithm(self, name, algorithm, to.nbytes)
             if by != "native":
@@ -342,7 +342,7 @@ class Communicator:
         if plain and not async_op and self._fast_path.all_to_all(out, inp):
             return None
         to, of = read_pair(self, out, inp, name)
-        self._reader.apart(to, of, name, None, "all_to_all has no form in place")
+        self._reader.check_overlap(to, of, name, None, "all_to_all has no form in place")
         if output_split_sizes is None and input_split_sizes is None:
             steps, fingerprint = self._even_all_to_all(to, of)
         else:
@@ -365,7 +365,7 @@ class Communicator:
         if of.count % self.size:
             text = f"inp has {of.count} elements, which {self.size} ranks can't share evenly: pass split sizes"
             raise invalid(self, name, text)
-        self._reader.sized(to, of, 1, name, "out", "inp")
+        self._reader.check_size(to, of, 1, name, "out", "inp")
         units = of.units // self.size
         fingerprint = self._checks_calls and fingerprint_of(name, dtype=of.tag, count=units)
         if self.engine.library.has("ncclAlltoAll"):
@@ -385,9 +385,9 @@ class Communicator:
         of = self._reader.place(inp, name, writes=False, what="inp")
         to = read_on_root(self, out, root, name, "out", writes=True)
         if to is not None:
-            self._reader.same_dtype(to, of, name)
-            self._reader.sized(to, of, self.size, name, "out", "inp")
-            self._reader.apart(to, of, name, root, "the only form in place is inp == part `root` of out")
+            self._reader.check_same_dtype(to, of, name)
+            self._reader.check_size(to, of, self.size, name, "out", "inp")
+            self._reader.check_overlap(to, of, name, root, "the only form in place is inp == part `root` of out")
         steps = gather_steps(self.engine.library, to, of, root, self.size)
         fingerprint = self._checks_calls and fingerprint_of(name, dtype=of.tag, count=of.units, root=root)
         held = (inp,) if out is None else (out, inp)
@@ -406,9 +406,9 @@ class Communicator:
         to = self._reader.place(out, name, writes=True, what="out")
         of = read_on_root(self, inp, root, name, "inp", writes=False)
         if of is not None:
-            self._reader.same_dtype(to, of, name)
-            self._reader.sized(of, to, self.size, name, "inp", "out")
-            self._reader.apart(of, to, name, root, "the only form in place is out == part `root` of inp")
+            self._reader.check_same_dtype(to, of, name)
+            self._reader.check_size(of, to, self.size, name, "inp", "out")
+            self._reader.check_overlap(of, to, name, root, "the only form in place is out == part `root` of inp")
         steps = scatter_steps(self.engine.library, to, of, root, self.size)
         fingerprint = self._checks_calls and fingerprint_of(name, dtype=to.tag, count=to.units, root=root)
         held = (out,) if inp is None else (out, inp)

@@ -8,7 +8,7 @@ import time
 import torch
 
 from .._nccl import check
-from ..cuda_state import capture_of, is_capturing, queries_allowed, stream_at
+from ..cuda_state import capture_id, is_capturing, queries_allowed, stream_from_address
 from ..errors import CollectivesError, CollectiveTimeout, CudaError, InvalidUsage
 from .async_queue import AsyncQueue, fulfil_future
 from .work import PendingOp, Work
@@ -27,7 +27,7 @@ class CudaQueue(AsyncQueue):
     def _open_stream(self, stream):
         device = self._comm.device
         if stream is not None:
-            self._stream = stream_at(stream, device)
+            self._stream = stream_from_address(stream, device)
             return stream
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream(device)
@@ -36,7 +36,7 @@ class CudaQueue(AsyncQueue):
         return self._stream.cuda_stream
 
     def _record_end(self):
-        return (self._stream.record_event(), self._stream), capture_of(self._stream)
+        return (self._stream.record_event(), self._stream), capture_id(self._stream)
 
     def set_abort_error(self, error: CollectivesError) -> None:
         """Set the error of what is in flight, as observed when it has left the GPU.
@@ -53,7 +53,7 @@ class CudaQueue(AsyncQueue):
         if timeout is not None:
             return self.wait_blocking(pending_op, timeout)
         with self._comm._device_guard():
-            capture = capture_of(None)
+            capture = capture_id(None)
             if pending_op.capture_id is None and capture is not None:
                 self._query(pending_op)  # a capture needs no order after an operation that has ended
                 if not pending_op.ended:
@@ -172,7 +172,7 @@ class CudaQueue(AsyncQueue):
         if stream in comm._external_streams:
             return None
         with comm._device_guard():
-            recorded = stream_at(stream, comm.device)
+            recorded = stream_from_address(stream, comm.device)
             if is_capturing(recorded):
                 return None
             event = torch.cuda.Event()

@@ -17,9 +17,9 @@ def all_reduce_out_of_place(comm, out, array, op, async_op, algorithm, stream, s
     """Reduce `array` over all ranks into `out`; see `Communicator.all_reduce`."""
     name = "all_reduce"
     to, of = read_pair(comm, out, array, name)
-    comm._reader.reducible(of, name)
-    comm._reader.sized(to, of, 1, name, "out", "the array")
-    comm._reader.apart(to, of, name, None, "leave out `out` for the form in place")
+    comm._reader.check_reducible(of, name)
+    comm._reader.check_size(to, of, 1, name, "out", "the array")
+    comm._reader.check_overlap(to, of, name, None, "leave out `out` for the form in place")
     if share is not None:
         return reduce_with_stats(comm, name, to, of, (out, array), op, share, async_op, algorithm, stream)
     if select_algorithm(comm, name, algorithm, of.nbytes, op) != "native":  # the others work in place
@@ -45,10 +45,10 @@ def reduce_with_stats(
     if algorithm is not None and select_algorithm(comm, name, algorithm, of.nbytes, op) != "native":
         text = f"share is of the native algorithm, not of {algorithm!r}: leave out one of the two"
         raise InvalidUsage(text, op=name, rank=comm.rank)
-    comm._reader.reducible(of, name)
-    stats = comm._reader.share(share, of, name)
+    comm._reader.check_reducible(of, name)
+    stats = comm._reader.stats_address(share, of, name)
     if to is not of:
-        comm._reader.share(share, to, name)
+        comm._reader.stats_address(share, to, name)
     code, scalar = parse_reduction(comm, op, of.code, name)
     steps = ((f"{name}_share", (of.ptr, to.ptr, to.count, to.code, code, stats)),)
     return launch(comm, name, steps, (*held, share), held[0], of.nbytes, None, async_op, stream, scalar)

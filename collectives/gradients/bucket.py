@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from ..arrays import kind_of
 from ..errors import InvalidArgument
 from ..kernels import Table, pack, unpack
-from ..kernels.table import Held
+from ..kernels.places import HeldArrays
 from ..layout import bucket_layout
 from ..parameter_names import find_names
 from ..torch_compat import is_traceable_wrapper_subclass
@@ -70,7 +70,7 @@ class _GradientTable(Table):
     def release(self) -> None:
         """Release the tensors until `replace`: gradients that are set to None must be freed."""
         self.tensors = ()
-        self._held = Held((), [], [], [])
+        self._held = HeldArrays((), [], [], [])
 
     def verify(self, op: str = _OP) -> None:
         """Do nothing: each use directly follows the bucket's `read_grads`."""

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from ..layout import padded
+from ..layout import pad_count
 from .basics import current
 from .controller import Controller
 from .gradient_buckets import AllreduceBucket, CompressedGradient, ParameterState, SparseGradient, can_pack, wire_dtype
@@ -109,7 +109,7 @@ class BucketAssignment:
         filling: dict[tuple, tuple[list[ParameterState], int]] = {}
         for state in states:
             key = self._dtype_and_device(state)
-            nbytes = padded(state.param.numel() << state.param.is_complex(), key[0].itemsize) * key[0].itemsize
+            nbytes = pad_count(state.param.numel() << state.param.is_complex(), key[0].itemsize) * key[0].itemsize
             if not self._views and nbytes >= _NOT_FUSED and state.param.device.type == "cpu":
                 done.append([state])
                 continue

@@ -1,4 +1,7 @@
-"""The fused kernels: what is done to gradients and parameters around the wire, in one pass, on the host and on GPUs."""
+"""Fused kernels for gradients and parameters, each in one pass, on the host and on GPUs.
+
+`pack` and `unpack` of flat buffers, reductions, wire formats, and optimizer steps.
+"""
 
 from .bucketing import Table, pack, unpack
 from .execution import Statistics, get_num_threads, set_num_threads, use_isa

@@ -1,7 +1,8 @@
-"""The arguments of every kernel as ctypes structs: kernels/include/coll/kernel_abi.h once more.
+"""The arguments of every kernel as ctypes structs, the same as in
+kernels/include/coll/kernel_abi.h.
 
-The same struct goes to the host kernels (by pointer) and to the CUDA kernels (by value, with a table's rows behind it
-where there is room).
+The same struct goes to the host kernels (by pointer) and to the CUDA kernels (by value, with a
+table's rows behind it where there is room).
 """
 
 from __future__ import annotations
@@ -112,9 +113,11 @@ class FinishArgs(Structure):
 
 
 class Kernel(NamedTuple):
-    """A kernel: its number for collKernelRun, its name in ``source`` of kernels/cuda, its arguments.
+    """A kernel: its number for collKernelRun, its name in ``source`` of kernels/cuda, its
+    arguments.
 
-    ``rows_at``: where in the arguments the address of its table's rows lies; None: it reads no table.
+    ``rows_at``: offset in the arguments of the address of its table's rows; None: it reads no
+    table.
     """
 
     number: int

@@ -1,4 +1,7 @@
-"""pack and unpack: many tensors to and from one flat buffer in one launch, with scale, cast, norm and health check."""
+"""pack and unpack: many tensors to and from one flat buffer in one launch.
+
+Both can scale, cast, and take the norm and the count of non-finite values.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ import torch
 from ..arrays import Reader
 from ..errors import InvalidArgument
 from . import abi
-from .execution import Statistics, run, written
-from .table import FLOATS_END, Table, device_of, read_scale
+from .dtypes import FP32_OVERFLOW
+from .execution import Statistics, bump_versions, run
+from .places import device_of
+from .scalars import read_scale
+from .table import Table
 
 __all__ = ["Table", "pack", "unpack"]
 
@@ -23,22 +29,24 @@ def pack(
     scale: float | torch.Tensor = 1.0,
     statistics: Statistics | None = None,
 ) -> None:
-    """Copy tensors into a flat buffer, each at its offset, times ``scale`` and cast to the buffer's dtype.
+    """Copy tensors into a flat buffer, each at its offset, times ``scale`` and cast to the buffer's
+    dtype.
 
-    ``tensors``: a list as `Table` takes it, or a `Table`, which saves reading the list each time. ``flat``: a
-    contiguous array on the same device of at least the table's ``total`` elements; what lies behind is left alone.
-    ``offsets``: as `Table` takes them. ``scale``: a finite number, or an fp32 tensor of one element on the device, read
-    when the kernel runs. ``statistics``: gets the sum of squares and the count of non-finite elements, padding not
-    counted; for floating types.
+    ``tensors``: a list as `Table` takes it, or a `Table`, which saves reading the list each time.
+    ``flat``: a contiguous array on the same device of at least the table's ``total`` elements; what
+    follows those is not written. ``offsets``: as `Table` takes them. ``scale``: a finite number, or
+    an fp32 tensor of one element on the device, read when the kernel runs. ``statistics``: gets the
+    sum of squares and the count of non-finite elements, padding not counted; for floating types.
 
-    The padding behind each tensor, up to the next 16 bytes, becomes 0; with offsets of the caller's own nothing outside
-    of the tensors' places is written. With the same dtype on both sides, scale 1 and no statistics, bytes move as they
-    are, NaN payloads too. Otherwise elements pass through fp32 (fp64 where either side is), in which they are
-    multiplied by the scale, and are rounded once, to nearest even; fp8 saturates. Source and destination may be the
-    same memory only where a tensor lies at its own place in the flat buffer.
+    The padding behind each tensor, up to the next 16 bytes, becomes 0; with offsets of the caller's
+    own nothing outside of the tensors' places is written. With the same dtype on both sides, scale
+    1 and no statistics, bytes move as they are, NaN payloads too. Otherwise elements pass through
+    fp32 (fp64 where either side is), in which they are multiplied by the scale, and are rounded
+    once, to nearest even; fp8 saturates. Source and destination may be the same memory only where a
+    tensor lies at its own place in the flat buffer.
 
-    On the host it is done when this returns; on a GPU it is queued on torch's current stream. Raises
-    ``InvalidArgument`` before anything is written. Autograd doesn't see what is written.
+    On the host it is done when this returns; on a GPU it is queued on torch's current stream.
+    Raises ``InvalidArgument`` before anything is written. Autograd doesn't see what is written.
     """
     _cast("pack", 0, tensors, flat, offsets, scale, statistics)
 
@@ -52,12 +60,14 @@ def unpack(
     add: bool = False,
     statistics: Statistics | None = None,
 ) -> None:
-    """Copy a flat buffer's pieces into tensors, times ``scale`` and cast to each tensor's dtype; the reverse of `pack`.
+    """Copy parts of a flat buffer into tensors, times ``scale`` and cast to each tensor's dtype;
+    the reverse of `pack`.
 
-    Arguments as for `pack`. ``add``: add to what is in the tensors; product and sum are each rounded in fp32 (fp64),
-    and the sum once more to the tensor's dtype. ``statistics`` are of what is read, after scaling, and with ``add``
-    before adding; non-finite elements count as such by the destination's dtype. The tensors must not overlap. Their
-    version counters move, so that autograd and the optimizers' master weights notice.
+    Arguments as for `pack`. ``add``: add to what is in the tensors; product and sum are each
+    rounded in fp32 (fp64), and the sum once more to the tensor's dtype. ``statistics`` are of what
+    is read, after scaling, and with ``add`` before adding; non-finite elements count as such by the
+    destination's dtype. The tensors must not overlap. Their version counters move, so that autograd
+    and the optimizers' master weights notice.
     """
     _cast("unpack", abi.FROM_FLAT | (abi.ADD if add else 0), tensors, flat, offsets, scale, statistics)
 
@@ -77,7 +87,7 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
     if unpacks:
         table.check_destinations(op)
     scale_at = 0
-    if type(scale) is not float or not -FLOATS_END < scale < FLOATS_END:
+    if type(scale) is not float or not -FP32_OVERFLOW < scale < FP32_OVERFLOW:
         scale, scale_at = _parse_scale(scale, table, place, unpacks, op)
     if not table.floating:
         _check_copy(table, flags, scale, scale_at, statistics is not None, op)
@@ -89,31 +99,31 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
             args.work,
             table.device,
             op,
-            table.meets if unpacks else lambda ptr, nbytes: ptr < place + table.nbytes and place < ptr + nbytes,
+            table.overlaps if unpacks else lambda ptr, nbytes: ptr < place + table.nbytes and place < ptr + nbytes,
         )
     if table.tiles:
         args.tensors = table.rows.address
         copies = scale == 1.0 and not scale_at and statistics is None and not flags & abi.ADD
         run(table.kernel(unpacks, copies), args, table.device, table.rows)
         if unpacks:
-            written(table.tensors)
+            bump_versions(table.tensors)
     if statistics is not None:
         statistics.finish(table.tiles)
 
 
 def _table_of_call(tensors, flat, offsets, op) -> Table:
     device = device_of(flat)
-    # What is no array at all is refused in the flat buffer's name, not in that of tensor 0.
+    # The message for something that is no array names the flat buffer, not tensor 0.
     Reader(device).place(flat, op, writes=False, what="the flat buffer")
     return Table.of_call(tensors, flat.dtype, offsets, op, device)
 
 
 def _parse_scale(scale, table, flat, unpacks, op) -> tuple[float, int]:
-    """Give a scale as a number, and the address of one more factor or 0."""
+    """Return a scale as a number, and the address of one more factor or 0."""
     number, place = read_scale(scale, Reader(table.device, owner="the flat buffer"), table.wide, op)
     if place is None:
         return number, 0
-    if table.meets(place.ptr, 4) if unpacks else place.ptr < flat + table.nbytes and flat < place.ptr + 4:
+    if table.overlaps(place.ptr, 4) if unpacks else place.ptr < flat + table.nbytes and flat < place.ptr + 4:
         raise InvalidArgument("the scale lies inside of what is written: use a copy of it", op=op)
     return number, place.ptr
 

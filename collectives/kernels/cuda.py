@@ -1,9 +1,10 @@
-"""CUDA kernels: the sources of kernels/cuda with their headers put in, compiled by NVRTC through CuPy at first use.
+"""CUDA kernels: the sources of kernels/cuda with their headers inlined, compiled by NVRTC through
+CuPy at first use.
 
-What was compiled is kept on disk (CUPY_CACHE_DIR, else ``~/.cupy/kernel_cache``; nothing with
-CUPY_CACHE_IN_MEMORY=1) under a hash of the whole text, the options, the architecture and NVRTC's version. CuPy's own
-way from source to module isn't used: it puts ``-ftz=true`` behind the options, and the last one counts, so that GPUs
-would flush subnormals.
+Binaries are cached on disk (CUPY_CACHE_DIR, else ``~/.cupy/kernel_cache``; nothing with
+CUPY_CACHE_IN_MEMORY=1) under a hash of the whole text, the options, the architecture and NVRTC's
+version. CuPy's own way from source to module isn't used: it appends ``-ftz=true`` to the options,
+the last option counts, and GPUs would flush subnormals.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _INSTALL = "pip install 'collectives[cuda12]' (or [cuda13])"
 
 # ---- From source to binary.
 def kernels_folder() -> Path:
-    """Give the folder of the kernels' sources: inside an installed package, or beside it in a checkout."""
+    """Return the folder of the kernels' sources: inside an installed package, or next to it in a
+    checkout.
+    """
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "_kernels_src", package.parent / "kernels"):
         if (folder / "cuda").is_dir():
@@ -52,7 +55,9 @@ def kernels_folder() -> Path:
 
 
 def source_text(name: str, folder: Path | None = None) -> str:
-    """Give a source of kernels/cuda as one text, each of its headers put in place of its first #include."""
+    """Return a source of kernels/cuda as one text, each of its headers put in place of its first
+    #include.
+    """
     folder = folder or kernels_folder()
     seen = set()
 
@@ -103,7 +108,10 @@ def _nvrtc():
 
 
 def _load_builtins(paths, version) -> None:
-    """Load what lies beside NVRTC, which opens it by its bare name: the wheel of CUDA 13 doesn't say where it is."""
+    """Load NVRTC's library of builtins from NVRTC's folder.
+
+    NVRTC opens it by its bare name, and the wheel of CUDA 13 sets no path for it.
+    """
     for path in paths:
         builtins = Path(path).resolve().with_name("libnvrtc-builtins.so.{}.{}".format(*version))
         if builtins.exists():
@@ -112,10 +120,11 @@ def _load_builtins(paths, version) -> None:
 
 
 def compile_source(source: str, arch: str, *more: str) -> tuple[bytes, str]:
-    """Compile a source of kernels/cuda; give the binary and the compiler's log. It needs no GPU.
+    """Compile a source of kernels/cuda; return the binary and the compiler's log. It needs no GPU.
 
-    ``arch``: "sm_90" gives a cubin, "compute_90" PTX. ``more``: options of NVRTC after ``OPTIONS``. Raises
-    ``EngineUnavailable`` without CuPy or NVRTC and where NVRTC refuses the text; ``detail`` is its log then.
+    ``arch``: "sm_90" makes a cubin, "compute_90" PTX. ``more``: options of NVRTC after ``OPTIONS``.
+    Raises ``EngineUnavailable`` without CuPy or NVRTC and where NVRTC refuses the text; ``detail``
+    is its log then.
     """
     nvrtc, version = _nvrtc()
     program = nvrtc.createProgram(source_text(source), source, (), ())
@@ -135,7 +144,10 @@ def compile_source(source: str, arch: str, *more: str) -> tuple[bytes, str]:
 
 
 def _arch(index: int) -> str:
-    """What to compile for: the GPU's own code, or where NVRTC is older than it, PTX, which the driver translates."""
+    """Return what to compile for: the GPU's own architecture, or PTX if NVRTC doesn't know that.
+
+    The driver translates PTX.
+    """
     nvrtc, version = _nvrtc()
     major, minor = torch.cuda.get_device_capability(index)
     own = 10 * major + minor
@@ -152,7 +164,10 @@ def _arch(index: int) -> str:
 
 
 def _cached(source: str, arch: str) -> bytes:
-    """Give what `compile_source` gives, from the disk where it is there. A cache that can't be written does no harm."""
+    """Return the binary of `compile_source`, from the cache on disk if it is there.
+
+    A cache that can't be written is no error.
+    """
     key = hashlib.sha256(repr((source_text(source), OPTIONS, arch, _nvrtc()[1])).encode()).hexdigest()
     path = None
     if os.environ.get("CUPY_CACHE_IN_MEMORY", "") in ("", "0"):
@@ -174,7 +189,9 @@ def _cached(source: str, arch: str) -> bytes:
 
 # ---- Launching.
 class _Stream:
-    """torch's stream as CuPy's functions take one: they read ``ptr``. (CuPy's ExternalStream is deprecated.)"""
+    """torch's stream as CuPy's functions take one: they read ``ptr``. (CuPy's ExternalStream is
+    deprecated.)
+    """
 
     __slots__ = ("ptr",)
 
@@ -225,7 +242,8 @@ def _load(kernel: abi.Kernel, index: int) -> _Loaded:
                     module.load(binary)
                     _modules[kernel.source, index] = module
                 function = _modules[kernel.source, index].get_function(kernel.name)
-                # Each block gets an equal run of tiles: more than run at once would come in a second wave.
+                # Each block gets an equal run of tiles: more than run at once would come in a
+                # second wave.
                 held = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, BLOCK, 0)
         except errors as error:
             message = f"could not be loaded into GPU {index}: {error}"
@@ -242,10 +260,11 @@ def _load(kernel: abi.Kernel, index: int) -> _Loaded:
 
 
 def arguments(kernel: abi.Kernel, args, rows: Rows | None, place: Callable[[], int]) -> bytes | bytearray:
-    """Give the bytes that a CUDA kernel takes: its arguments, and behind them its table's rows where there is room.
+    """Return the bytes that a CUDA kernel takes: its arguments, and behind them its table's rows
+    where there is room.
 
-    ``rows``: of the table; None where ``args`` has their address. ``place``: gives an address where the kernel can read
-    them; it is asked where there is no room.
+    ``rows``: of the table; None where ``args`` has their address. ``place``: returns an address
+    where the kernel can read them; it is called if there is no room.
     """
     if kernel.rows_at is None:
         return bytes(args)
@@ -261,11 +280,12 @@ def arguments(kernel: abi.Kernel, args, rows: Rows | None, place: Callable[[], i
 
 
 def launch(kernel: abi.Kernel, args, device: torch.device, rows: Rows | None = None) -> None:
-    """Queue a kernel on torch's current stream of a GPU. Never waits for it; the first call compiles.
+    """Queue a kernel on torch's current stream of a GPU. Never waits for it; the first call
+    compiles.
 
-    From the second call on it can be captured in a CUDA graph. ``args`` and ``rows``, those of the table that the
-    kernel reads, are copied before this returns. Raises ``CudaError``, maybe of an earlier kernel on that GPU, as CUDA
-    does.
+    From the second call on it can be captured in a CUDA graph. ``args`` and ``rows``, those of the
+    table that the kernel reads, are copied before this returns. Raises ``CudaError``, maybe of an
+    earlier kernel on that GPU, as CUDA does.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     loaded = _loaded.get((kernel.name, index)) or _load(kernel, index)

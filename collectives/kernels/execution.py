@@ -1,4 +1,6 @@
-"""Running a kernel: on host memory by the library, on a GPU through CuPy; threads, instruction sets, statistics."""
+"""Running a kernel: on host memory by the library, on a GPU through CuPy; threads, instruction
+sets, statistics.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from ..arrays import shown
 from ..errors import EngineUnavailable, InvalidArgument
 from ..launcher import detect_launcher
 from . import abi, cuda
+from .places import check_storage
 from .rows import Rows
-from .table import check_storage
 
 __all__ = [
     "Launch",
@@ -27,18 +29,20 @@ __all__ = [
     "run",
     "set_num_threads",
     "use_isa",
-    "written",
+    "bump_versions",
 ]
 
 _library: Library | None = None
 _lock = threading.Lock()
 _threads: int | None = None
-_MANY_THREADS = (1 << 31) - 1  # what the library can be told
+_MANY_THREADS = (1 << 31) - 1  # the most that the library takes
 _MOST_THREADS = 8  # memory is fast enough for no more
 
 
 def library_path() -> str:
-    """Give the path of the host library: COLLECTIVES_HOST_LIBRARY, or the one built with this package."""
+    """Return the path of the host library: COLLECTIVES_HOST_LIBRARY, or the one built with this
+    package.
+    """
     named = os.environ.get("COLLECTIVES_HOST_LIBRARY", "").strip()
     if named:
         return os.path.abspath(named)
@@ -47,7 +51,9 @@ def library_path() -> str:
 
 
 def library() -> Library:
-    """Load the host kernels, once; raise ``EngineUnavailable`` where the library is missing or of another version."""
+    """Load the host kernels, once; raise ``EngineUnavailable`` where the library is missing or of
+    another version.
+    """
     global _library
     if _library is None:
         with _lock:
@@ -66,10 +72,11 @@ def library() -> Library:
 
 
 def use_isa(name: str | None = None) -> str:
-    """Use an instruction set's host kernels from now on, and give its name.
+    """Select the instruction set of the host kernels from now on, and return its name.
 
-    ``name``: "baseline", "avx2", "avx512", or None for COLLECTIVES_ISA's, and without that the widest of this machine.
-    All give the same bits. Raises ``InvalidArgument`` for one that isn't there.
+    ``name``: "baseline", "avx2", "avx512", or None for COLLECTIVES_ISA's, and without that the
+    widest of this processor. All compute the same bits. Raises ``InvalidArgument`` for one that
+    isn't there.
     """
     if name is not None and (not isinstance(name, str) or not name or not name.isascii() or "\0" in name):
         raise InvalidArgument(f"the instruction set must be a name, as 'avx2', or None, not {shown(name)}")
@@ -77,7 +84,9 @@ def use_isa(name: str | None = None) -> str:
 
 
 def set_num_threads(count: int | None) -> None:
-    """Let host kernels of big buffers use up to ``count`` threads; None: COLLECTIVES_KERNEL_THREADS' or free cores."""
+    """Set the most threads of a host kernel on a big buffer; None: COLLECTIVES_KERNEL_THREADS, else
+    by idle cores.
+    """
     global _threads
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= _MANY_THREADS):
         raise InvalidArgument(
@@ -87,16 +96,18 @@ def set_num_threads(count: int | None) -> None:
 
 
 def get_num_threads() -> int:
-    """Give the number of threads that the host kernels of a big buffer (1,048,576 elements and more) may use.
+    """Return the number of threads that the host kernels of a big buffer (1,048,576 elements and
+    more) may use.
 
-    That is what `set_num_threads` or COLLECTIVES_KERNEL_THREADS says; else one for each core that this process may use,
-    divided by the number of ranks on this machine and at most 8, of which each call takes as many as cores are idle.
+    That is what `set_num_threads` or COLLECTIVES_KERNEL_THREADS says; else one for each core that
+    this process may use, divided by the number of ranks on this node and at most 8. Each call uses
+    as many of them as cores are idle.
     """
     return abs(_thread_limit())
 
 
 def _thread_limit() -> int:
-    """Give collKernelRun's number of threads: a negative one also asks for idle cores."""
+    """Return collKernelRun's number of threads: a negative one also asks for idle cores."""
     if _threads is not None:
         return _threads
     named = os.environ.get("COLLECTIVES_KERNEL_THREADS", "").strip()
@@ -112,16 +123,16 @@ def _free_threads() -> int:
     try:
         identity = detect_launcher()
     except InvalidArgument:
-        return 1  # a job whose variables contradict each other; init() tells its user
+        return 1  # the job's variables contradict each other; init() reports that
     ranks = identity.local_size or identity.size
     return max(1, min(len(os.sched_getaffinity(0)) // ranks, _MOST_THREADS))
 
 
 class Launch:
-    """A kernel with its arguments, checked: to be run again while all that it reads and writes stays where it is.
+    """A kernel with its checked arguments, to be run any number of times.
 
-    It holds the arrays, and leaves it to its owner to see that their memory isn't exchanged (``resize_``, ``.data``)
-    and to move the version counters of what is written.
+    It holds the arrays. Its owner must make sure that their memory isn't exchanged (``resize_``,
+    ``.data``), and must move the version counters of what is written.
     """
 
     __slots__ = ("_device", "_held", "_kernel", "_rows", "args")
@@ -138,10 +149,11 @@ class Launch:
 
 
 def run(kernel: abi.Kernel, args, device: torch.device, rows: Rows | None = None) -> None:
-    """Run a kernel. On the host it is done when this returns; on a GPU it is queued on torch's current stream.
+    """Run a kernel. On the host it is done when this returns; on a GPU it is queued on torch's
+    current stream.
 
-    ``rows``: of the table that the kernel reads. ``args`` has their address on the host; without ``rows``, the address
-    of some that are there for the kernel until it is done.
+    ``rows``: of the table that the kernel reads. ``args`` has their address on the host; without
+    ``rows``, the address of some that are there for the kernel until it is done.
     """
     if device.type == "cpu":
         run_on_host(kernel, args, rows)
@@ -149,8 +161,10 @@ def run(kernel: abi.Kernel, args, device: torch.device, rows: Rows | None = None
         cuda.launch(kernel, args, device, rows)
 
 
-def written(arrays) -> None:
-    """Move the version counters of torch tensors that a kernel has written; inference tensors have none."""
+def bump_versions(arrays) -> None:
+    """Increment the version counters of torch tensors that a kernel has written; inference tensors
+    have none.
+    """
     increment_version([each for each in arrays if isinstance(each, torch.Tensor) and not each.is_inference()])
 
 
@@ -160,12 +174,13 @@ def run_on_host(kernel: abi.Kernel, args, rows: Rows | None = None) -> None:
 
 
 class Statistics:
-    """The sum of squares and the number of non-finite values that a kernel found on its way.
+    """The sum of squares and the number of non-finite values that a kernel finds in its pass.
 
-    ``sum_of_squares``: float64, ``nonfinite``: int64, both of one element on ``device``; each call that is given this
-    object overwrites them. Squares are of the values after scaling and before rounding, taken and added in fp32 (fp64
-    for fp64) inside of tiles of 4,096 elements, then in fp64, in an order that depends on neither device nor threads. A
-    value counts as non-finite also where rounding it to the destination's type makes it infinite.
+    ``sum_of_squares``: float64, ``nonfinite``: int64, both of one element on ``device``; each call
+    that gets this object overwrites them. Squares are of the values after scaling and before
+    rounding, taken and added in fp32 (fp64 for fp64) inside of tiles of 4,096 elements, then in
+    fp64, in an order that depends on neither device nor threads. A value counts as non-finite also
+    where rounding it to the destination's type makes it infinite.
 
     On a GPU the results are there for whatever follows on the same stream; use one object a stream.
     """
@@ -185,15 +200,17 @@ class Statistics:
         """The square root of the sum of squares, float64, one element; no wait for the GPU."""
         return self.sum_of_squares.sqrt()
 
-    def begin(self, work: abi.Work, device: torch.device, op: str, meets=None) -> None:
-        """Give a kernel places for its tiles' shares. ``meets``: whether it writes to (address, bytes)."""
+    def begin(self, work: abi.Work, device: torch.device, op: str, overlaps=None) -> None:
+        """Set where a kernel writes the sums of its tiles. ``overlaps``: whether it also writes to
+        (address, bytes).
+        """
         if device != self.device:
             raise InvalidArgument(f"the statistics are on {self.device}, the arrays on {device}", op=op)
         for name in ("sum_of_squares", "nonfinite"):
             tensor = getattr(self, name)
             ptr = tensor.data_ptr()
             check_storage(tensor, ptr, f"the statistics' {name}", op)
-            if meets is not None and meets(ptr, 8):
+            if overlaps is not None and overlaps(ptr, 8):
                 raise InvalidArgument(f"the statistics' {name} lies inside of what is written: use other memory", op=op)
         if self._sums.numel() < work.tiles:
             self._sums = torch.empty(work.tiles, dtype=torch.float64, device=device)
@@ -213,7 +230,7 @@ class Statistics:
                 tensor.record_stream(stream)
 
     def finish(self, tiles: int) -> None:
-        """Add up the tiles' shares."""
+        """Add up the sums of the tiles."""
         args = abi.FinishArgs(
             abi.Work(1, self._sums.data_ptr(), self._bad.data_ptr()),
             tiles,

@@ -1,4 +1,6 @@
-"""Wire formats: values to buffers of 1 or 2 bytes a value and back, with error feedback and rounding at random."""
+"""Wire formats: values to buffers of 1 or 2 bytes a value and back, with error feedback and
+stochastic rounding.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,12 @@ import torch
 
 from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
-from ..layout import WIRE_BLOCKS, WIRE_FORMATS, WireLayout, tiles_of, wire_layout
+from ..layout import WIRE_BLOCKS, WIRE_FORMATS, WireLayout, count_tiles, wire_layout
 from . import abi
-from .execution import Launch, Statistics, written
+from .dtypes import FLOATING, FP32_OVERFLOW
+from .execution import Launch, Statistics, bump_versions
+from .places import HeldArrays, check_storage, device_of
 from .rows import Rows
-from .table import FLOATING, FLOATS_END, Held, check_storage, device_of
 
 __all__ = [
     "WireTable",
@@ -42,11 +45,12 @@ _POSITIONS = 1 << 63
 
 
 class WireTable:
-    """Wire buffers that are read together, kept for many calls: their addresses lie where the kernel reads them.
+    """Wire buffers that are summed together, checked once for many calls.
 
-    ``wires``: uint8 arrays on one device, in the order in which they are summed. The table holds on to them. One whose
-    memory has moved since (``resize_``, ``.data = ...``), or whose size or strides were changed, is an
-    ``InvalidArgument`` when the table is used.
+    ``wires``: uint8 arrays on one device, in the order in which they are summed. The table holds
+    them, and has their addresses where the kernel reads them. One whose memory has moved since
+    (``resize_``, ``.data = ...``), or whose size or strides were changed, is an ``InvalidArgument``
+    when the table is used.
     """
 
     def __init__(self, wires: Iterable):
@@ -87,7 +91,7 @@ class WireTable:
                 )
         self.nbytes = sizes[0]
         needs = [check_storage(array, 0, f"wire {index}", op) for index, array in enumerate(self._arrays)]
-        self._held = Held(
+        self._held = HeldArrays(
             tuple(self._arrays), [place.ptr for place in self._places], [place.count for place in self._places], needs
         )
         self.rows = None  # a single wire needs none
@@ -96,7 +100,7 @@ class WireTable:
             self.rows = Rows(addresses, self.device)
 
     def _check_addresses(self, op):
-        index = self._held.moved()
+        index = self._held.find_moved()
         if index is not None:
             raise InvalidArgument(
                 f"wire {index} has been freed or has moved since the table was made, or its size or strides were "
@@ -133,21 +137,23 @@ def quantize(
 ) -> None:
     """Round values to a wire format, with error feedback.
 
-    ``source``: any floating dtype, n elements. ``wire``: uint8, ``layout.wire_layout(n, format, block).nbytes`` bytes,
-    at an address that is a multiple of 4; all of it is written, the padding with 0. ``scale``: a float, or a float32
-    array of one element on the same device, read when the kernel runs. ``residual``: float32 or bfloat16, n elements,
-    or None.
+    ``source``: any floating dtype, n elements. ``wire``: uint8, ``layout.wire_layout(n, format,
+    block).nbytes`` bytes, at an address that is a multiple of 4; all of it is written, the padding
+    with 0. ``scale``: a float, or a float32 array of one element on the same device, read when the
+    kernel runs. ``residual``: float32 or bfloat16, n elements, or None.
 
-    What is sent is x = source * scale + residual, in fp32. Of fp8 and int8 each ``block`` values share the scale
-    s = max |x| / 448 (e4m3), 57,344 (e5m2) or 127 (int8), and an element is x / s, rounded. fp16 and bf16 are a plain
-    cast. The residual becomes x less what the receiver will see (Seide 2014, Karimireddy 2019): what was lost in this
-    step is added in the next one, so that all that has ever been sent differs from the sum of the inputs by the
-    residual alone, up to 2^-24 of each x and of each residual (2^-9 where it is kept in bf16).
+    What is sent is x = source * scale + residual, in fp32. Of fp8 and int8 each ``block`` values
+    share the scale s = max |x| / 448 (e4m3), 57,344 (e5m2) or 127 (int8), and an element is x / s,
+    rounded. fp16 and bf16 are a plain cast. The residual becomes x less what the receiver decodes
+    (Seide 2014, Karimireddy 2019): the rounding error of this step is added in the next one, so
+    that all that has ever been sent differs from the sum of the inputs by the residual alone, up to
+    2^-24 of each x and of each residual (2^-9 where it is kept in bf16).
 
-    Rounding is to nearest, ties to even; with a ``seed`` (0 to 2^64 - 1) at random, up with a probability that is the
-    distance from the lower neighbour, so that the mean is x. Element i draws bits of Philox4x32-10 (Salmon 2011) by
-    ``position`` + i: the parts of one tensor that are quantized apart draw what the whole would. The same bits on all
-    devices. Take another seed in each step.
+    Rounding is to nearest, ties to even; with a ``seed`` (0 to 2^64 - 1) at random, up with a
+    probability that is the distance from the lower neighbour, so that the mean is x. Element i
+    draws bits of Philox4x32-10 (Salmon 2011) by ``position`` + i: the parts of one tensor that are
+    quantized apart draw what the whole would. The same bits on all devices. Take another seed in
+    each step.
 
     Bounds: |x - carried| <= s / 2 (int8), |x| / 16 + s / 1,024 (e4m3), |x| / 8 + s / 131,072 (e5m2),
     |x| / 2,048 + 2^-25 (fp16), |x| / 256 + 2^-134 (bf16), each times 1 + 2^-14, plus 2^-149; at random twice that.
@@ -155,7 +161,8 @@ def quantize(
     value that isn't finite has the scale NaN, and all of it arrives as NaN; the residual of the block stays as it was.
     fp16 and bf16: what overflows arrives as infinity, and the residual of that element stays as it was.
 
-    On the host it is done on return; on a GPU it is queued on torch's current stream. Raises ``InvalidArgument``.
+    On the host it is done on return; on a GPU it is queued on torch's current stream. Raises
+    ``InvalidArgument``.
     """
     launch = plan_quantize(
         source, wire, format=format, block=block, scale=scale, residual=residual, seed=seed, position=position
@@ -165,7 +172,9 @@ def quantize(
 
 
 def plan_quantize(source, wire, *, format, block=256, scale=1.0, residual=None, seed=None, position=0) -> Launch:
-    """Check everything and give the quantization as a `Launch`; another seed may be set in ``launch.args.to``."""
+    """Check everything and return the quantization as a `Launch`; another seed may be set in
+    ``launch.args.to``.
+    """
     op = "quantize"
     device = _device_of(source, op)
     reader = Reader(device, owner="source")
@@ -173,9 +182,9 @@ def plan_quantize(source, wire, *, format, block=256, scale=1.0, residual=None, 
     layout = _layout(values.count, format, block, op)
     factor = _scale(scale, reader, op)
     to, places = _encoder(wire, residual, values.count, layout, format, block, seed, position, reader, op)
-    _apart(places, {"source": values} | factor.read, op)
+    _check_overlaps(places, {"source": values} | factor.read, op)
     args = abi.QuantizeArgs(
-        abi.Work(tiles_of(values.count), 0, 0), to, values.ptr, factor.ptr, factor.value, values.code, 0
+        abi.Work(count_tiles(values.count), 0, 0), to, values.ptr, factor.ptr, factor.value, values.code, 0
     )
     return Launch(abi.QUANTIZE, args, device, (source, wire, scale, residual))
 
@@ -183,13 +192,15 @@ def plan_quantize(source, wire, *, format, block=256, scale=1.0, residual=None, 
 def dequantize(
     wire, out, *, format: str, block: int = 256, scale=1.0, add: bool = False, statistics: Statistics | None = None
 ) -> None:
-    """Give the values of a wire buffer.
+    """Return the values of a wire buffer.
 
-    out = element * s * scale, in fp32, rounded once to ``out``'s dtype (any floating one); with ``add`` it is added to
-    what is there. ``wire``: as `quantize` wrote it for as many values as ``out`` has. ``statistics``: see `Statistics`;
-    a block that was sent with a value that isn't finite counts as a whole. It is `reduce_wires` of one wire.
+    out = element * s * scale, in fp32, rounded once to ``out``'s dtype (any floating one); with
+    ``add`` it is added to what is there. ``wire``: as `quantize` wrote it for as many values as
+    ``out`` has. ``statistics``: see `Statistics`; a block that was sent with a value that isn't
+    finite counts as a whole. It is `reduce_wires` of one wire.
 
-    On the host it is done on return; on a GPU it is queued on torch's current stream. Raises ``InvalidArgument``.
+    On the host it is done on return; on a GPU it is queued on torch's current stream. Raises
+    ``InvalidArgument``.
     """
     _decode([wire], out, format, block, scale, None, add, statistics, "dequantize")
 
@@ -207,8 +218,9 @@ def reduce_wires(
 ) -> None:
     """Sum the values of wire buffers into an array, in one pass.
 
-    out = (wires[0] + wires[1] + ...) / average_over * scale, summed in fp32 in this order and rounded once to ``out``'s
-    dtype (any floating one). ``wires``: a sequence of uint8 arrays, or a `WireTable`. Otherwise as `dequantize`.
+    out = (wires[0] + wires[1] + ...) / average_over * scale, summed in fp32 in this order and
+    rounded once to ``out``'s dtype (any floating one). ``wires``: a sequence of uint8 arrays, or a
+    `WireTable`. Otherwise as `dequantize`.
     """
     _decode(wires, out, format, block, scale, average_over, add, statistics, "reduce_wires")
 
@@ -228,11 +240,12 @@ def requantize(
 ) -> None:
     """Sum the values of wire buffers and round the sum to one wire buffer, in one pass.
 
-    The middle of a compressed all-reduce: the bits are those of `reduce_wires` into fp32 and `quantize` of that, with
-    nothing in between written to memory. ``wires``: a sequence of uint8 arrays, or a `WireTable`, each of ``count``
-    values, as they were quantized: a size of wire fits several counts, and elements past the wires' own are padding;
-    ``out``: one more such buffer, or one of them. All have one format and block. ``residual``, ``seed``,
-    ``position`` and the bounds: see `quantize`; there x = sum / average_over * scale + residual.
+    The middle of a compressed all-reduce: the bits are those of `reduce_wires` into fp32 and
+    `quantize` of that, with nothing in between written to memory. ``wires``: a sequence of uint8
+    arrays, or a `WireTable`, each of ``count`` values, as they were quantized: a size of wire fits
+    several counts, and elements past the wires' own are padding; ``out``: one more such buffer, or
+    one of them. All have one format and block. ``residual``, ``seed``, ``position`` and the bounds:
+    see `quantize`; there x = sum / average_over * scale + residual.
     """
     launch = plan_requantize(
         wires, out, count=count, format=format, block=block, scale=scale, average_over=average_over, residual=residual,
@@ -245,19 +258,21 @@ def requantize(
 def plan_requantize(
     wires, out, *, count, format, block=256, scale=1.0, average_over=None, residual=None, seed=None, position=0
 ) -> Launch:
-    """Check everything and give the requantization as a `Launch`, as `plan_quantize` does."""
+    """Check everything and return the requantization as a `Launch`, as `plan_quantize` does."""
     op = "requantize"
     count = _whole(count, "count", 0, _POSITIONS - 1, op)
     layout = _layout(count, format, block, op)
     table, reader, read, from_ = _decoder(wires, count, layout, format, block, scale, average_over, op)
     to, places = _encoder(out, residual, count, layout, format, block, seed, position, reader, op, wire_is="out")
-    _apart(places, read, op, in_place="out")
-    args = abi.RequantizeArgs(abi.Work(tiles_of(count), 0, 0), from_, to)
+    _check_overlaps(places, read, op, in_place="out")
+    args = abi.RequantizeArgs(abi.Work(count_tiles(count), 0, 0), from_, to)
     return Launch(abi.REQUANTIZE, args, table.device, (table, out, scale, residual), table.rows)
 
 
 def plan_dequantize(wire, out, *, format, block=256, scale=1.0) -> Launch:
-    """Check everything and give the dequantization as a `Launch`, which doesn't move ``out``'s version counter."""
+    """Check everything and return the dequantization as a `Launch`, which doesn't move ``out``'s
+    version counter.
+    """
     return _plan_decode([wire], out, format, block, scale, None, False, None, "dequantize")[0]
 
 
@@ -266,10 +281,10 @@ def _decode(wires, out, format, block, scale, average_over, add, statistics, op)
     args = launch.args
     tiles = args.work.tiles
     if statistics is not None:
-        statistics.begin(args.work, device, op, values.meets)
+        statistics.begin(args.work, device, op, values.overlaps)
     if tiles:
         launch()
-        written([out])
+        bump_versions([out])
     if statistics is not None:
         statistics.finish(tiles)
 
@@ -281,16 +296,18 @@ def _plan_decode(wires, out, format, block, scale, average_over, add, statistics
     table, _, read, from_ = _decoder(wires, values.count, layout, format, block, scale, average_over, op)
     if table.device != device:
         raise InvalidArgument(f"out is on {device}, the wires on {table.device}: they must be on one device", op=op)
-    _apart({"out": values}, read, op)
+    _check_overlaps({"out": values}, read, op)
     if statistics is not None and not isinstance(statistics, Statistics):
         raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)
-    work = abi.Work(tiles_of(values.count), 0, 0)
+    work = abi.Work(count_tiles(values.count), 0, 0)
     args = abi.DequantizeArgs(work, from_, values.ptr, values.code, abi.ADD if add else 0)
     return Launch(abi.DEQUANTIZE, args, device, (table, out, scale), table.rows), device, values
 
 
 def _decoder(wires, count, layout: WireLayout, format, block, scale, average_over, op):
-    """Give the table of the wires, a reader for their device, what is read, and the kernel's arguments about that."""
+    """Return the table of the wires, a reader for their device, what is read, and the kernel's
+    arguments about that.
+    """
     table = WireTable._of(wires, op)
     if table.nbytes != layout.nbytes:
         which = "wire" if op == "dequantize" else "wire 0"
@@ -308,7 +325,9 @@ def _decoder(wires, count, layout: WireLayout, format, block, scale, average_ove
 
 
 def _encoder(wire, residual, count, layout, format, block, seed, position, reader, op, wire_is="wire"):
-    """Give the kernel's arguments about the wire that is written, and the places that they cover."""
+    """Return the kernel's arguments about the wire that is written, and the places that they
+    cover.
+    """
     place = _wire_place(reader, wire, op, wire_is, writes=True)
     if place.nbytes != layout.nbytes:
         raise InvalidArgument(_wrong_size(wire_is, place.nbytes, count, layout, format, block), op=op)
@@ -384,7 +403,7 @@ def _aligned(place: Place, alignment, what, op) -> Place:
 
 def _device_of(array, op) -> torch.device:
     device = device_of(array)
-    return torch.device("cpu") if device.type == "meta" else device  # what is wrong with it is told later
+    return torch.device("cpu") if device.type == "meta" else device  # a later check refuses it
 
 
 def _scale(scale, reader: Reader, op) -> _Scale:
@@ -395,7 +414,7 @@ def _scale(scale, reader: Reader, op) -> _Scale:
             value = math.inf
         if not math.isfinite(value):
             raise InvalidArgument(f"scale must be finite, not {shown(scale)}", op=op)
-        if abs(value) >= FLOATS_END:
+        if abs(value) >= FP32_OVERFLOW:
             raise InvalidArgument(f"scale {value} is infinite in fp32, in which values are multiplied", op=op)
         return _Scale(value, None)
     if scale is None or isinstance(scale, bool | str | bytes):
@@ -418,8 +437,10 @@ def _whole(value, what, least, most, op) -> int:
     return number
 
 
-def _apart(written: dict[str, Place], read: dict[str, Place], op, in_place: str | None = None) -> None:
-    """Refuse overlaps of what is written with anything else, but for `in_place`, which may be just one of the wires."""
+def _check_overlaps(written: dict[str, Place], read: dict[str, Place], op, in_place: str | None = None) -> None:
+    """Refuse overlaps of what is written with anything else, except that ``in_place`` may be one of
+    the wires.
+    """
     seen: dict[str, Place] = {}
     for name, place in written.items():
         apart = {

@@ -1,4 +1,4 @@
-"""reduce_n: n arrays into one in one pass, with scale, cast, norm and health check."""
+"""reduce_n: n arrays into one in one pass, with scale, cast, norm and count of non-finite values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
-from .execution import Statistics, run, written
+from .dtypes import FLOATING, FP32_OVERFLOW
+from .execution import Statistics, bump_versions, run
+from .places import HeldArrays, check_storage, device_of
 from .rows import Rows
-from .table import FLOATING, FLOATS_END, Held, check_storage, device_of, read_scale
+from .scalars import read_scale
 
 __all__ = ["Sources", "kernel_of", "reduce_n"]
 
@@ -38,10 +40,12 @@ _KERNELS = {
 
 
 class Sources:
-    """The arrays of a reduction, checked once, and the table of their addresses where the kernel can read it.
+    """The arrays of a reduction, checked once, and the table of their addresses where the kernel
+    can read it.
 
-    ``sources``: from one up, with no limit, torch, NumPy or CuPy arrays of one dtype, size and device, which are kept
-    alive. Raises ``InvalidArgument``, which names the first array that won't do.
+    ``sources``: from one up, with no limit, torch, NumPy or CuPy arrays of one dtype, size and
+    device, which are kept alive. Raises ``InvalidArgument``, which names the first array that can't
+    be used.
     """
 
     def __init__(self, sources: Iterable):
@@ -53,7 +57,7 @@ class Sources:
         reader = Reader(device_of(self.arrays[0]), owner="source 0")
         places = [_placed(reader, array, f"source {i}") for i, array in enumerate(self.arrays)]
         first = places[0]
-        reader.reducible(first, _OP)
+        reader.check_reducible(first, _OP)
         for i, place in enumerate(places):
             if place.dtype != first.dtype:
                 raise _wrong(f"source {i} is {place.dtype} and source 0 is {first.dtype}: all must have one dtype")
@@ -67,7 +71,7 @@ class Sources:
         self.rows = Rows(addresses, self.device)
         self._by_address = sorted((place.ptr, i) for i, place in enumerate(places))
         needs = [check_storage(array, 0, f"source {i}", _OP) for i, array in enumerate(self.arrays)]
-        self._held = Held(self.arrays, [place.ptr for place in places], [place.count for place in places], needs)
+        self._held = HeldArrays(self.arrays, [place.ptr for place in places], [place.count for place in places], needs)
 
     def __reduce__(self):
         return type(self), (self.arrays,)  # a copy's arrays lie elsewhere
@@ -78,8 +82,8 @@ class Sources:
         return DTYPE_NAMES[self.code]
 
     def verify(self) -> None:
-        """Raise ``InvalidArgument`` where an array's memory was given back or exchanged since."""
-        i = self._held.moved()
+        """Raise ``InvalidArgument`` if an array's memory has been freed or exchanged since."""
+        i = self._held.find_moved()
         if i is not None:
             raise _wrong(
                 f"source {i} was freed or got other memory since this table was made, or its size or strides were "
@@ -87,7 +91,9 @@ class Sources:
             )
 
     def overlapped_by(self, out: Place) -> int | None:
-        """Give the index of a source that ``out`` overlaps without being just that source; None: there is none."""
+        """Return the index of a source that ``out`` overlaps without being just that source; None:
+        there is none.
+        """
         if not out.nbytes:
             return None
         first = bisect_right(self._by_address, (out.ptr - self.nbytes, len(self.arrays)))
@@ -108,23 +114,26 @@ def reduce_n(
 ) -> None:
     """Reduce n arrays into one, element by element, times ``scale`` and cast to ``out``'s dtype.
 
-    ``sources``: arrays of one dtype, size and device (torch, NumPy, CuPy), or a `Sources` made of them, which saves the
-    checks. ``out``: an array of that size and device; of any floating dtype
-    (fp64, fp32, fp16, bf16, fp8 e4m3 and e5m2) where the sources are floating, of their dtype where they are integers.
-    It may be one of the sources as a whole, and must not overlap one otherwise. ``op``: "sum", "prod", "min", "max", or
-    "avg", which divides the sum by n. ``scale``: for floating types; a finite number, or an fp32 tensor of one element
-    on the device, read when the kernel runs. ``statistics``: for floating types; gets the sum of squares and the count
-    of non-finite elements.
+    ``sources``: arrays of one dtype, size and device (torch, NumPy, CuPy), or a `Sources` made of
+    them, which saves the checks. ``out``: an array of that size and device; of any floating dtype
+    (fp64, fp32, fp16, bf16, fp8 e4m3 and e5m2) where the sources are floating, of their dtype where
+    they are integers. It may be one of the sources as a whole, and must not overlap one otherwise.
+    ``op``: "sum", "prod", "min", "max", or "avg", which divides the sum by n. ``scale``: for
+    floating types; a finite number, or an fp32 tensor of one element on the device, read when the
+    kernel runs. ``statistics``: for floating types; gets the sum of squares and the count of
+    non-finite elements.
 
-    Elements are reduced in the order of the sources, in fp32 (fp64 where sources or ``out`` are); then averaged, then
-    multiplied by the scale; here the statistics are taken; and rounded to ``out``'s dtype once, to nearest even; fp8
-    saturates. Integers wrap, and their average truncates toward zero. min and max give NaN where any source has it. The
-    bits are the same on every device, but for the sign and payload of a NaN. Before that last rounding a sum is off by
-    at most (n - 1) * 2^-24 (fp64: 2^-53) of the sum of the magnitudes, to first order (N. Higham, Accuracy and
-    Stability of Numerical Algorithms, 2002, section 4.2), and an average or a scale adds 2^-24 of the result.
+    Elements are reduced in the order of the sources, in fp32 (fp64 where sources or ``out`` are);
+    then averaged, then multiplied by the scale; here the statistics are taken; and rounded to
+    ``out``'s dtype once, to nearest even; fp8 saturates. Integers wrap, and their average truncates
+    toward zero. min and max are NaN where any source is. The bits are the same on every device, but
+    for the sign and payload of a NaN. Before that last rounding a sum is off by at most (n - 1) *
+    2^-24 (fp64: 2^-53) of the sum of the magnitudes, to first order (N. Higham, Accuracy and
+    Stability of Numerical Algorithms, 2002, section 4.2), and an average or a scale adds 2^-24 of
+    the result.
 
-    On the host it is done when this returns; on a GPU it is queued on torch's current stream. Raises
-    ``InvalidArgument`` before anything is written. Autograd doesn't see what is written.
+    On the host it is done when this returns; on a GPU it is queued on torch's current stream.
+    Raises ``InvalidArgument`` before anything is written. Autograd doesn't see what is written.
     """
     if isinstance(sources, Sources):
         table = sources
@@ -138,7 +147,7 @@ def reduce_n(
     _check_out(table, place)
     floating = table.code in FLOATING
     scale_at = 0
-    if type(scale) is not float or not -FLOATS_END < scale < FLOATS_END or not floating:
+    if type(scale) is not float or not -FP32_OVERFLOW < scale < FP32_OVERFLOW or not floating:
         scale, scale_at = _parse_scale(scale, reader, place, floating, _F64 in (table.code, place.code))
     args = abi.ReduceArgs(
         abi.Work(-(-table.count // TILE), 0, 0), table.rows.address, len(table.arrays), place.ptr, table.count,
@@ -149,16 +158,18 @@ def reduce_n(
             raise _wrong(f"statistics must be a Statistics, not {type(statistics).__name__}")
         if not floating:
             raise _wrong(f"statistics are for floating types, and the sources are {table.dtype}: leave them out")
-        statistics.begin(args.work, table.device, _OP, place.meets)
+        statistics.begin(args.work, table.device, _OP, place.overlaps)
     if args.work.tiles:
         run(kernel_of(table.code, place.code), args, table.device, table.rows)
-        written([out])
+        bump_versions([out])
     if statistics is not None:
         statistics.finish(args.work.tiles)
 
 
 def kernel_of(source: int, out: int) -> abi.Kernel:
-    """Give the kernel that reduces arrays of one dtype into one of another; dtypes are NCCL's codes."""
+    """Return the kernel that reduces arrays of one dtype into one of another; dtypes are NCCL's
+    codes.
+    """
     return abi.REDUCE_WIDE if out == _F64 and source != _F64 else _KERNELS[DTYPE_NAMES[source]]
 
 
@@ -189,12 +200,12 @@ def _check_out(table: Sources, out: Place) -> None:
 
 
 def _parse_scale(scale, reader: Reader, out: Place, floating: bool, wide: bool) -> tuple[float, int]:
-    """Give a scale as a number, and the address of one more factor or 0."""
+    """Return a scale as a number, and the address of one more factor or 0."""
     number, place = read_scale(scale, reader, wide or not floating, _OP)
     if not floating and (place is not None or number != 1):
         raise _wrong("a scale is for floating types, and the sources are integers: leave it out")
     if place is None:
         return number, 0
-    if out.meets(place.ptr, 4):
+    if out.overlaps(place.ptr, 4):
         raise _wrong("the scale lies inside of out: use a copy of it")
     return number, place.ptr

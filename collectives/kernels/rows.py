@@ -1,6 +1,8 @@
-"""The rows of a table on their way to a kernel: by value in its arguments, or where they are too many, by a copy.
+"""Rows of a table for a kernel: passed by value in its arguments, or copied to the GPU where they
+are too many.
 
-A copy goes through pinned memory on the stream of the kernel that reads it, so that nobody waits for it.
+A copy goes through pinned memory on the stream of the kernel that reads it, so that the host never
+waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _LEAST = 12  # the smallest pinned buffer has 1 << 12 bytes
 class Rows:
     """The rows of one table, an array on the host, for kernels on ``device``.
 
-    ``array``: contiguous; it may be written to while no kernel of the host reads it, with `changed` called afterwards.
+    ``array``: contiguous; it may be written to while no kernel of the host reads it, with `changed`
+    called afterwards.
     """
 
     __slots__ = ("_copies", "address", "array", "device", "nbytes")
@@ -35,14 +38,15 @@ class Rows:
         self._copies: dict[int, torch.Tensor] = {}  # by stream: on the GPU
 
     def changed(self) -> None:
-        """Forget the copies: the array has other values now."""
+        """Drop the copies: the array has new values."""
         self._copies = {}
 
     def on_device(self) -> torch.Tensor:
-        """Give the rows on the GPU for a kernel on the current stream; to be held until the kernel has been queued.
+        """Return the rows on the GPU for a kernel on the current stream; to be held until the
+        kernel has been queued.
 
-        Each stream has a copy of its own, so that none has to wait for another. One that is made in a capture is part
-        of the graph, and is not used outside of it.
+        Each stream has a copy of its own, so that none has to wait for another. One that is made in
+        a capture is part of the graph, and is not used outside of it.
         """
         with torch.cuda.device(self.device):
             if torch.cuda.is_current_stream_capturing():

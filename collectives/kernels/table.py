@@ -1,33 +1,25 @@
-"""Tables: what a kernel must know of many tensors and of their places in one flat buffer, checked once."""
+"""Tables of tensors and their places in one flat buffer, checked once, as the kernels read them."""
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterable, Sequence
-from numbers import Real
 from operator import add, lt, mul
 
 import numpy
 import torch
 
-from ..arrays import DTYPE_NAMES, TORCH_CODES, Place, Reader, shown
+from ..arrays import DTYPE_NAMES, TORCH_CODES, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import ALIGNMENT, TILE, bucket_layout, check_offsets
 from ..torch_compat import TensorBase
 from . import abi
+from .dtypes import CODES, FLOATING, WIDTHS, name_and_width
+from .places import HeldArrays, check_storage, device_of, place_of
 from .rows import Rows
 
-__all__ = ["FLOATING", "FLOATS_END", "Held", "Table", "check_storage", "device_of", "read_scale"]
+__all__ = ["Table"]
 
-CODES = {name: code for code, name in DTYPE_NAMES.items()}
-FLOATING = frozenset(code for name, code in CODES.items() if "float" in name)  # what the kernels cast
-FLOATS_END = float((1 << 128) - (1 << 103))  # the numbers from here on are rounded to infinity in fp32
 _BYTE, _DOUBLE = CODES["uint8"], CODES["float64"]
-_WIDTHS = numpy.zeros(abi.OPAQUE + ALIGNMENT + 1, dtype=numpy.int64)  # bytes of an element, by its type
-_WIDTHS[list(TORCH_CODES.values())] = [dtype.itemsize for dtype in TORCH_CODES]
-_WIDTHS[abi.OPAQUE :] = range(ALIGNMENT + 1)
-_HOST = torch.device("cpu")
 
 # Attributes as functions, so that map goes through hundreds of tensors without a Python frame.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -54,61 +46,25 @@ _PAIRS = {
 }
 
 
-class Held:
-    """Arrays whose addresses a table keeps, and a look whether they still lie there.
-
-    ``needs``: for each array the bytes that its storage must have, as `check_storage` gives them.
-    """
-
-    __slots__ = ("_counts", "_needs", "_pointers", "all_torch", "arrays")
-
-    def __init__(self, arrays: tuple, pointers: list[int], counts: list[int], needs: list[int]):
-        self.arrays = arrays
-        self._pointers = pointers
-        self._counts = counts
-        self._needs = needs
-        self.all_torch = all(isinstance(array, torch.Tensor) for array in arrays)
-
-    def moved(self) -> int | None:
-        """Give the index of an array that has been freed, moved, resized or restrided; None: all are as they were."""
-        arrays = self.arrays
-        if self.all_torch:
-            try:
-                if (
-                    list(map(_data_ptr, arrays)) == self._pointers
-                    and list(map(_numel, arrays)) == self._counts
-                    and all(map(_is_contiguous, arrays))
-                    and not any(map(lt, map(len, map(_storage, arrays)), self._needs))
-                ):
-                    return None
-            except RuntimeError:  # under vmap or grad
-                pass
-        for index, array in enumerate(arrays):
-            try:
-                if _place(array) != (self._pointers[index], self._counts[index], True):
-                    return index
-                check_storage(array, self._pointers[index], "", "")
-            except (RuntimeError, InvalidArgument):
-                return index
-        return None
-
-
 class Table:
-    """Tensors and their places in a flat buffer, made once for any number of ``pack`` and ``unpack`` calls.
+    """Tensors and their places in a flat buffer, made once for any number of ``pack`` and
+    ``unpack`` calls.
 
-    ``tensors``: torch tensors, NumPy or CuPy arrays, contiguous, all on one device, of any sizes from 0 elements.
-    ``dtype``: of the flat buffer. With a floating one (float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2)
-    the tensors may have any of these types and are cast; with another one they must have the same and are copied.
-    ``torch.uint8`` takes tensors of all types, as bytes: the state of a module in one buffer, say.
-    ``offsets``: of each tensor's first element, in elements of the flat buffer, in any order and with any gaps; without
-    them each tensor begins at the next multiple of 16 bytes.
+    ``tensors``: torch tensors, NumPy or CuPy arrays, contiguous, all on one device, of any sizes
+    from 0 elements. ``dtype``: of the flat buffer. With a floating one (float64, float32, float16,
+    bfloat16, float8_e4m3fn, float8_e5m2) the tensors may have any of these types and are cast; with
+    another one they must have the same and are copied. ``torch.uint8`` takes tensors of all types,
+    as bytes: the state of a module in one buffer, say. ``offsets``: of each tensor's first element,
+    in elements of the flat buffer, in any order and with any gaps; without them each tensor begins
+    at the next multiple of 16 bytes.
 
-    A table holds its tensors, and each call checks that they still lie where they did. A short one goes to a GPU with
-    each launch; a longer one is copied there at its first use on each stream. Nobody waits for that. Raises
-    ``InvalidArgument``, which names the tensor's index.
+    A table holds its tensors, and each call checks that they still lie where they did. A short one
+    is passed to a GPU with each launch; a longer one is copied there at its first use on each
+    stream. The host waits for neither. Raises ``InvalidArgument``, which names the tensor's index.
 
-    Attributes: ``tensors``, ``dtype``, ``device``, ``offsets``, ``total`` (elements that the flat buffer must have at
-    least, with the last tensor's padding), ``nbytes`` (the same in bytes), ``len()``.
+    Attributes: ``tensors``, ``dtype``, ``device``, ``offsets``, ``total`` (elements that the flat
+    buffer must have at least, with the last tensor's padding), ``nbytes`` (the same in bytes),
+    ``len()``.
     """
 
     def __init__(self, tensors: Iterable, dtype: torch.dtype, *, offsets: Sequence[int] | None = None):
@@ -131,18 +87,18 @@ class Table:
         # A copy's tensors lie elsewhere, so its addresses are other ones.
         return _make_again, (type(self), self.tensors, self.dtype, None if self._pads else self.offsets)
 
-    # ---- Making one.
+    # ---- Construction.
     def _make(self, tensors, dtype, offsets, op, device) -> None:
         if isinstance(tensors, (torch.Tensor, numpy.ndarray, str, bytes, dict)) or not isinstance(tensors, Iterable):
             raise InvalidArgument(f"the tensors must come as a list of tensors, not as {type(tensors).__name__}", op=op)
         self.tensors = tuple(tensors)
         self.dtype = dtype
-        self._name, self.itemsize = _name_and_width(dtype, op)
+        self._name, self.itemsize = name_and_width(dtype, op)
         self.type = CODES.get(self._name, abi.OPAQUE + self.itemsize)
         self.floating = self.type in FLOATING
         owner = "the flat buffer"
         if device is None:
-            device, owner = device_of(self.tensors[0]) if self.tensors else _HOST, "tensor 0"
+            device, owner = device_of(self.tensors[0]) if self.tensors else torch.device("cpu"), "tensor 0"
         self.device = device
         self._reader = Reader(device, owner="the tensors")
         plain = self._read_plain(device)
@@ -156,13 +112,15 @@ class Table:
         self._fill(pointers, counts, types, op)
         self._pointers = pointers
         # The counts, unless those are of bytes.
-        numels = counts if self.type != _BYTE else [_place(each)[1] for each in self.tensors]
-        self._held = Held(self.tensors, pointers, numels, needs)
+        numels = counts if self.type != _BYTE else [place_of(each)[1] for each in self.tensors]
+        self._held = HeldArrays(self.tensors, pointers, numels, needs)
         self._are_destinations = False
-        self._apart_from = None
+        self._checked_flat = None
 
     def _read_plain(self, device):
-        """Addresses, counts, types and needs of torch tensors that are as they should be; None: a look is needed."""
+        """Return addresses, counts, types and needs of plain torch tensors; None: `_read_each` must
+        read them.
+        """
         tensors = self.tensors
         if not _PLAIN.issuperset(map(type, tensors)):
             return None
@@ -199,7 +157,9 @@ class Table:
         return pointers, counts, [self.type] * len(tensors), needs
 
     def _read_each(self, reader, op):
-        """The same of any tensors and arrays, one by one, with a reason for each that won't do."""
+        """Return the same of any tensors and arrays, read one by one; raise the reason for one that
+        can't be used.
+        """
         pointers, counts, types, needs = [], [], [], []
         for index, tensor in enumerate(self.tensors):
             what = f"tensor {index}"
@@ -236,7 +196,7 @@ class Table:
         self.tiles = int(ends[-1]) if len(counts) else 0
         self.wide = self.type == _DOUBLE or _DOUBLE in types
         self.common_type = types[0] if types and (kinds == types[0]).all() else None
-        widths = _WIDTHS[kinds]
+        widths = WIDTHS[kinds]
         self._starts = rows["data"].astype(numpy.int64)
         self._ends = self._starts + count * widths
         crooked = (self._starts % widths).nonzero()[0] if self.floating else ()
@@ -251,10 +211,12 @@ class Table:
         self._high = int(self._ends.max(initial=0, where=count > 0))
         self.rows = Rows(rows, self.device)
 
-    # ---- What is checked at each use.
+    # ---- Checks of each use.
     def verify(self, op: str = "Table") -> None:
-        """Raise ``InvalidArgument`` where a tensor no longer lies where it did when the table was made."""
-        index = self._held.moved()
+        """Raise ``InvalidArgument`` where a tensor no longer lies where it did when the table was
+        made.
+        """
+        index = self._held.find_moved()
         if index is not None:
             raise InvalidArgument(
                 f"tensor {index} doesn't lie where it did when the table was made: its memory was freed, resized "
@@ -263,10 +225,10 @@ class Table:
             )
 
     def place_flat(self, flat, op: str, *, writes: bool) -> int:
-        """Give the address of a flat buffer that fits."""
+        """Return the address of a flat buffer that fits."""
         ptr = None
         if type(flat) in _PLAIN and flat.dtype is self.dtype:
-            ptr, count = self._reader.plain(flat), flat.numel()
+            ptr, count = self._reader.plain_address(flat), flat.numel()
         if ptr is None:
             place = self._reader.place(flat, op, writes=writes, what="the flat buffer")
             if place.dtype != self._name:
@@ -285,25 +247,25 @@ class Table:
                 f"{self.itemsize} bytes",
                 op=op,
             )
-        if self._low < ptr + self.nbytes and ptr < self._high and ptr != self._apart_from:
-            self._check_apart(ptr, op)
+        if self._low < ptr + self.nbytes and ptr < self._high and ptr != self._checked_flat:
+            self._check_flat_overlap(ptr, op)
         return ptr
 
-    def _check_apart(self, ptr: int, op) -> None:
-        """Refuse tensors that overlap the flat buffer, unless they lie just where the flat buffer has them."""
+    def _check_flat_overlap(self, ptr: int, op) -> None:
+        """Refuse tensors that overlap the flat buffer, unless they lie at their own offsets in it."""
         width = self.itemsize
-        meets = (self._starts < ptr + self.nbytes) & (self._ends > ptr) & (self._starts < self._ends)
-        for index in map(int, meets.nonzero()[0]):
+        overlaps = (self._starts < ptr + self.nbytes) & (self._ends > ptr) & (self._starts < self._ends)
+        for index in map(int, overlaps.nonzero()[0]):
             if self._pointers[index] != ptr + self.offsets[index] * width or self.common_type != self.type:
                 raise InvalidArgument(
                     f"tensor {index} overlaps the flat buffer: they must lie apart, or the tensor just at its own "
                     "place in it, with its type",
                     op=op,
                 )
-        self._apart_from = ptr
+        self._checked_flat = ptr
 
     def check_destinations(self, op: str) -> None:
-        """Refuse tensors that can't all be written."""
+        """Refuse tensors that are read-only or overlap each other."""
         if not self._held.all_torch:
             for index, tensor in enumerate(self.tensors):
                 if isinstance(tensor, numpy.ndarray) and not tensor.flags.writeable:
@@ -320,88 +282,19 @@ class Table:
             raise InvalidArgument(f"tensor {second} overlaps tensor {first}: both would be written", op=op)
         self._are_destinations = True
 
-    def meets(self, ptr: int, nbytes: int) -> bool:
-        """Whether a piece of memory overlaps a tensor."""
+    def overlaps(self, ptr: int, nbytes: int) -> bool:
+        """Whether a range of memory overlaps a tensor."""
         return bool(((self._starts < ptr + nbytes) & (self._ends > ptr) & (self._starts < self._ends)).any())
 
-    # ---- For the launch.
+    # ---- Launch.
     def kernel(self, unpacks: bool, copies: bool) -> abi.Kernel:
-        """Give the kernel that is made for these types. On the host all are one."""
+        """Return the kernel for these types. On the host all types have one kernel."""
         if copies and self.common_type == self.type:
             return abi.CAST_COPY
         if self.wide:
             return abi.CAST_WIDE
         pair = (self.type, self.common_type) if unpacks else (self.common_type, self.type)
         return _PAIRS.get(pair, abi.CAST)
-
-
-def device_of(array) -> torch.device:
-    """Give the device that an array seems to be on; the host for what is no array."""
-    if isinstance(array, torch.Tensor):
-        return array.device
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(array, cupy.ndarray):
-        return torch.device("cuda", array.device.id)
-    return _HOST
-
-
-def read_scale(scale, reader: Reader, wide: bool, op: str) -> tuple[float, Place | None]:
-    """Give a scale as a number, and where one more factor, an fp32 array of one element, lies.
-
-    ``wide``: elements are multiplied in fp64, so that the number need not be one of fp32's.
-    """
-    if isinstance(scale, Real) and not isinstance(scale, bool):
-        try:
-            number = float(scale)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise InvalidArgument(f"the scale must be finite, not {shown(scale)}", op=op)
-        if not wide and abs(number) >= FLOATS_END:
-            raise InvalidArgument(f"the scale {number} is infinite in fp32, in which elements are multiplied", op=op)
-        return number, None
-    if not isinstance(scale, (torch.Tensor, numpy.ndarray)) and not hasattr(scale, "__cuda_array_interface__"):
-        raise InvalidArgument(
-            f"the scale must be a number or an fp32 tensor of one element, not {type(scale).__name__}", op=op
-        )
-    place = reader.place(scale, op, writes=False, what="the scale")
-    if place.dtype != "float32" or place.count != 1:
-        raise InvalidArgument(
-            f"the scale has {place.count} elements of {place.dtype}: as a tensor it must be one element of float32",
-            op=op,
-        )
-    check_storage(scale, place.ptr, "the scale", op)
-    if place.ptr % 4:
-        raise InvalidArgument(f"the scale lies at address {place.ptr:#x}, which is no multiple of 4", op=op)
-    return 1.0, place
-
-
-def check_storage(array, ptr: int, what: str, op: str) -> int:
-    """Refuse a tensor whose storage ends before it does; give the bytes that the storage must have, 0 for other arrays.
-
-    Whoever resizes a storage changes no tensor: all of them seem to be as long as they were.
-    """
-    if not isinstance(array, torch.Tensor):
-        return 0
-    count = array.numel()
-    need = (array.storage_offset() + count) * array.element_size()
-    there = len(array.untyped_storage())
-    if there >= need or not count:
-        return need
-    if there:
-        raise InvalidArgument(f"{what}'s storage has {there} bytes, it needs {need}: it was resized", op=op)
-    raise InvalidArgument(
-        f"{what} has no memory: its storage holds 0 bytes of the {need} that it needs, as it was freed or resized",
-        op=op,
-    )
-
-
-def _place(array) -> tuple[int, int, bool]:
-    """Address, elements, contiguous or not."""
-    if isinstance(array, torch.Tensor):
-        return array.data_ptr(), array.numel(), array.is_contiguous()
-    ptr = array.__array_interface__["data"][0] if isinstance(array, numpy.ndarray) else array.data.ptr
-    return ptr, array.size, array.flags.c_contiguous
 
 
 def _make_again(cls, tensors, dtype, offsets):
@@ -415,24 +308,3 @@ def _read_offsets(offsets, counts, op):
         raise
     except (TypeError, ValueError, OverflowError) as error:  # no sequence; an integer of thousands of digits
         raise InvalidArgument(f"the offsets must be whole numbers, not {shown(offsets)}", op=op) from error
-
-
-def _name_and_width(dtype, op) -> tuple[str, int]:
-    """Give a dtype's name as `Reader.place` spells it, and the bytes of an element."""
-    if isinstance(dtype, torch.dtype):
-        name, width = str(dtype).removeprefix("torch."), dtype.itemsize
-    elif isinstance(dtype, str) and dtype in CODES:
-        name, width = dtype, int(_WIDTHS[CODES[dtype]])
-    else:
-        try:
-            if dtype is None:  # NumPy's float64
-                raise TypeError
-            found = numpy.dtype(dtype)
-        except Exception as error:
-            raise InvalidArgument(
-                f"the flat buffer's dtype must be a torch.dtype, not {shown(dtype)}", op=op
-            ) from error
-        name, width = found.name if found.isnative else found.str, found.itemsize
-    if name.startswith(("qint", "quint", "bits")) or width < 1 or ALIGNMENT % width:
-        raise InvalidArgument(f"there are no flat buffers of {name}, {width} bytes an element", op=op)
-    return name, width

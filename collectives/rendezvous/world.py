@@ -16,7 +16,7 @@ from ..comm.multinode.nccl_hierarchical import enable_hierarchical
 from ..comm.waiting import log_while_waiting
 from ..comm.watchdog import StatusStore, watch
 from ..cuda_state import set_first_device
-from ..environment import check
+from ..environment import check_variables
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import default_store
 from .join import identify_process, join_rendezvous
@@ -57,7 +57,7 @@ def init(
         if _world is not None and (not _world.closed or _world.forked):
             _verify_arguments(_world, engine, device, deterministic)
             return _world
-        check()
+        check_variables()
         chosen = get_engine(engine, None if device is None else parse_device(device).type)
         identity = identify_process()
         place = None

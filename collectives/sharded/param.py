@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..layout import Layout, bucket_layout, padded
+from ..layout import Layout, bucket_layout, pad_count
 
 __all__ = ["ShardedParam", "shard_layout"]
 
@@ -25,7 +25,7 @@ def shard_layout(counts: list[int], dtypes, ranks: int, align: int = 0) -> tuple
     narrowest = min(dtype.itemsize for dtype in dtypes)
     layout = bucket_layout(counts, narrowest)
     each = -(-layout.total // ranks)
-    return layout, max(padded(each, narrowest), -(-each // align) * align if align else 0)
+    return layout, max(pad_count(each, narrowest), -(-each // align) * align if align else 0)
 
 
 class ShardedParam:

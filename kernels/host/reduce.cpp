@@ -68,25 +68,39 @@ __attribute__((noinline)) void gather_rows(A* values, const R* const* rows, int 
   }
 }
 
+template <class A>
+using gather_strips_fn = void (*)(A* values, const A* const* strips, int n);
+
+template <class S, class A, int kTogether>
+inline __attribute__((always_inline)) void convert_strips(A* values, const S* const* rows, int len, gather_strips_fn<A> gather) {
+  alignas(64) A held[kTogether][kStrip];
+  for (int start = 0; start < len; start += kStrip) {
+    int n = len - start < kStrip ? len - start : kStrip;
+    const A* strips[kTogether];
+#pragma GCC unroll 4
+    for (int k = 0; k < kTogether; ++k) {
+      coll_load_block(held[k], rows[k] + start, n);
+      strips[k] = held[k];
+    }
+    gather(values + start, strips, n);
+  }
+}
+
+// The conversion of several rows is the same for all operations: it is compiled once for each pair of types. Of one row it is
+// too short for that (measured: 6% of the time of 3 sources of fp8).
+template <class S, class A, int kTogether>
+__attribute__((noinline)) void convert_rows(A* values, const S* const* rows, int len, gather_strips_fn<A> gather) {
+  convert_strips<S, A, kTogether>(values, rows, len, gather);
+}
+
 template <class S, class A, class Op, int kTogether, bool kBegin>
 void gather_some(A* values, const Job& job, int64_t source, int64_t at, int len) {
   const S* rows[kTogether];
   for (int k = 0; k < kTogether; ++k) rows[k] = row_of<S>(job, source + k, at);
-  if constexpr (kConvertsFirst<S, A>) {
-    alignas(64) A held[kTogether][kStrip];
-    for (int start = 0; start < len; start += kStrip) {
-      int n = len - start < kStrip ? len - start : kStrip;
-      const A* strips[kTogether];
-#pragma GCC unroll 4
-      for (int k = 0; k < kTogether; ++k) {
-        coll_load_block(held[k], rows[k] + start, n);
-        strips[k] = held[k];
-      }
-      gather_rows<A, A, Op, kTogether, kBegin>(values + start, strips, n);
-    }
-  } else {
-    gather_rows<S, A, Op, kTogether, kBegin>(values, rows, len);
-  }
+  constexpr auto gather = gather_rows<std::conditional_t<kConvertsFirst<S, A>, A, S>, A, Op, kTogether, kBegin>;
+  if constexpr (!kConvertsFirst<S, A>) gather(values, rows, len);
+  else if constexpr (kTogether == 1) convert_strips<S, A, kTogether>(values, rows, len, gather);
+  else convert_rows<S, A, kTogether>(values, rows, len, gather);
 }
 
 template <class S, class A, class Op>
@@ -117,14 +131,32 @@ void gather_scaled(A* values, const Job& job, int64_t at, int len) {
   }
 }
 
+// Sums and products of integers wrap: those of signed ones have the bits of unsigned ones, and take the same loops.
+template <class T, bool kInteger = std::is_integral_v<T>>
+struct wrapping { typedef T type; };
+template <class T>
+struct wrapping<T, true> { typedef std::make_unsigned_t<T> type; };
+
+template <class S, class A, class Op>
+void gather_wrapping(A* values, const Job& job, int64_t at, int len) {
+  typedef typename wrapping<A>::type Wrapping;
+  gather<typename wrapping<S>::type, Wrapping, Op>(reinterpret_cast<Wrapping*>(values), job, at, len);
+}
+
+template <class S, class A>
+void gather_scaled_wrapping(A* values, const Job& job, int64_t at, int len) {
+  typedef typename wrapping<A>::type Wrapping;
+  gather_scaled<typename wrapping<S>::type, Wrapping>(reinterpret_cast<Wrapping*>(values), job, at, len);
+}
+
 template <class S, class A>
 gather_fn<A> gather_of(const Job& job) {
-  if (job.scalars) return gather_scaled<S, A>;
+  if (job.scalars) return gather_scaled_wrapping<S, A>;
   switch (job.op) {
-    case COLL_PROD: return gather<S, A, coll_prod>;
+    case COLL_PROD: return gather_wrapping<S, A, coll_prod>;
     case COLL_MAX: return gather<S, A, coll_max>;
     case COLL_MIN: return gather<S, A, coll_min>;
-    default: return gather<S, A, coll_sum>;
+    default: return gather_wrapping<S, A, coll_sum>;
   }
 }
 
@@ -162,10 +194,10 @@ bool gathers_in_place(const Job& job) {
 
 // Stores past the caches pay where the values need no rounding: 1.2 to 1.7 times the rate for up to 4 sources of fp32 that are
 // larger than the caches. Narrower types take the time for their rounding, and lose by it.
-template <class S, class A>
-bool streams(const Job& job) {
+template <class A>
+bool streams(const Job& job, int64_t source_width) {
   if (job.past_caches >= 0) return job.past_caches;
-  if (job.all * (job.n * (int64_t)sizeof(S) + (int64_t)sizeof(A)) < coll_stream_from) return false;
+  if (job.all * (job.n * source_width + (int64_t)sizeof(A)) < coll_stream_from) return false;
   for (int64_t k = 0; k < job.n; ++k) {
     if (job.sources[k] == job.out) return false;  // its lines are in the caches
   }
@@ -244,12 +276,11 @@ void add_row(coll_share& share, const A* values, int len, A limit) {
   share.nonfinite += count;
 }
 
-// `values_are_output`: they need no rounding.
-template <class S, class A>
-void reduce(const Job& job, bool values_are_output) {
+// `values_are_output`: they need no rounding. `source_width`: bytes of a source's element.
+template <class A>
+__attribute__((noinline)) void reduce_rows(const Job& job, gather_fn<A> gather, int64_t source_width, bool values_are_output) {
   constexpr bool kFloat = std::is_floating_point_v<A>;
-  gather_fn<A> gather = gather_of<S, A>(job);
-  bool past_caches = values_are_output && streams<S, A>(job);
+  bool past_caches = values_are_output && streams<A>(job, source_width);
   store_fn<A> store = past_caches ? stream<A> : store_of<A>(job.out_type);
   bool in_place = values_are_output && !past_caches && gathers_in_place(job);
   int row = job.share ? kShareRow : COLL_LANES;
@@ -277,6 +308,11 @@ void reduce(const Job& job, bool values_are_output) {
     if (job.work) sums.finish(*job.work, tile, [bad](auto) { return bad; });
   }
   if (past_caches) coll_stream_end();
+}
+
+template <class S, class A>
+void reduce(const Job& job, bool values_are_output) {
+  reduce_rows<A>(job, gather_of<S, A>(job), sizeof(S), values_are_output);
 }
 
 template <class S>

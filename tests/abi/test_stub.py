@@ -69,4 +69,5 @@ def test_every_public_method_has_a_docstring():
     for cls in COMPILED:
         for name, member in vars(cls).items():
             if not name.startswith("_") and callable(member):
-                assert member.__doc__ and member.__doc__.split("\n")[0].endswith("."), f"{cls.__name__}.{name}"
+                summary = (member.__doc__ or "").split("\n\n")[0]
+                assert summary.rstrip().endswith("."), f"{cls.__name__}.{name}"

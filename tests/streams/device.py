@@ -133,7 +133,7 @@ def free(address, *_):
 def operation(stream, waits, pageable, text, array, count):
     op, where = text.decode(), site()
     accesses = accesses_of(array, count)
-    capture = graphs.capture_of(stream)
+    capture = graphs.capture_id(stream)
     if waits:
         what = f"{op} of {accesses[0][3] if accesses else 'nothing'}"
         what += ": a copy from or to pageable memory" if pageable else ""

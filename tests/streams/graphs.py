@@ -61,7 +61,7 @@ def capturing() -> bool:
     return bool(_captures)
 
 
-def capture_of(stream: int) -> Capture | None:
+def capture_id(stream: int) -> Capture | None:
     for capture in _captures:
         if stream in capture.streams:
             return capture
@@ -78,7 +78,7 @@ def recorded(stream: int, event: int) -> None:
 def waits(stream: int, event: int) -> bool:
     """A stream waits for an event; False where CUDA refuses that."""
     owner = next((each for each in _captures if event in each.events), None)
-    own = capture_of(stream)
+    own = capture_id(stream)
     if owner is not None:
         owner.streams.add(stream)
     elif own is not None:
@@ -90,7 +90,7 @@ def waits(stream: int, event: int) -> bool:
 
 
 def allocated(address: int, stream: int) -> None:
-    capture = capture_of(stream)
+    capture = capture_id(stream)
     if capture is not None:
         capture.kept.add(address)
 

@@ -185,7 +185,7 @@ def launch(kernel, args, on, rows=None) -> None:
     checker.flush()
     accesses = uses_of(args)
     accesses += [(each.data_ptr(), each.data_ptr() + each.nbytes, READS, "a table") for each in held]
-    capture = graphs.capture_of(stream)
+    capture = graphs.capture_id(stream)
     checker.submit(checker.operation, f"kernel {kernel.name}", stream, accesses, where, device.known())
     tiles = args.work.tiles
 

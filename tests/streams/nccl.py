@@ -49,7 +49,7 @@ def _record(operations) -> None:
     """Operations that are launched together: on one stream after the other, where they use several."""
     where, known, thread = site(), device.known(), device.thread_kind()
     streams = list(dict.fromkeys(each.key for each in operations))
-    captures = [capture for each in streams if (capture := graphs.capture_of(each)) is not None]
+    captures = [capture for each in streams if (capture := graphs.capture_id(each)) is not None]
     for each in operations:
         op = f"nccl {KINDS[each.kind]}"
         for capture in captures[:1]:

@@ -255,7 +255,7 @@ def install() -> None:
 
 def is_capturing() -> bool:
     index = device.library.simulated_current_device()
-    return graphs.capture_of((index << 40) | device.library.simulated_current_stream(index)) is not None
+    return graphs.capture_id((index << 40) | device.library.simulated_current_stream(index)) is not None
 
 
 def _given(index) -> int:

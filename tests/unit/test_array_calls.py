@@ -30,7 +30,7 @@ needs_table = pytest.mark.skipif(not HAS_TABLE, reason="torch has no DLPack exch
 def reader_without_table() -> Reader:
     """A reader as it is where torch has no exchange table, and that leaves NumPy's arrays to Python too."""
     reader = Reader(CPU)
-    reader.plainly = _nccl.ArrayReader(1, 0)
+    reader.array_reader = _nccl.ArrayReader(1, 0)
     return reader
 
 
@@ -148,7 +148,7 @@ LEFT = {
 def by_the_long_way(array):
     """(address, count, code) by Python, None where that refuses the array or has no code for it."""
     try:
-        return LONG.numbers(array, "all_reduce")
+        return LONG.read_in_place(array, "all_reduce")
     except errors.InvalidArgument:
         return None
 
@@ -159,7 +159,7 @@ def test_both_ways_read_the_same(case):
     if not HAS_TABLE and not case.startswith("numpy"):
         pytest.skip("torch has no DLPack exchange table before 2.10")
     array = TAKEN[case]()
-    assert SHORT.plainly.read(array) == by_the_long_way(array) is not None
+    assert SHORT.array_reader.read(array) == by_the_long_way(array) is not None
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -167,7 +167,7 @@ def test_both_ways_read_the_same(case):
 def test_what_is_not_plain_is_left(case):
     array = LEFT[case]()
     before = sys.getrefcount(array)
-    assert SHORT.plainly.read(array) is None
+    assert SHORT.array_reader.read(array) is None
     assert sys.getrefcount(array) == before or array is None
 
 
@@ -187,13 +187,13 @@ def test_any_view_is_read_alike_or_left(shape, dtype, order, steps, expand):
         array = array[(slice(None),) * dimension + (slice(start, None, step),)]
     if expand:
         array = array.unsqueeze(0).expand(2, *array.shape)
-    assert SHORT.plainly.read(array) == by_the_long_way(array)
+    assert SHORT.array_reader.read(array) == by_the_long_way(array)
 
 
 def test_a_read_only_array_is_read_where_it_is_not_written():
     array = read_only()
-    assert SHORT.plainly.read(array, False) == (array.ctypes.data, 3, _nccl.DTYPES["float32"])
-    assert SHORT.plainly.read(array) is None
+    assert SHORT.array_reader.read(array, False) == (array.ctypes.data, 3, _nccl.DTYPES["float32"])
+    assert SHORT.array_reader.read(array) is None
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "functionalize"])
@@ -202,7 +202,7 @@ def test_inside_functorch(comm, transform):
     seen = []
 
     def body(x):
-        seen.append(SHORT.plainly.read(x))
+        seen.append(SHORT.array_reader.read(x))
         with pytest.raises(errors.InvalidArgument, match="no memory of its own"):
             comm.all_reduce(x)
         return x.sum()
@@ -231,8 +231,8 @@ def test_inside_other_modes(comm):
 
 def test_another_device_is_left():
     reader = Reader(torch.device("cuda", 1), 0)
-    assert reader.plainly.read(torch.ones(3)) is None
-    assert reader.plainly.read(np.ones(3)) is None
+    assert reader.array_reader.read(torch.ones(3)) is None
+    assert reader.array_reader.read(np.ones(3)) is None
 
 
 # ---- The exchange table.
@@ -266,7 +266,7 @@ def reader_with(exchange):
 def test_versions_of_the_table():
     one = torch.ones(3)
     table = real_table()
-    assert table.major == 1 and SHORT.plainly.reads_tensors
+    assert table.major == 1 and SHORT.array_reader.reads_tensors
     assert reader_with(capsule(table)).read(one) == (one.data_ptr(), 3, 7)
     newer = Table(major=2)
     assert not reader_with(capsule(newer)).reads_tensors
@@ -311,7 +311,7 @@ def every_call(ctx, how):
     native, rank, size = comm._native, comm.rank, comm.size
     if how == "without a table":
         comm._reader = reader_without_table()
-        comm._fast_path = _nccl.ArrayCalls(native, comm._reader.plainly, {})
+        comm._fast_path = _nccl.ArrayCalls(native, comm._reader.array_reader, {})
     else:
         comm._native = Unused()
     as_array = (lambda t: t.numpy()) if how == "numpy" else lambda t: t
@@ -515,5 +515,5 @@ def test_what_is_left_is_not_kept():
         array = make()
         before = sys.getrefcount(array)
         for _ in range(50):
-            SHORT.plainly.read(array)
+            SHORT.array_reader.read(array)
         assert sys.getrefcount(array) - before < 10, array  # None and small objects are everybody's

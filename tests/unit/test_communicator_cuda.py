@@ -114,7 +114,7 @@ def gpu(monkeypatch):
     put("synchronize", lambda device=None: gpu.log.append("synchronize"))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: DEVICE.index, raising=False)
-    monkeypatch.setattr(cuda_queue, "capture_of", lambda stream: gpu.capture)
+    monkeypatch.setattr(cuda_queue, "capture_id", lambda stream: gpu.capture)
     monkeypatch.setattr(cuda_queue, "queries_allowed", allowed)
     # Its thread would look at these doubles at times of its own; it has tests of its own.
     monkeypatch.setattr(communicator, "watch", lambda comm, notes=None: None)
@@ -351,9 +351,9 @@ def test_a_threads_first_call_asks_for_a_capture(gpu, monkeypatch):
 
     monkeypatch.setattr(cuda_state, "_driver", lambda: types.SimpleNamespace(cuStreamGetCaptureInfo_v2=ask))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: ready.append(1))
-    assert cuda_state.capture_of(None) == 9
+    assert cuda_state.capture_id(None) == 9
     ready.clear()
-    assert cuda_state.capture_of(gpu.current) == 9
+    assert cuda_state.capture_id(gpu.current) == 9
 
 
 # ---- Devices of threads.

@@ -22,19 +22,19 @@ def test_a_bucket_is_aligned_ordered_and_tight(counts, itemsize, alignment):
     assert len(offsets) == len(counts)
     for offset, count, end in zip(offsets, counts, [*offsets, total][1:], strict=True):
         assert offset * itemsize % alignment == 0
-        assert end - offset == layout.padded(count, itemsize, alignment)
+        assert end - offset == layout.pad_count(count, itemsize, alignment)
         assert count <= end - offset and (end - offset - count) * itemsize < alignment
     assert total * itemsize % alignment == 0
 
 
 @hypothesis.given(st.integers(0, 1 << 34), itemsizes)
 def test_padded(count, itemsize):
-    assert layout.padded(count, itemsize) == next(n for n in range(count, count + 16) if n * itemsize % 16 == 0)
+    assert layout.pad_count(count, itemsize) == next(n for n in range(count, count + 16) if n * itemsize % 16 == 0)
 
 
 @pytest.mark.parametrize("itemsize", [0, -4, 3, 12, 32])
 def test_sizes_that_can_not_be_padded(itemsize):
-    for call in (lambda: layout.padded(1, itemsize), lambda: layout.bucket_layout([1], itemsize)):
+    for call in (lambda: layout.pad_count(1, itemsize), lambda: layout.bucket_layout([1], itemsize)):
         with pytest.raises(InvalidArgument, match=f"elements of {itemsize} bytes can't be padded"):
             call()
 
@@ -47,7 +47,7 @@ def test_nothing():
 
 @hypothesis.given(st.integers(0, 1 << 40))
 def test_tiles(count):
-    tiles = layout.tiles_of(count)
+    tiles = layout.count_tiles(count)
     assert (tiles - 1) * layout.TILE < count <= tiles * layout.TILE or (count == 0 and tiles == 0)
 
 
@@ -58,7 +58,8 @@ def test_offsets_are_refused_where_tensors_overlap(pieces):
     overlap = sum(map(len, taken)) != len(set().union(*taken))
     if not overlap:
         assert layout.check_offsets(offsets, counts) == (
-            tuple(offsets), max((o + c for c, o in pieces if c), default=0)
+            tuple(offsets),
+            max((o + c for c, o in pieces if c), default=0),
         )
         return
     with pytest.raises(InvalidArgument, match=r"tensor \d+ overlaps tensor \d+ in the flat buffer") as caught:

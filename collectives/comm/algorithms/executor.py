@@ -18,7 +18,7 @@ import torch
 
 from ..._nccl import DTYPES
 from ...arrays import ITEMSIZE, Place
-from ...cuda_state import is_capturing, stream_at
+from ...cuda_state import is_capturing, stream_from_address
 from ...errors import Aborted, CollectivesError, InternalError, InvalidArgument, InvalidUsage
 from ..arguments import parse_reduction, stream_handle
 from ..fingerprint import PREMUL, fingerprint_of
@@ -248,7 +248,7 @@ class AlgorithmExecutor:
             if self._streams is None:
                 self._streams = torch.cuda.Stream(comm.device), torch.cuda.Stream(comm.device)
             transfers, kernels = self._streams
-            outer = stream_at(handle, comm.device)
+            outer = stream_from_address(handle, comm.device)
             capturing = is_capturing(outer)
             with torch.cuda.stream(kernels):  # a plan's memory belongs to this stream, and is freed in its order
                 plan = self._get_plan(key, capturing)

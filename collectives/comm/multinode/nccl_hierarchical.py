@@ -12,7 +12,7 @@ import torch
 
 from ..._nccl import DTYPES, OPS
 from ...arrays import ITEMSIZE
-from ...cuda_state import stream_at
+from ...cuda_state import stream_from_address
 from ...errors import CollectivesError, InvalidUsage
 from ..group import run_grouped
 from .comm import NoFastPath
@@ -177,7 +177,7 @@ class HierarchicalComm:
         kept until the end.
         """
         if self._device.type == "cuda":
-            with torch.cuda.device(self._device), torch.cuda.stream(stream_at(stream, self._device)):
+            with torch.cuda.device(self._device), torch.cuda.stream(stream_from_address(stream, self._device)):
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         have = self._scratch.get(stream)
         if have is None or have.numel() < nbytes:

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from ...environment import label
+from ...environment import read_label
 
 __all__ = [
     "MAX_LEADERS",
@@ -35,7 +35,7 @@ def read_host_id() -> str:
 
     With it one node can stand for several.
     """
-    return label("COLLECTIVES_HOST_ID")
+    return read_label("COLLECTIVES_HOST_ID")
 
 
 def identify_node() -> tuple[str, str, str]:

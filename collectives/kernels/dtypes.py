@@ -1,0 +1,41 @@
+"""The dtypes of flat buffers and of what is cast into them: NCCL's codes, names and widths."""
+
+from __future__ import annotations
+
+import numpy
+import torch
+
+from ..arrays import DTYPE_NAMES, TORCH_CODES, shown
+from ..errors import InvalidArgument
+from ..layout import ALIGNMENT
+from . import abi
+
+__all__ = ["CODES", "FLOATING", "FP32_OVERFLOW", "WIDTHS", "name_and_width"]
+
+CODES = {name: code for code, name in DTYPE_NAMES.items()}
+FLOATING = frozenset(code for name, code in CODES.items() if "float" in name)  # what the kernels cast
+FP32_OVERFLOW = float((1 << 128) - (1 << 103))  # the numbers from here on are rounded to infinity in fp32
+WIDTHS = numpy.zeros(abi.OPAQUE + ALIGNMENT + 1, dtype=numpy.int64)  # bytes of an element, by its type
+WIDTHS[list(TORCH_CODES.values())] = [dtype.itemsize for dtype in TORCH_CODES]
+WIDTHS[abi.OPAQUE :] = range(ALIGNMENT + 1)
+
+
+def name_and_width(dtype, op) -> tuple[str, int]:
+    """Return a dtype's name as `Reader.place` spells it, and the bytes of an element."""
+    if isinstance(dtype, torch.dtype):
+        name, width = str(dtype).removeprefix("torch."), dtype.itemsize
+    elif isinstance(dtype, str) and dtype in CODES:
+        name, width = dtype, int(WIDTHS[CODES[dtype]])
+    else:
+        try:
+            if dtype is None:  # NumPy's float64
+                raise TypeError
+            found = numpy.dtype(dtype)
+        except Exception as error:
+            raise InvalidArgument(
+                f"the flat buffer's dtype must be a torch.dtype, not {shown(dtype)}", op=op
+            ) from error
+        name, width = found.name if found.isnative else found.str, found.itemsize
+    if name.startswith(("qint", "quint", "bits")) or width < 1 or ALIGNMENT % width:
+        raise InvalidArgument(f"there are no flat buffers of {name}, {width} bytes an element", op=op)
+    return name, width

@@ -1,0 +1,67 @@
+// A collective in progress: its rounds over the staging slots, or over the memory that the ranks
+// share.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "comm.h"
+#include "coll/reduce.h"
+#include "operation.h"
+#include "segment.h"
+
+namespace coll {
+
+struct Collective {
+  Op op;
+  uint64_t base = 0;      // rounds of the communicator before this call
+  uint64_t rounds = 0;
+  uint64_t posted = 0, reduced = 0, consumed = 0;
+  size_t per_round = 0;   // elements of one slice in a round
+  size_t stride = 0;      // bytes between the slices of a slot
+  bool begun = false, checked = false, two_phase = false, mismatched = false;
+  bool in_place = false;  // works on the peers' memory, without slots
+  bool past_caches = false;
+  int blocked_on = -1;
+  Error error;
+  coll_share share{};  // statistics so far; written to the caller's when the call has succeeded
+
+  explicit Collective(const Op& o) : op(o) {}
+  bool done() const { return begun && checked && (mismatched || consumed == rounds); }
+  void begin();
+  bool advance();  // true: something moved
+
+ private:
+  ncclComm& comm() const { return *op.comm; }
+  size_t elements(uint64_t round) const;
+  void post(uint64_t round);
+  bool all_at(std::atomic<uint64_t> RankBlock::*counter, uint64_t value);
+  bool slot_free(uint64_t absolute);
+  bool sources_ready(uint64_t round);
+  void check_calls();
+  void describe_mismatch();
+  void reduce_slice(uint64_t round);
+  void consume(uint64_t round);
+  const char* own_source(size_t offset) const;
+  coll_share* own_share() { return op.share ? &share : nullptr; }
+  coll_reduction reduction(uint64_t* scalars);
+  void reduce(void* out, const void** sources, int n, size_t count, coll_reduction how);
+  void reduce_slots(void* out, size_t slot_offset, size_t own_offset, size_t count, uint64_t round, coll_share* sums);
+  void reduce_all(char* out, size_t own_offset, size_t count, uint64_t round);
+  void move(void* to, const void* from, size_t nbytes) const;
+  void finish_round();
+
+  uint8_t find_shared_arrays();
+  void choose_path();
+  char* peer_array(int rank, bool receives);
+  void work_in_place();
+  bool touches(int rank) const;
+  bool peer_gave_up(std::vector<int>* who = nullptr) const;
+  bool peers_done();
+
+ public:
+  void publish_stop();
+};
+size_t slice_begin(size_t count, size_t esize, int size, int r);
+
+}  // namespace coll
