@@ -1,6 +1,6 @@
 """The environment variables of this package: all their names, and readers that refuse what they can't mean.
 
-What each one sets stands in the README. Variables of which one module alone knows the values are read there.
+What each one sets stands in docs/environment.md. Variables of which one module alone knows the values are read there.
 """
 
 from __future__ import annotations
