@@ -79,8 +79,8 @@ def readme():
     assert step["machine"] == one["machine"] and step["torch"] == one["versions"]["torch"]
     header = ["2 ranks, medians", "ours", "ours, shared memory", "Gloo", "best MPI"]
     megabytes = step["gradient_bytes"] / 1e6
-    first = [f"DDP, forward and backward, {MODELS[step['model']]}, {megabytes:.1f} MB of gradients", "",
-             show_time(step["ours_ms"] * 1e3), show_time(step["gloo_ms"] * 1e3), ""]  # fmt: skip
+    first = [f"DDP, forward and backward, {MODELS[step['model']]}, {megabytes:.1f} MB of gradients", "-",
+             show_time(step["ours_ms"] * 1e3), show_time(step["gloo_ms"] * 1e3), "-"]  # fmt: skip
     sizes = [[f"all-reduce of {show_size(size)}", *ways(rows, size)] for size in (KIB, MIB, 25 * MIB)]
     torch = step["torch"].partition("+")[0]
     where = f"On {one['cores']} cores of an {MACHINES['xeon']} (AVX-512, a virtual machine), torch {torch}:"
