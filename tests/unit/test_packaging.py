@@ -45,7 +45,7 @@ def test_make_takes_the_extra_of_torchs_cuda(tmp_path, cuda, wanted):
 
 
 def test_make_docs_installs_the_docs_extra():
-    """The Makefile's own line: it takes the names from pyproject.toml, so that nothing of ours is built for the pages."""
+    """The Makefile's own line takes the names from pyproject.toml, so that nothing of ours is built for the pages."""
     (code,) = re.findall(r"^DOCS_EXTRA := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.stdout.split() == extra("docs") and extra("docs"), done.stderr
