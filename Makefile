@@ -28,7 +28,7 @@ CUDA_EXTRA := import torch; print($(CUDA_EXTRA_OF))
 REQUIREMENTS := import sys; from importlib.metadata import requires; print(*(each.split(";")[0] for each in requires("collectives") if each.split("extra == ")[-1].strip("\" ") in sys.argv[1:]), sep="\n")
 
 .DELETE_ON_ERROR:
-.PHONY: demo test thorough matrix lint sanitize bench gpu mpi setup clean FORCE
+.PHONY: demo test thorough matrix lint sanitize bench gpu docs mpi setup clean FORCE
 
 demo: $(VENV)/.built
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_digits.py
@@ -69,6 +69,19 @@ GPU_PART ?= all
 gpu:
 	@$(PYTHON) -m benchmarks.gpu --part $(GPU_PART) $(if $(filter-out 0,$(DRY)),--dry)
 
+# The site of docs/ and of the docstrings, in out/site. Strict: a link that leads nowhere is a failure. It needs neither torch nor
+# a build, since docstrings are read from the sources; so its environment is its own.
+DOCS_VENV ?= .venv-docs
+DOCS_EXTRA := import re; print(re.sub("[\",]", "", re.search(r"^docs = \[(.*)\]", open("pyproject.toml").read(), re.M)[1]))
+docs: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+	@echo "site: python3 -m http.server --directory out/site"
+
+$(DOCS_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet $$($(PYTHON) -c '$(DOCS_EXTRA)')
+	@touch $@
+
 setup: $(VENV)/.installed
 
 $(BIN)/python:
@@ -104,5 +117,5 @@ mpi:
 	fi
 
 clean:
-	rm -rf $(VENV) .venv-matrix build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis collectives/*.so collectives/_lib collectives/*.cpp collectives/*.c
+	rm -rf $(VENV) .venv-matrix $(DOCS_VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis collectives/*.so collectives/_lib collectives/*.cpp collectives/*.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

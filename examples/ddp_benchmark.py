@@ -34,7 +34,7 @@ import collectives.auto
 from collectives.bench.provenance import where_and_when
 
 WAYS = ("plain", "hook", "auto")
-# 13 backwards of plain DDP, one that is checked, 13 with our hook; the next one decides: docs/ddp.md.
+# 13 backwards of plain DDP, one that is checked, 13 with our hook; the next one decides: docs/reference/ddp.md.
 AUTO_STEPS = 28
 # Largest difference of two ways' gradients, by the norm of all. fp32: sums in another order, and the convolutions of a
 # GPU, which add in no order. bf16: 2**-8 a rounding, of activations that such a difference has moved.

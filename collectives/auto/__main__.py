@@ -15,7 +15,7 @@ _USAGE = """usage: python -m collectives.auto SCRIPT [ARGUMENT ...]
 
 Run a program as python itself would, with DDP models sped up as by `import collectives.auto`.
 Under a launcher: torchrun --nproc-per-node 2 -m collectives.auto SCRIPT [ARGUMENT ...]
-Settings: COLLECTIVES_WIRE, COLLECTIVES_STREAMS and others, which the README lists."""
+Settings: COLLECTIVES_WIRE, COLLECTIVES_STREAMS and others, listed in docs/environment.md."""
 
 
 def main() -> None:

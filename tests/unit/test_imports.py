@@ -1,4 +1,4 @@
-"""The shape of the sources: imports only downward, short files, stubs beside extensions, the README's call path."""
+"""The shape of the sources: imports only downward, short files, stubs beside extensions, the path of one call."""
 
 from __future__ import annotations
 
@@ -175,9 +175,9 @@ def calls_in(path: Path) -> set[str]:
 
 
 def test_the_path_of_one_call():
-    """What the README prints, hop by hop: ``ddp.fused_allreduce -> ... -> libnccl | host engine``."""
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert "ddp.fused_allreduce -> Communicator.all_reduce -> _nccl -> ncclAllReduce -> libnccl | host engine" in readme
+    """What docs/architecture.md prints, hop by hop: ``ddp.fused_allreduce -> ... -> libnccl | host engine``."""
+    page = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
+    assert "ddp.fused_allreduce -> Communicator.all_reduce -> _nccl -> ncclAllReduce -> libnccl | host engine" in page
     hook = (PACKAGE / "ddp/hook.py").read_text()
     assert "def fused_allreduce(" in hook
     # The hook's own hops: the bucket, its stream, its compressor.

@@ -42,3 +42,10 @@ def test_make_takes_the_extra_of_torchs_cuda(tmp_path, cuda, wanted):
         env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.stdout.strip() == wanted, done.stderr
+
+
+def test_make_docs_installs_the_docs_extra():
+    """The Makefile's own line takes the names from pyproject.toml, so that nothing of ours is built for the pages."""
+    (code,) = re.findall(r"^DOCS_EXTRA := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.split() == extra("docs") and extra("docs"), done.stderr

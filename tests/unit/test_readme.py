@@ -1,4 +1,4 @@
-"""What the README says is so: its programs run, its path of a call is taken, its variables and files are there."""
+"""What the README and the pages say is so: programs run, the path of a call is taken, variables and files are there."""
 
 import os
 import re
@@ -10,7 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+# Pages whose blocks "```python run" are whole programs; every Python block of the README is one.
+PAGES = ("horovod", "ddp", "sharded", "communicator", "fused-kernels")
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+for _page in PAGES:
+    PROGRAMS += re.findall(r"```python run\n(.*?)```", (ROOT / "docs" / f"{_page}.md").read_text(), re.DOTALL)
 PATH = "ddp.fused_allreduce -> Communicator.all_reduce -> _nccl -> ncclAllReduce -> libnccl | host engine"
 
 
@@ -29,15 +34,16 @@ def run_alone(text):
 
 
 def test_all_programs_are_found():
-    words = ["hvd.DistributedOptimizer", "fused_allreduce", "HookState", "ShardedDataParallel", "GradientBuckets"]
-    words += ["collectives.init()", "kernels.pack"]
+    words = ["fused_allreduce", "collectives.init()"]  # the README's
+    words += ["hvd.DistributedOptimizer", "fused_allreduce", "HookState", "ShardedDataParallel"]
+    words += ["collectives.init()", "GradientBuckets", "kernels.pack"]
     assert len(PROGRAMS) == len(words)
     assert all(word in program for word, program in zip(words, PROGRAMS, strict=True))
 
 
 def test_programs_run():
     """One after the other in one process, each with names of its own."""
-    names = [f"README's program {number}" for number in range(1, len(PROGRAMS) + 1)]
+    names = [f"program {number}" for number in range(1, len(PROGRAMS) + 1)]
     lines = [
         f"exec(compile({program!r}, {name!r}, 'exec'), {{'__name__': '__main__'}}); print({name!r})"
         for name, program in zip(names, PROGRAMS, strict=True)
@@ -51,12 +57,12 @@ import sys
 import torch
 import torch.distributed as dist
 import collectives
-from collectives import _nccl, communicator, ddp
+from collectives import _nccl
 
 hops = []
 def watch(frame, event, argument):
     code = frame.f_code
-    if event == "call" and code in (ddp.fused_allreduce.__code__, communicator.Communicator.all_reduce.__code__):
+    if event == "call" and code in (collectives.fused_allreduce.__code__, collectives.Communicator.all_reduce.__code__):
         hops.append(code.co_name)
 
 dist.init_process_group("gloo")
@@ -74,21 +80,22 @@ print(*hops, comm._native.sequence() - before, comm.engine.library.path.rpartiti
 
 
 def test_the_path_of_one_call_is_taken():
-    assert f"`{PATH}`" in README
+    assert f"`{PATH}`" in ARCHITECTURE
     assert run_alone(TRACER).split() == ["fused_allreduce", "all_reduce", "1", "libcollectives_host.so"]
 
 
 def test_all_variables_are_listed():
-    table = README.partition("## Environment variables")[2].partition("\n## ")[0]
-    listed = set(re.findall(r"COLLECTIVES_[A-Z_]+", table))
+    page = (ROOT / "docs" / "environment.md").read_text()
+    listed = set(re.findall(r"COLLECTIVES_[A-Z]+(?:_[A-Z]+)*", page))
     sources = [*ROOT.glob("collectives/**/*.py*"), *ROOT.glob("host/*.cpp"), ROOT / "tests" / "conftest.py"]
     names = re.compile(r"\bCOLLECTIVES_[A-Z]+(?:_[A-Z]+)*\b")
     used = {name for path in sources if path.suffix != ".pyc" for name in names.findall(path.read_text())}
     assert listed == used
 
 
-def test_files_that_it_names_exist():
-    named = set(re.findall(r"`((?:collectives|host|kernels|docs|examples)/[\w./]+)`", README))
+def test_files_that_they_name_exist():
+    text = README + "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("architecture", "examples"))
+    named = set(re.findall(r"`((?:collectives|host|kernels|docs|examples)/[\w./]+)`", text))
     named |= set(re.findall(r"\]\(([\w./]+)\)", README))
-    assert len(named) >= 6
+    assert len(named) >= 40
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

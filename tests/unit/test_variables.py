@@ -63,4 +63,7 @@ def test_all_that_are_read_are_known_and_described():
     text += "".join(path.read_text() for path in (ROOT / "host").glob("*.cpp"))
     named = set(re.findall(r"COLLECTIVES_[A-Z]+(?:_[A-Z]+)*(?!_)\b", text))
     assert named <= variables.KNOWN, sorted(named - variables.KNOWN)
-    assert set(re.findall(r"COLLECTIVES_[A-Z]+(?:_[A-Z]+)*", (ROOT / "README.md").read_text())) == variables.KNOWN
+    page = (ROOT / "docs" / "environment.md").read_text()
+    assert set(re.findall(r"COLLECTIVES_[A-Z]+(?:_[A-Z]+)*", page)) == variables.KNOWN
+    everywhere = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+    assert set(re.findall(r"COLLECTIVES_[A-Z]+(?:_[A-Z]+)*", everywhere)) == variables.KNOWN

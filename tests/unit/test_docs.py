@@ -1,0 +1,109 @@
+"""The pages: every public name has a reference entry, links lead somewhere, figures are the committed results'."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import performance_doc
+from tests.unit.test_imports import PACKAGE, ROOT, literal_all
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
+PUBLIC = {
+    "collectives": PACKAGE / "__init__.py",
+    "collectives.auto": PACKAGE / "auto" / "__init__.py",
+    "collectives.errors": PACKAGE / "errors.py",
+    "collectives.horovod": PACKAGE / "horovod" / "__init__.py",
+    "collectives.horovod.elastic": PACKAGE / "horovod" / "elastic" / "__init__.py",
+    "collectives.kernels": PACKAGE / "kernels" / "__init__.py",
+    "collectives.optim": PACKAGE / "optim.py",
+    "collectives.sharded": PACKAGE / "sharded" / "__init__.py",
+    "collectives.sharded.fsdp2": PACKAGE / "sharded" / "fsdp2.py",
+}
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^( *)```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def entries() -> tuple[set[str], set[str]]:
+    """Return the names that mkdocstrings renders, and those that the reference describes in a table."""
+    text = {path.stem: path.read_text() for path in (DOCS / "reference").glob("*.md")}
+    rendered = [name for page in text.values() for name in re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)]
+    assert len(set(rendered)) == len(rendered)
+    tables = {
+        f"collectives.horovod.{name}" for name in re.findall(r"^\| `(\w+)` \|", text["horovod-api"], re.MULTILINE)
+    }
+    return set(rendered), tables
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_has_a_reference_entry(module):
+    rendered, tables = entries()
+    # A module that is exported has entries of its own.
+    modules = {f"{module}.{name}" for name in ("errors", "elastic") if f"{module}.{name}" in PUBLIC}
+    public = {f"{module}.{name}" for name in literal_all(PUBLIC[module])}
+    assert public and public - rendered - tables - modules == set()
+
+
+def test_every_reference_entry_is_public():
+    rendered, tables = entries()
+    public = {f"{module}.{name}" for module, path in PUBLIC.items() for name in literal_all(path)}
+    assert rendered | tables <= public | set(PUBLIC) and not rendered & tables
+
+
+def anchors(path: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", without_code(path.read_text()), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_links_lead_somewhere(path):
+    text = re.sub(r"`[^`\n]*`", "", without_code(path.read_text()))
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        inside = path.name == "README.md" or target.is_relative_to(DOCS)  # the site has nothing else
+        if not target.is_file() or not inside or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert wrong == []
+
+
+def test_every_page_is_in_the_sites_menu():
+    listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "benchmarks" / "LOG.md"], ids=[*NAMES, "benchmarks/LOG.md"])
+def test_prose_wraps_at_100(path):
+    text = re.sub(
+        r"`[^`\n]*`|\[[^\]\n]*\]\([^)\n]*\)", lambda span: span[0].replace(" ", "_"), without_code(path.read_text())
+    )
+    lines = [line for line in text.splitlines() if len(line) > 100 and not line.startswith(("|", "!["))]
+    assert [line for line in lines if " " in line.strip()] == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+@pytest.mark.parametrize("path", performance_doc.PAGES, ids=lambda path: path.name)
+def test_figures_are_those_of_the_committed_results(path):
+    text = path.read_text()
+    assert performance_doc.written(text) == text, "run python benchmarks/performance_doc.py"
+    assert performance_doc.MARK.search(text)
+
+
+def test_the_picture_of_the_layers_has_every_package():
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    picture, page = (DOCS / "layers.svg").read_text(), (DOCS / "architecture.md").read_text()
+    assert len(packages) >= 10
+    assert {name for name in packages if f">{name}</text>" not in picture} == set()
+    assert {name for name in packages if f"`{name}/`" not in page} == set()
