@@ -1,6 +1,8 @@
-"""The environment variables of this package: all their names, and readers that refuse what they can't mean.
+"""The environment variables of this package: all their names, and functions that read and check
+them.
 
-What each one sets stands in docs/environment.md. Variables of which one module alone knows the values are read there.
+docs/environment.md says what each one sets. A variable whose values only one module knows is read in that
+module.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Mapping
 
 from .errors import InvalidArgument
 
-__all__ = ["KNOWN", "check", "label", "switch"]
+__all__ = ["KNOWN", "check_variables", "read_label", "read_switch"]
 
 _PREFIX = "COLLECTIVES_"
 KNOWN = frozenset(
@@ -28,16 +30,18 @@ _LONGEST_LABEL = 255
 _warned: set[str] = set()
 
 
-def switch(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Read a variable that is 0 or 1; not set or empty: 0. Raises `InvalidArgument` for anything else."""
+def read_switch(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Read a variable that is 0 or 1; not set or empty means 0. Raises `InvalidArgument` for anything else."""
     value = (os.environ if environ is None else environ).get(name, "").strip()
     if value not in ("", "0", "1"):
         raise InvalidArgument(f"{name} must be 0 or 1, not {value!r}")
     return value == "1"
 
 
-def label(name: str) -> str:
-    """Read a variable that is a name, "" where it isn't set. Raises `InvalidArgument` where it is set and empty."""
+def read_label(name: str) -> str:
+    """Read a variable that is a name, "" where it isn't set. Raises `InvalidArgument` where it is
+    set and empty.
+    """
     value = os.environ.get(name)
     if value is None:
         return ""
@@ -48,10 +52,12 @@ def label(name: str) -> str:
     return value
 
 
-def check() -> None:
-    """Refuse values that can't be meant, and warn once of each variable that looks like one of ours and is none."""
-    switch("COLLECTIVES_CHECK")
-    label("COLLECTIVES_HOST_ID")
+def check_variables() -> None:
+    """Refuse values that mean nothing, and warn once of each COLLECTIVES_ variable that this
+    version doesn't know.
+    """
+    read_switch("COLLECTIVES_CHECK")
+    read_label("COLLECTIVES_HOST_ID")
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in KNOWN and name not in _warned and not name.startswith(_OTHERS):
             _warned.add(name)

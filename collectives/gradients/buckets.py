@@ -453,7 +453,7 @@ def _release(handles, bucket_comms, comms) -> None:
     for device, comm in bucket_comms.items():
         # NCCL's destroy may wait for the other ranks; such a communicator stays until the
         # interpreter's end.
-        if comm is not comms[device] and comm._on_host and not comm.closed and comm._queue.settled():
+        if comm is not comms[device] and comm._on_host and not comm.closed and comm._queue.all_ended():
             comm.close()
 
 

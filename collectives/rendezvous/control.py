@@ -43,7 +43,9 @@ def dup_on_host(comm: Communicator, seconds: float | None = None) -> Communicato
     if seconds is not None:
         comm.timeout = seconds if before is None else min(seconds, before)
     try:
-        with log_while_waiting("to open a second communicator", comm.rank, comm.timeout, lambda: _find_missing_ranks(comm)):
+        with log_while_waiting(
+            "to open a second communicator", comm.rank, comm.timeout, lambda: _find_missing_ranks(comm)
+        ):
             child = comm.split(0)
     finally:
         if not comm.closed:
@@ -65,9 +67,11 @@ def bootstrap_on_host(comm: Communicator, seconds: float | None = None) -> Commu
     record, server = make_record_with_store(participant)
     mine = torch.frombuffer(bytearray(record.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8).to(comm.device)
     everyone = torch.empty(comm.size * RECORD_BYTES, dtype=torch.uint8, device=comm.device)
-    with log_while_waiting("to open a communicator on host memory", comm.rank, seconds, lambda: _find_missing_ranks(comm)):
+    with log_while_waiting(
+        "to open a communicator on host memory", comm.rank, seconds, lambda: _find_missing_ranks(comm)
+    ):
         work = comm.all_gather(everyone, mine, algorithm="native", async_op=True)
-        if not comm._queue.block(work._pending_op, seconds):
+        if not comm._queue.wait_blocking(work._pending_op, seconds):
             raise CollectiveTimeout(
                 f"not all ranks came within {seconds:g} s to open a communicator on host memory", op="init",
                 rank=comm.rank,

@@ -72,7 +72,7 @@ def join_over_mpi(mpi: Any, participant: Participant, generation: int, deadline:
         received = comm.Irecv([answer, mpi.BYTE], 0, tag + 1)
         if _wait_for({0: received}, deadline + GRACE_S):
             raise CollectiveTimeout(f"rank 0 did not answer within {timeout:g} s", op="init", rank=rank, peers=(0,))
-        sent.RankWait()
+        sent.Wait()
     else:
         slots = {peer: bytearray(RECORD_BYTES) for peer in range(1, size)}
         requests = {peer: comm.Irecv([slot, mpi.BYTE], peer, tag) for peer, slot in slots.items()}

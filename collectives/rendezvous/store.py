@@ -142,14 +142,16 @@ class StoreRendezvous:
             raise
         store.set(f"peer/{rank}", record)
         keys = [f"peer/{peer}" for peer in range(size)]
-        wait = RankWait(self.purpose, rank, size, self.timeout, deadline=self.deadline, fate=self._fate, op="init")
+        wait = RankWait(
+            self.purpose, rank, size, self.timeout, deadline=self.deadline, exit_reason=self._fate, op="init"
+        )
         pause = 0.001
         while True:
             self._raise_posted_failure()
             if store.check(keys):
                 return [store.get(key) for key in keys]
             try:
-                wait.look(self._find_missing_ranks)
+                wait.check(self._find_missing_ranks)
             except (CollectiveTimeout, RemoteError) as error:
                 self._post_failure(type(error), error.message, error.peers)
             if self._is_client() and not self._server_arrived:
@@ -171,7 +173,7 @@ class StoreRendezvous:
     def _fate(self, rank: int) -> str:
         if rank in self._arrived:
             return describe_exit(self._arrived[rank]) if has_ended(self._arrived[rank]) else ""
-        return self.fates.of(rank) if self.fates is not None else ""
+        return self.fates.reason(rank) if self.fates is not None else ""
 
     def _find_ended_ranks(self) -> dict[int, str]:
         """Return how ranks have ended, by rank, after the store has gone.
@@ -180,7 +182,7 @@ class StoreRendezvous:
         """
         until = time.monotonic() + GRACE_S / 2
         while self.fates is not None:
-            ended = self.fates.without_store()
+            ended = self.fates.reasons_without_store()
             if ended or time.monotonic() >= until:
                 return ended
             time.sleep(0.02)
@@ -201,11 +203,11 @@ class StoreRendezvous:
             return server, server
         rank, size = self.participant.rank, self.participant.size
         wait = RankWait(
-            "to open a store", rank, size, self.timeout, deadline=self.deadline, fate=self._fate, op="init"
+            "to open a store", rank, size, self.timeout, deadline=self.deadline, exit_reason=self._fate, op="init"
         )  # fmt: skip
         while not self.store.check(["lasting"]):
             self._raise_posted_failure()
-            wait.look(lambda: [0])
+            wait.check(lambda: [0])
             if stop.wait(0.002):
                 raise CollectiveTimeout("rank 0 did not open a store", op="init", rank=rank, peers=(0,))
         return connect_to_store(self.host, int(self.store.get("lasting")), self.deadline), None

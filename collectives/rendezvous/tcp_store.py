@@ -108,7 +108,7 @@ def _connect(identity: Identity, server: int | None, where: str, deadline: float
                     rank=identity.rank,
                     peers=peers,
                 ) from error
-            wait.look(lambda: [0])
+            wait.check(lambda: [0])
             time.sleep(0.02)
 
     def timed_out() -> CollectivesError:

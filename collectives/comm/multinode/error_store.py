@@ -59,7 +59,9 @@ class ErrorStore:
         """
         seconds = max(0.0, deadline - time.monotonic())
         size = max(2, len(self.processes))
-        wait = RankWait("to connect the machines", self.rank, size, seconds, deadline=deadline, fate=self._fate, op="init")
+        wait = RankWait(
+            "to connect the machines", self.rank, size, seconds, deadline=deadline, exit_reason=self._fate, op="init"
+        )
         pause = _POLL_S
         while True:
             try:
@@ -67,7 +69,7 @@ class ErrorStore:
                     return self.store.get(key)
             except RuntimeError as error:
                 raise self._unreachable_error(error) from error
-            wait.look(lambda: [peer])
+            wait.check(lambda: [peer])
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
 
