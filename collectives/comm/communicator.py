@@ -170,7 +170,7 @@ class Communicator:
         They are known for the communicators that `init()` and the DDP hook open, and on the host.
         """
         if self.peers is not None:
-            return group_ranks_by_node(peer.machine for peer in self.peers)
+            return group_ranks_by_node(peer.node for peer in self.peers)
         return (tuple(range(self.size)),) if self._on_host else None
 
     @property

@@ -54,7 +54,7 @@ def _after_fork() -> None:
     for comm in list(open_comms.values()):
         never_freed.append((comm._native, comm._registrations, comm._algorithms))
         if isinstance(comm._native, MultiNodeComm):
-            comm._native.forget()
+            comm._native.detach_after_fork()
         comm._algorithms = None
         reason = (
             "the communicator was opened in the parent process and can't be used in a forked child: open it in the "

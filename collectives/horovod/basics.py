@@ -61,7 +61,7 @@ class World:
         self.owns = owns
         self.settings = settings
         self.rank, self.size = comm.rank, comm.size
-        nodes = [peer.machine for peer in peers]
+        nodes = [peer.node for peer in peers]
         mine = nodes[self.rank]
         here = [r for r in range(self.size) if nodes[r] == mine]
         self.local_rank, self.local_size = here.index(self.rank), len(here)
