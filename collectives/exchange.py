@@ -230,13 +230,16 @@ def wants_store(meeting: Meeting, engine: str) -> bool:
     return needs_store(meeting, engine) or (engine == "nccl" and len(meeting.peers) > 1)
 
 
-def serving_record(own: Own) -> tuple[bytes, dist.TCPStore | None]:
-    """Return this rank's record and None; on rank 0 with the address of a store that it serves from now on, and it."""
+def serving_record(own: Own, host: str | None = None) -> tuple[bytes, dist.TCPStore | None]:
+    """Return this rank's record and None. Rank 0 opens a store, adds its address to the record, and returns both.
+
+    `host`: by which the others reach rank 0; None: the address of its own machine.
+    """
     record = own.record()
     if own.rank != 0:
         return record, None
     server = serve_lasting()
-    return json.dumps({**json.loads(record), "store": [own_address(), server.port]}).encode(), server
+    return json.dumps({**json.loads(record), "store": [host or own_address(), server.port]}).encode(), server
 
 
 def serve_lasting() -> dist.TCPStore:

@@ -35,7 +35,7 @@ from .exchange import (
     limited,
     over_mpi,
     parse,
-    serve_lasting,
+    serving_record,
     settle,
     wants_store,
     with_store,
@@ -305,10 +305,7 @@ def _by_name(name: bytes, own: Own, timeout: float) -> Meeting:
     library.set_init_timeout(timeout)
     with _host_comm(library, name + b"\0records", own) as comm:
         comm.set_timeout(timeout)
-        record, server = own.record(), None
-        if own.rank == 0:
-            server = serve_lasting()
-            record = json.dumps({**json.loads(record), "store": ["localhost", server.port]}).encode()
+        record, server = serving_record(own, "localhost")
         sent = torch.frombuffer(bytearray(record.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8)
         got = torch.zeros(RECORD_BYTES * own.size, dtype=torch.uint8)
         comm.all_gather(sent.data_ptr(), got.data_ptr(), RECORD_BYTES, _nccl.DTYPES["uint8"])
