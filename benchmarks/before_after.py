@@ -77,7 +77,7 @@ def run(name, checkout, folder):
 
 
 def version_of(checkout):
-    """Give the commit of a checkout, with a plus where files differ from it; both are refused unbuilt."""
+    """Return a checkout's commit, with a plus where tracked files differ. Exits where it isn't built in place."""
     code = "import collectives, pathlib; print(pathlib.Path(collectives.__file__).parent.parent)"
     env = {**os.environ, "PYTHONPATH": str(checkout)}
     found = subprocess.run([sys.executable, "-c", code], cwd=checkout, env=env, capture_output=True, text=True)
