@@ -120,7 +120,7 @@ class Trial:
         bad = torch.tensor([float(bool(self._own))], device=device)
         dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._group)
         if bad.item():
-            self.problem = self._own or "on dup rank"
+            self.problem = self._own or "on another rank"
 
     def _abort_communicator(self, device) -> None:
         """Abort our communicator, so that ranks that wait for this one get an error at once."""

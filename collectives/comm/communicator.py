@@ -592,5 +592,9 @@ class Communicator:
         if self._checks_calls and fingerprints:
             with self._device_guard():
                 check_fingerprints(
-                    self._native, fingerprints, device=self.device, stream=stream_handle(self, None), group_ranks_by_node=group_ranks_by_node
+                    self._native,
+                    fingerprints,
+                    device=self.device,
+                    stream=stream_handle(self, None),
+                    group_ranks_by_node=group_ranks_by_node,
                 )

@@ -128,7 +128,7 @@ class Group:
 
     def __enter__(self):
         if self._entered:
-            raise InvalidUsage("this group is open already: make dup one with comm.group()", rank=self._comm.rank)
+            raise InvalidUsage("this group is open already: make another one with comm.group()", rank=self._comm.rank)
         self._entered = True
         thread = threading.get_ident()
         self._outer = open_groups.get(thread)

@@ -42,7 +42,7 @@ def _identity(pid: int, machine: str) -> str:
 
 
 def this_process() -> str:
-    """Return this process's identity, for `has_ended` in dup process."""
+    """Return this process's identity, for `has_ended` in another process."""
     host, boot_id, _ = identify_node()
     return _identity(os.getpid(), boot_id or host)
 

@@ -17,7 +17,7 @@ __all__ = ["Hierarchical"]
 
 
 class Hierarchical(Compressor):
-    """Reduces between nodes by dup compressor, after a reduce-scatter inside each node.
+    """Reduces between nodes by another compressor, after a reduce-scatter inside each node.
 
     All nodes must have the same number of ranks, m; then each byte crosses the network once for m
     ranks instead of m times. On one node, and with one rank per node, this is the other compressor

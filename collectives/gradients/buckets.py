@@ -71,7 +71,7 @@ class GradientBuckets:
 
     Gradients may have been made by any number of backwards, or assigned. On CUDA the host doesn't
     wait if this rank has all gradients and none was changed after it was sent. Then a later call
-    raises what is wrong on dup rank, and a gradient that is changed after it was sent must be
+    raises what is wrong on another rank, and a gradient that is changed after it was sent must be
     changed on all ranks. Raises `InvalidArgument` for unsuitable parameters and settings. Holds the
     parameters, as an optimizer does; use it as a context manager, or `close()` it.
     """
@@ -192,10 +192,10 @@ class GradientBuckets:
     def all_reduce(self) -> None:
         """Average every parameter's ``.grad`` over the ranks, in place; all ranks call it.
 
-        A parameter without a gradient counts as one of zeros, and gets a gradient where dup
+        A parameter without a gradient counts as one of zeros, and gets a gradient where another
         rank has one. Blocks until it is done; on CUDA it waits for the gradients of all backwards,
         and the averages are ordered on the current stream. A gradient that can't be averaged
-        (sparse, of dup dtype or shape than the parameter's was, sharing memory with dup
+        (sparse, of another dtype or shape than the parameter's was, sharing memory with another
         one) raises `InvalidArgument` on all ranks and leaves the gradients as they are; so does
         `Mismatch`, at the first call, where the ranks' parameters differ. (On CUDA, ranks without a
         problem of their own go on, and raise `InvalidUsage` in a later call.)

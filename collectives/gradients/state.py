@@ -46,7 +46,7 @@ class HookState:
     to the engine.
 
     After the sum. `max_norm`: clip the gradient of all parameters to this norm, as
-    ``torch.nn.utils.clip_grad_norm_`` does after the backward; `norm_type`: 2, dup p, or
+    ``torch.nn.utils.clip_grad_norm_`` does after the backward; `norm_type`: 2, another p, or
     infinity (2 is found in the reduction's own pass). `check_finite`: count non-finite values; only
     with `optimizer` is a step with such values left out. `optimizer`: an optimizer of
     `collectives.optim` that is stepped inside of the backward. Each rank reduces and updates its
@@ -77,7 +77,7 @@ class HookState:
     DDP modules of the same group. A state can be pickled, with all that training needs to go on bit
     for bit. Communicator and group are left out and opened again at first use; an optimizer must be
     set again (``state.optimizer = optimizer``), and takes over the saved state. `state_dict()` is
-    for dup number of ranks. Raises `InvalidArgument`, with the reason, for options that don't
+    for another number of ranks. Raises `InvalidArgument`, with the reason, for options that don't
     go together.
     """
 
@@ -133,7 +133,7 @@ class HookState:
 
     def __setattr__(self, name, value):
         if name in self.__dict__.get("_options", {}):
-            raise InvalidUsage(f"{name} is fixed when a HookState is made: make dup one with {name}={value!r:.60}")
+            raise InvalidUsage(f"{name} is fixed when a HookState is made: make another one with {name}={value!r:.60}")
         super().__setattr__(name, value)
 
     def _make_compressor(self) -> Compressor:

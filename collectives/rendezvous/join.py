@@ -79,7 +79,7 @@ def join_rendezvous(
         numbers = dist.get_rank(), dist.get_world_size()
         if numbers != (participant.rank, participant.size):
             raise InvalidUsage(
-                f"torch.distributed is initialised as rank {numbers[0]} of {numbers[1]}, but this process is log_while_waiting to "
+                f"torch.distributed is initialised as rank {numbers[0]} of {numbers[1]}, but this process is said to "
                 f"be rank {participant.rank} of {participant.size}",
                 op="init",
             )

@@ -225,12 +225,13 @@ def _verify_gpus_differ(peers: tuple[PeerInfo, ...], participant: Participant) -
     NCCL itself would fail after all ranks have come, on each with "Duplicate GPU detected" or
     "invalid usage" alone.
     """
-    for (_, gpu), ranks in _group_ranks(((peer.boot_id or peer.host, peer.gpu), peer.rank) for peer in peers).items():
+    gpus = (((peer.boot_id or peer.host, peer.gpu), peer.rank) for peer in peers)
+    for (_, gpu), ranks in _group_ranks(gpus).items():
         if gpu is not None and len(ranks) > 1:
             first = peers[ranks[0]]
             raise InvalidUsage(
-                f"{format_ranks(ranks)} are all on one GPU, {first.device} ({gpu}) of {first.host}: NCCL takes one rank "
-                "a GPU. Give each its own, init(device=f'cuda:{local_rank}'), and start no more ranks on a machine "
+                f"{format_ranks(ranks)} are all on one GPU, {first.device} ({gpu}) of {first.host}: NCCL takes one "
+                "rank a GPU. Give each its own, init(device=f'cuda:{local_rank}'), and start no more ranks on a machine "
                 "than it has GPUs; where each rank sees one GPU only, CUDA_VISIBLE_DEVICES must differ between them",
                 op="init",
                 rank=participant.rank,

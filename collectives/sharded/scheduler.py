@@ -176,14 +176,11 @@ class Scheduler(Controller):
                 self.host_copies.wait()  # users may write to shards on the host now
 
     def reshards_after_forward(self, unit: Unit) -> bool:
-        """Whether a unit is resharded after its forward; units with which the backward begins are
-        not.
-        """
+        """Whether a unit is resharded after its forward; the backward's first units are not."""
         if not unit.reshard_after_forward:
             return False
-        return (
-            not torch.is_grad_enabled() or unit not in self.backward_order[: self.units_before_reshard + self.should_overlap]
-        )
+        kept = self.backward_order[: self.units_before_reshard + self.should_overlap]
+        return not torch.is_grad_enabled() or unit not in kept
 
     def abort_forward(self, error: BaseException, in_backward: bool) -> None:
         """Reset to a state in which a forward can begin, after an exception has left one."""
