@@ -231,8 +231,9 @@ def _verify_gpus_differ(peers: tuple[PeerInfo, ...], participant: Participant) -
             first = peers[ranks[0]]
             raise InvalidUsage(
                 f"{format_ranks(ranks)} are all on one GPU, {first.device} ({gpu}) of {first.host}: NCCL takes one "
-                "rank a GPU. Give each its own, init(device=f'cuda:{local_rank}'), and start no more ranks on a machine "
-                "than it has GPUs; where each rank sees one GPU only, CUDA_VISIBLE_DEVICES must differ between them",
+                "rank a GPU. Give each its own, init(device=f'cuda:{local_rank}'), and start no more ranks on a "
+                "machine than it has GPUs; where each rank sees one GPU only, CUDA_VISIBLE_DEVICES must differ "
+                "between them",
                 op="init",
                 rank=participant.rank,
                 peers=ranks,
