@@ -1,4 +1,4 @@
-"""What needs hardware, and stack dumps when the test process itself crashes."""
+"""What needs hardware, which mutants are planted, and stack dumps when the test process itself crashes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import faulthandler
 import functools
 import os
 import signal
+import subprocess
+import zlib
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +30,36 @@ def pytest_configure(config):
         return
     settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, print_blob=True)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--mutants-of",
+        metavar="COMMIT",
+        default=head(),
+        help="the commit whose hash chooses which tenth of the tests marked mutant isn't thorough (default: HEAD)",
+    )
+
+
+def head() -> str:
+    """The hash of the tree's commit; "none" outside of git."""
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "none"
+
+
+def pytest_report_header(config):
+    return f"mutants: a tenth of them, chosen by commit {config.getoption('mutants_of')}; the others are thorough"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Mark nine tenths of the mutants as thorough, before pytest deselects by marks."""
+    commit = config.getoption("mutants_of")
+    for item in items:
+        if item.get_closest_marker("mutant") and zlib.crc32(f"{commit} {item.nodeid}".encode()) % 10:
+            item.add_marker(pytest.mark.thorough)
 
 
 def pytest_runtest_setup(item):

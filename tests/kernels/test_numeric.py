@@ -74,6 +74,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("name", CHANGES)
 def test_planted_errors_are_caught(name):
     done = run("baseline", 1009, CHANGES[name])
