@@ -37,7 +37,7 @@ class _GradientTable(Table):
         self._data = self.rows.array["data"]
 
     def replace(self, tensors: list) -> bool:
-        """Replace the tensors. False: that can't be done, and the table must not be used any more."""
+        """Replace the tensors. False: that failed, and the table must not be used any more."""
         self.tensors = tuple(tensors)
         plain = self._read_plain(self.device)
         if plain is None or (plain[1], plain[2]) != self._kinds:
@@ -107,7 +107,7 @@ class GradientBucket:
     # ---- Names.
 
     def names(self) -> list[str]:
-        """Return the names that came with the parameters, else those of their modules, else shapes."""
+        """Return the names given with the parameters, else those of their modules, else shapes."""
         names = self._given_names
         if None in names:
             names = [given or found for given, found in zip(names, find_names(self.params), strict=True)]
@@ -200,7 +200,7 @@ class GradientBucket:
     def pack(self, track_writes: bool) -> None:
         """Copy the gradients of `read_grads` into the flat buffer.
 
-        `track_writes`: so that `changed` notices later writes. A bucket without a flat buffer is one
+        `track_writes`: let `changed` notice later writes. A bucket without a flat buffer is one
         gradient, which is reduced in place.
         """
         self.wait_for_work()

@@ -326,8 +326,8 @@ class GradientBuckets:
         self._bytes = self._sent
 
     def _end_round(self, found) -> None:
-        """Wait for operations in flight, and take part, with zeros, in those of ranks that haven't
-        waited for the flags.
+        """Wait for operations in flight, and take part, with zeros, in the operations of ranks that
+        didn't wait for the flags.
         """
         for bucket in self._buckets:
             with _naming_bucket(bucket):
@@ -466,5 +466,5 @@ def _parse_cap(megabytes, name: str) -> int:
 
 
 def _gains_by_overlap(comm: Communicator) -> bool:
-    """Return whether overlap is faster: on the host a thread that reduces needs a core of its own."""
+    """Return whether overlap is faster; on the host the reducing thread needs a spare core."""
     return comm.device.type != "cpu" or has_spare_cores(comm)

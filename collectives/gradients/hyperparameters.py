@@ -1,7 +1,7 @@
-"""Check that the ranks step with the same learning rates, momenta and so on, where each steps a
-part of the parameters.
+"""Check of a sharded optimizer's hyperparameters: each rank steps a part of the parameters, and all
+ranks must do it with the same learning rates, momenta and so on.
 
-On the host the ranks compare them before anything of a backward is reduced. On CUDA nobody waits:
+On the host the ranks compare them before anything of a backward is reduced. On CUDA no rank waits:
 the result of each backward's comparison arrives while later backwards run, and is checked then.
 """
 

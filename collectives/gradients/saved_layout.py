@@ -1,8 +1,8 @@
-"""Bucket layouts of a saved run, in which its first backwards after loading are reduced, bit for
-bit as before.
+"""Bucket layouts of a saved run, in which the first backwards after loading are reduced, so that
+the results are bit for bit those of an uninterrupted run.
 
 A new DDP object makes its buckets anew, and again after one or two backwards. The blocks of 8-bit
-wires, a sum's second rounding and a norm's partial sums depend on them.
+wires, a sum's second rounding and a norm's partial sums depend on the buckets.
 """
 
 from __future__ import annotations

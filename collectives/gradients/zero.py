@@ -24,7 +24,7 @@ from .shard_state import check_shard_rank, full_state_dict, init_state, parse_sh
 
 __all__ = ["ShardedStep", "refuse_arguments"]
 
-_ALIGNMENT = 16  # bytes: what a vector load of the kernels and a chunk of the wire want
+_ALIGNMENT = 16  # bytes, for the kernels' vector loads and the chunks of a collective
 
 
 def refuse_arguments(closure, others: dict, by: str, whose: str) -> None:
@@ -107,7 +107,7 @@ class ShardedStep:
         self.applied = self._divided = False
 
     def discard(self) -> None:
-        """Drop deferred updates, as after an error between the backward and ``optimizer.step()``."""
+        """Drop deferred updates, e.g. after an error between backward and ``optimizer.step()``."""
         self._pending, self._nonfinite_counts = [], []
         self._norm = self._max_norm = None
 
@@ -137,7 +137,7 @@ class ShardedStep:
     def step(self, closure=None, **others) -> None:
         """End a step, for ``optimizer.step()``: apply the deferred updates.
 
-        Others are applied already. Reads what a GradScaler sets (``optimizer.grad_scale``, the
+        The backward has applied all others. Reads what a GradScaler sets (``optimizer.grad_scale``, the
         divisor, and ``found_inf``, of all ranks). Blocks as the collectives do. Raises
         `InvalidUsage` where there was no synchronised backward since the last step, where
         ``scaler.unscale_`` was called, and where a parameter has a gradient and is in no bucket;
@@ -370,18 +370,18 @@ class ShardedStep:
     def state_dict(self, full: bool = True, comm=None) -> dict[str, Any]:
         """Return the optimizer's state dict.
 
-        With `full` as if it had not been sharded, which all ranks must call. `full`: in the format
-        of torch's optimizer of that name, on every rank; blocks until all ranks have come.
-        Otherwise what ``optimizer.state_dict()`` returns: this rank's shard, which only the same
-        rank of as many can load. `comm`: the communicator to gather by, where no bucket has come
-        yet.
+        `full`: the state as if it had not been sharded, in the format of torch's optimizer of that
+        name, on every rank; all ranks must call it, and it blocks until they do. Otherwise this
+        rank's shard, as ``optimizer.state_dict()`` returns it, which only the same rank of as many
+        can load. `comm`: the communicator to gather by, where no bucket has come yet.
         """
         return full_state_dict(comm or self._comm, self.optimizer) if full else self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full state dict, of any number of ranks, or this rank's shard.
 
-        Raises `InvalidArgument` for others'. If no bucket has come yet, the first bucket raises it.
+        Raises `InvalidArgument` for another rank's shard. If no bucket has come yet, the first
+        bucket raises it.
         ``optimizer.load_state_dict`` does the same without the check.
         """
         if self._comm is not None:
@@ -392,7 +392,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Update this rank's masters from their parameters; see the optimizer's `refresh_masters`."""
+        """Update this rank's masters from the parameters; see the optimizer's `refresh_masters`."""
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 state = self.optimizer.state[param] if param in self.optimizer.state else {}

@@ -171,7 +171,8 @@ class Table:
             elif self.type == _BYTE or place.dtype == self._name:
                 types.append(self.type)
             else:
-                raise InvalidArgument(f"{what} is {place.dtype}, the flat buffer {self._dtype_hint(place.dtype)}", op=op)
+                hint = self._dtype_hint(place.dtype)
+                raise InvalidArgument(f"{what} is {place.dtype}, the flat buffer {hint}", op=op)
             pointers.append(place.ptr)
             counts.append(place.nbytes if self.type == _BYTE else place.count)
         return pointers, counts, types, needs
@@ -252,7 +253,7 @@ class Table:
         return ptr
 
     def _check_flat_overlap(self, ptr: int, op) -> None:
-        """Refuse tensors that overlap the flat buffer, unless they lie at their own offsets in it."""
+        """Refuse tensors that overlap the flat buffer other than at their own offsets in it."""
         width = self.itemsize
         overlaps = (self._starts < ptr + self.nbytes) & (self._ends > ptr) & (self._starts < self._ends)
         for index in map(int, overlaps.nonzero()[0]):
@@ -283,7 +284,7 @@ class Table:
         self._are_destinations = True
 
     def overlaps(self, ptr: int, nbytes: int) -> bool:
-        """Whether a range of memory overlaps a tensor."""
+        """Return whether a range of memory overlaps a tensor."""
         return bool(((self._starts < ptr + nbytes) & (self._ends > ptr) & (self._starts < self._ends)).any())
 
     # ---- Launch.
