@@ -11,9 +11,8 @@ from ..layout import WIRE_FORMATS
 
 __all__ = ["count_different", "error_bound"]
 
-_NEAREST = (
-    1 + 2.0**-14
-)  # factor of a WireFormat's bounds for rounding to nearest; for stochastic rounding twice as much
+# Factor of a WireFormat's bounds for rounding to nearest; for stochastic rounding twice as much.
+_NEAREST = 1 + 2.0**-14
 _BLOCK = 512  # elements of the longest block with one scale: its bound holds for shorter blocks
 
 

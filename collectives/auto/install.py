@@ -1,4 +1,4 @@
-"""Patches of torch's DistributedDataParallel by which ``collectives.auto`` observes DDP models.
+"""Patches of torch's DistributedDataParallel, by which ``collectives.auto`` observes DDP models.
 
 They are applied once.
 """

@@ -1,9 +1,10 @@
-"""One DDP model under ``collectives.auto``: timed with plain DDP, then with our hook, then decided.
+"""State of one DDP model under ``collectives.auto``, which goes through these phases:
 
     PLAIN    no hook is registered; the backwards that reduce are counted and timed
-    CHECK    the first backward with our hook: each bucket is compared with the process group's result
+    CHECK    the first backward with our hook: each bucket is compared with the process group's
     OURS     our hook, timed
-    decided  our hook, forwarding, the user's own hook, or left alone; the model isn't observed any more
+    decided  our hook, or forwarding to the process group, the user's own hook, or left alone; the
+             model isn't observed any more
 
 Ranks must register at the same backward, and a rank may run forwards that others don't. So each
 rank counts backwards, by the gradients that are made after a forward that prepared a reduction, and
@@ -36,9 +37,9 @@ _MARGIN = 0.02  # ours stays unless plain DDP is faster by more than this
 
 
 class Model:
-    """State of one DDP object; a table holds it and, once it is registered, DDP's reducer.
+    """State of one DDP object. Never pickled.
 
-    Never pickled.
+    The table of `install` holds it, and so does DDP's reducer once the hook is registered.
     """
 
     def __init__(self, ddp, settings: dict | None, number: int = 0):
@@ -57,7 +58,7 @@ class Model:
         self._handles = []
         self._reduction_prepared = False  # a forward has prepared a reduction
         self._callback_queued = False
-        self._reduced = False  # ... and its backward has ended
+        self._reduced = False  # that forward's backward has ended
         self._backwards = 0  # with our hook, those in which it was called
         self._begin = self._end = None
         self._times = {"plain": [], "ours": []}
@@ -107,10 +108,10 @@ class Model:
 
     def _start_observing(self, ddp) -> None:
         self.observing = True
-        came = torch.compiler.disable(self._on_gradient)  # a backward inside of a compiled function calls it, too
+        hook = torch.compiler.disable(self._on_gradient)  # a backward inside of a compiled function calls it, too
         for parameter in ddp.parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(came))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _stop_observing(self) -> None:
         self.observing = False

@@ -89,9 +89,8 @@ class Trial:
             self._abort_communicator(device)
 
     def _limit_timeout(self, comm) -> None:
-        if (
-            self._limited is None and self._settings.get("streams", 1) == 1
-        ):  # further streams copy the first one's limit
+        # With several streams the further ones would copy the first one's limit.
+        if self._limited is None and self._settings.get("streams", 1) == 1:
             self._limited = (comm, comm.timeout)
             comm.timeout = min(comm.timeout or _TIMEOUT, _TIMEOUT)
 

@@ -1,4 +1,5 @@
-"""Compressors of gradient buckets: fp32, 16 and 8 bits with error feedback, PowerSGD, hierarchical."""
+"""Compressors of gradient buckets: fp32, 16 and 8 bits with error feedback, PowerSGD, hierarchical.
+"""
 
 from .base import Compressor, NoCompression, has_fused_stats, parse_wire, reduce_op, remaining_scale, ring_bytes
 from .bucket import Bucket, Scaling

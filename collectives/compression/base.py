@@ -61,8 +61,8 @@ class Compressor:
     bucket. Each call returns the bytes that this rank sends.
     """
 
-    exact = False  # whether the reduction loses nothing
-    align = 0  # elements of which a rank's shard is a multiple; 0: 16 bytes
+    exact = False  # whether values are sent unrounded
+    align = 0  # a rank's shard is a multiple of this number of elements; 0: of 16 bytes
 
     def reduce(self, comm, bucket: Bucket, scaling: Scaling, *, grad_stats=None) -> int:
         """Replace a bucket's values by the reduced ones, on all ranks."""
@@ -109,7 +109,7 @@ class NoCompression(Compressor):
         self.deterministic = deterministic
 
     def choose_algorithm(self, comm) -> str | None:
-        """Return the algorithm for a communicator; None: what tuning or COLLECTIVES_ALGORITHM says."""
+        """Return the algorithm for a communicator; None: the one of tuning or COLLECTIVES_ALGORITHM."""
         if self.algorithm is None and self.deterministic:
             return "native" if comm._on_host else "direct"  # the ones that sum in rank order
         return self.algorithm
@@ -146,7 +146,7 @@ class NoCompression(Compressor):
         return ring_bytes(sharded, comm.size, 1) + ring_bytes(remainder, comm.size, 2)
 
     def _reduce_scatter(self, comm, flat, op, shard_numel, grad_stats):
-        """Reduce the shards and the remainder, without `remaining_scale`, and add to `grad_stats`."""
+        """Reduce shards and remainder, without `remaining_scale`, and add to `grad_stats`."""
         algorithm = self.choose_algorithm(comm)
         fused = grad_stats is not None and has_fused_stats(comm, algorithm)
         options = {"share": grad_stats} if fused else {"algorithm": algorithm}

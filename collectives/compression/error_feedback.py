@@ -81,7 +81,7 @@ class Residuals:
         return flat
 
     def _weak_reference(self, param) -> weakref.ref:
-        """Return a weak reference to a parameter; the residual is dropped when the parameter dies."""
+        """Return a weak reference to a parameter; its residual is dropped when it dies."""
         views, key = self._views, id(param)
 
         def drop(reference):

@@ -19,8 +19,10 @@ from .scratch import use_on_current_stream
 
 __all__ = ["LowRankPlan", "LowRankStep", "Matrix", "orthonormalise", "view_stack"]
 
-_MIN_GAIN = 2  # how many times fewer elements than the matrix P and Q must have; torch's default, too
-_DEPENDENT = 1e-5  # a column of which no more than this part is left without the others' directions is rounding errors
+_MIN_GAIN = 2  # the matrix must have this many times the elements of P and Q; torch's default, too
+# A column is linearly dependent on the others if at most this part of its length is left without
+# their directions: that part is rounding errors.
+_DEPENDENT = 1e-5
 _CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}  # of scratch memory; on the host half a second-level cache
 
 
@@ -118,9 +120,9 @@ class LowRankPlan:
 class LowRankStep:
     """Arithmetic of one reduction of a bucket's matrices.
 
-    M is the gradient, or the sum of the gradient and the residual. On the host the sum is made in
-    the residual's place. It is recomputed in scratch memory for each use where the host doesn't
-    check whether the factors are finite (on CUDA the check would wait for the GPU), and for fp64,
+    M is the gradient, or the sum of the gradient and the residual. On the host the sum overwrites
+    the residual. It is recomputed in scratch memory for each use in two cases: on CUDA, where the
+    host doesn't check whether the factors are finite (it would wait for the GPU), and for fp64,
     whose residual is fp32.
     """
 
@@ -212,7 +214,7 @@ class LowRankStep:
                     torch.mm(p[rows], scaled, out=out)
                 else:
                     out.copy_(torch.mm(p[rows], scaled))
-                # The residual includes what rounding the result has lost.
+                # The residual includes the rounding error of the result.
                 scratch.sub_(out, alpha=back)
                 residual[rows].copy_(scratch if good is True else torch.where(good, scratch, residual[rows]))
             else:
@@ -255,7 +257,7 @@ def _stack_by_shape(shapes: list[tuple[int, int]]) -> tuple[list[int], int, list
 
 
 def view_stack(flat: torch.Tensor, stack: tuple[int, int, int, int]) -> torch.Tensor:
-    """View a stack of factors of one shape, (offset, count, rank, length): count x rank x length."""
+    """View a stack, (offset, count, rank, length), of factors as count x rank x length."""
     offset, count, width, length = stack
     return flat[offset : offset + count * width * length].view(count, width, length)
 

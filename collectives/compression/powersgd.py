@@ -132,7 +132,7 @@ class PowerSGD(Compressor):
         return plan
 
     def _random_start(self, width: int, columns: int, dtype, device) -> torch.Tensor:
-        """Return a random Q. It depends on the shape alone, so that a resumed run has the same one."""
+        """Return a random Q, which depends on the shape alone: a resumed run has the same one."""
         key = (width, columns, dtype, device)
         if key not in self._random:
             generator = torch.Generator().manual_seed(self.seed)

@@ -33,7 +33,9 @@ __all__ = ["Quantized"]
 _STEP_NUMEL = 1 << 17
 _MAX_PLANS = 256  # buckets
 _CAST = {"fp16": DTYPES["float16"], "bf16": DTYPES["bfloat16"]}
-_CAST_RANKS = 4  # the largest number of ranks where reading all of the others' parts takes no longer than an exchange
+# The largest number of ranks with which reading the parts of all others takes no longer than the
+# exchange.
+_CAST_RANKS = 4
 
 
 class Quantized(Compressor):
@@ -42,8 +44,8 @@ class Quantized(Compressor):
 
     `format` and `block`: of `layout.WIRE_FORMATS`. `seed`: of stochastic rounding; None rounds to
     nearest. `error_feedback`: rounding errors are kept in fp32 and added in the next step. A rank
-    keeps its own rounding error, and that of the sum for the shard that it owns. So everything that
-    was ever applied differs from the sum of all gradients only by what is kept.
+    keeps its own rounding error, and that of the sum for the shard that it owns. So the sum of all
+    results so far differs from the sum of all gradients only by the residuals.
     """
 
     def __init__(
@@ -111,10 +113,10 @@ class Quantized(Compressor):
             residual.zero_()
         return NoCompression().reduce(comm, bucket, scaling, grad_stats=grad_stats)
 
-    # ---- The engine's own cast, where nothing more is wanted.
+    # ---- The host engine's all-reduce with a cast, without residuals and statistics.
 
     def _can_cast(self, comm, flat, scaling) -> bool:
-        """Return whether the host engine's all-reduce with a cast does all that is wanted."""
+        """Return whether the host engine's all-reduce with a cast can do this reduction."""
         plain = self.residuals is None and self.seed is None
         plain = plain and scaling.divisor in (0, comm.size) and scaling.postscale == 1.0
         fits = comm._on_host and comm.size <= _CAST_RANKS and flat.dtype in (torch.float32, torch.float64)
@@ -158,7 +160,7 @@ class Quantized(Compressor):
                 if step.sum_error is not None:
                     step.sum_error.zero_()
                 step.requantize()
-                if step.sum_error is not None:  # returns through this rank's gradient, of which the sum takes a part
+                if step.sum_error is not None:  # scaled up: the sum takes only a part of this rank's gradient
                     step.residual.add_(step.sum_error, alpha=plan.error_scale)
             comm.all_gather(step.sent, step.own_sent)
             for launch in step.dequantize:

@@ -1,4 +1,4 @@
-"""Memory that compressors keep from step to step, and its order between CUDA streams."""
+"""Scratch buffers that compressors keep from step to step, and their order between CUDA streams."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _buffers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicato
 def use_on_current_stream(last, *tensors):
     """Order torch's current stream after `last`, the stream that has used the memory last.
 
-    Returns the current stream. Later kernels on the current stream run after everything that `last`
-    has been given so far. The allocator doesn't reuse the memory before they are done, whichever
-    stream the memory was allocated on. `last`: the stream that an earlier call returned, None at
-    first. On the host nothing happens and None is returned. A stream that is being captured doesn't
-    wait: nothing was running when the capture began.
+    Returns the current stream. Later kernels on the current stream run after all work that is
+    queued on `last` now. The allocator doesn't reuse the memory before they are done, on whichever
+    stream it was allocated. `last`: the stream that an earlier call returned, None at first. On the
+    host nothing happens and None is returned. A stream that is being captured doesn't wait: nothing
+    was running when the capture began.
     """
     device = tensors[0].device
     if device.type != "cuda":
@@ -35,7 +35,7 @@ def use_on_current_stream(last, *tensors):
 def get_wire_buffer(comm, nbytes: int) -> torch.Tensor:
     """Return a uint8 buffer of at least `nbytes` for compressed values.
 
-    One for each communicator, kept. On the host the ranks share the memory.
+    Each communicator has one, which is kept. On the host it is memory that the ranks share.
     """
     memory, last = _buffers.get(comm, (None, None))
     if memory is None or memory.numel() < nbytes:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: torch's, with memory and process group as `fused_allreduce` needs them."""
+"""DistributedDataParallel: torch's, with the memory and process group that `fused_allreduce` needs."""
 
 # No `from __future__ import annotations`: torch compares a hook's annotations as objects.
 

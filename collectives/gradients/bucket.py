@@ -37,7 +37,7 @@ class _GradientTable(Table):
         self._data = self.rows.array["data"]
 
     def replace(self, tensors: list) -> bool:
-        """Replace the tensors. False: that can't be done, and the table must not be used any more."""
+        """Replace the tensors. False: that failed, and the table must not be used any more."""
         self.tensors = tuple(tensors)
         plain = self._read_plain(self.device)
         if plain is None or (plain[1], plain[2]) != self._kinds:
@@ -107,7 +107,7 @@ class GradientBucket:
     # ---- Names.
 
     def names(self) -> list[str]:
-        """Return the names that came with the parameters, else those of their modules, else shapes."""
+        """Return the names given with the parameters, else those of their modules, else shapes."""
         names = self._given_names
         if None in names:
             names = [given or found for given, found in zip(names, find_names(self.params), strict=True)]
@@ -197,10 +197,10 @@ class GradientBucket:
             self.work.wait()
             self.work = None
 
-    def pack(self, watch: bool) -> None:
+    def pack(self, track_writes: bool) -> None:
         """Copy the gradients of `read_grads` into the flat buffer.
 
-        `watch`: so that `changed` notices later writes. A bucket without a flat buffer is one
+        `track_writes`: let `changed` notice later writes. A bucket without a flat buffer is one
         gradient, which is reduced in place.
         """
         self.wait_for_work()
@@ -211,7 +211,7 @@ class GradientBucket:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         pack(self._table, self.flat)
         self.sending = self.flat
-        if watch:
+        if track_writes:
             self._versions = _versions_of(self._grads)
 
     def unpack(self, used: list) -> None:

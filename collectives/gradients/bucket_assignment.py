@@ -18,9 +18,10 @@ from .bucket import GradientBucket, grad_dtype, real_dtype
 __all__ = ["assign_buckets", "check_no_overlap", "describe_param", "read_params"]
 
 _OP = "GradientBuckets"
-# Bytes. From this size on the copies to a flat buffer and back take longer than an operation of its
-# own with the engine's staging: for 12 gradients of 4 MiB on 2 ranks 58 ms against 33 ms.
-_ALONE = 1 << 20
+# A parameter of at least this size has a bucket alone on the host. The copies to a flat buffer and
+# back take longer than an operation of its own with the engine's staging: for 12 gradients of 4 MiB
+# on 2 ranks 58 ms against 33 ms.
+_OWN_BUCKET_BYTES = 1 << 20
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -80,7 +81,7 @@ def _check_param(name, number, param) -> None:
 def assign_buckets(members: list, caps: tuple[int, int]) -> list[GradientBucket]:
     """Assign parameters to buckets by dtype and device, last ones first.
 
-    A large one on the host gets its own. `members`: (name, parameter) pairs; `caps`: bytes of the
+    A large parameter on the host gets a bucket of its own. `members`: (name, parameter) pairs; `caps`: bytes of the
     first bucket, and of the others.
     """
     filling: dict[tuple, list] = {}  # (dtype, device) -> members, bytes, number of full buckets, last position
@@ -88,7 +89,7 @@ def assign_buckets(members: list, caps: tuple[int, int]) -> list[GradientBucket]
     for place, (name, param) in enumerate(reversed(members)):
         key = real_dtype(grad_dtype(param)), param.device
         nbytes = param.numel() * grad_dtype(param).itemsize
-        if nbytes >= _ALONE and param.device.type == "cpu":
+        if nbytes >= _OWN_BUCKET_BYTES and param.device.type == "cpu":
             done.append((place, [(name, param)], key))
             continue
         entry = filling.setdefault(key, [[], 0, 0, place])
@@ -104,7 +105,7 @@ def assign_buckets(members: list, caps: tuple[int, int]) -> list[GradientBucket]
 
 
 def check_no_overlap(buckets: list[GradientBucket]) -> None:
-    """Raise `InvalidArgument` where gradients share memory: it would be averaged, or summed, twice."""
+    """Raise `InvalidArgument` where gradients share memory, which would be reduced twice."""
     spans = [bucket.spans() for bucket in buckets]
     starts = sorted(itertools.chain.from_iterable(each[0] for each in spans))
     ends = sorted(itertools.chain.from_iterable(each[1] for each in spans))

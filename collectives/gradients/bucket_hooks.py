@@ -1,5 +1,5 @@
-"""Hooks of the parameters that tell `GradientBuckets` when a backward has made the gradients of a
-bucket.
+"""Post-accumulate-grad hooks, by which `GradientBuckets` sends a bucket as soon as a backward has
+made its gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_hooks(buckets: list, gate: SyncGate, owner: weakref.ref) -> list:
 def _make_hook(missing: set, at: int, gate: SyncGate, owner: weakref.ref):
     """Make the hook of parameter `at`.
 
-    It must not hold the parameter: Python's collector may not see that cycle.
+    It must not hold the parameter: Python's garbage collector may not find that cycle.
     """
     discard = missing.discard
 

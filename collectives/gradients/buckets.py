@@ -313,12 +313,12 @@ class GradientBuckets:
         if self._overlap:
             for bucket in itertools.compress(buckets, resend):
                 with _naming_bucket(bucket):
-                    bucket.pack(watch=False)
+                    bucket.pack(track_writes=False)
                     self._send(bucket)
         for bucket, part in zip(buckets, parts, strict=True):
             with _naming_bucket(bucket):
                 if not self._overlap and any(part):
-                    bucket.pack(watch=False)
+                    bucket.pack(track_writes=False)
                     self._send(bucket)
                 if any(part):
                     bucket.unpack(part)
@@ -326,8 +326,8 @@ class GradientBuckets:
         self._bytes = self._sent
 
     def _end_round(self, found) -> None:
-        """Wait for operations in flight, and take part, with zeros, in those of ranks that haven't
-        waited for the flags.
+        """Wait for operations in flight, and take part, with zeros, in the operations of ranks that
+        didn't wait for the flags.
         """
         for bucket in self._buckets:
             with _naming_bucket(bucket):
@@ -364,7 +364,7 @@ class GradientBuckets:
         bucket.wait_for_work()  # of a round that was interrupted
         try:
             bucket.read_grads()
-            bucket.pack(watch=True)
+            bucket.pack(track_writes=True)
         except InvalidArgument:
             bucket.forget()  # so that all_reduce() reads the gradients again, and raises
             bucket.sending = bucket.flat.zero_()
@@ -466,5 +466,5 @@ def _parse_cap(megabytes, name: str) -> int:
 
 
 def _gains_by_overlap(comm: Communicator) -> bool:
-    """Return whether overlap is faster: on the host a thread that reduces needs a core of its own."""
+    """Return whether overlap is faster; on the host the reducing thread needs a spare core."""
     return comm.device.type != "cpu" or has_spare_cores(comm)

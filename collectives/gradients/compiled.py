@@ -37,7 +37,7 @@ _REFUSED = {
 
 
 def register_state(state) -> int:
-    """Return a number by which the operator in a compiled graph finds a hook's state; held weakly."""
+    """Return a number by which a compiled graph's operator finds a hook's state, held weakly."""
     number = next(_numbers)
     _states[number] = state
     return number

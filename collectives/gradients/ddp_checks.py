@@ -13,10 +13,10 @@ __all__ = ["check_group", "check_join"]
 
 
 def check_group(ddp) -> None:
-    """Raise `InvalidUsage` for a DDP object over a part of the default group's ranks, for a state
-    that names no ranks.
+    """Raise `InvalidUsage` for a DDP object over a part of the default group's ranks.
 
-    The other ranks would never join the communicator over all ranks.
+    Called where the hook's state names no ranks, which means all of them: the ranks outside of the
+    object's group would never join that communicator.
     """
     group = ddp.process_group
     if dist.is_initialized() and group is not dist.group.WORLD and group.size() != dist.group.WORLD.size():

@@ -1,7 +1,7 @@
-"""Check that the ranks step with the same learning rates, momenta and so on, where each steps a
-part of the parameters.
+"""Check of a sharded optimizer's hyperparameters: each rank steps a part of the parameters, and all
+ranks must do it with the same learning rates, momenta and so on.
 
-On the host the ranks compare them before anything of a backward is reduced. On CUDA nobody waits:
+On the host the ranks compare them before anything of a backward is reduced. On CUDA no rank waits:
 the result of each backward's comparison arrives while later backwards run, and is checked then.
 """
 
@@ -85,14 +85,14 @@ class HyperparameterCheck:
             return
         self._copied = None
         rows = self._on_host.tolist()
-        unlike = [rank for rank, row in enumerate(rows) if row != rows[comm.rank]]
-        if unlike:
+        differing = [rank for rank, row in enumerate(rows) if row != rows[comm.rank]]
+        if differing:
             rates = [struct.unpack("d", struct.pack("q", row[1]))[0] for row in rows]
             listed = ", ".join(f"{rate!r} on rank {rank}" for rank, rate in enumerate(rates[:16]))
             raise Mismatch(
                 f"{_PROBLEM}, in one of the last backwards (lr of group 0: {listed}; here {self._values!r:.300}): "
                 f"{_CURE}",
-                rank=comm.rank, peers=unlike,
+                rank=comm.rank, peers=differing,
             )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ class LocalSGD:
         return local > 0 and (module.waiting is not None or local % self.every == 0)
 
     def _agree_on_step(self, module: _ModuleState) -> float:
-        """Return the ranks' common vote on whether all of them will step. A collective that blocks."""
+        """Return the ranks' common vote on whether all will step. A collective that blocks."""
         largest, self._largest = self._largest, []
         peak = torch.stack([each.double() for each in largest]).amax()  # NaN where one is
         vote = torch.where(peak.isfinite(), torch.where(peak == 0, _IDLE, _STEPS), _NOT_FINITE).reshape(1)
@@ -180,7 +180,7 @@ class LocalSGD:
         return {"modules": counted + self._loaded}
 
     def load_state_dict(self, state: dict) -> None:
-        """Load a `state_dict`, for modules whose first backward comes from now on, in their order."""
+        """Load a `state_dict` for modules whose first backward comes from now on, in that order."""
         self._loaded = [dict(each) for each in state["modules"]]
         self._modules, self._module_of, self._current = [], WeakIdKeyDictionary(), None
 

@@ -106,7 +106,7 @@ class GradReducer:
         self._inline = alone and isinstance(compressor, NoCompression)
         self._uses_saved_layout = False
         self._finds_unused = False
-        self._task = -1  # of autograd
+        self._task = -1  # id of the autograd graph task of the backward under way
         self.buckets = SavedBuckets(self.parameter_names)  # of earlier backwards, and of a saved run
         self.world_size = 0  # in the last backward
         self._saved = None  # the saved layout that this backward uses
@@ -313,7 +313,7 @@ class GradReducer:
                 raise
             pending.error = error
         if recorder is not None and pending.error is None:
-            # The report goes by the first word: it must be that of a collective.
+            # A timeline's report goes by the name's first word, which must be that of a collective.
             name = f"all_reduce {bucket.flat.nbytes} B"
             if self.sharded_step is not None:
                 name = f"reduce_scatter {bucket.flat.nbytes} B{'' if self._step_waits() else ', step, all_gather'}"

@@ -4,7 +4,7 @@ gradients that are there.
 On the host all ranks wait for the exchange. On CUDA that would block each rank until its GPU has
 made all gradients. There a rank whose round is usual goes on as if all rounds were, and checks the
 others' flags when they have arrived. A rank whose round is unusual waits for the flags, and then
-takes the steps that the ranks need that have gone on.
+takes part in the operations of the ranks that have gone on.
 """
 
 from __future__ import annotations

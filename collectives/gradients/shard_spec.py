@@ -10,7 +10,7 @@ __all__ = ["ShardSpec", "flat_view"]
 
 
 class ShardSpec(NamedTuple):
-    """Elements of a bucket that a rank owns: its `shard`, and the remainder, which all ranks own."""
+    """Elements of a bucket that a rank owns: its `shard`, and the remainder that all ranks own."""
 
     numel: int  # of the bucket
     world_size: int
@@ -38,9 +38,8 @@ class ShardSpec(NamedTuple):
         return slice(self.sharded_numel, self.numel)
 
     def owned_spans(self, offset: int, count: int) -> list[tuple[int, int]]:
-        """Return (first, count) of what this rank owns of the `count` elements from `offset`.
-
-        `first` is from there.
+        """Return (first, count) of each span that this rank owns of the `count` elements from
+        `offset` on; `first` counts from `offset`.
         """
         spans = [(self.shard.start, self.shard.stop), (self.sharded_numel, self.numel)]
         if spans[0][1] == spans[1][0]:
@@ -48,7 +47,7 @@ class ShardSpec(NamedTuple):
         return _intersect(spans, offset, count)
 
     def remote_spans(self, offset: int, count: int) -> list[tuple[int, int]]:
-        """Return the same of what only other ranks own."""
+        """Return (first, count) of each span, counted likewise, that only other ranks own."""
         return _intersect([(0, self.shard.start), (self.shard.stop, self.sharded_numel)], offset, count)
 
 

@@ -106,7 +106,7 @@ class HookState:
         self._number = register_state(self)
         self._group = None
         self._pickled_size = None
-        self._returning = BufferRegistrationCache()
+        self._registrations = BufferRegistrationCache()
         self._scaler_lookup = ScalerLookup()
         self._optimizer = None
         self._saved_optimizer = None
@@ -228,8 +228,8 @@ class HookState:
         same address.
         """
         if bucket.index == 0:
-            self._returning.begin_round()
-        self._returning.observe(comm, bucket.flat, lambda: bucket.params[0])
+            self._registrations.begin_round()
+        self._registrations.observe(comm, bucket.flat, lambda: bucket.params[0])
 
     # ---- Modules.
 
@@ -281,7 +281,7 @@ class HookState:
 
     @property
     def grad_scaler(self):
-        """The GradScaler whose factor the gradients have; None: looked for; False: there is none."""
+        """The GradScaler that scales the gradients; None: looked for; False: there is none."""
         return self._scaler_lookup.scaler
 
     @grad_scaler.setter
@@ -319,9 +319,9 @@ class HookState:
     def state_dict(self) -> dict:
         """Return what training needs to go on with any number of ranks.
 
-        A collective, the same on all of them. Residuals are the ranks' mean, so that the average
-        still gets what it is owed; the optimizer's state is full. (Pickling the state on each rank
-        and loading it there goes on bit for bit, with as many ranks.)
+        A collective; all ranks get the same. Residuals are the mean of the ranks' residuals, so
+        that the next averages still receive all of them; the optimizer's state is full. (Pickling
+        the state on each rank and loading it there goes on bit for bit, with as many ranks.)
         """
         wire, comm_streams = self.compressor.state_dict(), self.reducer.comm_streams
         residuals = wire.get("residuals", {})
@@ -342,7 +342,7 @@ class HookState:
         """Load a `state_dict`, the same on every rank; a local call."""
         wire = dict(state["wire"])
         if wire.get("residuals") and not self._options["average"]:
-            # A sum is owed what all ranks kept: fewer ranks keep more each.
+            # A sum must still receive the residuals of all ranks: of fewer ranks, each keeps more.
             size = self.comm.size if self.comm is not None else self.get_process_group().size()
             factor = state["size"] / size
             wire["residuals"] = {name: residual * factor for name, residual in wire["residuals"].items()}
@@ -369,7 +369,7 @@ class HookState:
 
     def __repr__(self):
         over = self.comm if self.comm is not None else self._group
-        shared = self._returning.describe() if self._options["zero_copy"] else "off"
+        shared = self._registrations.describe() if self._options["zero_copy"] else "off"
         defaults = {"zero_copy": None, "average": None, "streams": 1, **DEFAULTS}
         others = [f"{key}={value!r}" for key, value in self._options.items() if value != defaults.get(key, value)]
         words = ["default group" if over is None else str(over), f"average={self._options['average']}"]

@@ -38,7 +38,7 @@ def has_spare_cores(comm: Communicator) -> bool:
 
 
 class CommStream:
-    """A communicator with a side stream on CUDA, or on the host a thread that starts when needed."""
+    """A communicator with a side stream on CUDA; on the host with a thread, started when needed."""
 
     def __init__(self, comm: Communicator, trace_row: str):
         self.comm = comm
@@ -74,9 +74,7 @@ def _run_jobs(jobs: queue.SimpleQueue) -> None:
         del item, job, done  # they hold a bucket
 
 
-_streams: weakref.WeakKeyDictionary = (
-    weakref.WeakKeyDictionary()
-)  # communicator -> its streams; the first one is its own
+_streams: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> streams; the first is its own
 
 
 def get_comm_streams(comm: Communicator, count: int) -> list[CommStream]:

@@ -24,7 +24,7 @@ from .shard_state import check_shard_rank, full_state_dict, init_state, parse_sh
 
 __all__ = ["ShardedStep", "refuse_arguments"]
 
-_ALIGNMENT = 16  # bytes: what a vector load of the kernels and a chunk of the wire want
+_ALIGNMENT = 16  # bytes, for the kernels' vector loads and the chunks of a collective
 
 
 def refuse_arguments(closure, others: dict, by: str, whose: str) -> None:
@@ -65,7 +65,7 @@ class ShardedStep:
         self._divided = False  # whether the applied update undid a GradScaler's scale
         self._pending: list[tuple] = []  # deferred buckets
         self._norm = self._max_norm = None
-        self._founds: list = []
+        self._nonfinite_counts: list = []
         self._comm = None  # the newest
         self._buffers = weakref.WeakKeyDictionary()  # communicator -> buffer of the parameters' all-gather
         self._unreduced: list | None = None  # parameters of the optimizer that are in no bucket
@@ -107,8 +107,8 @@ class ShardedStep:
         self.applied = self._divided = False
 
     def discard(self) -> None:
-        """Drop deferred updates, as after an error between the backward and ``optimizer.step()``."""
-        self._pending, self._founds = [], []
+        """Drop deferred updates, e.g. after an error between backward and ``optimizer.step()``."""
+        self._pending, self._nonfinite_counts = [], []
         self._norm = self._max_norm = None
 
     def defer(self, comm, bucket, norm=None, max_norm=None, found=None, *, align=None) -> None:
@@ -126,7 +126,7 @@ class ShardedStep:
         if norm is not None:
             self._norm, self._max_norm = norm, max_norm
         if found is not None:
-            self._founds.append(found)
+            self._nonfinite_counts.append(found)
             found = FusedOptimizer._found(found)
             with torch.no_grad():
                 if found is True:
@@ -137,7 +137,7 @@ class ShardedStep:
     def step(self, closure=None, **others) -> None:
         """End a step, for ``optimizer.step()``: apply the deferred updates.
 
-        Others are applied already. Reads what a GradScaler sets (``optimizer.grad_scale``, the
+        The backward has applied all others. Reads what a GradScaler sets (``optimizer.grad_scale``, the
         divisor, and ``found_inf``, of all ranks). Blocks as the collectives do. Raises
         `InvalidUsage` where there was no synchronised backward since the last step, where
         ``scaler.unscale_`` was called, and where a parameter has a gradient and is in no bucket;
@@ -173,7 +173,7 @@ class ShardedStep:
                 norm = torch.tensor(float(norm), dtype=torch.float64)
             norm = norm.to(torch.float64) if scale is None else norm.to(torch.float64) / scale.to(norm.device)
             scales["clip"] = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
-        found = FusedOptimizer._found(*self._founds, found_inf)
+        found = FusedOptimizer._found(*self._nonfinite_counts, found_inf)
         comm = self._pending[0][0]
         if found_inf is not None and comm.size > 1:
             # Found in one rank's gradients; ranks that differed here would go on with different
@@ -370,18 +370,18 @@ class ShardedStep:
     def state_dict(self, full: bool = True, comm=None) -> dict[str, Any]:
         """Return the optimizer's state dict.
 
-        With `full` as if it had not been sharded, which all ranks must call. `full`: in the format
-        of torch's optimizer of that name, on every rank; blocks until all ranks have come.
-        Otherwise what ``optimizer.state_dict()`` returns: this rank's shard, which only the same
-        rank of as many can load. `comm`: the communicator to gather by, where no bucket has come
-        yet.
+        `full`: the state as if it had not been sharded, in the format of torch's optimizer of that
+        name, on every rank; all ranks must call it, and it blocks until they do. Otherwise this
+        rank's shard, as ``optimizer.state_dict()`` returns it, which only the same rank of as many
+        can load. `comm`: the communicator to gather by, where no bucket has come yet.
         """
         return full_state_dict(comm or self._comm, self.optimizer) if full else self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full state dict, of any number of ranks, or this rank's shard.
 
-        Raises `InvalidArgument` for others'. If no bucket has come yet, the first bucket raises it.
+        Raises `InvalidArgument` for another rank's shard. If no bucket has come yet, the first
+        bucket raises it.
         ``optimizer.load_state_dict`` does the same without the check.
         """
         if self._comm is not None:
@@ -392,7 +392,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Update this rank's masters from their parameters; see the optimizer's `refresh_masters`."""
+        """Update this rank's masters from the parameters; see the optimizer's `refresh_masters`."""
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 state = self.optimizer.state[param] if param in self.optimizer.state else {}

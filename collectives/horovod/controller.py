@@ -354,7 +354,7 @@ class Controller:
             if entry.submit_time > before or entry.done:
                 continue
             missing = self._message_table.missing_ranks(key)
-            if not missing and (pending := self.control._pending()) is not None:
+            if not missing and (pending := self.control._pending_info()) is not None:
                 missing = list(pending.peers)  # they take no part in the cycle: they have nothing under way
             found.append((entry, key, [self.ranks[rank] for rank in missing]))
         return found

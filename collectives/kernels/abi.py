@@ -1,5 +1,4 @@
-"""The arguments of every kernel as ctypes structs, the same as in
-kernels/include/coll/kernel_abi.h.
+"""Kernel arguments as ctypes structs, the same as in kernels/include/coll/kernel_abi.h.
 
 The same struct goes to the host kernels (by pointer) and to the CUDA kernels (by value, with a
 table's rows behind it where there is room).

@@ -90,7 +90,7 @@ def _cupy():
 
 @functools.cache
 def _nvrtc():
-    """NVRTC's functions and its version, by CuPy."""
+    """Return CuPy's module of NVRTC's functions, and NVRTC's version."""
     _cupy()
     try:
         from cupy.cuda import nvrtc
@@ -115,7 +115,7 @@ def _load_builtins(paths, version) -> None:
     for path in paths:
         builtins = Path(path).resolve().with_name("libnvrtc-builtins.so.{}.{}".format(*version))
         if builtins.exists():
-            with contextlib.suppress(OSError):  # NVRTC says it, if it finds no other one
+            with contextlib.suppress(OSError):  # NVRTC reports it if it finds no other library
                 ctypes.CDLL(str(builtins))
 
 

@@ -1,4 +1,4 @@
-"""The dtypes of flat buffers and of what is cast into them: NCCL's codes, names and widths."""
+"""Dtypes of flat buffers and of the tensors that are cast into them: NCCL's codes, names, widths."""
 
 from __future__ import annotations
 

@@ -23,13 +23,13 @@ from .rows import Rows
 __all__ = [
     "Launch",
     "Statistics",
+    "bump_versions",
     "get_num_threads",
     "library",
     "library_path",
     "run",
     "set_num_threads",
     "use_isa",
-    "bump_versions",
 ]
 
 _library: Library | None = None
@@ -152,8 +152,8 @@ def run(kernel: abi.Kernel, args, device: torch.device, rows: Rows | None = None
     """Run a kernel. On the host it is done when this returns; on a GPU it is queued on torch's
     current stream.
 
-    ``rows``: of the table that the kernel reads. ``args`` has their address on the host; without
-    ``rows``, the address of some that are there for the kernel until it is done.
+    ``rows``: those of the table that the kernel reads; ``args`` has their address on the host.
+    Without ``rows``, ``args`` has the address of rows that stay there until the kernel is done.
     """
     if device.type == "cpu":
         run_on_host(kernel, args, rows)

@@ -1,5 +1,5 @@
-"""Lists of arrays that an optimizer's launch reads: checked, with their addresses, counts and
-dtypes.
+"""Array lists of an optimizer's launch, one array for each parameter: checked, with their addresses,
+counts and dtypes.
 """
 
 from __future__ import annotations
@@ -204,12 +204,12 @@ class ArrayPlaces:
 
 
 def _strides(tensor) -> list[int]:
-    """The strides that mean something: those of dimensions with more than one entry."""
+    """Return the strides of the dimensions with more than one entry; the others mean nothing."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def is_dense(tensor) -> bool:
-    """Whether a tensor's elements fill its memory without gaps and overlaps, in whatever order."""
+    """Return whether a tensor's elements fill its memory without gaps and overlaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -1,5 +1,5 @@
-"""The table of an optimizer's launch: parameters with their gradients and state, checked, one row
-each.
+"""Parameter table of an optimizer's launch: parameters with their gradients and state, checked, one
+row each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where arrays lie: their device, address and storage, read once and checked again later."""
+"""Places of arrays in memory: device, address and storage, read once and checked again later."""
 
 from __future__ import annotations
 

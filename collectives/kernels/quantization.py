@@ -155,11 +155,12 @@ def quantize(
     quantized apart draw what the whole would. The same bits on all devices. Take another seed in
     each step.
 
-    Bounds: |x - carried| <= s / 2 (int8), |x| / 16 + s / 1,024 (e4m3), |x| / 8 + s / 131,072 (e5m2),
-    |x| / 2,048 + 2^-25 (fp16), |x| / 256 + 2^-134 (bf16), each times 1 + 2^-14, plus 2^-149; at random twice that.
-    Zero stays zero. A block whose s would be below 2^-126 is sent as zeros and stays in the residual. A block with a
-    value that isn't finite has the scale NaN, and all of it arrives as NaN; the residual of the block stays as it was.
-    fp16 and bf16: what overflows arrives as infinity, and the residual of that element stays as it was.
+    Bounds: |x - carried| <= s / 2 (int8), |x| / 16 + s / 1,024 (e4m3), |x| / 8 + s / 131,072
+    (e5m2), |x| / 2,048 + 2^-25 (fp16), |x| / 256 + 2^-134 (bf16), each times 1 + 2^-14, plus
+    2^-149; at random twice that. Zero stays zero. A block whose s would be below 2^-126 is sent as
+    zeros and stays in the residual. A block with a value that isn't finite has the scale NaN, and
+    all of it arrives as NaN; the residual of the block stays as it was. fp16 and bf16: what
+    overflows arrives as infinity, and the residual of that element stays as it was.
 
     On the host it is done on return; on a GPU it is queued on torch's current stream. Raises
     ``InvalidArgument``.
@@ -192,7 +193,7 @@ def plan_quantize(source, wire, *, format, block=256, scale=1.0, residual=None, 
 def dequantize(
     wire, out, *, format: str, block: int = 256, scale=1.0, add: bool = False, statistics: Statistics | None = None
 ) -> None:
-    """Return the values of a wire buffer.
+    """Decode a wire buffer into an array.
 
     out = element * s * scale, in fp32, rounded once to ``out``'s dtype (any floating one); with
     ``add`` it is added to what is there. ``wire``: as `quantize` wrote it for as many values as

@@ -1,4 +1,4 @@
-"""reduce_n: n arrays into one in one pass, with scale, cast, norm and count of non-finite values."""
+"""reduce_n: n arrays into one in a single pass, with scale, cast, norm and non-finite count."""
 
 from __future__ import annotations
 

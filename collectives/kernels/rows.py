@@ -42,8 +42,9 @@ class Rows:
         self._copies = {}
 
     def on_device(self) -> torch.Tensor:
-        """Return the rows on the GPU for a kernel on the current stream; to be held until the
-        kernel has been queued.
+        """Return the rows on the GPU for a kernel on the current stream.
+
+        The caller holds them until the kernel has been queued.
 
         Each stream has a copy of its own, so that none has to wait for another. One that is made in
         a capture is part of the graph, and is not used outside of it.
@@ -67,9 +68,9 @@ class _Slot(NamedTuple):
     event: torch.cuda.Event
 
 
-_rings: dict[tuple[int, int], deque[_Slot]] = {}  # by GPU and size: those in use first the oldest
+_rings: dict[tuple[int, int], deque[_Slot]] = {}  # by GPU and size, the slot that was used first at the front
 _lock = threading.Lock()
-_captured: list[torch.Tensor] = []  # what CUDA graphs read at each replay: kept, as it is, for good
+_captured: list[torch.Tensor] = []  # memory that CUDA graphs read at each replay: never freed or written again
 
 
 def _pinned(nbytes: int) -> torch.Tensor:
@@ -83,7 +84,9 @@ def _copied_from(memory: torch.Tensor, array: numpy.ndarray, device: torch.devic
 
 
 def _copied(array: numpy.ndarray, stream: torch.cuda.Stream) -> torch.Tensor:
-    """Copy an array to the current GPU by a buffer whose last copy is done, or by one more."""
+    """Copy an array to the current GPU through a pinned buffer: one whose last copy is done, or a
+    new one.
+    """
     size = max(_LEAST, (array.nbytes - 1).bit_length())
     with _lock:
         ring = _rings.setdefault((stream.device_index, size), deque())
@@ -98,7 +101,7 @@ def _copied(array: numpy.ndarray, stream: torch.cuda.Stream) -> torch.Tensor:
 
 
 def _copied_in_capture(array: numpy.ndarray) -> torch.Tensor:
-    with queries_allowed():  # and what else could be unsafe in a capture, as taking page-locked memory
+    with queries_allowed():  # allows all calls that are unsafe in a capture, such as allocating pinned memory
         memory = _pinned(array.nbytes)
     _captured.append(memory)
     return _copied_from(memory, array, torch.cuda.current_stream().device)

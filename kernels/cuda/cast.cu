@@ -1,7 +1,9 @@
-// The CUDA launchers of pack and unpack for any types, and of the statistics' last step. cast_pairs.cu has the common types.
+// The CUDA launchers of pack and unpack for any types, and of the statistics' last step.
+// cast_pairs.cu has the common types.
 #include "cast.cuh"
 
-// One tile, by the whole block. A thread takes columns of packs: lanes [4 * column, 4 * column + 4) in all rows.
+// One tile, by the whole block. A thread takes columns of packs: lanes [4 * column, 4 * column + 4)
+// in all rows.
 template <class A>
 static __device__ __forceinline__ void cast_tile(const coll_cast_args& a, const coll_cast_span& s, int64_t tile, A scale,
                                                  A* lanes, uint32_t* bad) {
@@ -44,7 +46,8 @@ static __device__ __forceinline__ void cast_tiles(const coll_launch<coll_cast_ar
   });
 }
 
-// Any types; only coll_cast_wide takes fp64, which costs half of the threads that a multiprocessor holds.
+// Any types; only coll_cast_wide takes fp64, which costs half of the threads that a multiprocessor
+// holds.
 COLL_KERNEL_HELD(2) coll_cast(COLL_WITH_ROWS(coll_cast_args) a) { cast_tiles<false>(a); }
 COLL_KERNEL_HELD(1) coll_cast_wide(COLL_WITH_ROWS(coll_cast_args) a) { cast_tiles<true>(a); }
 

@@ -1,4 +1,5 @@
-// What the CUDA launchers of pack and unpack share: packs of a tile to and from registers, statistics, plain copies.
+// Common parts of the CUDA launchers of pack and unpack: packs of a tile to and from registers,
+// statistics, plain copies.
 #ifndef COLL_CAST_CUH_
 #define COLL_CAST_CUH_
 
@@ -11,8 +12,9 @@ struct alignas(sizeof(S) * COLL_PACK) coll_pack_of {
   S at[COLL_PACK];
 };
 
-// The packs of one column of a tile, COLL_ROWS of them: all loads are on their way before the first value is used. A pack that
-// the tensor's end cuts off, and one at an address that no single load takes, goes element by element.
+// The packs of one column of a tile, COLL_ROWS of them: all loads are on their way before the first
+// value is used. A pack that the tensor's end cuts off, and one at an address that no single load
+// takes, goes element by element.
 template <class S, class A>
 static __device__ __forceinline__ void load_column(A (*values)[COLL_PACK], const char* from, int first, int count, A scale) {
   const S* src = (const S*)from;
@@ -83,7 +85,8 @@ static __device__ __forceinline__ void sum_column(A (*values)[COLL_PACK], int fi
   }
 }
 
-// Bytes as they are, in the widest words that both addresses allow, four of a thread's on their way at a time.
+// Bytes as they are, in the widest words that both addresses allow, four of a thread's on their way
+// at a time.
 template <class W>
 static __device__ __forceinline__ void copy_words(char* to, const char* from, int64_t nbytes) {
   W* out = (W*)to;
@@ -114,8 +117,8 @@ static __device__ __forceinline__ void clear_padding(const coll_cast_span& s) {
   for (int64_t i = s.count * width + threadIdx.x; i < (s.count + s.padding) * width; i += blockDim.x) s.to[i] = 0;
 }
 
-// A block's tiles: a run side by side, so that it looks for its first tensor only once. Tiles of one tensor are taken
-// together where `whole` says so, else one by one.
+// A block's tiles: a run side by side, so that it looks for its first tensor only once. Tiles of
+// one tensor are taken together where `whole` says so, else one by one.
 template <class F>
 static __device__ __forceinline__ void for_each_span(const coll_launch<coll_cast_args>& launch, bool whole, F do_span) {
   const coll_cast_args& a = launch.args;

@@ -1,4 +1,5 @@
-// The CUDA launchers of pack and unpack where all tensors have one type, and for copies: fewer registers than coll_cast.
+// The CUDA launchers of pack and unpack where all tensors have one type, and for copies: fewer
+// registers than coll_cast.
 #include "cast.cuh"
 
 COLL_KERNEL coll_copy(COLL_WITH_ROWS(coll_cast_args) a) {
@@ -24,7 +25,8 @@ static __device__ __forceinline__ void cast_pair(const coll_launch<coll_cast_arg
   });
 }
 
-// Three blocks at once have enough loads on their way; left to itself the compiler spills registers.
+// Three blocks at once have enough loads on their way; left to itself the compiler spills
+// registers.
 COLL_KERNEL_HELD(3) coll_cast_f32_f32(COLL_WITH_ROWS(coll_cast_args) a) { cast_pair<float, float>(a); }
 COLL_KERNEL_HELD(3) coll_cast_f32_bf16(COLL_WITH_ROWS(coll_cast_args) a) { cast_pair<float, coll_bf16>(a); }
 COLL_KERNEL_HELD(3) coll_cast_f32_f16(COLL_WITH_ROWS(coll_cast_args) a) { cast_pair<float, coll_fp16>(a); }

@@ -1,5 +1,5 @@
-// The CUDA launchers of the optimizers. A block takes a run of tiles; a thread takes packs of 16 bytes of state: 4 elements,
-// or 2 where the step is computed in fp64.
+// The CUDA launchers of the optimizers. A block takes a run of tiles; a thread takes packs of 16
+// bytes of state: 4 elements, or 2 where the step is computed in fp64.
 #include "coll/optim.h"
 #include "tile.cuh"
 
@@ -8,7 +8,8 @@ struct alignas(sizeof(S) * kPack) coll_pack_of {
   S at[kPack];
 };
 
-// The `n` elements from `from` on, 1 to kPack: one load where there are kPack and the address allows it.
+// The `n` elements from `from` on, 1 to kPack: one load where there are kPack and the address
+// allows it.
 template <class S, class A, int kPack>
 static __device__ __forceinline__ void load_pack(A (&values)[kPack], const S* from, int n) {
   if (n == kPack && (uint64_t)from % sizeof(coll_pack_of<S, kPack>) == 0) {
@@ -36,7 +37,7 @@ static __device__ __forceinline__ void store_pack(D* to, const A (&values)[kPack
   }
 }
 
-// fp64 meets 16-bit types in gradients only.
+// With fp64, only gradients can be of 16-bit types.
 template <class A, int kPack>
 static __device__ __forceinline__ void load_pack_of(int type, A (&values)[kPack], const void* from, int64_t i, int n) {
   switch (type) {
@@ -137,8 +138,8 @@ static __device__ __forceinline__ void step_tile(const Rule<A>& rule, const coll
   }
 }
 
-// What a block's threads read of a parameter: its row, and the rule that one of them has worked out. In shared memory, since in
-// registers it would leave room for half as many threads.
+// What a block's threads read of a parameter: its row, and the rule that one of them has worked
+// out. In shared memory, since in registers it would leave room for half as many threads.
 template <template <class> class Rule>
 struct Plan {
   coll_parameter row;

@@ -1,5 +1,6 @@
-// The CUDA launchers of the wire formats. A block takes one tile at a time: its values pass through shared memory, so that the
-// source is read once, whatever the number of threads; in between the largest magnitude of each block of values is found.
+// The CUDA launchers of the wire formats. A block takes one tile at a time: its values pass through
+// shared memory, so that the source is read once, whatever the number of threads; in between the
+// largest magnitude of each block of values is found.
 #include "coll/quantize.h"
 #include "tile.cuh"
 
@@ -15,7 +16,8 @@ struct alignas(16) coll_encode_space {
   coll_block_scale scales[COLL_TILE_BLOCKS];
 };
 
-// 4 elements side by side, in one load or store where the address allows it; `live` of them are there, from 1 to 4.
+// 4 elements side by side, in one load or store where the address allows it; `live` of them are
+// there, from 1 to 4.
 template <class T>
 struct alignas(sizeof(T) * COLL_PACK) coll_four {
   T at[COLL_PACK];
@@ -121,7 +123,7 @@ static __device__ __forceinline__ void add_residual(const coll_encoder& to, floa
 
 // ---- A wire out.
 
-// `carried`: what the receiver will see. Where that isn't finite the residual stays as it was.
+// `carried`: the value that the receiver decodes. Where that isn't finite the residual stays as it was.
 template <class T>
 static __device__ __forceinline__ void leave_residual(T* residual, const float* x, const float* carried, int live) {
   bool finite = true;
@@ -167,7 +169,8 @@ static __device__ __forceinline__ void encode_pack(const coll_encoder& to, const
   else leave_residual((coll_bf16*)to.residual + at, x, carried, live);
 }
 
-// A thread stores those packs that it has loaded, so that no other thread may have changed the residual in between.
+// A thread stores those packs that it has loaded, so that no other thread may have changed the
+// residual in between.
 template <class F, class Source>
 static __device__ __forceinline__ void encode_tile(const Source& source, const coll_encoder& to, int64_t first, int count,
                                                    coll_encode_space* space) {

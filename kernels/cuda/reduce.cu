@@ -1,27 +1,30 @@
-// The CUDA launchers of reduce_n. A block takes one tile at a time; a thread some columns of packs, and all sources in turn.
+// The CUDA launchers of reduce_n. A block takes one tile at a time; a thread some columns of packs,
+// and all sources in turn.
 #include "coll/reduce.h"
 #include "tile.cuh"
 
-// Before each loop round those over a thread's own arrays: unrolled, they would take twice the registers and leave a processor
-// half its threads.
+// Before each loop round those over a thread's own arrays: unrolled, they would take twice the
+// registers and leave a processor half its threads.
 #if defined(__CUDACC_RTC__)
 #define COLL_KEEP_LOOP _Pragma("unroll 1")
 #else
 #define COLL_KEEP_LOOP
 #endif
 
-// kPack elements as they lie in memory: one load or store, two for a pack of 8-byte types. Packs of COLL_PACK are for full tiles
-// whose addresses allow it, packs of one element for all others.
+// kPack elements as they lie in memory: one load or store, two for a pack of 8-byte types. Packs of
+// COLL_PACK are for full tiles whose addresses allow it, packs of one element for all others.
 template <class S, int kPack>
 struct alignas(sizeof(S) * kPack < 16 ? sizeof(S) * kPack : 16) reduce_pack {
   S at[kPack];
 };
 
-// Rows that a thread has in registers at a time: with two sources on their way, 64 bytes a thread of the widest types.
+// Rows that a thread has in registers at a time: with two sources on their way, 64 bytes a thread
+// of the widest types.
 template <class A, int kPack>
 constexpr int kRowsOf = kPack == 1 ? COLL_ROWS : sizeof(A) == 8 ? 1 : 2;
 
-// A thread's share of some rows of a tile: the packs at `i`, i + COLL_LANES, ... of `count` elements from `from` on.
+// A thread's part of some rows of a tile: the packs at `i`, i + COLL_LANES, ... of `count`
+// elements from `from` on.
 template <class S, int kRows, int kPack>
 static __device__ __forceinline__ void load_rows(reduce_pack<S, kPack>* packs, const S* from, int i, int count) {
   COLL_UNROLL
@@ -63,7 +66,8 @@ static __device__ __forceinline__ void apply_rows(A (*values)[kPack], const A (*
   }
 }
 
-// One switch for some packs: that is nothing beside their loads, and the rest of the code is there once for all operations.
+// One switch for some packs: that is nothing beside their loads, and the rest of the code is there
+// once for all operations.
 template <class S, class A, int kRows, int kPack>
 static __device__ __forceinline__ void reduce_in(A (*values)[kPack], const reduce_pack<S, kPack>* packs, int op) {
   A operands[kRows][kPack];
@@ -126,8 +130,8 @@ static __device__ __forceinline__ void add_statistics(const A (*values)[kPack], 
   }
 }
 
-// The type of the sources. A kernel for one type has half the registers of one that asks which type it is; of those that are less
-// common there is one for all.
+// The type of the sources. A kernel for one type has half the registers of one that asks which type
+// it is; of those that are less common there is one for all.
 template <class S>
 struct source_of {
   template <class A, int kRows, int kPack>

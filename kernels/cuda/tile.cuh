@@ -1,7 +1,9 @@
-// What every CUDA launcher shares: the block's part in the sums of a tile. Any block of up to 256 threads will do.
+// Common parts of the CUDA launchers: the block's part in the sums of a tile. Any block of up to 256
+// threads will do.
 //
-// The text of the kernels is compiled by NVRTC, and in CI also by the host compiler round a small shim: keep to plain C++
-// and to threadIdx.x, blockIdx.x, blockDim.x, gridDim.x, __shared__ and __syncthreads.
+// The text of the kernels is compiled by NVRTC, and in CI also by the host compiler round a small
+// shim: keep to plain C++ and to threadIdx.x, blockIdx.x, blockDim.x, gridDim.x, __shared__ and
+// __syncthreads.
 #ifndef COLL_TILE_CUH_
 #define COLL_TILE_CUH_
 
@@ -9,11 +11,12 @@
 
 #define COLL_BLOCK 256
 #define COLL_KERNEL extern "C" __global__ void __launch_bounds__(COLL_BLOCK)
-// The same where the compiler is to be told how many blocks a processor should hold at once: it divides the registers.
+// The same with the number of blocks that a multiprocessor should hold at once, by which the
+// compiler divides the registers.
 #define COLL_KERNEL_HELD(blocks) extern "C" __global__ void __launch_bounds__(COLL_BLOCK, blocks)
 
-// The arguments of a kernel that reads a table, see COLL_ARGUMENTS. There is one copy of them for all threads, whose address can be
-// taken without making another one.
+// The arguments of a kernel that reads a table, see COLL_ARGUMENTS. There is one copy of them for
+// all threads, whose address can be taken without making another one.
 template <class Args>
 struct coll_launch {
   Args args;
@@ -27,20 +30,22 @@ static __device__ __forceinline__ const Row* coll_rows_of(const coll_launch<Args
   return there ? there : (const Row*)launch.rows;
 }
 
-// Before each loop of a fixed number of turns over an array of a thread's own: where NVRTC doesn't unroll it, the array lies in
-// memory instead of registers. Works inside macros, too.
+// Before each loop of a fixed number of turns over an array of a thread's own: where NVRTC doesn't
+// unroll it, the array lies in memory instead of registers. Works inside macros, too.
 #if defined(__CUDACC_RTC__)
 #define COLL_UNROLL _Pragma("unroll")
 #else
 #define COLL_UNROLL
 #endif
 
-// Elements that a thread takes at a time, side by side: a pack. COLL_LANES / COLL_PACK packs make a row of lanes.
+// Elements that a thread takes at a time, side by side: a pack. COLL_LANES / COLL_PACK packs make a
+// row of lanes.
 #define COLL_PACK 4
 #define COLL_PACKS (COLL_LANES / COLL_PACK)
 #define COLL_ROWS (COLL_TILE / COLL_LANES)
 
-// Fold COLL_LANES lanes in shared memory in halves, all threads of the block together; the result is lanes[0].
+// Fold COLL_LANES lanes in shared memory in halves, all threads of the block together; the result
+// is lanes[0].
 template <class A>
 static __device__ __forceinline__ void coll_fold_lanes(A* lanes) {
   for (int half = COLL_LANES / 2; half >= 1; half /= 2) {
@@ -50,7 +55,7 @@ static __device__ __forceinline__ void coll_fold_lanes(A* lanes) {
   __syncthreads();
 }
 
-// Leave one tile's share of the statistics: sum of the lanes, and of the threads' own counts.
+// Write one tile's statistics: sum of the lanes, and of the threads' own counts.
 template <class A>
 static __device__ __forceinline__ void coll_leave_share(const coll_work& work, int64_t tile, A* lanes, uint32_t* bad,
                                                         uint32_t own_bad) {

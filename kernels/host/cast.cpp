@@ -30,7 +30,8 @@ void cast_row(const S* from, D* to, int n, float scale, float* lanes) {
   cast_strip<S, D, kStats, kAdd>(from + i, to + i, n - i, scale, lanes + i);
 }
 
-// The same past the caches, a strip of whole lines at a time; what lies before and behind them is stored as usual.
+// The same past the caches, a strip of whole lines at a time; what lies before and behind them is
+// stored as usual.
 template <class S, class D, bool kStats>
 void stream_row(const S* from, D* to, int n, float scale, float* lanes) {
   alignas(64) D strip[kStrip];
@@ -72,8 +73,8 @@ void cast_span(const coll_cast_args& a, const coll_cast_span& s, int64_t tile, d
   }
 }
 
-// ---- Any pair: each row through an array of the accumulator's type. In place as well: bad values are counted before the row is
-// stored.
+// ---- Any pair: each row through an array of the accumulator's type. In place as well: bad values
+// are counted before the row is stored.
 template <class S, class A>
 void load(A* values, const char* from, int n, A scale) {
   coll_load_block(values, reinterpret_cast<const S*>(from), n);

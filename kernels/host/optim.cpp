@@ -1,7 +1,7 @@
 // The host launchers of the optimizers.
 //
-// A tile is done in blocks that stay in the first-level cache: what isn't in the type that the step is computed in is converted
-// to it before and from it after, in loops of their own.
+// A tile is done in blocks that stay in the first-level cache: what isn't in the type that the step
+// is computed in is converted to it before and from it after, in loops of their own.
 #include "coll/optim.h"
 
 #include <utility>
@@ -43,7 +43,8 @@ void store_at_random(void* to, const float* __restrict values, int n, uint64_t s
 
 void store_at_random(void*, const double*, int, uint64_t, uint64_t) {}  // an fp64 parameter is never rounded
 
-// A block of one parameter, in the type that the step is computed in. Arrays that aren't there are NULL.
+// A block of one parameter, in the type that the step is computed in. Arrays that aren't there are
+// NULL.
 template <class A>
 struct Block {
   const A* grad;
@@ -51,7 +52,7 @@ struct Block {
   int count;
 };
 
-// A rule's yes-or-no questions as the bits of a number: one loop for each that has nothing to ask.
+// A rule's flags as the bits of a number: each combination has a loop of its own, without branches.
 template <class A>
 int shape_of(const coll_sgd_rule<A>& r) {
   return r.has_momentum ? r.decays | 2 | r.begins << 2 | r.nesterov << 3 : r.decays;

@@ -6,11 +6,12 @@
 
 namespace {
 
-// How far ahead a source is asked for, in bytes: worth a third of the time where nearly all the traffic is one array that is read
-// in bursts, and a loss where there are more.
+// Distance of the prefetches of a source, in bytes: they save a third of the time where nearly all
+// the traffic is one array that is read in bursts, and cost time where there are more.
 constexpr size_t kAhead = 4096;
 
-// ---- Values in: each of these leaves n values in x, at most a block, and gives the largest of their magnitudes' bits.
+// ---- Values in: each of these writes n values to x, at most a block, and returns the largest of
+// their magnitudes' bits.
 
 inline int32_t largest(const float* x, int n) {
   int32_t most = 0;
@@ -173,7 +174,7 @@ void store_residual(const coll_encoder& to, const float* left, int64_t at, int n
   else coll_store_block(static_cast<coll_bf16*>(to.residual) + at, left, n);
 }
 
-// The residual is what the receiver won't see.
+// The residual is what the wire doesn't carry.
 template <class F>
 void leave_residual(const coll_encoder& to, const float* __restrict x, const typename F::element* __restrict payload, float scale,
                     int64_t at, int n) {
@@ -187,7 +188,8 @@ void leave_residual(const coll_encoder& to, const float* __restrict x, const typ
   }
 }
 
-// The same without scales: an element that is sent as infinity or NaN leaves its residual as it was.
+// The same without scales: an element that is sent as infinity or NaN leaves its residual as it
+// was.
 template <class F>
 void leave_plain_residual(const coll_encoder& to, const float* x, const typename F::element* payload, int64_t at, int n) {
   float carried[COLL_LARGEST_BLOCK], left[COLL_LARGEST_BLOCK];

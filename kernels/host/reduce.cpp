@@ -1,4 +1,5 @@
-// The host launchers of reduce_n: the kernel, and what the engine calls for the chunks of a collective.
+// The host launchers of reduce_n: the kernel, and what the engine calls for the chunks of a
+// collective.
 #include "coll/reduce.h"
 
 #include <type_traits>
@@ -27,11 +28,13 @@ struct Job {
   coll_share* share = nullptr;  // as in coll_reduction; not beside `work`
 };
 
-// A row is at most COLL_LANES elements: 4 KiB of fp32, which stay in the first-level cache beside the sources' lines. Rows of
-// 16 KiB don't, and take 1.5 times as long. Where a share is taken rows are shorter: while a row's squares are added up nothing is
-// asked of the memory, unless the processor looks past them to the next row; and shorter ones have more calls. (Two sources from the
-// last-level cache, AVX-512, averaged in place: fp32 in rows of 1024 takes 1.2 times as long as without a share, of 512 0.95 times, since
-// the division's pass gets quicker; bf16 in rows of 256 1.11 times, of 512 1.01 times.)
+// A row is at most COLL_LANES elements: 4 KiB of fp32, which stay in the first-level cache beside
+// the sources' lines. Rows of 16 KiB don't, and take 1.5 times as long. Where a share is taken rows
+// are shorter: while a row's squares are added up nothing is asked of the memory, unless the
+// processor looks past them to the next row; and shorter ones have more calls. (Two sources from
+// the last-level cache, AVX-512, averaged in place: fp32 in rows of 1024 takes 1.2 times as long as
+// without a share, of 512 0.95 times, since the division's pass gets quicker; bf16 in rows of 256
+// 1.11 times, of 512 1.01 times.)
 constexpr int kShareRow = 512;
 template <class A>
 using gather_fn = void (*)(A* values, const Job& job, int64_t at, int len);
@@ -43,17 +46,20 @@ const S* row_of(const Job& job, int64_t source, int64_t at) {
   return static_cast<const S*>(job.sources[source]) + at;
 }
 
-// How many of n sources are reduced in one loop at first, in registers and from the left, before the values are stored.
+// How many of n sources are reduced in one loop at first, in registers and from the left, before
+// the values are stored.
 int first_together(int64_t n) { return n >= 4 ? 4 : n >= 2 ? 2 : 1; }
 
-// Types whose conversion takes more than a shift are converted first, some elements at a time: that takes no longer, and there
-// need not be as many loops as there are pairs of types. The sources are still read side by side: memory is slow to give one row
-// of each after the other (measured: half the rate for 4 sources of fp16).
+// Types whose conversion takes more than a shift are converted first, some elements at a time: that
+// takes no longer, and there need not be as many loops as there are pairs of types. The sources are
+// still read side by side: memory is slow to give one row of each after the other (measured: half
+// the rate for 4 sources of fp16).
 template <class S, class A>
 constexpr bool kConvertsFirst = !std::is_same_v<S, A> && !(std::is_same_v<S, coll_bf16> && std::is_same_v<A, float>);
 constexpr int kStrip = 128;
 
-// `values` may be one of the sources: every element is read before it is written, which ivdep states to the vectoriser.
+// `values` may be one of the sources: every element is read before it is written, which ivdep
+// states to the vectoriser.
 template <class R, class A, class Op, int kTogether, bool kBegin>
 __attribute__((noinline)) void gather_rows(A* values, const R* const* rows, int len) {
   const R *a = rows[0], *b = rows[kTogether > 1 ? 1 : 0], *c = rows[kTogether > 2 ? 2 : 0], *d = rows[kTogether > 3 ? 3 : 0];
@@ -86,8 +92,8 @@ inline __attribute__((always_inline)) void convert_strips(A* values, const S* co
   }
 }
 
-// The conversion of several rows is the same for all operations: it is compiled once for each pair of types. Of one row it is
-// too short for that (measured: 6% of the time of 3 sources of fp8).
+// The conversion of several rows is the same for all operations: it is compiled once for each pair
+// of types. Of one row it is too short for that (measured: 6% of the time of 3 sources of fp8).
 template <class S, class A, int kTogether>
 __attribute__((noinline)) void convert_rows(A* values, const S* const* rows, int len, gather_strips_fn<A> gather) {
   convert_strips<S, A, kTogether>(values, rows, len, gather);
@@ -131,7 +137,8 @@ void gather_scaled(A* values, const Job& job, int64_t at, int len) {
   }
 }
 
-// Sums and products of integers wrap: those of signed ones have the bits of unsigned ones, and take the same loops.
+// Sums and products of integers wrap: those of signed ones have the bits of unsigned ones, and take
+// the same loops.
 template <class T, bool kInteger = std::is_integral_v<T>>
 struct wrapping { typedef T type; };
 template <class T>
@@ -184,7 +191,8 @@ store_fn<A> store_of(int type) {
   return store<A, A>;
 }
 
-// Whether the values can be gathered in `out` itself: no source but those that are read first may be `out`.
+// Whether the values can be gathered in `out` itself: no source but those that are read first may
+// be `out`.
 bool gathers_in_place(const Job& job) {
   for (int64_t k = job.scalars ? 1 : first_together(job.n); k < job.n; ++k) {
     if (job.sources[k] == job.out) return false;
@@ -192,8 +200,9 @@ bool gathers_in_place(const Job& job) {
   return true;
 }
 
-// Stores past the caches pay where the values need no rounding: 1.2 to 1.7 times the rate for up to 4 sources of fp32 that are
-// larger than the caches. Narrower types take the time for their rounding, and lose by it.
+// Stores past the caches pay where the values need no rounding: 1.2 to 1.7 times the rate for up to
+// 4 sources of fp32 that are larger than the caches. Narrower types take the time for their
+// rounding, and lose by it.
 template <class A>
 bool streams(const Job& job, int64_t source_width) {
   if (job.past_caches >= 0) return job.past_caches;
@@ -209,7 +218,7 @@ void multiply(A* values, int len, A scale) {
   for (int i = 0; i < len; ++i) values[i] = coll_mul(values[i], scale);
 }
 
-// Gives the number of bad values.
+// Returns the number of bad values.
 template <class A>
 uint32_t add_squares(A* lanes, const A* values, int len, A limit) {
   uint32_t bad = 0;
@@ -220,9 +229,10 @@ uint32_t add_squares(A* lanes, const A* values, int len, A limit) {
   return bad;
 }
 
-// Bytes of a vector register, and of the lanes in which a row's squares are added up: these are as many on every instruction set, so that
-// the sum is the same on all, and few enough to stay in registers. (The lanes of a tile's statistics don't: with those a collective
-// took 1.3 times as long.)
+// Bytes of a vector register, and of the lanes in which a row's squares are added up: these are as
+// many on every instruction set, so that the sum is the same on all, and few enough to stay in
+// registers. (The lanes of a tile's statistics don't: with those a collective took 1.3 times as
+// long.)
 #if defined(__AVX512F__)
 constexpr int kWide = 64;
 #elif defined(__AVX2__)
@@ -265,7 +275,8 @@ __attribute__((noinline)) A sum_of_squares(const A* values, int len) {
   return lanes[0];
 }
 
-// Where the sum is less than the least bad square, no value is bad: they are looked at where it isn't.
+// Where the sum is less than the least bad square, no value is bad: they are looked at where it
+// isn't.
 template <class A>
 void add_row(coll_share& share, const A* values, int len, A limit) {
   A sum = sum_of_squares(values, len);

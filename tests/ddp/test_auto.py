@@ -59,14 +59,14 @@ def quantized(values, format):
 @pytest.mark.parametrize("format", ["fp32", *WIRE_FORMATS])
 def test_bounds_take_rounding_and_nothing_more(format):
     torch.manual_seed(1)
-    shares = [torch.randn(4096) * 10.0 ** torch.randint(-4, 3, (4096,)) for _ in range(3)]
+    gradients = [torch.randn(4096) * 10.0 ** torch.randint(-4, 3, (4096,)) for _ in range(3)]
     settings = {"wire": format}
-    bound = sum(error_bound(share, settings, 3) for share in shares) / 3
-    reference = sum(share / 3 for share in shares)
+    bound = sum(error_bound(gradient, settings, 3) for gradient in gradients) / 3
+    reference = sum(gradient / 3 for gradient in gradients)
     if format == "fp32":
-        ours = (shares[2] + shares[1] + shares[0]) / 3
+        ours = (gradients[2] + gradients[1] + gradients[0]) / 3
     else:
-        ours = quantized(sum(quantized(share, format) for share in shares) / 3, format)
+        ours = quantized(sum(quantized(gradient, format) for gradient in gradients) / 3, format)
     assert not torch.equal(ours, reference)
     assert count_different(ours, reference, bound, settings) == 0
     largest = reference.abs().argmax()
@@ -77,10 +77,10 @@ def test_bounds_take_rounding_and_nothing_more(format):
 
 
 def test_bounds_let_an_overflow_through_but_not_hide():
-    share = torch.tensor([1.0, float("inf"), 2.0])
-    bound = error_bound(share, {}, 2)
-    assert count_different(share, share, bound, {}) == 0
-    assert count_different(torch.tensor([1.0, 3.0, 2.0]), share, bound, {}) == 1
+    gradient = torch.tensor([1.0, float("inf"), 2.0])
+    bound = error_bound(gradient, {}, 2)
+    assert count_different(gradient, gradient, bound, {}) == 0
+    assert count_different(torch.tensor([1.0, 3.0, 2.0]), gradient, bound, {}) == 1
 
 
 # ---- Models of one program, on two ranks.
@@ -213,7 +213,7 @@ def whole_program(ctx):
 
     with mock.patch.object(consensus, "_SECONDS", 1.0):
         ddp = wrap(make_model(), "plain")
-        ddp(torch.zeros(1, 12))  # attended to from now on
+        ddp(torch.zeros(1, 12))  # observed from now on
         sys.modules["collectives.auto.install"]._models[ddp]._backwards += ctx.rank  # one rank has counted wrong
         found["skewed"] = [trained(ctx, ddp, make_model()), log.take()]
 
@@ -265,7 +265,7 @@ def test_the_model_is_that_of_plain_ddp(program, name):
         ("asked early", "left alone: leave_alone() was called"),
     ],
 )
-def test_rank_0_tells_what_was_done(program, name, text):
+def test_rank_0_logs_the_outcome(program, name, text):
     (line,) = program[0][name][1]
     assert line.startswith("INFO DistributedDataParallel(") and text in line
     assert program[1][name][1] == []
@@ -307,12 +307,12 @@ def test_a_hook_of_the_user_wins(program):
     assert "takes the place of ours" in program[0]["user's late"][1][0]
 
 
-def test_a_model_that_is_to_be_left_alone_never_is_attended_to(program):
+def test_a_model_that_is_to_be_left_alone_is_never_observed(program):
     for found in program:
         assert found["asked first"][0] < 2e-6 and found["asked first"][1] == []
 
 
-def test_a_saved_model_knows_nothing_of_it(program):
+def test_a_saved_model_has_no_trace_of_it(program):
     assert program[0]["saved"] and program[1]["saved"]
 
 

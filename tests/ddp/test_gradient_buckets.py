@@ -212,7 +212,7 @@ class Fails(torch.autograd.Function):
 
 
 def changed_after_sending(ctx):
-    """What rank 1 alone does to gradients whose buckets have gone."""
+    """What rank 1 alone does to gradients whose buckets were sent already."""
     comm = ctx.communicator()
     model = make_model()
     params = list(model.parameters())
@@ -247,7 +247,7 @@ def changed_after_sending(ctx):
         wanted = averages(comm, params)
         buckets.all_reduce()
         assert_bits(params, wanted)
-    # The hooks see nothing inside of no_sync, and what is sent later is what was gathered meanwhile.
+    # The hooks do nothing inside of no_sync; what is sent later are the gradients accumulated meanwhile.
     model.zero_grad()
     with buckets.no_sync():
         backward(model, 1, ctx.rank)
@@ -260,21 +260,21 @@ def changed_after_sending(ctx):
 
 def refusals(ctx):
     comm = ctx.communicator()
-    told = []
+    messages = []
     for overlap in (False, True):
         table = nn.Embedding(10, 4, sparse=True)
         dense = nn.Linear(4, 30)
         named = [*table.named_parameters("table"), *dense.named_parameters("dense")]
         buckets = collectives.GradientBuckets(named, comm=comm, overlap=overlap, **SMALL)
         buckets.all_reduce()
-        for _ in range(2):  # on rank 0 only; all are told, and go on
+        for _ in range(2):  # on rank 0 only; all get an error, and go on
             table.sparse = ctx.rank == 0
             dense(table(torch.tensor([1, ctx.rank]))).sum().backward()
             before = dense.weight.grad.clone()
             with pytest.raises(InvalidArgument) as caught:
                 buckets.all_reduce()
             assert torch.equal(dense.weight.grad, before)
-            told.append(str(caught.value))
+            messages.append(str(caught.value))
             for _, param in named:
                 param.grad = None
         dense(table(torch.tensor([1, 0])).detach()).sum().backward()
@@ -292,9 +292,9 @@ def refusals(ctx):
             buckets = collectives.GradientBuckets(other.named_parameters(), comm=comm, overlap=overlap, **settings)
             with pytest.raises(Mismatch) as caught:
                 buckets.all_reduce()
-            told.append(str(caught.value))
+            messages.append(str(caught.value))
             buckets.close()
-    return told
+    return messages
 
 
 @over_gloo
@@ -314,8 +314,8 @@ def over_torchs_group(ctx):
 
     buckets = collectives.GradientBuckets(model.parameters(), overlap=True, average=False, **SMALL)
     buckets.all_reduce()
-    lane = next(iter(buckets._bucket_comms.values()))
-    assert lane is not comm
+    split_off = next(iter(buckets._bucket_comms.values()))
+    assert split_off is not comm
     model.zero_grad()
     backward(model, 0, ctx.rank)
     buckets.all_reduce()
@@ -341,19 +341,19 @@ def over_torchs_group(ctx):
         grad = weakref.ref(model[0].weight.grad)
         model.zero_grad()
         assert grad() is None
-        gone = [weakref.ref(thing) for thing in (model, model[0].weight, buckets)]
+        references = [weakref.ref(each) for each in (model, model[0].weight, buckets)]
         del model, buckets
-        assert [reference() for reference in gone] == [None] * 3
-        assert lane.closed and not comm.closed
+        assert [reference() for reference in references] == [None] * 3
+        assert split_off.closed and not comm.closed
     finally:
         gc.enable()
 
 
 def scenario(ctx, names, path):
-    told = {}
+    results = {}
     for name in names:
-        told[name] = globals()[name](ctx, path) if name == "over_torchs_group" else globals()[name](ctx)
-    return told
+        results[name] = globals()[name](ctx, path) if name == "over_torchs_group" else globals()[name](ctx)
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -400,8 +400,8 @@ def test_arguments():
         (([weight],), {"wire": "fp7"}, "wire must be"),
         (([nn.LazyLinear(3).weight],), {}, "no shape yet"),
     ]
-    for args, options, told in wrong:
-        with pytest.raises(InvalidArgument, match=told):
+    for args, options, text in wrong:
+        with pytest.raises(InvalidArgument, match=text):
             collectives.GradientBuckets(*args, **options)
     with pytest.raises(InvalidUsage, match="collectives.init"):
         collectives.GradientBuckets([weight]).all_reduce()

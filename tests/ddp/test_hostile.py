@@ -1,4 +1,4 @@
-"""What goes wrong in training with the hook: unlike ranks, interruptions, dead ranks, modules that are gone."""
+"""What goes wrong in training with the hook: ranks that differ, interruptions, dead ranks, dead modules."""
 
 import gc
 import itertools
@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 
 
 @over_gloo
-def unlike(ctx, pairs):
+def different(ctx, pairs):
     texts = []
     for each in pairs:
         options, model = dict(each[ctx.rank]), make_model()
@@ -39,11 +39,11 @@ def unlike(ctx, pairs):
     return texts
 
 
-def test_ranks_with_other_options_are_told(tmp_path):
+def test_ranks_with_other_options_are_refused(tmp_path):
     others = [{"wire": "int8"}, {"max_norm": 1.0}, {"streams": 2}, {"optimizer": True}]
-    for texts in run(unlike, 2, tmp_path / "store", [({}, other) for other in others]):
-        told = ["wire: 'fp32' on rank 0; 'int8' on rank 1", "max_norm", "streams", "SGD"]
-        for text, words in zip(texts, told, strict=True):
+    for texts in run(different, 2, tmp_path / "store", [({}, other) for other in others]):
+        expected = ["wire: 'fp32' on rank 0; 'int8' on rank 1", "max_norm", "streams", "SGD"]
+        for text, words in zip(texts, expected, strict=True):
             assert words in text and "gradient bucket 0" in text
 
 

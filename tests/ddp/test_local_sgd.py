@@ -199,7 +199,7 @@ def test_master_weights_follow(tmp_path):
 def refused(ctx):
     comm = ctx.communicator()
     bucket = Bucket(torch.ones(4), [nn.Parameter(torch.ones(4))], [0], 0)
-    said = []
+    messages = []
     for value, limit in ((torch.nan, local_sgd._PATIENCE), (1.0, local_sgd._PATIENCE), (0.0, 2 * local_sgd._PATIENCE)):
         fresh = LocalSGD(1)
         bucket.flat.fill_(value)
@@ -208,19 +208,19 @@ def refused(ctx):
                 fresh.observe_bucket(comm, bucket)
                 fresh.end_backward()
         except InvalidUsage as error:
-            said.append((number, str(error)))
-    return said
+            messages.append((number, str(error)))
+    return messages
 
 
-def test_what_can_not_be_averaged_is_told(tmp_path):
-    for said in run(refused, 2, str(tmp_path / "store")):
+def test_what_can_not_be_averaged_is_an_error(tmp_path):
+    for messages in run(refused, 2, str(tmp_path / "store")):
         patience = local_sgd._PATIENCE
-        assert [number for number, _ in said] == [patience + 1, patience + 1]
-        assert "not finite" in said[0][1] and "no torch.optim.Optimizer" in said[1][1]
+        assert [number for number, _ in messages] == [patience + 1, patience + 1]
+        assert "not finite" in messages[0][1] and "no torch.optim.Optimizer" in messages[1][1]
 
 
-def parts_ways(ctx):
-    """One rank steps and the other doesn't: both are told."""
+def decides_differently(ctx):
+    """One rank steps and the other doesn't: both get an error."""
     comm = ctx.new_communicator(timeout=20)
     local = LocalSGD(1)
     param = nn.Parameter(torch.ones(4))
@@ -240,8 +240,8 @@ def parts_ways(ctx):
         comm.abort()
 
 
-def test_ranks_that_part_ways_do_not_hang():
-    assert all("all_reduce" in said for said in run(parts_ways, 2))
+def test_ranks_that_decide_differently_do_not_hang():
+    assert all("all_reduce" in message for message in run(decides_differently, 2))
 
 
 class Pair:
@@ -258,7 +258,7 @@ class Pair:
         flat.mul_(self.factor)
 
 
-def test_parameters_of_all_layouts_in_pieces(monkeypatch):
+def test_parameters_of_all_layouts_in_chunks(monkeypatch):
     monkeypatch.setattr(local_sgd, "_CHUNK_BYTES", 400)
     params = [
         nn.Parameter(torch.randn(3, 5, 4, 4).to(memory_format=torch.channels_last)),

@@ -218,7 +218,7 @@ def test_wrong_uses(tmp_path):
 
 
 @over_gloo
-def unlike_steps(ctx, kind, key, value, when):
+def different_steps(ctx, kind, key, value, when):
     """From a step on rank 1 has another value in its second group."""
     model = make_model()
     params = list(model.parameters())
@@ -247,8 +247,8 @@ def unlike_steps(ctx, kind, key, value, when):
         ("momentum", "weight_decay", 1.0, 2),
     ],
 )
-def test_ranks_that_would_step_unlike_are_refused(tmp_path, kind, key, value, when):
-    for rank, (text, peers) in enumerate(run(unlike_steps, 2, tmp_path / "store", kind, key, value, when)):
+def test_ranks_that_would_step_differently_are_refused(tmp_path, kind, key, value, when):
+    for rank, (text, peers) in enumerate(run(different_steps, 2, tmp_path / "store", kind, key, value, when)):
         named = rf"{key} of group 1: .* on rank 0; {re.escape(str(value))} on rank 1"
         assert re.search(rf"different hyperparameters \({named}\)", text), text
         assert peers == (1 - rank,)

@@ -28,7 +28,7 @@ class Hook:
         self.deferred = deferred
         self.max_norm = max_norm
         self.sent = 0
-        self.tells = True  # what isn't finite
+        self.reports = True  # what isn't finite
 
     def __call__(self, _, bucket):
         last, flat, params = bucket.is_last(), bucket.buffer(), bucket.parameters()
@@ -56,7 +56,7 @@ class Hook:
             return future
         self.comm.all_reduce(self.found)
         self.comm.all_reduce(self.squares)
-        self.sharded.defer(self.comm, bucket, self.squares.sqrt(), self.max_norm, self.found if self.tells else None)
+        self.sharded.defer(self.comm, bucket, self.squares.sqrt(), self.max_norm, self.found if self.reports else None)
         return future
 
 
@@ -228,7 +228,7 @@ def scaled(ctx):
         steps.append(float(next(iter(optimizer.state.values()))["step"]))
         same([gathered(comm, ddp)], [torch.cat([p.detach().flatten() for p in ddp.parameters()])])
     # The hook has not looked: what one rank's scaler finds leaves the step out on all.
-    hook.tells = False
+    hook.reports = False
     before = [param.detach().clone() for param in ddp.parameters()]
     if ctx.rank == ctx.size - 1:
         spoil(ddp)

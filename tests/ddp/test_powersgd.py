@@ -80,20 +80,20 @@ def telescopes(ctx, dtype, before):
     bucket = make(dtype=dtype)
     wire = PowerSGD(1)
     factor = Scaling(divisor=ctx.size) if before == 1 else Scaling(before, 0, 1 / before / ctx.size)
-    applied, wanted, sent, first, health = 0, 0, [], [], []
+    applied, wanted, sent, first, stats = 0, 0, [], [], []
     for step in range(6):
-        share = torch.zeros(2, dtype=torch.float64)
-        got, nbytes = reduce(wire, ctx, bucket, step, factor, grad_stats=share)
+        grad_stats = torch.zeros(2, dtype=torch.float64)
+        got, nbytes = reduce(wire, ctx, bucket, step, factor, grad_stats=grad_stats)
         first.append(got)
         sent.append(nbytes)
-        health.append((share, got.double().square().sum().item()))
+        stats.append((grad_stats, got.double().square().sum().item()))
         applied, wanted = applied + got.double(), wanted + mean(bucket, step, ctx.size)
     left = wire.residuals.get(bucket).double()
     left = sum(torch.from_numpy(each) for each in ctx.exchange(left.numpy())) / ctx.size / before
     return {
         "results": first,
         "bytes": sent,
-        "health": health,
+        "stats": stats,
         "lost": (parts(bucket, left)[0]).abs().max().item(),
         "error": (applied + left - wanted).abs().max().item() / wanted.abs().max().item(),
     }
@@ -117,8 +117,8 @@ def test_what_is_applied_and_what_is_left_add_up(ranks, dtype, before):
         for mine, other in zip(results[0]["results"], result["results"], strict=True):
             assert torch.equal(mine, other)
     for step in range(6):
-        total = sum(result["health"][step][0] for result in results)
-        assert total[0] == pytest.approx(results[0]["health"][step][1], rel=1e-5)
+        total = sum(result["stats"][step][0] for result in results)
+        assert total[0] == pytest.approx(results[0]["stats"][step][1], rel=1e-5)
         assert total[1] == 0
 
 
@@ -215,14 +215,14 @@ def recovers(ctx, feedback, dtype, looks):
         bucket.flat.copy_(gradient(bucket, 2, ctx.rank))
         if ctx.rank == 1:
             bucket.flat[5], bucket.flat[6] = torch.nan, torch.inf
-        share = torch.zeros(2, dtype=torch.float64)
-        wire.reduce(ctx.communicator(), bucket, Scaling(divisor=ctx.size), grad_stats=share)
+        grad_stats = torch.zeros(2, dtype=torch.float64)
+        wire.reduce(ctx.communicator(), bucket, Scaling(divisor=ctx.size), grad_stats=grad_stats)
         bad = bucket.flat.clone()
         good, _ = reduce(other, ctx, steady, 2)
         if feedback:
             kept.append(parts(bucket, wire.residuals.get(bucket))[0].clone())
         after = [reduce(wire, ctx, bucket, step)[0] for step in range(3, 6)]
-    return bad, good, share, kept, after
+    return bad, good, grad_stats, kept, after
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_what_is_not_finite_does_not_stay(feedback, dtype, looks):
         for step, flat in enumerate(after):
             assert flat.isfinite().all()
             assert torch.equal(flat, results[0][4][step])
-    assert sum(share for _, _, share, _, _ in results)[1] == 24 * 20
+    assert sum(grad_stats for _, _, grad_stats, _, _ in results)[1] == 24 * 20
 
 
 def test_dependent_columns_go():

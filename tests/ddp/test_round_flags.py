@@ -58,14 +58,14 @@ def usual_and_unusual(ctx, overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_only_who_has_something_to_say_waits(overlap):
+def test_only_a_rank_with_an_unusual_round_waits(overlap):
     first, second = run_ranks(usual_and_unusual, 2, overlap)
     assert first == [True, True, True, not overlap, False, True]
     assert second == [True, True, False, not overlap, False, True]
 
 
 def wrong_on_one_rank(ctx, overlap):
-    """Rank 1 has a sparse gradient: it says so at once, rank 0 in its next call."""
+    """Rank 1 has a sparse gradient: it raises at once, rank 0 in its next call."""
     comm = ctx.new_communicator()
     table, dense = nn.Embedding(10, 4), nn.Linear(4, 30)
     named = [*table.named_parameters("table"), *dense.named_parameters("dense")]

@@ -1,4 +1,4 @@
-"""DDP, buckets of one's own and sharded modules on two machines of two ranks: the same steps as on one machine."""
+"""DDP, GradientBuckets and sharded modules on two nodes of two ranks: the same steps as on one node."""
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,9 @@ def flat(model):
     return torch.cat([value.detach().reshape(-1) for value in model.state_dict().values()])
 
 
-def steps(ctx, path, machines):
+def steps(ctx, path, nodes):
     """Train in four ways; give the parameters of each and what carried the gradients."""
-    with apart(ctx, machines):
+    with apart(ctx, nodes):
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
         try:
             found = []
@@ -53,11 +53,11 @@ def steps(ctx, path, machines):
             dist.destroy_process_group()
 
 
-def test_the_same_steps_on_two_machines(tmp_path):
+def test_the_same_steps_on_two_nodes(tmp_path):
     one = run(steps, 4, tmp_path / "one", "aaaa", timeout=100)
     two = run(steps, 4, tmp_path / "two", "aabb", timeout=100)
-    assert all(not several and machines == ((0, 1, 2, 3),) for _, several, machines in one)
-    assert all(several and machines == ((0, 1), (2, 3)) for _, several, machines in two)
+    assert all(not several and nodes == ((0, 1, 2, 3),) for _, several, nodes in one)
+    assert all(several and nodes == ((0, 1), (2, 3)) for _, several, nodes in two)
     for i in range(4):
         for (ours, _, _), (expected, _, _) in zip(two, one, strict=True):
             assert torch.equal(ours[i], two[0][0][i]), "all ranks have the same bits"

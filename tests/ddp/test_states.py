@@ -206,7 +206,7 @@ def test_without_a_process_group():
 
 
 class Fails(torch.autograd.Function):
-    """Passes through, and fails in backward when told to."""
+    """Passes through, and fails in backward when `on` is set."""
 
     on = False
 
@@ -297,8 +297,8 @@ def test_errors_name_the_bucket_and_the_next_module_works(tmp_path):
 
 
 @over_gloo
-def unlike_models(ctx):
-    """The ranks' models differ, which DDP's own check is told not to see."""
+def different_models(ctx):
+    """The ranks' models differ, and DDP's own check is turned off."""
     torch.manual_seed(0)
     model = nn.Linear(12, 5) if ctx.rank == 0 else nn.Linear(12, 6)
     comm = ctx.new_communicator()
@@ -309,6 +309,6 @@ def unlike_models(ctx):
     return str(caught.value)
 
 
-def test_unlike_models_are_a_mismatch(tmp_path):
-    for text in run(unlike_models, 2, tmp_path / "store"):
+def test_different_models_are_a_mismatch(tmp_path):
+    for text in run(different_models, 2, tmp_path / "store"):
         assert "rank 0" in text and "rank 1" in text and "gradient bucket 0" in text

@@ -1,4 +1,4 @@
-"""The trace and the report of real training: what stands in the rows, on all ranks."""
+"""The trace and the report of real training: the rows' contents, on all ranks."""
 
 import json
 
@@ -52,16 +52,16 @@ def test_a_trace_of_training(tmp_path, options, first):
     report, buckets, names = found[0]
     assert report == found[1][0]
     rows = rows_of(path)
-    lanes = options.get("streams", 1)
+    streams = options.get("streams", 1)
     for rank in range(2):
         held = {row for each, row in rows if each == rank}
-        assert held - {"wait"} == {"steps", "hook", *(f"lane {number}" for number in range(lanes))}
+        assert held - {"wait"} == {"steps", "hook", *(f"lane {number}" for number in range(streams))}
         assert len(rows[rank, "hook"]) == STEPS * buckets
-        sent = [event for number in range(lanes) for event in rows[rank, f"lane {number}"]]
+        sent = [event for number in range(streams) for event in rows[rank, f"lane {number}"]]
         assert len(sent) == STEPS * buckets
         assert all(event["name"].split()[0] == first and event["args"]["bytes"] > 0 for event in sent)
-        told = [name for event in sent for name in event["args"]["parameters"].split(", ")]
-        assert sorted(told) == sorted(names * STEPS)
+        recorded_names = [name for event in sent for name in event["args"]["parameters"].split(", ")]
+        assert sorted(recorded_names) == sorted(names * STEPS)
     table = report.splitlines()[1:]
     assert len(table) == 2
     for line in table:

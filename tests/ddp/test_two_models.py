@@ -232,9 +232,9 @@ def test_names_go_by_the_order_of_registration():
     known, models = names.ParameterNames(), generator_and_critic()
     for model in models:
         known.register(model)
-    gone = nn.Sequential(nn.Linear(2, 2))
-    known.register(gone)
-    del gone
+    dead = nn.Sequential(nn.Linear(2, 2))
+    known.register(dead)
+    del dead
     gc.collect()
     last = nn.Sequential(nn.Linear(2, 2))
     known.register(last)
@@ -348,7 +348,7 @@ def test_ddp_over_a_part_of_the_ranks_needs_a_group(tmp_path, how):
 
 @over_gloo
 def over_all_ranks(ctx):
-    """Another group of all ranks is none to be named."""
+    """Another group of all ranks needn't be named."""
     group = dist.new_group([0, 1])
     ddp = torch.nn.parallel.DistributedDataParallel(Branches(), process_group=group, find_unused_parameters=True)
     ddp.register_comm_hook(None, collectives.fused_allreduce)

@@ -35,10 +35,11 @@ def lossy(ctx, count, wires):
     found = {}
     for name in wires:
         flat = own.clone()
-        health = torch.zeros(2, dtype=torch.float64)
-        sent = Quantized(name).reduce(comm, Bucket(flat, [flat], [0], 0), Scaling(divisor=ctx.size), grad_stats=health)
-        comm.all_reduce(health)
-        found[name] = (flat, sent, health)
+        grad_stats = torch.zeros(2, dtype=torch.float64)
+        bucket = Bucket(flat, [flat], [0], 0)
+        sent = Quantized(name).reduce(comm, bucket, Scaling(divisor=ctx.size), grad_stats=grad_stats)
+        comm.all_reduce(grad_stats)
+        found[name] = (flat, sent, grad_stats)
     return own, found
 
 
@@ -61,9 +62,9 @@ def test_values_are_within_two_roundings(ranks, count):
         if ranks == 1:
             assert torch.equal(flats[0], results[0][0])
         assert ((flats[0] - exact).abs() <= both).all()
-        health = results[0][1][name][2]
-        assert health[0].item() == pytest.approx(flats[0].double().square().sum().item(), rel=1e-4)
-        assert health[1] == 0
+        grad_stats = results[0][1][name][2]
+        assert grad_stats[0].item() == pytest.approx(flats[0].double().square().sum().item(), rel=1e-4)
+        assert grad_stats[1] == 0
         if count > 1000 and ranks > 1:
             fp32 = 2 * (ranks - 1) * 4 * count / ranks
             ratio = results[0][1][name][1] / fp32
@@ -72,19 +73,19 @@ def test_values_are_within_two_roundings(ranks, count):
 
 @pytest.mark.parametrize("wire", ["int8", "bf16"])
 def test_a_value_that_is_not_finite_arrives_as_such_everywhere(wire):
-    for flat, health in run(with_infinity, 2, wire):
+    for flat, grad_stats in run(with_infinity, 2, wire):
         assert not flat[10].isfinite() and flat[600:].isfinite().all()
-        assert health[1] >= 1
+        assert grad_stats[1] >= 1
 
 
 def with_infinity(ctx, wire):
     flat = torch.ones(1000)
     if ctx.rank == 1:
         flat[10] = math.inf
-    health = torch.zeros(2, dtype=torch.float64)
-    Quantized(wire).reduce(ctx.communicator(), Bucket(flat, [flat], [0], 0), Scaling(divisor=2), grad_stats=health)
-    ctx.communicator().all_reduce(health)
-    return flat, health
+    grad_stats = torch.zeros(2, dtype=torch.float64)
+    Quantized(wire).reduce(ctx.communicator(), Bucket(flat, [flat], [0], 0), Scaling(divisor=2), grad_stats=grad_stats)
+    ctx.communicator().all_reduce(grad_stats)
+    return flat, grad_stats
 
 
 def fed_back(ctx, name, seed, factor):
@@ -171,7 +172,7 @@ def test_sums_and_divisions(tmp_path):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-# ---- Norm and health.
+# ---- Norm and statistics.
 
 
 @over_gloo
@@ -262,8 +263,8 @@ def test_what_looks_at_a_whole_backward_takes_one_module_at_a_time():
 
 
 @over_gloo
-def over_machines(ctx, options):
-    """As if ranks 0, 2 were on one machine, and 1, 3 on another."""
+def over_nodes(ctx, options):
+    """As if ranks 0, 2 were on one node, and 1, 3 on another."""
     with mock.patch.object(hierarchical, "get_host_hash", lambda: ctx.rank % 2 + 5):
         state = HookState(hierarchical=True, check_finite=True, **options)
         ddp = wrap(make_model(), "torch", state)
@@ -273,7 +274,7 @@ def over_machines(ctx, options):
 
 @pytest.mark.parametrize("options", [{}, {"wire": "bf16"}])
 def test_hierarchical(tmp_path, options):
-    results = run(over_machines, 4, tmp_path / "two", options)
+    results = run(over_nodes, 4, tmp_path / "two", options)
     flat = run(called, 4, tmp_path / "flat", {"check_finite": True}, {"steps": 2})
     assert same_bits([found for found, _, _ in results])
     tolerance = 2e-2 if options else 2e-5

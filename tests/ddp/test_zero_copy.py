@@ -63,7 +63,7 @@ def test_buckets_are_shared_and_given_back(tmp_path, views):
 
 @over_gloo
 def built_again(ctx):
-    """Buckets of a module that is gone are let go, though its parameters live on."""
+    """The buckets of a dead module are released, though its parameters live on."""
     torch.manual_seed(3)
     model = nn.Linear(WIDTH, WIDTH)
     comm = ctx.communicator()

@@ -215,7 +215,7 @@ def test_a_unit_waits_for_all_streams_of_its_gradients(gpu, monkeypatch):
     unit = AllreduceBucket(0, members, "unit", torch.float32, {"op": "sum"})
     unit.device = GPU
     unit.flat = torch.empty(12)
-    monkeypatch.setattr(AllreduceBucket, "look", lambda self: None)
+    monkeypatch.setattr(AllreduceBucket, "read_grads", lambda self: None)
     streams = [gpu.stream("one"), gpu.stream("two")]
     for member, stream in zip(members, (streams[0], streams[1], streams[1]), strict=True):
         member.param.grad = gpu.tensor([1.0, 2.0], member.name)

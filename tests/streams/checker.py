@@ -1,4 +1,4 @@
-"""The checker: vector clocks of streams, what each piece of memory was last used for, and what is wrong with it.
+"""The checker: vector clocks of streams, the last uses of each block of memory, and reports of what is wrong.
 
 A stream's clock says how much of every stream is known to have ended before what the stream does next. An operation is
 reported where it uses memory that an operation without an order to it uses, and one of the two writes.
@@ -32,7 +32,7 @@ class Report:
 
 @dataclasses.dataclass(slots=True)
 class Use:
-    """An operation's use of a piece of memory."""
+    """An operation's use of a range of memory."""
 
     low: int
     high: int

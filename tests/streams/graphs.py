@@ -142,10 +142,10 @@ def end(capture: Capture) -> list[str]:
 def replay(capture: Capture, stream: int) -> None:
     checker.flush()
     accesses = [(low, high, writes, shape) for (low, high, writes), shape in capture.accesses.items()]
-    gone = [low for low, *_ in accesses if checker.block_at(low) is None]
+    freed = [low for low, *_ in accesses if checker.block_at(low) is None]
     checker.submit(checker.operation, "a graph's replay", stream, accesses, site(), device.known())
     checker.flush()
-    if gone:
+    if freed:
         raise RuntimeError("a graph's replay uses memory that was freed")
     for call in capture.calls:
         call()

@@ -25,7 +25,7 @@ def rows_of(address: int, count: int, dtype) -> list:
 
 
 class Uses:
-    """The pieces of memory that a kernel uses."""
+    """The ranges of memory that a kernel uses."""
 
     def __init__(self):
         self.found: list = []

@@ -164,7 +164,7 @@ def reports_without(ctx, changes, program, *args):
 def sweep(ctx, planted, program, path):
     """Run a program with each site taken back, one after the other; give for each (times it was passed, report kinds).
 
-    ``path``: None, or a folder for the files by which process groups meet.
+    ``path``: None, or a folder for the files over which process groups are initialised.
     """
     results = []
     for number, site in enumerate(planted):

@@ -204,13 +204,13 @@ SUPERFLUOUS = {
     ): "a call's first kernel follows a "
     "message of the same call, and so the transfers before it; the second one is for a capture's own memory",
     ("collectives/gradients/round_flags.py", "RoundFlags._copy_async"): _NOT_RUN
-    + "rounds in which a rank has something unusual to say",
+    + "rounds in which a rank's flags are unusual",
     ("collectives/sharded/quantized_gather.py", "_PendingDequantize.wait"): _NOT_RUN
     + "a gather begun on one stream and used on another",
     ("collectives/sharded/unit.py", "Unit._record_stream"): _NOT_RUN
     + "a gather begun on one stream and used on another",
     ("collectives/sharded/streams.py", "on_side_stream"): _NOT_RUN
-    + "ranks that say something to each other beside a step",
+    + "ranks that exchange something beside a step",
     (
         "collectives/compression/scratch.py",
         "use_on_current_stream",

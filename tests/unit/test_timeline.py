@@ -1,4 +1,4 @@
-"""Timelines: the trace's form and times, the table against numbers made by hand, and ranks that meet or don't."""
+"""Timelines: the trace's form and times, the table against numbers made by hand, ends on all ranks or on one."""
 
 import json
 import math
@@ -106,8 +106,8 @@ def test_the_table_by_hand():
     assert none["steps"] == "0" and none["step ms"] == "100.000" and none["exposed ms"] == "6.000"
 
 
-def test_several_machines_are_brought_together():
-    """Rank 1's machine counts from 5 s later, and its wall clock says so; rank 2 is on it, too, and keeps its place."""
+def test_several_nodes_are_aligned():
+    """Rank 1's node counts from 5 s later, as its wall clock shows; rank 2 is on it, too, and keeps its place."""
     late = 5000 * MS
     everyone = [
         taken(0, [("lane 0", "all_reduce 1 B", 10, 12)], offset=7),
@@ -174,7 +174,7 @@ def test_what_is_refused(tmp_path):
         with pytest.raises(InvalidArgument, match="path|folder"):
             start(path)
     assert recording.active is None
-    folder = tmp_path / "gone"
+    folder = tmp_path / "removed"
     folder.mkdir()
     line = start(folder / "trace.json")
     with pytest.raises(InvalidUsage, match="another timeline"):
@@ -189,7 +189,7 @@ def test_what_is_refused(tmp_path):
 
 
 class FakeEvent:
-    """A CUDA event on a device whose clock runs 1 in 1,000 fast, and tells distances as a float32."""
+    """A CUDA event on a device whose clock runs 1 in 1,000 fast; the times between two are a float32."""
 
     device = torch.device("cuda", 0)
 
@@ -206,7 +206,7 @@ class FakeEvent:
 
 
 def test_cuda_events_are_put_on_the_hosts_clock():
-    """An hour of events of 10 us, one a second: what a float32 of the whole hour couldn't tell."""
+    """An hour of events of 10 us, one a second: a float32 of the whole hour couldn't resolve these."""
     anchors = iter([(FakeEvent(0), 0), (FakeEvent(3_600_001), 3_600_001 * MS), (FakeEvent(3_600_002), 3_600_002 * MS)])
     recorder = Recorder()
     with mock.patch.object(recorder_module, "_anchor", lambda device: next(anchors)):
@@ -246,16 +246,16 @@ def two_ranks(ctx, folder):
     assert [name.split(" (")[0] for name in names] == ["rank 0", "rank 1"]
 
     # A file that can't be written is an error on every rank.
-    lost = f"{folder}/lost"
-    os.makedirs(lost, exist_ok=True)
-    line = start(f"{lost}/trace.json")
+    removed = f"{folder}/removed"
+    os.makedirs(removed, exist_ok=True)
+    line = start(f"{removed}/trace.json")
     ctx.barrier()
     if ctx.rank == 0:
-        os.rmdir(lost)
+        os.rmdir(removed)
     with pytest.raises(FileNotFoundError):
         line.stop()
 
-    # After an error nobody waits for the others; nor when the group is gone.
+    # After an error no rank waits for the others; nor when the group is destroyed.
     if ctx.rank == 1:
         with pytest.raises(ZeroDivisionError), start(f"{folder}/failed.json") as line:
             raise ZeroDivisionError
@@ -271,7 +271,7 @@ def and_then_alone(ctx, store, folder):
     return sorted(os.listdir(folder)) if ctx.exchange(None) and ctx.rank == 0 else None
 
 
-def test_ranks_meet(tmp_path):
+def test_ranks_end_it_together(tmp_path):
     folder = tmp_path / "traces"
     folder.mkdir()
     names, _ = run_ranks(and_then_alone, 2, str(tmp_path / "store"), str(folder))

@@ -1,4 +1,5 @@
-// pack and unpack: the tensors of a table to or from the flat buffer, with scale, cast, addition and statistics.
+// pack and unpack: the tensors of a table to or from the flat buffer, with scale, cast, addition
+// and statistics.
 #ifndef COLL_CAST_H_
 #define COLL_CAST_H_
 

@@ -1,4 +1,4 @@
-// What the host engine offers beside NCCL's C API: queues (its streams), full error reports, time limits.
+// C API of the host engine beside NCCL's: queues (its streams), full error reports, time limits.
 //
 // Every function returns an ncclResult_t, never throws, prints or exits.
 #ifndef COLL_HOST_ABI_H_
@@ -13,17 +13,20 @@ extern "C" {
 
 #define COLL_HOST_MAX_RANKS 1024
 
-// ---- Queues. A queue is a thread that runs what is put into it, in order. Cast one to cudaStream_t where NCCL's
-// functions take a stream; a NULL stream means that the operation is done when the call returns.
+// ---- Queues. A queue is a thread that runs what is put into it, in order. Cast one to
+// cudaStream_t where NCCL's functions take a stream; a NULL stream means that the operation is done
+// when the call returns.
 typedef struct collHostQueue* collHostQueue_t;
 
 ncclResult_t collHostQueueCreate(collHostQueue_t* queue);
 // Runs what is queued to its end, then ends the thread. Not from inside the queue's own thread.
 ncclResult_t collHostQueueDestroy(collHostQueue_t queue);
-// The ticket of the newest task in the queue (0: none was ever put in). Tickets count up by one for each task.
+// The ticket of the newest task in the queue (0: none was ever put in). Tickets count up by one for
+// each task.
 ncclResult_t collHostQueueRecord(collHostQueue_t queue, uint64_t* ticket);
-// Wait until task `ticket` has ended. timeout_ns < 0: no limit; 0: only look. Gives ncclInProgress when the time ran out,
-// otherwise the task's own result (ncclSuccess, or the code with which it failed).
+// Wait until task `ticket` has ended. timeout_ns < 0: no limit; 0: only look. Returns
+// ncclInProgress when the time ran out, otherwise the task's own result (ncclSuccess, or the code with which it
+// failed).
 ncclResult_t collHostQueueWait(collHostQueue_t queue, uint64_t ticket, int64_t timeout_ns);
 // Put a function of the caller's into the queue. It must not wait for the queue itself.
 ncclResult_t collHostQueueCall(collHostQueue_t queue, void (*function)(void*), void* argument);
@@ -46,7 +49,7 @@ typedef enum {
   collHostErrorRemote = 5,       // peers: the ranks that died or left
   collHostErrorAborted = 6,      // by abort or revoke on this rank
   collHostErrorInterrupted = 7,  // the interrupt check said so (Ctrl-C)
-  collHostErrorMemory = 8,       // bytes: how much was asked for
+  collHostErrorMemory = 8,       // bytes: of the allocation that failed
   collHostErrorSystem = 9,
   collHostErrorInternal = 10,
   collHostErrorUnsupported = 11
@@ -56,7 +59,7 @@ typedef struct {
   size_t size;        // set to sizeof(collHostErrorInfo_t) by the caller
   int code;           // ncclResult_t
   int kind;           // collHostErrorKind_t
-  int rank;           // who reports, -1: not in a communicator
+  int rank;           // that reports the error; -1: not in a communicator
   int npeers;
   uint64_t seq;       // number of the collective on its communicator, from 0
   uint64_t bytes;
@@ -67,61 +70,68 @@ typedef struct {
 
 // The newest error of the calling thread (comm NULL), or the error that a communicator is stuck in.
 ncclResult_t collHostGetError(ncclComm_t comm, collHostErrorInfo_t* info);
-// The error with which task `ticket` of a queue failed. Past the newest 64 failures a run of one kind shares one report.
+// The error with which task `ticket` of a queue failed. Past the newest 64 failures a run of one
+// kind shares one report.
 ncclResult_t collHostQueueGetError(collHostQueue_t queue, uint64_t ticket, collHostErrorInfo_t* info);
-// What a communicator is doing now: op, seq, bytes of the operation in progress, and in peers the ranks that it waits for.
-// op is empty when nothing is in progress.
+// The operation that is in progress on a communicator: its op, seq and bytes, and in peers the ranks
+// that it waits for. op is empty when nothing is in progress.
 ncclResult_t collHostCommPending(ncclComm_t comm, collHostErrorInfo_t* info);
 
-// What the calling thread's next operation is called in reports, and what its elements are: for a layer above that sends
-// types of its own as bytes, or makes an operation of its own out of another. Either may be NULL. Ranks whose labels differ did
-// not make the same call.
+// Sets the names of the calling thread's next operation and of its element type in reports: for a
+// layer above that sends types of its own as bytes, or makes an operation of its own out of
+// another. Either may be NULL. Ranks whose labels differ did not make the same call.
 ncclResult_t collHostLabel(const char* op, const char* datatype);
 
 // ---- Operations.
-// An all-reduce of float32 or float64 whose data travels as `wire` (a floating type): each rank's elements are multiplied by
-// `scale` and rounded to it, once, on the way into the slots; they are reduced in float32 (float64) in the order of the ranks, and the
-// result is not rounded to it. Not with a pre-mul-sum. Beside that, as ncclAllReduce.
+// An all-reduce of float32 or float64 whose data travels as `wire` (a floating type): each rank's
+// elements are multiplied by `scale` and rounded to it, once, on the way into the slots; they are
+// reduced in float32 (float64) in the order of the ranks, and the result is not rounded to it. Not
+// with a pre-mul-sum. Beside that, as ncclAllReduce.
 ncclResult_t collHostAllReduceCast(const void* send, void* recv, size_t count, ncclDataType_t type, ncclDataType_t wire,
                                    double scale, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
 
-// What some elements add up to.
+// Statistics of some elements.
 typedef struct {
   double sum_of_squares;
   double nonfinite;  // how many are infinite or NaN, or become infinite when they are rounded; a whole number
 } collHostShare_t;
 
-// ncclAllReduce and ncclReduceScatter of a floating type which, in the same pass, add to *share this rank's share of the result: of a
-// reduce-scatter the elements that it receives; of an all-reduce a part of the elements, such that the shares of all ranks together
-// have each element once. The squares are those of the values before their last rounding (an average's after the division), added up
-// in float32 (float64 for float64) in rows of at most 512 elements, and these in float64: in an order that depends on the call and on where
-// its arrays lie, not on time. The result has the bits that it has without.
-// *share is this process's own and is written once, when the operation has succeeded: it must stay valid until then, not be read before, nor
-// be given at the same time to operations of another communicator. An operation that fails leaves it as it was. Ranks that
-// give a share and ranks that call ncclAllReduce (ncclReduceScatter) make the same call.
+// ncclAllReduce and ncclReduceScatter of a floating type which, in the same pass, add to *share
+// this rank's share of the result: of a reduce-scatter the elements that it receives; of an
+// all-reduce a part of the elements, such that the shares of all ranks together have each element
+// once. The squares are those of the values before their last rounding (an average's after the
+// division), added up in float32 (float64 for float64) in rows of at most 512 elements, and these
+// in float64: in an order that depends on the call and on where its arrays lie, not on time. The
+// result has the bits that it has without. *share is this process's own and is written once, when
+// the operation has succeeded: it must stay valid until then, not be read before, nor be given at
+// the same time to operations of another communicator. An operation that fails leaves it as it was.
+// Ranks that give a share and ranks that call ncclAllReduce (ncclReduceScatter) make the same call.
 ncclResult_t collHostAllReduceShare(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                     collHostShare_t* share, ncclComm_t comm, cudaStream_t stream);
 ncclResult_t collHostReduceScatterShare(const void* send, void* recv, size_t recvcount, ncclDataType_t type, ncclRedOp_t op,
                                         collHostShare_t* share, ncclComm_t comm, cudaStream_t stream);
 
 // ---- Settings.
-// Limit of one operation on this communicator, in ms; <= 0: none (the default). Past it the operation fails with
-// ncclTimeout and the communicator is out of use, since this rank can't take back what it has already contributed.
+// Limit of one operation on this communicator, in ms; <= 0: none (the default). Past it the
+// operation fails with ncclTimeout and the communicator is out of use, since this rank can't take
+// back what it has already contributed.
 ncclResult_t collHostCommSetTimeout(ncclComm_t comm, int64_t timeout_ms);
 // Limit of the init functions of the calling process, in ms (60,000 at first).
 ncclResult_t collHostSetInitTimeout(int64_t timeout_ms);
-// Called about ten times a second by a thread that waits inside a blocking call; non-zero ends the wait.
+// Called about ten times a second by a thread that waits inside a blocking call; non-zero ends the
+// wait.
 ncclResult_t collHostSetInterruptCheck(int (*check)(void));
-// A unique id made from a name instead of random bits: every process of this user that uses the same bytes meets. For
-// launchers that give all ranks of a job a common name and no way to exchange an id.
+// A unique id made from a name instead of random bits: all processes of this user that use the
+// same bytes get the same id. For launchers that give all ranks of a job a common name and no way to exchange
+// an id.
 ncclResult_t collHostGetNamedUniqueId(const void* name, size_t nbytes, ncclUniqueId* uniqueId);
-// Number of collectives called on this communicator so far; bytes of one staging chunk; bytes held by ncclMemAlloc
-// and by the communicators of this process.
+// Number of collectives called on this communicator so far; bytes of one staging chunk; bytes held
+// by ncclMemAlloc and by the communicators of this process.
 ncclResult_t collHostCommSequence(ncclComm_t comm, uint64_t* sequence);
 ncclResult_t collHostCommChunkBytes(ncclComm_t comm, size_t* nbytes);
 ncclResult_t collHostMemoryInUse(uint64_t* nbytes);
-// Whether all of a piece of memory is this process's shared memory, which collectives use with no staging copy: given by ncclMemAlloc,
-// or by ncclCommRegister made so. *shared: 1 or 0.
+// Whether a whole range of memory is this process's shared memory, which collectives use with no
+// staging copy: from ncclMemAlloc, or made so by ncclCommRegister. *shared: 1 or 0.
 ncclResult_t collHostMemoryShared(const void* address, size_t nbytes, int* shared);
 // Drop what the calling thread has put into its open group, and leave the group (all levels).
 ncclResult_t collHostGroupCancel(void);

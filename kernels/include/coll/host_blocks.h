@@ -1,4 +1,5 @@
-// Blocks of elements to and from their accumulators, for the host launchers. An element has the same bits on every path.
+// Blocks of elements to and from their accumulators, for the host launchers. An element has the
+// same bits on every path.
 #ifndef COLL_HOST_BLOCKS_H_
 #define COLL_HOST_BLOCKS_H_
 
@@ -21,7 +22,8 @@ inline int coll_store_fast(T*, const A*, int) {
 }
 
 #if defined(__F16C__)
-// 16 elements of fp16 to fp32, times a number. With AVX-512 by one store: a load of its width right after two has to wait.
+// 16 elements of fp16 to fp32, times a number. With AVX-512 by one store: a load of its width right
+// after two has to wait.
 inline void coll_store_halves(float* values, __m256i halves, float times) {
 #if defined(__AVX512F__)
   _mm512_storeu_ps(values, _mm512_mul_ps(_mm512_maskz_cvtph_ps(0xffff, halves), _mm512_set1_ps(times)));

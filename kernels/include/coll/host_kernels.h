@@ -1,7 +1,8 @@
-// What the host launchers share: their names, one set for each instruction set, and the sums of a tile.
+// Common parts of the host launchers: their names, one set for each instruction set, and the sums
+// of a tile.
 //
-// Everything but the entry points has internal linkage: an inline function shared with another object would be linked from
-// whichever instruction set came first.
+// Everything but the entry points has internal linkage: an inline function shared with another
+// object would be linked from whichever instruction set came first.
 #ifndef COLL_HOST_KERNELS_H_
 #define COLL_HOST_KERNELS_H_
 
@@ -40,10 +41,12 @@ COLL_HOST_KERNELS(COLL_DECLARE_HOST_KERNEL, baseline)
 COLL_HOST_KERNELS(COLL_DECLARE_HOST_KERNEL, avx2)
 COLL_HOST_KERNELS(COLL_DECLARE_HOST_KERNEL, avx512)
 
-// ---- Stores past the caches. An ordinary store to memory reads the line first, and pushes out of the caches what somebody
-// may want: where a kernel moves more than the last-level cache holds, that costs a third of its speed.
+// ---- Stores past the caches. An ordinary store to memory reads the line first, and pushes out of
+// the caches what somebody may want: where a kernel moves more than the last-level cache holds,
+// that costs a third of its speed.
 
-// Bytes read and written by one kernel, from which on it streams what it writes. Set in host/kernels.cpp.
+// Bytes read and written by one kernel, from which on it streams what it writes. Set in
+// host/kernels.cpp.
 extern int64_t coll_stream_from;
 
 namespace {
@@ -56,8 +59,8 @@ inline void coll_prefetch(const void* at) {
 #endif
 }
 
-// Ask for the lines that come `ahead` bytes after these. As a number: the address may lie behind the end of the array, which a
-// prefetch doesn't mind.
+// Ask for the lines that come `ahead` bytes after these. As a number: the address may lie behind
+// the end of the array, which a prefetch doesn't mind.
 inline void coll_prefetch_ahead(const void* at, size_t nbytes, size_t ahead) {
   uintptr_t from = reinterpret_cast<uintptr_t>(at) + ahead;
   for (size_t line = 0; line < nbytes; line += 64) coll_prefetch(reinterpret_cast<const void*>(from + line));
@@ -84,7 +87,8 @@ inline coll_stream_word coll_stream_load(const char* from) { return _mm_loadu_si
 inline void coll_stream_store(char* to, coll_stream_word word) { _mm_stream_si128(reinterpret_cast<__m128i*>(to), word); }
 #endif
 
-// Copy whole lines past the caches: `to` and nbytes are multiples of 64. Without such stores: memcpy.
+// Copy whole lines past the caches: `to` and nbytes are multiples of 64. Without such stores:
+// memcpy.
 inline void coll_stream_lines(void* to, const void* from, size_t nbytes) {
 #if defined(__SSE2__)
   constexpr size_t kWord = sizeof(coll_stream_word), kWords = 64 / kWord;
@@ -125,8 +129,9 @@ A coll_fold_lanes(A* lanes, int n) {
   return lanes[0];
 }
 
-// The statistics of one tile: call add with the values of each COLL_LANES elements in turn, then finish. A loop that has the
-// values at hand rather adds their squares to the lanes that row gives, and finishes with a way to count the bad ones.
+// The statistics of one tile: call add with the values of each COLL_LANES elements in turn, then
+// finish. A loop that has the values at hand adds their squares itself, to the lanes that row
+// returns, and calls finish with a function that counts the bad ones.
 template <class A>
 class coll_tile_sums {
  public:
@@ -154,8 +159,9 @@ class coll_tile_sums {
     return lanes_;
   }
 
-  // count_bad(limit) gives the number of the tile's values that are bad. It is called only where there may be one: a sum of
-  // squares is not less than any of them, whatever was rounded. It reads the inputs again: not for kernels that write over them.
+  // count_bad(limit) returns the number of the tile's values that are bad. It is called only where
+  // there may be one: a sum of squares is not less than any of them, whatever was rounded. It reads
+  // the inputs again: not for kernels that write over them.
   template <class F>
   void finish(const coll_work& work, int64_t tile, F count_bad) {
     A sum = fold();

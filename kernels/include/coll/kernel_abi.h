@@ -1,7 +1,8 @@
-// The arguments of every kernel: one struct each, read by the launchers of the host and of CUDA alike.
+// Kernel arguments: one struct for each kernel, read by the launchers of the host and of CUDA.
 //
-// A kernel's work is cut into tiles, and any thread or block may do any tile: what a tile writes depends on nothing else.
-// Plain types in a fixed layout; collectives/kernels.py declares the same structs, and a test compares the two.
+// A kernel's work is cut into tiles, and any thread or block may do any tile: what a tile writes
+// depends on nothing else. Plain types in a fixed layout; collectives/kernels/abi.py declares the
+// same structs, and a test compares the two.
 #ifndef COLL_KERNEL_ABI_H_
 #define COLL_KERNEL_ABI_H_
 
@@ -23,17 +24,20 @@ typedef unsigned long size_t;
 #define COLL_TILE 4096   // elements of a tile; a tile never spans two tensors
 #define COLL_LANES 1024  // partial sums in a tile, see tile.h
 
-// Bytes of a CUDA kernel's arguments where it reads a table: the struct, and behind it the table's rows if there is room for all of
-// them; the struct's pointer to them is NULL then. Every GPU and CUDA takes 4,096.
+// Bytes of a CUDA kernel's arguments where it reads a table: the struct, and behind it the table's
+// rows if there is room for all of them; the struct's pointer to them is NULL then. Every GPU and
+// CUDA takes 4,096.
 #define COLL_ARGUMENTS 4080
 
-// Element types, with NCCL's numbers; COLL_OPAQUE + w: elements of w bytes that are only ever copied.
+// Element types, with NCCL's numbers; COLL_OPAQUE + w: elements of w bytes that are only ever
+// copied.
 enum {
   COLL_I8 = 0, COLL_U8 = 1, COLL_I32 = 2, COLL_U32 = 3, COLL_I64 = 4, COLL_U64 = 5, COLL_F16 = 6, COLL_F32 = 7, COLL_F64 = 8,
   COLL_BF16 = 9, COLL_E4M3 = 10, COLL_E5M2 = 11, COLL_OPAQUE = 32
 };
 
-// What every kernel has: how many tiles, and where each tile leaves its share of the statistics (NULL: none wanted).
+// Work of a kernel: the number of its tiles, and where each tile writes its statistics (NULL: none
+// wanted).
 typedef struct {
   int64_t tiles;
   double* sums;       // [tiles] sums of squares of the values before they are rounded
@@ -43,7 +47,7 @@ typedef struct {
 // The kernels, as collKernelRun numbers them.
 typedef enum {
   collKernelCast = 0,        // coll_cast_args: pack and unpack
-  collKernelFinish = 1,      // coll_finish_args: the tiles' shares into one sum and one count
+  collKernelFinish = 1,      // coll_finish_args: the tiles' statistics into one sum and one count
   collKernelReduce = 2,      // coll_reduce_args
   collKernelQuantize = 3,    // coll_quantize_args
   collKernelDequantize = 4,  // coll_dequantize_args
@@ -81,7 +85,7 @@ typedef struct {
 
 typedef struct {
   coll_work work;          // tiles == 1: the work is done by one block
-  int64_t shares;          // how many tiles left theirs in sums and bad
+  int64_t shares;          // the number of tiles that have written sums and bad
   double* sum_of_squares;  // one element
   int64_t* nonfinite;      // one element
 } coll_finish_args;
@@ -112,7 +116,7 @@ typedef struct {
   int64_t count;    // elements
   uint64_t seed;
   int64_t position;  // of the first element in the tensor whose part this is: picks the random bits
-  int32_t format;    // element type of the payload: COLL_I8, COLL_E4M3, COLL_E5M2 with scales, COLL_F16, COLL_BF16 without
+  int32_t format;    // element type of the payload: COLL_I8, COLL_E4M3, COLL_E5M2 (scaled), COLL_F16 or COLL_BF16
   int32_t block;     // elements a scale: 128, 256 or 512
   int32_t residual_type;  // COLL_F32 or COLL_BF16
   int32_t stochastic;     // 0: round to nearest even, 1: at random
@@ -157,15 +161,16 @@ typedef struct {
 } coll_requantize_args;
 
 // ---- Optimizers.
-// A number that may be a device scalar: `value`, and added to it what lies at `at` when the kernel runs (NULL: nothing).
+// A number that may be a device scalar: `value`, plus what lies at `at` when the kernel runs (NULL:
+// nothing).
 typedef struct {
   const void* at;
   double value;
   int64_t type;  // of what lies at `at`: COLL_F32, COLL_F64 or COLL_I64
 } coll_number;
 
-// A parameter with its gradient and state. All arrays have `count` elements; states and masters are fp32, fp64 where the
-// parameter is fp64.
+// A parameter with its gradient and state. All arrays have `count` elements; states and masters are
+// fp32, fp64 where the parameter is fp64.
 typedef struct {
   void* param;
   const void* grad;
@@ -189,7 +194,8 @@ enum {
   COLL_DECOUPLED = 16   // AdamW's weight decay
 };
 
-// What the optimizers share. The gradient's factor is clip * grad_scale. Where `nonfinite` isn't 0 nothing is written.
+// Arguments that all optimizers have. The gradient's factor is clip * grad_scale. Where `nonfinite` isn't 0
+// nothing is written.
 typedef struct {
   const coll_parameter* parameters;
   int64_t count;                     // parameters
@@ -222,15 +228,17 @@ typedef struct {
 extern "C" {
 #endif
 #pragma GCC visibility push(default)
-// Run a kernel on host memory. threads > 0: a big one is shared out over that many threads, the caller among them; < 0: over at
-// most -threads, and no more than there are cores idle at this moment. Blocks until it is done. Returns 0; 1 for a kernel that
-// isn't there or arguments of another size than this library was built with; 2 where the system refused memory.
+// Run a kernel on host memory. threads > 0: a big one is shared out over that many threads, the
+// caller among them; < 0: over at most -threads, and no more than there are cores idle at this
+// moment. Blocks until it is done. Returns 0; 1 for a kernel that isn't there or arguments of
+// another size than this library was built with; 2 where the system refused memory.
 int collKernelRun(int kernel, const void* args, size_t nbytes, int threads);
 // sizeof the arguments of a kernel, 0 for one that isn't there.
 size_t collKernelArgsSize(int kernel);
-// Use the kernels of an instruction set from now on: "baseline", "avx2", "avx512", or NULL for COLLECTIVES_ISA and else the widest
-// there is. Returns its name, or NULL where this machine doesn't have it. The host engine chooses by the variable, too, each time
-// that a communicator is made; the choice is the process's.
+// Use the kernels of an instruction set from now on: "baseline", "avx2", "avx512", or NULL for
+// COLLECTIVES_ISA and else the widest there is. Returns its name, or NULL where this processor
+// doesn't have it. The host engine chooses by the variable, too, each time that a communicator is
+// made; the choice is the process's.
 const char* collKernelIsa(const char* name);
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -1,7 +1,8 @@
 // The part of NCCL 2.32's C ABI that this project speaks, declared without CUDA's headers.
 //
-// NVIDIA's nccl.h includes cuda_runtime.h, so it can't be needed to build. These declarations follow it (see NOTICE);
-// tests/abi holds every constant, struct layout and signature against the real header.
+// NVIDIA's nccl.h includes cuda_runtime.h, so it can't be needed to build. These declarations
+// follow it (see NOTICE); tests/abi holds every constant, struct layout and signature against the
+// real header.
 #ifndef COLL_NCCL_ABI_H_
 #define COLL_NCCL_ABI_H_
 

@@ -1,7 +1,9 @@
-// The 8-bit and 16-bit floating-point formats as bits: conversion to and from fp32, the same on every device.
+// The 8-bit and 16-bit floating-point formats as bits: conversion to and from fp32, the same on
+// every device.
 //
-// Written without branches where it matters, so that the host compiler vectorises the loops round these functions. Rounding
-// is to nearest, ties to even. fp8 follows OCP's E4M3 (no infinity) and E5M2, and saturates as NCCL's conversions do.
+// Written without branches where it matters, so that the host compiler vectorises the loops round
+// these functions. Rounding is to nearest, ties to even. fp8 follows OCP's E4M3 (no infinity) and
+// E5M2, and saturates as NCCL's conversions do.
 #ifndef COLL_NUMERIC_H_
 #define COLL_NUMERIC_H_
 
@@ -51,14 +53,17 @@ COLL_FN uint16_t coll_float_to_bf16(float x) {
   return (uint16_t)((x != x ? nan : rounded) >> 16);
 }
 
-// What the formats below bf16 have in common: a sign, kExponent bits of exponent, kMantissa bits of mantissa, subnormals. The
-// other constants are bits of fp32 where not said otherwise:
+// What the formats below bf16 have in common: a sign, kExponent bits of exponent, kMantissa bits of
+// mantissa, subnormals. The other constants are bits of fp32 where not said otherwise:
 // kSpecial    the first of the format's patterns that is no number, read as if it were one
 // kMeans      what that pattern means: infinity or NaN
-// kMost       what larger values are taken for: the largest number where the format saturates, else what rounds to infinity
-// kNan        a NaN, in the format's bits, and kPayload, those of its bits that are kept from an fp32 NaN
-// Everything is calculated for every value and then selected by comparing integers: a compiler that must mind floating-point
-// traps moves a sum or product into the branch of a ?: where only that branch uses it, and then won't vectorise the loop.
+// kMost       what larger values are taken for: the largest number where the format saturates, else
+//             what rounds to infinity
+// kNan        a NaN, in the format's bits, and kPayload, those of its bits that are kept from an
+//             fp32 NaN
+// Everything is calculated for every value and then selected by comparing integers: a compiler that
+// must mind floating-point traps moves a sum or product into the branch of a ?: where only that
+// branch uses it, and then won't vectorise the loop.
 template <int kExponent, int kMantissa, int32_t kSpecial, int32_t kMeans, int32_t kMost, uint32_t kNan, uint32_t kPayload>
 struct coll_small_float {
   static constexpr int kShift = 23 - kMantissa;
@@ -68,7 +73,8 @@ struct coll_small_float {
   static constexpr int32_t kLeastNormal = (128 - kBias) << 23;
 
   COLL_FN float to_float(uint32_t b) {
-    // The product moves the exponent's bias to fp32's 127, and makes normal numbers of the subnormal ones.
+    // The product moves the exponent's bias to fp32's 127, and makes normal numbers of the
+    // subnormal ones.
     float rebias = coll_bits_float((uint32_t)(254 - kBias) << 23);
     int32_t x = (int32_t)coll_float_bits(coll_bits_float((b & (kSign - 1)) << kShift) * rebias);
     x += x >= kSpecial ? kMeans - kSpecial : 0;
@@ -81,8 +87,8 @@ struct coll_small_float {
     int32_t x = a < kMost ? a : kMost;
     int32_t exponent = x & 0x7f800000;
     exponent = exponent > kLeastNormal ? exponent : kLeastNormal;
-    // Added to a power of two whose last place is the format's last place at x, x is rounded to it. The carry may reach the
-    // exponent, and infinity: that is right.
+    // Added to a power of two whose last place is the format's last place at x, x is rounded to it.
+    // The carry may reach the exponent, and infinity: that is right.
     int32_t power = exponent + (kShift << 23);
     float rounded = coll_bits_float((uint32_t)x) + coll_bits_float((uint32_t)power);
     int32_t digits = (int32_t)coll_float_bits(rounded) - power;
@@ -102,8 +108,9 @@ COLL_FN uint8_t coll_float_to_e4m3(float x) { return (uint8_t)coll_e4m3_format::
 COLL_FN float coll_e5m2_to_float(uint8_t b) { return coll_e5m2_format::to_float(b); }
 COLL_FN uint8_t coll_float_to_e5m2(float x) { return (uint8_t)coll_e5m2_format::from_float(x); }
 
-// To a float so that rounding it once more, to a type of at most 22 bits, gives what one rounding of the double would: toward
-// zero, with the last bit set where anything was cut off (round to odd; Boldo and Melquiond 2008).
+// To a float so that rounding it once more, to a type of at most 22 bits, gives what one rounding
+// of the double would: toward zero, with the last bit set where anything was cut off (round to odd;
+// Boldo and Melquiond 2008).
 COLL_FN float coll_round_to_odd(double x) {
   float f = (float)x;
   uint32_t bits = coll_float_bits(f);

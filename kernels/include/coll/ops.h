@@ -1,7 +1,9 @@
-// Functors, element in, element out: no index, no stride, no thread. Launchers for the host and for CUDA go round these.
+// Functors, element in, element out: no index, no stride, no thread. The launchers for the host and
+// for CUDA call them in their loops.
 //
-// Every element type has an accumulator: fp32 for the floating types up to 32 bits, fp64 for fp64, an unsigned integer of the
-// same width for integers (they wrap). A value is rounded to its own type once, by `store`, at the end.
+// Every element type has an accumulator: fp32 for the floating types up to 32 bits, fp64 for fp64,
+// an unsigned integer of the same width for integers (they wrap). A value is rounded to its own
+// type once, by `store`, at the end.
 #ifndef COLL_OPS_H_
 #define COLL_OPS_H_
 
@@ -11,7 +13,8 @@
 template <class T>
 struct coll_element;
 
-// A double on its way to another type than its own is rounded once, too: DIRECT is what makes a float of it before.
+// A double is rounded only once, too, when it is stored as another type: DIRECT is the conversion
+// to a float that comes before.
 #define COLL_FLOAT_ELEMENT(T, LOAD, STORE, DIRECT)  \
   template <>                                       \
   struct coll_element<T> {                          \
@@ -40,9 +43,9 @@ struct coll_element<double> {
   COLL_FN double average(double a, int64_t n) { return a / (double)n; }
 };
 
-// Integers accumulate in their own signedness for min, max and the average's division (which truncates), and wrap in sums
-// and products, which the functors below do on the unsigned type. WIDE holds both a value and the number of arrays, which is
-// below 2^31.
+// Integers accumulate in their own signedness for min, max and the average's division (which
+// truncates), and wrap in sums and products, which the functors below do on the unsigned type. WIDE
+// holds both a value and the number of arrays, which is below 2^31.
 #define COLL_INT_ELEMENT(T, WIDE)                             \
   template <>                                                 \
   struct coll_element<T> {                                    \
@@ -75,7 +78,8 @@ COLL_WRAP(int64_t, uint64_t)
 COLL_WRAP(uint64_t, uint64_t)
 #undef COLL_WRAP
 
-// ---- Reductions. min and max let NaN through: once the accumulator is NaN it stays, and a NaN operand replaces it.
+// ---- Reductions. min and max let NaN through: once the accumulator is NaN it stays, and a NaN
+// operand replaces it.
 struct coll_sum {
   template <class A>
   COLL_FN A apply(A a, A b) { return coll_add(a, b); }

@@ -1,7 +1,9 @@
-// SGD, Adam and AdamW: one element's step, and what it needs to know, in the order of operations of torch.optim's foreach form.
+// SGD, Adam and AdamW: the step of one element, and its coefficients, in the order of operations of
+// torch.optim's foreach form.
 //
-// Where torch's CPU kernels add a product they round once (they are built with FMA), so these functions do, too. SGD: Sutskever
-// et al. 2013 in torch's form; Adam: Kingma and Ba 2015; AdamW: Loshchilov and Hutter 2019; amsgrad: Reddi et al. 2018.
+// Where torch's CPU kernels add a product they round once (they are built with FMA), so these
+// functions do, too. SGD: Sutskever et al. 2013 in torch's form; Adam: Kingma and Ba 2015; AdamW:
+// Loshchilov and Hutter 2019; amsgrad: Reddi et al. 2018.
 #ifndef COLL_OPTIM_H_
 #define COLL_OPTIM_H_
 
@@ -15,8 +17,9 @@ COLL_FN float coll_fma(float a, float b, float c) {
 #elif defined(__FP_FAST_FMAF) || defined(__FMA__)
   return __builtin_fmaf(a, b, c);
 #else
-  // The product is exact as a double. The sum is rounded to odd (Boldo and Melquiond 2008) with its error by Knuth's two-sum,
-  // so that rounding it once more, to a float, gives what one rounding gives.
+  // The product is exact as a double. The sum is rounded to odd (Boldo and Melquiond 2008) with its
+  // error by Knuth's two-sum, so that rounding it once more, to a float, gives what one rounding
+  // gives.
   double product = (double)a * (double)b, added = (double)c;
   double sum = product + added;
   double part = sum - product;
@@ -24,7 +27,8 @@ COLL_FN float coll_fma(float a, float b, float c) {
   uint64_t bits, wrong;
   memcpy(&bits, &sum, sizeof bits);
   memcpy(&wrong, &error, sizeof wrong);
-  // 1 unless the error is 0, or NaN (both top bits of its exponent set: no error of finite numbers is that large).
+  // 1 unless the error is 0, or NaN (both top bits of its exponent set: no error of finite numbers
+  // is that large).
   uint64_t inexact = ((wrong & 0x7fffffffffffffffu) + 0x7fffffffffffffffu) >> 63 & ~(wrong >> 62 & wrong >> 61);
   bits -= inexact & (wrong ^ bits) >> 63;  // toward zero
   bits |= inexact;
@@ -56,8 +60,8 @@ COLL_FN double coll_value(const coll_number& n) {
   return n.value + (double)*(const int64_t*)n.at;
 }
 
-// base^n by repeated squaring, n >= 0, in pairs of fp64 (Dekker 1971): nearly always the fp64 number that is nearest, as a good
-// pow gives, and the same on every device.
+// base^n by repeated squaring, n >= 0, in pairs of fp64 (Dekker 1971): nearly always the fp64
+// number that is nearest, as a good pow gives, and the same on every device.
 COLL_FN double coll_power(double base, int64_t n) {
   double result = 1.0, result_low = 0.0, low = 0.0;
   for (; n > 0; n >>= 1) {
@@ -84,7 +88,8 @@ COLL_FN double coll_gradient_factor(const coll_update& u) {
   return u.flags & COLL_MAXIMIZE ? -factor : factor;
 }
 
-// The key of the random bits of one step: splitmix64 (Steele, Lea and Flood 2014), so that each step draws others.
+// The key of the random bits of one step: splitmix64 (Steele, Lea and Flood 2014), so that each
+// step draws others.
 COLL_FN uint64_t coll_step_seed(uint64_t seed, int64_t step) {
   uint64_t z = seed + (uint64_t)step * 0x9e3779b97f4a7c15u;
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;

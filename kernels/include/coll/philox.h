@@ -1,9 +1,11 @@
-// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): random bits as a
-// function of a seed and of an element's index, the same on every device, for any split of the elements.
+// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC
+// 2011): random bits as a function of a seed and of an element's index, the same on every device,
+// for any split of the elements.
 //
-// Element e of a tensor gets word e % 4 of the block whose counter is e / 4 and whose key is the seed. Rounding at random by
-// these bits is here as well: a value between two neighbours of a format goes to either with a probability that falls with the
-// distance, so that its mean is the value itself.
+// Element e of a tensor gets word e % 4 of the block whose counter is e / 4 and whose key is the
+// seed. Rounding at random by these bits is here as well: a value between two neighbours of a
+// format goes to either with a probability that falls with the distance, so that its mean is the
+// value itself.
 #ifndef COLL_PHILOX_H_
 #define COLL_PHILOX_H_
 
@@ -53,9 +55,10 @@ COLL_FN coll_philox_words coll_philox_pack(uint64_t seed, uint64_t first) {
   return skip == 1 ? one : skip == 2 ? two : three;
 }
 
-// ---- Rounding at random. `random`: 32 bits, of which the upper kShift are used, so that a value of the format stays as it is.
-// Below the format's normal range a value is cut off at 2^-kShift of a unit before: that is all that the mean may be off.
-// Format: a coll_small_float; kMost: its largest number, as bits of fp32. What is larger is taken for that; NaN too.
+// ---- Rounding at random. `random`: 32 bits, of which the upper kShift are used, so that a value
+// of the format stays as it is. Below the format's normal range a value is cut off at 2^-kShift of
+// a unit before: that is all that the mean may be off. Format: a coll_small_float; kMost: its
+// largest number, as bits of fp32. What is larger is taken for that; NaN too.
 template <class Format, int32_t kMost>
 COLL_FN uint32_t coll_round_at_random(float value, uint32_t random) {
   const int kShift = Format::kShift;
@@ -79,7 +82,8 @@ COLL_FN uint8_t coll_float_to_e5m2_at_random(float x, uint32_t random) {
   return (uint8_t)coll_round_at_random<coll_e5m2_format, 0x47600000>(x, random);
 }
 
-// What is infinite when it is rounded to nearest is infinite here too, and nothing else; NaN stays NaN.
+// What is infinite when it is rounded to nearest is infinite here too, and nothing else; NaN stays
+// NaN.
 COLL_FN uint16_t coll_float_to_fp16_at_random(float x, uint32_t random) {
   uint32_t r = coll_round_at_random<coll_fp16_format, 0x477fe000>(x, random);
   int32_t a = (int32_t)(coll_float_bits(x) & 0x7fffffffu);
@@ -100,9 +104,10 @@ COLL_FN uint16_t coll_float_to_bf16_at_random(float x, uint32_t random) {
 #if !defined(__CUDACC__)
 namespace {
 
-// ---- The words of `count` elements from `first` on, many counters at a time. g++ shuffles too much when it is left to
-// vectorise coll_philox itself (3 times slower with AVX2): here a 64-bit lane holds one 32-bit word, and what is above is
-// left to be garbage, since pmuludq doesn't look at it.
+// ---- The words of `count` elements from `first` on, many counters at a time. g++ shuffles too
+// much when it is left to vectorise coll_philox itself (3 times slower with AVX2): here a 64-bit
+// lane holds one 32-bit word, and what is above is left to be garbage, since pmuludq doesn't look
+// at it.
 #if defined(__AVX512F__)
 #define COLL_PHILOX_LANES 8
 #define COLL_PHILOX_DO(what, a, b) _mm512_maskz_##what(0xff, (__m512i)(a), (__m512i)(b))  // the plain ones warn in g++ 12
@@ -149,10 +154,11 @@ inline void coll_philox_some(uint32_t* words, uint64_t seed, uint64_t index) {
 }
 #endif
 
-// Room for the words of `count` elements: whole groups are made, and the first may begin 3 words early.
+// Room for the words of `count` elements: whole groups are made, and the first may begin 3 words
+// early.
 #define COLL_PHILOX_ROOM(count) ((count) + 8 * COLL_PHILOX_LANES)
 
-// Give where in `room` the word of element `first` is; those of the next count - 1 elements follow.
+// Returns where in `room` the word of element `first` is; those of the next count - 1 elements follow.
 inline const uint32_t* coll_philox_fill(uint32_t* room, uint64_t seed, uint64_t first, int count) {
   int skip = (int)(first % 4);
   uint64_t index = first / 4;

@@ -1,12 +1,14 @@
 // Wire formats: values to the elements of a wire buffer and back.
 //
-// A wire buffer is the payload, one element a value, and behind it the scales, one fp32 for each block of values; both are
-// padded to 16 bytes, with zeros. fp16 and bf16 have no scales. collectives/layout.py has the same rule.
+// A wire buffer is the payload, one element a value, and behind it the scales, one fp32 for each
+// block of values; both are padded to 16 bytes, with zeros. fp16 and bf16 have no scales.
+// collectives/layout.py has the same rule.
 //
-// The scale of a block is amax / limit, where limit is the largest number of the format: the whole range is used, and the
-// largest value of a block is as good as exact. (Scales that are powers of two would save one rounding of fp32, and lose up to a
-// bit: with int8 their error is 1.4 times as large.) Values are multiplied by limit / amax and rounded; the largest of a block
-// is not amax but amax's neighbour where amax is the largest fp32, since its multiple would be infinite.
+// The scale of a block is amax / limit, where limit is the largest number of the format: the whole
+// range is used, and the largest value of a block is as good as exact. (Scales that are powers of
+// two would save one rounding of fp32, and lose up to a bit: with int8 their error is 1.4 times as
+// large.) Values are multiplied by limit / amax and rounded; the largest of a block is not amax but
+// amax's neighbour where amax is the largest fp32, since its multiple would be infinite.
 #ifndef COLL_QUANTIZE_H_
 #define COLL_QUANTIZE_H_
 
@@ -24,8 +26,8 @@ COLL_FN int64_t coll_wire_blocks(int64_t count, int block) { return (count + blo
 // Bytes in front of the scales.
 COLL_FN int64_t coll_wire_scales_at(int64_t count, int format) { return coll_wire_padded(count * coll_wire_width(format)); }
 
-// Format::from_float for what is known to be a number that doesn't pass the format's largest once it is rounded: two thirds of
-// the work.
+// Format::from_float for what is known to be a number that doesn't pass the format's largest once
+// it is rounded: two thirds of the work.
 template <class Format>
 COLL_FN uint32_t coll_round_in_range(float value) {
   uint32_t u = coll_float_bits(value);
@@ -38,7 +40,8 @@ COLL_FN uint32_t coll_round_in_range(float value) {
   return (u >> Format::kSignShift & Format::kSign) | (uint32_t)r;
 }
 
-// ---- The formats: an element's bits from a value that has been brought into range, and the value of an element.
+// ---- The formats: an element's bits from a value that has been brought into range, and the value
+// of an element.
 struct coll_int8_wire {
   typedef int8_t element;
   static constexpr bool kScaled = true;
@@ -108,12 +111,14 @@ struct coll_block_scale {
   float scale, inverse;
 };
 
-// What makes the order of bits that of magnitudes, NaN and infinity above all numbers: a maximum that doesn't depend on the order.
+// Bits whose order is that of the magnitudes, with NaN and infinity above all numbers: their maximum
+// doesn't depend on the order in which it is taken.
 COLL_FN int32_t coll_magnitude_bits(float x) { return (int32_t)(coll_float_bits(x) & 0x7fffffffu); }
 COLL_FN bool coll_finite_bits(int32_t magnitude) { return magnitude < 0x7f800000; }
 
-// `amax`: the largest of the block's coll_magnitude_bits. A block with a value that isn't finite gets the scale NaN. One whose
-// scale would not be a normal number is carried as zeros: below it the scale itself, or its inverse, would be inexact or infinite.
+// `amax`: the largest of the block's coll_magnitude_bits. A block with a value that isn't finite
+// gets the scale NaN. One whose scale would not be a normal number is carried as zeros: below it
+// the scale itself, or its inverse, would be inexact or infinite.
 COLL_FN coll_block_scale coll_scale_of(int32_t amax, float limit) {
   float most = coll_bits_float((uint32_t)(amax < 0x7f7ffffe ? amax : 0x7f7ffffe));
   bool tiny = most < limit * 0x1p-126f;

@@ -14,19 +14,22 @@ COLL_FN int64_t coll_reduce_over(const coll_reduce_args& a) { return a.op == COL
 COLL_FN double coll_reduce_scale(const coll_reduce_args& a) { return a.scale_at ? a.scale * (double)*a.scale_at : a.scale; }
 
 #if !defined(__CUDACC__)
-// ---- The host engine's way in: a chunk of a collective, as the same code reduces it.
+// ---- Entry points for the host engine: the same code reduces the chunks of a collective.
 
-// What the elements of a result add up to: squares of the values before their last rounding, and how many are not finite.
+// Statistics of a result's elements: the sum of the squares of the values before their last
+// rounding, and the number of non-finite ones.
 struct coll_share {
   double sum_of_squares;
   double nonfinite;  // a whole number
 };
 
-// How to reduce. `average_over` > 0 divides the sum by that number. `scalars`, where not NULL, holds n values of the
-// accumulator's type by which the sources of a sum are multiplied first (NCCL's pre-mul-sum): as bits of a float, a double or
-// a 64-bit integer in each uint64_t. The result is also written to `copies`, each of which may be one of the sources.
-// `past_caches`: with stores that leave the caches alone, where there are such. To `share`, where not NULL, the result's statistics
-// are added, in rows of 512 elements from the first one on; of floating types only.
+// Options of a reduction. `average_over` > 0 divides the sum by that number. `scalars`, where not NULL,
+// holds n values of the accumulator's type by which the sources of a sum are multiplied first
+// (NCCL's pre-mul-sum): as bits of a float, a double or a 64-bit integer in each uint64_t. The
+// result is also written to `copies`, each of which may be one of the sources. `past_caches`: with
+// stores that leave the caches alone, where there are such. To `share`, where not NULL, the
+// result's statistics are added, in rows of 512 elements from the first one on; of floating types
+// only.
 struct coll_reduction {
   int op;            // ncclSum, ncclProd, ncclMax, ncclMin
   int average_over;
@@ -38,8 +41,8 @@ struct coll_reduction {
   coll_share* share;
 };
 
-// dst[i] = reduce(srcs[0][i], srcs[1][i], ... srcs[n-1][i]) for `count` elements of an NCCL datatype, n >= 1.
-// dst may be the same array as any source, but must not overlap one in part.
+// dst[i] = reduce(srcs[0][i], srcs[1][i], ... srcs[n-1][i]) for `count` elements of an NCCL
+// datatype, n >= 1. dst may be the same array as any source, but must not overlap one in part.
 typedef void (*coll_reduce_n_fn)(void* dst, const void* const* srcs, int n, size_t count, int datatype,
                                  const coll_reduction* how);
 

@@ -1,8 +1,10 @@
-// Tiles, and the shape of every sum over them: the same for any number of threads, blocks and instruction sets.
+// Tiles, and the shape of every sum over them: the same for any number of threads, blocks and
+// instruction sets.
 //
-// In a tile, value i goes to lane i % COLL_LANES; a lane adds its values in order; then the lanes are folded in halves: lane l
-// takes lane l + 512, then l + 256, down to 1. The tiles' sums, as doubles, are added up by the same rule, as if they were the
-// values of one long tile. A lane that has no value is 0, which changes no sum of squares.
+// In a tile, value i goes to lane i % COLL_LANES; a lane adds its values in order; then the lanes
+// are folded in halves: lane l takes lane l + 512, then l + 256, down to 1. The tiles' sums, as
+// doubles, are added up by the same rule, as if they were the values of one long tile. A lane that
+// has no value is 0, which changes no sum of squares.
 #ifndef COLL_TILE_H_
 #define COLL_TILE_H_
 
@@ -12,7 +14,8 @@
 
 COLL_FN int64_t coll_tiles_of(int64_t count) { return (count + COLL_TILE - 1) / COLL_TILE; }
 
-// The tensor (the row of a table) that a tile belongs to: the last one whose first tile is not behind it. Empty ones never are.
+// The tensor (the row of a table) that a tile belongs to: the last one whose first tile is not
+// behind it. Empty ones never are.
 template <class Row>
 COLL_FN int64_t coll_tensor_of(const Row* tensors, int64_t count, int64_t tile) {
   int64_t low = 0, high = count - 1;
@@ -24,7 +27,8 @@ COLL_FN int64_t coll_tensor_of(const Row* tensors, int64_t count, int64_t tile) 
   return low;
 }
 
-// The least magnitude that is not finite once it has been rounded to a type. fp8 saturates, so there only inf and NaN count.
+// The least magnitude that is not finite once it has been rounded to a type. fp8 saturates, so
+// there only inf and NaN count.
 COLL_FN double coll_limit(int type) {
   switch (type) {
     case COLL_F16: return 65520.0;
