@@ -1,4 +1,6 @@
-"""Rendezvous over MPI, by mpi4py: rank 0 collects the records and sends them to all ranks."""
+"""Rendezvous over MPI, by mpi4py: rank 0 collects the records and sends them, with the unique id, to
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,7 @@ def join_over_mpi(mpi: Any, participant: Participant, generation: int, deadline:
 
 
 def _wait_for(requests: dict[int, Any], until: float) -> list[int]:
-    """RankWait for requests. Return the keys of those that have not ended in time."""
+    """Wait for requests. Return the keys of those that have not ended in time."""
     pending = dict(requests)
     while True:
         pending = {peer: request for peer, request in pending.items() if not request.Test()}
