@@ -1,9 +1,11 @@
-"""A sharded layer of one's own: frozen int8 weights, in pieces on the ranks, and a small adapter that is trained.
+"""A sharded layer of one's own: frozen int8 weights, in shards on the ranks, and a small adapter
+that is trained.
 
     torchrun --nproc-per-node 2 examples/custom_sharded_wrapper.py
 
-The weights are gathered as int8 for each product, forward and backward, and let go behind it. docs/custom-wrappers.md
-goes through it line by line. The last line on stdout is one JSON object; exit status 1 where training has not helped.
+The weights are gathered as int8 for each product, forward and backward, and resharded after it.
+docs/custom-wrappers.md goes through it line by line. The last line on stdout is one JSON object;
+exit status 1 where training has not helped.
 """
 
 import json
@@ -38,7 +40,7 @@ class Int8Linear(nn.Module):
         self.down = nn.Linear(linear.in_features, rank, bias=False)
         self.up = nn.Linear(rank, linear.out_features)
         nn.init.zeros_(self.up.weight)
-        self.unit = Unit(self.base, comm)  # from here on self.base holds this rank's pieces
+        self.unit = Unit(self.base, comm)  # from here on self.base holds this rank's shards
 
     def weight(self):
         return self.base["int8"] * self.base["scale"]
