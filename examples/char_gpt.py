@@ -4,13 +4,13 @@
     torchrun --nproc-per-node 2 examples/char_gpt.py --compare bf16,int8
     torchrun --nproc-per-node 2 examples/char_gpt.py --sharded
 
-Also runs under mpirun, under srun, or alone. The gradients travel by the wire that is named,
-clipped by the hook; with --compare the same steps are made on fp32 and then on each of the wires,
-from the same initial parameters. With --sharded a rank keeps only its shards of parameters,
-gradients and optimizer state, and has one block or two in full at a time. The last line on stdout
-is one JSON object; the exit status is 1 if the parameters differ between ranks, if the loss on
-held-out text isn't below that of the letters' frequencies alone, or if a compared wire's loss is
-above fp32's by more than the tolerance, or its bytes are more than it promises.
+Also runs under mpirun, under srun, or alone. The gradients are sent in the format that --wire names,
+and clipped by the hook; with --compare the same steps are made with fp32 and then with each of the
+wires, from the same initial parameters. With --sharded a rank keeps only its shards of parameters,
+gradients and optimizer state, and one or two blocks in full at a time. The last line on stdout is
+one JSON object; the exit status is 1 if the parameters differ between ranks, if the loss on held-out
+text isn't below that of the letters' frequencies alone, or if a compared wire's loss is above fp32's
+by more than the tolerance, or its bytes are more than it promises.
 """
 
 import argparse
@@ -62,9 +62,7 @@ def parse_arguments():
 
 
 def load_text(limit):
-    """Return two tensors of characters, to train on and held out: the standard library's modules,
-    by name.
-    """
+    """Return two tensors of characters, to train on and held out: the standard library's modules, by name."""
     parts, read = ([], []), 0
     for number, file in enumerate(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))):
         text = file.read_text("utf-8", errors="replace").encode("ascii", errors="replace")
@@ -76,9 +74,7 @@ def load_text(limit):
 
 
 def cut(text, context, starts):
-    """Return texts of `context` characters from these places on, and for each character the one
-    that follows.
-    """
+    """Return texts of `context` characters from these places on, and for each character the one that follows."""
     places = starts[:, None] + torch.arange(context)
     return text[places], text[places + 1]
 
@@ -118,8 +114,7 @@ class GPT(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, CHARACTERS))
         for table in (self.characters, self.places):
             nn.init.normal_(table.weight, std=0.5)
-        # All characters are about equally likely at first, and each block adds little to what came
-        # in.
+        # All characters are about alike likely at first, and each block adds little to what came in.
         for layer in (self.head[-1], *(layer for block in self.blocks for layer in (block.out, block.layers[-1]))):
             nn.init.normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
@@ -178,9 +173,7 @@ class Texts:
         return total.item() / len(starts)
 
     def loss_of_frequencies(self):
-        """Return the held-out loss of a guess by how often each character comes, whatever came
-        before it.
-        """
+        """Return the held-out loss of a guess by how often each character comes, whatever came before it."""
         often = torch.bincount(self.text, minlength=CHARACTERS).double() + 1
         return functional.nll_loss((often / often.sum()).log().expand(len(self.held_out), -1), self.held_out).item()
 
@@ -193,9 +186,7 @@ def shard(model, state):
 
 
 def unsharded(model, initial, comm):
-    """Return, on rank 0, a model of its own with the parameters of a sharded one; on the others the
-    initial one.
-    """
+    """Return, on rank 0, a model of its own with the parameters of a sharded one; on the others the initial one."""
     found = copy.deepcopy(initial)
     parameters = get_model_state_dict(model, full_state_dict=True, cpu_offload=True, rank0_only=True)
     if comm.rank == 0:
@@ -204,8 +195,7 @@ def unsharded(model, initial, comm):
 
 
 def train_on(wire, initial, texts, arguments, comm):
-    """Make all steps on one wire; return the losses (mean of the ranks), what else is reported, and
-    the model.
+    """Make all steps on one wire; return the losses (mean of the ranks), what else is reported, and the model.
 
     The model is rank 0's, with nothing sharded.
     """
@@ -274,7 +264,7 @@ def save_plot(path, losses, results, title):
 
 
 def train(arguments, comm):
-    """Train on each wire; return the result's dictionary, and whether it succeeded."""
+    """Train on each wire; return the result's dictionary, and whether it is a success."""
     texts, initial, parameters = prepare(arguments, comm)
     jobs.say(
         comm,

@@ -1,11 +1,10 @@
-"""A sharded layer of one's own: frozen int8 weights, in shards on the ranks, and a small adapter
-that is trained.
+"""A sharded layer of one's own: frozen int8 weights, in shards on the ranks, and a small adapter that is trained.
 
     torchrun --nproc-per-node 2 examples/custom_sharded_wrapper.py
 
-The weights are gathered as int8 for each product, forward and backward, and resharded after it.
-docs/custom-wrappers.md goes through it line by line. The last line on stdout is one JSON object;
-exit status 1 where training has not helped.
+The weights are all-gathered as int8 for each product, forward and backward, and freed after it.
+docs/custom-wrappers.md explains the API. The last line on stdout is one JSON object; exit status 1
+where training has not helped.
 """
 
 import json
@@ -22,7 +21,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layer):
         ctx.layer = layer
-        with layer.unit.unsharded():  # a gather of int8
+        with layer.unit.unsharded():  # an all-gather of int8
             return x @ layer.weight().t()
 
     @staticmethod

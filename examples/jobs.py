@@ -66,7 +66,9 @@ def at_least_1(text):
 
 
 def progress(comm, name, steps):
-    """Return a tqdm bar of so many steps; in a pipe, and on ranks other than 0, it shows nothing."""
+    """Return a tqdm bar of so many steps; in a pipe, and on ranks other than 0, it shows
+    nothing.
+    """
     on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     return tqdm(total=steps, desc=name, unit="step", disable=comm.rank > 0 or not on_terminal, leave=False)
 

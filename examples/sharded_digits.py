@@ -1,15 +1,13 @@
-"""Train the convnet of PyTorch's FSDP tutorial on the handwritten digits: DDP, and sharded in three
-ways, side by side.
+"""Train the convnet of PyTorch's FSDP tutorial on the handwritten digits: DDP, and sharded in three ways, side by side.
 
     torchrun --nproc-per-node 2 examples/sharded_digits.py
 
-Also runs under mpirun, under srun, or alone. Sharded as one unit, by the tutorial's wrap policy,
-and with parameters that stay in host memory between their uses; the same steps from the same
-parameters as DDP with our hook. Prints the step time of each and what memory it took on top of an
-idle rank's, which the plot shows beside what would be there if nothing but parameters, gradients
-and Adam's two moments were kept. The last line on stdout is one JSON object; the exit status is 1
-if a test accuracy is below the threshold, if the parameters differ between ranks, or from DDP's in
-one bit.
+Also runs under mpirun, under srun, or alone. Sharded as one unit, by the tutorial's wrap policy, and
+with CPU offload; the same steps from the same parameters as DDP with our hook. Prints the step time
+of each and its memory above that of an idle rank; the plot compares this with the bytes of
+parameters, gradients and Adam's two moments alone. The last line on stdout is one JSON object; the
+exit status is 1 if a test accuracy is below the threshold, if the parameters differ between ranks,
+or from DDP's in one bit.
 """
 
 import argparse
@@ -76,8 +74,7 @@ class Net(nn.Module):
 
 
 def in_ddp(model, comm):
-    # Of the first convolution: with one channel its gradient's layout has another name for the same
-    # places.
+    # Of the first convolution: with one channel its gradient's layout has another name for the same places.
     warnings.filterwarnings("ignore", "Grad strides do not match", UserWarning)
     ddp = collectives.DistributedDataParallel(model, gradient_as_bucket_view=True)
     ddp.register_comm_hook(collectives.HookState(comm), collectives.fused_allreduce)
@@ -99,11 +96,10 @@ WAYS = {
 
 
 class Memory:
-    """Peak bytes since `start`: of tensors on a GPU, else of this process, what ranks share counted
-    by its parts.
+    """Peak bytes since `start`: of tensors on a GPU, else of this process, with its part of shared memory.
 
-    What an idle rank has when this is made is taken off: the interpreter and libraries. Each way of
-    training has a communicator of its own, so that its buffers go with it.
+    What an idle rank has when this is made is taken off: the interpreter and libraries. Each way of training has a
+    communicator of its own, so that its buffers go with it.
     """
 
     def __init__(self, device):
@@ -198,7 +194,7 @@ def save_plot(path, found, bare, title):
 
 
 def train(arguments, comm):
-    """Train in each way in turn; return the result's dictionary, and whether it succeeded."""
+    """Train in each way in turn; return the result's dictionary, and whether it is a success."""
     torch.manual_seed(arguments.seed)
     device = torch.device(comm.device)
     train_x, train_y, test_x, test_y = load_data(arguments.seed, device)

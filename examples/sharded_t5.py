@@ -1,16 +1,15 @@
-"""Teach a small T5, in shards, to shorten the docstrings of Python's standard library to their
-first lines.
+"""Teach a small T5, in shards, to shorten the docstrings of Python's standard library to their first lines.
 
     torchrun --nproc-per-node 2 examples/sharded_t5.py
 
 Also runs under mpirun, under srun, or alone. As in PyTorch's advanced FSDP tutorial, but with
 nothing to download: a T5 of Hugging Face's transformers made from its configuration, reading bytes
-as ByT5 does. Each T5Block is a unit by `transformer_auto_wrap_policy`; computed and sent in bf16,
-kept in fp32; the next unit's parameters arrive while one is computed. At the end the parameters
-stream to rank 0, which saves them, loads them into a T5 that nothing shards, and lets that shorten
-docstrings it hasn't seen. The last line on stdout is one JSON object; the exit status is 1 if the
-parameters differ between ranks, if the loss on held-out docstrings isn't below that of the bytes'
-frequencies alone, or if what was saved isn't what was trained.
+as ByT5 does. Each T5Block is a unit, by `transformer_auto_wrap_policy`. Parameters are gathered and
+used in bf16, and kept in fp32; the next unit is prefetched while one is computed. At the end the
+parameters are gathered unit by unit on rank 0, which saves them, loads them into an unsharded T5,
+and shortens docstrings of the held-out set with it. The last line on stdout is one JSON object; the
+exit status is 1 if the parameters differ between ranks, if the loss on held-out docstrings isn't
+below that of the bytes' frequencies alone, or if what was saved isn't what was trained.
 """
 
 import argparse
@@ -71,9 +70,7 @@ def parse_arguments():
 
 
 def load_docstrings(limit):
-    """Return pairs of a docstring and its first line, from the standard library's modules by name,
-    each once.
-    """
+    """Return pairs of a docstring and its first line, from the standard library's modules by name, each once."""
     library = Path(sysconfig.get_path("stdlib"))
     pairs, read = {}, 0
     for file in sorted([*library.glob("*.py"), *library.glob("*/*.py")]):
@@ -130,18 +127,14 @@ class Docstrings:
 
     @torch.no_grad()
     def held_out_loss(self, model):
-        """Return the mean loss over all held-out docstrings: each rank reads all, in the same
-        number of forwards.
-        """
+        """Return the mean loss over all held-out docstrings: each rank reads all, in the same number of forwards."""
         size = self.arguments.batch_size
         parts = [self.held_out[start : start + size] for start in range(0, len(self.held_out), size)]
         total = sum(model(**self.batch(part)).loss.item() * len(part) for part in parts)
         return total / len(self.held_out)
 
     def loss_of_frequencies(self):
-        """Return the held-out loss of a guess by how often each symbol comes in first lines,
-        whatever was read.
-        """
+        """Return the held-out loss of a guess by how often each symbol comes in first lines, whatever was read."""
         said = [torch.cat([to_symbols(line, LONGEST) for _, line in pairs]) for pairs in (self.pairs, self.held_out)]
         often = torch.bincount(said[0], minlength=SYMBOLS).double() + 1
         return functional.nll_loss((often / often.sum()).log().expand(len(said[1]), -1), said[1]).item()
@@ -151,9 +144,7 @@ class Docstrings:
 
 
 def make_t5(layers, width):
-    """Return a T5 with its first parameters; embedding and output share one table, as in the first
-    T5.
-    """
+    """Return a T5 with its first parameters; embedding and output share one table, as in the first T5."""
     return T5ForConditionalGeneration(
         T5Config(
             vocab_size=SYMBOLS,
@@ -173,9 +164,7 @@ def make_t5(layers, width):
 
 
 def shard(model, comm):
-    """Shard a T5 in place, each block a unit; the embedding, which three places share, stays in the
-    outermost.
-    """
+    """Shard a T5 in place, each block a unit; the embedding, which three places share, stays in the outermost."""
     device = torch.device(comm.device)
     return ShardedDataParallel(
         model,
@@ -190,9 +179,7 @@ def shard(model, comm):
 
 
 def save(model, path, comm):
-    """Write the parameters, whole and in fp32, by rank 0; the other ranks hold no more than one
-    unit for it.
-    """
+    """Save the full parameters in fp32 on rank 0; the other ranks gather one unit at a time for it."""
     whole = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with ShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, whole):
         state = model.state_dict()
@@ -205,9 +192,7 @@ def save(model, path, comm):
 
 
 def compare_saved(model, docstrings, arguments, comm):
-    """Load what was saved, by rank 0; return whether it is what was trained, bit for bit, its loss,
-    and the model.
-    """
+    """Load what was saved, by rank 0; return whether it is what was trained, bit for bit, its loss, and the model."""
     plain, found = make_t5(arguments.layers, arguments.width).to(comm.device), torch.zeros(2, device=comm.device)
     with ShardedDataParallel.summon_full_params(model, writeback=False):
         if comm.rank == 0:
@@ -248,7 +233,7 @@ def train_sharded(model, docstrings, arguments, comm):
 
 
 def save_plot(path, losses, norms, lines, title):
-    """Draw the loss of each step, with these horizontal lines, and the norms."""
+    """Draw the loss of each step, with these lines across it, and the norms."""
     figure, left, right = jobs.new_figure(title)
     left.plot(range(1, len(losses) + 1), losses, linewidth=1.2, label="training")
     for (name, value), style in zip(lines.items(), ("--", ":"), strict=True):
@@ -271,8 +256,7 @@ def shorten(model, docstrings, count):
 
 
 def train(arguments, comm):
-    """Train, save, load and compare; return the result's dictionary, and whether it succeeded.
-    """
+    """Train, save, load and compare; return the result's dictionary, and whether it is a success."""
     torch.manual_seed(arguments.seed)
     docstrings = Docstrings(arguments, comm)
     model = make_t5(arguments.layers, arguments.width).to(comm.device)

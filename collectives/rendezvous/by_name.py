@@ -1,8 +1,6 @@
 """Rendezvous by the job's name, for ranks on one node.
 
-The host engine makes the unique id from the name, so that nothing is exchanged. NCCL's unique ids are
-random: the ranks exchange their records, and with them rank 0's id, over a communicator of the host
-engine.
+The host engine makes the unique id from the name.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Rendezvous over a torch store: the ranks exchange their records, of which rank 0's has the unique
-id.
+"""Rendezvous over a torch store, by which the ranks exchange their records.
 
 Each rank claims its number, sets its record and waits for the records of the others.
 

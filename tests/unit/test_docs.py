@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-import collectives
-import collectives.horovod as hvd
+import collectives.horovod
+import collectives.kernels
+import collectives.optim
+import collectives.sharded.param
+import collectives.sharded.param_group
 from benchmarks import performance_doc
-from collectives import kernels, optim, sharded
-from collectives.sharded.param import ShardedParam
-from collectives.sharded.param_group import ParamGroup
 from tests.unit.test_imports import PACKAGE, ROOT, literal_all
 
 DOCS = ROOT / "docs"
@@ -123,8 +123,9 @@ def test_the_picture_of_the_layers_has_every_package():
 
 OWNERS = {
     "buckets": collectives.GradientBuckets, "collectives": collectives, "comm": collectives.Communicator,
-    "group": ParamGroup, "hvd": hvd, "kernels": kernels, "optim": optim, "param": ShardedParam,
-    "state": collectives.HookState, "unit": sharded.Unit,
+    "group": collectives.sharded.param_group.ParamGroup, "hvd": collectives.horovod, "kernels": collectives.kernels,
+    "optim": collectives.optim, "param": collectives.sharded.param.ShardedParam, "state": collectives.HookState,
+    "unit": collectives.sharded.Unit,
 }  # fmt: skip
 
 
@@ -156,7 +157,8 @@ def called(function: ast.expr):
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
         return getattr(OWNERS.get(function.value.id), function.attr, None)
     name = getattr(function, "id", "")
-    return next((getattr(module, name) for module in (collectives, sharded, optim) if name in module.__all__), None)
+    modules = (collectives, collectives.sharded, collectives.optim)
+    return next((getattr(module, name) for module in modules if name in module.__all__), None)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
