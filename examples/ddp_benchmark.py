@@ -241,9 +241,7 @@ def save_plot(path, ways, unit, title):
 
 
 def train(arguments, comm):
-    """Time all ways in turn and compare them; return the result's dictionary, and whether it succeeded.
-        
-    """
+    """Time all ways in turn and compare them; return the result, and whether it succeeded."""
     device = torch.device(comm.device)
     torch.manual_seed(arguments.seed)
     verdict = Verdict()

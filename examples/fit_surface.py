@@ -140,8 +140,7 @@ def save_plot(path, fits, title):
 
 
 def train(arguments, comm):
-    """Fit on all ranks, then on one; return the result's dictionary, and whether it succeeded.
-    """
+    """Fit on all ranks, then on one; return the result, and whether it succeeded."""
     device = torch.device(comm.device)
     data = make_data(arguments.points, arguments.seed, device)
     ours = Fit(arguments, device, data, comm.rank, comm.size)

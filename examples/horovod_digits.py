@@ -153,9 +153,7 @@ def test_accuracy(model, images, labels, comm):
 
 
 def train(arguments, comm):
-    """Train with each optimizer both ways; return the result's dictionary, and whether it succeeded.
-        
-    """
+    """Train with each optimizer both ways; return the result, and whether it succeeded."""
     there = all((arguments.folder / f"{name}.pt").exists() for name in arguments.optimizers)
     there = torch.tensor([float(there)], device=comm.device)
     comm.broadcast(there, root=0)  # only rank 0 needs the files

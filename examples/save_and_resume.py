@@ -156,8 +156,7 @@ def save_plot(path, losses, step, title):
 
 
 def train(arguments, comm):
-    """Train, save, resume and compare; return the result's dictionary, and whether it succeeded.
-    """
+    """Train, save, resume and compare; return the result, and whether it succeeded."""
     device, folder = torch.device(comm.device), arguments.folder
     train_x, train_y, test_x, test_y = load_data(arguments.seed, device)
     batches = Batches(train_x, train_y, arguments.batch_size, comm.rank, comm.size, arguments.seed)
