@@ -39,7 +39,7 @@ class Executor:
         self.control = control
         self.size = control.size
         self.rank = control.rank
-        self._fusion_buffers: dict[str, torch.Tensor] = {}  # by device type: bytes
+        self._fusion: dict[str, torch.Tensor] = {}  # by device type: bytes
         self._wires: dict[str, Compressor] = {}
         self._streams = {name: torch.cuda.Stream(comm.device) for name, comm in comms.items() if name == "cuda"}
 
@@ -185,7 +185,7 @@ class Executor:
             pack(inputs, flat)
         over = self.size if signature.op == "avg" else 0
         # What the wire keeps for a bucket goes by a tensor that stays: the fusion buffer, or the first gradient.
-        kept = self._fusion_buffers[comm.device.type] if packed else inputs[0]
+        kept = self._fusion[comm.device.type] if packed else inputs[0]
         wire.begin_backward()
         wire.reduce(comm, Bucket(flat, [kept], [0], 0), Scaling(signature.prescale, over, signature.postscale))
         if packed:
