@@ -1,15 +1,18 @@
-"""Train a deep GPT whose blocks keep only their inputs, with the optimizer's step inside of the backward.
+"""Train a deep GPT whose blocks keep only their inputs, with the optimizer's step inside of the
+backward.
 
     torchrun --nproc-per-node 2 examples/activation_checkpointing.py
     torchrun --nproc-per-node 2 examples/activation_checkpointing.py --only plain   # and checkpointed: the peak memory
 
-Also runs under mpirun, under srun, or alone. Each block goes through torch.utils.checkpoint: its activations are
-dropped after the forward, and computed again when the backward comes to it. Meanwhile the hook steps the optimizer for
-the blocks behind it, each rank its part of the parameters. The same steps are made with all activations kept, from the
-same initial parameters; gradients and parameters must be equal bit for bit. The bytes that autograd saves in a forward
-are counted; with --only one of the two is trained, and what the process's memory grows by at its peak is told (glibc's
-malloc keeps much of what is freed, but not with MALLOC_MMAP_THRESHOLD_=65536). The last line on stdout is one JSON
-object; the exit status is 1 if the two trainings or the ranks' parameters differ, or if no memory is saved.
+Also runs under mpirun, under srun, or alone. Each block goes through torch.utils.checkpoint: its
+activations are dropped after the forward, and computed again when the backward comes to it.
+Meanwhile the hook steps the optimizer for the blocks after it, each rank its part of the
+parameters. The same steps are made with all activations kept, from the same initial parameters;
+gradients and parameters must be equal bit for bit. The bytes that autograd saves in a forward are
+counted; with --only one of the two is trained, and the growth of the process's memory at its peak
+is reported (glibc's malloc keeps much of what is freed, but not with MALLOC_MMAP_THRESHOLD_=65536).
+The last line on stdout is one JSON object; the exit status is 1 if the two trainings or the ranks'
+parameters differ, or if no memory is saved.
 """
 
 import argparse
@@ -64,7 +67,9 @@ class Checkpointed(nn.Module):
 
 
 class Saved:
-    """Counts what autograd saves in a forward: the bytes of each memory once, those of the parameters left out."""
+    """Counts what autograd saves in a forward: the bytes of each memory once, those of the
+    parameters left out.
+    """
 
     def __init__(self, model):
         self.known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -85,7 +90,9 @@ class Saved:
 
 
 def train_by(way, initial, texts, arguments, comm):
-    """Make all steps one way; return the model, its first gradient's norm, losses, bytes saved and seconds."""
+    """Make all steps one way; return the model, its first gradient's norm, losses, bytes saved and
+    seconds.
+    """
     model = copy.deepcopy(initial)
     if way == "checkpointed":
         model.blocks = nn.ModuleList(map(Checkpointed, model.blocks))
@@ -148,7 +155,7 @@ def save_plot(path, losses, results, title):
 
 
 def train(arguments, comm):
-    """Train both ways, or one; return the result's dictionary, and whether it is a success."""
+    """Train both ways, or one; return the result's dictionary, and whether it succeeded."""
     texts, initial, parameters = prepare(arguments, comm)
     jobs.say(
         comm,

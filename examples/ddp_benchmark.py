@@ -1,16 +1,19 @@
-"""Images or sequences a second under plain DDP, under DDP with our hook, and under `collectives.auto`, in turn.
+"""Images or sequences a second under plain DDP, under DDP with our hook, and under
+`collectives.auto`, in turn.
 
     torchrun --nproc-per-node 2 examples/ddp_benchmark.py                   # ResNet-50, pictures of 224 x 224
     mpirun -n 2 python examples/ddp_benchmark.py --model bert               # BERT-base, 128 tokens
     torchrun --nproc-per-node 2 examples/ddp_benchmark.py --tiny            # small models of both kinds: some seconds
 
-Synthetic data and a step of SGD, as in the benchmarks of Horovod and others: what is measured is computation and
-gradients, not the reading of data. Any launcher, CPU or GPUs (NCCL then). `hook` is on our DistributedDataParallel,
-whose gradients are views of its buckets; `plain` and `auto` are torch's, with its own defaults. Blocks of steps are
-made in turn in one run; a block's time is that of the slowest rank; the median block counts, and the first steps of
-each way don't: `auto` takes 28 to choose between plain DDP and our hook. After the timing all ways are given the same
-parameters and the same batches, and their gradients compared. The last line on stdout is one JSON object, which
-`--json FILE` also appends to a file; the exit status is 1 if the ways' gradients or the ranks' parameters differ.
+Synthetic data and a step of SGD, as in the benchmarks of Horovod and others: what is measured is
+computation and gradients, not the reading of data. Any launcher, CPU or GPUs (NCCL then). `hook` is
+on our DistributedDataParallel, whose gradients are views of its buckets; `plain` and `auto` are
+torch's, with its own defaults. Blocks of steps are made in turn in one run; a block's time is that
+of the slowest rank; the median block counts, and the first steps of each way don't: `auto` takes 28
+to choose between plain DDP and our hook. After the timing all ways are given the same parameters
+and the same batches, and their gradients compared. The last line on stdout is one JSON object,
+which `--json FILE` also appends to a file; the exit status is 1 if the ways' gradients or the
+ranks' parameters differ.
 """
 
 import argparse
@@ -34,10 +37,12 @@ import collectives.auto
 from collectives.bench.provenance import where_and_when
 
 WAYS = ("plain", "hook", "auto")
-# 13 backwards of plain DDP, one that is checked, 13 with our hook; the next one decides: docs/reference/ddp.md.
+# 13 backwards of plain DDP, one that is checked, 13 with our hook; the next one decides:
+# docs/reference/ddp.md.
 AUTO_STEPS = 28
-# Largest difference of two ways' gradients, by the norm of all. fp32: sums in another order, and the convolutions of a
-# GPU, which add in no order. bf16: 2**-8 a rounding, of activations that such a difference has moved.
+# Largest difference of two ways' gradients, by the norm of all. fp32: sums in another order, and
+# the convolutions of a GPU, which add in no order. bf16: 2**-8 a rounding, of activations that such
+# a difference has moved.
 TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}
 
 
@@ -115,7 +120,9 @@ class Sequences:
 
 
 class Verdict(logging.Handler):
-    """What rank 0's `collectives.auto` has said of a model: which of the two it stays with, and why."""
+    """What rank 0's `collectives.auto` has said of a model: which of the two it stays with, and
+    why.
+    """
 
     def __init__(self):
         super().__init__()
@@ -130,7 +137,9 @@ class Verdict(logging.Handler):
 
 
 class Way:
-    """The same model trained in one of the ways. `task`: what gives the loss; its model is copied."""
+    """The same model trained in one of the ways. `task`: what gives the loss; its model is
+    copied.
+    """
 
     def __init__(self, name, task, arguments, device):
         self.name, self.task, self.device = name, task, device
@@ -167,7 +176,9 @@ class Way:
             torch.cuda.synchronize(self.device)
 
     def gradients_from(self, parameters, seed):
-        """Return the gradients of this batch at given parameters, as one tensor; `seed` is that of the dropout."""
+        """Return the gradients of this batch at given parameters, as one tensor; `seed` is that of
+        the dropout.
+        """
         with torch.no_grad():
             for mine, value in zip(self.ddp.parameters(), parameters, strict=True):
                 mine.copy_(value)
@@ -200,7 +211,9 @@ def time_in_turn(ways, arguments, comm):
 
 
 def compare(ways, comm):
-    """Return how far each way's gradients are from the first one's, by their norm, and those that aren't reduced."""
+    """Return how far each way's gradients are from the first one's, by their norm, and those that
+    aren't reduced.
+    """
     parameters = [parameter.detach().clone() for parameter in ways[0].ddp.parameters()]
     seed = 1000 + comm.rank
     reference = ways[0].gradients_from(parameters, seed)
@@ -228,7 +241,7 @@ def save_plot(path, ways, unit, title):
 
 
 def train(arguments, comm):
-    """Time all ways in turn and compare them; return the result's dictionary, and whether it is a success."""
+    """Time all ways in turn and compare them; return the result, and whether it succeeded."""
     device = torch.device(comm.device)
     torch.manual_seed(arguments.seed)
     verdict = Verdict()
@@ -248,7 +261,8 @@ def train(arguments, comm):
     )
     ways = [Way(name, task, arguments, device) for name in arguments.ways]
     time_in_turn(ways, arguments, comm)
-    # Not the whole state: between two forwards the running statistics of BatchNorm are each rank's own.
+    # Not the whole state: between two forwards the running statistics of BatchNorm are each rank's
+    # own.
     identical = all(jobs.identical_on_all_ranks(nn.ParameterList(way.ddp.parameters())) for way in ways)
     apart, unreduced = compare(ways, comm)
     tolerance = TOLERANCE["bf16" if arguments.bf16 else "fp32"]

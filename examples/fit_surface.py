@@ -1,13 +1,16 @@
-"""Fit z = a x^2 + b y^3 + c on two processes, data parallel, as in MindSpore's first distributed tutorial.
+"""Fit z = a x^2 + b y^3 + c on two processes, data parallel, as in MindSpore's first distributed
+tutorial.
 
     mpirun -n 2 python examples/fit_surface.py
 
-Also runs under torchrun, mpiexec, srun, or alone, with no change. Each rank has its part of every batch, DDP with our
-hook averages the gradients, and each rank writes a checkpoint of its own, `rank_R.pt`, which it reads back. The same
-steps on the same whole batches are then made by one process, and both are timed: a step of so small a problem takes
-less time than two processes need to hand their gradients over, so don't expect two to be faster; with
-`--batch-size 400000 --points 400000` they are. The last line on stdout is one JSON object; the exit status is 1 if the
-ranks' parameters differ, if a checkpoint isn't what was trained, or if a, b and c aren't found, or others than by one.
+Also runs under torchrun, mpiexec, srun, or alone, with no change. Each rank has its part of every
+batch, DDP with our hook averages the gradients, and each rank writes a checkpoint of its own,
+`rank_R.pt`, which it reads back. The same steps on the same whole batches are then made by one
+process, and both are timed: a step of so small a problem takes less time than two processes need to
+exchange their gradients, so don't expect two to be faster; with `--batch-size 400000 --points
+400000` they are. The last line on stdout is one JSON object; the exit status is 1 if the ranks'
+parameters differ, if a checkpoint isn't what was trained, or if a, b and c aren't found, or others
+than by one.
 """
 
 import argparse
@@ -107,12 +110,13 @@ class Fit:
 
 
 def save_own(fit, folder, comm):
-    """Write this rank's checkpoint and read it back; tell whether it holds what was trained."""
+    """Write this rank's checkpoint and read it back; return whether it holds what was trained."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{comm.rank}.pt"
     state = {"model": fit.surface.state_dict(), "optimizer": fit.optimizer.state_dict()}
     torch.save({**state, "step": len(fit.losses), "rank": comm.rank, "ranks": comm.size}, path)
-    # map_location: without it what was saved on a GPU is loaded into that GPU's memory, whoever loads it.
+    # map_location: without it what was saved on a GPU is loaded into that GPU's memory, whoever
+    # loads it.
     saved = torch.load(path, map_location=comm.device)
     again = Surface().to(comm.device)
     again.load_state_dict(saved["model"])
@@ -136,7 +140,7 @@ def save_plot(path, fits, title):
 
 
 def train(arguments, comm):
-    """Fit on all ranks, then on one; return the result's dictionary, and whether it is a success."""
+    """Fit on all ranks, then on one; return the result, and whether it succeeded."""
     device = torch.device(comm.device)
     data = make_data(arguments.points, arguments.seed, device)
     ours = Fit(arguments, device, data, comm.rank, comm.size)
@@ -148,7 +152,8 @@ def train(arguments, comm):
     step_ms = torch.tensor([ours.step_ms()], device=device)
     comm.all_reduce(step_ms, op="max")
 
-    # Rank 0 makes the same steps alone, with the whole of every batch, while the others wait and compute nothing.
+    # Rank 0 makes the same steps alone, with the whole of every batch, while the others wait and
+    # compute nothing.
     fits = {f"{comm.size} ranks": ours}
     if comm.rank == 0:
         arguments.batch_size = ours.batch

@@ -1,13 +1,15 @@
-"""Train with a batch too large for one forward: micro-batches under no_sync(), and one all-reduce for all of them.
+"""Train with a batch too large for one forward: micro-batches under no_sync(), and one all-reduce
+for all of them.
 
     torchrun --nproc-per-node 2 examples/gradient_accumulation.py
 
-Also runs under mpirun, under srun, or alone. The learning rate is scaled with the batch, after a warm-up (Goyal et al.,
-Accurate, Large Minibatch SGD, 2017), and the hook clips the gradient of the whole batch. In every step the gradient is
-compared with that of one backward over the whole batch; and one step is made that synchronises after each of its k
-micro-batches, to count the bytes. The last line on stdout is one JSON object; the exit status is 1 if the test accuracy
-is below the threshold, if the parameters differ between ranks, if the gradients differ by more than rounding, or if an
-accumulated step sends more than 1/k of the bytes.
+Also runs under mpirun, under srun, or alone. The learning rate is scaled with the batch, after a
+warm-up (Goyal et al., Accurate, Large Minibatch SGD, 2017), and the hook clips the gradient of the
+whole batch. In every step the gradient is compared with that of one backward over the whole batch;
+and one step is made that synchronises after each of its k micro-batches, to count the bytes. The
+last line on stdout is one JSON object; the exit status is 1 if the test accuracy is below the
+threshold, if the parameters differ between ranks, if the gradients differ by more than rounding, or
+if an accumulated step sends more than 1/k of the bytes.
 """
 
 import argparse
@@ -28,8 +30,8 @@ import collectives
 THRESHOLD = 0.95  # lowest test accuracy that counts as a success
 BASE_RATE, BASE_BATCH = 0.02, 64  # learning rate, and the number of images a step, all ranks together, that it is for
 MAX_NORM = 1.0
-# By parts a gradient is summed in another order, which in fp32 changes some 1e-7 of what is summed: more of the sum
-# itself towards the end, when the images' gradients nearly cancel.
+# By parts a gradient is summed in another order, which in fp32 changes some 1e-7 of what is summed:
+# more of the sum itself towards the end, when the images' gradients nearly cancel.
 TOLERANCE = 1e-5
 
 
@@ -50,7 +52,9 @@ def parse_arguments():
 
 
 class Accumulation:
-    """One DDP model with its hook, whose gradient is that of `micro_batches` forwards and backwards."""
+    """One DDP model with its hook, whose gradient is that of `micro_batches` forwards and
+    backwards.
+    """
 
     def __init__(self, model, micro_batches):
         self.micro_batches = micro_batches
@@ -59,7 +63,8 @@ class Accumulation:
         self.ddp.register_comm_hook(self.state, collectives.fused_allreduce)
 
     def backward(self, images, labels, sync="last"):
-        """Leave the gradient of the whole batch, averaged over all ranks and clipped; return this rank's loss.
+        """Leave the gradient of the whole batch, averaged over all ranks and clipped; return this
+        rank's loss.
 
         `sync`: after the "last" micro-batch, or after "all", as DDP does with no no_sync().
         """
@@ -79,7 +84,7 @@ class Accumulation:
 
 
 def save_plot(path, losses, rates, sent, title):
-    """Draw the loss and the learning rate of each step, and the bytes that a step sends both ways."""
+    """Draw the loss and the learning rate of each step, and the bytes that it sends both ways."""
     figure, left, right = jobs.new_figure(title)
     left.plot(range(1, len(losses) + 1), losses, linewidth=1.2)
     left.set(xlabel="step", ylabel="loss (mean of the ranks)", yscale="log", title="Training loss")
@@ -93,7 +98,7 @@ def save_plot(path, losses, rates, sent, title):
 
 
 def train(arguments, comm):
-    """Train, compare and count; return the result's dictionary, and whether it is a success."""
+    """Train, compare and count; return the result's dictionary, and whether it succeeded."""
     torch.manual_seed(arguments.seed)
     device = torch.device(comm.device)
     train_x, train_y, test_x, test_y = load_data(arguments.seed, device)

@@ -3,11 +3,13 @@
     torchrun --nproc-per-node 2 examples/horovod_digits.py
     torchrun --nproc-per-node 2 examples/horovod_digits.py --epochs 8 --resume    # later, in new processes
 
-Also runs under mpirun, under srun, or alone. The steps of Horovod's guide are numbered below: a program that has them
-changes one line, ``import horovod.torch as hvd``. Rank 0 alone writes a checkpoint after each epoch, and with --resume
-reads it; all others get from it what it has read. Each training, resumed ones too, is made again from the beginning on
-DDP with our hook. The last line on stdout is one JSON object; the exit status is 1 if the test accuracy is below the
-threshold, if the ranks' parameters differ, or if on up to 2 ranks losses and parameters aren't DDP's, bit for bit.
+Also runs under mpirun, under srun, or alone. The steps of Horovod's guide are numbered below: a
+program that has them changes one line, ``import horovod.torch as hvd``. Rank 0 alone writes a
+checkpoint after each epoch, and with --resume reads it; all others get from it what it has read.
+Each training, resumed ones too, is made again from the beginning on DDP with our hook. The last
+line on stdout is one JSON object; the exit status is 1 if the test accuracy is below the threshold,
+if the ranks' parameters differ, or if on up to 2 ranks losses and parameters aren't DDP's, bit for
+bit.
 """
 
 import argparse
@@ -49,11 +51,13 @@ def parse_arguments():
 
 
 def train_with_horovod(name, arguments, data, comm):
-    """Make one training; return the model, the loss of each step here, the times of the steps in ms, the step at which
-    it began, and whether as many ranks as now have made those before it."""
-    # 1. Initialise. The communicator that the other examples use is open already: these are its ranks.
+    """Make one training; return the model, the loss of each step here, the times of the steps in
+    ms, the step at which it began, and whether as many ranks as now have made those before it.
+    """
+    # 1. Initialise. The communicator that the other examples use is open already: these are its
+    # ranks.
     hvd.init()
-    # 2. Pin a GPU, where there is one, by the rank on this machine.
+    # 2. Pin a GPU, where there is one, by the rank on this node.
     if torch.cuda.is_available():
         torch.cuda.set_device(hvd.local_rank())
     device = torch.device(comm.device)
@@ -64,7 +68,8 @@ def train_with_horovod(name, arguments, data, comm):
     optimizer = kind(model.parameters(), lr=rate * hvd.size(), **options)
     # 4. Wrap the optimizer.
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    # 5. Give all ranks what rank 0 has: fresh parameters, or those of a checkpoint that it alone has read.
+    # 5. Give all ranks what rank 0 has: fresh parameters, or those of a checkpoint that it alone
+    # has read.
     path = arguments.folder / f"{name}.pt"
     begun, ranks, losses = 0, hvd.size(), []
     if hvd.rank() == 0:
@@ -113,7 +118,9 @@ def save(path, thing):
 
 
 def train_with_ddp(name, arguments, data, comm):
-    """Make the same training on DDP with our hook, never interrupted; return the model and the loss of each step."""
+    """Make the same training on DDP with our hook, never interrupted; return the model and the loss
+    of each step.
+    """
     torch.manual_seed(arguments.seed)
     ddp = collectives.DistributedDataParallel(build_model(arguments.hidden).to(comm.device))
     ddp.register_comm_hook(collectives.fused_allreduce)
@@ -137,14 +144,16 @@ def train_with_ddp(name, arguments, data, comm):
 
 @torch.no_grad()
 def test_accuracy(model, images, labels, comm):
-    """Return the share of the test images that the model names right; each rank looks at its own part of them."""
+    """Return the share of the test images that the model names right; each rank looks at its own
+    part of them.
+    """
     right = (model(images[comm.rank :: comm.size]).argmax(1) == labels[comm.rank :: comm.size]).sum().reshape(1)
     comm.all_reduce(right)
     return right.item() / len(images)
 
 
 def train(arguments, comm):
-    """Train with each optimizer both ways; return the result's dictionary, and whether it is a success."""
+    """Train with each optimizer both ways; return the result, and whether it succeeded."""
     there = all((arguments.folder / f"{name}.pt").exists() for name in arguments.optimizers)
     there = torch.tensor([float(there)], device=comm.device)
     comm.broadcast(there, root=0)  # only rank 0 needs the files

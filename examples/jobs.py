@@ -1,6 +1,8 @@
-"""What all examples do around their training: join the job, show progress, compare the ranks, draw, and leave.
+"""What all examples do around their training: join the job, show progress, compare the ranks, draw,
+and leave.
 
-An example's main is ``jobs.run(train, arguments)``. Its last line on stdout is one JSON object, by rank 0.
+An example's main is ``jobs.run(train, arguments)``. Its last line on stdout is one JSON object, by
+rank 0.
 """
 
 import argparse
@@ -18,11 +20,13 @@ import collectives
 
 
 def run(train, arguments, gpu_backend="gloo"):
-    """Call ``train(arguments, comm)`` as a rank of this job; return the exit status: 0 if all went well.
+    """Call ``train(arguments, comm)`` as a rank of this job; return the exit status: 0 if all went
+    well.
 
-    `train` returns (result, passed), the same on all ranks; rank 0 prints the result as JSON. The ranks are started by
-    torchrun, mpirun or srun, or there is one alone. `arguments.plot` is where `train` leaves its plot. `gpu_backend`:
-    what torch.distributed takes GPU tensors over; NCCL wants a GPU for each rank.
+    `train` returns (result, passed), the same on all ranks; rank 0 prints the result as JSON. The
+    ranks are started by torchrun, mpirun or srun, or there is one alone. `arguments.plot` is where
+    `train` leaves its plot. `gpu_backend`: what torch.distributed takes GPU tensors over; NCCL
+    wants a GPU for each rank.
     """
     comm = collectives.init()
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it; under mpirun the ranks would fight for the cores
@@ -32,7 +36,8 @@ def run(train, arguments, gpu_backend="gloo"):
     if comm.rank == 0:  # before the others leave: a launcher ends all ranks once one has failed
         print(f"plot: {arguments.plot}")
         print(json.dumps(result), flush=True)
-    # Gloo may abort the process at its exit while a DDP object is alive: train() has dropped its own, now end in order.
+    # Gloo may abort the process at its exit while a DDP object is alive: train() has dropped its
+    # own, now end in order.
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
@@ -61,7 +66,9 @@ def at_least_1(text):
 
 
 def progress(comm, name, steps):
-    """Return a tqdm bar of so many steps, which shows nothing in a pipe and on ranks other than 0."""
+    """Return a tqdm bar of so many steps; in a pipe, and on ranks other than 0, it shows
+    nothing.
+    """
     on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     return tqdm(total=steps, desc=name, unit="step", disable=comm.rank > 0 or not on_terminal, leave=False)
 
@@ -85,7 +92,9 @@ def fingerprint(model):
 
 
 def identical_on_all_ranks(model):
-    """Tell whether parameters and buffers are equal bit for bit on all ranks, by SHA-256 gathered over Gloo."""
+    """Return whether parameters and buffers are equal bit for bit on all ranks, by SHA-256 gathered
+    over Gloo.
+    """
     mine = torch.tensor(list(fingerprint(model).digest()), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)

@@ -1,14 +1,16 @@
-"""Go on with DDP from a checkpoint that rank 0 alone can read: weights and Adam's state are sent to all others.
+"""Go on with DDP from a checkpoint that rank 0 alone can read: weights and Adam's state are sent to
+all others.
 
     torchrun --nproc-per-node 2 examples/load_on_rank_0.py
 
-Also runs under mpirun, under srun, or alone. First a training is made to its end, and in its middle rank 0 writes a
-checkpoint. Then every rank builds its model and optimizer anew, from other random numbers on each; rank 0 loads. The
-weights reach the others by DDP's constructor, which broadcasts rank 0's; the optimizer's state by
-`broadcast_optimizer_state` below, since DDP doesn't know of optimizers: forgotten, the ranks drift apart without a
-word, which is tried as well. At the end rank 0 saves. The last line on stdout is one JSON object; the exit status is 1
-if the ranks' parameters differ or aren't those of the training that was not interrupted, bit for bit.
-(Where the wire and the optimizer's parts have state of their own: examples/save_and_resume.py.)
+Also runs under mpirun, under srun, or alone. First a training is made to its end, and in its middle
+rank 0 writes a checkpoint. Then every rank builds its model and optimizer anew, from other random
+numbers on each; rank 0 loads. The weights reach the others by DDP's constructor, which broadcasts
+rank 0's; the optimizer's state by `broadcast_optimizer_state` below, since DDP doesn't know of
+optimizers: forgotten, the ranks drift apart without a word, which is tried as well. At the end rank
+0 saves. The last line on stdout is one JSON object; the exit status is 1 if the ranks' parameters
+differ or aren't those of the training that was not interrupted, bit for bit. (Where the wire and
+the optimizer's parts have state of their own: examples/save_and_resume.py.)
 """
 
 import argparse
@@ -44,8 +46,8 @@ def parse_arguments():
 def broadcast_optimizer_state(optimizer, comm):
     """Give all ranks the optimizer state of rank 0; the others' is replaced, and may be empty.
 
-    Shapes, dtypes, options and single numbers (Adam's step count) travel as one Python object, then the tensors, one
-    after the other, each into the memory where it stays. All ranks must call it.
+    Shapes, dtypes, options and single numbers (Adam's step count) travel as one Python object, then
+    the tensors, one after the other, each into the memory where it stays. All ranks must call it.
     """
     full = optimizer.state_dict()
     outline = {}
@@ -54,9 +56,9 @@ def broadcast_optimizer_state(optimizer, comm):
             name: (value.shape, value.dtype) if torch.is_tensor(value) and value.dim() > 0 else value
             for name, value in entry.items()
         }
-    told = [(outline, full["param_groups"])]
-    dist.broadcast_object_list(told, src=0)
-    outline, groups = told[0]
+    received = [(outline, full["param_groups"])]
+    dist.broadcast_object_list(received, src=0)
+    outline, groups = received[0]
     state = {}
     for number, entry in outline.items():
         state[number] = {}
@@ -78,14 +80,16 @@ class Training:
     """A DDP model with our hook, its Adam, and what it has come to."""
 
     def __init__(self, arguments, comm, path=None, send_state=True):
-        # Beginning, all ranks draw the same numbers. Going on, each draws others: what they have in common was sent.
+        # Beginning, all ranks draw the same numbers. Going on, each draws others: what they have in
+        # common was sent.
         torch.manual_seed(arguments.seed if path is None else 1000 + comm.rank)
         model = build_model(arguments.hidden).to(comm.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
         self.step, self.losses, self.apart = 0, [], []
         if path is not None:
             if comm.rank == 0:
-                # map_location: what was saved on a GPU would be loaded into that GPU's memory, whoever loads it.
+                # map_location: what was saved on a GPU would be loaded into that GPU's memory,
+                # whoever loads it.
                 saved = torch.load(path, map_location=comm.device)
                 model.load_state_dict(saved["model"])
                 optimizer.load_state_dict(saved["optimizer"])
@@ -100,7 +104,9 @@ class Training:
         self.optimizer = optimizer
 
     def train(self, name, until, batches, comm):
-        """Train until so many steps have been made; keep the mean loss, and how far the ranks' weights are apart."""
+        """Train until so many steps have been made; keep the mean loss, and how far the ranks'
+        weights are apart.
+        """
         with jobs.progress(comm, name, until - self.step) as bar:
             while self.step < until:
                 images, labels = batches[self.step]
@@ -151,7 +157,9 @@ def save_plot(path, trainings, middle, title):
 
 
 def train(arguments, comm):
-    """Train, save and load on rank 0, send, train on; return the result's dictionary, and whether it is a success."""
+    """Train, save and load on rank 0, send, train on; return the result's dictionary, and whether
+    it is a success.
+    """
     device = torch.device(comm.device)
     train_x, train_y, test_x, test_y = load_data(arguments.seed, device)
     batches = Batches(train_x, train_y, arguments.batch_size, comm.rank, comm.size, arguments.seed)

@@ -1,8 +1,9 @@
-"""The models that benchmarks are made with: ResNet-50 and BERT-base, from torch.nn alone, and small ones of their kind.
+"""The models that benchmarks are made with: ResNet-50 and BERT-base, from torch.nn alone, and small
+ones of their kind.
 
-ResNet: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2015, with the stride in the 3 x 3
-convolution ("v1.5"), as everybody times it. BERT: Devlin, Chang, Lee, Toutanova, "BERT: Pre-training of Deep
-Bidirectional Transformers", 2018, with both heads of its pre-training.
+ResNet: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2015, with the stride
+in the 3 x 3 convolution ("v1.5"), as everybody times it. BERT: Devlin, Chang, Lee, Toutanova,
+"BERT: Pre-training of Deep Bidirectional Transformers", 2018, with both heads of its pre-training.
 """
 
 import torch
@@ -13,7 +14,9 @@ BERT_BASE_PARAMETERS = 110_106_428  # 109,482,240 of them without the heads of t
 
 
 def convolution(inputs, outputs, size, stride=1):
-    """Return a convolution that keeps the picture's size but for its stride, and the normalisation behind it."""
+    """Return a convolution that keeps the picture's size but for its stride, and the normalisation
+    after it.
+    """
     kernel = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
     return nn.Sequential(kernel, nn.BatchNorm2d(outputs))
 
@@ -61,8 +64,9 @@ class ResNet(nn.Module):
 class Bert(nn.Module):
     """BERT-base by its defaults, with the heads of its pre-training.
 
-    Takes token ids (n, length) and the places (n, m) whose words are asked for. Returns (n, m, vocabulary), of which
-    the weights are those of the words' embedding, and (n, 2): whether the second sentence follows the first.
+    Takes token ids (n, length) and the places (n, m) whose words are asked for. Returns (n, m,
+    vocabulary), of which the weights are those of the words' embedding, and (n, 2): whether the
+    second sentence follows the first.
     """
 
     def __init__(self, layers=12, width=768, heads=12, vocabulary=30522, positions=512, dropout=0.1):

@@ -1,14 +1,16 @@
-"""Stop a training in the middle and go on with it, bit for bit, with an 8-bit wire and the optimizer in the hook.
+"""Stop a training in the middle and go on with it, bit for bit, with an 8-bit wire and the
+optimizer in the hook.
 
     torchrun --nproc-per-node 2 examples/save_and_resume.py
     torchrun --nproc-per-node 2 examples/save_and_resume.py --resume    # later, in new processes
 
-Also runs under mpirun, under srun, or alone. In the middle rank 0 writes the model, the optimizer's full state (each
-rank has a part of it) and the schedule, and each rank its HookState, with the error of its wire that is still to be fed
-back. Then the training is made to the end, and, from what was written, once more from the middle in fresh objects:
-rank 0 reads, all others get from it what it has read. The last line on stdout is one JSON object; the exit status is 1
-if the ranks' parameters differ or aren't those of the uninterrupted training, bit for bit. On another number of ranks
---resume goes on too, but then the batches are others, and the ranks must only be equal.
+Also runs under mpirun, under srun, or alone. In the middle rank 0 writes the model, the optimizer's
+full state (each rank has a part of it) and the schedule, and each rank its HookState, with the
+error of its wire that is still to be fed back. Then the training is made to the end, and, from what
+was written, once more from the middle in fresh objects: rank 0 reads, all others get from it what
+it has read. The last line on stdout is one JSON object; the exit status is 1 if the ranks'
+parameters differ or aren't those of the uninterrupted training, bit for bit. On another number of
+ranks --resume goes on too, but then the batches are others, and the ranks must only be equal.
 """
 
 import argparse
@@ -49,9 +51,11 @@ def parse_arguments():
 
 
 class Training:
-    """All that goes on from step to step: the model, its optimizer and schedule, and the hook's state.
+    """All that goes on from step to step: the model, its optimizer and schedule, and the hook's
+    state.
 
-    `saved`: what rank 0 has read, on all ranks; `state`: this rank's HookState. Without them it begins.
+    `saved`: what rank 0 has read, on all ranks; `state`: this rank's HookState. Without them it
+    begins.
     """
 
     def __init__(self, arguments, device, saved=None, state=None):
@@ -91,7 +95,7 @@ class Training:
         return self
 
     def save(self, folder, comm):
-        """Write what `load` reads. All ranks must come: each has a part of the optimizer's state."""
+        """Write what `load` reads. All ranks call it: each has a part of the optimizer's state."""
         full = self.state.optimizer_state_dict()
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / f"hook_of_rank_{comm.rank}.pt", self.state)
@@ -116,7 +120,9 @@ def write(path, thing):
 
 
 def load(folder, comm):
-    """Return what rank 0 has read, on all ranks, and this rank's HookState, or None where there was no such rank."""
+    """Return what rank 0 has read, on all ranks, and this rank's HookState, or None where there was
+    no such rank.
+    """
     count = torch.zeros(1, dtype=torch.int64, device=comm.device)
     if comm.rank == 0:
         read = torch.frombuffer(bytearray((folder / "training.pt").read_bytes()), dtype=torch.uint8).to(comm.device)
@@ -132,7 +138,7 @@ def load(folder, comm):
 
 
 def save_plot(path, losses, step, title):
-    """Draw the losses, and how far those of the resumed trainings are from the uninterrupted one's."""
+    """Draw the losses, and the distance of the resumed trainings' from the uninterrupted one's."""
     figure, left, right = jobs.new_figure(title)
     whole = losses["uninterrupted"]
     for (name, values), style in zip(losses.items(), ("-", "--", ":"), strict=False):
@@ -150,7 +156,7 @@ def save_plot(path, losses, step, title):
 
 
 def train(arguments, comm):
-    """Train, save, resume and compare; return the result's dictionary, and whether it is a success."""
+    """Train, save, resume and compare; return the result, and whether it succeeded."""
     device, folder = torch.device(comm.device), arguments.folder
     train_x, train_y, test_x, test_y = load_data(arguments.seed, device)
     batches = Batches(train_x, train_y, arguments.batch_size, comm.rank, comm.size, arguments.seed)
@@ -165,8 +171,8 @@ def train(arguments, comm):
         whole.save(folder, comm)
         whole.train("uninterrupted", arguments.steps, batches, comm)
         if comm.rank == 0:
-            told = {"sha256": jobs.fingerprint(whole.ddp.module).hexdigest(), "losses": whole.losses}
-            end.write_text(json.dumps(told))
+            final = {"sha256": jobs.fingerprint(whole.ddp.module).hexdigest(), "losses": whole.losses}
+            end.write_text(json.dumps(final))
         dist.barrier()
         del whole
     expected = json.loads(end.read_text())

@@ -2,10 +2,11 @@
 
     python examples/spawned_all_reduce.py              # no launcher: the program starts its own ranks
 
-Each rank all-reduces a tensor in three ways: by torch.distributed, as the tutorial does; by our communicator, which
-finds torch.distributed's ranks by itself; and with no torch.distributed at all, where RANK and WORLD_SIZE are set in
-the spawned process. An exception in a rank ends all of them, and is shown with its traceback (`--fail-rank 1` tries
-that). The last line on stdout is one JSON object; the exit status is 1 if a sum is wrong.
+Each rank all-reduces a tensor in three ways: by torch.distributed, as the tutorial does; by our
+communicator, which finds torch.distributed's ranks by itself; and with no torch.distributed at all,
+where RANK and WORLD_SIZE are set in the spawned process. An exception in a rank ends all of them,
+and is shown with its traceback (`--fail-rank 1` tries that). The last line on stdout is one JSON
+object; the exit status is 1 if a sum is wrong.
 """
 
 import argparse
@@ -38,7 +39,9 @@ def parse_arguments():
 
 
 def by_torch(rank, size, port):
-    """Run the tutorial's program; then let our communicator do the same for the ranks of the process group."""
+    """Run the tutorial's program; then let our communicator do the same for the ranks of the
+    process group.
+    """
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     tensor = torch.tensor([rank + 1.0])
@@ -52,7 +55,9 @@ def by_torch(rank, size, port):
 
 
 def alone(rank, size):
-    """Do it without torch.distributed: two variables say who this is; no address and no port are needed."""
+    """Do it without torch.distributed: two variables say who this is; no address and no port are
+    needed.
+    """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     with collectives.init() as comm:
         tensor = torch.tensor([rank + 1.0])
@@ -73,11 +78,12 @@ def init_process(rank, arguments, port, results):
 
 def main():
     arguments = parse_arguments()
-    # The ranks meet in this process's store, on a port that the system has chosen: nothing else can have taken it.
+    # The ranks meet in this process's store, on a port that the system has chosen: nothing else can
+    # have taken it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = mp.get_context(arguments.start_method).SimpleQueue()
-    # Don't open a communicator here, before the ranks are started: with --start-method fork they would inherit it,
-    # and it can't be used in a forked process.
+    # Don't open a communicator here, before the ranks are started: with --start-method fork they
+    # would inherit it, and it can't be used in a forked process.
     mp.start_processes(
         init_process, (arguments, store.port, results), nprocs=arguments.ranks, start_method=arguments.start_method
     )

@@ -1,10 +1,12 @@
-"""Train a small convnet on scikit-learn's handwritten digits, with our all-reduce inside torch's DDP.
+"""Train a small convnet on scikit-learn's handwritten digits, with our all-reduce inside torch's
+DDP.
 
     torchrun --nproc-per-node 2 examples/train_digits.py
 
-Also runs under mpirun, under srun, or alone. The same steps are then made on plain DDP over Gloo from the same initial
-parameters, and the two are timed in turn. The last line on stdout is one JSON object; the exit status is 1 if the test
-accuracy is below the threshold or if the parameters differ between ranks.
+Also runs under mpirun, under srun, or alone. The same steps are then made on plain DDP over Gloo
+from the same initial parameters, and the two are timed in turn. The last line on stdout is one JSON
+object; the exit status is 1 if the test accuracy is below the threshold or if the parameters differ
+between ranks.
 """
 
 import argparse
@@ -26,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 import collectives
 
 THRESHOLD = 0.95  # lowest test accuracy that counts as a success
-# Timing: blocks of steps, ours and Gloo's in turn. The first steps of a block are not counted: DDP rebuilds its buckets
-# after the first step of all, and caches still hold the other model.
+# Timing: blocks of steps, ours and Gloo's in turn. The first steps of a block are not counted: DDP
+# rebuilds its buckets after the first step of all, and caches still hold the other model.
 BLOCK_STEPS, BLOCK_SKIP = 12, 2
 
 
@@ -46,7 +48,9 @@ def parse_arguments():
 
 
 def load_data(seed, device):
-    """Return train images, train labels, test images, test labels: 1,797 pictures of 8 x 8, values 0 to 1, 80:20."""
+    """Return train images, train labels, test images, test labels: 1,797 pictures of 8 x 8, values
+    0 to 1, 80:20.
+    """
     digits = load_digits()
     images = (digits.images / 16.0).astype(np.float32)[:, None, :, :]
     parts = train_test_split(images, digits.target, test_size=0.2, random_state=seed, stratify=digits.target)
@@ -76,7 +80,9 @@ def build_model(hidden):
 
 
 class Batches:
-    """The batches of every step: all ranks shuffle alike (seed, epoch), and each takes an equal share of each batch."""
+    """The batches of every step: all ranks shuffle in the same order (seed, epoch), and each takes
+    an equal share of each batch.
+    """
 
     def __init__(self, images, labels, batch_size, rank, size, seed):
         self.share = min(batch_size, len(images)) // size
@@ -131,14 +137,18 @@ class Trainer:
 
 @torch.no_grad()
 def test_accuracy(model, images, labels, comm):
-    """Return the share of the test images that the model names right; each rank looks at its own part of them."""
+    """Return the share of the test images that the model names right; each rank looks at its own
+    part of them.
+    """
     right = (model(images[comm.rank :: comm.size]).argmax(1) == labels[comm.rank :: comm.size]).sum().reshape(1)
     comm.all_reduce(right)
     return right.item() / len(images)
 
 
 def time_in_turn(trainers, batches, blocks, device):
-    """Return for each trainer the time in ms of every counted step; blocks of steps are made in turn."""
+    """Return for each trainer the time in ms of every counted step; blocks of steps are made in
+    turn.
+    """
     times = [[] for _ in trainers]
     for block in range(blocks):
         for turn in range(len(trainers)):
@@ -172,7 +182,7 @@ def save_plot(path, losses, times, title):
 
 
 def train(arguments, comm):
-    """Train both ways, time both; return the result's dictionary, and whether it is a success."""
+    """Train both ways, time both; return the result's dictionary, and whether it succeeded."""
     torch.manual_seed(arguments.seed)
     device = torch.device(comm.device)
     train_x, train_y, test_x, test_y = load_data(arguments.seed, device)

@@ -124,8 +124,10 @@ class Quantized(Compressor):
         return plain and fits and self.format in _CAST
 
     def _all_reduce_cast(self, comm, flat, scaling) -> int:
-        """Round on the way into shared memory and sum in fp32: one pass, and the sum isn't rounded
-        again.
+        """All-reduce a bucket by the host engine's all-reduce with a cast.
+
+        The engine rounds the gradients to the wire's format on their way into shared memory, and
+        sums them in fp32: one pass, and the sum isn't rounded again.
         """
         op = OPS["avg" if scaling.divisor else "sum"]
         dtype = DTYPES[str(flat.dtype).removeprefix("torch.")]
@@ -137,9 +139,11 @@ class Quantized(Compressor):
     # ---- The exchange.
 
     def _exchange(self, comm, bucket, scaling, shard_numel, end, grad_stats, gather) -> int:
-        """Reduce the first `end` elements of a bucket through the wire.
+        """Reduce the first `end` elements of a bucket in the wire's format.
 
-        `gather`: on all ranks, else only the shards. Returns the bytes that this rank sends.
+        Quantizes the gradients, exchanges shards by an all-to-all, and sums this rank's shard in
+        fp32. `gather`: then quantizes the sum, all-gathers and dequantizes it, so that all ranks
+        have the whole bucket; else each rank has its shard. Returns the bytes that this rank sends.
         """
         flat, size = bucket.flat, comm.size
         residual = None if self.residuals is None else self.residuals.get(bucket)

@@ -1,4 +1,4 @@
-"""GradientBucket: gradients that are reduced together, with their copies to and from one flat
+"""GradientBucket: one bucket of `GradientBuckets`, and the copies between its gradients and its flat
 buffer.
 """
 

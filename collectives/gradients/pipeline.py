@@ -192,6 +192,7 @@ class GradReducer:
         self.buckets.warn_unmatched(self.compressor)
 
     def _reduce_inline(self, comm, bucket, buffer, last, begun) -> torch.futures.Future:
+        """Reduce a bucket in the calling thread by one all-reduce; return its completed future."""
         if bucket.index == 0:
             self._check_join(bucket.params)
         try:

@@ -93,7 +93,7 @@ class StoreRendezvous:
         return replace(rendezvous, store=store, store_host=self.host, server=server)
 
     def _exchange_records(self, stop: threading.Event) -> list[bytes]:
-        """Exchange the records.
+        """Exchange the ranks' records; rank 0's brings the unique id to the others.
 
         The rank that serves the store leaves it last. So after a success the store's port is free
         again before this rank goes on to the engine's init, which no other rank passes without it:
@@ -217,7 +217,7 @@ class StoreRendezvous:
         return self.server not in (None, self.participant.rank)
 
     def _wait_until_all_left(self, stop: threading.Event, until: float, expected: int) -> None:
-        """RankWait until all who have come, and at least ``expected``, have left the store.
+        """Wait until all who have come, and at least ``expected``, have left the store.
 
         Only the rank that serves it waits.
         """

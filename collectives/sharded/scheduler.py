@@ -121,8 +121,10 @@ class Scheduler(Controller):
         self.ensure_unsharded(unit)
 
     def _prefetch(self, unit: Unit, named: list[Unit] | None, upcoming: list[Unit]) -> None:
-        """Begin the all-gathers that follow a unit: of the units named for it, or of the next one
-        in the last step's order.
+        """Prefetch: begin the all-gathers of the units that come after `unit`.
+
+        `named`: the units that the user has set to be prefetched after it; None: the next one in
+        `upcoming`, the order of the last step.
         """
         if named is None:
             if not self.should_overlap or unit not in upcoming:

@@ -30,7 +30,7 @@ def clean_environment():
 
 @functools.cache
 def _installed():
-    """Tell whether `import collectives` gives this checkout's package with no help."""
+    """Whether `import collectives` gives this checkout's package with no help."""
     find = "import importlib.util as u; found = u.find_spec('collectives'); print(found and found.origin)"
     words = [sys.executable, "-c", find]
     out = subprocess.run(words, cwd="/", env={}, capture_output=True, text=True, timeout=60, check=True).stdout

@@ -34,16 +34,16 @@ def test_theirs_and_ours_end_with_the_same_parameters(ended):
     for name, end in ended.items():
         by_section.setdefault(name.split(": ")[0], []).append(np.array(end["values"]))
     ddp, clipped, adam = by_section["torch's DDP"], by_section["FSDP1"], by_section["DeepSpeed ZeRO"]
-    alike = {
+    groups = {
         "plain": [*ddp, *by_section["nn.DataParallel"], by_section["FSDP2"][2], *by_section["MindSpore"]],
         "clipped": [*clipped, *by_section["FSDP2"][:2]],
         "AdamW": adam,
         "Horovod": by_section["Horovod"],
     }
-    assert [len(ends) for ends in alike.values()] == [5, 4, 2, 3]
-    for what, ends in alike.items():
+    assert [len(ends) for ends in groups.values()] == [5, 4, 2, 3]
+    for what, ends in groups.items():
         assert max(np.abs(end - ends[0]).max() for end in ends) < 2e-7, what
-    firsts = [ends[0] for ends in alike.values()]
+    firsts = [ends[0] for ends in groups.values()]
     apart = [np.abs(a - b).max() for i, a in enumerate(firsts) for b in firsts[:i]]
     assert min(apart) > 1e-4  # so that it can fail
 

@@ -12,7 +12,7 @@ from tests.examples.running import EXAMPLES, run_example, torchrun
 NAME, WAYS = "ddp_benchmark.py", ["plain", "hook", "auto"]
 
 
-def told(launcher, *options, cwd):
+def run_benchmark(launcher, *options, cwd):
     code, out, err = run_example(launcher, NAME, "--tiny", "--blocks", "3", *options, cwd=cwd)
     assert code == 0, out + err
     *_, plot, last = out.splitlines()
@@ -25,7 +25,7 @@ def told(launcher, *options, cwd):
 
 
 def test_three_ways_of_a_small_resnet_in_turn(tmp_path):
-    result = told(torchrun(2), "--json", "rows/new.jsonl", cwd=tmp_path)
+    result = run_benchmark(torchrun(2), "--json", "rows/new.jsonl", cwd=tmp_path)
     assert list(result["rates"]) == list(result["by_plain"]) == WAYS
     assert result["gradient_differences"].keys() == {"hook", "auto"}
     assert max(result["gradient_differences"].values()) < 1e-6
@@ -42,7 +42,7 @@ def test_a_small_bert_in_bf16_under_mpirun(tmp_path):
     if shutil.which("mpirun.openmpi") is None:
         pytest.skip("mpirun.openmpi is not installed")
     mpirun = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    result = told(mpirun, "--model", "bert", "--bf16", "--ways", "hook", "plain", cwd=tmp_path)
+    result = run_benchmark(mpirun, "--model", "bert", "--bf16", "--ways", "hook", "plain", cwd=tmp_path)
     assert list(result["rates"]) == ["plain", "hook"] and "auto" not in result
     assert result["model"] == "bert-tiny" and result["compute"] == "bf16"
 

@@ -58,10 +58,10 @@ print("closed first: well")
 """
 
 
-def test_forked_ranks_of_a_parent_that_has_a_communicator_are_told_what_to_do(tmp_path):
+def test_forked_ranks_of_a_parent_that_has_a_communicator_raise_what_to_do(tmp_path):
     words = [sys.executable, "-c", FORKED]
     done = subprocess.run(words, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
-    told, then = done.stdout.splitlines()
-    assert "opened in the parent process" in told and "close() it before the fork, or start them by the spawn" in told
+    text, then = done.stdout.splitlines()
+    assert "opened in the parent process" in text and "close() it before the fork, or start them by the spawn" in text
     assert then == "closed first: well"

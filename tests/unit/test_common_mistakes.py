@@ -70,14 +70,14 @@ def in_a_group(ctx):
     """On a rank of a world of one with a process group: what is raised where DDP is needed."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        told = []
+        found = []
         model = collectives.DistributedDataParallel(nn.Linear(4, 2))
         with FakeTensorMode(allow_non_fake_inputs=True):
             inputs = torch.empty(3, 4, device="cuda:0")
         try:
             model(inputs)
         except RuntimeError as error:
-            told += getattr(error, "__notes__", [])
+            found += getattr(error, "__notes__", [])
         one, other = nn.Linear(4, 2), nn.Linear(4, 2)
         optimizer = optim.AdamW([*one.parameters(), *other.parameters()], lr=0.1)
         first = collectives.DistributedDataParallel(one)
@@ -86,14 +86,14 @@ def in_a_group(ctx):
         try:
             optimizer.step()
         except collectives.errors.InvalidUsage as error:
-            told.append(str(error))
+            found.append(str(error))
         both = [collectives.DistributedDataParallel(nn.Linear(4, 2)) for _ in range(2)]
         state = collectives.HookState()
         for ddp in both:
             ddp.register_comm_hook(state, collectives.fused_allreduce)
         sum(ddp(torch.ones(3, 4)).sum() for ddp in both).backward()  # the cure
-        told.append([ddp.module.bias.grad.tolist() for ddp in both])
-        return told
+        found.append([ddp.module.bias.grad.tolist() for ddp in both])
+        return found
     finally:
         dist.destroy_process_group()
 
@@ -156,7 +156,7 @@ def test_two_ranks_on_one_gpu(monkeypatch):
         "nccl", "cuda", "2.32.3", "/nowhere", SimpleNamespace(is_host=False, get_unique_id=lambda: bytes(128))
     )
 
-    def meeting(gpus, **fields):
+    def validate_gpus(gpus, **fields):
         records = []
         for rank, gpu in enumerate(gpus):
             participant = Participant(rank, len(gpus), engine, torch.device("cuda", gpu))
@@ -165,15 +165,15 @@ def test_two_ranks_on_one_gpu(monkeypatch):
         return validate(records, Participant(1, len(gpus), engine))
 
     with symptom(collectives.errors.InvalidUsage):
-        meeting([7, 7])
-    assert [peer.gpu for peer in meeting([6, 7]).peers] == ["GPU-6", "GPU-7"]  # both cuda:0 to their processes
-    assert meeting([7, 7], **{"1": {"boot_id": "another machine"}}).local_size == 1
-    assert meeting([7, 7], **{str(rank): {"gpu": None} for rank in range(2)}).local_size == 2  # not told
+        validate_gpus([7, 7])
+    assert [peer.gpu for peer in validate_gpus([6, 7]).peers] == ["GPU-6", "GPU-7"]  # both cuda:0 to their processes
+    assert validate_gpus([7, 7], **{"1": {"boot_id": "of another node"}}).local_size == 1
+    assert validate_gpus([7, 7], **{str(rank): {"gpu": None} for rank in range(2)}).local_size == 2  # not known
     with pytest.raises(collectives.errors.InvalidUsage, match="ranks 0, 2 are all on one GPU") as caught:
-        meeting([7, 6, 7], **{"2": {"namespace": "net:[7]"}})  # containers of one machine
+        validate_gpus([7, 6, 7], **{"2": {"namespace": "net:[7]"}})  # containers on one node
     assert caught.value.peers == (0, 2)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert meeting([7, 7]).local_size == 2
+    assert validate_gpus([7, 7]).local_size == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with symptom(collectives.errors.InvalidArgument):
         world._select_device(engine, 2)

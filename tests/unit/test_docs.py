@@ -1,12 +1,23 @@
-"""The pages: every public name has a reference entry, links lead somewhere, figures are the committed results'."""
+"""The pages: every public name has a reference entry, links lead somewhere, figures are the committed results', what
+pages name exists.
+"""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import importlib.util
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+import collectives.horovod
+import collectives.kernels
+import collectives.optim
+import collectives.sharded.param
+import collectives.sharded.param_group
 from benchmarks import performance_doc
 from tests.unit.test_imports import PACKAGE, ROOT, literal_all
 
@@ -21,6 +32,7 @@ PUBLIC = {
     "collectives.horovod.elastic": PACKAGE / "horovod" / "elastic" / "__init__.py",
     "collectives.kernels": PACKAGE / "kernels" / "__init__.py",
     "collectives.optim": PACKAGE / "optim.py",
+    "collectives.run": PACKAGE / "run.py",
     "collectives.sharded": PACKAGE / "sharded" / "__init__.py",
     "collectives.sharded.fsdp2": PACKAGE / "sharded" / "fsdp2.py",
 }
@@ -45,7 +57,7 @@ def entries() -> tuple[set[str], set[str]]:
 def test_every_public_name_has_a_reference_entry(module):
     rendered, tables = entries()
     # A module that is exported has entries of its own.
-    modules = {f"{module}.{name}" for name in ("errors", "elastic") if f"{module}.{name}" in PUBLIC}
+    modules = {f"{module}.{name}" for name in ("elastic", "errors") if f"{module}.{name}" in PUBLIC}
     public = {f"{module}.{name}" for name in literal_all(PUBLIC[module])}
     assert public and public - rendered - tables - modules == set()
 
@@ -107,3 +119,58 @@ def test_the_picture_of_the_layers_has_every_package():
     assert len(packages) >= 10
     assert {name for name in packages if f">{name}</text>" not in picture} == set()
     assert {name for name in packages if f"`{name}/`" not in page} == set()
+
+
+OWNERS = {
+    "buckets": collectives.GradientBuckets, "collectives": collectives, "comm": collectives.Communicator,
+    "group": collectives.sharded.param_group.ParamGroup, "hvd": collectives.horovod, "kernels": collectives.kernels,
+    "optim": collectives.optim, "param": collectives.sharded.param.ShardedParam, "state": collectives.HookState,
+    "unit": collectives.sharded.Unit,
+}  # fmt: skip
+
+
+def code_of(path: Path) -> list[str]:
+    """Return a page's Python blocks of our own, and what stands in backquotes."""
+    text = path.read_text()
+    blocks = re.findall(r"^ *```(?:python(?! theirs)[^\n]*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    return blocks + re.findall(r"`([^`\n]+)`", without_code(text))
+
+
+def has(owner, name: str) -> bool:
+    """Whether a module or class has a name, or its methods set it."""
+    if hasattr(owner, name) or (inspect.ismodule(owner) and importlib.util.find_spec(f"{owner.__name__}.{name}")):
+        return True
+    bases = [base for base in getattr(owner, "__mro__", ()) if base.__module__.startswith("collectives")]
+    return any(re.search(rf"self\.{name}\b", inspect.getsource(base)) for base in bases)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_attributes_that_pages_name_exist(path):
+    owners = {name: owner for name, owner in OWNERS.items() if (path.name, name) != ("elastic.md", "state")}
+    attribute = re.compile(rf"(?<![\w./\"])({'|'.join(owners)})\.(?!py\b|cpp\b)([A-Za-z_]\w*)")
+    found = {pair for code in code_of(path) for pair in attribute.findall(code)}
+    assert {f"{owner}.{name}" for owner, name in found if not has(owners[owner], name)} == set()
+
+
+def called(function: ast.expr):
+    """What of ours a page calls: ``collectives.init``, ``comm.send``, ``fully_shard``; None: something else."""
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return getattr(OWNERS.get(function.value.id), function.attr, None)
+    name = getattr(function, "id", "")
+    modules = (collectives, collectives.sharded, collectives.optim)
+    return next((getattr(module, name) for module in modules if name in module.__all__), None)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_arguments_that_pages_name_exist(path):
+    wrong = []
+    for code in code_of(path):
+        with contextlib.suppress(SyntaxError):
+            for call in (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)):
+                function = called(call.func)
+                if callable(function):
+                    taken = inspect.signature(function).parameters
+                    others = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+                    wrong += [f"{ast.unparse(call.func)}({each.arg}=)" for each in call.keywords
+                              if each.arg and each.arg not in taken and not others]  # fmt: skip
+    assert wrong == []

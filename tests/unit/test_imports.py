@@ -175,9 +175,10 @@ def calls_in(path: Path) -> set[str]:
 
 
 def test_the_path_of_one_call():
-    """What docs/architecture.md prints, hop by hop: ``ddp.fused_allreduce -> ... -> libnccl | host engine``."""
+    """What docs/architecture.md prints, hop by hop: ``fused_allreduce -> ... -> libnccl | host engine``."""
     page = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
-    assert "ddp.fused_allreduce -> Communicator.all_reduce -> _nccl -> ncclAllReduce -> libnccl | host engine" in page
+    assert "fused_allreduce -> GradReducer.reduce_bucket -> NoCompression.reduce -> Communicator.all_reduce" in page
+    assert "-> Communicator.all_reduce -> _nccl -> ncclAllReduce -> libnccl | host engine" in page
     hook = (PACKAGE / "ddp/hook.py").read_text()
     assert "def fused_allreduce(" in hook
     # The hook's own hops: the bucket, its stream, its compressor.

@@ -54,7 +54,7 @@ def identifiers() -> set[str]:
     """Every name that the package's code has, strings that are one included, and what Python itself has."""
     found = {*dir(builtins), "collectives", "hvd", "dmesg"}
     for path in SOURCES:
-        found.add(path.stem)
+        found |= {path.stem, path.parent.name}
         found |= {text for _, text in literals(path) if text.isidentifier()}
         for node in ast.walk(ast.parse(path.read_text())):
             for field in ("id", "attr", "arg", "name"):

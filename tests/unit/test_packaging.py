@@ -30,18 +30,31 @@ def test_each_cuda_extra_is_for_one_cuda():
         assert not re.search(r"cu12|cuda12", each), each
 
 
+def makefile() -> str:
+    """The Makefile, in which the names of its own variables are replaced by what they hold."""
+    text = (ROOT / "Makefile").read_text()
+    for name, value in reversed(re.findall(r"^(CUDA_EXTRA_OF|CUDA_EXTRA) := (.*)$", text, re.MULTILINE)):
+        text = text.replace(f"$({name})", value)
+    return text
+
+
 @pytest.mark.parametrize(
-    ("cuda", "wanted"), [(None, "cuda12"), ("12.4", "cuda12"), ("12.9", "cuda12"), ("13.0", "cuda13")]
+    ("cuda", "tests", "demo"),
+    [(None, "cuda12", ""), ("12.4", "cuda12", ",cuda12"), ("12.9", "cuda12", ",cuda12"), ("13.0", "cuda13", ",cuda13")],
 )
-def test_make_takes_the_extra_of_torchs_cuda(tmp_path, cuda, wanted):
-    """The Makefile's own line, run beside a stand-in for torch of another build."""
-    (code,) = re.findall(r"^CUDA_EXTRA := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+def test_make_takes_the_extra_of_torchs_cuda(tmp_path, cuda, tests, demo):
+    """The programs of the Makefile's own recipes, run beside a stand-in for torch of another build."""
+    codes = re.findall(r"^\textra=.*?/python -c '(.*?)'", makefile(), re.MULTILINE)
     (tmp_path / "torch.py").write_text(f"class version:\n    cuda = {cuda!r}\n")
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert done.stdout.strip() == wanted, done.stderr
+    found = []
+    for code in codes:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+            env={"PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.strip())
+    assert found == [demo, tests]  # the demo's environment is made first
 
 
 def test_make_docs_installs_the_docs_extra():
