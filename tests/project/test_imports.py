@@ -82,7 +82,7 @@ def test_imports_go_only_downward(path):
     own = package_of(path)
     if own == "":
         return
-    assert own in LAYER, f"{own} is in no layer of tests/unit/test_imports.py"
+    assert own in LAYER, f"{own} is in no layer of tests/project/test_imports.py"
     wrong = {parts for parts in imported_by(path) if parts[0] != own and LAYER[parts[0]] >= LAYER[own]}
     if LAYER[own] <= LAYER["_nccl"] or LAYER[own] == LAYER["auto"]:  # modules of their own, no packages
         wrong = {parts for parts in wrong if LAYER[parts[0]] > LAYER[own]}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import performance_doc
-from tests.unit.test_imports import PACKAGE, ROOT, literal_all
+from tests.project.test_imports import PACKAGE, ROOT, literal_all
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
