@@ -1,21 +1,17 @@
-"""The rendezvous of the ranks, with threads as ranks: every kind, and every way in which it fails."""
+"""The rendezvous over a store, with threads as ranks: every kind of store, and every way in which it fails."""
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import signal
 import socket
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from collectives.comm.engine import Engine, get_engine
 from collectives.errors import (
     CollectivesError,
     CollectiveTimeout,
@@ -26,83 +22,12 @@ from collectives.errors import (
     TransportError,
 )
 from collectives.launcher import Identity
-from collectives.rendezvous import mpi
 from collectives.rendezvous.join import identify_process, join_over_store, join_rendezvous
-from collectives.rendezvous.peers import Participant, PeerInfo, Rendezvous, parse_record, validate
+from collectives.rendezvous.peers import Participant
 from collectives.rendezvous.store import StoreRendezvous
+from tests.rendezvous.joining import at, by_name, check_met, free_port, nccl_like, over, threads
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for name in LAUNCHERS:
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def host():
-    return get_engine("host")
-
-
-@pytest.fixture
-def store():
-    return dist.HashStore()
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("", 0))
-        return one.getsockname()[1]
-
-
-def threads(*calls, limit=30):
-    """Run calls at once, each in a thread; their results in order, with what was raised in the place of a result."""
-    results = [None] * len(calls)
-
-    def run(index, call):
-        try:
-            results[index] = call()
-        except BaseException as error:
-            results[index] = error
-
-    started = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(calls)]
-    for thread in started:
-        thread.start()
-    until = time.monotonic() + limit
-    for thread in started:
-        thread.join(max(0, until - time.monotonic()))
-    assert not any(thread.is_alive() for thread in started), "a rank hangs"
-    return results
-
-
-def over(store, engine, ranks, size, *, timeout=10.0, prefix="test"):
-    """The calls of these ranks' meetings over a store."""
-
-    def call(rank):
-        return lambda: join_over_store(store, prefix, rank, size, engine=engine, timeout=timeout, device=f"cpu:{rank}")
-
-    return [call(rank) for rank in ranks]
-
-
-def at(port, rank, size, engine, *, timeout=10.0, generation=0, job_key=b"job", **fields):
-    """The call of one rank's meeting at an address."""
-    identity = Identity(rank, size, rank, size, "env", "127.0.0.1", port, job_key, **fields)
-    return lambda: join_rendezvous(identity, engine=engine, timeout=timeout, generation=generation)
-
-
-def nccl_like(get_unique_id):
-    """An engine whose ids come from a function: to the meeting an id is 128 bytes."""
-    return Engine("nccl", "cuda", "2.32.3", "/nowhere", SimpleNamespace(is_host=False, get_unique_id=get_unique_id))
-
-
-def check_met(results, size):
-    assert all(isinstance(result, Rendezvous) for result in results), results
-    assert {result.unique_id for result in results} == {results[0].unique_id} and len(results[0].unique_id) == 128
-    for rank, result in enumerate(results):
-        assert [peer.rank for peer in result.peers] == list(range(size))
-        assert (result.local_rank, result.local_size) == (rank, size)
-        assert result.peers[rank].pid == os.getpid() and result.peers[rank].host == socket.gethostname()
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 # ---- Over a store.
@@ -211,108 +136,6 @@ def test_engines_that_differ(store, host):
     calls = over(store, host, (0,), 2) + over(store, nccl_like(None), (1,), 2)
     for error in threads(*calls):
         assert type(error) is InvalidUsage and "host on rank 0; nccl on rank 1" in str(error)
-
-
-# ---- What arrives is checked.
-
-
-def records(engine, size=2, /, **changes):
-    """The records of a whole world, as the ranks would write them; ``changes``: field -> one value for each rank."""
-    written = [json.loads(Participant(rank, size, engine).make_record()) for rank in range(size)]
-    for name, values in changes.items():
-        for record, value in zip(written, values, strict=True):
-            record[name] = value
-    return [json.dumps(record).encode() for record in written]
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\x80\x04N.",
-        b"[]",
-        b"null",
-        b"{}",
-        b'{"rank": 0',
-        b"\xff\xfe",
-        b"[" * 1500,
-        b" " * 4000,
-    ],
-)
-def test_no_record_at_all(data):
-    with pytest.raises(TransportError, match="no record of rank 0") as caught:
-        parse_record(data, 0)
-    assert caught.value.peers == (0,)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("rank", 1),
-        ("rank", True),
-        ("rank", "0"),
-        ("size", 2.0),
-        ("engine", None),
-        ("host", 7),
-        ("boot_id", []),
-        ("pid", "1"),
-        ("device", 0),
-        ("unique_id", "00"),
-        ("unique_id", None),
-        ("unique_id", "g" * 256),
-        ("unique_id", " 0" * 128),
-    ],
-)
-def test_a_record_with_a_wrong_field(host, name, value):
-    good = records(host)[0]
-    assert parse_record(good, 0)["rank"] == 0
-    bad = json.loads(good) | {name: value}
-    with pytest.raises(TransportError):
-        parse_record(json.dumps(bad).encode(), 0)
-
-
-def test_a_record_without_a_field(host):
-    for name in json.loads(records(host)[0]):
-        fields = json.loads(records(host)[0])
-        del fields[name]
-        with pytest.raises(TransportError):
-            parse_record(json.dumps(fields).encode(), 0)
-
-
-def test_a_foreign_value_in_the_store_is_an_error_and_is_not_unpickled(store, host):
-    store.set("test/peer/1", b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
-    (error,) = threads(*over(store, host, (0,), 2))
-    assert type(error) is TransportError and error.peers == (1,)
-    store.set("other/error", b"\x80\x04N.")
-    (error,) = threads(*over(store, host, (0,), 2, prefix="other"))
-    assert type(error) is TransportError
-
-
-def test_the_host_engine_on_several_machines(host):
-    """They are connected, unless the caller says that they must not be."""
-    data = records(host, 4, host=["a", "a", "b", "b"], boot_id=["1", "1", "2", "2"])
-    found = validate(data, Participant(3, 4, host))
-    assert found.nodes == ((0, 1), (2, 3)) and (found.local_rank, found.local_size) == (1, 2)
-    with pytest.raises(InvalidUsage, match=r"machines: ranks 0, 1 on a; ranks 2, 3 on b.*leave hierarchical out"):
-        validate(data, Participant(1, 4, host, hierarchical=False))
-    data = records(host, 2, namespace=["net:[1]", "net:[2]"])
-    assert validate(data, Participant(1, 2, host)).nodes == ((0,), (1,))
-    with pytest.raises(InvalidUsage, match="containers of one machine"):
-        validate(data, Participant(1, 2, host, hierarchical=False))
-
-
-def test_nccl_on_several_machines(host):
-    engine = nccl_like(lambda: bytes(128))
-    names = {"host": ["a", "b", "a", "b", "b"], "boot_id": ["1", "2", "1", "2", "2"], "engine": ["nccl"] * 5}
-    data = records(host, 5, **names)
-    places = [validate(data, Participant(rank, 5, engine)) for rank in range(5)]
-    assert [(place.local_rank, place.local_size) for place in places] == [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-    assert places[0].peers[3] == PeerInfo(3, "b", "2", os.getpid(), None, places[0].peers[3].namespace)
-
-
-def test_machines_without_a_boot_id_are_told_apart_by_name(host):
-    data = records(host, 2, host=["a", "b"], boot_id=["", ""])
-    assert validate(data, Participant(0, 2, host)).nodes == ((0,), (1,))
 
 
 # ---- At MASTER_ADDR and MASTER_PORT.
@@ -461,71 +284,16 @@ def test_a_rank_that_comes_late_to_a_failure_is_told(host):
     assert time.monotonic() - began < 9
 
 
-# ---- By name.
+def test_known_places_are_kept(host):
+    port = free_port()
+    calls = []
+    for rank in range(2):
+        identity = replace(by_name(rank), master_addr="127.0.0.1", master_port=port, local_rank=1 - rank)
+        calls.append(lambda identity=identity: join_rendezvous(identity, engine=host, timeout=10))
+    assert [result.local_rank for result in threads(*calls)] == [1, 0]
 
 
-def by_name(rank, size=2, **fields):
-    return Identity(rank, size, rank, size, "openmpi", **{"job_key": b"this job", **fields})
-
-
-def test_by_name_on_the_host_engine_nothing_is_exchanged(host):
-    first, second = (join_rendezvous(by_name(rank), engine=host) for rank in range(2))
-    assert first.unique_id == second.unique_id and len(first.unique_id) == 128
-    assert (second.local_rank, second.local_size) == (1, 2)
-    assert [peer.pid for peer in second.peers] == [None, os.getpid()]
-    assert {peer.host for peer in second.peers} == {socket.gethostname()}
-    assert len({peer.node for peer in second.peers}) == 1
-
-
-def test_each_job_generation_and_restart_has_a_name_of_its_own(host):
-    ids = [
-        join_rendezvous(by_name(0), engine=host).unique_id,
-        join_rendezvous(by_name(0), engine=host, generation=1).unique_id,
-        join_rendezvous(by_name(0, restart=1), engine=host).unique_id,
-        join_rendezvous(by_name(0, job_key=b"another job"), engine=host).unique_id,
-    ]
-    assert len(set(ids)) == len(ids)
-
-
-def test_by_name_for_nccl_the_host_engine_carries_the_records():
-    made = os.urandom(128)
-    job = os.urandom(8)
-    engine = nccl_like(lambda: made)
-    calls = (lambda r=r: join_rendezvous(by_name(r, 3, job_key=job), engine=engine) for r in range(3))
-    results = threads(*calls)
-    check_met(results, 3)
-    assert results[2].unique_id == made
-
-
-def test_by_name_for_nccl_a_rank_that_never_comes():
-    job, began = os.urandom(8), time.monotonic()
-    engine = nccl_like(lambda: bytes(128))
-    calls = (lambda r=r: join_rendezvous(by_name(r, 3, job_key=job), engine=engine, timeout=1) for r in (0, 2))
-    results = threads(*calls)
-    assert time.monotonic() - began < 5
-    assert all(isinstance(error, CollectiveTimeout) and error.peers == (1,) for error in results), results
-
-
-def test_a_world_of_one_meets_nobody(host):
-    first = join_rendezvous(Identity(0, 1, 0, 1, "env", "nowhere.invalid", 1), engine=host)
-    second = join_rendezvous(Identity(0, 1, 0, 1, "alone"), engine=host)
-    assert first.unique_id != second.unique_id
-    assert (first.local_rank, first.local_size, first.peers[0].pid) == (0, 1, os.getpid())
-
-
-def test_several_machines_without_an_address(host):
-    for identity in (
-        Identity(0, 4, 0, 2, "openmpi", job_key=b"job"),
-        Identity(1, 2, None, None, "mpich", job_key=b"job"),
-        Identity(3, 4, 1, 2, "env", job_key=b"job"),
-    ):
-        with pytest.raises(InvalidArgument, match="MASTER_ADDR is missing") as caught:
-            join_rendezvous(identity, engine=host)
-        assert "MASTER_PORT" in str(caught.value)
-        assert ("mpi4py" in str(caught.value)) == (identity.launcher != "env")
-
-
-# ---- With torch.distributed, and with mpi4py.
+# ---- With torch.distributed.
 
 
 @pytest.fixture
@@ -566,88 +334,3 @@ def test_an_initialised_torch_distributed_carries_the_meeting(host, monkeypatch)
         return run
 
     check_met(threads(call(0), call(1)), 2)
-
-
-class Mail:
-    """What the meeting needs of mpi4py's COMM_WORLD, between threads."""
-
-    def __init__(self, size):
-        self.size, self.here, self.boxes, self.lock = size, threading.local(), {}, threading.Lock()
-        self.BYTE, self.COMM_WORLD = "byte", self
-
-    def Get_rank(self):
-        return self.here.rank
-
-    def Get_size(self):
-        return self.size
-
-    def _box(self, *key):
-        with self.lock:
-            return self.boxes.setdefault(key, queue.SimpleQueue())
-
-    def Isend(self, message, peer, tag):
-        assert message[1] == "byte"
-        self._box(self.here.rank, peer, tag).put(bytes(message[0]))
-        return SimpleNamespace(Test=lambda: True, Wait=lambda: True)
-
-    def Irecv(self, message, peer, tag):
-        box, cancelled = self._box(peer, self.here.rank, tag), []
-
-        def test():
-            if box.empty():
-                return False
-            data = box.get()
-            message[0][: len(data)] = data
-            return True
-
-        return SimpleNamespace(Test=test, Cancel=lambda: cancelled.append(True))
-
-    def call(self, rank, engine, monkeypatch, **options):
-        def run():
-            self.here.rank = rank
-            identity = Identity(rank, self.size, rank, None, "openmpi", job_key=b"job")
-            return join_rendezvous(identity, engine=engine, **options)
-
-        monkeypatch.setattr(mpi, "find_running_mpi", lambda: self)
-        return run
-
-
-def test_mpi_carries_the_meeting_where_there_is_no_address(host, monkeypatch):
-    mail = Mail(3)
-    check_met(threads(*(mail.call(rank, host, monkeypatch) for rank in range(3))), 3)
-    check_met(threads(*(mail.call(rank, host, monkeypatch, generation=1) for rank in range(3))), 3)
-
-
-def test_over_mpi_a_rank_that_never_comes(host, monkeypatch):
-    mail = Mail(4)
-    results = threads(*(mail.call(rank, host, monkeypatch, timeout=0.5) for rank in (0, 3)))
-    assert all(isinstance(error, CollectiveTimeout) and error.peers == (1, 2) for error in results), results
-    mail = Mail(2)
-    (error,) = threads(mail.call(1, host, monkeypatch, timeout=0.3))
-    assert isinstance(error, CollectiveTimeout) and error.peers == (0,)
-
-
-def test_over_mpi_numbers_that_are_not_mpis(host, monkeypatch):
-    mail = Mail(1)
-    mail.here.rank = 0
-    monkeypatch.setattr(mpi, "find_running_mpi", lambda: mail)
-    with pytest.raises(InvalidUsage, match="mpi4py says rank 0 of 1"):
-        join_rendezvous(Identity(1, 2, None, None, "mpich"), engine=host)
-
-
-def test_mpi_that_runs_tells_who_this_is(monkeypatch):
-    mail = Mail(2)
-    mail.here.rank = 1
-    monkeypatch.setattr(mpi, "find_running_mpi", lambda: mail)
-    assert identify_process() == Identity(1, 2, None, None, "mpi4py")
-    monkeypatch.setattr(mpi, "find_running_mpi", lambda: Mail(1))
-    assert identify_process().launcher == "alone"
-
-
-def test_known_places_are_kept(host):
-    port = free_port()
-    calls = []
-    for rank in range(2):
-        identity = replace(by_name(rank), master_addr="127.0.0.1", master_port=port, local_rank=1 - rank)
-        calls.append(lambda identity=identity: join_rendezvous(identity, engine=host, timeout=10))
-    assert [result.local_rank for result in threads(*calls)] == [1, 0]
