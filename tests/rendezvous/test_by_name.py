@@ -80,8 +80,6 @@ def test_several_machines_without_an_address(host):
 # ---- Over MPI.
 
 
-
-
 class Mail:
     """What the meeting needs of mpi4py's COMM_WORLD, between threads."""
 
