@@ -12,7 +12,7 @@ PYTEST_ARGS ?= -rfEs
 # Tests that don't mind others beside them: they compile, compute, or wait for processes of their own. The rest, whose ranks
 # share the cores and have time limits, is run alone.
 JOBS ?= 2
-BESIDE := $(addprefix tests/,sanitize kernels launch examples faults horovod abi unit)
+BESIDE := $(addprefix tests/,sanitize kernels launch examples faults horovod abi base optim comm rendezvous tracing project harness)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input

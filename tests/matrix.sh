@@ -11,8 +11,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 SECONDS_EACH=${MATRIX_SECONDS:-900}
 tests=(
-  tests/unit/test_torch_compat.py tests/unit/test_engine.py tests/unit/test_optim.py
-  tests/ddp/test_fused_allreduce.py tests/ddp/test_compiled.py tests/ddp/test_auto.py tests/ddp/test_gradient_buckets.py
+  tests/base/test_torch_compat.py tests/comm/test_engine.py tests/optim
+  tests/gradients/test_compiled.py tests/gradients/test_gradient_buckets.py tests/ddp/test_fused_allreduce.py
+  tests/auto/test_auto.py
   tests/sharded/test_hook_state.py tests/sharded/test_fsdp2.py tests/sharded/test_methods.py
   tests/horovod/test_optimizer.py tests/horovod/test_functions.py
 )

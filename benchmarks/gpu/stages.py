@@ -10,8 +10,11 @@ PARTS = (1, 2, 3)
 PART_SECONDS = 540.0
 
 # The folders whose tests run on a GPU: below the front ends, and the front ends.
-LOWER = ("tests/kernels", "tests/unit", "tests/conformance", "tests/abi")
-FRONT_ENDS = ("tests/gpu", "tests/ddp", "tests/sharded", "tests/horovod", "tests/bench", "tests/faults")
+LOWER = ("tests/kernels", "tests/optim", "tests/comm", "tests/rendezvous", "tests/conformance", "tests/abi")
+FRONT_ENDS = (
+    "tests/gpu", "tests/compression", "tests/gradients", "tests/ddp", "tests/sharded", "tests/horovod", "tests/auto",
+    "tests/tracing", "tests/bench", "tests/faults",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

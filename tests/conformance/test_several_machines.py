@@ -115,76 +115,90 @@ def test_rounding():
     assert all(each == results[0] for each in results)
 
 
+def moved(comm):
+    """Operations that move data, with equal parts and with ragged ones."""
+    r, n = comm.rank, comm.size
+    for count in (0, 1, n + 1, 4099, 40_009):
+        for dtype in (torch.float32, torch.bool, torch.complex64):
+
+            def filled(value, dtype=dtype, count=count):
+                return torch.full((count,), value).to(dtype)
+
+            everyone = torch.cat([filled(rank % 2) for rank in range(n)])
+            out = torch.empty(count * n, dtype=dtype)
+            comm.all_gather(out, filled(r % 2))
+            assert torch.equal(out, everyone)
+            comm.all_to_all(out, torch.cat([filled((r + rank) % 2) for rank in range(n)]))
+            assert torch.equal(out, torch.cat([filled((r + rank) % 2) for rank in range(n)]))
+            for root in (0, n - 1):
+                one = filled(r % 2)
+                comm.broadcast(one, root)
+                assert torch.equal(one, filled(root % 2))
+                out = torch.empty(count * n, dtype=dtype) if r == root else None
+                comm.gather(out, filled(r % 2), root)
+                assert out is None or torch.equal(out, everyone)
+                comm.scatter(one, everyone if r == root else None, root)
+                assert torch.equal(one, filled(r % 2))
+    ragged = torch.empty(sum(range(n)) + n * r)
+    comm.all_to_all(ragged, torch.cat([torch.full((r + s,), float(r)) for s in range(n)]),
+                    [r + s for s in range(n)], [r + s for s in range(n)])  # fmt: skip
+    assert torch.equal(ragged, torch.cat([torch.full((r + s,), float(s)) for s in range(n)]))
+
+
+def in_flight(comm):
+    """A ring of messages and a reduction as one; and many in flight at once, in the order of the calls."""
+    r, n = comm.rank, comm.size
+    got, total = torch.empty(3000), torch.full((10,), float(r))
+    with comm.group():
+        comm.send(torch.full((3000,), float(r)), (r + 1) % n)
+        comm.recv(got, (r - 1) % n)
+        comm.all_reduce(total)
+    assert (got == (r - 1) % n).all() and (total == sum(range(n))).all()
+    flying = [torch.full((size,), 1.0) for size in (5, 5000, 50_000)]
+    works = [comm.all_reduce(each, async_op=True) for each in flying]
+    last = torch.full((3,), 2.0)
+    comm.all_reduce(last)  # after the queued ones
+    assert all(work.wait(timeout=30) and work.done() for work in works) and (last == 2.0 * n).all()
+    assert all((each == n).all() for each in flying)
+    future = comm.broadcast(flying[0], async_op=True).future()
+    assert future.wait() is flying[0]
+    comm.barrier()
+
+
+def split_up(comm, machines):
+    """Splits: across machines, inside of one, and none."""
+    r, n = comm.rank, comm.size
+    across = comm.split(r % 2, -r)
+    ones = torch.ones(3)
+    across.all_reduce(ones)
+    ranks = [rank for rank in reversed(range(n)) if rank % 2 == r % 2]
+    assert (ones == len(ranks)).all() and across.rank == ranks.index(r)
+    assert across.machines == group_ranks_by_node(machines[rank] for rank in ranks)
+    inside = comm.split(ord(machines[r]))
+    assert len(inside.machines) == 1 and inside.size == machines.count(machines[r]) == comm.local_size
+    inside.all_reduce(ones)
+    smaller = comm.split(None if r == 1 else 5)
+    assert (smaller is None) == (r == 1)
+    if smaller is not None:
+        smaller.all_reduce(ones)
+        shrunk = smaller.shrink([0]) if smaller.rank else None
+        if shrunk is not None:
+            again = torch.ones(2)
+            shrunk.all_reduce(again)
+            assert (again == n - 2).all()
+            shrunk.close()
+        smaller.close()
+    across.close()
+    inside.close()
+
+
 def copies(ctx, machines):
     """Operations that move data, groups, asynchronous calls, other communicators, memory."""
     r, n = ctx.rank, ctx.size
     with joined(ctx, machines) as comm:
-        for count in (0, 1, n + 1, 4099, 40_009):
-            for dtype in (torch.float32, torch.bool, torch.complex64):
-
-                def filled(value, dtype=dtype, count=count):
-                    return torch.full((count,), value).to(dtype)
-
-                everyone = torch.cat([filled(rank % 2) for rank in range(n)])
-                out = torch.empty(count * n, dtype=dtype)
-                comm.all_gather(out, filled(r % 2))
-                assert torch.equal(out, everyone)
-                comm.all_to_all(out, torch.cat([filled((r + rank) % 2) for rank in range(n)]))
-                assert torch.equal(out, torch.cat([filled((r + rank) % 2) for rank in range(n)]))
-                for root in (0, n - 1):
-                    one = filled(r % 2)
-                    comm.broadcast(one, root)
-                    assert torch.equal(one, filled(root % 2))
-                    out = torch.empty(count * n, dtype=dtype) if r == root else None
-                    comm.gather(out, filled(r % 2), root)
-                    assert out is None or torch.equal(out, everyone)
-                    comm.scatter(one, everyone if r == root else None, root)
-                    assert torch.equal(one, filled(r % 2))
-        ragged = torch.empty(sum(range(n)) + n * r)
-        comm.all_to_all(ragged, torch.cat([torch.full((r + s,), float(r)) for s in range(n)]),
-                        [r + s for s in range(n)], [r + s for s in range(n)])  # fmt: skip
-        assert torch.equal(ragged, torch.cat([torch.full((r + s,), float(s)) for s in range(n)]))
-
-        # A ring of messages and a reduction as one; and many in flight at once, in the order of the calls.
-        got, total = torch.empty(3000), torch.full((10,), float(r))
-        with comm.group():
-            comm.send(torch.full((3000,), float(r)), (r + 1) % n)
-            comm.recv(got, (r - 1) % n)
-            comm.all_reduce(total)
-        assert (got == (r - 1) % n).all() and (total == sum(range(n))).all()
-        flying = [torch.full((size,), 1.0) for size in (5, 5000, 50_000)]
-        works = [comm.all_reduce(each, async_op=True) for each in flying]
-        last = torch.full((3,), 2.0)
-        comm.all_reduce(last)  # after the queued ones
-        assert all(work.wait(timeout=30) and work.done() for work in works) and (last == 2.0 * n).all()
-        assert all((each == n).all() for each in flying)
-        future = comm.broadcast(flying[0], async_op=True).future()
-        assert future.wait() is flying[0]
-        comm.barrier()
-
-        # Splits: across machines, inside of one, and none.
-        across = comm.split(r % 2, -r)
-        ones = torch.ones(3)
-        across.all_reduce(ones)
-        ranks = [rank for rank in reversed(range(n)) if rank % 2 == r % 2]
-        assert (ones == len(ranks)).all() and across.rank == ranks.index(r)
-        assert across.machines == group_ranks_by_node(machines[rank] for rank in ranks)
-        inside = comm.split(ord(machines[r]))
-        assert len(inside.machines) == 1 and inside.size == machines.count(machines[r]) == comm.local_size
-        inside.all_reduce(ones)
-        smaller = comm.split(None if r == 1 else 5)
-        assert (smaller is None) == (r == 1)
-        if smaller is not None:
-            smaller.all_reduce(ones)
-            shrunk = smaller.shrink([0]) if smaller.rank else None
-            if shrunk is not None:
-                again = torch.ones(2)
-                shrunk.all_reduce(again)
-                assert (again == n - 2).all()
-                shrunk.close()
-            smaller.close()
-        across.close()
-        inside.close()
+        moved(comm)
+        in_flight(comm)
+        split_up(comm, machines)
 
         memory = comm.empty(5000).fill_(r)
         registered = comm.register(torch.zeros(1 << 18))
@@ -195,7 +209,7 @@ def copies(ctx, machines):
         places = comm.machines, comm.local_rank, comm.local_size
         assert [peer.rank for peer in comm.peers] == list(range(n)) and comm.peers[r].pid == os.getpid()
     with joined(ctx, machines) as comm:  # again after close()
-        comm.all_reduce(ones)
+        comm.all_reduce(torch.ones(3))
     return places
 
 

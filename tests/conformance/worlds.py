@@ -7,8 +7,9 @@ import pytest
 from tests import one_gpu
 from tests.ranks import run_ranks
 
-__all__ = ["SMALL_CHUNK", "WORLDS", "check", "environment"]
+__all__ = ["ALGORITHMS", "SMALL_CHUNK", "WORLDS", "check", "environment"]
 
+ALGORITHMS = ("ring", "direct")
 SMALL_CHUNK = 4096  # bytes, so that a few thousand elements already take many rounds
 
 WORLDS = [

@@ -11,7 +11,7 @@ import collectives
 from collectives import environment as variables
 from collectives.comm.multinode import topology
 from collectives.errors import InvalidArgument
-from tests.unit.test_imports import PACKAGE, ROOT
+from tests.project.test_imports import PACKAGE, ROOT
 
 
 @pytest.fixture(autouse=True)

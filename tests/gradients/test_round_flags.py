@@ -8,8 +8,8 @@ from torch import nn
 
 import collectives
 from collectives.errors import InvalidArgument, InvalidUsage
-from tests.ddp.test_gradient_buckets import SMALL, assert_bits, averages, backward
 from tests.ddp.training import make_model
+from tests.gradients.test_gradient_buckets import SMALL, assert_bits, averages, backward
 from tests.ranks import run_ranks
 
 

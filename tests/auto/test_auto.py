@@ -132,31 +132,35 @@ def medians(plain, ours):
     return mock.patch("collectives.auto.model.Model._median", lambda self, kind: plain if kind == "plain" else ours)
 
 
-@over_gloo
-def whole_program(ctx):
-    import collectives.auto
-    from collectives.auto import consensus, model, trial
+class Program:
+    """Models of one program on this rank: ``found`` has how far each ended from plain DDP, and its log, by name."""
 
-    log = Lines()
-    found = {}
-    model._WARMUP, model._TIMED = 2, 3
-    real = trial.fused_allreduce
+    def __init__(self, ctx):
+        self.ctx, self.log, self.found = ctx, Lines(), {}
 
-    def scenario(name, options=None, module=make_model, **how):
+    def scenario(self, name, options=None, module=make_model, **how):
         ddp = wrap(module(), "plain", **(options or {}))
-        found[name] = [trained(ctx, ddp, module(), **how), log.take()]
+        self.found[name] = [trained(self.ctx, ddp, module(), **how), self.log.take()]
         return ddp
 
-    with medians((2.0, 1.0)[ctx.rank], (1.0, 1.5)[ctx.rank]):  # 2 and 1.5 on the slower rank
+
+def chosen_by_time(program):
+    """The faster way stays, by times that are made up."""
+    with medians((2.0, 1.0)[program.ctx.rank], (1.0, 1.5)[program.ctx.rank]):  # 2 and 1.5 on the slower rank
         group = dist.new_group([0, 1])
-        scenario("ours", {"process_group": group}, solo=True)
-        scenario("views", {"gradient_as_bucket_view": True}, accumulate=2, steps=13)
-        scenario("static", {"static_graph": True})
-        scenario("unused", {"find_unused_parameters": True}, module=Branches)
+        program.scenario("ours", {"process_group": group}, solo=True)
+        program.scenario("views", {"gradient_as_bucket_view": True}, accumulate=2, steps=13)
+        program.scenario("static", {"static_graph": True})
+        program.scenario("unused", {"find_unused_parameters": True}, module=Branches)
     with medians(1.0, 1.01):
-        scenario("margin")
+        program.scenario("margin")
     with medians(1.0, 1.1):
-        scenario("plain")
+        program.scenario("plain")
+
+
+def measured(program):
+    """Times that are measured, and what a saved model holds."""
+    from collectives.auto import model
 
     times = []
     decide = model.Model._decide
@@ -167,11 +171,18 @@ def whole_program(ctx):
         decide(self, device)
 
     with mock.patch.object(model.Model, "_decide", look):
-        ddp = scenario("measured")
-    found["times"] = times
+        ddp = program.scenario("measured")
+    program.found["times"] = times
     saved = io.BytesIO()
     torch.save(ddp, saved)
-    found["saved"] = b"collectives" not in saved.getvalue()
+    program.found["saved"] = b"collectives" not in saved.getvalue()
+
+
+def failing(program):
+    """A hook that gives other values, one that raises, and no engine."""
+    from collectives.auto import trial
+
+    ctx, real = program.ctx, trial.fused_allreduce
 
     def differs_on_rank_1(state, bucket):
         future = real(state, bucket)
@@ -186,10 +197,16 @@ def whole_program(ctx):
 
     for name, wrong in (("differs", differs_on_rank_1), ("raises", raises_on_rank_0)):
         with mock.patch.object(trial, "fused_allreduce", wrong):
-            scenario(name)
+            program.scenario(name)
     with mock.patch("collectives.auto.model.get_engine", mock.Mock(side_effect=InvalidUsage("none here"))):
-        scenario("no engine")
+        program.scenario("no engine")
 
+
+def left_alone(program):
+    """Models with a hook of the user's own, and models that are to be left alone."""
+    import collectives.auto
+
+    ctx, log, found = program.ctx, program.log, program.found
     calls = []
 
     def users_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -211,27 +228,47 @@ def whole_program(ctx):
         found[name] = [trained(ctx, ddp, make_model(), each=ask), log.take()]
         ddp.register_comm_hook("mine", users_hook)  # there was none
 
+
+def skewed(program):
+    """A rank that has counted another number of backwards."""
+    from collectives.auto import consensus
+
     with mock.patch.object(consensus, "_SECONDS", 1.0):
         ddp = wrap(make_model(), "plain")
         ddp(torch.zeros(1, 12))  # observed from now on
-        sys.modules["collectives.auto.install"]._models[ddp]._backwards += ctx.rank  # one rank has counted wrong
-        found["skewed"] = [trained(ctx, ddp, make_model()), log.take()]
+        sys.modules["collectives.auto.install"]._models[ddp]._backwards += program.ctx.rank  # one has counted wrong
+        program.found["skewed"] = [trained(program.ctx, ddp, make_model()), program.log.take()]
 
-    ddp = scenario("joined")
+
+def joined_and_sparse(program):
+    """DDP's join, and sparse gradients."""
+    import collectives.auto
+
+    ddp = program.scenario("joined")
     with pytest.raises(InvalidUsage, match="registered its hook"):
         collectives.auto.leave_alone(ddp)
     with ddp.join():
-        for step in range(1 + ctx.rank):
+        for step in range(1 + program.ctx.rank):
             ddp.zero_grad()
-            loss_of(ddp, step, ctx.rank).backward()
+            loss_of(ddp, step, program.ctx.rank).backward()
     with pytest.raises(InvalidUsage, match="COLLECTIVES_AUTO=0"):
         ddp.join(divide_by_initial_world_size=False).__enter__()
     ddp = wrap(nn.Embedding(4, 3, sparse=True), "plain")
     ddp(torch.zeros(1, dtype=torch.long))
-    found["sparse"] = log.take()
-    del ddp
+    program.found["sparse"] = program.log.take()
+
+
+@over_gloo
+def whole_program(ctx):
+    import collectives.auto  # noqa: F401
+    from collectives.auto import model
+
+    program = Program(ctx)
+    model._WARMUP, model._TIMED = 2, 3
+    for part in (chosen_by_time, measured, failing, left_alone, skewed, joined_and_sparse):
+        part(program)
     gc.collect()
-    return found
+    return program.found
 
 
 @pytest.fixture(scope="module")

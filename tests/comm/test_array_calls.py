@@ -19,8 +19,8 @@ from collectives import _nccl, arrays, errors
 from collectives.arrays import TORCH_CODES, Reader
 from collectives.comm.communicator import Communicator
 from collectives.comm.engine import get_engine
+from tests.comm.test_communicator import fake, read_only
 from tests.ranks import run_ranks
-from tests.unit.test_communicator import fake, read_only
 
 CPU = torch.device("cpu")
 HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")

@@ -19,7 +19,7 @@ import collectives.optim
 import collectives.sharded.param
 import collectives.sharded.param_group
 from benchmarks import performance_doc
-from tests.unit.test_imports import PACKAGE, ROOT, literal_all
+from tests.project.test_imports import PACKAGE, ROOT, literal_all
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]

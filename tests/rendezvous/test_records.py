@@ -1,0 +1,113 @@
+"""The ranks' records in a rendezvous: what arrives is checked."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from collectives.errors import InvalidUsage, TransportError
+from collectives.rendezvous.peers import Participant, PeerInfo, parse_record, validate
+from tests.rendezvous.joining import nccl_like, over, threads
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
+
+def records(engine, size=2, /, **changes):
+    """The records of a whole world, as the ranks would write them; ``changes``: field -> one value for each rank."""
+    written = [json.loads(Participant(rank, size, engine).make_record()) for rank in range(size)]
+    for name, values in changes.items():
+        for record, value in zip(written, values, strict=True):
+            record[name] = value
+    return [json.dumps(record).encode() for record in written]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x04N.",
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"rank": 0',
+        b"\xff\xfe",
+        b"[" * 1500,
+        b" " * 4000,
+    ],
+)
+def test_no_record_at_all(data):
+    with pytest.raises(TransportError, match="no record of rank 0") as caught:
+        parse_record(data, 0)
+    assert caught.value.peers == (0,)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rank", 1),
+        ("rank", True),
+        ("rank", "0"),
+        ("size", 2.0),
+        ("engine", None),
+        ("host", 7),
+        ("boot_id", []),
+        ("pid", "1"),
+        ("device", 0),
+        ("unique_id", "00"),
+        ("unique_id", None),
+        ("unique_id", "g" * 256),
+        ("unique_id", " 0" * 128),
+    ],
+)
+def test_a_record_with_a_wrong_field(host, name, value):
+    good = records(host)[0]
+    assert parse_record(good, 0)["rank"] == 0
+    bad = json.loads(good) | {name: value}
+    with pytest.raises(TransportError):
+        parse_record(json.dumps(bad).encode(), 0)
+
+
+def test_a_record_without_a_field(host):
+    for name in json.loads(records(host)[0]):
+        fields = json.loads(records(host)[0])
+        del fields[name]
+        with pytest.raises(TransportError):
+            parse_record(json.dumps(fields).encode(), 0)
+
+
+def test_a_foreign_value_in_the_store_is_an_error_and_is_not_unpickled(store, host):
+    store.set("test/peer/1", b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
+    (error,) = threads(*over(store, host, (0,), 2))
+    assert type(error) is TransportError and error.peers == (1,)
+    store.set("other/error", b"\x80\x04N.")
+    (error,) = threads(*over(store, host, (0,), 2, prefix="other"))
+    assert type(error) is TransportError
+
+
+def test_the_host_engine_on_several_machines(host):
+    """They are connected, unless the caller says that they must not be."""
+    data = records(host, 4, host=["a", "a", "b", "b"], boot_id=["1", "1", "2", "2"])
+    found = validate(data, Participant(3, 4, host))
+    assert found.nodes == ((0, 1), (2, 3)) and (found.local_rank, found.local_size) == (1, 2)
+    with pytest.raises(InvalidUsage, match=r"machines: ranks 0, 1 on a; ranks 2, 3 on b.*leave hierarchical out"):
+        validate(data, Participant(1, 4, host, hierarchical=False))
+    data = records(host, 2, namespace=["net:[1]", "net:[2]"])
+    assert validate(data, Participant(1, 2, host)).nodes == ((0,), (1,))
+    with pytest.raises(InvalidUsage, match="containers of one machine"):
+        validate(data, Participant(1, 2, host, hierarchical=False))
+
+
+def test_nccl_on_several_machines(host):
+    engine = nccl_like(lambda: bytes(128))
+    names = {"host": ["a", "b", "a", "b", "b"], "boot_id": ["1", "2", "1", "2", "2"], "engine": ["nccl"] * 5}
+    data = records(host, 5, **names)
+    places = [validate(data, Participant(rank, 5, engine)) for rank in range(5)]
+    assert [(place.local_rank, place.local_size) for place in places] == [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert places[0].peers[3] == PeerInfo(3, "b", "2", os.getpid(), None, places[0].peers[3].namespace)
+
+
+def test_machines_without_a_boot_id_are_told_apart_by_name(host):
+    data = records(host, 2, host=["a", "b"], boot_id=["", ""])
+    assert validate(data, Participant(0, 2, host)).nodes == ((0,), (1,))
