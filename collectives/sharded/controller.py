@@ -13,8 +13,8 @@ the collective that it has reached:
   gradients send zeros.
 
 So branches, unused units, one rank that evaluates alone, and more micro-batches on one rank can't
-block the other ranks for ever. The cost is one all-reduce of some 60 bytes for each collective, and
-a wait of the host for the other ranks.
+block the other ranks for ever. The cost is one all-reduce of 48 bytes for each collective, and a
+wait of the host for the other ranks.
 
 On GPUs the hosts run ahead, and must not wait for each other in each step. There a static graph is
 used. An iteration, from the end of one backward to the end of the next, that was the same on all
@@ -183,10 +183,10 @@ class Controller:
 
     # ---- Replaying an iteration.
 
-    def set_static_graph(self, follows: bool) -> None:
+    def set_static_graph(self, static_graph: bool) -> None:
         """Set whether iterations that repeat themselves are replayed. A collective, which blocks."""
-        self.barrier(f"set_static_graph({follows})")
-        self.uses_static_graph = follows
+        self.barrier(f"set_static_graph({static_graph})")
+        self.uses_static_graph = static_graph
         self.static_graph = StaticGraph(self._post, _has_failed)
 
     def _post(self, row: numpy.ndarray):

@@ -1,4 +1,4 @@
-"""ShardedModule: the class that a sharded module's class derives from, with FSDP2's methods."""
+"""Sharded module: the base class of every sharded module's class, with FSDP2's methods."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from .state.state_dict import make_state_dict, pre_load_state_dict, unsharded_pa
 from .unit import State, Unit
 
 __all__ = ["ShardedModule", "UnshardHandle", "register_forward_method", "units_in"]
-
-# ---- What people call.
-
 
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Make another method of a sharded module a forward: parameters are gathered for it. Other
@@ -52,7 +49,7 @@ class UnshardHandle:
 
 
 class ShardedModule:
-    """What `fully_shard` adds to a module's class; the names are FSDP2's."""
+    """Base class that `fully_shard` adds to a module's class; its methods have FSDP2's names."""
 
     _unit: Unit
     _scheduler: Scheduler
@@ -238,5 +235,3 @@ def _sharded(module) -> ShardedModule:
         raise InvalidArgument(f"only sharded modules can be gathered in advance, not {kind_of(module)}")
     return module
 
-
-# ---- Optimizers.

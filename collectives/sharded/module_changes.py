@@ -1,7 +1,7 @@
 """Changes that users make to a module after it is sharded: requires_grad, hooks of parameters, new
 parameters.
 
-A parameter has two forms. Users see the shard, and autograd the full one: what is set on one must
+A parameter has two forms. Users hold the shard, and autograd the full one: what is set on one must
 be set on the other.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["AddedParamCheck", "check_not_written", "copy_hooks", "managed_module
 def copy_hooks(param, original: nn.Parameter) -> None:
     """Copy the hooks of an original parameter to its two forms.
 
-    Gradient hooks go on the full form, as under DDP: they see this rank's gradient before it is
+    Gradient hooks go on the full form, as under DDP: they get this rank's gradient before it is
     reduced. Post-accumulate hooks go on the shard, where the scheduler calls them.
     """
     if original._backward_hooks:
@@ -70,17 +70,17 @@ class AddedParamCheck:
         self._module = weakref.ref(module)
         self._find = find  # returns (names, places, parameter) of the module's own parameters
         self._ignored = {id(param) for param in ignored}
-        self._note()
+        self._record()
 
-    def _note(self) -> None:
+    def _record(self) -> None:
         self._modules = [weakref.ref(each) for each in managed_modules(self._module())]
-        self._seen = list(map(_held, self._modules))
+        self._held_before = list(map(_held, self._modules))
 
     def check(self, params) -> None:
         """Raise `InvalidUsage`, by name, for a trainable parameter that no unit has: no rank would
         reduce it.
         """
-        if list(map(_held, self._modules)) == self._seen:
+        if list(map(_held, self._modules)) == self._held_before:
             return
         known = self._ignored | {id(form) for param in params for form in (param.shard, param.full)}
         for names, _, param in self._find(self._module()):
@@ -89,7 +89,7 @@ class AddedParamCheck:
                     f"{names[0]} of this {type(self._module()).__name__} was added after it was sharded, so that each "
                     "rank would train its own: change modules before fully_shard, or shard the new module, too"
                 )
-        self._note()
+        self._record()
 
 
 def managed_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -72,7 +72,8 @@ class ParamGroup:
         self.grad: torch.Tensor | None = None  # flat shard of gradients, once there was one
         self.steps = 0  # optimizer steps so far
         self._stub = torch.empty((), dtype=self.gather_dtype, device=device)
-        self._simple = self.reduce_dtype.itemsize == narrowest  # the kernel's own padding is that of this layout
+        # Whether the packing kernel's own padding is that of this layout.
+        self._default_padding = self.reduce_dtype.itemsize == narrowest
         for param, offset in zip(params, self.layout.offsets, strict=True):
             param.offset = offset
         ends = [*self.layout.offsets[1:], self.unsharded_numel]
@@ -149,9 +150,9 @@ class ParamGroup:
             for form in (param.shard, param.full):
                 form.__dict__.update(original.__dict__)
             copy_hooks(param, original)
-        self._note()
+        self._record_addresses()
 
-    def _note(self) -> None:
+    def _record_addresses(self) -> None:
         self._addresses = [param.shard.data_ptr() for param in self.params]
         self._counts = [param.shard.numel() for param in self.params]
 
@@ -211,7 +212,7 @@ class ParamGroup:
                 place.copy_(param.shard.detach().view(place.shape))
             param.shard.data = place
             torch.autograd.graph.increment_version(param.shard)
-        self._note()
+        self._record_addresses()
 
     def allocate(self) -> None:
         """Allocate a flat shard that is on the meta device, as zeros. The shards stay the same
@@ -226,7 +227,7 @@ class ParamGroup:
             )
             data.__dict__.update(param.shard.__dict__)
             torch.utils.swap_tensors(param.shard, data)
-        self._note()
+        self._record_addresses()
 
     # ---- Gathering.
 
@@ -441,7 +442,7 @@ class ParamGroup:
             views = [flat[at : at + each.numel()].view(each.shape) for at, each in zip(offsets, tensors, strict=True)]
             if views:
                 torch._foreach_copy_(views, tensors)
-        elif len(tensors) == len(self.params) and self._simple:
+        elif len(tensors) == len(self.params) and self._default_padding:
             pack([each.contiguous() for each in tensors], flat)
             flat[self.layout.total :].zero_()
         else:

@@ -165,8 +165,8 @@ class Scheduler(Controller):
         if self.depth == 0 and not in_backward:
             seen, self._current_forward = self._current_forward, []
             self._forward_order = list(map(weakref.ref, seen))
-            # Outside a forward, users see shards and may write to them: buffers stay gathered only
-            # for a backward.
+            # Outside a forward, the modules hold shards, and users may write to them: buffers stay
+            # gathered only for a backward.
             for each in seen:
                 if torch.is_grad_enabled() or each.pending_backwards:
                     each.to_sharded()

@@ -165,8 +165,8 @@ class StepSimulation:
         gathered = [
             unit for unit in self._all(self.root) if any(not f.persistent and not f.is_whole for f in unit.flats)
         ]
-        lets_go = any(unit.reshards for unit in gathered)
-        if work and lets_go:
+        trims = any(unit.reshards for unit in gathered)
+        if work and trims:
             self._pool.trim()  # as for torch's optimizers
         self.record_peak(work)
 

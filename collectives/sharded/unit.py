@@ -88,13 +88,11 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.scheduler = self.module = None
         self._alloc_stream = None  # the stream on which the gathered buffer was allocated
-        self.state_dict_options = self.state_dict_settings = (
-            None  # in which state dicts are given, and as it was set; None: full tensors
-        )
+        # How state dicts are returned, and the settings of `set_state_dict_type`; None: full tensors.
+        self.state_dict_options = self.state_dict_settings = None
         self.pending_backwards = 0  # forwards whose backward has not ended
-        self.post_forward_comm: Communicator | None = (
-            None  # ranks that keep all parameters between them after a forward
-        )
+        # Ranks that keep all parameters between them after a forward.
+        self.post_forward_comm: Communicator | None = None
         self._works: list = []
         offload = parse_offload_policy(offload_policy)
         store = torch.device("cpu") if offload else self.device

@@ -73,8 +73,8 @@ def measured(ctx, case):
     make, units, data = MODELS[kind]
     with torch.device("meta"):
         bare = make()
-    how = {"overlap": beside, "accumulate": micro > 1}
-    plan = memory_plan(bare, ctx.size, optimizer, strategy, units=units(bare), mp_policy=precision, device="cpu", **how)
+    how = {"units": units(bare), "mp_policy": precision, "accumulate": micro > 1}
+    plan = memory_plan(bare, ctx.size, optimizer, strategy, overlap=beside, device="cpu", **how)
     x = data()
     with Counted() as counted:
         model = make()
@@ -86,7 +86,7 @@ def measured(ctx, case):
         model = ShardedDataParallel(
             model, sharding_strategy=strategy, auto_wrap_policy=policy, mixed_precision=precision, forward_prefetch=True
         )
-        model._scheduler.overlaps, model._scheduler.pool = beside, BufferPool()
+        model._scheduler.should_overlap, model._scheduler.pool = beside, BufferPool()
         for each in model.modules():
             if isinstance(each, ShardedDataParallel):
                 each._unit.pool = model._scheduler.pool
@@ -104,7 +104,7 @@ def measured(ctx, case):
             stepper.step()
             peaks["step"] = counted.most
             stepper.zero_grad()
-        as_is = memory_plan(model, ctx.size, stepper, **how)
+        as_is = memory_plan(model, ctx.size, stepper, accumulate=micro > 1)  # whether it overlaps is the module's own
     # Beside the computation a buffer comes back a little sooner or later, and then a larger one may be lent in its
     # place: `BufferPool` holds up to a quarter more than it lends.
     spare = model._scheduler.pool.max_allocated / 4 if beside and kind == "mixed" else 0
