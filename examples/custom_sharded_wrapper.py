@@ -1,9 +1,10 @@
-"""A sharded layer of one's own: frozen int8 weights, in pieces on the ranks, and a small adapter that is trained.
+"""A sharded layer of one's own: frozen int8 weights, in shards on the ranks, and a small adapter that is trained.
 
     torchrun --nproc-per-node 2 examples/custom_sharded_wrapper.py
 
-The weights are gathered as int8 for each product, forward and backward, and let go behind it. docs/custom-wrappers.md
-goes through it line by line. The last line on stdout is one JSON object; exit status 1 where training has not helped.
+The weights are all-gathered as int8 for each product, forward and backward, and freed after it.
+docs/custom-wrappers.md explains the API. The last line on stdout is one JSON object; exit status 1
+where training has not helped.
 """
 
 import json
@@ -20,7 +21,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layer):
         ctx.layer = layer
-        with layer.unit.unsharded():  # a gather of int8
+        with layer.unit.unsharded():  # an all-gather of int8
             return x @ layer.weight().t()
 
     @staticmethod
@@ -38,7 +39,7 @@ class Int8Linear(nn.Module):
         self.down = nn.Linear(linear.in_features, rank, bias=False)
         self.up = nn.Linear(rank, linear.out_features)
         nn.init.zeros_(self.up.weight)
-        self.unit = Unit(self.base, comm)  # from here on self.base holds this rank's pieces
+        self.unit = Unit(self.base, comm)  # from here on self.base holds this rank's shards
 
     def weight(self):
         return self.base["int8"] * self.base["scale"]
