@@ -294,7 +294,16 @@ def test_scalers_agree(tmp_path):
 
 @over_gloo
 def steps_in_backward(ctx):
-    """What optimizer.step() says; unused branches; state; a step that is left out; what can't be had."""
+    unused_branches(ctx)
+    steps_that_are_left_out(ctx)
+    frozen_parameters(ctx)
+    strategies_with_max_norm(ctx)
+    refused_states(ctx)
+    return True
+
+
+def unused_branches(ctx):
+    """Unused branches; the optimizer's state by names; what optimizer.step() and DDP refuse."""
     state = HookState()
     model = Branches()
     for branch in model.branches:
@@ -314,6 +323,20 @@ def steps_in_backward(ctx):
             steps.step()
     trunk = [plain.trunk, *plain.branches]
     assert all(map(torch.equal, full(model), [param for layer in trunk for param in layer.parameters()]))
+    check_optimizer_state(model, state, other)
+    model.set_requires_gradient_sync(False)
+    loss_of(model, 3, ctx.rank).backward()
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(InvalidUsage, match="no synchronised backward"):
+        optimizer.step()
+    with pytest.raises(InvalidUsage, match="stepped inside of the backward"):
+        model.clip_grad_norm_(1.0)
+    with pytest.raises(InvalidUsage, match="serves sharded modules"):
+        collectives.fused_allreduce(state, None)
+
+
+def check_optimizer_state(model, state, other):
+    """The state is that of DDP's optimizer `other`, and another sharded model loads it."""
     whole = state.optimizer_state_dict()
     wanted = other.state_dict()["state"]
     for number, each in whole["state"].items():
@@ -327,18 +350,12 @@ def steps_in_backward(ctx):
     assert len(get_optimizer_state_dict(copy, again.optimizer)["state"]) == 6  # begins what no step has begun
     again.load_optimizer_state_dict(whole)
     for param, mine in zip(copy.parameters(), model.parameters(), strict=True):
-        for key, value in optimizer.state[mine].items():
+        for key, value in state.optimizer.state[mine].items():
             assert torch.equal(again.optimizer.state[param][key], value)
-    model.set_requires_gradient_sync(False)
-    loss_of(model, 3, ctx.rank).backward()
-    model.set_requires_gradient_sync(True)
-    with pytest.raises(InvalidUsage, match="no synchronised backward"):
-        optimizer.step()
-    with pytest.raises(InvalidUsage, match="stepped inside of the backward"):
-        model.clip_grad_norm_(1.0)
-    with pytest.raises(InvalidUsage, match="serves sharded modules"):
-        collectives.fused_allreduce(state, None)
 
+
+def steps_that_are_left_out(ctx):
+    """Non-finite gradients leave the step out; backwards that come in parts are refused."""
     state = HookState(check_finite=True)
     model = shard(state)
     state.optimizer = optimizer = adamw(model.parameters())
@@ -355,8 +372,10 @@ def steps_in_backward(ctx):
     with pytest.raises(InvalidUsage, match="use_reentrant=True"):
         x.sum().backward()
 
+
+def frozen_parameters(ctx):
     found = []
-    for fused in (True, False):  # frozen parameters are needed behind the gradients of the others
+    for fused in (True, False):  # frozen parameters are needed after the gradients of the others
         state, model = HookState(), make_model()
         model[2].requires_grad_(False)
         fully_shard(model, hook_state=state)
@@ -367,6 +386,8 @@ def steps_in_backward(ctx):
         found.append(full(model))
     assert all(map(torch.equal, *found))
 
+
+def strategies_with_max_norm(ctx):
     found = []
     for strategy in ("FULL_SHARD", "SHARD_OPTIMIZER", "NO_SHARD"):
         state = HookState(max_norm=0.1)
@@ -376,8 +397,10 @@ def steps_in_backward(ctx):
         found.append(full(model))
     for one, two, three in zip(*found, strict=True):
         assert torch.equal(one, two)
-        torch.testing.assert_close(one, three)  # the shares of the norm are others
+        torch.testing.assert_close(one, three)  # the norm is added up from other shards
 
+
+def refused_states(ctx):
     for options, reason in (
         ({"local_steps": 2}, "post-local"),
         ({"hierarchical": True}, "flat reduce-scatter"),
@@ -393,7 +416,6 @@ def steps_in_backward(ctx):
         fully_shard(make_model(), hook_state=HookState(optimizer=adamw(make_model().parameters())))
     with pytest.raises(InvalidUsage, match="wire='int8'|wire='fp32'"):
         fully_shard(make_model(), hook_state=HookState(wire="int8" if ctx.rank else "fp32"))
-    return True
 
 
 def test_the_step_in_backward(tmp_path):
