@@ -93,8 +93,8 @@ class ShardedModule:
                 unit.reduce_grads = left < 0
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """FSDP2's name for leaving out the sum over replicas. Only True: gradients are summed over
-        shards and replicas at once.
+        """Accept True only. In FSDP2 False leaves out the sum over replicas; here gradients are
+        summed over shards and replicas at once.
         """
         if not requires_all_reduce:
             raise InvalidArgument("gradients are reduced over pieces and replicas at once: set_requires_gradient_sync")
@@ -156,8 +156,8 @@ class ShardedModule:
         return clip_grad_norm_(self, units_in(self), max_norm, norm_type, error_if_nonfinite, foreach)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the last one of this step; False leaves what ends it
-        undone.
+        """Set whether the next backward is the last one of this step. False: its end reduces no
+        remaining gradients, reshards nothing and calls no hooks.
         """
         self._scheduler.is_last_backward = bool(is_last_backward)
 

@@ -1,4 +1,4 @@
-"""A HookState over units does what it does over DDP's buckets; parameters that are gathered in fewer bits."""
+"""A HookState over units does what it does over DDP's buckets; quantized all-gathers."""
 
 import gc
 import pickle
@@ -41,7 +41,7 @@ def hooked(state):
 
 
 def full(model):
-    """Give the parameters as their owners have them."""
+    """Return the parameters as their owners have them."""
     found = []
     for unit in units_in(model):
         for group in unit.groups:
@@ -54,7 +54,7 @@ def full(model):
 
 
 def by_unit(ddp):
-    """Give DDP's parameters in the order of `full`."""
+    """Return DDP's parameters in the order of `full`."""
     layers = [ddp.module[6], ddp.module[0], ddp.module[2], ddp.module[4]]
     return [param.detach().clone() for layer in layers for param in layer.parameters()]
 
@@ -132,7 +132,7 @@ def test_as_over_ddp(ranks, tmp_path):
 
 
 def gradients_of(ctx, step, ranks):
-    """Give each rank's own full gradients of one unsharded step."""
+    """Return each rank's own full gradients of one unsharded step."""
     found = []
     for rank in range(ranks):
         model = make_model()
@@ -160,11 +160,11 @@ def feed_back(ctx):
     kept = pickle.loads(pickle.dumps(state)).compressor.state_dict()["residuals"]
     mean = state.state_dict()["wire"]["residuals"]
     saved = state.state_dict()
-    gone = [weakref.ref(param.shard) for unit in units_in(model) for param in unit.params]
-    gone += [weakref.ref(param.full) for unit in units_in(model) for param in unit.params]
+    references = [weakref.ref(param.shard) for unit in units_in(model) for param in unit.params]
+    references += [weakref.ref(param.full) for unit in units_in(model) for param in unit.params]
     del model, units, group
     gc.collect()
-    assert [each() for each in gone] == [None] * 16
+    assert [each() for each in references] == [None] * 16
     again = HookState(wire="int8", error_feedback=True)
     again.load_state_dict(saved)
     other = shard(again)
@@ -180,9 +180,9 @@ def test_error_feedback_carries_over(tmp_path):
     assert sorted(kept) == sorted(mean) == sorted(names) and taken == []
     for at, (name, total) in enumerate(zip(names, sums, strict=True)):
         owed = sum(each[at] for each in grads) * 3 / 2
-        # All that was applied and all that is kept is all that there was.
-        lost = (kept[name] + others[name]).view(total.shape) / 2
-        torch.testing.assert_close(total + lost, owed, rtol=1e-5, atol=1e-6)
+        # Applied gradients and residuals add up to all gradients.
+        residual = (kept[name] + others[name]).view(total.shape) / 2
+        torch.testing.assert_close(total + residual, owed, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(mean[name], (kept[name] + others[name]) / 2)
         assert (total - owed).abs().max() > 1e-6  # int8 does lose
 
@@ -199,7 +199,7 @@ def gather_in_fewer_bits(ctx):
             module.unshard()
             seen += [param.detach().clone() for param in module._parameters.values()]
             seen += [] if module is not model else [param.detach().clone() for param in model[6].parameters()]
-            module._unit.reshard(write_back=True)  # what nobody has written to stays
+            module._unit.reshard(write_back=True)  # what was not written to stays
         assert all(map(torch.equal, masters, full(model)))
         with torch.no_grad(), model[0]._unit.unsharded(write_back=True):
             model[0].bias[:2] = 7.0
@@ -212,8 +212,8 @@ def gather_in_fewer_bits(ctx):
     models = [shard(HookState(gather="int8"), reshard_after_forward=keep) for keep in (True, False)]
     for model in models:
         train(model, adamw(model.parameters()), ctx.rank, 2)
-    assert all(map(torch.equal, *map(full, models)))  # what lies between parameters has no part in it
-    # bf16 through bf16 is as it is: no codec, and the same bits as without.
+    assert all(map(torch.equal, *map(full, models)))  # padding has no influence
+    # bf16 parameters with gather="bf16": no quantized all-gather, and the same bits as without.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     state = HookState(gather="bf16")
     models = [shard(each, mp_policy=policy) for each in (None, state)]
@@ -223,7 +223,7 @@ def gather_in_fewer_bits(ctx):
     return rows
 
 
-def test_parameters_travel_in_fewer_bits(tmp_path):
+def test_parameters_are_gathered_in_fewer_bits(tmp_path):
     first, second = run(gather_in_fewer_bits, 2, tmp_path / "store")
     for name, (masters, seen, sent) in first.items():
         wire = WIRE_FORMATS[name]
@@ -238,7 +238,7 @@ def test_parameters_travel_in_fewer_bits(tmp_path):
 
 @over_gloo
 def scaled(ctx):
-    """GradScalers: one rank alone has a non-finite gradient in its piece; all skip, and go on alike."""
+    """GradScalers: one rank alone has a non-finite gradient in its shard; all ranks skip the step."""
     rows = []
     for make, fused, options in (
         (lambda params: torch.optim.AdamW(params, lr=1e-2), False, {}),

@@ -1,4 +1,4 @@
-"""FSDP2's methods of a sharded module, people's own collectives, and units of one's own."""
+"""FSDP2's methods of a sharded module, custom collectives, and units that are used directly."""
 
 import warnings
 
@@ -164,7 +164,7 @@ def test_methods(tmp_path):
 
 @over_gloo
 def whole_batch(ctx):
-    """One process with everybody's batch, to the rounding of fp32."""
+    """One process with all ranks' batches, to the rounding of fp32."""
     model = sharded()
     optimizer = RULES["adamw"](model.parameters())
     alone = make_model()
@@ -229,7 +229,7 @@ def unit_by_hand(ctx):
     layer = nn.Linear(5, 3)
     before = [param.detach().clone() for param in layer.parameters()]
     unit = Unit(layer, ctx.communicator())
-    assert sum(piece.numel() for piece in unit.pieces()) < 18 or ctx.size == 1
+    assert sum(shard.numel() for shard in unit.pieces()) < 18 or ctx.size == 1
     with unit.unsharded(write_back=True):
         whole = all(torch.equal(*pair) for pair in zip(layer.parameters(), before, strict=True))
         layer.weight.data += 1
@@ -239,7 +239,7 @@ def unit_by_hand(ctx):
     unit.reduce()
     unit.reshard()
     mean = (ctx.size + 1) / 2
-    grads = [piece.grad for piece in unit.pieces()]
+    grads = [shard.grad for shard in unit.pieces()]
     return whole, written, torch.equal(grads[0], torch.full_like(grads[0], mean)), not grads[1].any().item()
 
 
@@ -261,6 +261,6 @@ def other_values(ctx):
 
 
 def test_ranks_with_other_values_are_warned(tmp_path):
-    for told, others in run(other_values, 2, str(tmp_path / "store")):
-        assert len(told) == 1 and "values of a Linear with weight differ" in told[0]
+    for messages, others in run(other_values, 2, str(tmp_path / "store")):
+        assert len(messages) == 1 and "values of a Linear with weight differ" in messages[0]
         assert not others

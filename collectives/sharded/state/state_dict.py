@@ -231,8 +231,9 @@ class LoadOptions:
 
 
 def read_options(options, full_state_dict: bool, cpu_offload: bool, rank0_only: bool) -> tuple[GetOptions, LoadOptions]:
-    """Convert keyword arguments, or torch's StateDictOptions instead, with which full state on the
-    host is rank 0's.
+    """Convert keyword arguments, or torch's StateDictOptions instead of them.
+
+    With torch's options, full state on the host is for rank 0 only.
     """
     if options is None:
         if rank0_only and not full_state_dict:
