@@ -4,11 +4,12 @@
     torchrun --nproc-per-node 2 examples/char_gpt.py --compare bf16,int8
     torchrun --nproc-per-node 2 examples/char_gpt.py --sharded
 
-Also runs under mpirun, under srun, or alone. The gradients travel by the wire that is named, clipped by the hook; with
---compare the same steps are made on fp32 and then on each of the wires, from the same initial parameters. With
---sharded a rank keeps its share alone of parameters, gradients and optimizer state, and has one block or two in full at
-a time. The last line on stdout is one JSON object; the exit status is 1 if the parameters differ between ranks, if the
-loss on held-out text isn't below that of the letters' frequencies alone, or if a compared wire's loss is above fp32's
+Also runs under mpirun, under srun, or alone. The gradients are sent in the format that --wire names,
+and clipped by the hook; with --compare the same steps are made with fp32 and then with each of the
+wires, from the same initial parameters. With --sharded a rank keeps only its shards of parameters,
+gradients and optimizer state, and one or two blocks in full at a time. The last line on stdout is
+one JSON object; the exit status is 1 if the parameters differ between ranks, if the loss on held-out
+text isn't below that of the letters' frequencies alone, or if a compared wire's loss is above fp32's
 by more than the tolerance, or its bytes are more than it promises.
 """
 

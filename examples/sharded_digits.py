@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 2 examples/sharded_digits.py
 
-Also runs under mpirun, under srun, or alone. Sharded as one unit, by the tutorial's wrap policy, and with parameters
-that stay in host memory between their uses; the same steps from the same parameters as DDP with our hook. Prints the
-step time of each and what memory it took on top of an idle rank's, which the plot shows beside what would be there if
-nothing but parameters, gradients and Adam's two moments were kept. The last line on stdout is one JSON object; the exit
-status is 1 if a test accuracy is below the threshold, if the parameters differ between ranks, or from DDP's in one bit.
+Also runs under mpirun, under srun, or alone. Sharded as one unit, by the tutorial's wrap policy, and
+with CPU offload; the same steps from the same parameters as DDP with our hook. Prints the step time
+of each and its memory above that of an idle rank; the plot compares this with the bytes of
+parameters, gradients and Adam's two moments alone. The last line on stdout is one JSON object; the
+exit status is 1 if a test accuracy is below the threshold, if the parameters differ between ranks,
+or from DDP's in one bit.
 """
 
 import argparse
@@ -95,7 +96,7 @@ WAYS = {
 
 
 class Memory:
-    """Peak bytes since `start`: of tensors on a GPU, else of this process, what ranks share counted by its parts.
+    """Peak bytes since `start`: of tensors on a GPU, else of this process, with its part of shared memory.
 
     What an idle rank has when this is made is taken off: the interpreter and libraries. Each way of training has a
     communicator of its own, so that its buffers go with it.

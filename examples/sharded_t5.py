@@ -2,13 +2,14 @@
 
     torchrun --nproc-per-node 2 examples/sharded_t5.py
 
-Also runs under mpirun, under srun, or alone. As in PyTorch's advanced FSDP tutorial, but with nothing to download: a T5
-of Hugging Face's transformers made from its configuration, reading bytes as ByT5 does. Each T5Block is a unit by
-`transformer_auto_wrap_policy`; computed and sent in bf16, kept in fp32; the next unit's parameters arrive while one is
-computed. At the end the parameters stream to rank 0, which saves them, loads them into a T5 that nothing shards, and
-lets that shorten docstrings it hasn't seen. The last line on stdout is one JSON object; the exit status is 1 if the
-parameters differ between ranks, if the loss on held-out docstrings isn't below that of the bytes' frequencies alone, or
-if what was saved isn't what was trained.
+Also runs under mpirun, under srun, or alone. As in PyTorch's advanced FSDP tutorial, but with
+nothing to download: a T5 of Hugging Face's transformers made from its configuration, reading bytes
+as ByT5 does. Each T5Block is a unit, by `transformer_auto_wrap_policy`. Parameters are gathered and
+used in bf16, and kept in fp32; the next unit is prefetched while one is computed. At the end the
+parameters are gathered unit by unit on rank 0, which saves them, loads them into an unsharded T5,
+and shortens docstrings of the held-out set with it. The last line on stdout is one JSON object; the
+exit status is 1 if the parameters differ between ranks, if the loss on held-out docstrings isn't
+below that of the bytes' frequencies alone, or if what was saved isn't what was trained.
 """
 
 import argparse
@@ -178,7 +179,7 @@ def shard(model, comm):
 
 
 def save(model, path, comm):
-    """Write the parameters, whole and in fp32, by rank 0; the other ranks hold no more than one unit for it."""
+    """Save the full parameters in fp32 on rank 0; the other ranks gather one unit at a time for it."""
     whole = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with ShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, whole):
         state = model.state_dict()
