@@ -117,8 +117,8 @@ def _group_by_scheduler(tensors) -> list[tuple]:
     for scheduler in open_schedulers():
         for unit in scheduler.units:
             for group in unit.trainable:
-                if group.grad is not None and group.grad.numel():
-                    by_memory[group.grad.untyped_storage().data_ptr()] = (scheduler, unit)
+                if group.gradients.flat is not None and group.gradients.flat.numel():
+                    by_memory[group.gradients.flat.untyped_storage().data_ptr()] = (scheduler, unit)
             for param in unit.params:
                 if param.shard.grad is not None:
                     by_grad[id(param.shard.grad)] = (scheduler, unit)

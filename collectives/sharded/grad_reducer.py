@@ -249,7 +249,7 @@ class ShardedGradReducer:
             self._accumulated.add(number)
         self._reduced[number] = (unit, group)
         self._grad_stats[number] = grad_stats
-        flat = group.pack_gradients()
+        flat = group.gradients.pack()
         whole = ranks.shard is None or ranks.replicas is not None  # then all ranks get all of it
         comm = ranks.world if whole else ranks.shard
         scaling = self._scaling(unit, comm.size)
@@ -265,8 +265,8 @@ class ShardedGradReducer:
             self._bytes_sent += self.wire.reduce(comm, bucket, scaling, grad_stats=grad_stats)
         else:
             self._bytes_sent += self.wire.reduce_scatter(comm, bucket, scaling, shard_numel, grad_stats=grad_stats)
-        in_place = flat is group.grad
-        return functools.partial(group.set_shard_gradients, flat if in_place else flat[own], in_place)
+        in_place = flat is group.gradients.flat
+        return functools.partial(group.gradients.set_gradients, flat if in_place else flat[own], in_place)
 
     def _reduce_uncompressed(self, comm, group, flat, own, whole, scaling, grad_stats, async_op):
         """Reduce in the gradients' own dtype, into the memory of the shards' gradients, overlapped
@@ -279,10 +279,10 @@ class ShardedGradReducer:
         options = {"share": grad_stats} if counted else {"algorithm": algorithm}
         send = _real(flat)
         if whole:
-            out, in_place = flat, flat is group.grad
+            out, in_place = flat, flat is group.gradients.flat
             work = comm.all_reduce(send, op, async_op=async_op, **options)
         else:
-            out, in_place = group.reduce_output()
+            out, in_place = group.gradients.reduce_output()
             work = comm.reduce_scatter(_real(out), send, op, async_op=async_op, **options)
         self._bytes_sent += ring_bytes(send, comm.size, 2 if whole else 1)
 
@@ -297,7 +297,7 @@ class ShardedGradReducer:
             if grad_stats is not None and not counted:
                 add_grad_stats(_real(out) if not whole else _real(out).tensor_split(comm.size)[comm.rank], grad_stats)
             part = out if not whole or out.numel() == group.shard_numel else out[own]
-            group.set_shard_gradients(part, in_place)
+            group.gradients.set_gradients(part, in_place)
 
         return end
 

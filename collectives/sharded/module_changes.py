@@ -1,5 +1,5 @@
 """Changes that users make to a module after it is sharded: requires_grad, hooks of parameters, new
-parameters.
+parameters, other memory.
 
 A parameter has two forms. Users hold the shard, and autograd the full one: what is set on one must
 be set on the other.
@@ -10,11 +10,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
-from ..errors import InvalidUsage
+from ..errors import InvalidArgument, InvalidUsage
+from ..torch_compat import TensorBase
 
-__all__ = ["AddedParamCheck", "check_not_written", "copy_hooks", "managed_modules", "param_versions", "sync_attributes"]
+__all__ = [
+    "AddedParamCheck", "ReplacedShardCheck", "check_not_written", "copy_hooks", "managed_modules", "param_versions",
+    "sync_attributes",
+]  # fmt: skip
+
+_data_ptr, _numel = TensorBase.data_ptr, TensorBase.numel
 
 
 def copy_hooks(param, original: nn.Parameter) -> None:
@@ -90,6 +97,50 @@ class AddedParamCheck:
                     "rank would train its own: change modules before fully_shard, or shard the new module, too"
                 )
         self._record()
+
+
+class ReplacedShardCheck:
+    """Finds shards of a group that were given other memory, as by ``param.data = ...``.
+
+    `dtype`, `store`: those of the group's shards.
+    """
+
+    def __init__(self, params, dtype: torch.dtype, store: torch.device):
+        self._params = params
+        self._dtype = dtype
+        self._store = store
+        self.record()
+
+    def record(self) -> None:
+        """Record the addresses and sizes of the shards as they are now."""
+        self._addresses = [param.shard.data_ptr() for param in self._params]
+        self._counts = [param.shard.numel() for param in self._params]
+
+    def check(self, shards: list[nn.Parameter]) -> bool:
+        """Return whether shards were given other memory of the same size since `record`.
+
+        Raises `InvalidArgument`, with the parameter's name, for another size, dtype or device.
+        """
+        if list(map(_data_ptr, shards)) == self._addresses and list(map(_numel, shards)) == self._counts:
+            return False
+        for param, count in zip(self._params, self._counts, strict=True):
+            data = param.shard.data
+            if data.numel() != count:
+                raise InvalidArgument(
+                    f"{param.name} was resized after it was sharded: this rank's piece has {data.numel()} elements "
+                    f"and had {count}; change modules before fully_shard, or values only"
+                )
+            if data.dtype != self._dtype:
+                raise InvalidArgument(
+                    f"{param.name} was made {data.dtype} after it was sharded as {self._dtype}: convert the module "
+                    "before fully_shard, or compute in another dtype by mp_policy"
+                )
+            if count and data.device.type not in (self._store.type, "meta"):
+                raise InvalidArgument(
+                    f"{param.name} was moved to {data.device} after it was sharded on {self._store}: move the module "
+                    "before fully_shard"
+                )
+        return True
 
 
 def managed_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -70,7 +70,7 @@ class OptimizerInBackward:
         for group in unit.trainable:
             for param in group.params:
                 param.shard.grad = None
-            group.grad = None
+            group.gradients.flat = None
         unit.post_optim_step()
         self.applied = True
         self.optimizer._opt_called = True  # lr schedulers check it

@@ -1,8 +1,8 @@
 """Simulation of a step's memory: the allocations and frees of a sharded module's step, in order,
 without a tensor.
 
-It follows `scheduler`, `unit` and `param_group` line by line, and allocates from the same pool by
-the same rules.
+It follows `scheduler`, `unit`, `param_group` and `gradient_shard` line by line, and allocates from
+the same pool by the same rules.
 """
 
 from __future__ import annotations

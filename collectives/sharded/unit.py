@@ -350,7 +350,7 @@ class Unit:
 
     def has_gradients(self) -> bool:
         """Whether full gradients are waiting to be reduced."""
-        return any(group.has_gradients() for group in self.trainable)
+        return any(group.gradients.has_gradients() for group in self.trainable)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -379,13 +379,13 @@ class Unit:
         collective.
         """
         for group in self.trainable:
-            group.gather_gradients()
+            group.gradients.gather()
 
     @torch.no_grad()
     def write_back_gradients(self) -> None:
         """Copy to the shards' gradients what was written to the substitutes'."""
         for group in self.trainable:
-            group.write_back_gradients()
+            group.gradients.write_back()
 
     def drop_gradients(self) -> None:
         """Drop full gradients that wait to be reduced."""
@@ -421,6 +421,6 @@ class Unit:
                 param.has_unreduced_grad = False
         else:
             for group in self.trainable:
-                group.to_accumulated_grad()
+                group.gradients.to_accumulated_grad()
         self._grads_left = sum(param.expects_grad for param in self.params)
         self.pending_backwards = 0

@@ -92,7 +92,7 @@ def late_copies(cuda):
         cuda.recorded.append((tensor.shape, stream))
 
     with (
-        mock.patch("collectives.sharded.param_group.torch.empty", ask),
+        mock.patch("collectives.sharded.group_buffers.torch.empty", ask),
         mock.patch.object(torch.Tensor, "record_stream", record),
         _Late(cuda),
     ):

@@ -38,7 +38,7 @@ def gradients(model, comm):
     for unit in units_in(model):
         for group in unit.groups:
             flat = torch.empty(group.unsharded_numel)
-            comm.all_gather(flat, group.grad)
+            comm.all_gather(flat, group.gradients.flat)
             found.update({id(param): flat[param.offset :][: param.count].view(param.shape) for param in group.params})
     order = [units_in(model)[at] for at in (1, 2, 0)]
     return [found[id(param)] for unit in order for param in unit.params] + [model[6].bias.grad]

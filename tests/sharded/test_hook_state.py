@@ -153,7 +153,7 @@ def feed_back(ctx):
         whole = []
         for group in units:
             flat = torch.empty(group.unsharded_numel)
-            ctx.communicator().all_gather(flat, group.grad)
+            ctx.communicator().all_gather(flat, group.gradients.flat)
             whole += [flat[param.offset :][: param.count].view(param.shape) for param in group.params]
         for total, each in zip(sums, whole, strict=True):
             total += each

@@ -91,7 +91,7 @@ def measured(ctx, case):
             if isinstance(each, ShardedDataParallel):
                 each._unit.pool = model._scheduler.pool
                 for group in each._unit.groups:
-                    group.pool = model._scheduler.pool
+                    group.buffers.pool = model._scheduler.pool
         stepper = optimizer(model.parameters(), lr=1e-3)
         peaks = {}
         for _ in range(4):
