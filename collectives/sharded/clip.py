@@ -116,7 +116,7 @@ def _group_by_scheduler(tensors) -> list[tuple]:
     by_grad, by_memory = {}, {}
     for scheduler in open_schedulers():
         for unit in scheduler.units:
-            for group in unit.trainable:
+            for group in unit.gradients.trainable:
                 if group.gradients.flat is not None and group.gradients.flat.numel():
                     by_memory[group.gradients.flat.untyped_storage().data_ptr()] = (scheduler, unit)
             for param in unit.params:

@@ -226,7 +226,7 @@ class Controller:
             return False
         if code >> _KIND == GATHER:
             unit.join_all_gather()
-        elif unit.trainable_mask == index >> GROUP_MASK_SHIFT:
+        elif unit.gradients.trainable_mask == index >> GROUP_MASK_SHIFT:
             self._reduced.add(unit.index)
             self._reduce(unit)
         else:
@@ -312,7 +312,7 @@ class Controller:
 
     def _reduce_flags(self, flags: numpy.ndarray, units: list[Unit]) -> numpy.ndarray:
         """Return the element-wise maximum of all ranks' flags at the end of a backward."""
-        here = {unit.index for unit in units if unit.reduce_grads and unit.has_gradients()} & self._reduced
+        here = {unit.index for unit in units if unit.reduce_grads and unit.gradients.has_gradients()} & self._reduced
         if here:
             unit = self._units[min(here)]()
             self._raise_divergence(f"{unit!r} has gradients here, and the others have reduced it before")
@@ -323,7 +323,7 @@ class Controller:
         self._reduced.clear()
         if self.static_graph.next is not None:  # others have ended the iteration as they did before
             for unit in units:
-                flags[unit.index] = unit.reduce_grads and unit.has_gradients()
+                flags[unit.index] = unit.reduce_grads and unit.gradients.has_gradients()
             if not self.static_graph.covers(self._flags_of_used_units(flags)):
                 self._raise_divergence(
                     "this rank has gradients at the end of its backward that it didn't have in the others"

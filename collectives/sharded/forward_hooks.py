@@ -106,7 +106,7 @@ def _register_post_backward_hook(unit: Unit, scheduler: Scheduler, inputs) -> No
         if scheduler.graph_task is not None and unit.pending_backwards:
             unit.pending_backwards -= 1
             if not unit.pending_backwards:
-                if unit.reduce_grads and unit.has_gradients():
+                if unit.reduce_grads and unit.gradients.has_gradients():
                     scheduler.post_backward(unit)
                 else:
                     scheduler.reshard_in_backward(unit)
@@ -131,7 +131,7 @@ def register_grad_hooks(unit: Unit, scheduler: Scheduler) -> None:
         unit = here()
         param = unit.params[at]
         scheduler.begin_backward()
-        if unit.record_grad(param):
+        if unit.gradients.record_grad(param):
             scheduler.post_backward(unit)
 
     numbers = {id(param): at for at, param in enumerate(unit.params)}

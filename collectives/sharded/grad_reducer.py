@@ -133,7 +133,7 @@ class ShardedGradReducer:
 
     def add(self, unit) -> None:
         """Add a unit whose gradients to reduce. A local call, in the same order on all ranks."""
-        for group in unit.trainable:
+        for group in unit.gradients.trainable:
             if not (group.dtype.is_floating_point or group.dtype.is_complex):
                 raise InvalidArgument(f"gradients of {group.dtype} have no wire", op="fully_shard")
             self._numbers[group] = self._next
@@ -185,9 +185,7 @@ class ShardedGradReducer:
         return self._step is not None
 
     def check_use(self, unit) -> None:
-        """Raise `InvalidUsage` where a backward needs a unit's parameters after it has stepped
-        them.
-        """
+        """Raise `InvalidUsage` where a backward needs parameters of a unit that it has stepped."""
         if unit in self._stepped:
             raise InvalidUsage(
                 f"{unit!r} is needed in a backward that has stepped its parameters already: its gradients came in "
@@ -235,7 +233,7 @@ class ShardedGradReducer:
         self.check_use(unit)
         if not self._begun:
             self._begin()
-        ends = [self._reduce(unit, group, async_op) for group in unit.trainable]
+        ends = [self._reduce(unit, group, async_op) for group in unit.gradients.trainable]
         self.state.reducer.totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
         return [*ends, functools.partial(self._step_when_complete, unit)]
 
@@ -303,7 +301,7 @@ class ShardedGradReducer:
 
     def _step_when_complete(self, unit) -> None:
         """Step a unit whose gradients are all there, unless the step is deferred."""
-        if not self.steps or self._defers_step() or len(unit.trainable) < len(unit.groups):
+        if not self.steps or self._defers_step() or len(unit.gradients.trainable) < len(unit.groups):
             return  # frozen parameters may still be needed
         if any(group.offloads for group in unit.groups):
             return  # the gradients are being copied to the host until the backward's end

@@ -143,12 +143,11 @@ def memory_plan(
     params = [param for flat in flats if flat.trainable for param in flat.params]
     state, host_bytes, work = _optimizer(costs, [flat for flat in flats if flat.trainable], params, gpu)
     shards = sum(
-        _allocated_bytes(flat.dtype, flat.unsharded_numel if flat.persistent else flat.shard_numel, gpu)
-        for flat in flats
+        _block_bytes(flat.dtype, flat.unsharded_numel if flat.persistent else flat.shard_numel, gpu) for flat in flats
     )
-    own = sum(_allocated_bytes(flat.dtype, flat.shard_numel, gpu) for flat in flats if flat.trainable)
-    stubs = sum(_allocated_bytes(flat.gather_dtype, 1, gpu) for flat in flats)
-    buffers = sum(_allocated_bytes(each.dtype, each.numel(), gpu) for each in module.buffers()) + stubs
+    own = sum(_block_bytes(flat.dtype, flat.shard_numel, gpu) for flat in flats if flat.trainable)
+    stubs = sum(_block_bytes(flat.gather_dtype, 1, gpu) for flat in flats)
+    buffers = sum(_block_bytes(each.dtype, each.numel(), gpu) for each in module.buffers()) + stubs
     on_host = host_bytes if gpu else 0
     kept = {"parameters": shards, "optimizer": state + (0 if gpu else host_bytes), "buffers": buffers}
     gradients = own
@@ -176,7 +175,7 @@ def _gathered(unit: UnitPlan) -> int:
     return sum(flat.unsharded_numel * flat.gather_dtype.itemsize for flat in unit.flats)
 
 
-def _allocated_bytes(dtype: torch.dtype, count: int, gpu: bool) -> int:
+def _block_bytes(dtype: torch.dtype, count: int, gpu: bool) -> int:
     nbytes = count * dtype.itemsize
     return -(-nbytes // 512) * 512 if gpu else nbytes
 
@@ -190,7 +189,7 @@ def _optimizer(costs: OptimizerCosts, flats: list[GroupPlan], params, gpu: bool)
     for flat in flats:
         for param, count in zip(flat.params, flat.shard_counts(), strict=True):
             cost = costs.of(param, known=known)
-            state += sum(_allocated_bytes(torch.uint8, each * count, gpu) for each in cost.states)
+            state += sum(_block_bytes(torch.uint8, each * count, gpu) for each in cost.states)
             host_bytes += cost.host_bytes
             of_all += cost.of_all * count
             one = max(one, last + cost.of_each * count)

@@ -89,7 +89,7 @@ class ShardedModule:
         for unit in reversed(units_in(self, recurse=recurse)):
             unit.reduce_grads = bool(requires_gradient_sync)
             if left is not None and not unit.reduce_grads:
-                left -= unit.full_gradient_bytes
+                left -= unit.gradients.full_bytes
                 unit.reduce_grads = left < 0
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -181,7 +181,7 @@ class ShardedModule:
         """Reset the shards' gradients, and drop full ones that wait for a synchronised backward."""
         super().zero_grad(set_to_none)
         for unit in units_in(self):
-            unit.drop_gradients()
+            unit.gradients.drop()
 
     def _apply(self, fn, recurse=True):
         if self._unit.registration.has_substitutes:  # full parameters, in an initialisation

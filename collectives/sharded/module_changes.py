@@ -67,7 +67,7 @@ def sync_attributes(unit) -> None:
                 group.requires_grad = True  # for good: a group without gradients on any rank isn't reduced
                 unit.register_grad_hook(param)
     if changed:
-        unit.update_trainable()
+        unit.gradients.update_trainable()
 
 
 class AddedParamCheck:

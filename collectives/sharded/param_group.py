@@ -15,13 +15,29 @@ from ..errors import InvalidArgument, InvalidUsage
 from .buffer_pool import BufferPool
 from .gradient_shard import GradientShard
 from .group_buffers import GroupBuffers
+from .managed_params import check_parameter
 from .mesh import Ranks
 from .module_changes import ReplacedShardCheck, copy_hooks
 from .param import ShardedParam, shard_layout
 from .quantized_gather import QuantizedAllGather
 from .streams import HostCopies
 
-__all__ = ["ParamGroup"]
+__all__ = ["ParamGroup", "make_groups"]
+
+
+def make_groups(found, ranks: Ranks, pool: BufferPool, **options) -> list[ParamGroup]:
+    """Make the parameter groups of a unit: one for each dtype, trainable and frozen apart.
+
+    `found`: (names, places, parameter) of each parameter; `options`: those of `ParamGroup`.
+    """
+    kinds: dict[tuple, list] = {}
+    for names, places, param in found:
+        check_parameter(param, names[0])
+        kinds.setdefault((param.dtype, param.requires_grad), []).append((ShardedParam(names, places, param), param))
+    return [
+        ParamGroup([param for param, _ in members], [param for _, param in members], ranks, pool, **options)
+        for members in kinds.values()
+    ]
 
 
 class ParamGroup:

@@ -119,7 +119,7 @@ def unsharded_params(
                 _substitute_full_params(unit, device, clone=device is not None or not keep)
             if gradients:
                 unit.scheduler.barrier(f"summon_full_params(with_grads=True) of unit {unit.index}")
-                unit.gather_gradients()
+                unit.gradients.gather()
         yield
     finally:
         for unit in units:
@@ -127,7 +127,7 @@ def unsharded_params(
                 if keep:
                     write_back_params(unit.params)
                     if gradients:
-                        unit.write_back_gradients()
+                        unit.gradients.write_back()
                 unit.registration.restore()
 
 
