@@ -13,7 +13,7 @@ import functools
 import math
 
 import torch
-import torch.nn.utils.clip_grad as torchs
+import torch.nn.utils.clip_grad as torch_clip
 from torch import nn
 
 from ..errors import InvalidArgument, InvalidUsage
@@ -31,13 +31,13 @@ def global_norm(comm, tensors, norm_type: float, *, foreach: bool | None = None)
     `tensors`: those that this rank alone has, of any floating dtypes and devices; `norm_type`:
     above 0, or infinity.
     """
-    total = _local(tensors, norm_type, comm.device, foreach)
+    total = _local_total(tensors, norm_type, comm.device, foreach)
     if comm.size > 1:
-        _exchange(comm, total, norm_type)
-    return _rooted(total, norm_type)
+        _all_reduce_total(comm, total, norm_type)
+    return _norm_of_total(total, norm_type)
 
 
-def _local(tensors, p: float, device, foreach) -> torch.Tensor:
+def _local_total(tensors, p: float, device, foreach) -> torch.Tensor:
     """Return the sum of powers, or the largest value, as a float64 tensor of one element."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
@@ -54,7 +54,7 @@ def _local(tensors, p: float, device, foreach) -> torch.Tensor:
     return (norms.max() if math.isinf(p) else norms.pow(p).sum()).reshape(1)
 
 
-def _exchange(comm, total: torch.Tensor, p: float) -> None:
+def _all_reduce_total(comm, total: torch.Tensor, p: float) -> None:
     if not math.isinf(p):
         comm.all_reduce(total, "sum", algorithm="native")
         return
@@ -64,7 +64,7 @@ def _exchange(comm, total: torch.Tensor, p: float) -> None:
     total.copy_(both[0].masked_fill(both[1] != 0, math.nan).reshape(1))
 
 
-def _rooted(total: torch.Tensor, p: float) -> torch.Tensor:
+def _norm_of_total(total: torch.Tensor, p: float) -> torch.Tensor:
     if math.isinf(p):
         return total[0]
     return total[0].sqrt() if p == 2 else total[0].pow(1.0 / p)
@@ -88,7 +88,7 @@ def total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -
     same factor.
     """
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    by_scheduler = _sorted(tensors)
+    by_scheduler = _group_by_scheduler(tensors)
     if not by_scheduler:
         return None
     p = float(norm_type)
@@ -109,16 +109,16 @@ def total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -
     return total
 
 
-def _sorted(tensors) -> list[tuple]:
+def _group_by_scheduler(tensors) -> list[tuple]:
     """Return (scheduler, tensors that count on this rank) for each scheduler whose shards have some
     of the tensors.
     """
     by_grad, by_memory = {}, {}
     for scheduler in open_schedulers():
         for unit in scheduler.units:
-            for group in unit.trainable:
-                if group.grad is not None and group.grad.numel():
-                    by_memory[group.grad.untyped_storage().data_ptr()] = (scheduler, unit)
+            for group in unit.gradients.trainable:
+                if group.gradients.flat is not None and group.gradients.flat.numel():
+                    by_memory[group.gradients.flat.untyped_storage().data_ptr()] = (scheduler, unit)
             for param in unit.params:
                 if param.shard.grad is not None:
                     by_grad[id(param.shard.grad)] = (scheduler, unit)
@@ -162,7 +162,7 @@ def clip_grad_norm_(module: nn.Module, units, max_norm, norm_type=2.0, error_if_
     params = [param.shard for unit in units for param in unit.params]
     params += [param for param in module.parameters() if id(param) not in forms]
     if any(param.grad is not None for param in params):
-        return torchs.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        return torch_clip.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     return torch.zeros((), device=params[0].device) if params else torch.tensor(0.0)
 
 

@@ -13,8 +13,8 @@ the collective that it has reached:
   gradients send zeros.
 
 So branches, unused units, one rank that evaluates alone, and more micro-batches on one rank can't
-block the other ranks for ever. The cost is one all-reduce of some 60 bytes for each collective, and
-a wait of the host for the other ranks.
+block the other ranks for ever. The cost is one all-reduce of 48 bytes for each collective, and a
+wait of the host for the other ranks.
 
 On GPUs the hosts run ahead, and must not wait for each other in each step. There a static graph is
 used. An iteration, from the end of one backward to the end of the next, that was the same on all
@@ -183,10 +183,10 @@ class Controller:
 
     # ---- Replaying an iteration.
 
-    def set_static_graph(self, follows: bool) -> None:
+    def set_static_graph(self, static_graph: bool) -> None:
         """Set whether iterations that repeat themselves are replayed. A collective, which blocks."""
-        self.barrier(f"set_static_graph({follows})")
-        self.uses_static_graph = follows
+        self.barrier(f"set_static_graph({static_graph})")
+        self.uses_static_graph = static_graph
         self.static_graph = StaticGraph(self._post, _has_failed)
 
     def _post(self, row: numpy.ndarray):
@@ -226,7 +226,7 @@ class Controller:
             return False
         if code >> _KIND == GATHER:
             unit.join_all_gather()
-        elif unit.trainable_mask == index >> GROUP_MASK_SHIFT:
+        elif unit.gradients.trainable_mask == index >> GROUP_MASK_SHIFT:
             self._reduced.add(unit.index)
             self._reduce(unit)
         else:
@@ -312,7 +312,7 @@ class Controller:
 
     def _reduce_flags(self, flags: numpy.ndarray, units: list[Unit]) -> numpy.ndarray:
         """Return the element-wise maximum of all ranks' flags at the end of a backward."""
-        here = {unit.index for unit in units if unit.reduce_grads and unit.has_gradients()} & self._reduced
+        here = {unit.index for unit in units if unit.reduce_grads and unit.gradients.has_gradients()} & self._reduced
         if here:
             unit = self._units[min(here)]()
             self._raise_divergence(f"{unit!r} has gradients here, and the others have reduced it before")
@@ -323,7 +323,7 @@ class Controller:
         self._reduced.clear()
         if self.static_graph.next is not None:  # others have ended the iteration as they did before
             for unit in units:
-                flags[unit.index] = unit.reduce_grads and unit.has_gradients()
+                flags[unit.index] = unit.reduce_grads and unit.gradients.has_gradients()
             if not self.static_graph.covers(self._flags_of_used_units(flags)):
                 self._raise_divergence(
                     "this rank has gradients at the end of its backward that it didn't have in the others"

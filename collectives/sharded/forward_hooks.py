@@ -28,9 +28,9 @@ def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
     try:
         args, kwargs = _cast_inputs(unit, args, kwargs)
         scheduler.pre_forward(unit, in_backward)
-        watches = torch.is_grad_enabled() and (not in_backward or not unit.pending_backwards)
-        if watches:
-            _watch_inputs(unit, scheduler, (args, kwargs))
+        registers_hook = torch.is_grad_enabled() and (not in_backward or not unit.pending_backwards)
+        if registers_hook:
+            _register_post_backward_hook(unit, scheduler, (args, kwargs))
         reshards = not in_backward and scheduler.reshards_after_forward(unit)
         saves = torch.is_grad_enabled() and reshards and unit.gathers
         with (
@@ -45,7 +45,7 @@ def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
         if reshards:
             unit.reshard(post_forward=torch.is_grad_enabled())
         if torch.is_grad_enabled():
-            _watch_outputs(unit, scheduler, output)
+            _register_pre_backward_hook(unit, scheduler, output)
         if unit.mp_policy.output_dtype is not None:
             output = _cast(output, unit.mp_policy.output_dtype)
     except BaseException as error:
@@ -86,61 +86,63 @@ def _tensors(tree) -> list[torch.Tensor]:
     return leaves
 
 
-def _watch_outputs(unit: Unit, scheduler: Scheduler, output) -> None:
+def _register_pre_backward_hook(unit: Unit, scheduler: Scheduler, output) -> None:
     """Register the pre-backward hook: the first gradient of an output unshards the unit."""
 
-    def begins(_grad):
+    def pre_backward_hook(_grad):
         scheduler.pre_backward(unit)
 
     for tensor in _tensors(output):
         if tensor.requires_grad:
-            tensor.register_hook(begins)
+            tensor.register_hook(pre_backward_hook)
 
 
-def _watch_inputs(unit: Unit, scheduler: Scheduler, inputs) -> None:
+def _register_post_backward_hook(unit: Unit, scheduler: Scheduler, inputs) -> None:
     """Register the hook that ends a unit's backward: when its inputs have gradients, so do its
     parameters.
     """
 
-    def ends(_grad):
+    def post_backward_hook(_grad):
         if scheduler.graph_task is not None and unit.pending_backwards:
             unit.pending_backwards -= 1
             if not unit.pending_backwards:
-                if unit.reduce_grads and unit.has_gradients():
+                if unit.reduce_grads and unit.gradients.has_gradients():
                     scheduler.post_backward(unit)
                 else:
                     scheduler.reshard_in_backward(unit)
 
-    watched = [tensor for tensor in _tensors(inputs) if tensor.requires_grad and not tensor.is_leaf]
+    tensors = [tensor for tensor in _tensors(inputs) if tensor.requires_grad and not tensor.is_leaf]
     unit.pending_backwards += 1  # a forward without such inputs never reports its end, so nothing ends too early
-    if len(watched) == 1:
-        watched[0].register_hook(ends)
-    elif watched:
+    if len(tensors) == 1:
+        tensors[0].register_hook(post_backward_hook)
+    elif tensors:
         # Torch's hook and its nodes hold each other, and so the graph below: without remove() only
         # gc frees it.
-        handle = torch.autograd.graph.register_multi_grad_hook(watched, lambda _grads: (handle.remove(), ends(None)))
+        handle = torch.autograd.graph.register_multi_grad_hook(
+            tensors, lambda _grads: (handle.remove(), post_backward_hook(None))
+        )
 
 
 def register_grad_hooks(unit: Unit, scheduler: Scheduler) -> None:
     """Register the hooks that reduce a unit when its last expected gradient was computed."""
     here = weakref.ref(unit)
 
-    def came(at, _param):  # holds no parameter: gc doesn't see what autograd's hooks hold
+    def post_accumulate_hook(at, _param):  # holds no parameter: gc doesn't see what autograd's hooks hold
         unit = here()
         param = unit.params[at]
         scheduler.begin_backward()
-        if unit.record_grad(param):
+        if unit.gradients.record_grad(param):
             scheduler.post_backward(unit)
 
     numbers = {id(param): at for at, param in enumerate(unit.params)}
 
-    def watch(param):
+    def register_hook(param):
         if not param.has_grad_hook:
             param.has_grad_hook = True
             at = numbers[id(param)]
-            param.full.register_post_accumulate_grad_hook(functools.partial(came, at))
+            param.full.register_post_accumulate_grad_hook(functools.partial(post_accumulate_hook, at))
 
     for param in unit.params:
         if param.requires_grad:
-            watch(param)
-    unit.register_grad_hook = watch
+            register_hook(param)
+    unit.register_grad_hook = register_hook

@@ -69,8 +69,8 @@ class _Collective:
             )
         if comm is not None and not isinstance(comm, Communicator):
             raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {type(comm).__name__}")
-        self._given = comm
-        self._seen = comm  # the communicator that was used last; None before the first call
+        self._user_comm = comm
+        self._comm = comm  # the communicator that was used last; None before the first call
         self._pool = _shared.setdefault("host", BufferPool())
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -78,38 +78,38 @@ class _Collective:
         that the peers can read.
         """
         n = math.prod(size)
-        if not self._lends(n, dtype, device):
+        if not self._uses_pool(n, dtype, device):
             return torch.empty(*size, dtype=dtype, device=device)
-        return self._pool.allocate(self._seen, n, dtype).view(*size)
+        return self._pool.allocate(self._comm, n, dtype).view(*size)
 
-    def _lends(self, n: int, dtype: torch.dtype, device: torch.device) -> bool:
-        # On CUDA torch's own allocator knows the streams, and can take the memory back for
-        # something else.
-        comm = self._seen
+    def _uses_pool(self, n: int, dtype: torch.dtype, device: torch.device) -> bool:
+        # On CUDA torch's own allocator knows the streams, and can reuse the memory.
+        comm = self._comm
         return comm is not None and not comm.closed and device.type == "cpu" and n * dtype.itemsize >= MIN_POOLED_BYTES
 
     def _run(self, name: str, out: torch.Tensor, inp: torch.Tensor, group, *op, async_op: bool):
         owned = None
         try:
-            if self._given is None:
-                self._seen = owned = get_communicator(group, out.device)
-            elif (self._given.rank, self._given.size) != (group.rank(), group.size()):
+            if self._user_comm is None:
+                self._comm = owned = get_communicator(group, out.device)
+            elif (self._user_comm.rank, self._user_comm.size) != (group.rank(), group.size()):
+                rank, size = self._user_comm.rank, self._user_comm.size
                 raise InvalidUsage(
-                    f"the communicator given to fsdp2 is rank {self._given.rank} of {self._given.size}, and FSDP2 "
+                    f"the communicator given to fsdp2 is rank {rank} of {size}, and FSDP2 "
                     f"shards over a group in which this is rank {group.rank()} of {group.size()}: leave comm out, or "
                     "give one of the group's ranks in its order",
-                    op=name, rank=self._given.rank,
+                    op=name, rank=rank,
                 )  # fmt: skip
-            work = getattr(self._seen, name)(out, inp, *op, async_op=async_op)
+            work = getattr(self._comm, name)(out, inp, *op, async_op=async_op)
         except CollectivesError as error:
             if owned is not None and not isinstance(error, InvalidArgument):
                 drop_communicator(owned)
-                self._seen = None
+                self._comm = None
             raise
         return None if work is None else _Work(work)
 
     def __repr__(self):
-        over = "the module's group" if self._given is None else self._given
+        over = "the module's group" if self._user_comm is None else self._user_comm
         return f"<fsdp2.{type(self).__name__} over {over}>"
 
 
@@ -148,14 +148,14 @@ class ReduceScatter(_Collective, _ReduceScatterBase):
         super().__init__(comm)
         self._output = None  # elements of the output whose input was allocated
 
-    def _lends(self, n, dtype, device):
+    def _uses_pool(self, n, dtype, device):
         # Peers read only the input. The output becomes gradients, which live until the next step,
         # and would keep a block of the pool until then.
         if self._output == n:
             self._output = None
             return False
-        self._output = None if self._seen is None else n // self._seen.size
-        return super()._lends(n, dtype, device)
+        self._output = None if self._comm is None else n // self._comm.size
+        return super()._uses_pool(n, dtype, device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False):
         """Reduce `input_tensor`, part r into rank r's `output_tensor`; `async_op`: return torch's

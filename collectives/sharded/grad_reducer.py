@@ -61,12 +61,12 @@ def get_reducer(state: HookState | None, world) -> ShardedGradReducer | None:
             "own",
             op="fully_shard", rank=world.rank,
         )  # fmt: skip
-    over = state.comm
-    if over is None and state.process_group is not None:
-        over = get_communicator(state.process_group, world.device)
-    if over is not None and over is not world:
+    comm = state.comm
+    if comm is None and state.process_group is not None:
+        comm = get_communicator(state.process_group, world.device)
+    if comm is not None and comm is not world:
         raise InvalidUsage(
-            f"the HookState names its ranks ({over!r:.80}), and this module is sharded over others ({world!r:.80}): "
+            f"the HookState names its ranks ({comm!r:.80}), and this module is sharded over others ({world!r:.80}): "
             "leave comm and process_group out of one of them",
             op="fully_shard", rank=world.rank,
         )  # fmt: skip
@@ -115,9 +115,9 @@ class ShardedGradReducer:
         self._begun = False
         self._reduced: dict[int, tuple] = {}  # number of a group -> (unit, group)
         self._grad_stats: dict[int, torch.Tensor] = {}
-        self._added: set[int] = set()  # groups whose shards had gradients before this backward
+        self._accumulated: set[int] = set()  # groups whose shards had gradients before this backward
         self._stepped: set = set()
-        self._sent = self._as_fp32 = 0
+        self._bytes_sent = self._bytes_as_fp32 = 0
         self._scaler = None
 
     # ---- Units.
@@ -133,7 +133,7 @@ class ShardedGradReducer:
 
     def add(self, unit) -> None:
         """Add a unit whose gradients to reduce. A local call, in the same order on all ranks."""
-        for group in unit.trainable:
+        for group in unit.gradients.trainable:
             if not (group.dtype.is_floating_point or group.dtype.is_complex):
                 raise InvalidArgument(f"gradients of {group.dtype} have no wire", op="fully_shard")
             self._numbers[group] = self._next
@@ -185,9 +185,7 @@ class ShardedGradReducer:
         return self._step is not None
 
     def check_use(self, unit) -> None:
-        """Raise `InvalidUsage` where a backward needs a unit's parameters after it has stepped
-        them.
-        """
+        """Raise `InvalidUsage` where a backward needs parameters of a unit that it has stepped."""
         if unit in self._stepped:
             raise InvalidUsage(
                 f"{unit!r} is needed in a backward that has stepped its parameters already: its gradients came in "
@@ -216,7 +214,7 @@ class ShardedGradReducer:
                 reduction.compare_hyperparameters(self.comm)
         self._begun = True
 
-    def _factor(self, unit, size: int) -> Scaling:
+    def _scaling(self, unit, size: int) -> Scaling:
         if unit.gradient_divide_factor is not None:
             return Scaling(prescale=1.0 / unit.gradient_divide_factor)
         return self.state.reducer.get_scaling(size)
@@ -235,7 +233,7 @@ class ShardedGradReducer:
         self.check_use(unit)
         if not self._begun:
             self._begin()
-        ends = [self._reduce(unit, group, async_op) for group in unit.trainable]
+        ends = [self._reduce(unit, group, async_op) for group in unit.gradients.trainable]
         self.state.reducer.totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
         return [*ends, functools.partial(self._step_when_complete, unit)]
 
@@ -246,64 +244,64 @@ class ShardedGradReducer:
         ranks, number = unit.ranks, self._numbers[group]
         grad_stats = torch.zeros(2, dtype=torch.float64, device=unit.device) if self._needs_stats() else None
         if any(param.shard.grad is not None for param in group.params):
-            self._added.add(number)
+            self._accumulated.add(number)
         self._reduced[number] = (unit, group)
         self._grad_stats[number] = grad_stats
-        flat = group.pack_gradients()
+        flat = group.gradients.pack()
         whole = ranks.shard is None or ranks.replicas is not None  # then all ranks get all of it
         comm = ranks.world if whole else ranks.shard
-        factor = self._factor(unit, comm.size)
-        self._as_fp32 += (2 if whole else 1) * (comm.size - 1) * flat.numel() * 4 // comm.size
+        scaling = self._scaling(unit, comm.size)
+        self._bytes_as_fp32 += (2 if whole else 1) * (comm.size - 1) * flat.numel() * 4 // comm.size
         send = _real(flat)
-        share = send.numel() // ranks.size
+        shard_numel = send.numel() // ranks.size
         own = slice(ranks.rank * group.shard_numel, (ranks.rank + 1) * group.shard_numel)
         if type(self.wire) is NoCompression:
-            return self._reduce_uncompressed(comm, group, flat, own, whole, factor, grad_stats, async_op)
+            return self._reduce_uncompressed(comm, group, flat, own, whole, scaling, grad_stats, async_op)
         offsets = [param.offset << flat.is_complex() for param in group.params]
         bucket = Bucket(send, [param.full for param in group.params], offsets, number, self.state.parameter_names)
         if whole:
-            self._sent += self.wire.reduce(comm, bucket, factor, grad_stats=grad_stats)
+            self._bytes_sent += self.wire.reduce(comm, bucket, scaling, grad_stats=grad_stats)
         else:
-            self._sent += self.wire.reduce_scatter(comm, bucket, factor, share, grad_stats=grad_stats)
-        in_place = flat is group.grad
-        return functools.partial(group.set_shard_gradients, flat if in_place else flat[own], in_place)
+            self._bytes_sent += self.wire.reduce_scatter(comm, bucket, scaling, shard_numel, grad_stats=grad_stats)
+        in_place = flat is group.gradients.flat
+        return functools.partial(group.gradients.set_gradients, flat if in_place else flat[own], in_place)
 
-    def _reduce_uncompressed(self, comm, group, flat, own, whole, factor, grad_stats, async_op):
+    def _reduce_uncompressed(self, comm, group, flat, own, whole, scaling, grad_stats, async_op):
         """Reduce in the gradients' own dtype, into the memory of the shards' gradients, overlapped
         where possible.
         """
         home = current_stream(flat.device)
-        op, after = reduce_op(factor, comm.size), remaining_scale(factor, comm.size)
+        op, postscale = reduce_op(scaling, comm.size), remaining_scale(scaling, comm.size)
         algorithm = self.wire.choose_algorithm(comm)
         counted = grad_stats is not None and has_fused_stats(comm, algorithm)
         options = {"share": grad_stats} if counted else {"algorithm": algorithm}
         send = _real(flat)
         if whole:
-            out, in_place = flat, flat is group.grad
+            out, in_place = flat, flat is group.gradients.flat
             work = comm.all_reduce(send, op, async_op=async_op, **options)
         else:
-            out, in_place = group.reduce_output()
+            out, in_place = group.gradients.reduce_output()
             work = comm.reduce_scatter(_real(out), send, op, async_op=async_op, **options)
-        self._sent += ring_bytes(send, comm.size, 2 if whole else 1)
+        self._bytes_sent += ring_bytes(send, comm.size, 2 if whole else 1)
 
         def end():
             if work is not None:
                 work.wait()
                 release(work, home, flat.device)
-            if after != 1.0:
-                out.mul_(after)
+            if postscale != 1.0:
+                out.mul_(postscale)
                 if counted:
-                    grad_stats[0] *= after * after
+                    grad_stats[0] *= postscale * postscale
             if grad_stats is not None and not counted:
                 add_grad_stats(_real(out) if not whole else _real(out).tensor_split(comm.size)[comm.rank], grad_stats)
             part = out if not whole or out.numel() == group.shard_numel else out[own]
-            group.set_shard_gradients(part, in_place)
+            group.gradients.set_gradients(part, in_place)
 
         return end
 
     def _step_when_complete(self, unit) -> None:
         """Step a unit whose gradients are all there, unless the step is deferred."""
-        if not self.steps or self._defers_step() or len(unit.trainable) < len(unit.groups):
+        if not self.steps or self._defers_step() or len(unit.gradients.trainable) < len(unit.groups):
             return  # frozen parameters may still be needed
         if any(group.offloads for group in unit.groups):
             return  # the gradients are being copied to the host until the backward's end
@@ -324,7 +322,7 @@ class ShardedGradReducer:
         begun = time.perf_counter_ns()
         reduction, state = self.state.reducer, self.state
         reduction.norm = reduction.nonfinite = None
-        reduction.bytes_on_wire = self._sent
+        reduction.bytes_on_wire = self._bytes_sent
         reduction.world_size = self.comm.size
         clip = self._clip_factor() if self._needs_stats() else None
         units = list({id(unit): unit for unit, _ in self._reduced.values()}.values())
@@ -344,8 +342,8 @@ class ShardedGradReducer:
         totals = reduction.totals
         totals["backwards"] += 1
         totals["buckets"] += len(self._reduced)
-        totals["bytes_on_wire"] += self._sent
-        totals["bytes_as_fp32"] += self._as_fp32
+        totals["bytes_on_wire"] += self._bytes_sent
+        totals["bytes_as_fp32"] += self._bytes_as_fp32
         totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
         if self.quantized_gather is not None:
             totals["bytes_gathered"] = self.quantized_gather.sent
@@ -372,7 +370,7 @@ class ShardedGradReducer:
         for number in sorted(self._reduced):
             unit, group = self._reduced[number]
             grad_stats = self._grad_stats[number]
-            if number in self._added:  # the statistics are of the sum
+            if number in self._accumulated:  # the statistics are of the sum
                 grad_stats = torch.zeros_like(grad_stats)
                 for param in group.params if owns_shard(unit) else ():
                     if param.shard.grad is not None:

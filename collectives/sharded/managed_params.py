@@ -1,4 +1,4 @@
-"""Which parameters a unit manages, and which units a module holds."""
+"""Lookup of the parameters that a unit manages, and of the units in a module."""
 
 from __future__ import annotations
 

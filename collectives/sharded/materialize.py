@@ -1,7 +1,7 @@
-"""Values for modules that were built on the meta device and sharded there.
+"""Initialisation of modules that were built on the meta device and sharded there.
 
-An initialisation uses shapes, and a shard's would give it the wrong fan-in. So it runs on full
-parameters, of which each rank then keeps its shard. `materialize` does this module by module. Where
+An initialisation uses shapes, and the shape of a shard would give the wrong fan-in. So it runs on
+full parameters, of which each rank then keeps its shard. `materialize` does this module by module. Where
 a unit was made of meta parameters, its modules' own `INIT_METHODS` do it when they are called, as
 FSDP2's programs call them after ``module.to_empty(device=...)``.
 """

@@ -1,4 +1,4 @@
-"""memory_plan: the bytes that a rank needs for a step of a sharded module, predicted before
+"""Memory plan: the bytes that a rank needs for a step of a sharded module, predicted before
 anything is started.
 """
 
@@ -141,15 +141,15 @@ def memory_plan(
     gpu = sharding.device.type == "cuda"
     costs = OptimizerCosts(optimizer, master_weights=master_weights, gpu=gpu)
     params = [param for flat in flats if flat.trainable for param in flat.params]
-    state, apart, work = _optimizer(costs, [flat for flat in flats if flat.trainable], params, gpu)
+    state, host_bytes, work = _optimizer(costs, [flat for flat in flats if flat.trainable], params, gpu)
     shards = sum(
-        _block(flat.dtype, flat.unsharded_numel if flat.persistent else flat.shard_numel, gpu) for flat in flats
+        _block_bytes(flat.dtype, flat.unsharded_numel if flat.persistent else flat.shard_numel, gpu) for flat in flats
     )
-    own = sum(_block(flat.dtype, flat.shard_numel, gpu) for flat in flats if flat.trainable)
-    stubs = sum(_block(flat.gather_dtype, 1, gpu) for flat in flats)
-    buffers = sum(_block(each.dtype, each.numel(), gpu) for each in module.buffers()) + stubs
-    on_host = apart if gpu else 0
-    kept = {"parameters": shards, "optimizer": state + (0 if gpu else apart), "buffers": buffers}
+    own = sum(_block_bytes(flat.dtype, flat.shard_numel, gpu) for flat in flats if flat.trainable)
+    stubs = sum(_block_bytes(flat.gather_dtype, 1, gpu) for flat in flats)
+    buffers = sum(_block_bytes(each.dtype, each.numel(), gpu) for each in module.buffers()) + stubs
+    on_host = host_bytes if gpu else 0
+    kept = {"parameters": shards, "optimizer": state + (0 if gpu else host_bytes), "buffers": buffers}
     gradients = own
     if sharding.offloads:
         on_host += shards + own + state
@@ -175,7 +175,7 @@ def _gathered(unit: UnitPlan) -> int:
     return sum(flat.unsharded_numel * flat.gather_dtype.itemsize for flat in unit.flats)
 
 
-def _block(dtype: torch.dtype, count: int, gpu: bool) -> int:
+def _block_bytes(dtype: torch.dtype, count: int, gpu: bool) -> int:
     nbytes = count * dtype.itemsize
     return -(-nbytes // 512) * 512 if gpu else nbytes
 
@@ -185,21 +185,21 @@ def _optimizer(costs: OptimizerCosts, flats: list[GroupPlan], params, gpu: bool)
     temporaries.
     """
     known = costs.has(params)
-    state = apart = of_all = one = last = 0
+    state = host_bytes = of_all = one = last = 0
     for flat in flats:
         for param, count in zip(flat.params, flat.shard_counts(), strict=True):
             cost = costs.of(param, known=known)
-            state += sum(_block(torch.uint8, each * count, gpu) for each in cost.states)
-            apart += cost.apart
+            state += sum(_block_bytes(torch.uint8, each * count, gpu) for each in cost.states)
+            host_bytes += cost.host_bytes
             of_all += cost.of_all * count
             one = max(one, last + cost.of_each * count)
             last = cost.of_last * count
-    return state, apart, int(of_all + one)
+    return state, host_bytes, int(of_all + one)
 
 
 def _overlaps(module, ranks: int, gpu: bool, sharded: bool) -> bool:
     if sharded and module._scheduler.comm.size == ranks:
-        return module._scheduler.overlaps
+        return module._scheduler.should_overlap
     named = os.environ.get("COLLECTIVES_OVERLAP", "").strip()
     if gpu or named:
         return gpu or named == "1"

@@ -1,4 +1,4 @@
-"""ShardedModule: the class that a sharded module's class derives from, with FSDP2's methods."""
+"""Sharded module: the base class of every sharded module's class, with FSDP2's methods."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from .state.state_dict import make_state_dict, pre_load_state_dict, unsharded_pa
 from .unit import State, Unit
 
 __all__ = ["ShardedModule", "UnshardHandle", "register_forward_method", "units_in"]
-
-# ---- What people call.
-
 
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Make another method of a sharded module a forward: parameters are gathered for it. Other
@@ -52,7 +49,7 @@ class UnshardHandle:
 
 
 class ShardedModule:
-    """What `fully_shard` adds to a module's class; the names are FSDP2's."""
+    """Base class that `fully_shard` adds to a module's class; its methods have FSDP2's names."""
 
     _unit: Unit
     _scheduler: Scheduler
@@ -92,12 +89,12 @@ class ShardedModule:
         for unit in reversed(units_in(self, recurse=recurse)):
             unit.reduce_grads = bool(requires_gradient_sync)
             if left is not None and not unit.reduce_grads:
-                left -= unit.full_gradient_bytes
+                left -= unit.gradients.full_bytes
                 unit.reduce_grads = left < 0
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """FSDP2's name for leaving out the sum over replicas. Only True: gradients are summed over
-        shards and replicas at once.
+        """Accept True only. In FSDP2 False leaves out the sum over replicas; here gradients are
+        summed over shards and replicas at once.
         """
         if not requires_all_reduce:
             raise InvalidArgument("gradients are reduced over pieces and replicas at once: set_requires_gradient_sync")
@@ -159,8 +156,8 @@ class ShardedModule:
         return clip_grad_norm_(self, units_in(self), max_norm, norm_type, error_if_nonfinite, foreach)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the last one of this step; False leaves what ends it
-        undone.
+        """Set whether the next backward is the last one of this step. False: its end reduces no
+        remaining gradients, reshards nothing and calls no hooks.
         """
         self._scheduler.is_last_backward = bool(is_last_backward)
 
@@ -184,7 +181,7 @@ class ShardedModule:
         """Reset the shards' gradients, and drop full ones that wait for a synchronised backward."""
         super().zero_grad(set_to_none)
         for unit in units_in(self):
-            unit.drop_gradients()
+            unit.gradients.drop()
 
     def _apply(self, fn, recurse=True):
         if self._unit.registration.has_substitutes:  # full parameters, in an initialisation
@@ -238,5 +235,3 @@ def _sharded(module) -> ShardedModule:
         raise InvalidArgument(f"only sharded modules can be gathered in advance, not {kind_of(module)}")
     return module
 
-
-# ---- Optimizers.

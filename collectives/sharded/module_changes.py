@@ -1,7 +1,7 @@
 """Changes that users make to a module after it is sharded: requires_grad, hooks of parameters, new
-parameters.
+parameters, other memory.
 
-A parameter has two forms. Users see the shard, and autograd the full one: what is set on one must
+A parameter has two forms. Users hold the shard, and autograd the full one: what is set on one must
 be set on the other.
 """
 
@@ -10,17 +10,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
-from ..errors import InvalidUsage
+from ..errors import InvalidArgument, InvalidUsage
+from ..torch_compat import TensorBase
 
-__all__ = ["AddedParamCheck", "check_not_written", "copy_hooks", "managed_modules", "param_versions", "sync_attributes"]
+__all__ = [
+    "AddedParamCheck", "ReplacedShardCheck", "check_not_written", "copy_hooks", "managed_modules", "param_versions",
+    "sync_attributes",
+]  # fmt: skip
+
+_data_ptr, _numel = TensorBase.data_ptr, TensorBase.numel
 
 
 def copy_hooks(param, original: nn.Parameter) -> None:
     """Copy the hooks of an original parameter to its two forms.
 
-    Gradient hooks go on the full form, as under DDP: they see this rank's gradient before it is
+    Gradient hooks go on the full form, as under DDP: they get this rank's gradient before it is
     reduced. Post-accumulate hooks go on the shard, where the scheduler calls them.
     """
     if original._backward_hooks:
@@ -60,7 +67,7 @@ def sync_attributes(unit) -> None:
                 group.requires_grad = True  # for good: a group without gradients on any rank isn't reduced
                 unit.register_grad_hook(param)
     if changed:
-        unit.update_trainable()
+        unit.gradients.update_trainable()
 
 
 class AddedParamCheck:
@@ -70,17 +77,17 @@ class AddedParamCheck:
         self._module = weakref.ref(module)
         self._find = find  # returns (names, places, parameter) of the module's own parameters
         self._ignored = {id(param) for param in ignored}
-        self._note()
+        self._record()
 
-    def _note(self) -> None:
+    def _record(self) -> None:
         self._modules = [weakref.ref(each) for each in managed_modules(self._module())]
-        self._seen = list(map(_held, self._modules))
+        self._held_before = list(map(_held, self._modules))
 
     def check(self, params) -> None:
         """Raise `InvalidUsage`, by name, for a trainable parameter that no unit has: no rank would
         reduce it.
         """
-        if list(map(_held, self._modules)) == self._seen:
+        if list(map(_held, self._modules)) == self._held_before:
             return
         known = self._ignored | {id(form) for param in params for form in (param.shard, param.full)}
         for names, _, param in self._find(self._module()):
@@ -89,7 +96,51 @@ class AddedParamCheck:
                     f"{names[0]} of this {type(self._module()).__name__} was added after it was sharded, so that each "
                     "rank would train its own: change modules before fully_shard, or shard the new module, too"
                 )
-        self._note()
+        self._record()
+
+
+class ReplacedShardCheck:
+    """Finds shards of a group that were given other memory, as by ``param.data = ...``.
+
+    `dtype`, `store`: those of the group's shards.
+    """
+
+    def __init__(self, params, dtype: torch.dtype, store: torch.device):
+        self._params = params
+        self._dtype = dtype
+        self._store = store
+        self.record()
+
+    def record(self) -> None:
+        """Record the addresses and sizes of the shards as they are now."""
+        self._addresses = [param.shard.data_ptr() for param in self._params]
+        self._counts = [param.shard.numel() for param in self._params]
+
+    def check(self, shards: list[nn.Parameter]) -> bool:
+        """Return whether shards were given other memory of the same size since `record`.
+
+        Raises `InvalidArgument`, with the parameter's name, for another size, dtype or device.
+        """
+        if list(map(_data_ptr, shards)) == self._addresses and list(map(_numel, shards)) == self._counts:
+            return False
+        for param, count in zip(self._params, self._counts, strict=True):
+            data = param.shard.data
+            if data.numel() != count:
+                raise InvalidArgument(
+                    f"{param.name} was resized after it was sharded: this rank's piece has {data.numel()} elements "
+                    f"and had {count}; change modules before fully_shard, or values only"
+                )
+            if data.dtype != self._dtype:
+                raise InvalidArgument(
+                    f"{param.name} was made {data.dtype} after it was sharded as {self._dtype}: convert the module "
+                    "before fully_shard, or compute in another dtype by mp_policy"
+                )
+            if count and data.device.type not in (self._store.type, "meta"):
+                raise InvalidArgument(
+                    f"{param.name} was moved to {data.device} after it was sharded on {self._store}: move the module "
+                    "before fully_shard"
+                )
+        return True
 
 
 def managed_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -29,14 +29,14 @@ _NAMED = {
 class Cost(NamedTuple):
     """Memory of one parameter.
 
-    `states`: bytes an element of each state tensor that is as long as the parameter; `apart`: bytes
-    of other state, on the host. Temporaries of a step, in bytes an element: `of_all`: for all
+    `states`: bytes an element of each state tensor that is as long as the parameter; `host_bytes`:
+    bytes of other state, on the host. Temporaries of a step, in bytes an element: `of_all`: for all
     parameters together; `of_each`: for one parameter after the other; `of_last`: the part of it
     that is freed when the next one's is allocated.
     """
 
     states: tuple[int, ...] = ()
-    apart: int = 0
+    host_bytes: int = 0
     of_all: float = 0.0
     of_each: float = 0.0
     of_last: float = 0.0
@@ -126,17 +126,17 @@ class OptimizerCosts:
 def _probe(make: Callable, dtype: torch.dtype) -> Cost:
     optimizer, one = _step(make, 1, dtype)
     two, four = (_step(make, count, dtype)[1] for count in (2, 4))
-    states, apart = [], 0
+    states, host_bytes = [], 0
     (param,) = optimizer.param_groups[0]["params"]
     for value in optimizer.state[param].values():
         if isinstance(value, torch.Tensor):
             if value.numel() == _COUNT:
                 states.append(value.element_size())
             else:
-                apart += value.nbytes
+                host_bytes += value.nbytes
     of_all = (four - two) / 2
     of_last = two - one - of_all
-    return Cost(tuple(states), apart, of_all / _COUNT, (one - of_all) / _COUNT, of_last / _COUNT)
+    return Cost(tuple(states), host_bytes, of_all / _COUNT, (one - of_all) / _COUNT, of_last / _COUNT)
 
 
 def _step(make: Callable, count: int, dtype: torch.dtype):

@@ -67,10 +67,10 @@ class OptimizerInBackward:
         without a step.
         """
         self.optimizer._step_some(self._members(unit), id(unit), clip=clip, found_nonfinite=found)
-        for group in unit.trainable:
+        for group in unit.gradients.trainable:
             for param in group.params:
                 param.shard.grad = None
-            group.grad = None
+            group.gradients.flat = None
         unit.post_optim_step()
         self.applied = True
         self.optimizer._opt_called = True  # lr schedulers check it
@@ -96,7 +96,7 @@ class OptimizerInBackward:
                 for index, param in enumerate(group["params"])
             }
         found = {}
-        for group in unit.trainable:
+        for group in unit.gradients.trainable:
             for param in group.params:
                 place = self._where.get(id(param.shard))
                 if place is None:
@@ -177,7 +177,7 @@ class OptimizerInBackward:
             return given
         numbers = self._param_numbers()
         for unit in self._units():
-            for group in unit.trainable:
+            for group in unit.gradients.trainable:
                 states = [given["state"].get(numbers.get(id(param.shard))) for param in group.params]
                 keys = {key for state in states if state for key, value in state.items() if _is_per_element(key, value)}
                 for key in sorted(keys):
@@ -200,7 +200,7 @@ class OptimizerInBackward:
         numbers = self._param_numbers()
         found = dict(state_dict["state"])
         for unit in self._units():
-            for group in unit.trainable:
+            for group in unit.gradients.trainable:
                 for param in group.params:
                     number, count = numbers.get(id(param.shard)), param.shard.numel()
                     if number in found:

@@ -63,5 +63,16 @@ class ShardedParam:
     def name(self) -> str:
         return self.names[0]
 
+    def shard_view(self, flat: torch.Tensor, n: int | None = None) -> torch.Tensor:
+        """View this parameter's part of a flat shard, with as many dimensions as the parameter, so
+        that ``p.dim()`` is right. `n`: its elements; None: those of `shard`.
+        """
+        n = self.shard.numel() if n is None else n
+        part = flat[self.shard_offset : self.shard_offset + n]
+        if n == self.count:
+            return part.view(self.shape)
+        # With the 1s in front: an embedding of (n, 1), read by mistake, would broadcast in silence.
+        return part.view(*[1] * (len(self.shape) - 1), n)
+
     def __repr__(self):
         return f"<ShardedParam {self.name}, {tuple(self.shape)}, {self.shard.numel()} of {self.count} elements here>"

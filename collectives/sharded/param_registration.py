@@ -1,4 +1,4 @@
-"""Which form of its parameters a unit's modules hold: shards, full parameters, or substitutes."""
+"""Registration of a unit's parameters on its modules: as shards, full parameters or substitutes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ParamRegistration"]
 
 
 class ParamRegistration:
-    """Which form of each parameter the modules hold. `form`: "shard" or "full".
+    """Registers one form of a unit's parameters on its modules. `form`: "shard" or "full".
 
     A substitute is what the modules hold in place of that form while a state dict is made or
     loaded, or while an initialisation runs.

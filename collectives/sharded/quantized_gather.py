@@ -81,6 +81,7 @@ class _PendingDequantize:
         here = current_stream(out.device)
         if here != self._alloc_stream:
             wires.record_stream(here)
-        share, width = out.numel() // size, wires.numel() // size
-        for rank in range(size if share else 0):
-            dequantize(wires[rank * width : (rank + 1) * width], out[rank * share : (rank + 1) * share], **how)
+        shard_numel, width = out.numel() // size, wires.numel() // size
+        for rank in range(size if shard_numel else 0):
+            shard = out[rank * shard_numel : (rank + 1) * shard_numel]
+            dequantize(wires[rank * width : (rank + 1) * width], shard, **how)

@@ -27,7 +27,7 @@ def start_average(unit: Unit, group: ParamGroup, async_op: bool) -> Callable[[],
     which blocks unless `async_op`.
     """
     home = current_stream(unit.device)
-    flat = group.pack_gradients(unit.custom_reduce_scatter)
+    flat = group.gradients.pack(unit.custom_reduce_scatter)
     part, works, in_place = _average(unit, group, flat, async_op)
 
     def finish():
@@ -35,7 +35,7 @@ def start_average(unit: Unit, group: ParamGroup, async_op: bool) -> Callable[[],
             works[-1].wait()
         for work in works:
             release(work, home, unit.device)
-        group.set_shard_gradients(part, in_place)
+        group.gradients.set_gradients(part, in_place)
 
     return finish
 
@@ -52,9 +52,9 @@ def _average(unit: Unit, group: ParamGroup, flat: torch.Tensor, async_op: bool):
     if ranks.shard is None or (ranks.replicas is not None and ranks.world._on_host):
         # In one node's shared memory a sum over all ranks at once is in rank order, as DDP's is.
         work = _all_reduce(unit, ranks.world, send, op, async_op)
-        in_place = flat is group.grad
+        in_place = flat is group.gradients.flat
         return (flat if in_place else flat[own]), [] if work is None else [work], in_place
-    out, in_place = group.reduce_output()
+    out, in_place = group.gradients.reduce_output()
     to = torch.view_as_real(out).view(-1) if out.is_complex() else out
     # The second of two reductions waits for the first one on a stream that is not the
     # computation's.

@@ -22,7 +22,7 @@ def look_up_saved_params(unit: Unit, unshard: Callable[[], None]):
     A tensor that autograd saves and that views the unit's gathered buffer is replaced by its place
     in that buffer. When the backward needs it, `unshard()` gathers the unit again, and the tensor
     is looked up there. Other tensors go to the hooks that were active before. Under torch's
-    checkpointing, whose hooks keep nothing and must see every tensor, this does nothing.
+    checkpointing, whose hooks keep nothing and must get every tensor, this does nothing.
     """
     outer = top_saved_tensors_hooks()
     if outer is not None and outer[0].__module__ == "torch.utils.checkpoint":

@@ -43,7 +43,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
 
-def _exchange(scaler, optimizer) -> None:
+def _all_reduce_found_inf(scaler, optimizer) -> None:
     """Make a scaler's findings in an optimizer's gradients the maximum of all ranks'."""
     state = scaler._per_optimizer_states[id(optimizer)]
     group = getattr(scaler, "process_group", None)
@@ -68,4 +68,4 @@ def _exchange(scaler, optimizer) -> None:
 @functools.cache
 def patch_grad_scaler() -> None:
     """Patch torch's scalers to exchange their findings in shards' gradients."""
-    patch_scaler_checks(_exchange)
+    patch_scaler_checks(_all_reduce_found_inf)

@@ -167,8 +167,8 @@ class Scheduler(Controller):
         if self.depth == 0 and not in_backward:
             seen, self._current_forward = self._current_forward, []
             self._forward_order = list(map(weakref.ref, seen))
-            # Outside a forward, users see shards and may write to them: buffers stay gathered only
-            # for a backward.
+            # Outside a forward, the modules hold shards, and users may write to them: buffers stay
+            # gathered only for a backward.
             for each in seen:
                 if torch.is_grad_enabled() or each.pending_backwards:
                     each.to_sharded()
@@ -233,11 +233,11 @@ class Scheduler(Controller):
     def post_backward(self, unit: Unit) -> None:
         """Reduce the gradients of a unit whose last gradient was computed, and reshard it."""
         # Frozen parameters may still be needed, until the inputs' gradients are computed.
-        stays = unit.pending_backwards > 0 and len(unit.trainable) < len(unit.groups)
+        stays = unit.pending_backwards > 0 and len(unit.gradients.trainable) < len(unit.groups)
         if unit.reduce_grads:
             if unit.index in self._reduced:
                 self._raise_divergence(f"{unit!r} has gradients here, and the others have reduced it before")
-            if self.negotiate(REDUCE, unit.index | unit.trainable_mask << GROUP_MASK_SHIFT) == DEFERRED:
+            if self.negotiate(REDUCE, unit.index | unit.gradients.trainable_mask << GROUP_MASK_SHIFT) == DEFERRED:
                 return  # the final callback reduces it
             if unit.reshard_after_backward and not stays:
                 unit.reshard()  # before the reduction, which can pack the gradients where the parameters were
@@ -306,15 +306,15 @@ class Scheduler(Controller):
         flags = numpy.zeros(count + self._param_count, dtype=numpy.uint8)
         for unit in units:
             if unit.reduce_grads:
-                flags[unit.index] = unit.has_gradients()
+                flags[unit.index] = unit.gradients.has_gradients()
                 begin = count + unit.first_param
                 flags[begin : begin + len(unit.params)] = [2 * param.has_unreduced_grad for param in unit.params]
-            for at in unit.trainable_indices:  # 1: its group is reduced; 2: it has a gradient
+            for at in unit.gradients.trainable_indices:  # 1: its group is reduced; 2: it has a gradient
                 flags[count + unit.first_param + at] |= 1
         flags = self._reduce_flags(flags, units)
         used = flags[count:].tolist()
         for unit in units:
-            unit.extend_trainable(used[unit.first_param : unit.first_param + len(unit.params)])
+            unit.gradients.extend_trainable(used[unit.first_param : unit.first_param + len(unit.params)])
         for index in numpy.flatnonzero(flags[:count]).tolist():
             unit = self._units[index]()
             if unit is None:

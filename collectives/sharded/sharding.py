@@ -100,7 +100,7 @@ def _check_module(module) -> None:
 
 def shard(
     module: nn.Module,
-    face: type,
+    base: type,
     ranks: Ranks,
     *,
     reshard_after_forward: bool | int = True,
@@ -111,7 +111,7 @@ def shard(
     persistent: bool = False,
     strategy: str = "",
 ) -> Unit:
-    """Make a module a unit, and its class one that derives from `face`: `fully_shard` after its
+    """Make a module a unit, and its class one that derives from `base`: `fully_shard` after its
     checks.
     """
     register_optimizer_hooks()
@@ -170,7 +170,7 @@ def shard(
         for name, buffer in buffer_holder._buffers.items():
             if buffer is not None and buffer.device.type != "meta" and buffer.device != unit.device:
                 buffer_holder._buffers[name] = buffer.to(unit.device)
-    module.__class__ = _class_of(face, type(module))
+    module.__class__ = _class_of(base, type(module))
     object.__setattr__(module, "_unit", unit)
     if any(param.is_meta for _, _, param in found):
         wrap_init_methods(unit)
@@ -195,13 +195,13 @@ def _checksum(param: torch.Tensor) -> int:
     return int(total) + int(octets[whole:].sum(dtype=torch.int64))
 
 
-def _class_of(face: type, cls: type) -> type:
-    """Return the class that derives from `face` and from a module's own class."""
-    if (face, cls) not in _classes:
+def _class_of(base: type, cls: type) -> type:
+    """Return the class that derives from `base` and from a module's own class."""
+    if (base, cls) not in _classes:
 
         def new(self, *args, **kwargs):  # a slice of nn.Sequential makes an object of the same class
             return cls(*args, **kwargs)
 
         body = {"__new__": new, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        _classes[face, cls] = type(cls.__name__, (face, cls), body)
-    return _classes[face, cls]
+        _classes[base, cls] = type(cls.__name__, (base, cls), body)
+    return _classes[base, cls]

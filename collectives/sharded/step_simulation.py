@@ -1,8 +1,8 @@
 """Simulation of a step's memory: the allocations and frees of a sharded module's step, in order,
 without a tensor.
 
-It follows `scheduler`, `unit` and `param_group` line by line, and allocates from the same pool by
-the same rules.
+It follows `scheduler`, `unit`, `param_group` and `gradient_shard` line by line, and allocates from
+the same pool by the same rules.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class StepSimulation:
         gathered = [
             unit for unit in self._all(self.root) if any(not f.persistent and not f.is_whole for f in unit.flats)
         ]
-        lets_go = any(unit.reshards for unit in gathered)
-        if work and lets_go:
+        trims = any(unit.reshards for unit in gathered)
+        if work and trims:
             self._pool.trim()  # as for torch's optimizers
         self.record_peak(work)
 

@@ -68,7 +68,7 @@ class HostCopies:
     def to_device(self, out: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor to `out` on the current stream; return `out`."""
         out.copy_(host, non_blocking=True)
-        self._note(self._cuda.current_stream(out.device))
+        self._record_event(self._cuda.current_stream(out.device))
         return out
 
     def to_host(self, host: torch.Tensor, tensor: torch.Tensor, after=None) -> None:
@@ -81,7 +81,7 @@ class HostCopies:
         with self._cuda.stream(side):
             host.copy_(tensor, non_blocking=True)
         tensor.record_stream(side)
-        self._note(side)
+        self._record_event(side)
         if after is not None:
             self._after.append(after)
 
@@ -96,5 +96,5 @@ class HostCopies:
         for function in after:
             function()
 
-    def _note(self, stream) -> None:
+    def _record_event(self, stream) -> None:
         self._events[stream] = stream.record_event()

@@ -15,16 +15,16 @@ from torch import nn
 from ..comm.communicator import Communicator
 from ..errors import InvalidUsage
 from .buffer_pool import BufferPool
-from .managed_params import check_parameter, managed_parameters
+from .managed_params import managed_parameters
 from .mesh import Ranks
 from .module_changes import AddedParamCheck, sync_attributes
-from .param import ShardedParam
-from .param_group import ParamGroup
+from .param_group import make_groups
 from .param_registration import ParamRegistration
 from .policies import MixedPrecisionPolicy, parse_mp_policy, parse_offload_policy
 from .quantized_gather import QuantizedAllGather
 from .reduction import start_average
 from .streams import HostCopies, current_stream, release
+from .unit_gradients import UnitGradients
 
 __all__ = ["State", "Unit"]
 
@@ -88,32 +88,22 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.scheduler = self.module = None
         self._alloc_stream = None  # the stream on which the gathered buffer was allocated
-        self.state_dict_options = self.state_dict_settings = (
-            None  # in which state dicts are given, and as it was set; None: full tensors
-        )
+        # How state dicts are returned, and the settings of `set_state_dict_type`; None: full tensors.
+        self.state_dict_options = self.state_dict_settings = None
         self.pending_backwards = 0  # forwards whose backward has not ended
-        self.post_forward_comm: Communicator | None = (
-            None  # ranks that keep all parameters between them after a forward
-        )
+        # Ranks that keep all parameters between them after a forward.
+        self.post_forward_comm: Communicator | None = None
         self._works: list = []
         offload = parse_offload_policy(offload_policy)
         store = torch.device("cpu") if offload else self.device
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
-        kinds: dict[tuple, list] = {}
-        for names, places, param in found:
-            check_parameter(param, names[0])
-            kinds.setdefault((param.dtype, param.requires_grad), []).append((ShardedParam(names, places, param), param))
-        self.groups = [
-            ParamGroup(
-                [param for param, _ in members], [param for _, param in members], ranks, self.pool, device=self.device,
-                store=store, pinned=offload is not None and offload.pin_memory, gather_dtype=self.mp_policy.param_dtype,
-                reduce_dtype=self.mp_policy.reduce_dtype, persistent=persistent, align=align,
-                quantized_gather=quantized_gather, host_copies=self.host_copies,
-            )
-            for members in kinds.values()
-        ]  # fmt: skip
+        self.groups = make_groups(
+            found, ranks, self.pool, device=self.device, store=store, gather_dtype=self.mp_policy.param_dtype,
+            pinned=offload is not None and offload.pin_memory, reduce_dtype=self.mp_policy.reduce_dtype,
+            persistent=persistent, align=align, quantized_gather=quantized_gather, host_copies=self.host_copies,
+        )  # fmt: skip
         self.params = [param for group in self.groups for param in group.params]
-        self.update_trainable()
+        self.gradients = UnitGradients(self.groups)
         self.register_grad_hook = lambda param: None  # set by `register_grad_hooks`
         self.added_params: AddedParamCheck | None = None
         self.registration = ParamRegistration(self.params)
@@ -133,25 +123,6 @@ class Unit:
             for group in self.groups
         ]
         return "; ".join(kinds)
-
-    def update_trainable(self) -> None:
-        """Find the groups whose gradients are reduced.
-
-        They must be the same on all ranks; `trainable_mask` identifies them.
-        """
-        self.trainable = [group for group in self.groups if group.requires_grad]
-        self.trainable_mask = sum(1 << at % 8 for at, group in enumerate(self.groups) if group.requires_grad) & 0xFF
-        ids = {id(param) for group in self.trainable for param in group.params}
-        self.trainable_indices = [at for at, param in enumerate(self.params) if id(param) in ids]
-        self._grads_left = sum(param.expects_grad and not param.has_grad_in_backward for param in self.params)
-
-    def extend_trainable(self, flags: list[int]) -> None:
-        """Add the groups that other ranks reduce: those with a parameter whose flag isn't 0."""
-        if sum(map(bool, flags)) > len(self.trainable_indices):
-            new = {id(param) for param, flag in zip(self.params, flags, strict=True) if flag}
-            for group in self.groups:
-                group.requires_grad = group.requires_grad or any(id(param) in new for param in group.params)
-            self.update_trainable()
 
     @property
     def gathers(self) -> bool:
@@ -190,11 +161,6 @@ class Unit:
         if self.state is State.UNSHARDED and not self.is_unsharded_registered and self._writes() != self._written:
             self.post_optim_step()  # or written to by other means
         sync_attributes(self)
-
-    @property
-    def full_gradient_bytes(self) -> int:
-        """Bytes of the full gradients of all trainable parameters, in the dtype of the reduction."""
-        return sum(group.layout.total * group.reduce_dtype.itemsize for group in self.trainable)
 
     # ---- Gathering.
 
@@ -350,10 +316,6 @@ class Unit:
 
     # ---- Gradients.
 
-    def has_gradients(self) -> bool:
-        """Whether full gradients are waiting to be reduced."""
-        return any(group.has_gradients() for group in self.trainable)
-
     @torch.inference_mode(False)
     @torch.no_grad()
     def start_reduce(self, *, async_op: bool = False) -> list:
@@ -365,7 +327,7 @@ class Unit:
         """
         if self.reducer is not None:
             return self.reducer.start_reduce(self, async_op=async_op)
-        return [start_average(self, group, async_op) for group in self.trainable]
+        return [start_average(self, group, async_op) for group in self.gradients.trainable]
 
     def reduce(self) -> None:
         """Average the full gradients over the ranks into the shards' gradients, or add to those
@@ -375,54 +337,7 @@ class Unit:
             finish()
         self.host_copies.wait()
 
-    @torch.no_grad()
-    def gather_gradients(self) -> None:
-        """Set the substitutes' gradients to the full gradients, gathered from the shards. A
-        collective.
-        """
-        for group in self.trainable:
-            group.gather_gradients()
-
-    @torch.no_grad()
-    def write_back_gradients(self) -> None:
-        """Copy to the shards' gradients what was written to the substitutes'."""
-        for group in self.trainable:
-            group.write_back_gradients()
-
-    def drop_gradients(self) -> None:
-        """Drop full gradients that wait to be reduced."""
-        for param in self.params:
-            param.full.grad = param.accumulated_grad = None
-            param.has_unreduced_grad = False
-
-    def record_grad(self, param: ShardedParam) -> bool:
-        """Record that a parameter's gradient was computed in this backward; return whether it was
-        the last one expected.
-        """
-        param.has_unreduced_grad = True
-        if param.has_grad_in_backward:
-            return False
-        param.has_grad_in_backward = True
-        self._grads_left -= param.expects_grad
-        return param.expects_grad and not self._grads_left
-
     def end_backward(self, *, drop: bool = False) -> None:
-        """Reset the tracking of gradients for the next backward. `drop`: also drop the gradients of
-        the last one.
-        """
-        if any(param.has_grad_in_backward for param in self.params):
-            for param in self.params:
-                if not drop:
-                    param.expects_grad = param.has_grad_in_backward
-                elif param.has_grad_in_backward:
-                    param.full.grad = None
-                    param.has_unreduced_grad = param.accumulated_grad is not None
-                param.has_grad_in_backward = False
-        if self.reduce_grads:
-            for param in self.params:
-                param.has_unreduced_grad = False
-        else:
-            for group in self.trainable:
-                group.to_accumulated_grad()
-        self._grads_left = sum(param.expects_grad for param in self.params)
+        """Reset what tracks a backward. `drop`: also drop the gradients of the last one."""
+        self.gradients.end_backward(reduced=self.reduce_grads, drop=drop)
         self.pending_backwards = 0

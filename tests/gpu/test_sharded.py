@@ -174,7 +174,7 @@ def test_hook_state(device, ranks, case):
 
 @in_group
 def accumulated(rank):
-    """Two micro-batches, the first without synchronisation, and clipping behind the backward."""
+    """Two micro-batches, the first without synchronisation, and clipping after the backward."""
     model = by_units(rank, make_terms(rank.device))
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     norms = []
@@ -221,7 +221,7 @@ def test_grad_scaler(device, ranks):
 
 @in_group
 def saved(rank, offload):
-    """A model and its AdamW go on from state dicts in full, and from the pieces themselves."""
+    """A model and its AdamW go on from state dicts of shards."""
     options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
     model = by_units(rank, make_terms(rank.device), **options)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -246,7 +246,7 @@ def test_state_dicts(device, ranks, case):
 
 @in_group
 def checkpointed(rank):
-    """Matrix products, a unit called twice, checkpointed activations: beside the DDP hook on the same device."""
+    """Matrix products, a unit called twice, checkpointed activations, compared with averaged gradients."""
     from torch.utils.checkpoint import checkpoint
 
     def make():
@@ -312,8 +312,8 @@ def by_torchs_fsdp2(rank):
         optimizer.zero_grad()
         model(batches(step, rank.rank, rank.device)).backward()
         optimizer.step()
-    pieces = [param.to_local().detach().cpu().numpy() for param in model.parameters()]
-    return [torch.from_numpy(numpy.concatenate(each)) for each in zip(*rank.exchange(pieces), strict=True)]
+    shards = [param.to_local().detach().cpu().numpy() for param in model.parameters()]
+    return [torch.from_numpy(numpy.concatenate(each)) for each in zip(*rank.exchange(shards), strict=True)]
 
 
 @pytest.mark.skipif(fsdp2._protocol is None, reason="this torch has no custom collectives in FSDP2")

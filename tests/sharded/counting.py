@@ -1,4 +1,4 @@
-"""Counting the bytes of tensors that live: what operations make, and what the host engine lends."""
+"""Count of the bytes of live tensors: those that operations make, and the host engine's memory."""
 
 from unittest import mock
 
@@ -11,10 +11,10 @@ from collectives.comm import communicator
 
 
 class Counted(TorchDispatchMode):
-    """Inside of it every new storage on the host counts from its making to its end: `now`, and `most` at one time.
+    """Inside it every new storage on the host counts while it lives: `now`, and `most` at one time.
 
-    The engine's blocks count with all their bytes; what is lent of them, which views them, doesn't count again. What an
-    operation needs inside itself isn't seen.
+    The engine's blocks count with all their bytes; tensors that view them don't count again.
+    Temporaries inside an operation aren't counted.
     """
 
     def __init__(self):

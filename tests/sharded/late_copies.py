@@ -1,7 +1,7 @@
-"""A double of torch.cuda's streams on which copies between the host and a device are late, as on a busy GPU.
+"""Test double of torch.cuda's streams, whose copies from a device to the host are late, as on a busy GPU.
 
-The "device" is ``cpu:0``, and the host ``cpu``: torch takes them for two. What a copy to the host brings is NaN until
-an event behind it was waited for, and how often that was is counted.
+The "device" is ``cpu:0``, and the host ``cpu``: torch takes them for two. The result of a copy to the
+host is NaN until an event after it was waited for; `Cuda.waits` counts these waits.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ DEVICE = torch.device("cpu", 0)
 class Event:
     def __init__(self, cuda):
         self.cuda = cuda
-        self.behind = list(cuda.late)
+        self.copies = list(cuda.late)
 
     def synchronize(self):
         self.cuda.waits += 1
-        for each in self.behind:
+        for each in self.copies:
             if each in self.cuda.late:
                 self.cuda.late.remove(each)
                 each()
@@ -80,7 +80,7 @@ class _Late(TorchDispatchMode):
 
 @contextlib.contextmanager
 def late_copies(cuda):
-    """Have copies to the host be late inside of the block; gives the sizes that were asked for page-locked."""
+    """Make copies to the host late inside the block; yield the sizes of the page-locked allocations."""
     empty, pinned = torch.empty, []
 
     def ask(*args, pin_memory=False, **kwargs):
@@ -92,7 +92,7 @@ def late_copies(cuda):
         cuda.recorded.append((tensor.shape, stream))
 
     with (
-        mock.patch("collectives.sharded.param_group.torch.empty", ask),
+        mock.patch("collectives.sharded.group_buffers.torch.empty", ask),
         mock.patch.object(torch.Tensor, "record_stream", record),
         _Late(cuda),
     ):

@@ -1,4 +1,4 @@
-"""A model with all that is special about parameters, and how state dicts are compared."""
+"""A model with parameters of all kinds, and a comparison of state dicts."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from collectives.sharded import fully_shard
 
 
 class Net(nn.Module):
-    """A tied weight, a parameter of 0 dimensions, one of 0 elements, one smaller than the ranks are many, a buffer."""
+    """A tied weight, a parameter of 0 dimensions, of 0 elements, of fewer than the ranks, a buffer."""
 
     def __init__(self, seed=3):
         super().__init__()
@@ -40,7 +40,7 @@ def sharded(seed=3, device=None, **how):
 
 
 def optimizer_of(make, model):
-    """One with two groups, by the parameters' dimensions, which pieces keep."""
+    """Return an optimizer of two groups, by the parameters' dimensions, which shards keep."""
     matrices = [param for param in model.parameters() if param.dim() > 1]
     others = [param for param in model.parameters() if param.dim() < 2]
     return make([{"params": matrices, "weight_decay": 0.1}, {"params": others}])
@@ -55,7 +55,7 @@ def train(model, optimizer, steps=3):
 
 
 def differences(ours, theirs, path=""):
-    """Give what differs in a bit, a shape, a dtype or a type between two state dicts, tied tensors included."""
+    """Return what differs in a bit, a shape, a dtype or a type between two state dicts."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         found = [f"{path}.{key}: in one" for key in ours.keys() ^ theirs.keys()]
         return found + [each for key in ours.keys() & theirs.keys() for each in differences(

@@ -1,4 +1,4 @@
-"""What must not go wrong in silence: each a named error on every rank, and no rank waits for ever."""
+"""Wrong calls: each raises a named error on every rank, and no rank waits for ever."""
 
 import copy
 import pickle
@@ -14,7 +14,7 @@ from tests.ddp.training import batch, make_model, over_gloo, run
 
 
 def raised(call):
-    """Give an error's class and text."""
+    """Return an error's class and text."""
     try:
         call()
     except CollectivesError as error:
@@ -30,7 +30,7 @@ def optimizer_before(ctx):
     optimizer.step()
 
 
-def tied_across(ctx):
+def tied_weights(ctx):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     for each in (model[0], model[2]):
@@ -83,7 +83,7 @@ def to_double(ctx):
 
 CASES = {
     optimizer_before: (InvalidUsage, "0.weight of Sequential, which was sharded after the optimizer was made"),
-    tied_across: (InvalidUsage, "weight of this Linear is tied to weight of Linear"),
+    tied_weights: (InvalidUsage, "weight of this Linear is tied to weight of Linear"),
     resized: (CollectivesError, None),
     exchanged: (CollectivesError, None),
     other_modules: (InvalidUsage, "the ranks don't shard the same modules"),
@@ -96,7 +96,7 @@ CASES = {
 
 @over_gloo
 def all_cases(ctx):
-    """Each in the same group: what was agreed before must not be lost by an error."""
+    """All cases in one group: an error must leave the ranks in step."""
     return {case.__name__: raised(lambda case=case: case(ctx)) for case in CASES}
 
 
@@ -119,7 +119,7 @@ def test_named_errors_on_all_ranks(tmp_path):
 
 @over_gloo
 def alone(ctx):
-    """What is found without the others."""
+    """Errors that a rank finds without the others."""
     model = fully_shard(make_model())
     found = {
         "twice": raised(lambda: fully_shard(model)),
@@ -139,7 +139,7 @@ def alone(ctx):
         "pickle": raised(lambda: pickle.dumps(model)),
         "prefetch": raised(lambda: model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])),
         "factor": raised(lambda: model.set_gradient_divide_factor(0)),
-        "show": raised(lambda: Unit(nn.Linear(2, 2), ctx.communicator()).wait_for_unshard()),
+        "wait_for_unshard": raised(lambda: Unit(nn.Linear(2, 2), ctx.communicator()).wait_for_unshard()),
     }
     plain = fully_shard(nn.Linear(2, 2))
     sliced = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))[:1]

@@ -1,4 +1,4 @@
-"""Checkpoints: of some ranks for others, for unsharded models and from them; complete, or refused by name."""
+"""Checkpoints of n ranks, loaded by m, or unsharded, and the reverse; damaged ones are refused by name."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ RULES = {
 
 
 def states(model, optimizer):
-    """Give full state dicts, of a sharded model or of an unsharded one."""
+    """Return full state dicts, of a sharded model or of an unsharded one."""
     if hasattr(model, "unshard"):
         return [
             get_model_state_dict(model, full_state_dict=True),
@@ -59,7 +59,7 @@ def write(ctx, folder):
 
 
 def read(ctx, folder, others, expected):
-    """Load each and give what differs; then train on, as an unsharded model does."""
+    """Load each checkpoint and compare; then train on, as an unsharded model does."""
     comm = ctx.communicator()
     expected = pickle.loads(expected)
     for at in (*(f"{folder}/{rule}" for rule in RULES), *others):
@@ -84,7 +84,7 @@ def read(ctx, folder, others, expected):
 
 @over_gloo
 def write_by_torch(ctx, folder):
-    """What torch's own FSDP2 saves, which refuses some parameters; and its load of our pieces, and ours of them."""
+    """Load what torch's FSDP2 saves; save and load our shards by torch's own functions."""
     model = Plain()
     torchs_fully_shard(model.inner)
     torchs_fully_shard(model)
@@ -103,11 +103,11 @@ def write_by_torch(ctx, folder):
     got = get_optimizer_state_dict(ours, mine, full_state_dict=True)["state"]
     for name, state in torchs_get(model, optimizer)["state"].items():
         assert torch.equal(got[name]["exp_avg"], state["exp_avg"].full_tensor()), name
-    # Torch's own functions over pieces, in place.
-    pieces = {"model": get_model_state_dict(ours), "optim": get_optimizer_state_dict(ours, mine)}
-    dcp.save(pieces, checkpoint_id=f"{folder}_pieces")
+    # Torch's own functions over shards, in place.
+    shards = {"model": get_model_state_dict(ours), "optim": get_optimizer_state_dict(ours, mine)}
+    dcp.save(shards, checkpoint_id=f"{folder}_shards")
     nn.init.zeros_(ours.inner.weight)
-    dcp.load({"model": get_model_state_dict(ours)}, checkpoint_id=f"{folder}_pieces")
+    dcp.load({"model": get_model_state_dict(ours)}, checkpoint_id=f"{folder}_shards")
     assert not differences(get_model_state_dict(ours, full_state_dict=True), full)
 
 
@@ -166,17 +166,17 @@ def test_torchs_own(tmp_path):
 
 
 def refusals(ctx, folder):
-    """Each on all ranks, and nothing of the model is lost."""
+    """Each raises on all ranks, and leaves the model as it was."""
     comm = ctx.communicator()
     model = sharded(comm=comm)
     good = f"{folder}/good"
     save(good, model)
-    told = {}
+    errors = {}
 
     def refused(name, at=None, model=model, **how):
         with pytest.raises(CollectivesError) as caught:
             load(at or f"{folder}/{name}", model, **how)
-        told[name] = type(caught.value).__name__, str(caught.value)
+        errors[name] = type(caught.value).__name__, str(caught.value)
 
     def damaged(name, damage):
         if ctx.rank == 0:
@@ -220,7 +220,7 @@ def refusals(ctx, folder):
     assert not os.path.exists(f"{folder}/new") and not os.path.exists(f"{folder}/new.partial")
     load(good, model)
     assert not model.seen.any()
-    return told
+    return errors
 
 
 def test_refused(tmp_path):
@@ -231,9 +231,9 @@ def test_refused(tmp_path):
         "other": "another model: it has no more; the model has no net.2.bias; net.0.weight is [5, 7] there and [6, 7]",
         "ranks": "don't make the same call",
     }  # fmt: skip
-    for told in run(refusals, 2, str(tmp_path)):
-        assert told.keys() == wanted.keys()
-        for name, (kind, text) in told.items():
+    for errors in run(refusals, 2, str(tmp_path)):
+        assert errors.keys() == wanted.keys()
+        for name, (kind, text) in errors.items():
             assert kind == ("InvalidUsage" if name == "ranks" else InvalidArgument.__name__), (name, kind, text)
             assert wanted[name] in text, (name, text)
 

@@ -1,4 +1,4 @@
-"""Norms over pieces are those of the whole, by whichever name, and the same bits on all ranks."""
+"""Norms over shards are those of full gradients, by each function, and the same bits on all ranks."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ def shard():
 
 
 def backward(ctx, factor=1.0):
-    """Give a sharded model with gradients, and the same one on one rank."""
+    """Return a sharded model with gradients, and the same model unsharded."""
     model, whole = shard(), make_model()
     model[6].bias.register_hook(lambda grad: grad * 0 + 0.25)  # the same on all ranks
     whole[6].bias.register_hook(lambda grad: grad * 0 + 0.25)
@@ -38,7 +38,7 @@ def gradients(model, comm):
     for unit in units_in(model):
         for group in unit.groups:
             flat = torch.empty(group.unsharded_numel)
-            comm.all_gather(flat, group.grad)
+            comm.all_gather(flat, group.gradients.flat)
             found.update({id(param): flat[param.offset :][: param.count].view(param.shape) for param in group.params})
     order = [units_in(model)[at] for at in (1, 2, 0)]
     return [found[id(param)] for unit in order for param in unit.params] + [model[6].bias.grad]
@@ -74,7 +74,7 @@ def clip(ctx):
             raises()
     with pytest.raises(InvalidArgument, match="above 0"):
         model.clip_grad_norm_(1.0, 0)
-    # One rank's piece alone isn't finite.
+    # One rank's shard alone isn't finite.
     model, _ = backward(ctx)
     with contextlib.suppress(StopIteration):
         if ctx.rank == 0:
@@ -82,12 +82,12 @@ def clip(ctx):
     rows += [str(model.clip_grad_norm_(1.0, p).item()) for p in (2, math.inf)]
     model.zero_grad()
     rows.append(model.clip_grad_norm_(1.0).item())
-    # Tensors that are of no piece: as ever, on one rank alone.
+    # Tensors of no shard: a local call, as without sharding.
     if ctx.rank == 0:
         rows.append(nn.utils.get_total_norm([torch.ones(4)]).item())
 
-    # Gradients of torch's own FSDP2 are DTensors, whose memory isn't theirs: the norm is torch's, also beside a model
-    # of ours that has gradients.
+    # Gradients of torch's own FSDP2 are DTensors, which have no storage: the norm is torch's, even if a
+    # sharded model of ours has gradients.
     model, _ = backward(ctx)
     torchs, whole = make_model(), make_model()
     fully_shard_of_torch(torchs)

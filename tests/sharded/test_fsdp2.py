@@ -1,4 +1,4 @@
-"""FSDP2's collectives by ours: training equals FSDP2 over Gloo, its buffers are lent and come back, errors tell."""
+"""Our collectives in torch's FSDP2: training equals that over Gloo; buffers return to the pool; errors."""
 
 import contextlib
 import gc
@@ -23,7 +23,7 @@ with contextlib.suppress(ImportError):
 
 pytestmark = pytest.mark.skipif(fsdp2._protocol is None, reason="this torch has no custom collectives in FSDP2")
 
-# The first layer's buffers are large enough to be lent; no size here is divisible by the ranks.
+# The first layer's buffers are large enough for the pool; no size here is divisible by the ranks.
 WIDTHS = (37, 601, 41, 5)
 
 
@@ -36,7 +36,7 @@ def make_model():
 
 
 def shard(model, ours, **options):
-    """Shard by layers, over Gloo or with our collectives; one pair of objects serves all modules, as may be."""
+    """Shard by layers, over Gloo or with our collectives; one pair of objects serves all modules."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own
         for layer in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):
@@ -51,7 +51,7 @@ def shard(model, ours, **options):
 
 
 def train(model, rank, steps=2, accumulate=1):
-    """Give the gradients of the last step and the parameters after it, all in full."""
+    """Return the gradients of the last step and the parameters after it, all in full."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
@@ -66,7 +66,7 @@ def train(model, rank, steps=2, accumulate=1):
 
 
 def both(rank, tolerance=(1e-5, 1e-6), accumulate=1, prepare=lambda model: model, **options):
-    """Train over Gloo and by ours, compare, and give ours."""
+    """Train over Gloo and by ours, compare, and return ours."""
     theirs = train(prepare(shard(make_model(), False, **options)), rank, accumulate=accumulate)
     ours = train(prepare(shard(make_model(), True, **options)), rank, accumulate=accumulate)
     for expected, found in zip(theirs, ours, strict=True):
@@ -134,7 +134,7 @@ def test_hybrid_sharding(tmp_path):
 
 
 def shared_bytes():
-    """This process's resident shared memory (what is lent is of that kind), in bytes."""
+    """Return this process's resident shared memory, of which the pool's blocks are, in bytes."""
     with open("/proc/self/status") as status:
         (line,) = (line for line in status if line.startswith("RssShmem:"))
     return int(line.split()[1]) << 10
@@ -145,14 +145,14 @@ def at_rest(pool):
 
 
 @over_gloo
-def lend(ctx):
+def pooled(ctx):
     model = shard(make_model(), True)
     (pool,) = fsdp2._shared.values()
     train(model, ctx.rank, steps=2)
     held, blocks = pool.reserved, {block.data_ptr() for block in at_rest(pool)}
-    least = 4 * WIDTHS[1] * (WIDTHS[0] + 1)  # what a lent buffer has at least: the first layer's parameters
+    least = 4 * WIDTHS[1] * (WIDTHS[0] + 1)  # bytes of a pooled buffer: at least the first layer's parameters
     train(model, ctx.rank, steps=4)
-    # Nothing is new, nothing is still lent, though gradients live on: those lie elsewhere.
+    # No block is new or still in use: gradients, which live on, are not in the pool.
     assert pool.reserved == held >= pool.max_allocated >= least
     assert {block.data_ptr() for block in at_rest(pool)} == blocks
     assert sum(block.numel() for block in at_rest(pool)) == held
@@ -165,8 +165,8 @@ def lend(ctx):
     return held
 
 
-def test_buffers_are_lent_and_come_back(tmp_path):
-    run(lend, 2, str(tmp_path / "store"))
+def test_buffers_return_to_the_pool(tmp_path):
+    run(pooled, 2, str(tmp_path / "store"))
 
 
 @over_gloo
@@ -180,15 +180,15 @@ def misuse(ctx):
     assert torch.equal(out, torch.arange(ctx.size).repeat_interleave(3).float())
     assert work.get_future().wait() is out
     assert gather(out, part, group) is None
-    # A block is nobody else's as long as any view of it lives, and is taken again afterwards.
-    take = {"dtype": torch.float32, "device": torch.device("cpu")}
-    first = gather.allocate((2, 10_000), **take)
+    # A block is in use as long as any view of it lives, and is reused afterwards.
+    like = {"dtype": torch.float32, "device": torch.device("cpu")}
+    first = gather.allocate((2, 10_000), **like)
     view, address = first[1, 5:], first.data_ptr()
     del first
-    other = gather.allocate((20_000,), **take)
+    other = gather.allocate((20_000,), **like)
     assert other.data_ptr() != address
     del view
-    assert gather.allocate((20_000,), **take).data_ptr() == address
+    assert gather.allocate((20_000,), **like).data_ptr() == address
 
     half, mine = torch.ones(2 * ctx.size, dtype=torch.bfloat16), torch.empty(2, dtype=torch.bfloat16)
     with pytest.raises(InvalidArgument, match="op must be one of"):
@@ -216,7 +216,7 @@ def misuse(ctx):
     assert torch.equal(model[0].weight, make_model()[0].weight)
 
 
-def test_what_is_given_and_refused(tmp_path):
+def test_calls_and_refusals(tmp_path):
     run(misuse, 3, str(tmp_path / "store"))
 
 

@@ -1,4 +1,4 @@
-"""A HookState over units does what it does over DDP's buckets; parameters that are gathered in fewer bits."""
+"""A HookState over units does what it does over DDP's buckets; quantized all-gathers."""
 
 import gc
 import pickle
@@ -41,7 +41,7 @@ def hooked(state):
 
 
 def full(model):
-    """Give the parameters as their owners have them."""
+    """Return the parameters as their owners have them."""
     found = []
     for unit in units_in(model):
         for group in unit.groups:
@@ -54,7 +54,7 @@ def full(model):
 
 
 def by_unit(ddp):
-    """Give DDP's parameters in the order of `full`."""
+    """Return DDP's parameters in the order of `full`."""
     layers = [ddp.module[6], ddp.module[0], ddp.module[2], ddp.module[4]]
     return [param.detach().clone() for layer in layers for param in layer.parameters()]
 
@@ -132,7 +132,7 @@ def test_as_over_ddp(ranks, tmp_path):
 
 
 def gradients_of(ctx, step, ranks):
-    """Give each rank's own full gradients of one unsharded step."""
+    """Return each rank's own full gradients of one unsharded step."""
     found = []
     for rank in range(ranks):
         model = make_model()
@@ -153,18 +153,18 @@ def feed_back(ctx):
         whole = []
         for group in units:
             flat = torch.empty(group.unsharded_numel)
-            ctx.communicator().all_gather(flat, group.grad)
+            ctx.communicator().all_gather(flat, group.gradients.flat)
             whole += [flat[param.offset :][: param.count].view(param.shape) for param in group.params]
         for total, each in zip(sums, whole, strict=True):
             total += each
     kept = pickle.loads(pickle.dumps(state)).compressor.state_dict()["residuals"]
     mean = state.state_dict()["wire"]["residuals"]
     saved = state.state_dict()
-    gone = [weakref.ref(param.shard) for unit in units_in(model) for param in unit.params]
-    gone += [weakref.ref(param.full) for unit in units_in(model) for param in unit.params]
+    references = [weakref.ref(param.shard) for unit in units_in(model) for param in unit.params]
+    references += [weakref.ref(param.full) for unit in units_in(model) for param in unit.params]
     del model, units, group
     gc.collect()
-    assert [each() for each in gone] == [None] * 16
+    assert [each() for each in references] == [None] * 16
     again = HookState(wire="int8", error_feedback=True)
     again.load_state_dict(saved)
     other = shard(again)
@@ -180,9 +180,9 @@ def test_error_feedback_carries_over(tmp_path):
     assert sorted(kept) == sorted(mean) == sorted(names) and taken == []
     for at, (name, total) in enumerate(zip(names, sums, strict=True)):
         owed = sum(each[at] for each in grads) * 3 / 2
-        # All that was applied and all that is kept is all that there was.
-        lost = (kept[name] + others[name]).view(total.shape) / 2
-        torch.testing.assert_close(total + lost, owed, rtol=1e-5, atol=1e-6)
+        # Applied gradients and residuals add up to all gradients.
+        residual = (kept[name] + others[name]).view(total.shape) / 2
+        torch.testing.assert_close(total + residual, owed, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(mean[name], (kept[name] + others[name]) / 2)
         assert (total - owed).abs().max() > 1e-6  # int8 does lose
 
@@ -199,7 +199,7 @@ def gather_in_fewer_bits(ctx):
             module.unshard()
             seen += [param.detach().clone() for param in module._parameters.values()]
             seen += [] if module is not model else [param.detach().clone() for param in model[6].parameters()]
-            module._unit.reshard(write_back=True)  # what nobody has written to stays
+            module._unit.reshard(write_back=True)  # what was not written to stays
         assert all(map(torch.equal, masters, full(model)))
         with torch.no_grad(), model[0]._unit.unsharded(write_back=True):
             model[0].bias[:2] = 7.0
@@ -212,8 +212,8 @@ def gather_in_fewer_bits(ctx):
     models = [shard(HookState(gather="int8"), reshard_after_forward=keep) for keep in (True, False)]
     for model in models:
         train(model, adamw(model.parameters()), ctx.rank, 2)
-    assert all(map(torch.equal, *map(full, models)))  # what lies between parameters has no part in it
-    # bf16 through bf16 is as it is: no codec, and the same bits as without.
+    assert all(map(torch.equal, *map(full, models)))  # padding has no influence
+    # bf16 parameters with gather="bf16": no quantized all-gather, and the same bits as without.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     state = HookState(gather="bf16")
     models = [shard(each, mp_policy=policy) for each in (None, state)]
@@ -223,7 +223,7 @@ def gather_in_fewer_bits(ctx):
     return rows
 
 
-def test_parameters_travel_in_fewer_bits(tmp_path):
+def test_parameters_are_gathered_in_fewer_bits(tmp_path):
     first, second = run(gather_in_fewer_bits, 2, tmp_path / "store")
     for name, (masters, seen, sent) in first.items():
         wire = WIRE_FORMATS[name]
@@ -238,7 +238,7 @@ def test_parameters_travel_in_fewer_bits(tmp_path):
 
 @over_gloo
 def scaled(ctx):
-    """GradScalers: one rank alone has a non-finite gradient in its piece; all skip, and go on alike."""
+    """GradScalers: one rank alone has a non-finite gradient in its shard; all ranks skip the step."""
     rows = []
     for make, fused, options in (
         (lambda params: torch.optim.AdamW(params, lr=1e-2), False, {}),
@@ -294,7 +294,16 @@ def test_scalers_agree(tmp_path):
 
 @over_gloo
 def steps_in_backward(ctx):
-    """What optimizer.step() says; unused branches; state; a step that is left out; what can't be had."""
+    unused_branches(ctx)
+    steps_that_are_left_out(ctx)
+    frozen_parameters(ctx)
+    strategies_with_max_norm(ctx)
+    refused_states(ctx)
+    return True
+
+
+def unused_branches(ctx):
+    """Unused branches; the optimizer's state by names; what optimizer.step() and DDP refuse."""
     state = HookState()
     model = Branches()
     for branch in model.branches:
@@ -314,6 +323,20 @@ def steps_in_backward(ctx):
             steps.step()
     trunk = [plain.trunk, *plain.branches]
     assert all(map(torch.equal, full(model), [param for layer in trunk for param in layer.parameters()]))
+    check_optimizer_state(model, state, other)
+    model.set_requires_gradient_sync(False)
+    loss_of(model, 3, ctx.rank).backward()
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(InvalidUsage, match="no synchronised backward"):
+        optimizer.step()
+    with pytest.raises(InvalidUsage, match="stepped inside of the backward"):
+        model.clip_grad_norm_(1.0)
+    with pytest.raises(InvalidUsage, match="serves sharded modules"):
+        collectives.fused_allreduce(state, None)
+
+
+def check_optimizer_state(model, state, other):
+    """The state is that of DDP's optimizer `other`, and another sharded model loads it."""
     whole = state.optimizer_state_dict()
     wanted = other.state_dict()["state"]
     for number, each in whole["state"].items():
@@ -327,18 +350,12 @@ def steps_in_backward(ctx):
     assert len(get_optimizer_state_dict(copy, again.optimizer)["state"]) == 6  # begins what no step has begun
     again.load_optimizer_state_dict(whole)
     for param, mine in zip(copy.parameters(), model.parameters(), strict=True):
-        for key, value in optimizer.state[mine].items():
+        for key, value in state.optimizer.state[mine].items():
             assert torch.equal(again.optimizer.state[param][key], value)
-    model.set_requires_gradient_sync(False)
-    loss_of(model, 3, ctx.rank).backward()
-    model.set_requires_gradient_sync(True)
-    with pytest.raises(InvalidUsage, match="no synchronised backward"):
-        optimizer.step()
-    with pytest.raises(InvalidUsage, match="stepped inside of the backward"):
-        model.clip_grad_norm_(1.0)
-    with pytest.raises(InvalidUsage, match="serves sharded modules"):
-        collectives.fused_allreduce(state, None)
 
+
+def steps_that_are_left_out(ctx):
+    """Non-finite gradients leave the step out; backwards that come in parts are refused."""
     state = HookState(check_finite=True)
     model = shard(state)
     state.optimizer = optimizer = adamw(model.parameters())
@@ -355,8 +372,10 @@ def steps_in_backward(ctx):
     with pytest.raises(InvalidUsage, match="use_reentrant=True"):
         x.sum().backward()
 
+
+def frozen_parameters(ctx):
     found = []
-    for fused in (True, False):  # frozen parameters are needed behind the gradients of the others
+    for fused in (True, False):  # frozen parameters are needed after the gradients of the others
         state, model = HookState(), make_model()
         model[2].requires_grad_(False)
         fully_shard(model, hook_state=state)
@@ -367,6 +386,8 @@ def steps_in_backward(ctx):
         found.append(full(model))
     assert all(map(torch.equal, *found))
 
+
+def strategies_with_max_norm(ctx):
     found = []
     for strategy in ("FULL_SHARD", "SHARD_OPTIMIZER", "NO_SHARD"):
         state = HookState(max_norm=0.1)
@@ -376,8 +397,10 @@ def steps_in_backward(ctx):
         found.append(full(model))
     for one, two, three in zip(*found, strict=True):
         assert torch.equal(one, two)
-        torch.testing.assert_close(one, three)  # the shares of the norm are others
+        torch.testing.assert_close(one, three)  # the norm is added up from other shards
 
+
+def refused_states(ctx):
     for options, reason in (
         ({"local_steps": 2}, "post-local"),
         ({"hierarchical": True}, "flat reduce-scatter"),
@@ -393,7 +416,6 @@ def steps_in_backward(ctx):
         fully_shard(make_model(), hook_state=HookState(optimizer=adamw(make_model().parameters())))
     with pytest.raises(InvalidUsage, match="wire='int8'|wire='fp32'"):
         fully_shard(make_model(), hook_state=HookState(wire="int8" if ctx.rank else "fp32"))
-    return True
 
 
 def test_the_step_in_backward(tmp_path):

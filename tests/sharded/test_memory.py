@@ -52,29 +52,29 @@ MODELS = {
 }
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 S = ShardingStrategy
-CASES = {  # model, strategy, whether collectives run beside the computation, precision, optimizer, backwards a step
+CASES = {  # model, strategy, whether collectives overlap, precision, optimizer, backwards a step
     "full shard": ("equal", S.FULL_SHARD, False, None, torch.optim.AdamW, 1),
     "full shard, ours": ("equal", S.FULL_SHARD, False, None, collectives.optim.AdamW, 1),
-    "full shard beside": ("equal", S.FULL_SHARD, True, None, torch.optim.AdamW, 1),
+    "full shard, overlap": ("equal", S.FULL_SHARD, True, None, torch.optim.AdamW, 1),
     "gathered until backward": ("equal", S.SHARD_GRAD_OP, True, None, torch.optim.AdamW, 1),
     "optimizer": ("equal", S.SHARD_OPTIMIZER, False, None, torch.optim.AdamW, 1),
     "nothing": ("equal", S.NO_SHARD, False, None, torch.optim.AdamW, 1),
     "half": ("equal", S.FULL_SHARD, False, HALF, torch.optim.AdamW, 1),
     "accumulated": ("equal", S.FULL_SHARD, False, None, collectives.optim.SGD, 3),
     "mixed": ("mixed", S.FULL_SHARD, False, None, torch.optim.AdamW, 1),
-    "mixed beside": ("mixed", S.FULL_SHARD, True, None, collectives.optim.AdamW, 1),
+    "mixed, overlap": ("mixed", S.FULL_SHARD, True, None, collectives.optim.AdamW, 1),
     "mixed half, accumulated": ("mixed", S.SHARD_GRAD_OP, False, HALF, torch.optim.AdamW, 3),
 }
 
 
 def measured(ctx, case):
     """Give what a step takes by counting, as planned on the meta device, and as planned of the sharded module."""
-    kind, strategy, beside, precision, optimizer, micro = CASES[case]
+    kind, strategy, overlap, precision, optimizer, micro = CASES[case]
     make, units, data = MODELS[kind]
     with torch.device("meta"):
         bare = make()
-    how = {"overlap": beside, "accumulate": micro > 1}
-    plan = memory_plan(bare, ctx.size, optimizer, strategy, units=units(bare), mp_policy=precision, device="cpu", **how)
+    how = {"units": units(bare), "mp_policy": precision, "accumulate": micro > 1}
+    plan = memory_plan(bare, ctx.size, optimizer, strategy, overlap=overlap, device="cpu", **how)
     x = data()
     with Counted() as counted:
         model = make()
@@ -86,12 +86,12 @@ def measured(ctx, case):
         model = ShardedDataParallel(
             model, sharding_strategy=strategy, auto_wrap_policy=policy, mixed_precision=precision, forward_prefetch=True
         )
-        model._scheduler.overlaps, model._scheduler.pool = beside, BufferPool()
+        model._scheduler.should_overlap, model._scheduler.pool = overlap, BufferPool()
         for each in model.modules():
             if isinstance(each, ShardedDataParallel):
                 each._unit.pool = model._scheduler.pool
                 for group in each._unit.groups:
-                    group.pool = model._scheduler.pool
+                    group.buffers.pool = model._scheduler.pool
         stepper = optimizer(model.parameters(), lr=1e-3)
         peaks = {}
         for _ in range(4):
@@ -104,10 +104,10 @@ def measured(ctx, case):
             stepper.step()
             peaks["step"] = counted.most
             stepper.zero_grad()
-        as_is = memory_plan(model, ctx.size, stepper, **how)
-    # Beside the computation a buffer comes back a little sooner or later, and then a larger one may be lent in its
-    # place: `BufferPool` holds up to a quarter more than it lends.
-    spare = model._scheduler.pool.max_allocated / 4 if beside and kind == "mixed" else 0
+        as_is = memory_plan(model, ctx.size, stepper, accumulate=micro > 1)  # whether it overlaps is the module's own
+    # With overlap a buffer returns to the pool a little sooner or later, and then a larger block may be used in its
+    # place: `BufferPool` reserves up to a quarter more than `max_allocated`.
+    spare = model._scheduler.pool.max_allocated / 4 if overlap and kind == "mixed" else 0
     return peaks, plan.peaks, as_is.peaks, str(plan), spare
 
 
@@ -154,8 +154,8 @@ def test_plan_for_any_number_of_ranks():
     assert memory_plan(model, 8, "sgd", "NO_SHARD", units=policy, device="cpu").parameters == 2 * count
     offloaded = memory_plan(model, 8, None, units=policy, offload=True, device="cuda", activations=1 << 20)
     assert offloaded.on_host == 4 * count // 8 and offloaded.parameters == 0 and offloaded.activations == 1 << 20
-    told = str(plan)
-    assert f"{plan.peak / 2**20:,.2f} MiB  in the backward of {plan.peak_at}" in told and "gathered" in told
+    text = str(plan)
+    assert f"{plan.peak / 2**20:,.2f} MiB  in the backward of {plan.peak_at}" in text and "gathered" in text
 
 
 @pytest.mark.parametrize(

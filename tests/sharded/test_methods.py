@@ -1,4 +1,4 @@
-"""FSDP2's methods of a sharded module, people's own collectives, and units of one's own."""
+"""FSDP2's methods of a sharded module, custom collectives, and units that are used directly."""
 
 import warnings
 
@@ -50,9 +50,15 @@ class Scatters(Gathers):
 
 @over_gloo
 def methods(ctx):
-    found = {}
     theirs = expected(make_model, backward, ctx.size)
+    found = custom_collectives(ctx, theirs)
+    for part in (unshard_and_prefetch, divide_factor, last_backward, forward_method, kept_after_forward):
+        found.update(part(ctx, theirs))
+    return found
 
+
+def custom_collectives(ctx, theirs):
+    found = {}
     model = sharded()
     gathers, scatters = Gathers(), Scatters()
     for each in (model, *model[::2]):
@@ -72,7 +78,11 @@ def methods(ctx):
     model.set_custom_all_reduce(reduces)
     backward(model, ctx.rank)
     found["own all-reduce"] = equal(gradients(model), theirs) or ([] if calls == [dist.ReduceOp.AVG] else calls)
+    return found
 
+
+def unshard_and_prefetch(ctx, theirs):
+    found = {}
     model = sharded()
     handle = model[0].unshard(async_op=True)
     handle.wait()
@@ -84,15 +94,20 @@ def methods(ctx):
     model.set_reshard_after_backward(False)
     backward(model, ctx.rank)
     kept = model[2]._unit.state.name, model[2].weight.shape[0]
-    found["kept behind the backward"] = [] if kept == ("UNSHARDED", 1) else kept
+    found["kept after the backward"] = [] if kept == ("UNSHARDED", 1) else kept
     found["prefetch by name"] = equal(gradients(model), theirs)
+    return found
 
+
+def divide_factor(ctx, theirs):
     model = sharded()
     model.set_gradient_divide_factor(4.0)
     backward(model, ctx.rank)
     halves = {name: value * (ctx.size / 4) for name, value in theirs.items()}
-    found["divide factor"] = equal(gradients(model), halves, close=True)
+    return {"divide factor": equal(gradients(model), halves, close=True)}
 
+
+def last_backward(ctx, _theirs):
     model = sharded()
     model.set_is_last_backward(False)
     backward(model, ctx.rank)
@@ -103,17 +118,23 @@ def methods(ctx):
         backward(model, rank)
         backward(model, rank, 1)
 
-    found["last of two backwards"] = equal(gradients(model), expected(make_model, both, ctx.size), close=True)
+    return {"last of two backwards": equal(gradients(model), expected(make_model, both, ctx.size), close=True)}
 
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(1)
-            self.inner = nn.Linear(12, 5)
 
-        def encode(self, x):
-            return self.inner(x)
+class Two(nn.Module):
+    """A module with another forward method."""
 
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner = nn.Linear(12, 5)
+
+    def encode(self, x):
+        return self.inner(x)
+
+
+def forward_method(ctx, _theirs):
+    found = {}
     model = fully_shard(Two())
     register_forward_method(model, "encode")
     model.encode(batch(0, ctx.rank)[0]).sum().backward()
@@ -121,13 +142,17 @@ def methods(ctx):
         gradients(model), expected(Two, lambda model, rank: model.encode(batch(0, rank)[0]).sum().backward(), ctx.size)
     )
     found["printed"] = [] if "unit" in repr(model) and "Two" in repr(model) else [repr(model)]
+    return found
 
+
+def kept_after_forward(ctx, theirs):
+    found = {}
     model = sharded()
     model.set_reshard_after_forward(False)
     loss = nn.functional.cross_entropy(model(batch(0, ctx.rank)[0]), batch(0, ctx.rank)[1])
     states = {unit._unit.state.name for unit in ShardedDataParallel.fsdp_modules(model)}
     loss.backward()
-    found["kept behind the forward"] = equal(gradients(model), theirs) or ([] if states == {"UNSHARDED"} else states)
+    found["kept after the forward"] = equal(gradients(model), theirs) or ([] if states == {"UNSHARDED"} else states)
     roots = ShardedDataParallel.fsdp_modules(nn.ModuleList([model, nn.Linear(2, 2)]), root_only=True)
     found["roots"] = [] if roots == [model] else roots
     return found
@@ -139,7 +164,7 @@ def test_methods(tmp_path):
 
 @over_gloo
 def whole_batch(ctx):
-    """One process with everybody's batch, to the rounding of fp32."""
+    """One process with all ranks' batches, to the rounding of fp32."""
     model = sharded()
     optimizer = RULES["adamw"](model.parameters())
     alone = make_model()
@@ -204,7 +229,7 @@ def unit_by_hand(ctx):
     layer = nn.Linear(5, 3)
     before = [param.detach().clone() for param in layer.parameters()]
     unit = Unit(layer, ctx.communicator())
-    assert sum(piece.numel() for piece in unit.pieces()) < 18 or ctx.size == 1
+    assert sum(shard.numel() for shard in unit.pieces()) < 18 or ctx.size == 1
     with unit.unsharded(write_back=True):
         whole = all(torch.equal(*pair) for pair in zip(layer.parameters(), before, strict=True))
         layer.weight.data += 1
@@ -214,7 +239,7 @@ def unit_by_hand(ctx):
     unit.reduce()
     unit.reshard()
     mean = (ctx.size + 1) / 2
-    grads = [piece.grad for piece in unit.pieces()]
+    grads = [shard.grad for shard in unit.pieces()]
     return whole, written, torch.equal(grads[0], torch.full_like(grads[0], mean)), not grads[1].any().item()
 
 
@@ -236,6 +261,6 @@ def other_values(ctx):
 
 
 def test_ranks_with_other_values_are_warned(tmp_path):
-    for told, others in run(other_values, 2, str(tmp_path / "store")):
-        assert len(told) == 1 and "values of a Linear with weight differ" in told[0]
+    for messages, others in run(other_values, 2, str(tmp_path / "store")):
+        assert len(messages) == 1 and "values of a Linear with weight differ" in messages[0]
         assert not others

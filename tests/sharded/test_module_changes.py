@@ -1,4 +1,4 @@
-"""What people change in a module after it is sharded, and when they do: as with DDP, or a named error."""
+"""Changes to a module after it is sharded: as with DDP, or a named error."""
 
 import functools
 
@@ -97,7 +97,7 @@ def all_changes(ctx):
             loss_of(model, ctx.rank, step).backward()
             optimizer.step()
         found[name] = differ(full(model), alone(make, change))
-    for reshard in (True, False):  # where in the step gradients are reset, by whom, and after an evaluation
+    for reshard in (True, False):  # zero_grad at different times, of the module or its owner, and after an evaluation
         model = sharded(make_model(), reshard_after_forward=reshard)
         outer = nn.ModuleList([model])
         optimizer = rule(list(model.parameters()))
@@ -109,7 +109,7 @@ def all_changes(ctx):
             optimizer.step()
             with torch.no_grad():
                 loss_of(model, ctx.rank, step)
-            found["pieces", reshard, step] = [p.shape for p in model.parameters()] != shapes
+            found["shapes", reshard, step] = [p.shape for p in model.parameters()] != shapes
         found["zero_grad", reshard] = differ(full(model), alone(make_model, nothing))
     return found
 
@@ -176,7 +176,7 @@ def test_training_follows_changes(tmp_path):
         assert not any(found.values()), found
 
 
-def test_hooks_of_pieces_and_what_is_refused(tmp_path):
+def test_hooks_of_shards_and_refused_changes(tmp_path):
     for found in run(others, RANKS, str(tmp_path / "store")):
         assert not found["in backward"] and not found["one thaws"], found
         assert "scale of this" in found["added"] and "was added after it was sharded" in found["added"]

@@ -1,4 +1,4 @@
-"""Pieces on the host: their gradients are there when the optimizer reads them, and gathers read what is still there."""
+"""Shards on the host: the optimizer reads gradients that have arrived, and all-gathers read valid values."""
 
 import itertools
 from unittest import mock
@@ -23,7 +23,7 @@ def net():
 
 
 def opened(ctx):
-    """Give a communicator whose device torch takes for another one than the host, and its double of torch.cuda."""
+    """Return a communicator whose device isn't the host to torch, and its double of torch.cuda."""
     comm = ctx.communicator().split(0)
     comm.device = DEVICE
     cuda = Cuda()
@@ -32,7 +32,7 @@ def opened(ctx):
 
 
 def units_of(model, comm, whole, **how):
-    """Shard a model's layers and itself; `whole`: with all of it on each rank."""
+    """Shard a model's layers and itself; `whole`: all of it stays on each rank."""
     for each in (model[0], model[2], model):
         if whole:
             shard(each, ShardedModule, Ranks(None, None, comm), **how)
@@ -42,7 +42,7 @@ def units_of(model, comm, whole, **how):
 
 
 def train(model, rank, cuda=None, micro=1):
-    """Give the gradients that the optimizer has found in each of three steps, and the waits of the host of each."""
+    """Return the gradients of each of three steps, and the number of waits of the host in each."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     found, waits = [], []
     for step in range(3):
@@ -99,26 +99,26 @@ def written(ctx):
 
         optimizer = Watched(model.parameters(), 0.1)
         model(torch.randn(4, 6)).sum()  # no backward, in which the host would wait
-        found["under way behind a forward"] = bool(copies._events)
+        found["in progress after a forward"] = bool(copies._events)
         optimizer.step()
         found["when the optimizer writes"] = open_at
         with torch.no_grad():
             model(torch.randn(4, 6))
-        found["behind an evaluation"] = bool(copies._events)
+        found["after an evaluation"] = bool(copies._events)
         state = {name: torch.zeros_like(value) for name, value in net().state_dict().items()}
         model(torch.randn(4, 6)).sum()
         model.load_state_dict(state)
-        found["behind a load"] = bool(copies._events)
+        found["after a load"] = bool(copies._events)
     return found
 
 
 def test_what_gathers_read_on_the_host_is_not_written_before_they_have():
     for found in run_ranks(written, 2):
         assert found == {
-            "under way behind a forward": True,
+            "in progress after a forward": True,
             "when the optimizer writes": [False],
-            "behind an evaluation": False,
-            "behind a load": False,
+            "after an evaluation": False,
+            "after a load": False,
         }
 
 
@@ -132,7 +132,7 @@ class _Stream:
         return event
 
 
-def let_go(ctx, limit):
+def reshard_often(ctx, limit):
     from collectives.sharded import ShardedDataParallel
 
     comm = ctx.communicator()
@@ -149,6 +149,6 @@ def let_go(ctx, limit):
 
 
 @pytest.mark.parametrize("limit", [True, False])
-def test_no_event_is_kept_for_each_unit_that_is_let_go(limit):
-    """With limit_all_gathers=False they were, for as long as the process lived."""
-    assert run_ranks(let_go, 2, limit) == [0, 0]
+def test_no_event_is_kept_for_each_reshard(limit):
+    """With limit_all_gathers=False, events were once kept as long as the process lived."""
+    assert run_ranks(reshard_often, 2, limit) == [0, 0]

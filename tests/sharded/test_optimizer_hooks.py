@@ -1,4 +1,4 @@
-"""What would be wrong on pieces raises: optimizers that look at whole parameters, torch's functions for their state."""
+"""Optimizers that use whole parameters, and torch's functions for optimizer state, raise for shards."""
 
 import pytest
 import torch
@@ -133,7 +133,7 @@ def exchanging(ctx, path):
 
 
 def test_an_optimizer_that_exchanges_parameters_is_refused(tmp_path):
-    """It would overwrite a rank's pieces with those of another one."""
+    """It would overwrite a rank's shards with those of another rank."""
     assert run_ranks(exchanging, 2, str(tmp_path / "store")) == [True, True]
 
 

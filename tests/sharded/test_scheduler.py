@@ -1,4 +1,4 @@
-"""What ranks do differently, and what goes wrong on the way: no rank waits for ever, and the gradients are right."""
+"""Ranks that run other units, and exceptions: no rank waits for ever, and the gradients are right."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ RANKS = 2
 
 
 class Branches(nn.Module):
-    """A trunk, and branches of which each forward runs those that it is told."""
+    """A trunk, and branches, of which each forward runs those in `which`."""
 
     def __init__(self, count=3):
         super().__init__()
@@ -37,13 +37,13 @@ def sharded(model, *parts, **how):
 
 
 def gradients(model):
-    """Give the full gradients by name; None where there is none."""
+    """Return the full gradients by name; None where there is none."""
     with ShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
         return {name: None if param.grad is None else param.grad.clone() for name, param in model.named_parameters()}
 
 
 def expected(make, run_rank, size=RANKS):
-    """Give the average of all ranks' gradients, computed here on an unsharded model."""
+    """Return the average of all ranks' gradients, computed here on an unsharded model."""
     total, seen = {}, set()
     for rank in range(size):
         model = make()
@@ -89,7 +89,7 @@ def branches(ctx):
     for reshard in (True, False):
         for name, which in ways.items():
             model = sharded(Branches(), reshard_after_forward=reshard)
-            for _ in range(2):  # what the first backward teaches, the second follows
+            for _ in range(2):  # the second backward uses the order of the first
                 model.zero_grad()
                 loss_of(model, ctx.rank, which[ctx.rank]).backward()
             theirs = expected(Branches, lambda model, rank, which=which: loss_of(model, rank, which[rank]).backward())
@@ -261,18 +261,18 @@ def exceptions(ctx):
     found["a backward failed everywhere"] = equal(gradients(model), theirs)
     model.zero_grad()
     model.fails = ctx.rank == 1
-    told = []
+    raised = []
     try:
         backward(model, ctx.rank)
     except (ValueError, RemoteError) as error:
-        told.append(type(error).__name__)
+        raised.append(type(error).__name__)
     model.fails = False
     if ctx.rank == 1:
         try:
             backward(model, ctx.rank)
         except RemoteError as error:
-            told.append(type(error).__name__)
-    found["told of a rank's failure"] = [] if "RemoteError" in told else told
+            raised.append(type(error).__name__)
+    found["a rank's failure raises"] = [] if "RemoteError" in raised else raised
     dist.barrier()
     model.zero_grad()
     backward(model, ctx.rank)
@@ -280,8 +280,8 @@ def exceptions(ctx):
     return found
 
 
-def beside(ctx, path):
-    """All of it with gathers in advance, and reductions beside the backward."""
+def overlapped(ctx, path):
+    """All of these with prefetch, and with reductions that overlap with the backward."""
     os.environ["COLLECTIVES_OVERLAP"] = "1"
     try:
         found = {}
@@ -320,5 +320,5 @@ def test_exceptions(tmp_path):
     check(exceptions, tmp_path)
 
 
-def test_all_of_it_beside_the_computation(tmp_path):
-    check(beside, tmp_path)
+def test_all_with_overlap(tmp_path):
+    check(overlapped, tmp_path)

@@ -1,4 +1,4 @@
-"""Values that are older than the pieces are never computed with, whatever stays gathered between forwards."""
+"""Gathered values older than the shards are never used, whatever stays gathered between forwards."""
 
 import collections
 
@@ -32,13 +32,13 @@ def evaluate(model):
 
 @over_gloo
 def edits(ctx):
-    """Pieces are written to behind an evaluation; then a step is made by an optimizer that is made only then."""
+    """Shards are written to after an evaluation; then a new optimizer makes a step."""
     found = {}
     before = {"eval": evaluate, "grad": lambda model: loss_of(model, 0)}
     for strategy in STRATEGIES:
         for way, look in before.items():
             ours, theirs = make(strategy), make_model()
-            pieces = list(ours.parameters())
+            shards = list(ours.parameters())
             look(ours)
             for model in (ours, theirs):
                 with torch.no_grad():
@@ -52,7 +52,7 @@ def edits(ctx):
                 optimizer.step()
             outs += [evaluate(model) for model in (ours, theirs)]
             found[strategy, way] = (
-                [mine is not kept for mine, kept in zip(ours.parameters(), pieces, strict=True)].count(True),
+                [mine is not kept for mine, kept in zip(ours.parameters(), shards, strict=True)].count(True),
                 *[not torch.allclose(a, b, 1e-5, 1e-6) for a, b in (outs[:2], outs[2:])],
             )
     return found

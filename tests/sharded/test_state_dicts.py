@@ -1,4 +1,4 @@
-"""State dicts of sharded modules: the unsharded module's, whichever way they go."""
+"""State dicts of sharded modules equal the unsharded module's, saved and loaded."""
 
 import pytest
 import torch
@@ -66,22 +66,22 @@ def model_both_ways(ctx):
         parent.load_state_dict({f"inside.{key}": value for key, value in other.items()})
         assert not differences(dict(model.state_dict()), other), how
         part = {"net.0.weight": want["net.0.weight"], "unknown": torch.ones(1)}
-        told = model.load_state_dict(part, strict=False, assign=ctx.size == 1)
-        assert told.unexpected_keys == ["unknown"] and "emb.weight" in told.missing_keys
+        result = model.load_state_dict(part, strict=False, assign=ctx.size == 1)
+        assert result.unexpected_keys == ["unknown"] and "emb.weight" in result.missing_keys
         other["net.0.weight"] = want["net.0.weight"]
         assert not differences(dict(model.state_dict()), other), how
         with pytest.raises(RuntimeError, match=r"size mismatch for conv.weight.*\[2, 2\].*\[3, 7, 3\]"):
             model.load_state_dict({**want, "conv.weight": torch.zeros(2, 2)})
         assert all(type(param) is nn.Parameter for param in model.parameters())
-        pieces = get_model_state_dict(model)
-        assert sum(value.to_local().numel() for value in pieces.values() if isinstance(value, ShardTensor)) == sum(
+        shards = get_model_state_dict(model)
+        assert sum(value.to_local().numel() for value in shards.values() if isinstance(value, ShardTensor)) == sum(
             param.numel() for name, param in model.named_parameters(remove_duplicate=False)
         )
         with pytest.raises(InvalidUsage, match="only copying and checkpoints"):
-            pieces["emb.weight"] + 1
+            shards["emb.weight"] + 1
         model.load_state_dict(want)
-        # What is given in pieces views the memory; clones don't.
-        assert torch.equal(pieces["small"].to_local(), torch.ones_like(pieces["small"].to_local()))
+        # What is returned in shards views the memory; clones don't.
+        assert torch.equal(shards["small"].to_local(), torch.ones_like(shards["small"].to_local()))
         model.apply(lambda part: nn.init.ones_(part.weight) if getattr(part, "weight", None) is not None else None)
         assert torch.equal(model.state_dict()["conv.weight"], torch.ones(3, 7, 3))
         set_model_state_dict(model, want if ctx.rank == 0 else {}, broadcast_from_rank0=True)
@@ -153,30 +153,30 @@ def optimizers_both_ways(ctx):
         train(plain, reference, 1)
         train(again, other, 1)
         assert not differences(dict(again.state_dict()), dict(plain.state_dict())), rule
-    told = []
+    errors = []
     shorter = {**want, "param_groups": want["param_groups"][:1]}
     wrong = {**want["state"], "conv.weight": {"exp_avg": torch.zeros(4, 4)}}
     for bad in (shorter, {**want, "state": {"elsewhere": {}}}, {**want, "state": wrong}, {}):
         with pytest.raises(InvalidArgument) as caught:
             set_optimizer_state_dict(again, other, bad)
-        told.append(str(caught.value))
+        errors.append(str(caught.value))
     if ctx.size > 1:
         with pytest.raises(CollectivesError) as caught:
             if ctx.rank == 0:
                 get_optimizer_state_dict(again, other, full_state_dict=True)
             else:
                 again(IDS).sum().backward()
-        told.append(str(caught.value))
+        errors.append(str(caught.value))
         train(again, other, 1)  # and on it goes
-    return told
+    return errors
 
 
 def test_optimizers():
     wanted = ["it has none of", "the model has no elsewhere", "exp_avg of conv.weight", '"state" and "param_groups"',
               "don't make the same call (rank 0 get_optimizer_state_dict() | rank 1 reduces)"]  # fmt: skip
-    for told in run(optimizers_both_ways, 2):
-        assert len(told) == len(wanted)
-        for text, want in zip(told, wanted, strict=True):
+    for errors in run(optimizers_both_ways, 2):
+        assert len(errors) == len(wanted)
+        for text, want in zip(errors, wanted, strict=True):
             assert want in text
 
 

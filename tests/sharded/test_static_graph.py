@@ -1,6 +1,6 @@
-"""Ranks whose steps repeat themselves go on with no wait for each other's hosts, and part without hanging.
+"""Static graph: ranks whose steps repeat go on without waiting for each other, and diverge without hanging.
 
-On GPUs they do; here the host engine's ranks are told to.
+The default on GPUs; here it is enabled on the host engine.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from tests.sharded.test_scheduler import Branches, check, equal, expected, gradi
 
 
 @contextlib.contextmanager
-def following():
+def static_graphs():
     with mock.patch.object(controller, "uses_static_graph", lambda comm: True):
         yield
 
@@ -61,8 +61,8 @@ def theirs(at=0, whiches=((0, 1, 2), (0, 1, 2))):
 
 
 def made(**how):
-    """Give a model whose steps the ranks follow, and its counter."""
-    with following():
+    """Return a model with a static graph, and its counter."""
+    with static_graphs():
         model = sharded(Branches(), **how)
     waits = Waits(model)
     return model, waits
@@ -79,16 +79,16 @@ def repeats(ctx):
             counts.append(waits.take())
             found["gradients", reshard, at] = equal(gradients(model), theirs(at))
             waits.take()
-        # Gradients are shown by calls that all ranks agree on, so that no two rounds are whole: see below.
-        found["agreed on", reshard] = [] if all(waited for waited, _ in counts) else counts
+        # `gradients` makes negotiated calls between the steps, so no iteration repeats: see below.
+        found["negotiated", reshard] = [] if all(waited for waited, _ in counts) else counts
         counts = []
         for at in range(6):
             step(model, ctx.rank, at)
             counts.append(waits.take())
         if any(waited for waited, _ in counts[4:]) or not all(posted for _, posted in counts[4:]):
-            found["followed", reshard] = counts
-        found["behind rounds that were followed", reshard] = equal(gradients(model), theirs(5))
-        with torch.no_grad():  # all ranks leave the round
+            found["replayed", reshard] = counts
+        found["after replayed iterations", reshard] = equal(gradients(model), theirs(5))
+        with torch.no_grad():  # all ranks leave the iteration
             for at in range(2):
                 loss_of(model, ctx.rank, [0, 1, 2], at)
         counts = []
@@ -105,15 +105,15 @@ def test_steps_that_repeat_themselves_wait_for_no_host(tmp_path):
 
 
 @over_gloo
-def beside_one_that_is_gone(ctx):
-    """A model that is gone, and collected on one rank only, keeps no round from repeating."""
-    gone, _ = made()
+def beside_a_deleted_model(ctx):
+    """A deleted model, collected on one rank only, keeps no iteration from repeating."""
+    deleted, _ = made()
     for at in range(3):
-        step(gone, ctx.rank, at)
-    gone.cycle = gone
+        step(deleted, ctx.rank, at)
+    deleted.cycle = deleted
     gc.disable()
     try:
-        del gone
+        del deleted
         if ctx.rank == 1:
             gc.collect()
         model, waits = made()
@@ -123,16 +123,16 @@ def beside_one_that_is_gone(ctx):
             counts.append(waits.take())
     finally:
         gc.enable()
-    return {"followed": [] if counts[-1] == (0, True) else counts, "gradients": equal(gradients(model), theirs(5))}
+    return {"replayed": [] if counts[-1] == (0, True) else counts, "gradients": equal(gradients(model), theirs(5))}
 
 
-def test_a_model_that_is_gone_on_one_rank(tmp_path):
-    check(beside_one_that_is_gone, tmp_path)
+def test_a_model_that_is_deleted_on_one_rank(tmp_path):
+    check(beside_a_deleted_model, tmp_path)
 
 
 @over_gloo
 def skips(ctx):
-    """One rank doesn't use a unit, or another one, once the ranks follow a round."""
+    """One rank doesn't use a unit, or another one, once the ranks replay an iteration."""
     found = {}
     for name, whiches in {
         "one less": ((0, 1, 2), (0, 2)),
@@ -145,9 +145,9 @@ def skips(ctx):
         for at in range(6):
             step(model, ctx.rank, at)
         if waits.take() is None or model._scheduler.static_graph.next is None:
-            found["not followed", name] = True
+            found["not replayed", name] = True
         step(model, ctx.rank, 6, whiches[ctx.rank])
-        # A rank that goes on with no wait takes for used what all ranks have used before: zeros, where none has now.
+        # A replayed iteration reduces what all ranks used before: zeros where no rank has gradients now.
         ours = {key: value for key, value in gradients(model).items()}
         found[name] = equal(ours, theirs(6, whiches))
         for at in range(6):
@@ -161,7 +161,7 @@ def test_a_rank_that_leaves_a_unit_out(tmp_path):
 
 
 @over_gloo
-def parts(ctx):
+def diverges(ctx):
     """One rank takes units in another order: both raise, and both can go on after it."""
     found = {}
     for name, whiches in {"another order": ((0, 1, 2), (2, 0, 1)), "one more": ((0, 1), (0, 1, 2))}.items():
@@ -187,13 +187,13 @@ def parts(ctx):
     return found
 
 
-def test_ranks_that_part_raise(tmp_path):
-    check(parts, tmp_path)
+def test_ranks_that_diverge_raise(tmp_path):
+    check(diverges, tmp_path)
 
 
 @over_gloo
-def agrees(ctx):
-    """Without rounds the ranks may part in any step, on GPUs too."""
+def negotiates(ctx):
+    """Without a static graph the ranks may diverge in any step, on GPUs too."""
     found = {}
     model, waits = made()
     for at in range(6):
@@ -201,7 +201,7 @@ def agrees(ctx):
     model.set_static_graph(False)
     waits.take()
     step(model, ctx.rank, 0)
-    found["agreed on"] = [] if waits.take()[0] else ["followed"]
+    found["negotiated"] = [] if waits.take()[0] else ["replayed"]
     whiches = ((0, 1, 2), (2, 0, 1))
     step(model, ctx.rank, 1, whiches[ctx.rank])
     found["another order"] = equal(gradients(model), theirs(1, whiches))
@@ -209,7 +209,7 @@ def agrees(ctx):
 
 
 def test_set_static_graph(tmp_path):
-    check(agrees, tmp_path)
+    check(negotiates, tmp_path)
 
 
 class Fails(test_scheduler.Fails):
@@ -218,9 +218,9 @@ class Fails(test_scheduler.Fails):
 
 @over_gloo
 def interrupted(ctx):
-    """An exception on one rank, and on all, once the ranks follow a round."""
+    """An exception on one rank, and on all, once the ranks replay an iteration."""
     found = {}
-    with following():
+    with static_graphs():
         model = test_scheduler.sharded(Fails())
 
     def backward(model, rank):
@@ -234,7 +234,7 @@ def interrupted(ctx):
             backward(model, ctx.rank)
 
     repeat()
-    found["followed"] = [] if model._scheduler.static_graph.next is not None else ["no"]
+    found["replayed"] = [] if model._scheduler.static_graph.next is not None else ["no"]
     model.fails = True
     with contextlib.suppress(ValueError):
         backward(model, ctx.rank)
@@ -243,17 +243,17 @@ def interrupted(ctx):
     found["all ranks failed"] = equal(gradients(model), expects)
     repeat()
     model.fails = ctx.rank == 1
-    told = []
+    raised = []
     for _ in range(4):
         try:
             model.zero_grad()
             backward(model, ctx.rank)
         except (ValueError, RemoteError) as error:
-            told.append(type(error).__name__)
-            if told[-1] == "RemoteError":
+            raised.append(type(error).__name__)
+            if raised[-1] == "RemoteError":
                 break
         model.fails = False
-    found["one rank failed"] = [] if told == ["ValueError", "RemoteError"][1 - ctx.rank :] else told
+    found["one rank failed"] = [] if raised == ["ValueError", "RemoteError"][1 - ctx.rank :] else raised
     dist.barrier()
     repeat()
     found["after one rank's failure"] = equal(gradients(model), expects)
@@ -266,7 +266,7 @@ def test_an_exception_on_one_rank(tmp_path):
 
 def dies(ctx):
     torch.manual_seed(3)
-    with following():
+    with static_graphs():
         model = fully_shard(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)), comm=ctx.communicator())
     for at in range(8):
         if at == 6 and ctx.rank == 1:
@@ -284,11 +284,11 @@ def test_a_rank_that_dies():
 
 
 def evaluates(ctx, count):
-    """Rank 0 evaluates alone once the ranks follow a round: another step's gradients would meet the others'."""
+    """Rank 0 evaluates alone once the ranks replay an iteration: its gradients would be of another step."""
     comm = ctx.communicator()
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
-    with following():
+    with static_graphs():
         model = sharded(net, net[0], net[2], comm=comm)
     for _ in range(6):
         model(torch.randn(4, 6)).sum().backward()
@@ -322,14 +322,14 @@ TRIALS = 6
 
 @over_gloo
 def anything(ctx):
-    """Three ranks follow a round, and each does what it likes in the next: right, or an error, and never a hang."""
+    """Three ranks replay an iteration and then run any units: right gradients or an error, never a hang."""
     found, outcomes = {}, set()
     usual = [0, 1, 2, 3]
     for trial in range(TRIALS):
         draw = random.Random(trial)
         ways = [usual, usual[:-1], usual[1:], [3, 2, 1, 0], [0, 0, 1, 2, 3], [1], [2, 1, 0, 3]]
         whiches = [draw.choice(ways[: 3 if trial % 2 else None]) for _ in range(ctx.size)]
-        with following():
+        with static_graphs():
             model = sharded(Branches(4), reshard_after_forward=draw.random() < 0.5)
         for at in range(6):
             step(model, ctx.rank, at, usual)
@@ -373,24 +373,24 @@ def anything(ctx):
     return found
 
 
-def test_ranks_do_anything_behind_rounds_that_were_followed(tmp_path):
+def test_ranks_run_anything_after_replayed_iterations(tmp_path):
     check(anything, tmp_path, 3)
 
 
 def everything(ctx, path):
-    """What ranks may do otherwise in their first steps, as when they agree in each."""
-    with following():
-        return test_scheduler.beside(ctx, path)
+    """In their first steps ranks may run other units, as where they negotiate in each."""
+    with static_graphs():
+        return test_scheduler.overlapped(ctx, path)
 
 
-def test_first_steps_are_agreed_on(tmp_path):
+def test_first_steps_are_negotiated(tmp_path):
     for rank, found in enumerate(run(everything, 2, str(tmp_path / "store"))):
         for way, wrong in found.items():
             assert not wrong, (rank, way, wrong)
 
 
 @pytest.mark.parametrize("longest", [3])
-def test_a_round_without_end_is_not_kept(longest):
+def test_an_endless_iteration_is_not_recorded(longest):
     with mock.patch.object(static_graph, "_LONGEST", longest):
         found = static_graph.StaticGraph(None, None)
         for code in range(10):

@@ -135,7 +135,7 @@ def test_mixed_precision(tmp_path):
 def hybrid(ctx):
     found = {}
     expected, _ = by_ddp(make_model, "adamw", ctx.rank, 5)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "pieces"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     model = make_model()
     for each in model[::2]:
         fully_shard(each, mesh=mesh)

@@ -19,7 +19,7 @@ def train_all_ways(ctx, rules):
             model = ShardedDataParallel(
                 make_model(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
             )
-            # Twice as many pieces of a hybrid's parameters as ranks: see test_hybrid.
+            # test_storage.test_hybrid has replicas.
             got = steps_of(model, RULES[rule](model.parameters()), 20, ctx.rank)
             found[rule, strategy.name] = same(full(model), expected), got == losses
         model = make_model()

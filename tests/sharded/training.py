@@ -1,4 +1,4 @@
-"""What the tests of sharded modules train: small models, beside the same by our DDP hook."""
+"""Training of small models in shards and, for comparison, by our DDP hook."""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ RULES = {
 
 
 def steps_of(model, optimizer, count, rank, *, micro=1, first=0):
-    """Train so many steps, each with `micro` backwards of which the last is synchronised; give the losses."""
+    """Train `count` steps of `micro` backwards, the last one synchronised; return the losses."""
     losses = []
     for step in range(first, first + count):
         optimizer.zero_grad()
@@ -38,7 +38,7 @@ def steps_of(model, optimizer, count, rank, *, micro=1, first=0):
 
 
 def by_ddp(make, rule, rank, count=20, **how):
-    """Train by our DDP hook; give the parameters by name."""
+    """Train by our DDP hook; return the parameters by name, and the losses."""
     model = make()
     ddp = nn.parallel.DistributedDataParallel(model)
     ddp.register_comm_hook(None, collectives.fused_allreduce)
@@ -47,12 +47,12 @@ def by_ddp(make, rule, rank, count=20, **how):
 
 
 def full(model):
-    """Give copies of the full parameters by name."""
+    """Return copies of the full parameters by name."""
     with ShardedDataParallel.summon_full_params(model, writeback=False):
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 def same(ours, theirs):
-    """Tell which parameters differ in a bit."""
+    """Return the names of parameters that differ in a bit."""
     assert ours.keys() == theirs.keys()
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]

@@ -21,10 +21,10 @@ from .api import MixedPrecision, ShardingStrategy
 
 __all__ = [
     "PrecisionPolicies",
-    "ignored",
-    "offload",
+    "parse_cpu_offload",
     "parse_device_id",
     "parse_enum",
+    "parse_ignored",
     "resolve_fsdp1_ranks",
     "select_units",
     "unit_options",
@@ -108,7 +108,7 @@ def _resolve_two_groups(module, strategy, groups: tuple, device) -> Ranks:
     return Ranks(None if shards.size == 1 else shards, None if replicas.size == 1 else replicas, world, groups[0])
 
 
-def ignored(module: nn.Module, modules, states) -> tuple[set[nn.Module], list[nn.Parameter]]:
+def parse_ignored(module: nn.Module, modules, states) -> tuple[set[nn.Module], list[nn.Parameter]]:
     """Return the modules, and the parameters, that stay as they are."""
     modules, states = list(modules or ()), list(states or ())
     parameters = [each for each in states if isinstance(each, nn.Parameter)]
@@ -120,7 +120,7 @@ def ignored(module: nn.Module, modules, states) -> tuple[set[nn.Module], list[nn
     return set(modules), parameters + [param for each in modules for param in each.parameters()]
 
 
-def offload(given) -> CPUOffloadPolicy | None:
+def parse_cpu_offload(given) -> CPUOffloadPolicy | None:
     """Return the policy for FSDP1's ``cpu_offload``."""
     if given is None or hasattr(given, "pin_memory"):
         return parse_offload_policy(given)
@@ -157,7 +157,7 @@ class PrecisionPolicies:
         if given.param_dtype is not None:
             self.exempt = tuple(given._module_classes_to_ignore or ())
 
-    def as_they_are(self, module: nn.Module) -> MixedPrecisionPolicy:
+    def own_dtype_policy(self, module: nn.Module) -> MixedPrecisionPolicy:
         """Return the policy of a unit that computes in its own dtype, between other units."""
         own = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
         return MixedPrecisionPolicy(own, output_dtype=self.inner.param_dtype)
@@ -173,6 +173,6 @@ def select_units(
         for each in module.modules():
             if isinstance(each, precision.exempt) and each is not module and each not in modules:
                 if any(True for _ in each.parameters()) and not isinstance(each, ShardedModule):
-                    how[each] = {**how.get(each, {}), "mp_policy": precision.as_they_are(each)}
+                    how[each] = {**how.get(each, {}), "mp_policy": precision.own_dtype_policy(each)}
     inside_first = units_of(module, lambda module, recurse, nonwrapped_numel: recurse or module in how, modules)
     return [(each, how[each]) for each, _ in inside_first]

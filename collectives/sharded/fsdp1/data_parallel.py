@@ -23,10 +23,10 @@ from . import state_dict_type as settings
 from .api import BackwardPrefetch, ShardingStrategy
 from .arguments import (
     PrecisionPolicies,
-    ignored,
-    offload,
+    parse_cpu_offload,
     parse_device_id,
     parse_enum,
+    parse_ignored,
     resolve_fsdp1_ranks,
     select_units,
     unit_options,
@@ -73,7 +73,7 @@ class ShardedDataParallel(ShardedModule):
         if prefetch is not None:
             prefetch = parse_enum(BackwardPrefetch, prefetch, "backward_prefetch")
         device, precision = parse_device_id(device_id), PrecisionPolicies(mixed_precision)
-        modules, parameters = ignored(module, ignored_modules, ignored_states)
+        modules, parameters = parse_ignored(module, ignored_modules, ignored_states)
         ranks = {strategy: resolve_fsdp1_ranks(module, strategy, process_group, device_mesh, comm, device)}
         for each, own in [*select_units(module, auto_wrap_policy, precision, modules, parameters), (module, {})]:
             its = parse_enum(ShardingStrategy, own.get("sharding_strategy", strategy), "sharding_strategy")
@@ -87,8 +87,8 @@ class ShardedDataParallel(ShardedModule):
             if sync_module_states:
                 broadcast_module_states(each, ranks[its].world, parameters)
             unit = shard(
-                each, cls, ranks[its], mp_policy=policy, offload_policy=offload(own.get("cpu_offload", cpu_offload)),
-                hook_state=hook_state, ignored_params=parameters, **unit_options(its),
+                each, cls, ranks[its], mp_policy=policy, hook_state=hook_state, ignored_params=parameters,
+                offload_policy=parse_cpu_offload(own.get("cpu_offload", cpu_offload)), **unit_options(its),
             )  # fmt: skip
             unit.prefetch_in_forward = bool(forward_prefetch)
             unit.prefetch_in_backward = prefetch is not None

@@ -102,13 +102,13 @@ def _write(ranks: DistWrapper, partial: Path, model, optimizers, extra) -> None:
 
     metadata: list[Metadata] = []
 
-    def together():
+    def global_plan():
         made, whole = planner.create_global_plan(plans)
         metadata.append(whole)
         return writer.prepare_global_plan(made)
 
     plans = ranks.run_on_all("plan its part of the checkpoint", plan)
-    plans = ranks.run_on_rank0("plan the checkpoint", together)
+    plans = ranks.run_on_rank0("plan the checkpoint", global_plan)
 
     def write():
         done = writer.write_data(planner.finish_plan(plans[ranks.rank]), planner)
@@ -175,10 +175,10 @@ def load(
     states: list[dict[str, Any]] = []
     others: dict[str, Any] = {}
 
-    def open_it() -> None:
+    def open_reader() -> None:
         reader.append(CheckpointReader(folder))
 
-    def look() -> None:
+    def check() -> None:
         found = reader[0]
         found.check_files(CHECKSUMS if verify else None, ranks.rank, ranks.size)
         found.check_model(get_model_state_dict(model), strict)
@@ -200,8 +200,8 @@ def load(
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
-    ranks.run_on_all("read the checkpoint's index", open_it)
-    ranks.run_on_all("find the model in the checkpoint", look)
+    ranks.run_on_all("read the checkpoint's index", open_reader)
+    ranks.run_on_all("find the model in the checkpoint", check)
     ranks.run_on_all("read the optimizers' state", read_optimizers)
     ranks.run_on_all("read the model", read)
     return others["extra"]

@@ -55,7 +55,7 @@ class NamedParam:
         return isinstance(value, torch.Tensor) and key != "step" and value.shape == self.param.shape
 
     def as_entry(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that lies as the parameter here, as an entry of a sharded state dict."""
+        """Return a tensor of the parameter's elements here as an entry of a sharded state dict."""
         return value if self.sharded is None else as_shard_tensor(self.sharded, value)
 
     def load_entry(self, key: str, value: torch.Tensor) -> torch.Tensor:

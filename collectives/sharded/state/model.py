@@ -77,7 +77,7 @@ def set_model_state_dict(
         strict, broadcast_from_rank0 = taking.strict, taking.broadcast
     inner = _unwrapped(model)
     if broadcast_from_rank0:
-        model_state_dict = _from_rank_0(model, model_state_dict)
+        model_state_dict = _broadcast_from_rank0(model, model_state_dict)
     keys = {clean_tensor_name(key): key for key in _keys(inner)}
     return inner.load_state_dict({keys.get(name, name): v for name, v in model_state_dict.items()}, strict=strict)
 
@@ -88,7 +88,7 @@ def _keys(module: nn.Module) -> list[str]:
         return list(module.state_dict())
 
 
-def _from_rank_0(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+def _broadcast_from_rank0(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     ranks = DistWrapper(get_module_scheduler(model), "set_model_state_dict")
     params = sharded_params_by_fqn(model)
 

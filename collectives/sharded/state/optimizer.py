@@ -196,16 +196,16 @@ def gather_full_state(
                 if isinstance(entry, torch.dtype) and not isinstance(known, torch.dtype):
                     merged[name][key] = entry
 
-    def whole() -> None:
+    def check_complete() -> None:
         for named in by_id.values():
             for key, entry in merged.get(named.name, {}).items():
                 if isinstance(entry, torch.dtype) and named.param.numel() and key not in here.get(named.name, {}):
                     raise InvalidUsage(f"{key} of {named.name} is in the optimizers of other ranks and not in this one")
 
-    ranks.run_on_all("find all of its state", whole)
+    ranks.run_on_all("find all of its state", check_complete)
     keeps = ranks.rank == 0 or not form.rank0_only
     state: dict[str, dict] = {}
-    for key_of, full in _gathered(model, by_id, here, merged, form, keeps):
+    for key_of, full in _gather_entries(model, by_id, here, merged, form, keeps):
         state.setdefault(key_of[0], {})[key_of[1]] = full
     if not keeps:
         return {}
@@ -233,12 +233,12 @@ def _scalar(value):
 
 
 @torch.no_grad()
-def _gathered(model, by_id, here, merged, form: GetOptions, keeps: bool):
+def _gather_entries(model, by_id, here, merged, form: GetOptions, keeps: bool):
     """Yield ((name, key), full tensor) of the entries with an element for each of their
     parameter's, unit by unit.
     """
 
-    def mine(full: torch.Tensor, device) -> torch.Tensor:
+    def copied(full: torch.Tensor, device) -> torch.Tensor:
         return full.to("cpu" if form.on_cpu else device, copy=True)
 
     names = {id(named.sharded): named.name for named in by_id.values() if named.sharded is not None}
@@ -255,12 +255,12 @@ def _gathered(model, by_id, here, merged, form: GetOptions, keeps: bool):
                 if keeps:
                     for param, name, _ in members:
                         full = flat[param.offset : param.offset + param.count].view(param.shape)
-                        yield (name, key), mine(full, group.store)
+                        yield (name, key), copied(full, group.store)
     for named in by_id.values():
         if named.sharded is None and keeps:
             for key, entry in merged.get(named.name, {}).items():
                 if isinstance(entry, torch.dtype):
-                    yield (named.name, key), mine(here[named.name][key].detach(), named.param.device)
+                    yield (named.name, key), copied(here[named.name][key].detach(), named.param.device)
 
 
 # ---- Setting.
@@ -296,7 +296,7 @@ def scatter_from_rank0(model: nn.Module, given: dict[str, Any] | None) -> dict[s
         return {
             "param_groups": given["param_groups"],
             "state": {
-                name: {key: _outlined(value) for key, value in state.items()} for name, state in given["state"].items()
+                name: {key: _outline(value) for key, value in state.items()} for name, state in given["state"].items()
             },
         }
 
@@ -320,7 +320,7 @@ class _Outline:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
-def _outlined(value):
+def _outline(value):
     if isinstance(value, ShardTensor):
         raise InvalidUsage("broadcast_from_rank0 takes full tensors, and these are one rank's pieces")
     return _Outline(value) if isinstance(value, torch.Tensor) else value

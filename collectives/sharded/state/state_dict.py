@@ -119,7 +119,7 @@ def unsharded_params(
                 _substitute_full_params(unit, device, clone=device is not None or not keep)
             if gradients:
                 unit.scheduler.barrier(f"summon_full_params(with_grads=True) of unit {unit.index}")
-                unit.gather_gradients()
+                unit.gradients.gather()
         yield
     finally:
         for unit in units:
@@ -127,7 +127,7 @@ def unsharded_params(
                 if keep:
                     write_back_params(unit.params)
                     if gradients:
-                        unit.write_back_gradients()
+                        unit.gradients.write_back()
                 unit.registration.restore()
 
 
@@ -231,8 +231,9 @@ class LoadOptions:
 
 
 def read_options(options, full_state_dict: bool, cpu_offload: bool, rank0_only: bool) -> tuple[GetOptions, LoadOptions]:
-    """Convert keyword arguments, or torch's StateDictOptions instead, with which full state on the
-    host is rank 0's.
+    """Convert keyword arguments, or torch's StateDictOptions instead of them.
+
+    With torch's options, full state on the host is for rank 0 only.
     """
     if options is None:
         if rank0_only and not full_state_dict:

@@ -1,0 +1,203 @@
+"""Gradient shard: a parameter group's gradients, from the full ones to the shards'."""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels import pack
+from ..layout import Layout
+from .group_buffers import GroupBuffers
+from .mesh import Ranks
+from .param import ShardedParam
+from .streams import HostCopies
+
+__all__ = ["GradientShard"]
+
+
+class GradientShard:
+    """Full gradients of a group's parameters, and the flat shard of the reduced ones.
+
+    `flat`: the flat shard of gradients, which the shards' ``grad`` view; None until there is one.
+    `layout`, `shard_numel`: those of the group. `dtype`: of the shards and their gradients;
+    `gather_dtype`: of the full gradients; `reduce_dtype`: in which they are reduced. `host_copies`:
+    the copies of gradients to the host, where the shards lie there.
+    """
+
+    def __init__(
+        self, params: list[ShardedParam], ranks: Ranks, buffers: GroupBuffers, layout: Layout, shard_numel: int, *,
+        dtype: torch.dtype, gather_dtype: torch.dtype, reduce_dtype: torch.dtype, host_copies: HostCopies,
+    ):  # fmt: skip
+        self.params = params
+        self.ranks = ranks
+        self.buffers = buffers
+        self.layout = layout
+        self.shard_numel = shard_numel
+        self.unsharded_numel = ranks.size * shard_numel
+        self.dtype = dtype
+        self.gather_dtype = gather_dtype
+        self.reduce_dtype = reduce_dtype
+        self.host_copies = host_copies
+        self.flat: torch.Tensor | None = None
+        # Whether the packing kernel's own padding is that of this layout.
+        narrowest = min(each.itemsize for each in (dtype, gather_dtype, reduce_dtype))
+        self._default_padding = reduce_dtype.itemsize == narrowest
+        ends = [*layout.offsets[1:], self.unsharded_numel]
+        # Padding: the elements between parameters and after the last one.
+        self._gaps = [
+            (s.offset + s.count, end) for s, end in zip(params, ends, strict=True) if s.offset + s.count < end
+        ]
+
+    def free_dropped(self, shards: list[torch.Tensor]) -> None:
+        """Free the flat shard of gradients until the backward, if zero_grad has dropped all of them."""
+        if self.flat is not None and self.ranks.shard is not None and all(shard.grad is None for shard in shards):
+            self.flat = None
+
+    # ---- Gathered, for summon_full_params.
+
+    def gather(self) -> None:
+        """All-gather the shards' gradients for the substitutes, except for parameters that have
+        none on any rank.
+        """
+        there = [param.shard.grad is not None and (param.shard.numel() > 0 or not param.count) for param in self.params]
+        there = torch.tensor(there, dtype=torch.uint8, device=self.buffers.device)
+        flat = torch.zeros(self.shard_numel, dtype=self.dtype, device=self.buffers.device)
+        for param in self.params:
+            if param.shard.grad is not None:
+                param.shard_view(flat).copy_(param.shard.grad)
+        whole = flat
+        if self.ranks.shard is not None:
+            whole = torch.empty(self.unsharded_numel, dtype=self.dtype, device=self.buffers.device)
+            self.ranks.shard.all_gather(whole, flat)
+            self.ranks.shard.all_reduce(there, "max")
+        for param, has in zip(self.params, there.tolist(), strict=True):
+            if has and param.substitute is not None:
+                part = whole[param.offset : param.offset + param.count].view(param.shape)
+                param.substitute.grad = part.to(param.substitute.device)
+
+    def write_back(self) -> None:
+        """Copy this rank's part of the substitutes' gradients to the shards' gradients."""
+        for param in self.params:
+            if param.substitute.grad is not None and param.shard.grad is not None:
+                here = param.substitute.grad.reshape(-1)[param.start : param.start + param.shard.numel()]
+                param.shard.grad.copy_(here.view(param.shard.shape))
+
+    # ---- Reduced.
+
+    def to_accumulated_grad(self) -> None:
+        """Cast full gradients that wait for a later reduction to `reduce_dtype`, and add them up
+        there.
+        """
+        if self.reduce_dtype == self.gather_dtype:
+            return
+        for param in self.params:
+            if param.full.grad is not None:
+                grad = param.full.grad.to(self.reduce_dtype)
+                param.accumulated_grad = grad if param.accumulated_grad is None else param.accumulated_grad.add_(grad)
+                param.full.grad = None
+
+    def has_gradients(self) -> bool:
+        """Whether a full gradient waits to be reduced."""
+        return any(param.full.grad is not None or param.accumulated_grad is not None for param in self.params)
+
+    @torch.no_grad()
+    def pack(self, custom=None) -> torch.Tensor:
+        """Pack the full gradients into a flat buffer and return it; parameters without a gradient
+        are zeros in it.
+        """
+        flat = None
+        if self.ranks.shard is None and self.reduce_dtype == self.dtype and not self.buffers.offloads:
+            flat = self._alloc_flat() if all(param.shard.grad is None for param in self.params) else None
+        if flat is None:
+            flat = self.buffers.alloc(self.unsharded_numel, self.reduce_dtype, custom)
+        tensors, offsets = [], []
+        for param in self.params:
+            grad = param.full.grad
+            if param.accumulated_grad is not None:
+                grad = param.accumulated_grad if grad is None else param.accumulated_grad.add_(grad)
+                param.accumulated_grad = None
+            param.full.grad = None
+            if grad is not None:
+                tensors.append(grad.to_dense() if grad.layout != torch.strided else grad)
+                offsets.append(param.offset)
+        if flat.is_cpu or self.dtype.is_complex:
+            # The kernel's table takes longer to read a new list each time than the host takes to
+            # copy.
+            if len(tensors) < len(self.params):
+                flat.zero_()
+            for begin, end in self._gaps:
+                flat[begin:end].zero_()
+            views = [flat[at : at + each.numel()].view(each.shape) for at, each in zip(offsets, tensors, strict=True)]
+            if views:
+                torch._foreach_copy_(views, tensors)
+        elif len(tensors) == len(self.params) and self._default_padding:
+            pack([each.contiguous() for each in tensors], flat)
+            flat[self.layout.total :].zero_()
+        else:
+            flat.zero_()
+            if tensors:
+                pack([each.contiguous() for each in tensors], flat, offsets=offsets)
+        return flat
+
+    def _alloc_flat(self) -> torch.Tensor:
+        """Return the memory of the flat shard of gradients; allocate it if there is none."""
+        if self.flat is None or self.flat.numel() != self.shard_numel:
+            if self.ranks.shard is None:  # reduced where it lies
+                self.flat = self.buffers.alloc_stored(self.shard_numel, self.dtype, shared=self.ranks.world._on_host)
+            else:
+                self.flat = self.buffers.alloc_stored(self.shard_numel, self.dtype, shared=False)
+        return self.flat
+
+    def reduce_output(self) -> tuple[torch.Tensor, bool]:
+        """Return the output of the reduce-scatter, and whether it is the flat shard of gradients
+        itself.
+        """
+        fits = self.reduce_dtype == self.dtype and not self.buffers.offloads
+        if fits and all(param.shard.grad is None for param in self.params):
+            return self._alloc_flat(), True
+        return torch.empty(self.shard_numel, dtype=self.reduce_dtype, device=self.buffers.device), False
+
+    @torch.no_grad()
+    def set_gradients(self, part: torch.Tensor, in_place: bool) -> None:
+        """Make this rank's part of the reduced gradients the shards' gradients, or add it to those
+        they have.
+
+        Where the shards lie on the host, the values are there after `host_copies.wait()`.
+        """
+        grad = self._alloc_flat()
+        if self.buffers.offloads:
+            self._offload(part, grad)
+            return
+        if not in_place and all(param.shard.grad is None for param in self.params):
+            grad.copy_(part)
+            in_place = True
+        for param in self.params:
+            if param.shard.grad is None:
+                param.grad_is_new = True
+            if in_place or param.shard.grad is None:
+                view = param.shard_view(grad)
+                if not in_place:
+                    view.copy_(param.shard_view(part))
+                param.shard.grad = view
+            else:
+                param.shard.grad.add_(param.shard_view(part).to(param.shard.grad))
+
+    def _offload(self, part: torch.Tensor, grad: torch.Tensor) -> None:
+        fresh = [param for param in self.params if param.shard.grad is None]
+        added = [param for param in self.params if param.shard.grad is not None and param.shard.numel()]
+        for param in fresh:
+            param.grad_is_new = True
+            param.shard.grad = param.shard_view(grad)
+        if not added:
+            self.host_copies.to_host(grad, part)
+            return
+        arrived = self.buffers.alloc_stored(self.shard_numel, self.dtype, shared=False)
+
+        @torch.no_grad()
+        def add_arrived():
+            for param in fresh:
+                param.shard_view(grad).copy_(param.shard_view(arrived))
+            for param in added:
+                if param.shard.grad is not None:
+                    param.shard.grad.add_(param.shard_view(arrived))
+
+        self.host_copies.to_host(arrived, part, add_arrived)
