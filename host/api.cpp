@@ -1,5 +1,6 @@
-// The exported functions that put operations in: arguments are checked here, so that a wrong one is
-// an error and never a crash.
+// The exported functions that start operations, ncclAllReduce and the others. Arguments are checked
+// here, so that a wrong one is an error and never a crash. comm.h has the path of a call from here
+// to the bytes.
 #include <string.h>
 
 #include <set>
