@@ -14,7 +14,7 @@ tests=(
   tests/unit/test_torch_compat.py tests/unit/test_engine.py tests/unit/test_optim.py
   tests/ddp/test_fused_allreduce.py tests/ddp/test_compiled.py tests/ddp/test_auto.py tests/ddp/test_gradient_buckets.py
   tests/sharded/test_hook_state.py tests/sharded/test_fsdp2.py tests/sharded/test_methods.py
-  tests/horovod/test_optimizer.py tests/horovod/test_functions.py
+  tests/horovod/test_optimizer*.py tests/horovod/test_functions.py
 )
 result=()
 

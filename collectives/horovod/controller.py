@@ -335,7 +335,10 @@ class Controller:
                 self._drive_cycle(_Completion(not self._queue and not self.outstanding))
 
     def _remaining_cycle_time(self) -> float:
-        """Return the seconds for which new entries are left to waiting threads, and to fusion."""
+        """Return the seconds before the background thread runs a cycle.
+
+        Until then waiting threads run it, and further entries can be fused.
+        """
         if self.outstanding:
             return 0.0
         try:
@@ -400,7 +403,7 @@ class Controller:
 
 
 class _Completion:
-    """Anything but an entry that a thread waits for."""
+    """Completion flag of what a thread waits for, where that is no entry."""
 
     __slots__ = ("done",)
 

@@ -1,4 +1,4 @@
-"""Request exchange of a cycle: what is new on each rank, in one small all-gather, or two."""
+"""Request exchange: gathers each rank's new requests once a cycle, by one small all-gather or two."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def _raw(values: np.ndarray, dtype: torch.dtype) -> bytes:
     return pattern_tensor(values, dtype).view(torch.uint8).numpy().tobytes()
 
 
-# ---- Where it is.
+# ---- Finding the launcher and the library.
 
 
 def _find(flavour: MpiFlavour) -> tuple[str, str, dict[str, str]]:

@@ -73,7 +73,7 @@ class Membership:
     def gather(cls, world: World) -> Membership:
         """Gather the processes; a collective call of all ranks.
 
-        `InvalidUsage` where the ranks can't watch each other.
+        `InvalidUsage` where the ranks can't see each other's processes.
         """
         own = os.getpid(), _start_time(os.getpid()), os.readlink("/proc/self/ns/pid"), secrets.token_hex(16)
         rows = allgather_object(own)

@@ -1,4 +1,6 @@
-"""`run`: after ranks die, calls a training again from its last commit with the others."""
+"""`run`, the decorator of elastic trainings: calls one again, with the surviving ranks, after ranks
+die.
+"""
 
 from __future__ import annotations
 
