@@ -221,7 +221,7 @@ def work(rank, arguments):
             "wire_bytes": way.wire_bytes, "of_fp32": round(way.wire_bytes / as_fp32, 4),
         }  # fmt: skip
         if isinstance(way.state, collectives.HookState):
-            row["shared"] = way.state._returning.told()
+            row["shared"] = way.state._registrations.describe()
         if peer in ms:
             row |= {"peer": peer, "times": round(ms[peer] / ms[name], 3)}
         yield row

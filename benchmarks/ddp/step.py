@@ -133,7 +133,7 @@ def measure(name, rank, arguments):
         "ranks": dist.get_world_size(), "threads": torch.get_num_threads(), "state": options,
         "steps": steps * arguments.rounds,
         **{f"{way}_ms": round(value, 4) for way, value in ms.items()},
-        **compared(ms), "shared": {way.name: way.told() for way in ways if way.state is not None},
+        **compared(ms), "shared": {way.name: way.shared_buckets() for way in ways if way.state is not None},
     }  # fmt: skip
 
 

@@ -132,10 +132,10 @@ class Way:
     def gradients(self):
         return [parameter.grad for parameter in self.model.parameters()]
 
-    def told(self):
-        """Tell which of the buckets our hook has made memory that the ranks share, or None."""
+    def shared_buckets(self):
+        """Return how many of the buckets our hook has made memory that the ranks share, as text; or None."""
         state = self.state
-        return None if state is None else state._returning.told()
+        return None if state is None else state._registrations.describe()
 
     def rest(self):
         """Let go of the gradients: other ways are next."""

@@ -197,10 +197,10 @@ class GradientBucket:
             self.work.wait()
             self.work = None
 
-    def pack(self, watch: bool) -> None:
+    def pack(self, track_writes: bool) -> None:
         """Copy the gradients of `read_grads` into the flat buffer.
 
-        `watch`: so that `changed` notices later writes. A bucket without a flat buffer is one
+        `track_writes`: so that `changed` notices later writes. A bucket without a flat buffer is one
         gradient, which is reduced in place.
         """
         self.wait_for_work()
@@ -211,7 +211,7 @@ class GradientBucket:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         pack(self._table, self.flat)
         self.sending = self.flat
-        if watch:
+        if track_writes:
             self._versions = _versions_of(self._grads)
 
     def unpack(self, used: list) -> None:

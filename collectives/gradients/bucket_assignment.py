@@ -20,7 +20,7 @@ __all__ = ["assign_buckets", "check_no_overlap", "describe_param", "read_params"
 _OP = "GradientBuckets"
 # Bytes. From this size on the copies to a flat buffer and back take longer than an operation of its
 # own with the engine's staging: for 12 gradients of 4 MiB on 2 ranks 58 ms against 33 ms.
-_ALONE = 1 << 20
+_OWN_BUCKET_BYTES = 1 << 20
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -88,7 +88,7 @@ def assign_buckets(members: list, caps: tuple[int, int]) -> list[GradientBucket]
     for place, (name, param) in enumerate(reversed(members)):
         key = real_dtype(grad_dtype(param)), param.device
         nbytes = param.numel() * grad_dtype(param).itemsize
-        if nbytes >= _ALONE and param.device.type == "cpu":
+        if nbytes >= _OWN_BUCKET_BYTES and param.device.type == "cpu":
             done.append((place, [(name, param)], key))
             continue
         entry = filling.setdefault(key, [[], 0, 0, place])

@@ -34,13 +34,13 @@ def verify_same_buckets(comm: Communicator, params: list, buckets: list, setting
     lines = "\n".join(f"  rank {rank}: {row[0]} parameters, {row[1]} elements" for rank, row in enumerate(rows))
     if len({row[0] for row in rows}) == 1:
         columns = list(zip(*_all_gather(comm, digests), strict=True))
-        unlike = next((at for at, column in enumerate(columns) if len(set(column)) > 1), None)
-        if unlike is None:
+        differing = next((at for at, column in enumerate(columns) if len(set(column)) > 1), None)
+        if differing is None:
             lines += f"\nThe parameters are alike, the settings are not; here: {settings}"
         else:
             names = {id(param): name for b in buckets for param, name in zip(b.params, b.names(), strict=True)}
-            name = names[id(params[unlike])]
-            lines += f"\nThe first that differs is {name}, here of {described[unlike]}"
+            name = names[id(params[differing])]
+            lines += f"\nThe first that differs is {name}, here of {described[differing]}"
     raise Mismatch(
         f"the ranks' GradientBuckets differ in number, order, shapes, strides, dtypes or settings:\n{lines}",
         op=_OP, rank=comm.rank, peers=[rank for rank, row in enumerate(rows) if row[:3] != own[:3]],

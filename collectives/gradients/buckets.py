@@ -313,12 +313,12 @@ class GradientBuckets:
         if self._overlap:
             for bucket in itertools.compress(buckets, resend):
                 with _naming_bucket(bucket):
-                    bucket.pack(watch=False)
+                    bucket.pack(track_writes=False)
                     self._send(bucket)
         for bucket, part in zip(buckets, parts, strict=True):
             with _naming_bucket(bucket):
                 if not self._overlap and any(part):
-                    bucket.pack(watch=False)
+                    bucket.pack(track_writes=False)
                     self._send(bucket)
                 if any(part):
                     bucket.unpack(part)
@@ -364,7 +364,7 @@ class GradientBuckets:
         bucket.wait_for_work()  # of a round that was interrupted
         try:
             bucket.read_grads()
-            bucket.pack(watch=True)
+            bucket.pack(track_writes=True)
         except InvalidArgument:
             bucket.forget()  # so that all_reduce() reads the gradients again, and raises
             bucket.sending = bucket.flat.zero_()

@@ -85,14 +85,14 @@ class HyperparameterCheck:
             return
         self._copied = None
         rows = self._on_host.tolist()
-        unlike = [rank for rank, row in enumerate(rows) if row != rows[comm.rank]]
-        if unlike:
+        differing = [rank for rank, row in enumerate(rows) if row != rows[comm.rank]]
+        if differing:
             rates = [struct.unpack("d", struct.pack("q", row[1]))[0] for row in rows]
             listed = ", ".join(f"{rate!r} on rank {rank}" for rank, rate in enumerate(rates[:16]))
             raise Mismatch(
                 f"{_PROBLEM}, in one of the last backwards (lr of group 0: {listed}; here {self._values!r:.300}): "
                 f"{_CURE}",
-                rank=comm.rank, peers=unlike,
+                rank=comm.rank, peers=differing,
             )  # fmt: skip
 
 

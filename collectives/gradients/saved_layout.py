@@ -48,15 +48,15 @@ class _SavedLayout:
             for name, param in zip(parameter_names.lookup(params), params, strict=True)
         }
         layout, self.used = self.layout, self.used + 1
-        unlike = {*itertools.chain.from_iterable(layout)}.symmetric_difference(named)
-        if unlike:
+        unmatched = {*itertools.chain.from_iterable(layout)}.symmetric_difference(named)
+        if unmatched:
             warnings.warn(
                 "the HookState was saved with other gradients than there are now, so that the next steps are not those "
-                f"of the saved run bit for bit: only one of both has {_shown(sorted(map(str, unlike)))}",
+                f"of the saved run bit for bit: only one of both has {_shown(sorted(map(str, unmatched)))}",
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
         final = self.used > _BACKWARDS_TO_FINAL
-        if unlike or final or layout == [parameter_names.lookup(params) for params in buckets]:
+        if unmatched or final or layout == [parameter_names.lookup(params) for params in buckets]:
             self.layout = None  # DDP's own buckets are the saved ones, or it is another model
             return buckets
         return [[named[name] for name in bucket] for bucket in layout]

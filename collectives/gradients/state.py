@@ -106,7 +106,7 @@ class HookState:
         self._number = register_state(self)
         self._group = None
         self._pickled_size = None
-        self._returning = BufferRegistrationCache()
+        self._registrations = BufferRegistrationCache()
         self._scaler_lookup = ScalerLookup()
         self._optimizer = None
         self._saved_optimizer = None
@@ -228,8 +228,8 @@ class HookState:
         same address.
         """
         if bucket.index == 0:
-            self._returning.begin_round()
-        self._returning.observe(comm, bucket.flat, lambda: bucket.params[0])
+            self._registrations.begin_round()
+        self._registrations.observe(comm, bucket.flat, lambda: bucket.params[0])
 
     # ---- Modules.
 
@@ -369,7 +369,7 @@ class HookState:
 
     def __repr__(self):
         over = self.comm if self.comm is not None else self._group
-        shared = self._returning.describe() if self._options["zero_copy"] else "off"
+        shared = self._registrations.describe() if self._options["zero_copy"] else "off"
         defaults = {"zero_copy": None, "average": None, "streams": 1, **DEFAULTS}
         others = [f"{key}={value!r}" for key, value in self._options.items() if value != defaults.get(key, value)]
         words = ["default group" if over is None else str(over), f"average={self._options['average']}"]

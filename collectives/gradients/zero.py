@@ -65,7 +65,7 @@ class ShardedStep:
         self._divided = False  # whether the applied update undid a GradScaler's scale
         self._pending: list[tuple] = []  # deferred buckets
         self._norm = self._max_norm = None
-        self._founds: list = []
+        self._nonfinite_counts: list = []
         self._comm = None  # the newest
         self._buffers = weakref.WeakKeyDictionary()  # communicator -> buffer of the parameters' all-gather
         self._unreduced: list | None = None  # parameters of the optimizer that are in no bucket
@@ -108,7 +108,7 @@ class ShardedStep:
 
     def discard(self) -> None:
         """Drop deferred updates, as after an error between the backward and ``optimizer.step()``."""
-        self._pending, self._founds = [], []
+        self._pending, self._nonfinite_counts = [], []
         self._norm = self._max_norm = None
 
     def defer(self, comm, bucket, norm=None, max_norm=None, found=None, *, align=None) -> None:
@@ -126,7 +126,7 @@ class ShardedStep:
         if norm is not None:
             self._norm, self._max_norm = norm, max_norm
         if found is not None:
-            self._founds.append(found)
+            self._nonfinite_counts.append(found)
             found = FusedOptimizer._found(found)
             with torch.no_grad():
                 if found is True:
@@ -173,7 +173,7 @@ class ShardedStep:
                 norm = torch.tensor(float(norm), dtype=torch.float64)
             norm = norm.to(torch.float64) if scale is None else norm.to(torch.float64) / scale.to(norm.device)
             scales["clip"] = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
-        found = FusedOptimizer._found(*self._founds, found_inf)
+        found = FusedOptimizer._found(*self._nonfinite_counts, found_inf)
         comm = self._pending[0][0]
         if found_inf is not None and comm.size > 1:
             # Found in one rank's gradients; ranks that differed here would go on with different

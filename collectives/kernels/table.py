@@ -171,12 +171,12 @@ class Table:
             elif self.type == _BYTE or place.dtype == self._name:
                 types.append(self.type)
             else:
-                raise InvalidArgument(f"{what} is {place.dtype}, the flat buffer {self._unlike(place.dtype)}", op=op)
+                raise InvalidArgument(f"{what} is {place.dtype}, the flat buffer {self._dtype_hint(place.dtype)}", op=op)
             pointers.append(place.ptr)
             counts.append(place.nbytes if self.type == _BYTE else place.count)
         return pointers, counts, types, needs
 
-    def _unlike(self, name: str) -> str:
+    def _dtype_hint(self, name: str) -> str:
         if self.floating or CODES.get(name) in FLOATING:
             floating = ", ".join(DTYPE_NAMES[code] for code in sorted(FLOATING))
             return f"{self._name}: only {floating} are cast to one another; put {name} into a flat buffer of its own"
@@ -199,9 +199,9 @@ class Table:
         widths = WIDTHS[kinds]
         self._starts = rows["data"].astype(numpy.int64)
         self._ends = self._starts + count * widths
-        crooked = (self._starts % widths).nonzero()[0] if self.floating else ()
-        if len(crooked):
-            index = int(crooked[0])
+        misaligned = (self._starts % widths).nonzero()[0] if self.floating else ()
+        if len(misaligned):
+            index = int(misaligned[0])
             raise InvalidArgument(
                 f"tensor {index} begins at address {pointers[index]:#x}, which is no multiple of its elements' "
                 f"{widths[index]} bytes: copy it to memory of its own",
