@@ -180,7 +180,7 @@ def without_deaths(ctx):
     with started(ctx) as hvd:
         tensor = torch.ones(1000)
 
-        # Work that was not committed is kept where somebody tells of new hosts.
+        # Work that was not committed is kept where new hosts are reported.
         state, calls = hvd.elastic.TorchState(x=0), []
 
         @hvd.elastic.run
@@ -258,9 +258,9 @@ def test_without_deaths():
         assert found["fails"] == (2.0, [0, 0, 0], 1)
         assert "differ in shape" in found["always"][1] and "nobody has died" in found["always"][1]
         own = ("KeyError", "'bug'", "NoneType") if rank == 1 else None
-        expect_told(found["bug"], own, 1, "KeyError: 'bug'")
+        expect_error(found["bug"], own, 1, "KeyError: 'bug'")
         own = ("ZeroDivisionError", "division by zero", "NoneType") if rank == 0 else None
-        expect_told(found["callback"], own, 0, "ZeroDivisionError: division by zero")
+        expect_error(found["callback"], own, 0, "ZeroDivisionError: division by zero")
         assert found["pickle"][0] == "ValueError" and "odd can't be: " in found["pickle"][1]
         assert found["copy"][0] == "ValueError" and "attribute 'lock'" in found["copy"][1]
         assert found["name"][0] == "ValueError" and "'commit'" in found["name"][1]
@@ -268,10 +268,10 @@ def test_without_deaths():
         assert found["init"] == ("ValueError", "Horovod has not been initialized; use hvd.init().", "NoneType")
 
 
-def expect_told(found, own, rank, text):
+def expect_error(found, own, rank, text):
     """The rank that ended the job has its own error, the others learn of it."""
     if own is not None:
         assert found == own
     else:
-        told = f"rank {rank} has ended the job by an error of its own: {text}"
-        assert found == ("HorovodInternalError", told, "RemoteError")
+        text = f"rank {rank} has ended the job by an error of its own: {text}"
+        assert found == ("HorovodInternalError", text, "RemoteError")

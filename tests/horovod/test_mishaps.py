@@ -125,7 +125,7 @@ def interrupted(ctx):
             try:
                 hvd.allreduce(torch.ones(3), name="x")
             except hvd.HorovodInternalError:
-                found.append("told")
+                found.append("raised")
     return found
 
 
@@ -160,7 +160,7 @@ def all_of_them(ctx):
 def test_mishaps():
     first, second = run_ranks(all_of_them, 2, timeout=90)
     assert first == [True, 2.0, ("MemoryError", True), [True, "interrupted"], True]
-    assert second == [True, 2.0, ("RemoteError", False), ["told"], True]
+    assert second == [True, 2.0, ("RemoteError", False), ["raised"], True]
 
 
 def test_numbers_of_a_rank_that_begins_anew():
@@ -168,7 +168,7 @@ def test_numbers_of_a_rank_that_begins_anew():
     first, second, third = (Request("allreduce", name, ("float32",), ((1,),), "cpu", "sum") for name in "abc")
     for rank in range(2):
         table.register_requests(rank, [first, second])
-    table.register_requests(0, [third, second], restart=True)  # rank 1, the last one, has nothing to tell
+    table.register_requests(0, [third, second], restart=True)  # rank 1, the last one, has nothing new
     assert table.plan_for((0,), 1 << 20) is None  # rank 0 means c, and rank 1 a
     for rank in range(2):
         table.register_requests(rank, [second], restart=True)
@@ -212,7 +212,7 @@ def between(ctx):
         for turn in range(6):
             optimizer._reducer._overlaps = True  # as with a core to spare
             model(torch.full((1, 3), turn + ctx.rank + 1.0)).pow(2).sum().backward()
-            under_way = [unit.entry for unit in optimizer._reducer._buckets]
+            under_way = [bucket.entry for bucket in optimizer._reducer._buckets]
             if turn == 3:
                 state.sync()
             elif turn == 4:

@@ -133,9 +133,9 @@ class MpiPeer(Implementation):
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-            until = time.monotonic() + _START_SECONDS
+            deadline = time.monotonic() + _START_SECONDS
             while len(self._channels) < self.size:
-                if self._process.poll() is not None or time.monotonic() > until:
+                if self._process.poll() is not None or time.monotonic() > deadline:
                     raise PeerMissing(
                         f"{self.flavour.title} could not be started: {self._job_output()} ({' '.join(command)})"
                     )

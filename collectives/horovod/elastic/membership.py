@@ -94,7 +94,7 @@ class Membership:
         Blocks until all of them have connected, at most ``seconds``. `NotEnoughRanks` where fewer
         than ``min_ranks`` are left, or some don't connect.
         """
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while True:
             ranks = self.alive_ranks()
             if len(ranks) < min_ranks:
@@ -111,7 +111,7 @@ class Membership:
             except CollectivesError as error:  # a rank died, or hasn't connected yet
                 if comm is not None and not comm.closed:
                     comm.abort()
-                if time.monotonic() < until:
+                if time.monotonic() < deadline:
                     continue
                 late = [ranks[peer] for peer in error.peers] if isinstance(error, CollectiveTimeout) else []
                 who = format_ranks(late) if late else "some ranks"
