@@ -1,5 +1,4 @@
-"""Measure how the host engine's cost grows with bytes, with ranks and with the number of buckets,
-and plot it.
+"""Measure and plot the host engine's cost by bytes, by ranks and by number of buckets.
 
     python benchmarks/growth.py                       # 2 to 16 ranks, each a process; starts them itself
     python benchmarks/growth.py --plot-only           # draw docs/growth_*.png from the rows that are there
@@ -25,8 +24,8 @@ import uuid
 from pathlib import Path
 
 import torch
-from answers import next_answer, running
 from provenance import where_and_when
+from rank_processes import next_result, running
 
 import collectives
 
@@ -208,7 +207,7 @@ def run(ranks, arguments):
     processes = [context.Process(target=rank_process, args=(r, ranks, job, arguments, results)) for r in range(ranks)]
     limit = time.monotonic() + RUN_SECONDS
     with running(processes):
-        return next_answer(results, processes, limit, f"{ranks} ranks")
+        return next_result(results, processes, limit, f"{ranks} ranks")
 
 
 # ---- Plots.
@@ -218,7 +217,7 @@ INKS = ["#000000", "#b2182b", "#2166ac", "#1b7837", "#762a83", "#8c510a", "#5555
 
 
 def draw(rows, folder):
-    """Draw the three plots from rows; black on white, told apart by mark and line as well as by
+    """Draw the three plots from rows; black on white, distinguished by mark and line as well as by
     colour.
     """
     import matplotlib

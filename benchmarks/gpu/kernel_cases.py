@@ -1,4 +1,4 @@
-"""A call of every kernel, with the bytes that it must move and a check of its result against torch's operators."""
+"""A call of every kernel, with the bytes that it must move and a check of its result."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Measured rows of ``python -m collectives.bench`` or growth.py, and the cost model's fits to
-them.
-"""
+"""Measured rows of ``collectives.bench`` or growth.py, and the cost model's fits to them."""
 
 from __future__ import annotations
 

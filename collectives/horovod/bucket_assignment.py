@@ -16,8 +16,8 @@ from .process_sets import ProcessSet
 __all__ = ["BucketAssignment"]
 
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # the first bucket is small, to start early
-# On the host the copies of a gradient of this size to a flat tensor and back take longer than a call
-# of its own.
+# On the host the copies of a gradient of this size to a flat tensor and back take longer than a
+# call of its own.
 _MIN_UNFUSED_BYTES = 1 << 20
 
 

@@ -1,4 +1,4 @@
-"""Request exchange: gathers each rank's new requests once a cycle, by one small all-gather or two."""
+"""Request exchange: gathers new requests of all ranks, once a cycle, by an all-gather or two."""
 
 from __future__ import annotations
 

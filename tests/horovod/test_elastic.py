@@ -1,4 +1,6 @@
-"""Ranks are killed in the midst of a training, and the others go on as a training of their own would."""
+"""Ranks are killed in the midst of a training, and the others go on as a training of their own
+would.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def made():
 
 
 def step(hvd, model, optimizer, data, target, before, wrapped):
-    """One step on this rank's samples, with the gradients averaged one by one as the backward brings them."""
+    """One step on this rank's samples, with the gradients averaged one by one as the backward
+    brings them.
+    """
     import torch
 
     optimizer.zero_grad()
@@ -62,7 +66,8 @@ def step(hvd, model, optimizer, data, target, before, wrapped):
 
 
 def train(ctx, deaths, every, wrapped):
-    """Train elastically. ``deaths``: rank -> (step, "backward", "commit" or "recovery"); commit each ``every`` steps.
+    """Train elastically. ``deaths``: rank -> (step, "backward", "commit" or "recovery"); commit
+    each ``every`` steps.
 
     ``wrapped``: by DistributedOptimizer, else by operations of the test's own.
     """
@@ -173,7 +178,9 @@ class NoPickle:
 
 
 def without_deaths(ctx):
-    """Interrupts, limits, errors of the program's own, and states that can't be: one job after the other."""
+    """Interrupts, limits, errors of the program's own, and states that can't be: one job after the
+    other.
+    """
     import torch
 
     found = {}
@@ -198,7 +205,8 @@ def without_deaths(ctx):
         state.on_hosts_updated(time.time() + 10)
         found["limit"] = raised(lambda: limited(state))
 
-        # A rank that says by itself that something has failed: all go back. What comes back each time is given up.
+        # A rank that says by itself that something has failed: all go back. What comes back each
+        # time is given up.
         state, calls = hvd.elastic.TorchState(torch.nn.Linear(2, 2), x=0), []
 
         @hvd.elastic.run

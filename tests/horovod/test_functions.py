@@ -1,4 +1,6 @@
-"""Parameters, optimizer state and objects from one rank to all; batch normalisation over all ranks' batches."""
+"""Parameters, optimizer state and objects from one rank to all; batch normalisation over all ranks'
+batches.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def raised(call, *args, **kwargs):
 
 
 def broadcast_state(ctx, hvd, found):
-    """State dicts, and parameters in each of the forms in which they may be passed; return the model."""
+    """State dicts, and parameters in each of the forms in which they may be passed; return the
+    model.
+    """
     import torch
 
     torch.manual_seed(ctx.rank)
@@ -79,7 +83,9 @@ def share_objects(ctx, hvd, found, model):
 
 
 def broadcast_optimizers(ctx, hvd, found):
-    """A resume on one rank, beside new optimizers; return an optimizer that differs between the ranks."""
+    """A resume on one rank, beside new optimizers; return an optimizer that differs between the
+    ranks.
+    """
     import torch
 
     import collectives
@@ -190,7 +196,9 @@ SHAPES = [(5, 4), (2, 3, 7), (4, 2, 3, 3), (3, 2, 2, 2, 2)]
 
 
 def normalise(ctx):
-    """One module over all ranks' batches, of different and empty sizes, beside torch's on all batches together."""
+    """One module over all ranks' batches, of different and empty sizes, beside torch's on all
+    batches together.
+    """
     import torch
 
     found = []

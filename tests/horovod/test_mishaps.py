@@ -1,4 +1,6 @@
-"""What goes wrong around operations: on one rank alone, in signal handlers, in threads, and after the end of a job."""
+"""What goes wrong around operations: on one rank alone, in signal handlers, in threads, and after
+the end of a job.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def memory(ctx):
 
 
 def joins(ctx):
-    """Uneven numbers of operations without names, one that failed, and one in another thread's hands."""
+    """Uneven numbers of operations without names, one that failed, and one in another thread's
+    hands.
+    """
     with started(ctx) as hvd:
         for _ in range(ctx.rank + 1):
             hvd.allreduce(torch.ones(2), op=hvd.Sum)
@@ -81,7 +85,9 @@ def joins(ctx):
 
 
 def one_alone(ctx):
-    """A failure of one rank's own ends the operation on all, while that rank goes on with something else."""
+    """A failure of one rank's own ends the operation on all, while that rank goes on with something
+    else.
+    """
     with started(ctx) as hvd:
         if ctx.rank == 0:
 
@@ -98,7 +104,9 @@ def one_alone(ctx):
 
 
 def interrupted(ctx):
-    """A signal handler that waits is refused, and one that shuts down does so, in the midst of an operation."""
+    """A signal handler that waits is refused, and one that shuts down does so, in the midst of an
+    operation.
+    """
     found = []
     with started(ctx, HOROVOD_CYCLE_TIME=1000) as hvd:  # the interrupted thread runs the cycle, not the background one
         if ctx.rank == 0:
@@ -130,7 +138,9 @@ def interrupted(ctx):
 
 
 def handles(ctx):
-    """Results nobody asks for go with the job; a thread gets its own result while others' are under way."""
+    """Results nobody asks for go with the job; a thread gets its own result while others' are under
+    way.
+    """
     kept = []
     for _ in range(3):
         with started(ctx) as hvd:
@@ -202,7 +212,9 @@ def test_what_begins_badly():
 
 
 def between(ctx):
-    """A state that is loaded or synced between a backward and its step, and a process set that is removed."""
+    """A state that is loaded or synced between a backward and its step, and a process set that is
+    removed.
+    """
     with started(ctx) as hvd:
         model = torch.nn.Linear(3, 2)
         hvd.broadcast_parameters(model.state_dict(), 0)

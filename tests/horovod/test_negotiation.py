@@ -1,4 +1,6 @@
-"""Ranks that submit in different orders, late, or not at all; fusion; join; process sets; a rank that dies."""
+"""Ranks that submit in different orders, late, or not at all; fusion; join; process sets; a rank
+that dies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every operation of Horovod's API, in each of its forms, on 1 to 3 ranks, against what NumPy says."""
+"""Every operation of the Horovod API, in each of its forms, on 1 to 3 ranks, beside NumPy."""
 
 from __future__ import annotations
 
@@ -266,7 +266,8 @@ def hostile(ctx):
         refused("'allreduce.twice' is under way", lambda: hvd.allreduce_async(flat, name="twice"))
         hvd.synchronize(first)
         hvd.synchronize(hvd.allreduce_async(flat, name="twice"))
-        # An operation that differs between the ranks fails on all of them, and the next operation works.
+        # An operation that differs between the ranks fails on all of them, and the next operation
+        # works.
         differing = {
             "shape": lambda: hvd.allreduce(torch.ones(3 + ctx.rank), name="shape"),
             "data type": lambda: hvd.allreduce(flat.double() if ctx.rank else flat, name="dtype"),

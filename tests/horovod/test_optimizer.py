@@ -1,4 +1,6 @@
-"""hvd.DistributedOptimizer on real ranks: the same bits as DDP with our hook, its arguments, its errors."""
+"""hvd.DistributedOptimizer on real ranks: the same bits as DDP with our hook, its arguments, its
+errors.
+"""
 
 import copy
 import pickle

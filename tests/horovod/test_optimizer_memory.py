@@ -1,4 +1,6 @@
-"""hvd.DistributedOptimizer's gradients: views of the memory that is reduced, whatever is done with them or by whom."""
+"""hvd.DistributedOptimizer's gradients: views of the memory that is reduced, whatever is done with
+them or by whom.
+"""
 
 import contextlib
 import itertools
@@ -17,7 +19,9 @@ from .optimizer_training import MAKERS, a_job, same_on_all
 
 
 class Training:
-    """A model with a convolution in channels_last, and steps whose gradients are compared with the ranks' mean."""
+    """A model with a convolution in channels_last, and steps whose gradients are compared with the
+    ranks' mean.
+    """
 
     def __init__(self, ctx):
         self.ctx = ctx

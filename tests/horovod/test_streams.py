@@ -1,6 +1,8 @@
-"""What hvd asks of CUDA's streams: who waits for whom, what is recorded, whose device a thread has. No GPU: a record.
+"""What hvd asks of CUDA's streams: who waits for whom, what is recorded, whose device a thread has.
+No GPU: a record.
 
-tests/streams/ looks at the same code with memory and order checked; here each call is looked at by itself.
+tests/streams/ looks at the same code with memory and order checked; here each call is looked at by
+itself.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ GPU = torch.device("cuda", 1)
 
 
 class Gpu:
-    """Streams that only take notes: each call is (what, stream, of what), with the thread that made it."""
+    """Streams that only take notes: each call is (what, stream, of what), with the thread that made
+    it.
+    """
 
     def __init__(self, monkeypatch):
         self.calls = []

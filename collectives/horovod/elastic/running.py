@@ -1,6 +1,4 @@
-"""`run`, the decorator of elastic trainings: calls one again, with the surviving ranks, after ranks
-die.
-"""
+"""Elastic `run`: calls a training again, with the surviving ranks, after ranks have died."""
 
 from __future__ import annotations
 
