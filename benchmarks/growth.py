@@ -132,15 +132,15 @@ def grid_point(comm, op, algorithm, nbytes, zero_copy, seconds):
             lambda: whole.copy_(source), lambda: comm.all_reduce(whole, **how), lambda: torch.equal(whole, expected),
         )  # fmt: skip
     else:
-        piece = empty(comm, part, zero_copy)
+        shard = empty(comm, part, zero_copy)
         if op == "reduce_scatter":
             whole.copy_(contribution(comm.rank, count))
-            out, expected = piece, summed(n, count, 1)[mine].clone()
-            call = lambda: comm.reduce_scatter(piece, whole, **how)  # noqa: E731
+            out, expected = shard, summed(n, count, 1)[mine].clone()
+            call = lambda: comm.reduce_scatter(shard, whole, **how)  # noqa: E731
         else:
-            piece.copy_(contribution(comm.rank, part))
+            shard.copy_(contribution(comm.rank, part))
             out, expected = whole, torch.cat([contribution(rank, part) for rank in range(n)])
-            call = lambda: comm.all_gather(whole, piece, **how)  # noqa: E731
+            call = lambda: comm.all_gather(whole, shard, **how)  # noqa: E731
         steps = (lambda: out.fill_(-1), call, lambda: torch.equal(out, expected))
     (median, p95), batches = measure(comm, *steps, calls, seconds)
     rate = count * 4 / median / 1e3

@@ -33,8 +33,8 @@ LISTS = ("resnet50", "gpt2_124m", "llama3_8b_layer")
 
 
 def bench_rows(name):
-    """Return {(op, contestant, bytes): row} of a file of the bench; where both were measured, the
-    rows in place.
+    """Return {(op, implementation, bytes): row} of a file of the bench; where both were measured,
+    the rows in place.
     """
     found = {}
     for row in sorted(json.loads((RESULTS / f"{name}.json").read_text())["rows"], key=lambda row: row["in_place"]):
@@ -251,10 +251,10 @@ def draw_all_reduce(pyplot, path):
 def draw_steps(pyplot, path):
     rows = step_rows()[::-1]
     figure, axes = pyplot.subplots(figsize=(11, 4.4), layout="constrained")
-    shares = [ours / theirs for _, _, theirs, ours, _ in rows]
-    axes.barh([f"{what.replace('`', '')}, by {peer}" for what, peer, *_ in rows], shares, color="#2166ac")
-    for place, share in enumerate(shares):
-        axes.text(share - 0.01, place, f"{share:.2f}", va="center", ha="right", color="#ffffff", fontsize=9)
+    ratios = [ours / theirs for _, _, theirs, ours, _ in rows]
+    axes.barh([f"{what.replace('`', '')}, by {peer}" for what, peer, *_ in rows], ratios, color="#2166ac")
+    for place, ratio in enumerate(ratios):
+        axes.text(ratio - 0.01, place, f"{ratio:.2f}", va="center", ha="right", color="#ffffff", fontsize=9)
     axes.axvline(1, color="#000000", linewidth=1)
     axes.set(xlim=(0, 1.05), xlabel="time of our step by the peer's (less is faster)", title="a training step, 2 ranks")
     figure.savefig(path, dpi=100)

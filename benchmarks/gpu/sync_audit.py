@@ -33,12 +33,12 @@ class Waits:
             for frame in traceback.extract_stack()
             if str(ROOT) in frame.filename and "benchmarks/gpu" not in frame.filename
         ]
-        said = {"says": str(message)[:200], "stack": frames[-FRAMES:]}
+        wait = {"says": str(message)[:200], "stack": frames[-FRAMES:]}
         for each in self.found:
-            if (each["says"], each["stack"]) == (said["says"], said["stack"]):
+            if (each["says"], each["stack"]) == (wait["says"], wait["stack"]):
                 each["times"] += 1
                 return
-        self.found.append({**said, "times": 1})
+        self.found.append({**wait, "times": 1})
 
 
 def step_in_mode(way, mode: str, device) -> list[dict]:

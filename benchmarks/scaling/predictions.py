@@ -98,7 +98,7 @@ def crossovers(
     """Return (bytes, algorithm): which algorithm is fastest from that size on, in steps of 2 ** (1
     / 8).
 
-    One follows another only where it is faster by more than 2%, which no model tells.
+    One follows another only where it is faster by more than 2%: less is within any model's error.
     """
     found: list[tuple[int, str]] = []
     steps = int(8 * math.log2(largest / smallest)) + 1
