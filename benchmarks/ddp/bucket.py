@@ -68,8 +68,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 def own_mappings():
     """Let malloc give what is allocated inside mappings of its own, as it does from 32 MiB up.
 
-    Whether it does for less depends on all that was freed before. Behind it the thresholds are
-    those that it comes to by itself in the end, so that temporary arrays are cheap for all ways.
+    Whether it does for less depends on all that was freed before. Afterwards the thresholds are
+    those that it reaches by itself in the end, so that temporary arrays are cheap for all ways.
     """
     _LIBC.mallopt(_MMAP_THRESHOLD, 64 << 10)
     try:
