@@ -43,8 +43,8 @@ def run(words, output):
         if spoils:
             stack.enter_context(mock.patch.object(GradReducer, "reduce_bucket", spoil))
             stack.enter_context(mock.patch.object(ParamGroup, "set_shard_gradients", spoil_shard))
-        redirected = stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # stdout is ours
-        assert redirected is sys.stderr
+        told = stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # stdout is ours
+        assert told is sys.stderr
         try:
             code = importlib.import_module(name).main()
         except SystemExit as end:
