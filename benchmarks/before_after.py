@@ -1,13 +1,14 @@
-"""Compare two checkouts of this project, in turn in one run: a call, all-reduce, and steps of DDP, shards and Horovod.
+"""Compare two checkouts of this project in one run: a call, all-reduce, and training steps.
 
     python benchmarks/before_after.py ../collectives-before           # this checkout against that one
     python benchmarks/before_after.py ../collectives-before --only call_cost ddp --turns 7
 
-Both checkouts must be built in place (``python setup.py build_ext --inplace``); both run under this Python. A turn runs
-one benchmark of the one checkout and then of the other, the next turn the other way round. Each benchmark checks its
-own results. Steps are compared as multiples of their peer's in the same run. For every time a line says the medians of
-all turns before and after, their ratio (below 1: faster now), and the ratios of the single turns: where 1 lies among
-these, the difference is noise. One row goes to benchmarks/results/before_after.jsonl. The exit status is 1 where all
+Both checkouts must be built in place (``python setup.py build_ext --inplace``); both run under this
+Python. A turn runs one benchmark of the one checkout and then of the other, the next turn the other
+way round. Each benchmark checks its own results. Steps are compared as multiples of their peer's in
+the same run. For every time a line says the medians of all turns before and after, their ratio
+(below 1: faster now), and the ratios of the single turns: where 1 lies among these, the difference
+is noise. One row goes to benchmarks/results/before_after.jsonl. The exit status is 1 where all
 turns of a time are slower than ``--limit`` (1.1).
 """
 
@@ -48,7 +49,7 @@ def rows_in(path):
 
 
 def times_of(row):
-    """Give label -> time of all times in a row."""
+    """Return label -> time of all times in a row."""
     names = [row[key] for key in ("op", "model", "optimizer", "way", "tensors", "bytes", "nbytes") if key in row]
     names += ["zero-copy"] * bool(row.get("zero_copy")) + ["in place"] * bool(row.get("in_place"))
     if "time_us" in row:
@@ -62,7 +63,7 @@ def times_of(row):
 
 
 def run(name, checkout, folder):
-    """Run a benchmark of a checkout; give its times."""
+    """Run a benchmark of a checkout; return its times."""
     output = Path(folder, f"{name}.json")
     output.unlink(missing_ok=True)
     env = {**os.environ, "PYTHONPATH": str(checkout)}
@@ -77,7 +78,10 @@ def run(name, checkout, folder):
 
 
 def version_of(checkout):
-    """Return a checkout's commit, with a plus where tracked files differ. Exits where it isn't built in place."""
+    """Return a checkout's commit, with a plus where tracked files differ.
+
+    Exits where it isn't built in place.
+    """
     code = "import collectives, pathlib; print(pathlib.Path(collectives.__file__).parent.parent)"
     env = {**os.environ, "PYTHONPATH": str(checkout)}
     found = subprocess.run([sys.executable, "-c", code], cwd=checkout, env=env, capture_output=True, text=True)

@@ -1,15 +1,18 @@
-"""What one call from Python to a function of NCCL costs, each way there is.
+"""Cost of one call from Python to a function of NCCL, by each way to make it.
 
 - binding: addresses and codes through the binding's table; ctypes: the same through ctypes.
-- communicator: ``Communicator.all_reduce(tensor)``; python reader: the same where torch has no DLPack exchange table
-  (before 2.10), so that the tensor is read by its Python attributes; numpy: the same of a NumPy array.
+- communicator: ``Communicator.all_reduce(tensor)``; python reader: the same where torch has no
+  DLPack exchange table (before 2.10), so that the tensor is read by its Python attributes; numpy:
+  the same of a NumPy array.
 - all_gather: ``Communicator.all_gather(out, inp)``, two tensors to read and to compare.
-- async: ``Communicator.all_reduce(tensor, async_op=True).wait()``, the stub's queue being done at once.
+- async: ``Communicator.all_reduce(tensor, async_op=True).wait()``, the stub's queue being done at
+  once.
 - python function: a function of Python that does nothing, the floor.
 
-The library behind all is a stub, compiled on the spot, whose functions return at once: what is timed is the way there
-and back. One row goes to benchmarks/results/call_cost.jsonl. ``--limit`` fails the run where the binding's median call
-takes longer than so many nanoseconds, ``--limit-communicator`` where the communicator's does.
+The library behind all is a stub, compiled on the spot, whose functions return at once: what is
+timed is the way there and back. One row goes to benchmarks/results/call_cost.jsonl. ``--limit``
+fails the run where the binding's median call takes longer than so many nanoseconds,
+``--limit-communicator`` where the communicator's does.
 """
 
 from __future__ import annotations
@@ -122,7 +125,9 @@ def empty_call(rounds: int) -> float:
 
 
 def open_communicator(path: str, exchange: bool) -> Communicator:
-    """A world of one on the stub; without ``exchange`` it reads tensors as with a torch that has no exchange table."""
+    """A world of one on the stub; without ``exchange`` it reads tensors as a torch without an
+    exchange table does.
+    """
     table = arrays._EXCHANGE
     try:
         if not exchange:

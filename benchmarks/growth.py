@@ -1,5 +1,4 @@
-"""Measure how the host engine's cost grows with bytes, with ranks and with the number of buckets,
-and plot it.
+"""Measure and plot the host engine's cost by bytes, by ranks and by number of buckets.
 
     python benchmarks/growth.py                       # 2 to 16 ranks, each a process; starts them itself
     python benchmarks/growth.py --plot-only           # draw docs/growth_*.png from the rows that are there
@@ -25,8 +24,8 @@ import uuid
 from pathlib import Path
 
 import torch
-from answers import next_answer, running
 from provenance import where_and_when
+from rank_processes import next_result, running
 
 import collectives
 
@@ -133,15 +132,15 @@ def grid_point(comm, op, algorithm, nbytes, zero_copy, seconds):
             lambda: whole.copy_(source), lambda: comm.all_reduce(whole, **how), lambda: torch.equal(whole, expected),
         )  # fmt: skip
     else:
-        piece = empty(comm, part, zero_copy)
+        shard = empty(comm, part, zero_copy)
         if op == "reduce_scatter":
             whole.copy_(contribution(comm.rank, count))
-            out, expected = piece, summed(n, count, 1)[mine].clone()
-            call = lambda: comm.reduce_scatter(piece, whole, **how)  # noqa: E731
+            out, expected = shard, summed(n, count, 1)[mine].clone()
+            call = lambda: comm.reduce_scatter(shard, whole, **how)  # noqa: E731
         else:
-            piece.copy_(contribution(comm.rank, part))
+            shard.copy_(contribution(comm.rank, part))
             out, expected = whole, torch.cat([contribution(rank, part) for rank in range(n)])
-            call = lambda: comm.all_gather(whole, piece, **how)  # noqa: E731
+            call = lambda: comm.all_gather(whole, shard, **how)  # noqa: E731
         steps = (lambda: out.fill_(-1), call, lambda: torch.equal(out, expected))
     (median, p95), batches = measure(comm, *steps, calls, seconds)
     rate = count * 4 / median / 1e3
@@ -208,7 +207,7 @@ def run(ranks, arguments):
     processes = [context.Process(target=rank_process, args=(r, ranks, job, arguments, results)) for r in range(ranks)]
     limit = time.monotonic() + RUN_SECONDS
     with running(processes):
-        return next_answer(results, processes, limit, f"{ranks} ranks")
+        return next_result(results, processes, limit, f"{ranks} ranks")
 
 
 # ---- Plots.
@@ -218,7 +217,7 @@ INKS = ["#000000", "#b2182b", "#2166ac", "#1b7837", "#762a83", "#8c510a", "#5555
 
 
 def draw(rows, folder):
-    """Draw the three plots from rows; black on white, told apart by mark and line as well as by
+    """Draw the three plots from rows; black on white, distinguished by mark and line as well as by
     colour.
     """
     import matplotlib

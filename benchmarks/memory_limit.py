@@ -2,10 +2,11 @@
 
     python benchmarks/memory_limit.py        # starts its two ranks itself
 
-An in-place all-reduce of N bytes by n ranks on shared memory reads each rank's N bytes once and writes them once: 2nN
-bytes in all. Beside it, in turn, on arrays of that size with all ranks busy at once: a copy (torch's copy_, read and
-written bytes counted) and a pass that reads and writes in place (mul_), as the all-reduce does. Medians of the slowest
-rank; the sums are checked. Rows go to benchmarks/results/memory_limit.jsonl.
+An in-place all-reduce of N bytes by n ranks on shared memory reads each rank's N bytes once and
+writes them once: 2nN bytes in all. Beside it, in turn, on arrays of that size with all ranks busy
+at once: a copy (torch's copy_, read and written bytes counted) and a pass that reads and writes in
+place (mul_), as the all-reduce does. Medians of the slowest rank; the sums are checked. Rows go to
+benchmarks/results/memory_limit.jsonl.
 """
 
 import argparse

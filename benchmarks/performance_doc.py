@@ -1,10 +1,11 @@
-"""Put the committed results into docs/performance.md and the README: tables and plots of ours beside the peers.
+"""Write the tables and plots of docs/performance.md and the README from the committed results.
 
     python benchmarks/performance_doc.py             # needs matplotlib
     python benchmarks/performance_doc.py --tables    # no plots
 
-Writes the text between the marks ``<!-- NAME -->`` and ``<!-- end -->`` of both pages anew, and draws
-docs/performance_all_reduce.png and docs/performance_steps.png. All numbers come from benchmarks/results.
+Writes the text between the marks ``<!-- NAME -->`` and ``<!-- end -->`` of both pages anew, and
+draws docs/performance_all_reduce.png and docs/performance_steps.png. All numbers come from
+benchmarks/results.
 """
 
 import argparse
@@ -32,7 +33,9 @@ LISTS = ("resnet50", "gpt2_124m", "llama3_8b_layer")
 
 
 def bench_rows(name):
-    """Return {(op, contestant, bytes): row} of a file of the bench; where both were measured, the rows in place."""
+    """Return {(op, implementation, bytes): row} of a file of the bench; where both were measured,
+    the rows in place.
+    """
     found = {}
     for row in sorted(json.loads((RESULTS / f"{name}.json").read_text())["rows"], key=lambda row: row["in_place"]):
         who = row["engine"] if row["engine"] in (*NAMES, "gloo", "deepspeed") else "ours"
@@ -123,7 +126,9 @@ def operations():
 
 
 def step_rows():
-    """Return (what, peer, peer's ms, our ms, machine, load) of each step that was measured beside a peer."""
+    """Return (what, peer, peer's ms, our ms, machine, load) of each step that was measured beside a
+    peer.
+    """
     found = []
     for row in lines_of("ddp_step_mapped"):
         what = f"DDP, {MODELS[row['model']]}, no optimizer"
@@ -246,10 +251,10 @@ def draw_all_reduce(pyplot, path):
 def draw_steps(pyplot, path):
     rows = step_rows()[::-1]
     figure, axes = pyplot.subplots(figsize=(11, 4.4), layout="constrained")
-    shares = [ours / theirs for _, _, theirs, ours, _ in rows]
-    axes.barh([f"{what.replace('`', '')}, by {peer}" for what, peer, *_ in rows], shares, color="#2166ac")
-    for place, share in enumerate(shares):
-        axes.text(share - 0.01, place, f"{share:.2f}", va="center", ha="right", color="#ffffff", fontsize=9)
+    ratios = [ours / theirs for _, _, theirs, ours, _ in rows]
+    axes.barh([f"{what.replace('`', '')}, by {peer}" for what, peer, *_ in rows], ratios, color="#2166ac")
+    for place, ratio in enumerate(ratios):
+        axes.text(ratio - 0.01, place, f"{ratio:.2f}", va="center", ha="right", color="#ffffff", fontsize=9)
     axes.axvline(1, color="#000000", linewidth=1)
     axes.set(xlim=(0, 1.05), xlabel="time of our step by the peer's (less is faster)", title="a training step, 2 ranks")
     figure.savefig(path, dpi=100)

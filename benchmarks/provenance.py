@@ -1,4 +1,4 @@
-"""Where a figure was taken: the fields that stand in every row of results, as the installed benchmark writes them."""
+"""Provenance of a figure: the fields of every row of results, as `collectives.bench` has them."""
 
 from collectives.bench.provenance import where_and_when
 

@@ -2,8 +2,9 @@
 
     python benchmarks/scaling_doc.py
 
-Draws docs/scaling_fit.png (measured points and the fit) and docs/scaling_predicted.png (what the model gives for NVLink
-and InfiniBand), and writes the text between the marks ``<!-- NAME -->`` and ``<!-- end -->`` of docs/scaling.md anew.
+Draws docs/scaling_fit.png (measured points and the fit) and docs/scaling_predicted.png (what the
+model gives for NVLink and InfiniBand), and writes the text between the marks ``<!-- NAME -->`` and
+``<!-- end -->`` of docs/scaling.md anew.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def fit_table(fits, points, cores):
         "|---|" + "---|" * 12,
     ]
     for (engine, algorithm, part), one in fits.items():
-        own = [p for p in points[engine, algorithm] if in_part(p, part)]
+        own = [p for p in points[engine, algorithm] if belongs_to(p, part)]
         cost = one.network.intra
         columns = [
             f"{engine}, {algorithm}, {part}", str(one.points), f"{one.network.start_s * 1e6:.3g}",
@@ -61,7 +62,7 @@ def fit_table(fits, points, cores):
     return "\n".join(lines)
 
 
-def in_part(point: Point, part: str) -> bool:
+def belongs_to(point: Point, part: str) -> bool:
     inside = 2 * point.ranks * point.nbytes <= cache_bytes()
     return part == "all sizes" or inside == (part == "in cache")
 
@@ -142,8 +143,8 @@ def main():
     parser.add_argument("--measured", type=Path, default=HERE / "results" / "growth.jsonl")
     parser.add_argument("--docs", type=Path, default=HERE.parent / "docs")
     arguments = parser.parse_args()
-    rows, beside = read_rows(arguments.measured)
-    cores = cores_of(rows, beside)
+    rows, container = read_rows(arguments.measured)
+    cores = cores_of(rows, container)
     points, fits = points_of(rows), fits_of(rows, cores, cache_bytes())
     first = rows[0]
     where = f"{first['machine']}, {cores} cores, commit {first['commit']}, {first['time'][:10]}"

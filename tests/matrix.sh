@@ -15,7 +15,7 @@ tests=(
   tests/gradients/test_compiled.py tests/gradients/test_gradient_buckets.py tests/ddp/test_fused_allreduce.py
   tests/auto/test_auto.py
   tests/sharded/test_hook_state.py tests/sharded/test_fsdp2.py tests/sharded/test_methods.py
-  tests/horovod/test_optimizer.py tests/horovod/test_functions.py
+  tests/horovod/test_optimizer*.py tests/horovod/test_functions.py
 )
 result=()
 

@@ -1,18 +1,20 @@
-"""Time the reduction of one DDP bucket of 25 MiB by several hooks in turn: torch's over Gloo, and ours on each wire.
+"""Time the reduction of one DDP bucket by torch's hooks over Gloo, and by ours on each wire.
 
     python benchmarks/ddp/bucket.py                         # 2 ranks; starts the ranks itself
     python benchmarks/ddp/bucket.py --ways gloo_bf16 bf16   # some of them
 
-All hooks get the same bucket of the same DDP module, one after another, inside of its backward; a time is from the
-hook's call to the value of its future, the median of all rounds, of the slower rank; the gradient is copied into the
-bucket before each, untimed. That bucket has become memory that the ranks share, which all are given; `fp32_staged`,
-with the bucket as DDP made it, is called in another module's backward, once a round. Before a way is timed
-its first result is checked as step.py does. `wire_bytes`: what this rank sends, as rings send it, 2(n-1)/n of an
-all-reduced array: ours as HookState counts it, torch's from the arrays that its hook gives to Gloo.
+All hooks get the same bucket of the same DDP module, one after another, inside of its backward; a
+time is from the hook's call to the value of its future, the median of all rounds, of the slower
+rank; the gradient is copied into the bucket before each, untimed. That bucket has become memory
+that the ranks share, which all are given; `fp32_staged`, with the bucket as DDP made it, is called
+in another module's backward, once a round. Before a way is timed its first result is checked as
+step.py does. `wire_bytes`: what this rank sends, as rings send it, 2(n-1)/n of an all-reduced
+array: ours as HookState counts it, torch's from the arrays that its hook gives to Gloo.
 
-`times`: the peer's time by ours; peers: Gloo's fp32 hook, torch's bf16 hook for all 16-bit and 8-bit wires (it has no
-8-bit one that could be compared: `quantization_pertensor_hook` gathers from all ranks and keeps no sum in 8 bits),
-torch's PowerSGD hook of the same rank. One row a way goes to benchmarks/results/ddp_bucket.jsonl.
+`times`: the peer's time by ours; peers: Gloo's fp32 hook, torch's bf16 hook for all 16-bit and
+8-bit wires (it has no 8-bit one that could be compared: `quantization_pertensor_hook` gathers from
+all ranks and keeps no sum in 8 bits), torch's PowerSGD hook of the same rank. One row a way goes to
+benchmarks/results/ddp_bucket.jsonl.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import time
 import torch
 import torch.distributed as dist
 from expected import Expected, check
-from launch import add_options, end_on_signals, keep, provenance, rows_of, slowest
+from launch import add_options, end_on_signals, provenance, rows_of, slowest, write_rows
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from ways import TORCH_POWERSGD_STARTS, powersgd_state, to_bf16
@@ -66,8 +68,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 def own_mappings():
     """Let malloc give what is allocated inside mappings of its own, as it does from 32 MiB up.
 
-    Whether it does for less depends on all that was freed before. Behind it the thresholds are those that it comes to
-    by itself in the end, so that temporary arrays are cheap for all ways.
+    Whether it does for less depends on all that was freed before. Afterwards the thresholds are
+    those that it reaches by itself in the end, so that temporary arrays are cheap for all ways.
     """
     _LIBC.mallopt(_MMAP_THRESHOLD, 64 << 10)
     try:
@@ -240,9 +242,9 @@ def main():
     rows = []
     for row in rows_of(work, arguments.ranks, arguments):
         rows.append({**row, **where})
-        told = f"  {row['times']:5.2f} times as fast as {row['peer']}" if "times" in row else ""
-        print(f"{row['way']:16s} {row['ms']:9.3f} ms  {row['of_fp32']:6.3f} of fp32's bytes{told}", flush=True)
-    keep(rows, arguments)
+        line = f"  {row['times']:5.2f} times as fast as {row['peer']}" if "times" in row else ""
+        print(f"{row['way']:16s} {row['ms']:9.3f} ms  {row['of_fp32']:6.3f} of fp32's bytes{line}", flush=True)
+    write_rows(rows, arguments)
     return 0
 
 

@@ -1,16 +1,19 @@
-"""Train examples/train_digits.py's model by DDP with our hook on several wires, and compare losses and bytes.
+"""Compare the losses and bytes of a DDP training with our hook on several wires.
+
+The model is that of examples/train_digits.py.
 
     python benchmarks/ddp/convergence.py                    # 2 ranks; starts the ranks itself
 
-The same parameters, batches and steps for each wire: fp32, and bf16 and int8 with error feedback (both also without).
-`train_loss`: the mean over the last epoch's steps, all ranks' pictures; `test_loss` and `test_accuracy` on the 360
-pictures that aren't trained on; means over some seeds (of the split, the parameters and the order). `train_by_fp32` and
-`test_by_fp32`: the ratio of those means to fp32's, and its standard error, of the seeds' paired differences. `nudged`
-is fp32 from parameters that are changed by one part in a million: by how much runs differ that should be the same.
-`wire_bytes`: what a rank sends for a step, counted by HookState, and `of_fp32` its ratio.
+The same parameters, batches and steps for each wire: fp32, and bf16 and int8 with error feedback
+(both also without). `train_loss`: the mean over the last epoch's steps, all ranks' pictures;
+`test_loss` and `test_accuracy` on the 360 pictures that aren't trained on; means over some seeds
+(of the split, the parameters and the order). `train_by_fp32` and `test_by_fp32`: the ratio of those
+means to fp32's, and its standard error, of the seeds' paired differences. `nudged` is fp32 from
+parameters that are changed by one part in a million: by how much runs differ that should be the
+same. `wire_bytes`: what a rank sends for a step, counted by HookState, and `of_fp32` its ratio.
 
-After each run parameters must be the same bit for bit on all ranks, else it ends with status 1. Rows go to
-benchmarks/results/ddp_convergence.jsonl.
+After each run parameters must be the same bit for bit on all ranks, else it ends with status 1.
+Rows go to benchmarks/results/ddp_convergence.jsonl.
 """
 
 import argparse
@@ -22,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from expected import same_everywhere
-from launch import add_options, end_on_signals, keep, provenance, rows_of
+from launch import add_options, end_on_signals, provenance, rows_of, write_rows
 from torch.nn import functional
 
 import collectives
@@ -41,7 +44,9 @@ WIRES = {
 
 
 def train(wire, initial, batches, test, steps):
-    """Train one copy of the model; return the last epoch's mean loss, test loss and accuracy, and bytes a step."""
+    """Train one copy of the model; return the last epoch's mean loss, test loss and accuracy, and
+    bytes a step.
+    """
     trainer = train_digits.Trainer(wire, copy.deepcopy(initial))
     if wire == "nudged":
         with torch.no_grad():
@@ -62,7 +67,7 @@ def train(wire, initial, batches, test, steps):
 
 
 def paired(runs, fp32, key):
-    """Give the ratio of two means, and its standard error, from runs by seed."""
+    """Return the ratio of two means, and its standard error, from runs by seed."""
     base = statistics.fmean(run[key] for run in fp32)
     differences = [(mine[key] - other[key]) / base for mine, other in zip(runs, fp32, strict=True)]
     error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
@@ -113,9 +118,9 @@ def main():
             f"{short} loss {row[f'{short}_loss']:.5f} ({row[f'{short}_by_fp32']:.4f} +- {row[f'{short}_error']:.4f})"
             for short in ("train", "test")
         )
-        told = f"accuracy {row['test_accuracy']:.4f}, {row['of_fp32']:.4f} of fp32's bytes"
-        print(f"{row['wire']:8s} {losses}, {told}", flush=True)
-    keep(rows, arguments)
+        line = f"accuracy {row['test_accuracy']:.4f}, {row['of_fp32']:.4f} of fp32's bytes"
+        print(f"{row['wire']:8s} {losses}, {line}", flush=True)
+    write_rows(rows, arguments)
     return 0
 
 

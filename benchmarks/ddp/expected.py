@@ -1,10 +1,11 @@
-"""What gradients must be after a sync: made of the ranks' own, and compared with what a way to sync has left."""
+"""Expected gradients after a sync, and their comparison with the results of a way."""
 
 import torch
 import torch.distributed as dist
 
 POWERSGD_RANK = 4
-# The most that one rounding loses, relatively, and of what is smallest by the largest or absolutely.
+# The most that one rounding loses, relatively, and of what is smallest by the largest or
+# absolutely.
 ROUNDING = {
     "bf16": (2.0**-8, 0.0, 1e-37), "fp16": (2.0**-11, 0.0, 2.0**-22), "fp8_e4m3": (2.0**-4, 2.0**-15, 0.0),
     "fp8_e5m2": (2.0**-3, 2.0**-24, 0.0),
@@ -18,8 +19,9 @@ class Wrong(SystemExit):
 class Expected:
     """The ranks' own gradients, put together.
 
-    ``mean``: their rank-ordered sum by their number; ``size``: the mean of their absolute values, or that of the step
-    before if it is larger, whose rounding error comes back with error feedback; by parameter.
+    ``mean``: their rank-ordered sum by their number; ``size``: the mean of their absolute values,
+    or that of the step before if it is larger, whose rounding error comes back with error feedback;
+    by parameter.
     """
 
     def __init__(self, own, before=None):
@@ -40,15 +42,17 @@ class Expected:
         self.norm = torch.stack([mean.double().norm() for mean in self.mean]).norm().item()
 
     def clipped(self, max_norm):
-        """Give the mean as ``clip_grad_norm_`` leaves it."""
+        """Return the mean as ``clip_grad_norm_`` leaves it."""
         factor = min(1.0, max_norm / (self.norm + 1e-6))
         return [mean * factor for mean in self.mean]
 
 
 def check(name, kind, found, expected, max_norm=None):
-    """Compare a list of gradients with what is expected of a kind of sync; raise `Wrong` where they aren't that.
+    """Compare a list of gradients with what is expected of a kind of sync; raise `Wrong` where they
+    aren't that.
 
-    ``kind``: "own" (not synced), "mean" (bit for bit), "close", "clipped", a wire's name, "powersgd" and its rank.
+    ``kind``: "own" (not synced), "mean" (bit for bit), "close", "clipped", a wire's name,
+    "powersgd" and its rank.
     """
     wanted = {"own": expected.own, "clipped": expected.clipped(max_norm) if max_norm else None}.get(kind, expected.mean)
     for index, (gradient, right) in enumerate(zip(found, wanted, strict=True)):
@@ -77,7 +81,9 @@ def check(name, kind, found, expected, max_norm=None):
 
 
 def _is_projection(found, mean, rank):
-    """Whether a first PowerSGD step, which has no residual yet, has projected the mean on few directions."""
+    """Return whether a first PowerSGD step, which has no residual yet, has projected the mean on
+    few directions.
+    """
     if mean.dim() < 2 or (mean.shape[0] + mean.numel() // mean.shape[0]) * rank * 2 >= mean.numel():
         return torch.allclose(found, mean, rtol=1e-5, atol=1e-9)
     found, mean = found.flatten(1).double(), mean.flatten(1).double()

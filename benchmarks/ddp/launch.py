@@ -1,4 +1,4 @@
-"""What the benchmarks of DDP share: rank processes over Gloo, and the file of rows, and where these are from."""
+"""Rank processes over Gloo, rows and their provenance, for the benchmarks of DDP."""
 
 import gc
 import json
@@ -17,8 +17,8 @@ import torch.distributed as dist
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"
 sys.path.insert(0, str(HERE.parent))
-from answers import next_answer, running  # noqa: E402
 from provenance import where_and_when  # noqa: E402
+from rank_processes import next_result, running  # noqa: E402
 
 import collectives  # noqa: E402
 
@@ -26,8 +26,10 @@ RUN_SECONDS = 900.0
 
 
 def rows_of(work, ranks, arguments, seconds=RUN_SECONDS):
-    """Start ranks; yield the rows that rank 0's ``work(rank, arguments)`` yields. Forked: importing torch anew takes a
-    second in each."""
+    """Start ranks; yield the rows that rank 0's ``work(rank, arguments)`` yields.
+
+    They are forked, since importing torch anew takes a second in each.
+    """
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -37,7 +39,7 @@ def rows_of(work, ranks, arguments, seconds=RUN_SECONDS):
         ]
         limit = time.monotonic() + seconds
         with running(processes):
-            while (row := next_answer(results, processes, limit, f"{ranks} ranks")) is not None:
+            while (row := next_result(results, processes, limit, f"{ranks} ranks")) is not None:
                 yield row
         if any(process.exitcode for process in processes):
             raise SystemExit(f"{ranks} ranks: they ended with {[process.exitcode for process in processes]}")
@@ -58,7 +60,10 @@ def _rank(rank, ranks, work, arguments, store, results):
 
 
 def provenance():
-    """Give the fields that stand in every row; before anything of ours runs, since one is the machine's load."""
+    """Return the fields of every row.
+
+    Call it before anything of ours runs: one is the machine's load.
+    """
     return {
         "load": round(os.getloadavg()[0], 2), **where_and_when(), "torch": torch.__version__,
         "collectives": collectives.__version__,
@@ -66,11 +71,11 @@ def provenance():
 
 
 def add_options(parser, output):
-    """Add what each of these programs can be told."""
+    """Add the option that all these programs have."""
     parser.add_argument("--output", type=Path, default=RESULTS / output, help="file of rows (default: %(default)s)")
 
 
-def keep(rows, arguments):
+def write_rows(rows, arguments):
     """Append the rows to the file of results."""
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with arguments.output.open("a") as file:
@@ -84,7 +89,7 @@ def end_on_signals():
 
 
 def slowest(values):
-    """Give each number's largest over the ranks."""
+    """Return the largest of each number over the ranks."""
     most = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return most.tolist()

@@ -1,19 +1,20 @@
-"""Measure the memory that our hook takes beyond DDP's own, and the state of the optimizer inside of it.
+"""Measure the memory that our hook takes beyond DDP's own, with its optimizer's state.
 
     python benchmarks/ddp/memory.py
 
-A model of 8 x Linear(1024) is trained some steps on 2 ranks by torch's DDP with a hook that does nothing, and by ours
-with several settings, each in processes of its own, where malloc gives large arrays mappings of their own. `extra`: how
-much larger the peak of a rank's memory inside of a backward is than with the hook that does nothing, as a mean of the
-ranks; `kept`: the same between two steps. What the ranks share is counted once (staging slots, memory of
-``comm.empty()``, shared buckets): the peak is the resident set's high-water mark, cleared before each backward, less
-what the proportional set is smaller than the resident one. The largest bucket is the measure: `allowed` is one bucket a
-stream; with error feedback the residuals, one fp32 copy of the parameters, are stated apart and taken off. The results
-are checked as step.py does.
+A model of 8 x Linear(1024) is trained some steps on 2 ranks by torch's DDP with a hook that does
+nothing, and by ours with several settings, each in processes of its own, where malloc gives large
+arrays mappings of their own. `extra`: how much larger the peak of a rank's memory inside of a
+backward is than with the hook that does nothing, as a mean of the ranks; `kept`: the same between
+two steps. What the ranks share is counted once (staging slots, memory of ``comm.empty()``, shared
+buckets): the peak is the resident set's high-water mark, cleared before each backward, less what
+the proportional set is smaller than the resident one. The largest bucket is the measure: `allowed`
+is one bucket a stream; with error feedback the residuals, one fp32 copy of the parameters, are
+stated apart and taken off. The results are checked as step.py does.
 
-`optimizer_share`: elements of AdamW's state that a rank keeps, by those of the whole; at most 1/n and the padding, n
-elements' alignment a bucket. On 2 and 4 ranks. Rows go to benchmarks/results/ddp_memory.jsonl; the exit status is 1
-where a setting takes more than it may.
+`optimizer_share`: elements of AdamW's state that a rank keeps, by those of the whole; at most 1/n
+and the padding, n elements' alignment a bucket. On 2 and 4 ranks. Rows go to
+benchmarks/results/ddp_memory.jsonl; the exit status is 1 where a setting takes more than it may.
 """
 
 import argparse
@@ -23,8 +24,8 @@ import sys
 import torch
 import torch.distributed as dist
 from expected import Expected, check, same_everywhere
-from launch import add_options, end_on_signals, keep, provenance, rows_of, slowest
-from resident import forget_peak, give_back_what_is_freed, proportional, resident
+from launch import add_options, end_on_signals, provenance, rows_of, slowest, write_rows
+from process_memory import proportional_set_size, reset_peak, return_freed_memory, status_bytes
 from torch.nn.parallel import DistributedDataParallel
 from ways import nothing
 
@@ -64,7 +65,7 @@ def make(setting, model, bucket_view, sizes):
 
 def memory_work(rank, arguments):
     """Yield one row of what the ranks keep and of the peak."""
-    give_back_what_is_freed()
+    return_freed_memory()
     setting, width, bucket_view = arguments.setting, arguments.width, arguments.bucket_view
     batch = torch.randn(8, width, generator=torch.Generator().manual_seed(rank))
     model = build(width)
@@ -75,15 +76,15 @@ def memory_work(rank, arguments):
         module.zero_grad(set_to_none=True)
         loss = module(batch).square().mean()
         dist.barrier()
-        forget_peak()
+        reset_peak()
         loss.backward()
         if step >= STEPS // 2:  # DDP's buckets are the final ones, and shared
-            peaks.append(resident("VmHWM"))
+            peaks.append(status_bytes("VmHWM"))
         del loss
     gc.collect()
     dist.barrier()
-    kept = proportional()
-    peak = max(peaks) - resident("VmRSS") + kept
+    kept = proportional_set_size()
+    peak = max(peaks) - status_bytes("VmRSS") + kept
     both = torch.tensor([kept, peak], dtype=torch.float64)
     dist.all_reduce(both, op=dist.ReduceOp.SUM)
     kept, peak = (both / dist.get_world_size()).long().tolist()
@@ -126,7 +127,7 @@ def optimizer_work(rank, arguments):
 
 
 def beyond(row, baseline):
-    """Give a row what it takes more than the hook that does nothing, and what it may."""
+    """Return a row with what it takes more than the hook that does nothing, and what it may take."""
     streams = (SETTINGS[row["setting"]] or {}).get("streams", 1)
     kept, extra = row["kept"] - baseline["kept"], row.pop("peak") - baseline["peak"]
     residuals = row["parameter_bytes"] if row["setting"].endswith("_ef") else 0
@@ -170,16 +171,16 @@ def main():
     for row in measure(arguments):
         rows.append({"benchmark": "ddp/memory", **row, **where})
         if row["setting"] == "optimizer":
-            told = f"{row['optimizer_share']:.6f} of AdamW's state a rank, allowed {row['allowed']:.6f}"
+            line = f"{row['optimizer_share']:.6f} of AdamW's state a rank, allowed {row['allowed']:.6f}"
         else:
             mib = {key: row[key] / 2**20 for key in ("kept", "extra", "residuals", "largest_bucket")}
-            told = (
+            line = (
                 f"{'views ' if row['bucket_view'] else 'copies'}  kept {mib['kept']:7.2f} MiB, extra "
                 f"{mib['extra']:7.2f}, of it residuals {mib['residuals']:6.2f}; {row['of_bucket']:5.2f} of a bucket of "
                 f"{mib['largest_bucket']:.1f} MiB"
             )
-        print(f"{row['setting']:10s} {row['ranks']} ranks  {told}{'' if row['good'] else '  TOO MUCH'}", flush=True)
-    keep(rows, arguments)
+        print(f"{row['setting']:10s} {row['ranks']} ranks  {line}{'' if row['good'] else '  TOO MUCH'}", flush=True)
+    write_rows(rows, arguments)
     return 0 if all(row["good"] for row in rows) else 1
 
 

@@ -1,25 +1,27 @@
-"""Time a training step under DDP by several ways in turn: without sync, synced by torch over Gloo, and by us.
+"""Time a training step under DDP: without sync, synced by torch over Gloo, and by us.
 
     python benchmarks/ddp/step.py                              # 2 ranks, three models; starts the ranks itself
     python benchmarks/ddp/step.py --ways compressed stepped    # torch's hooks; clipping and AdamW
     python benchmarks/ddp/step.py --state streams=2            # arguments of HookState
 
-A step is forward and backward on one thread a rank, and for some ways clipping and AdamW (gradients are set to None
-before, untimed). Blocks of steps are made in turn, in one run. The first steps of a block aren't counted; a time is the
-median over all blocks, of the slower rank. The ways: the plain module; DDP under `no_sync()`; a hook that does nothing,
-which shows what DDP takes itself, to copy gradients into buckets and back (`nothing_view`: with
-`gradient_as_bucket_view`, which leaves the copies out); torch's DDP with Gloo, with its bf16 and PowerSGD hooks, and
-followed by `clip_grad_norm_` and by AdamW(fused=True); torch's DDP with our hook (`hook`); and
-`collectives.DistributedDataParallel` with it (`ours`, and what follows that name: the wire, ef for error feedback, clip
-for max_norm, adamw for optimizer=).
+A step is forward and backward on one thread a rank, and for some ways clipping and AdamW (gradients
+are set to None before, untimed). Blocks of steps are made in turn, in one run. The first steps of a
+block aren't counted; a time is the median over all blocks, of the slower rank. The ways: the plain
+module; DDP under `no_sync()`; a hook that does nothing, which shows what DDP takes itself, to copy
+gradients into buckets and back (`nothing_view`: with `gradient_as_bucket_view`, which leaves the
+copies out); torch's DDP with Gloo, with its bf16 and PowerSGD hooks, and followed by
+`clip_grad_norm_` and by AdamW(fused=True); torch's DDP with our hook (`hook`); and
+`collectives.DistributedDataParallel` with it (`ours`, and what follows that name: the wire, ef for
+error feedback, clip for max_norm, adamw for optimizer=).
 
-`added`: what a way adds to the step without sync, by what its peer adds: (way - no_sync) / (peer - no_sync). The peer
-is Gloo, for the wires torch's bf16 hook (int8 too: torch has no such on the CPU) or its PowerSGD hook, and for clipping
-and AdamW the same after Gloo's sync; `added_to_gloo`: for the wires the same by plain Gloo. `times`: the peer's step by
-the way's. Before anything is timed the results are checked: without wires ours must be the rank-ordered mean of the
-ranks' gradients bit for bit, a compressed one within its wire's error, PowerSGD's an orthogonal projection of few
-directions, the parameters after AdamW those of torch's on the mean; and the same on all ranks. One row a model goes to
-benchmarks/results/ddp_step.jsonl.
+`added`: what a way adds to the step without sync, by what its peer adds: (way - no_sync) / (peer -
+no_sync). The peer is Gloo, for the wires torch's bf16 hook (int8 too: torch has no such on the CPU)
+or its PowerSGD hook, and for clipping and AdamW the same after Gloo's sync; `added_to_gloo`: for
+the wires the same by plain Gloo. `times`: the peer's step by the way's. Before anything is timed
+the results are checked: without wires ours must be the rank-ordered mean of the ranks' gradients
+bit for bit, a compressed one within its wire's error, PowerSGD's an orthogonal projection of few
+directions, the parameters after AdamW those of torch's on the mean; and the same on all ranks. One
+row a model goes to benchmarks/results/ddp_step.jsonl.
 """
 
 import argparse
@@ -31,7 +33,7 @@ import sys
 import torch
 import torch.distributed as dist
 from expected import Expected, Wrong, check, same_everywhere
-from launch import add_options, end_on_signals, keep, provenance, rows_of, slowest
+from launch import add_options, end_on_signals, provenance, rows_of, slowest, write_rows
 from ways import GROUPS, KINDS, LR, PEERS, POWERSGD, TORCH_POWERSGD_STARTS, Way
 
 MODELS = {  # name: Linears, width, batch
@@ -41,7 +43,7 @@ MODELS = {  # name: Linears, width, batch
 }
 SKIPPED = 2  # steps at the start of a block
 BLOCK_SECONDS = 0.5  # one block, about
-STILL = 1e-7  # learning rate while steps are timed: the model stays about what it is
+TINY_LR = 1e-7  # learning rate while steps are timed: the model stays about what it is
 
 
 def build(name):
@@ -57,7 +59,9 @@ def own_gradients(model, batch):
 
 
 class Reference:
-    """The plain module stepped by torch's AdamW on the mean of the ranks' gradients, clipped or not."""
+    """The plain module stepped by torch's AdamW on the mean of the ranks' gradients, clipped or
+    not.
+    """
 
     def __init__(self, model, clips, max_norm):
         self.model, self.clips, self.max_norm = model, clips, max_norm
@@ -73,7 +77,9 @@ class Reference:
 
 
 def verify(ways, name, batch, max_norm):
-    """Compare the results of some steps, of which each has a batch of its own, with what they must be."""
+    """Compare the results of some steps, of which each has a batch of its own, with what they must
+    be.
+    """
     plain = build(name)
     kinds = {way.kind for way in ways}
     references = {
@@ -96,7 +102,7 @@ def verify(ways, name, batch, max_norm):
                     check(way.name, kind, way.gradients(), expected)
             else:
                 check(way.name, way.kind, way.gradients(), expected, max_norm)
-            way.rest()
+            way.drop_gradients()
 
 
 def _check_parameters(way, reference):
@@ -118,14 +124,14 @@ def measure(name, rank, arguments):
     verify(ways, name, batch, max_norm)
     for way in ways:
         if way.optimizer is not None:
-            way.optimizer.param_groups[0]["lr"] = STILL
+            way.optimizer.param_groups[0]["lr"] = TINY_LR
     taken = sum(statistics.median(way.step(batch) for _ in range(3)) for way in ways) / len(ways)
     steps = max(3, min(200, int(arguments.block_seconds / slowest([taken])[0])))  # one number for all ranks
     for _ in range(arguments.rounds):
         for way in ways:
             dist.barrier()
             way.times += [way.step(batch) for _ in range(SKIPPED + steps)][SKIPPED:]
-            way.rest()
+            way.drop_gradients()
     ms = dict(zip(arguments.ways, slowest([statistics.median(way.times) * 1e3 for way in ways]), strict=True))
     count = sum(parameter.numel() for parameter in ways[0].model.parameters())
     return {
@@ -138,7 +144,7 @@ def measure(name, rank, arguments):
 
 
 def compared(ms):
-    """Give `added`, `added_to_gloo` and `times` by way, as the top of this file says."""
+    """Return `added`, `added_to_gloo` and `times` by way, as the top of this file says."""
     added, to_gloo, times = {}, {}, {}
     base, gloo = ms.get("no_sync"), ms.get("gloo")
     for way, value in ms.items():
@@ -187,12 +193,12 @@ def main():
         rows.append({**row, **where})
         print(row["model"])
         for way in arguments.ways:
-            told = f"  {way:16s} {row[f'{way}_ms']:9.2f} ms"
+            line = f"  {way:16s} {row[f'{way}_ms']:9.2f} ms"
             if way in row["added"]:
                 peer = PEERS.get(way, "gloo")
-                told += f"   adds {row['added'][way]:5.2f} of what {peer} adds, {row['times'][way]:5.2f} times as fast"
-            print(told, flush=True)
-    keep(rows, arguments)
+                line += f"   adds {row['added'][way]:5.2f} of what {peer} adds, {row['times'][way]:5.2f} times as fast"
+            print(line, flush=True)
+    write_rows(rows, arguments)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The ways to make a training step that are compared: by torch over Gloo, and by us."""
+"""Ways to make a training step: by torch over Gloo, and by us."""
 
 import contextlib
 import time
@@ -61,8 +61,9 @@ def to_bf16(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor
 def powersgd(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's powerSGD_hook, one bucket after the other.
 
-    It starts further all-reduces from the threads that end the first ones; with two buckets on the way these come
-    in another order on another rank, and Gloo aborts the process ("op.preamble.length <= op.nbytes").
+    It starts further all-reduces from the threads that end the first ones; with two buckets on the
+    way these come in another order on another rank, and Gloo aborts the process
+    ("op.preamble.length <= op.nbytes").
     """
     future = powerSGD_hook.powerSGD_hook(state, bucket)
     future.wait()
@@ -70,12 +71,14 @@ def powersgd(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tenso
 
 
 def powersgd_state(rank=POWERSGD_RANK):
-    """Give the state of torch's powerSGD_hook."""
+    """Return the state of torch's powerSGD_hook."""
     return powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=TORCH_POWERSGD_STARTS)
 
 
 class Way:
-    """One way to make a step: a module, the context in which it runs, and what follows the backward."""
+    """One way to make a step: a module, the context in which it runs, and what follows the
+    backward.
+    """
 
     def __init__(self, name, model, max_norm=1.0, options=None):
         self.name = name
@@ -133,10 +136,12 @@ class Way:
         return [parameter.grad for parameter in self.model.parameters()]
 
     def shared_buckets(self):
-        """Return how many of the buckets our hook has made memory that the ranks share, as text; or None."""
+        """Return how many of the buckets our hook has made memory that the ranks share, as text; or
+        None.
+        """
         state = self.state
         return None if state is None else state._registrations.describe()
 
-    def rest(self):
-        """Let go of the gradients: other ways are next."""
+    def drop_gradients(self):
+        """Drop the gradients: other ways are next."""
         self.module.zero_grad(set_to_none=True)

@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NO_GPU = 3
 NEEDED = ("torch", "numpy", "cupy", "Cython", "setuptools", "pytest", "pytest_timeout", "hypothesis")
 SIMULATED = "4"  # devices of a dry run
-LEAST = 5.0  # seconds with which a stage is worth its start
+MIN_SECONDS = 5.0  # a stage with less time left is not started
 
 
 def missing_gpu() -> str:
-    """Say why there is no GPU to run on; "" where there is one."""
+    """Return why there is no GPU to run on; "" where there is one."""
     if importlib.util.find_spec("torch") is None:
         return f"{sys.executable} has no torch"
     import torch
@@ -40,7 +40,9 @@ def missing_gpu() -> str:
 
 
 def dry_device() -> tuple[str, str]:
-    """Return the device of a dry run, and why it is the CPU: the simulated GPU where this torch can carry it."""
+    """Return the device of a dry run, and why it is the CPU: the simulated GPU where this torch can
+    carry it.
+    """
     if importlib.util.find_spec("tests.streams") is None:
         return "cpu", "tests/streams isn't there"
     from tests.streams.build import build_all
@@ -119,7 +121,7 @@ def run_part(part: int, report: Report, device: str, dry: bool, only: list[str],
     for number, stage in enumerate(stages):
         later = sum(each.seconds for each in stages[number + 1 :]) * scale
         limit = end - time.monotonic() - later
-        if limit < LEAST:
+        if limit < MIN_SECONDS:
             found = {"stage": stage.name, "result": "left out: no time", "seconds": 0.0, "rows": []}
             report.add(part, found, Path(os.devnull))
             print(f"left out              {stage.name}", flush=True)

@@ -1,4 +1,4 @@
-"""Compile every CUDA kernel for this GPU: registers, spills, stack and shared memory, as ptxas gives them."""
+"""Compile every CUDA kernel for this GPU: ptxas's registers, spills, stack and shared memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How many bytes a second this GPU's memory moves: copies on the device, fills, and pinned memory to and fro.
+"""Bandwidth of this GPU's memory: copies on the device, fills, copies from and to pinned memory.
 
-Each copy's result is checked. A rate counts the bytes that are read and written. Buffers rotate, so that none is in the
-L2 cache when it is used again. Kernels are compared with `copy_device`.
+Each copy's result is checked. A rate counts the bytes that are read and written. Buffers rotate, so
+that none is in the L2 cache when it is used again. Kernels are compared with `copy_device`.
 """
 
 from __future__ import annotations

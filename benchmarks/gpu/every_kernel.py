@@ -1,4 +1,4 @@
-"""Call every kernel once on small arrays, and check what it has written; compute-sanitizer runs this."""
+"""Call every kernel once on small arrays, and check its result; compute-sanitizer runs this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main() -> int:
     from collectives.kernels import abi
 
     from .kernel_cases import CASES
-    from .launched import recorded
+    from .launched import record_launches
 
     def run(name):
         case = CASES[name](NBYTES, device)
@@ -26,7 +26,7 @@ def main() -> int:
         if not arguments.unchecked:
             case.check()
 
-    with recorded() as names:
+    with record_launches() as names:
         for name in CASES:
             program.attempt(name, run, name)
     every = {each.name for each in vars(abi).values() if isinstance(each, abi.Kernel)}

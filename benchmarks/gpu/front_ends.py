@@ -1,4 +1,4 @@
-"""Training by each front end, beside torch's own DDP and FSDP2: what a step is, and the parameters after it."""
+"""Training by each front end, by torch's own DDP and by FSDP2: a step, and its parameters."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ LARGE = Model(8, 1024, 4096, 512)  # 67 million parameters
 
 @contextlib.contextmanager
 def process_group(device: torch.device):
-    """Open torch's default group of the ranks that the environment names: over NCCL on a GPU, else over Gloo."""
+    """Open torch's default group of the ranks that the environment names: over NCCL on a GPU, else
+    over Gloo.
+    """
     backend = "cpu:gloo,cuda:nccl" if is_gpu(device) else "gloo"
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -108,11 +110,11 @@ def fsdp2(ours):
     def make(model, device):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule
-        from torch.distributed.fsdp import fully_shard as torchs
+        from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for module in (*model, model):
-            torchs(module, mesh=mesh)
+            torch_fully_shard(module, mesh=mesh)
         if ours:
             from collectives.sharded.fsdp2 import AllGather, ReduceScatter
 
@@ -181,7 +183,8 @@ WAYS = {
     "horovod": horovod(),
     "horovod, not in place": horovod(gradient_as_bucket_view=False),
 }
-# The ways whose parameters must be close to plain DDP's; the others round what they send or compute.
+# The ways whose parameters must be close to plain DDP's; the others round what they send or
+# compute.
 EXACT = [
     name for name in WAYS
     if not any(word in name for word in ("alone", "bf16", "int8", "powersgd"))
@@ -200,7 +203,9 @@ class Way:
         self.batch = model.batch(device, rank)
 
     def step(self) -> None:
-        """Forward, backward, what follows it, the optimizer: nothing that a training loop wouldn't have."""
+        """Forward, backward, what follows it, the optimizer: nothing that a training loop wouldn't
+        have.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         self.module(self.batch).square().mean().backward()
         self.after()

@@ -1,8 +1,9 @@
-"""Host microseconds of a DDP bucket, of a sharded unit, of a Horovod operation, of a call of the communicator.
+"""Host time of a DDP bucket, a sharded unit, a Horovod operation, a communicator's call.
 
-All with one rank and small tensors, so that what is timed is Python and the launches: the time until a step is
-submitted, which a model must take longer for on the device. Of a step the same without synchronisation is subtracted,
-and the rest is divided by the number of buckets or units. Sums are checked before.
+All with one rank and small tensors, so that what is timed is Python and the launches: the time
+until a step is submitted, which a model must take longer for on the device. Of a step the same
+without synchronisation is subtracted, and the rest is divided by the number of buckets or units.
+Sums are checked before.
 """
 
 from __future__ import annotations

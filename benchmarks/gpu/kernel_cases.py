@@ -1,4 +1,4 @@
-"""A call of every kernel, with the bytes that it must move and a check of its result against torch's operators."""
+"""A call of every kernel, with the bytes that it must move and a check of its result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def whole_numbers(count: int, device, number: int = 0) -> torch.Tensor:
 
 
 def parts_of(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return copies of equal pieces, each memory of its own."""
+    """Return copies of equal parts, each in memory of its own."""
     return [part.clone() for part in flat.chunk(TENSORS)]
 
 

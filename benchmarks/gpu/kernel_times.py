@@ -1,8 +1,9 @@
-"""How long each kernel takes: many calls in one CUDA graph, on buffers that rotate past the L2 cache, beside a copy.
+"""Time of each kernel, in CUDA graphs, on buffers that rotate past the L2 cache, beside a copy.
 
-`us`: of one call, by events around replays of a graph that holds one call for each set of buffers; `by` says where a
-graph could not be captured and launches in a row were timed. `host_us`: of one call from Python, launched alone.
-`of_copy`: our rate by that of a copy on the device of the same bytes, in turn, in the same run. Results are checked.
+`us`: of one call, by events around replays of a graph that holds one call for each set of buffers;
+`by` says where a graph could not be captured and launches in a row were timed. `host_us`: of one
+call from Python, launched alone. `of_copy`: our rate by that of a copy on the device of the same
+bytes, in turn, in the same run. Results are checked.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from .program import Program, events_seconds, is_gpu, open_device, synchronize
 
 SIZES = (1 << 20, 25 << 20, 128 << 20)
 L2_TIMES = 3  # the buffers of one case together, by the size of the L2 cache
-MOST_SETS = 48
-MOST_BYTES = 6 << 30
+MAX_SETS = 48
+MAX_BYTES = 6 << 30
 ROUNDS = 5
 ROUND_SECONDS = 0.01
 # Sizes past the first are for the calls that training makes.
@@ -34,11 +35,13 @@ def sets_for(moved: int, device, dry: bool) -> int:
         return 2
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
     wanted = -(-L2_TIMES * cache // max(moved, 1)) + 1
-    return int(max(2, min(wanted, MOST_SETS, MOST_BYTES // max(moved, 1))))
+    return int(max(2, min(wanted, MAX_SETS, MAX_BYTES // max(moved, 1))))
 
 
 def one_graph(calls, device):
-    """Return a call that replays all of them, and how that is done; launches where they can't be captured."""
+    """Return a call that replays all of them, and how that is done; launches where they can't be
+    captured.
+    """
 
     def launches():
         for call in calls:

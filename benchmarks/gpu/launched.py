@@ -1,4 +1,4 @@
-"""Which kernels a program has launched, by their names in the sources."""
+"""Record of the kernels that a program has launched, by their names in the sources."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import contextlib
 
 from collectives.kernels import cuda, execution
 
-__all__ = ["recorded"]
+__all__ = ["record_launches"]
 
 
 @contextlib.contextmanager
-def recorded():
-    """Give a set that gets the name of each kernel that is launched in the block, on a GPU or on the host."""
+def record_launches():
+    """Context of a set that gets the name of each kernel launched in the block, on a GPU or on the
+    host.
+    """
     names: set[str] = set()
     on_host, on_gpu = execution.run_on_host, cuda.launch
 

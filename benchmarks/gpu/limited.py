@@ -1,4 +1,4 @@
-"""A command under a time limit, past which it ends with all that it has started."""
+"""Command under a time limit, past which it and all that it has started are killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ POLL_SECONDS = 0.05
 
 
 class Ended(NamedTuple):
-    """How a command ended: its exit status (negative: the signal), seconds, and whether its time was over."""
+    """How a command ended: its exit status (negative: the signal), seconds, and whether its time
+    was over.
+    """
 
     status: int
     seconds: float
@@ -27,7 +29,9 @@ class Ended(NamedTuple):
 
 
 def adopt_orphans() -> bool:
-    """Become the parent of every descendant whose own parent ends, so that `run_limited` finds those, too."""
+    """Become the parent of every descendant whose own parent ends, so that `run_limited` finds
+    those, too.
+    """
     return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
@@ -50,7 +54,9 @@ def _children() -> set[int]:
 
 
 def _descendants(before: set[int]) -> dict[int, str]:
-    """Return all descendants of this process and their states, but for those under children that were there before."""
+    """Return all descendants of this process and their states, without those under earlier
+    children.
+    """
     children, found = _processes(), {}
     waiting = [each for each in children.get(os.getpid(), []) if each[0] not in before]
     while waiting:
@@ -85,7 +91,10 @@ def _kill(pid: int) -> None:
 
 
 def _reap(pid: int) -> None:
-    """Wait for an adopted child: nobody else does. One that another process is the parent of is left to that."""
+    """Wait for an adopted child: nobody else does.
+
+    One that another process is the parent of is left to that.
+    """
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -93,7 +102,8 @@ def _reap(pid: int) -> None:
 
 
 def run_limited(command: list[str], seconds: float, log: Path, environment: dict[str, str], cwd: Path) -> Ended:
-    """Run a command with its output in a file; past `seconds` it and all that it has started are killed.
+    """Run a command with its output in a file; past `seconds` it and all that it has started are
+    killed.
 
     Processes that it leaves behind are ended, too. `adopt_orphans` must have been called.
     """

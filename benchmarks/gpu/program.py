@@ -1,4 +1,4 @@
-"""What the programs of `make gpu` share: options, devices, rows, ranks on one GPU, and time by events."""
+"""Options, devices, rows, ranks on one GPU, and time by events, for the programs of `make gpu`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ DEVICES = ("cuda", "simulated", "cpu")
 
 
 def open_device(name: str, rank: int = 0) -> torch.device:
-    """Return the device to run on: the first GPU, which all ranks share, or a simulated one for each rank."""
+    """Return the device to run on: the first GPU, which all ranks share, or a simulated one for
+    each rank.
+    """
     if name == "cpu":
         return torch.device("cpu")
     if (name == "simulated") != bool(os.environ.get(VARIABLE)):
@@ -36,7 +38,7 @@ def open_device(name: str, rank: int = 0) -> torch.device:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether a device is a real GPU: neither the CPU nor simulated."""
+    """Return whether a device is a real GPU: neither the CPU nor simulated."""
     return device.type == "cuda" and torch.version.cuda is not None
 
 
@@ -47,7 +49,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def events_seconds(call, device: torch.device, times: int) -> tuple[float, float]:
-    """Return seconds of one of so many calls in a row: on the device, by events around all, and on the host."""
+    """Return seconds of one of so many calls in a row: on the device, by events around all, and on
+    the host.
+    """
     if not is_gpu(device):
         start = time.perf_counter()
         for _ in range(times):
@@ -132,7 +136,10 @@ def free_port() -> int:
 
 
 def run_ranks_of(module: str, arguments: argparse.Namespace) -> int:
-    """Start the ranks of a program and wait; where one fails the others are ended. Rank 0 writes the rows."""
+    """Start the ranks of a program and wait; where one fails the others are ended.
+
+    Rank 0 writes the rows.
+    """
     port = free_port()
     processes, outputs = [], []
     for rank in range(arguments.ranks):

@@ -1,4 +1,4 @@
-"""The folder of `make gpu`: one JSON report, which is whole after every stage, and a short log a part."""
+"""Report of `make gpu`: one JSON file, complete after every stage, and a short log a part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Report"]
 
 LOG_BYTES = 400_000  # of one stage: its first and its last half of that
 FILE_BYTES = 16 << 20
-NEWS = 5  # lines of a stage's log that stand in the report
+TAIL_LINES = 5  # lines of a stage's log that stand in the report
 
 
 class Report:
@@ -54,7 +54,7 @@ class Report:
             file.write(f"==== {stage['stage']}: {stage['result']}, {stage['seconds']:.1f} s\n".encode() + text + b"\n")
         if stage["result"] != "passed":
             lines = [line for line in text.decode(errors="replace").splitlines() if line.strip()]
-            stage["end_of_output"] = lines[-NEWS:]
+            stage["end_of_output"] = lines[-TAIL_LINES:]
         self.body["parts"][str(part)]["stages"].append(stage)
         self.write()
 

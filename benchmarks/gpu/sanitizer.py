@@ -12,7 +12,8 @@ from .program import ROOT, Program
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # The kernels' names, so that torch's own aren't instrumented.
 FILTER = ("--kernel-regex", "kns=coll_")
-# What libraries ask the driver for and it doesn't have (cuGetProcAddress) is no error of a kernel, and would count.
+# What libraries ask the driver for and it doesn't have (cuGetProcAddress) is no error of a kernel,
+# and would count.
 KERNELS_ALONE = ("--report-api-errors", "no")
 
 

@@ -1,4 +1,4 @@
-"""A pytest plug-in of `make gpu`: the tests of a number of ranks, and a line of JSON for each test as it ends."""
+"""Plug-in of pytest for `make gpu`: tests by number of ranks, a line of JSON for each test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def pytest_addoption(parser):
 
 
 def ranks_of(item) -> int:
-    """Return with how many ranks a test runs: a parameter of it, or a marker `ranks(n)`; 1 where nothing says so."""
+    """Return with how many ranks a test runs: a parameter of it, or a marker `ranks(n)`; 1 where
+    nothing says so.
+    """
     marker = item.get_closest_marker("ranks")
     if marker is not None and marker.args:
         return marker.args[0]

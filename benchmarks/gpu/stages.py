@@ -1,4 +1,4 @@
-"""What `make gpu` runs, in order of value: three parts of at most nine minutes, each a list of stages."""
+"""Stages of `make gpu`, in order of value: three parts of at most nine minutes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FRONT_ENDS = (
 class Stage:
     """One command under a time limit.
 
-    ``words``: what follows the interpreter; "{device}", "{output}" (a file for rows), "{folder}" (where reports go) and
-    "{dry}" (options of a dry run, or nothing) are filled in. ``seconds``: its share of its part's budget; what the
-    stages before it have left over comes on top. ``dry``: the words of a dry run, where those differ, and
-    ``dry_lacks``: what such a run then doesn't do.
+    ``words``: what follows the interpreter; "{device}", "{output}" (a file for rows), "{folder}"
+    (where reports go) and "{dry}" (options of a dry run, or nothing) are filled in. ``seconds``:
+    its share of its part's budget; what the stages before it have left over comes on top. ``dry``:
+    the words of a dry run, where those differ, and ``dry_lacks``: what such a run then doesn't do.
     """
 
     name: str
@@ -59,7 +59,9 @@ def tests(name: str, part: int, seconds: float, folders: tuple[str, ...], ranks:
 
 
 def build(part: int, seconds: float) -> Stage:
-    """Return the stage that builds in place; each part has one, since parts may run on different machines."""
+    """Return the stage that builds in place; each part has one, since parts may run on different
+    machines.
+    """
     return Stage(
         f"build{part}", part, seconds, ("setup.py", "-q", "build_ext", "--inplace"), ("setup.py", "--name"),
         "setup.py is executed; nothing is built",

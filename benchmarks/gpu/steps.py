@@ -1,8 +1,9 @@
-"""A training step by plain DDP, our hook, FSDP2 and ours, in turn in one run, with one rank or with two on one GPU.
+"""Training steps by plain DDP, our hook, FSDP2 and ours, in turn, by 1 or 2 ranks on one GPU.
 
-`ms`: of one step on the device, by events around a block of steps; the median of all blocks, of the slower rank.
-`host_ms`: how long the host takes to submit it. `of_ddp`: a block's time by plain DDP's of the same round, the median.
-Before anything is timed each way has made the same steps, and its parameters are compared with those of plain DDP.
+`ms`: of one step on the device, by events around a block of steps; the median of all blocks, of the
+slower rank. `host_ms`: how long the host takes to submit it. `of_ddp`: a block's time by plain
+DDP's of the same round, the median. Before anything is timed each way has made the same steps, and
+its parameters are compared with those of plain DDP.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def slowest(values: list[float]) -> list[float]:
     return most.tolist()
 
 
-def far_apart(way, reference, first) -> float:
+def max_difference(way, reference, first) -> float:
     """Return the largest difference of the parameters, by the largest change since the start."""
     found, right = way.parameters(), reference.parameters()
     moved = max((a - b).abs().max().item() for a, b in zip(right, first, strict=True))
@@ -56,7 +57,7 @@ def make(program, arguments, device, rank) -> dict:
             ways[name] = way
     for name, way in ways.items():
         if name in EXACT and "ddp" in ways:
-            (apart,) = slowest([far_apart(way, ways["ddp"], first)])
+            (apart,) = slowest([max_difference(way, ways["ddp"], first)])
             program.row(case=name, ranks=arguments.ranks, apart_from_ddp=float(f"{apart:.3g}"))
             if not apart <= CLOSE:
                 raise AssertionError(f"{name}: the parameters aren't plain DDP's: {apart:.2e} apart")

@@ -1,9 +1,10 @@
-"""One whole step of every front end under torch.cuda.set_sync_debug_mode: does the host wait for the GPU in it?
+"""Audit of host synchronisation: one step of every front end under set_sync_debug_mode.
 
-Some steps are made before, in which DDP makes its buckets anew and memory is taken. Then a step in the mode "warn",
-which lists every wait with the Python stack that led to it (those of the autograd's threads have none), and one in the
-mode "error", which decides. A way that waits fails, but for torch's own, which is there to compare. On the simulated
-GPU, which has no such mode, the row holds what its checker reports of one more step; tests/streams judges that.
+Some steps are made before, in which DDP makes its buckets anew and memory is taken. Then a step in
+the mode "warn", which lists every wait with the Python stack that led to it (those of the
+autograd's threads have none), and one in the mode "error", which decides. A way that waits fails,
+but for torch's own, which is there to compare. On the simulated GPU, which has no such mode, the
+row holds what its checker reports of one more step; tests/streams judges that.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class Waits:
             for frame in traceback.extract_stack()
             if str(ROOT) in frame.filename and "benchmarks/gpu" not in frame.filename
         ]
-        said = {"says": str(message)[:200], "stack": frames[-FRAMES:]}
+        wait = {"says": str(message)[:200], "stack": frames[-FRAMES:]}
         for each in self.found:
-            if (each["says"], each["stack"]) == (said["says"], said["stack"]):
+            if (each["says"], each["stack"]) == (wait["says"], wait["stack"]):
                 each["times"] += 1
                 return
-        self.found.append({**said, "times": 1})
+        self.found.append({**wait, "times": 1})
 
 
 def step_in_mode(way, mode: str, device) -> list[dict]:
@@ -79,11 +80,11 @@ def audit(program, name: str, device) -> None:
     if program.arguments.device == "simulated":
         program.row(case=name, result="simulated", reported=reports_of(way))
         return
-    torchs = name in ("alone", "ddp", "fsdp2", "fsdp2 with ours")
+    is_torchs = name in ("alone", "ddp", "fsdp2", "fsdp2 with ours")
     try:
         step_in_mode(way, "error", device)
     except RuntimeError as error:
-        program.failures += not torchs
+        program.failures += not is_torchs
         program.row(case=name, result="waits", error=f"{error}"[:400], waits=waits)
     else:
         program.row(case=name, result="clean", waits=waits)

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from .program import Program, is_gpu, open_device, synchronize
 
-MOST_BYTES = 8 << 20  # of the file; another way is left out where it would pass that
+MAX_BYTES = 8 << 20  # of the file; another way is left out where it would pass that
 STEPS = 2
 TRACED = ("ddp", "hook", "ours", "sharded", "fsdp2", "horovod")
 
@@ -53,7 +53,7 @@ def main() -> int:
                 continue
             text = json.dumps({"traceEvents": events + some}).encode()
             packed = gzip.compress(text, 6)
-            fits = len(packed) <= MOST_BYTES
+            fits = len(packed) <= MAX_BYTES
             program.row(case=name, events=len(some), kept=fits, nbytes=len(packed))
             if fits:
                 events += some

@@ -1,4 +1,4 @@
-"""What this machine has: the GPU, its driver, torch, CUDA, NCCL, CuPy, the compilers."""
+"""Versions on this machine: the GPU, its driver, torch, CUDA, NCCL, CuPy, the compilers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def packages() -> dict[str, str]:
     return found
 
 
-def said_by(command: list[str]) -> str:
+def output_of(command: list[str]) -> str:
     """Return a command's output on one line, or why there is none."""
     if shutil.which(command[0]) is None:
         return "not installed"
@@ -51,7 +51,7 @@ def said_by(command: list[str]) -> str:
 
 
 def gpu_of(device: torch.device) -> dict:
-    """Return what torch says of the GPU."""
+    """Return the GPU's properties, by torch."""
     if not is_gpu(device):
         return {}
     found = torch.cuda.get_device_properties(device)
@@ -77,7 +77,7 @@ def main() -> int:
     device = open_device(arguments.device)
     program.row(case="gpu", device=str(device), **gpu_of(device))
     for name, command in COMMANDS.items():
-        program.row(case=name, says=said_by(command))
+        program.row(case=name, says=output_of(command))
     try:
         import collectives
     except ImportError as error:  # before the build

@@ -1,14 +1,14 @@
-"""Time operations of `collectives.horovod` beside torch.distributed's over Gloo, in turn in one run.
+"""Time operations of `collectives.horovod` and torch.distributed's over Gloo, in turn.
 
     python benchmarks/horovod/ops.py                 # 2 ranks; starts the ranks itself
 
-One tensor of each size: `allreduce` (a new tensor), `allreduce_` (in place), and all_reduce of Gloo (in place). Many
-small tensors: one after another by `allreduce`, all submitted by `allreduce_async` and then synchronized (in place:
-`allreduce_async_` with names), and one after another by Gloo. A time is from the first call to the last result, the
-mean of a block of 5 behind one that isn't timed; the median of all rounds, of the slower rank; `best`: the smallest.
-Every result is checked before. `times`: the peer's median by ours; peers: Gloo, and for many tensors the synchronous
-calls too (`of_sync`: our time by theirs).
-One row a way goes to benchmarks/results/horovod_ops.jsonl.
+One tensor of each size: `allreduce` (a new tensor), `allreduce_` (in place), and all_reduce of Gloo
+(in place). Many small tensors: one after another by `allreduce`, all submitted by `allreduce_async`
+and then synchronized (in place: `allreduce_async_` with names), and one after another by Gloo. A
+time is from the first call to the last result, the mean of a block of 5 behind one that isn't
+timed; the median of all rounds, of the slower rank; `best`: the smallest. Every result is checked
+before. `times`: the peer's median by ours; peers: Gloo, and for many tensors the synchronous calls
+too (`of_sync`: our time by theirs). One row a way goes to benchmarks/results/horovod_ops.jsonl.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ddp"))
-from launch import add_options, end_on_signals, keep, provenance, rows_of, slowest  # noqa: E402
+from launch import add_options, end_on_signals, provenance, rows_of, slowest, write_rows  # noqa: E402
 
 import collectives.horovod as hvd  # noqa: E402
 
@@ -30,7 +30,7 @@ SIZES = [1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20]
 
 
 def _one(nbytes):
-    """Give the ways to reduce one tensor, and a function that gives what each must come to."""
+    """Return the ways to reduce one tensor, and a function that returns their expected results."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     start = torch.arange(nbytes // 4, dtype=torch.float32) % 1000
     mine = start + rank
@@ -97,7 +97,7 @@ def _many(count, nbytes):
 
 
 def _timed(made, rounds):
-    """Give each way's median and best, in microseconds, of the slower rank."""
+    """Return each way's median and best, in microseconds, of the slower rank."""
     ways, wanted = made
     times = {name: [] for name in ways}
     for name, way in ways.items():
@@ -151,10 +151,10 @@ def main():
     rows = []
     for row in rows_of(work, arguments.ranks, arguments):
         rows.append({**row, **where})
-        told = f"  {row['times']:6.2f} times as fast as {row['peer']}" if "times" in row else ""
-        told += f"  {row['of_sync']:.3f} of the synchronous calls" if "of_sync" in row else ""
-        print(f"{row['tensors']:4d} x {row['nbytes']:9d} B  {row['way']:14s} {row['us']:10.1f} us{told}", flush=True)
-    keep(rows, arguments)
+        line = f"  {row['times']:6.2f} times as fast as {row['peer']}" if "times" in row else ""
+        line += f"  {row['of_sync']:.3f} of the synchronous calls" if "of_sync" in row else ""
+        print(f"{row['tensors']:4d} x {row['nbytes']:9d} B  {row['way']:14s} {row['us']:10.1f} us{line}", flush=True)
+    write_rows(rows, arguments)
     return 0
 
 

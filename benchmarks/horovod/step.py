@@ -1,14 +1,15 @@
-"""Time a training step of hvd.DistributedOptimizer beside torch's DDP over Gloo and DDP with our hook, in turn.
+"""Time a step of hvd.DistributedOptimizer, of DDP over Gloo, and of DDP with our hook, in turn.
 
     python benchmarks/horovod/step.py
 
-A step is forward, backward and SGD's step on one thread a rank; gradients are set to None before, untimed. Blocks of
-steps are made in turn, in one run; the first steps of a block aren't counted; a time is the first decile over all
-blocks, of the slower rank, so that what else runs on the machine counts little. The ways: the optimizer alone, which
-shows what the ranks' own work takes; torch's DDP over Gloo; `collectives.DistributedDataParallel` with our hook;
-`hvd.DistributedOptimizer`, as it is and with ``gradient_as_bucket_view=False``. Before anything is timed all but the
-first must have made the same parameters, bit for bit on 2 ranks. ``added``: what a way adds to the step alone by what
-Gloo's adds. One row a model goes to benchmarks/results/horovod_step.jsonl.
+A step is forward, backward and SGD's step on one thread a rank; gradients are set to None before,
+untimed. Blocks of steps are made in turn, in one run; the first steps of a block aren't counted; a
+time is the first decile over all blocks, of the slower rank, so that what else runs on the machine
+counts little. The ways: the optimizer alone, which shows what the ranks' own work takes; torch's
+DDP over Gloo; `collectives.DistributedDataParallel` with our hook; `hvd.DistributedOptimizer`, as
+it is and with ``gradient_as_bucket_view=False``. Before anything is timed all but the first must
+have made the same parameters, bit for bit on 2 ranks. ``added``: what a way adds to the step alone
+by what Gloo's adds. One row a model goes to benchmarks/results/horovod_step.jsonl.
 """
 
 import argparse
@@ -25,13 +26,13 @@ from torch import nn
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "ddp"))
-from launch import add_options, end_on_signals, keep, provenance, rows_of, slowest  # noqa: E402
+from launch import add_options, end_on_signals, provenance, rows_of, slowest, write_rows  # noqa: E402
 
 import collectives  # noqa: E402
 import collectives.horovod as hvd  # noqa: E402
 
 SKIPPED = 2  # steps at the start of a block
-STILL = 1e-7  # learning rate: the model stays about what it is
+TINY_LR = 1e-7  # learning rate: the model stays about what it is
 WAYS = ("alone", "gloo", "hook", "hvd", "hvd_in_place")
 
 
@@ -62,7 +63,7 @@ class Way:
 
     def __init__(self, way, name):
         self.model = self.module = build(name)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=STILL)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=TINY_LR)
         self.times = []
         if way == "gloo":
             self.module = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
@@ -94,7 +95,7 @@ def measure(name, rank, arguments):
         way.optimizer.param_groups[0]["lr"] = 0.1
         for _ in range(3):
             way.step(batch)
-        way.optimizer.param_groups[0]["lr"] = STILL
+        way.optimizer.param_groups[0]["lr"] = TINY_LR
     right = None
     for name_of_way, way in ways.items():
         found = [param.detach() for param in way.model.parameters()]
@@ -157,7 +158,7 @@ def main():
                 f"  {way:14s} {row[f'{way}_ms']:9.3f} ms   adds {row['added'].get(way, 0):6.3f} of what Gloo adds",
                 flush=True,
             )
-    keep(rows, arguments)
+    write_rows(rows, arguments)
     return 0
 
 

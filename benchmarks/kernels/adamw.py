@@ -1,31 +1,34 @@
-"""Time AdamW against torch.optim.AdamW(fused=True), in turn in one run, on the parameter lists of shapes.json.
+"""Time AdamW and torch.optim.AdamW(fused=True), in turn, on the parameter lists of shapes.json.
 
     python benchmarks/kernels/adamw.py                     # host memory, one thread
     python benchmarks/kernels/adamw.py --device cuda       # one GPU
 
-On the host both clip fp32 gradients by a factor, step fp32 parameters and write a bf16 copy of them: torch by
-_foreach_mul_, the optimizer and _foreach_copy_, ours in one pass (the fp32 parameters are its masters). On a GPU both
-find the norm and clip by it as well: torch by clip_grad_norm_, ours by packing the gradients into a flat shard with
-statistics, then stepping the shard; the bf16 copy is left out of both. The first step of both, from equal states, is
-compared. `ratio` is the peer's time by ours: the median over rounds of the two times of one round. One row a case and
-list goes to benchmarks/results/kernels_adamw.jsonl.
+On the host both clip fp32 gradients by a factor, step fp32 parameters and write a bf16 copy of
+them: torch by _foreach_mul_, the optimizer and _foreach_copy_, ours in one pass (the fp32
+parameters are its masters). On a GPU both find the norm and clip by it as well: torch by
+clip_grad_norm_, ours by packing the gradients into a flat shard with statistics, then stepping the
+shard; the bf16 copy is left out of both. The first step of both, from equal states, is compared.
+`ratio` is the peer's time by ours: the median over rounds of the two times of one round. One row a
+case and list goes to benchmarks/results/kernels_adamw.jsonl.
 """
 
 import argparse
 
 import torch
 from pack import SHAPES, tensors_of
-from turns import add_options, compared, in_turn, keep, prepare, told
+from timing import add_options, compared, in_turn, prepare, print_row, write_rows
 
 from collectives import kernels, optim
 
 CLIP = 0.999
 MAX_NORM = 1.0
-HOW = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+OPTIONS = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
 def close(ours, theirs, atol=1e-8):
-    """Compare parameters after a step; torch's fused form rounds in other places than its foreach form."""
+    """Compare parameters after a step; torch's fused form rounds in other places than its foreach
+    form.
+    """
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=atol)
 
@@ -36,7 +39,7 @@ def torch_side(name, device):
     for number, param in enumerate(params):
         generator = torch.Generator().manual_seed(number)
         param.grad = torch.randn(param.shape, generator=generator).mul_(0.01).to(device)
-    return params, torch.optim.AdamW(params, fused=True, **HOW)
+    return params, torch.optim.AdamW(params, fused=True, **OPTIONS)
 
 
 def case_clip_copy(name, device):
@@ -50,7 +53,7 @@ def case_clip_copy(name, device):
     table = kernels.ParameterTable("adam_step", halves, grads, means, ours, squares, steps_done=[done])
 
     def our_step():
-        table.adam(decoupled=True, clip=CLIP, **HOW)
+        table.adam(decoupled=True, clip=CLIP, **OPTIONS)
         done.add_(1)
 
     def chain():
@@ -73,7 +76,7 @@ def case_flat_clip_copy(name, device):
     generator = torch.Generator().manual_seed(1)
     param = torch.nn.Parameter(torch.randn(count, generator=generator).to(device))
     param.grad = torch.randn(count, generator=generator).mul_(0.01).to(device)
-    optimizer = torch.optim.AdamW([param], fused=True, **HOW)
+    optimizer = torch.optim.AdamW([param], fused=True, **OPTIONS)
     ours, mean, square = param.detach().clone(), torch.zeros_like(param), torch.zeros_like(param)
     half, copy = (torch.zeros(count, dtype=torch.bfloat16, device=device) for _ in range(2))
     done = [0]
@@ -81,7 +84,7 @@ def case_flat_clip_copy(name, device):
     def our_step():
         done[0] += 1
         kernels.adam_step(
-            half, param.grad, mean, square, master=ours, decoupled=True, clip=CLIP, step=done[0], **HOW
+            half, param.grad, mean, square, master=ours, decoupled=True, clip=CLIP, step=done[0], **OPTIONS
         )
 
     def chain():
@@ -102,7 +105,7 @@ def case_optimizer(name, device):
     twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
     for param, twin in zip(params, twins, strict=True):
         twin.grad = param.grad
-    ours = optim.AdamW(twins, **HOW)
+    ours = optim.AdamW(twins, **OPTIONS)
     ours.step()
     optimizer.step()
     close([twin.detach() for twin in twins], [param.detach() for param in params])
@@ -110,7 +113,9 @@ def case_optimizer(name, device):
 
 
 def case_norm_clip(name, device):
-    """AdamW with clipping by the norm: gradients are packed with statistics into a flat shard, which is stepped."""
+    """AdamW with clipping by the norm: gradients are packed with statistics into a flat shard,
+    which is stepped.
+    """
     params, optimizer = torch_side(name, device)
     grads = [param.grad for param in params]
     table = kernels.Table(grads, torch.float32)
@@ -123,7 +128,7 @@ def case_norm_clip(name, device):
     def step_alone():
         factor = optim.clip_factor(found, MAX_NORM)
         kernels.adam_step(
-            flat, flat_grad, mean, square, decoupled=True, clip=factor, found_nonfinite=found, step=done, **HOW
+            flat, flat_grad, mean, square, decoupled=True, clip=factor, found_nonfinite=found, step=done, **OPTIONS
         )
 
     def our_step():
@@ -139,8 +144,9 @@ def case_norm_clip(name, device):
     chain()
     stepped = [torch.empty_like(param) for param in params]
     kernels.unpack(flat, stepped)
-    # torch's norm is summed in fp32, so the factors differ; where a gradient is as small as eps, that shows.
-    close(stepped, [param.detach() for param in params], atol=1e-2 * HOW["lr"])
+    # torch's norm is summed in fp32, so the factors differ; where a gradient is as small as eps,
+    # that shows.
+    close(stepped, [param.detach() for param in params], atol=1e-2 * OPTIONS["lr"])
     calls = {"ours": our_step, "torch": chain, "ours_with_the_norm_at_hand": step_alone}
     return calls, (8 + 4 * 4 + 3 * 4) * SHAPES[name]["parameters"]
 
@@ -165,9 +171,9 @@ def main():
         for name in arguments.lists:
             calls, nbytes = CASES[case](name, device)
             row = compared(in_turn(calls, device, arguments.rounds), nbytes)
-            rows.append({**told({"benchmark": "kernels_adamw", "case": case, "list": name, **row}), **common})
+            rows.append({**print_row({"benchmark": "kernels_adamw", "case": case, "list": name, **row}), **common})
             del calls
-    keep(rows, arguments)
+    write_rows(rows, arguments)
 
 
 if __name__ == "__main__":

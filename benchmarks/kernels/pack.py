@@ -1,10 +1,11 @@
-"""Time pack and unpack against memcpy and torch, in turn in one run, on the parameter lists of shapes.json.
+"""Time pack and unpack, memcpy and torch, in turn, on the parameter lists of shapes.json.
 
     python benchmarks/kernels/pack.py                     # host memory, one thread
     python benchmarks/kernels/pack.py --device cuda       # one GPU: a device-to-device copy, torch._foreach_copy_
 
-Every result is checked before it is timed. One row a case and list goes to benchmarks/results/kernels_pack.jsonl;
-`ratio` is the peer's time by ours: the median over rounds of the two times of one round.
+Every result is checked before it is timed. One row a case and list goes to
+benchmarks/results/kernels_pack.jsonl; `ratio` is the peer's time by ours: the median over rounds of
+the two times of one round.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import math
 import time
 
 import torch
-from turns import HERE, add_options, compared, in_turn, keep, prepare, told
+from timing import HERE, add_options, compared, in_turn, prepare, print_row, write_rows
 
 from collectives import kernels
 
@@ -51,7 +52,9 @@ def views_of(flat, table):
 
 
 def case_pack_copy(name, device):
-    """pack fp32 -> fp32: against one memcpy of the same bytes, torch.cat, and torch._foreach_copy_ into views."""
+    """pack fp32 -> fp32: against one memcpy of the same bytes, torch.cat, and torch._foreach_copy_
+    into views.
+    """
     tensors = tensors_of(name, torch.float32, device)
     table = kernels.Table(tensors, torch.float32)
     flat = torch.zeros(table.total, device=device)
@@ -98,7 +101,9 @@ def case_pack_bf16_norm(name, device):
 
 
 def case_unpack_copy(name, device):
-    """unpack fp32 -> fp32: against memcpy of the same bytes in one piece, and torch._foreach_copy_ from views."""
+    """unpack fp32 -> fp32: against memcpy of the same bytes in one piece, and torch._foreach_copy_
+    from views.
+    """
     tensors = tensors_of(name, torch.float32, device)
     table = kernels.Table(tensors, torch.float32)
     flat = torch.randn(table.total, device=device)
@@ -115,7 +120,9 @@ def case_unpack_copy(name, device):
 
 
 def case_unpack_bf16_add(name, device):
-    """unpack bf16 -> fp32 with scale, adding: against torch's mul of the cast flat buffer and _foreach_add_."""
+    """unpack bf16 -> fp32 with scale, adding: against torch's mul of the cast flat buffer and
+    _foreach_add_.
+    """
     tensors = [torch.zeros_like(t) for t in tensors_of(name, torch.float32, device)]
     table = kernels.Table(tensors, torch.bfloat16)
     flat = torch.randn(table.total, device=device).to(torch.bfloat16)
@@ -153,7 +160,9 @@ def seconds_of(call, repeats=2000, best_of=7):
 
 
 def call_costs(device):
-    """Return microseconds of making and checking a table of ResNet-50's tensors, and of packing two tiny tensors."""
+    """Return microseconds of making and checking a table of ResNet-50's tensors, and of packing two
+    tiny tensors.
+    """
     tensors = [torch.empty(math.prod(s), device=device) for s in SHAPES["resnet50"]["shapes"]]
     table = kernels.Table(tensors, torch.float32)
     tiny = kernels.Table([torch.ones(4, device=device), torch.ones(4, device=device)], torch.float32)
@@ -175,14 +184,14 @@ def main():
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     arguments = parser.parse_args()
     device, common = prepare(arguments)
-    rows = [told({"benchmark": "kernels_pack", "case": "call_costs", **call_costs(device), **common})]
+    rows = [print_row({"benchmark": "kernels_pack", "case": "call_costs", **call_costs(device), **common})]
     for case in arguments.cases:
         for name in arguments.lists:
             calls, nbytes = CASES[case](name, device)
             row = compared(in_turn(calls, device, arguments.rounds), nbytes)
-            rows.append({**told({"benchmark": "kernels_pack", "case": case, "list": name, **row}), **common})
+            rows.append({**print_row({"benchmark": "kernels_pack", "case": case, "list": name, **row}), **common})
             del calls
-    keep(rows, arguments)
+    write_rows(rows, arguments)
 
 
 if __name__ == "__main__":

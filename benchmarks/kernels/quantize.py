@@ -1,19 +1,19 @@
-"""Time the wire formats against memcpy and against torch's operators for the same, in turn in one run.
+"""Time the wire formats, memcpy and torch's operators for the same, in turn.
 
     python benchmarks/kernels/quantize.py                     # host memory, one thread
     python benchmarks/kernels/quantize.py --device cuda       # one GPU: a device-to-device copy, the same chains
 
-Every result is checked before it is timed. One row a case and format goes to benchmarks/results/kernels_quantize.jsonl;
-``chain_ratio`` is the chain's time by ours, ``of_copy`` our rate by the copy's, each over the bytes that have to be
-read and written: the median over rounds of the two times of one round. The chains are as one writes them, with results
-that torch allocates.
+Every result is checked before it is timed. One row a case and format goes to
+benchmarks/results/kernels_quantize.jsonl; ``chain_ratio`` is the chain's time by ours, ``of_copy``
+our rate by the copy's, each over the bytes that have to be read and written: the median over rounds
+of the two times of one round. The chains are as one writes them, with results that torch allocates.
 """
 
 import argparse
 import statistics
 
 import torch
-from turns import add_options, in_turn, keep, prepare, told
+from timing import add_options, in_turn, prepare, print_row, write_rows
 
 from collectives import kernels
 from collectives.layout import WIRE_FORMATS, wire_layout
@@ -29,7 +29,7 @@ TORCH = {
 }
 
 
-# ---- What torch's operators do for the same.
+# ---- The same by torch's operators.
 def chain_quantize(x, format):
     """Return (elements, scales) as torch has them."""
     spec = WIRE_FORMATS[format]
@@ -64,7 +64,7 @@ def chain_sum(sent):
     return total
 
 
-# ---- Cases: each gives our call, the chain's, and the bytes that any such thing has to move.
+# ---- Cases. Each returns our call, the chain's, and the bytes that any such operation has to move.
 def case_quantize(format, x, *, seed=None):
     """fp32 to a wire; torch has no random rounding, its chain is the same."""
     wire = torch.empty(wire_layout(x.numel(), format, BLOCK).nbytes, dtype=torch.uint8, device=x.device)
@@ -188,9 +188,9 @@ def main():
             row["gb_per_s"] = round(nbytes / statistics.median(times["ours"]) / 1e9, 2)
             row["of_copy"] = round(statistics.median(rates), 3)
             row["chain_ratio"] = round(statistics.median(ratios), 2)
-            rows.append({**told(row), **common})
+            rows.append({**print_row(row), **common})
             del ours, chain
-    keep(rows, arguments)
+    write_rows(rows, arguments)
 
 
 if __name__ == "__main__":

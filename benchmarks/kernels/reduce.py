@@ -1,12 +1,14 @@
-"""Time reduce_n against memcpy and torch, in turn in one run: n sources of one type into one output of the same.
+"""Time reduce_n, memcpy and torch, in turn: n sources of one type into one output of it.
 
     python benchmarks/kernels/reduce.py                     # host memory, one thread
     python benchmarks/kernels/reduce.py --device cuda       # one GPU: a device-to-device copy
 
-Every result is checked before it is timed. One row a case goes to benchmarks/results/kernels_reduce.jsonl.
-`fraction_of_copy` is the time of a memcpy that reads and writes as many bytes in all as reduce_n (n sources once, the
-output once) by reduce_n's: 1 is the copy's rate. `..._ratio` is a peer's time by ours. Both are medians over rounds. On
-the host a call's time is the thread's own processor time, so that programs that take turns with it don't count.
+Every result is checked before it is timed. One row a case goes to
+benchmarks/results/kernels_reduce.jsonl. `fraction_of_copy` is the time of a memcpy that reads and
+writes as many bytes in all as reduce_n (n sources once, the output once) by reduce_n's: 1 is the
+copy's rate. `..._ratio` is a peer's time by ours. Both are medians over rounds. On the host a
+call's time is the thread's own processor time, so that programs that take turns with it don't
+count.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import statistics
 import time
 
 import torch
-from turns import add_options, gpu_seconds, in_turn, keep, prepare, told
+from timing import add_options, gpu_seconds, in_turn, prepare, print_row, write_rows
 
 from collectives import kernels
 
@@ -25,7 +27,9 @@ libc = ctypes.CDLL(None)
 
 
 def seconds_of(call, device):
-    """Return the time of one call: on the host the least, on a GPU the mean, of as many as fill a part of a round."""
+    """Return the time of one call: on the host the least, on a GPU the mean, of as many as fill a
+    part of a round.
+    """
     if device.type != "cuda":
         least, spent = float("inf"), 0.0
         while spent < ROUND_SECONDS:
@@ -118,8 +122,8 @@ def main():
                     row[f"{peer}_us"] = round(statistics.median(seconds) * 1e6, 2)
                     ratios = [s / o for s, o in zip(seconds, ours, strict=True)]
                     row[f"{peer}_ratio"] = round(statistics.median(ratios), 3)
-                rows.append({**told(row), **common})
-    keep(rows, arguments)
+                rows.append({**print_row(row), **common})
+    write_rows(rows, arguments)
 
 
 if __name__ == "__main__":

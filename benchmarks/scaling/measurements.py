@@ -1,6 +1,4 @@
-"""Measured rows of ``python -m collectives.bench`` or growth.py, and the cost model's fits to
-them.
-"""
+"""Measured rows of ``collectives.bench`` or growth.py, and the cost model's fits to them."""
 
 from __future__ import annotations
 
@@ -66,7 +64,8 @@ def cores_of(rows: Iterable[dict], container: dict) -> int:
 
 
 def cache_bytes() -> int:
-    """Return the size in bytes of this machine's last-level cache, 0 where Linux doesn't tell."""
+    """Return the size in bytes of this machine's last-level cache, 0 where Linux doesn't report it.
+    """
     found = 0
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         found = max(found, parse_size(path.read_text().strip()))

@@ -95,10 +95,10 @@ def predictions(op: str, ranks: int, nbytes: int, networks: Sequence[Network], a
 def crossovers(
     op: str, ranks: int, networks: Sequence[Network], algorithms=_SHOWN, smallest: int = 8, largest: int = 1 << 34
 ) -> list[tuple[int, str]]:
-    """Return (bytes, algorithm): which algorithm is fastest from that size on, in steps of 2 ** (1
-    / 8).
+    """Return (bytes, algorithm): the fastest algorithm from that size on.
 
-    One follows another only where it is faster by more than 2%, which no model tells.
+    Sizes are tried in steps of a factor 2 ** (1/8).
+    One follows another only where it is faster by more than 2%: less is within any model's error.
     """
     found: list[tuple[int, str]] = []
     steps = int(8 * math.log2(largest / smallest)) + 1

@@ -3,27 +3,32 @@
     python benchmarks/sharded/memory.py                       # 2 ranks, two models, both AdamWs
     python benchmarks/sharded/memory.py --optimizers torch --ways fsdp2 ours
 
-Each way runs in processes of its own, where malloc gives every array of 64 KiB or more a mapping of its own, so that
-what is freed is no longer counted. A small model has been trained the same way before, and the whole one run once, so
-that libraries, threads, connections, staging slots and the scratch memory of matrix products are there; what they took
-is `runtime`, and is not in the other numbers. All is in bytes a rank, mean of the ranks.
+Each way runs in processes of its own, where malloc gives every array of 64 KiB or more a mapping of
+its own, so that what is freed is no longer counted. A small model has been trained the same way
+before, and the whole one run once, so that libraries, threads, connections, staging slots and the
+scratch memory of matrix products are there; what they took is `runtime`, and is not in the other
+numbers. All is in bytes a rank, mean of the ranks.
 
-`peak`: of the steps after the third. What is counted is what the system holds for the rank: malloc's memory, torch's or
-Gloo's, and the memory that our engine shares. A shared page lies in memory once and is seen by all ranks that have read
-it, so that it counts in the resident set of each; here it is divided by their number, as in the proportional set
-(Pss_Anon + Pss_Shmem of smaps_rollup). That has no high-water mark. So: the resident set's (VmHWM, cleared before each
-of forward, backward and optimizer), less how much larger the resident set is than the proportional one right after.
-This is right as long as what is shared at the peak still is right after it; our buffers are, as they are kept and lent
-again: the proportional set read without pause by a thread while steps were made came to 0.2 MiB more than this at the
-most. Files are in neither, but where new pages of a library are read during a step.
+`peak`: of the steps after the third. What is counted is what the system holds for the rank:
+malloc's memory, torch's or Gloo's, and the memory that our engine shares. A shared page lies in
+memory once and is seen by all ranks that have read it, so that it counts in the resident set of
+each; here it is divided by their number, as in the proportional set (Pss_Anon + Pss_Shmem of
+smaps_rollup). That has no high-water mark. So: the resident set's (VmHWM, cleared before each of
+forward, backward and optimizer), less how much larger the resident set is than the proportional one
+right after. This is right as long as what is shared at the peak still is right after it; our
+buffers are, as they are kept and used again: the proportional set read without pause by a thread
+while steps were made came to 0.2 MiB more than this at the most. Files are in neither, but where
+new pages of a library are read during a step.
 
-`live`: the peak less 16 bytes a parameter and rank (parameter, gradient, two states of AdamW), by the bytes of the
-largest unit: what is gathered, gradients that aren't reduced yet, buffers, activations. `kept`: behind the last step,
-gradients set to None, less 12 bytes a parameter and rank: 0 where nothing but the shards is kept. `to_fsdp2`: the peak
-by FSDP2's. `activations`: what a forward leaves where nothing is sharded, `alone`. `to_plan`: the peak of each part by
-what `memory_plan` says with these activations; it counts all of them from the begin of the forward to the end of the
-backward. Rows go to benchmarks/results/sharded_memory.jsonl; the exit status is 1 where `ours` takes more than `fsdp2`,
-or is not within 2% of the plan with the activations, or between that and the plan without.
+`live`: the peak less 16 bytes a parameter and rank (parameter, gradient, two states of AdamW), by
+the bytes of the largest unit: what is gathered, gradients that aren't reduced yet, buffers,
+activations. `kept`: behind the last step, gradients set to None, less 12 bytes a parameter and
+rank: 0 where nothing but the shards is kept. `to_fsdp2`: the peak by FSDP2's. `activations`: what a
+forward leaves where nothing is sharded, `alone`. `to_plan`: the peak of each part by what
+`memory_plan` says with these activations; it counts all of them from the begin of the forward to
+the end of the backward. Rows go to benchmarks/results/sharded_memory.jsonl; the exit status is 1
+where `ours` takes more than `fsdp2`, or is not within 2% of the plan with the activations, or
+between that and the plan without.
 """
 
 import argparse
@@ -33,16 +38,16 @@ import sys
 
 import torch
 import torch.distributed as dist
-from beside import (
+from imports import (
     add_options,
     end_on_signals,
-    forget_peak,
-    give_back_what_is_freed,
-    keep,
-    proportional,
+    proportional_set_size,
     provenance,
-    resident,
+    reset_peak,
+    return_freed_memory,
     rows_of,
+    status_bytes,
+    write_rows,
 )
 from ways import GROUPS, MODELS, OPTIMIZERS, PARTS, WAYS, Way
 
@@ -53,7 +58,7 @@ STEPS = 8
 FIRST = 3  # steps that aren't counted: buffers and states are made in them
 SMALL = {"8xLinear1024": "3xLinear128", "gpt6x384": "gpt2x64"}  # what makes the runtime ready for it
 TOLERANCE = 0.02  # of the plan
-PLANNED = {  # what memory_plan is told of a way
+PLANNED = {  # arguments of memory_plan, by way
     "ours": {},
     "ours_keep": {"reshard_after_forward": False},
     "ours_shard_optimizer": {"strategy": "SHARD_OPTIMIZER"},
@@ -68,23 +73,28 @@ class Meter:
         self.peaks = dict.fromkeys(PARTS, 0)
 
     def begin(self):
-        forget_peak()
+        reset_peak()
 
     def end(self, part):
-        peak = resident("VmHWM") - resident("VmRSS") + data()
+        peak = status_bytes("VmHWM") - status_bytes("VmRSS") + data()
         self.peaks[part] = max(self.peaks[part], peak)
-        forget_peak()
+        reset_peak()
 
 
 def data():
-    """Bytes of this process that are no file's, the shared ones by the number of those that share them."""
-    return proportional("Anon", "Shmem")
+    """Bytes of this process that are no file's, the shared ones by the number of those that share
+    them.
+    """
+    return proportional_set_size("Anon", "Shmem")
 
 
 def work(rank, arguments):
-    """Yield the row of one model, optimizer and way. All in the rank: what is freed here, others don't inherit."""
+    """Yield the row of one model, optimizer and way.
+
+    All in the rank: what is freed here, others don't inherit.
+    """
     model, optimizer, name, activations = arguments
-    give_back_what_is_freed()
+    return_freed_memory()
     before = data()
     small = MODELS[SMALL.get(model, model)]
     train(Way(name, small, optimizer, LR), small.batches(rank), None)
@@ -130,14 +140,14 @@ def work(rank, arguments):
 
 
 def train(way, batches, meter):
-    """Make the steps; the gradients are let go of at the end."""
+    """Make the steps; drop the gradients after each."""
     for step in range(STEPS):
         counted = meter is not None and step >= FIRST
         dist.barrier()
         if counted:
             meter.begin()
         way.step(batches, meter.end if counted else None)
-        way.rest()
+        way.drop_gradients()
 
 
 def main():
@@ -165,12 +175,12 @@ def main():
                 row["to_fsdp2"] = round(row["peak"] / peaks["fsdp2"], 4)
             rows.append({**row, **where})
             show(row)
-            good &= way != "ours" or as_asked(row)
-    keep(rows, arguments)
+            good &= way != "ours" or within_limits(row)
+    write_rows(rows, arguments)
     return 0 if good else 1
 
 
-def as_asked(row):
+def within_limits(row):
     good = row.get("to_fsdp2", 0) <= 1
     for part, ratio in row.get("to_plan", {}).items():
         left_out = 0 if part == "optimizer" else row["activations"] * ratio / row["peaks"][part]

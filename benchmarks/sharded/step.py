@@ -1,26 +1,29 @@
-"""Time a training step that is sharded, by torch's FSDP2 over Gloo and by us, beside DDP and a rank left alone.
+"""Time a sharded training step by torch's FSDP2 over Gloo and by us, beside DDP and one rank.
 
     python benchmarks/sharded/step.py                                # 2 ranks, two models; starts the ranks itself
     python benchmarks/sharded/step.py --ways theirs --models gpt6x384
     python benchmarks/sharded/step.py --optimizers ours
 
-A step is forward, backward and AdamW on one thread a rank. The ways: `alone`, the plain module on each rank, nothing
-sharded and nothing synced, on both ranks at one time, so that cores and memory are shared as in the others; `ddp`,
-`collectives.DistributedDataParallel` with `fused_allreduce`; `fsdp2`, torch's `fully_shard` over Gloo; `fsdp2_ours`,
-the same with `collectives.sharded.fsdp2`; `ours`, `collectives.sharded.fully_shard`, of the same units; `keep`: with
-reshard_after_forward=False; `shard_optimizer` and `no_shard`: strategies of `ShardedDataParallel`. The optimizer is
-torch's AdamW(foreach=True) for all ways, or `collectives.optim.AdamW` for all.
+A step is forward, backward and AdamW on one thread a rank. The ways: `alone`, the plain module on
+each rank, nothing sharded and nothing synced, on both ranks at one time, so that cores and memory
+are shared as in the others; `ddp`, `collectives.DistributedDataParallel` with `fused_allreduce`;
+`fsdp2`, torch's `fully_shard` over Gloo; `fsdp2_ours`, the same with `collectives.sharded.fsdp2`;
+`ours`, `collectives.sharded.fully_shard`, of the same units; `keep`: with
+reshard_after_forward=False; `shard_optimizer` and `no_shard`: strategies of `ShardedDataParallel`.
+The optimizer is torch's AdamW(foreach=True) for all ways, or `collectives.optim.AdamW` for all.
 
-The ways take turns, a few steps each, forwards in one round and backwards in the next; the first step of a turn isn't
-counted. A turn's time is the median of its steps, of the slower rank; a way's the median of its turns. `added`: what a
-way adds to `alone`, by what `fsdp2` adds, (way - alone) / (fsdp2 - alone), of these times, and the quartiles of what it
-is in each round. Alone a rank steps all parameters, sharded only its own, which takes off of what is added;
-`added_backprop` leaves the optimizer out. `to_ddp`: the way's step by DDP's, likewise.
+The ways take turns, a few steps each, forwards in one round and backwards in the next; the first
+step of a turn isn't counted. A turn's time is the median of its steps, of the slower rank; a way's
+the median of its turns. `added`: what a way adds to `alone`, by what `fsdp2` adds, (way - alone) /
+(fsdp2 - alone), of these times, and the quartiles of what it is in each round. Alone a rank steps
+all parameters, sharded only its own, which takes off of what is added; `added_backprop` leaves the
+optimizer out. `to_ddp`: the way's step by DDP's, likewise.
 
-Before anything is timed and after it the parameters are compared, which all have made the same steps: those of `ddp`
-and of all of ours must be the same to the bit, those of FSDP2 as close as an order of summation makes them, and a rank
-left alone must have gone elsewhere. Rows go to benchmarks/results/sharded_step.jsonl, one a model and optimizer; the
-exit status is 1 where `ours` is above what is asked.
+Before anything is timed and after it the parameters are compared, which all have made the same
+steps: those of `ddp` and of all of ours must be the same to the bit, those of FSDP2 as close as an
+order of summation makes them, and a rank left alone must have gone elsewhere. Rows go to
+benchmarks/results/sharded_step.jsonl, one a model and optimizer; the exit status is 1 where `ours`
+is above what is asked.
 """
 
 import argparse
@@ -29,7 +32,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from beside import Wrong, add_options, end_on_signals, keep, provenance, rows_of, slowest
+from imports import Wrong, add_options, end_on_signals, provenance, rows_of, slowest, write_rows
 from ways import GROUPS, MODELS, OPTIMIZERS, PARTS, WAYS, Way
 
 LR = 1e-4
@@ -37,11 +40,14 @@ CHECKED = 3  # steps before the first comparison
 SKIPPED = 1  # steps at the start of a turn
 TURN_SECONDS = 0.3  # about
 CLOSE = 0.05  # of the largest change of a parameter
-ADDED, TO_DDP = 0.3, 1.2  # asked of `ours`
+MAX_ADDED, MAX_TO_DDP = 0.3, 1.2  # limits of `ours`
 
 
 def verify(ways, kind):
-    """Compare the parameters of all ways; give how far each is from the first exact one, by the largest change."""
+    """Compare the parameters of all ways.
+
+    Returns how far each is from the first exact one, by the largest change.
+    """
     reference = next((way for way in ways if way.exact), None) or next(way for way in ways if way.name != "alone")
     right = reference.parameters()
     moved = {key: (right[key] - first).abs().max().item() for key, first in kind.build().named_parameters()}
@@ -71,12 +77,12 @@ def measure(name, optimizer, rank, arguments):
     for way in ways:
         for _ in range(CHECKED):
             way.step(batches)
-        way.rest()
+        way.drop_gradients()
     verify(ways, kind)
     once = []
     for way in ways:
         once.append(statistics.median(sum(way.step(batches)) for _ in range(3)))
-        way.rest()
+        way.drop_gradients()
     steps = max(2, min(200, int(arguments.turn_seconds / slowest([statistics.mean(once)])[0])))  # one for all ranks
     rounds = {way.name: [] for way in ways}  # of the medians of the parts and of the whole
     for number in range(arguments.rounds):
@@ -85,7 +91,7 @@ def measure(name, optimizer, rank, arguments):
             parts = [way.step(batches) for _ in range(SKIPPED + steps)][SKIPPED:]
             times = [*zip(*parts, strict=True), [sum(of_step) for of_step in parts]]
             rounds[way.name].append(slowest([statistics.median(of_part) * 1e3 for of_part in times]))
-            way.rest()
+            way.drop_gradients()
     apart = verify(ways, kind)
     medians = {way: [statistics.median(part) for part in zip(*times, strict=True)] for way, times in rounds.items()}
     return {
@@ -102,7 +108,9 @@ def measure(name, optimizer, rank, arguments):
 
 
 def ratios(rounds):
-    """Give `added`, `added_backprop` and `to_ddp` by way: [of the medians, and the quartiles of the rounds']."""
+    """Return `added`, `added_backprop` and `to_ddp` by way: of the medians, and the rounds'
+    quartiles.
+    """
     found = {"added": {}, "added_backprop": {}, "to_ddp": {}}
     alone, fsdp2, ddp = (rounds.get(way) for way in ("alone", "fsdp2", "ddp"))
     for way, times in rounds.items():
@@ -117,7 +125,9 @@ def ratios(rounds):
 
 
 def compared(way, peer, base, parts):
-    """Give (way - base) / (peer - base) for the sum of some parts: of the medians, and the quartiles of the rounds'."""
+    """Return (way - base) / (peer - base) for the sum of some parts: of the medians, and the
+    rounds' quartiles.
+    """
     sums = [[sum(times[parts]) for times in each] for each in (way, peer, base)]
     medians = [statistics.median(each) for each in sums]
     by_round = [(w - b) / (p - b) for w, p, b in zip(*sums, strict=True)]
@@ -137,14 +147,14 @@ def show(row):
     """Print a row; return whether `ours` is as good as asked, or wasn't measured."""
     print(f"{row['model']}, AdamW of {row['optimizer']}, {row['ranks']} ranks")
     for way, parts in row["parts_ms"].items():
-        told = f"  {way:20s} {row[f'{way}_ms']:8.2f} ms = " + " + ".join(f"{parts[part]:7.2f}" for part in PARTS)
+        line = f"  {way:20s} {row[f'{way}_ms']:8.2f} ms = " + " + ".join(f"{parts[part]:7.2f}" for part in PARTS)
         if way in row["added"]:
             (added, low, high), backprop = row["added"][way], row["added_backprop"][way][0]
-            told += f"   adds {added:6.2f} ({low:.2f} to {high:.2f}) of fsdp2's, {backprop:6.2f} without optimizer"
+            line += f"   adds {added:6.2f} ({low:.2f} to {high:.2f}) of fsdp2's, {backprop:6.2f} without optimizer"
         if way in row["to_ddp"]:
-            told += f"   {row['to_ddp'][way][0]:5.2f} of ddp"
-        print(told, flush=True)
-    return row["added"].get("ours", [0])[0] <= ADDED and row["to_ddp"].get("ours", [0])[0] <= TO_DDP
+            line += f"   {row['to_ddp'][way][0]:5.2f} of ddp"
+        print(line, flush=True)
+    return row["added"].get("ours", [0])[0] <= MAX_ADDED and row["to_ddp"].get("ours", [0])[0] <= MAX_TO_DDP
 
 
 def main():
@@ -168,7 +178,7 @@ def main():
     for row in rows_of(work, arguments.ranks, arguments):
         rows.append({**row, **where})
         good &= show(row)
-    keep(rows, arguments)
+    write_rows(rows, arguments)
     return 0 if good else 1
 
 

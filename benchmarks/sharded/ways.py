@@ -1,11 +1,11 @@
-"""The models, and the ways to train them that are compared: alone, by DDP, by torch's FSDP2, by us."""
+"""Models, and ways to train them: alone, by DDP, by torch's FSDP2, by us."""
 
 import functools
 import time
 import warnings
 
 import torch
-from beside import GPT, cut, load_text, loss_of
+from imports import GPT, cut, load_text, loss_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -109,7 +109,7 @@ def _ours(model, units, **options):
     return model
 
 
-def _face(model, units, strategy):
+def _module_class(model, units, strategy):
     policy = ModuleWrapPolicy({type(unit) for unit in units})
     return ShardedDataParallel(model, sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=policy)
 
@@ -123,8 +123,8 @@ WAYS = {
     "fsdp2_ours_keep": functools.partial(_fsdp2, ours=True, reshard_after_forward=False),
     "ours": _ours,
     "ours_keep": functools.partial(_ours, reshard_after_forward=False),
-    "ours_shard_optimizer": functools.partial(_face, strategy="SHARD_OPTIMIZER"),
-    "ours_no_shard": functools.partial(_face, strategy="NO_SHARD"),
+    "ours_shard_optimizer": functools.partial(_module_class, strategy="SHARD_OPTIMIZER"),
+    "ours_no_shard": functools.partial(_module_class, strategy="NO_SHARD"),
 }
 GROUPS = {
     "theirs": ("alone", "ddp", "fsdp2", "fsdp2_keep", "fsdp2_ours", "fsdp2_ours_keep"),
@@ -141,7 +141,7 @@ EXACT = ("ddp", "ours")
 
 
 class Way:
-    """One way to train a model; `step` gives the seconds of its parts."""
+    """One way to train a model."""
 
     def __init__(self, name, kind, optimizer, lr):
         self.name = name
@@ -153,7 +153,8 @@ class Way:
         self.made = 0  # steps
 
     def step(self, batches, ended=None):
-        """Make a step on the batch whose turn it is; return the seconds of forward, backward and optimizer.
+        """Make a step on the batch whose turn it is; return the seconds of forward, backward and
+        optimizer.
 
         ``ended``: a function that is called with the name of each part when it has ended.
         """
@@ -182,7 +183,7 @@ class Way:
 
     @torch.no_grad()
     def parameters(self):
-        """Give the whole parameters by name; all ranks must call it."""
+        """Return the whole parameters by name; all ranks must call it."""
         sharded = [module for module in self.model.modules() if hasattr(module, "unshard")]
         for module in sharded:
             module.unshard()
@@ -191,6 +192,6 @@ class Way:
             module.reshard()
         return found
 
-    def rest(self):
-        """Let go of the gradients: other ways are next."""
+    def drop_gradients(self):
+        """Drop the gradients: other ways are next."""
         self.optimizer.zero_grad(set_to_none=True)

@@ -1,3 +1,6 @@
-"""`python -m collectives.bench`: nccl-tests for GPUs and host memory, with other libraries."""
+"""Benchmark of the collectives, as nccl-tests, on GPUs and host memory, beside other libraries.
+
+Run it as ``python -m collectives.bench``.
+"""
 
 __all__ = []

@@ -11,8 +11,9 @@ __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark with these arguments (default: the command line's) and return the exit code
-    of ``--help``.
+    """Run the benchmark and return the exit code; ``--help`` lists the exit codes.
+
+    ``argv``: arguments; default: the command line's.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     from ..errors import CollectivesError, EngineUnavailable

@@ -37,11 +37,11 @@ class Operation:
     in_place: bool = True
 
 
-def _share(n):
+def _parts_factor(n):
     return (n - 1) / n
 
 
-def _whole(n):
+def _whole_factor(n):
     return 1.0
 
 
@@ -49,14 +49,14 @@ OPS = {
     op.name: op
     for op in (
         Operation("all_reduce", lambda n: 2 * (n - 1) / n, reduces=True),
-        Operation("reduce_scatter", _share, parts="out", reduces=True),
-        Operation("all_gather", _share, parts="in"),
-        Operation("broadcast", _whole, rooted=True),
-        Operation("reduce", _whole, reduces=True, rooted=True),
-        Operation("all_to_all", _share, parts="both", in_place=False),
-        Operation("gather", _share, parts="in", rooted=True),
-        Operation("scatter", _share, parts="out", rooted=True),
-        Operation("sendrecv", _whole, in_place=False),
+        Operation("reduce_scatter", _parts_factor, parts="out", reduces=True),
+        Operation("all_gather", _parts_factor, parts="in"),
+        Operation("broadcast", _whole_factor, rooted=True),
+        Operation("reduce", _whole_factor, reduces=True, rooted=True),
+        Operation("all_to_all", _parts_factor, parts="both", in_place=False),
+        Operation("gather", _parts_factor, parts="in", rooted=True),
+        Operation("scatter", _parts_factor, parts="out", rooted=True),
+        Operation("sendrecv", _whole_factor, in_place=False),
     )
 }
 

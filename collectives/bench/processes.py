@@ -97,17 +97,17 @@ def _raise_exit(number, frame):
 
 def _watch(running: list[subprocess.Popen], handles: dict[int, subprocess.Popen], timeout: float) -> int:
     """Wait, asleep, until all ranks have ended or one has failed; return the exit code."""
-    until = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     failed = None
     while alive := [handle for handle, process in handles.items() if process.poll() is None]:
-        remaining = until - time.monotonic()
+        remaining = deadline - time.monotonic()
         if remaining <= 0:
             break
         wait(alive, remaining)
         if failed is None:
             failed = next((p for p in running if p.poll()), None)
             if failed is not None:
-                until = min(until, time.monotonic() + _GRACE)
+                deadline = min(deadline, time.monotonic() + _GRACE)
     if failed is None and alive:
         print(f"not done after --timeout {timeout:g} s; where the ranks are:", file=sys.stderr, flush=True)
         for process in running:

@@ -101,7 +101,7 @@ class Report:
         return "".join(f" {word:>7}" for word in words)  # a space even where a number is too wide for its column
 
     def end(self) -> bool:
-        """Print the sums; tell whether all results were right."""
+        """Print the totals; return whether all results were right."""
         if self.progress is not None:
             self.progress.close()
             self.progress = None
@@ -133,7 +133,7 @@ def _short(time: float) -> str:
 
 
 def label(row: dict) -> str:
-    """Name a row's implementation: what the table's first column says."""
+    """Return the name of a row's implementation, as in the table's first column."""
     if row["engine"] == "nccl" and not is_ours(row):
         return "torch nccl"
     words = [row["engine"]]

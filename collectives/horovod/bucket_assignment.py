@@ -16,7 +16,9 @@ from .process_sets import ProcessSet
 __all__ = ["BucketAssignment"]
 
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # the first bucket is small, to start early
-_NOT_FUSED = 1 << 20  # bytes; on the host the copies to a flat tensor and back take longer than a call of its own
+# On the host the copies of a gradient of this size to a flat tensor and back take longer than a
+# call of its own.
+_MIN_UNFUSED_BYTES = 1 << 20
 
 
 class BucketAssignment:
@@ -110,7 +112,7 @@ class BucketAssignment:
         for state in states:
             key = self._dtype_and_device(state)
             nbytes = pad_count(state.param.numel() << state.param.is_complex(), key[0].itemsize) * key[0].itemsize
-            if not self._views and nbytes >= _NOT_FUSED and state.param.device.type == "cpu":
+            if not self._views and nbytes >= _MIN_UNFUSED_BYTES and state.param.device.type == "cpu":
                 done.append([state])
                 continue
             group, size = filling.get(key, (None, 0))

@@ -75,7 +75,7 @@ class Controller:
         self._work_available = threading.Event()
         self._stopped = False
         self.forked = False
-        _all.add(self)
+        _controllers.add(self)
 
     # ---- Submitting and waiting; from any thread.
 
@@ -211,8 +211,8 @@ class Controller:
             new = self._drain_queue()
             plan = self._negotiate(new)
             if plan is not None:
-                for item, places in plan.items:
-                    self._perform_operation(item, [new[place] for place in places])
+                for item, positions in plan.items:
+                    self._perform_operation(item, [new[position] for position in positions])
                 self._negotiating = []
             for item in fuse_responses(self._message_table.pop_ready(), self.settings.fusion_threshold):
                 responses = item.responses if isinstance(item, FusedResponse) else [item]
@@ -270,18 +270,18 @@ class Controller:
                 table.join(rank)
         return None
 
-    def _perform_operation(self, item: Response | FusedResponse, own: list[TensorTableEntry | None]) -> None:
+    def _perform_operation(self, item: Response | FusedResponse, entries: list[TensorTableEntry | None]) -> None:
         begun = time.perf_counter_ns()
         error = None if isinstance(item, FusedResponse) else item.error
         if error is None:
             with torch.no_grad(), torch.inference_mode(False):
-                self._executor.run(item, own)
+                self._executor.run(item, entries)
         if recording.active is not None:
-            name = _name(own[0]) if own[0] is not None else "for others"
-            name = name if len(own) == 1 else f"{len(own)} fused, {name} first"
+            name = _name(entries[0]) if entries[0] is not None else "for others"
+            name = name if len(entries) == 1 else f"{len(entries)} fused, {name} first"
             recording.active.add("horovod", name, begun, time.perf_counter_ns())
         outstanding, names = self.outstanding, self._names
-        for entry in own:
+        for entry in entries:
             self._sequence += 1
             if entry is not None:
                 entry.sequence = self._sequence
@@ -335,7 +335,10 @@ class Controller:
                 self._drive_cycle(_Completion(not self._queue and not self.outstanding))
 
     def _remaining_cycle_time(self) -> float:
-        """Return the seconds for which new entries are left to waiting threads, and to fusion."""
+        """Return the seconds before the background thread runs a cycle.
+
+        Until then waiting threads run it, and further entries can be fused.
+        """
         if self.outstanding:
             return 0.0
         try:
@@ -400,7 +403,7 @@ class Controller:
 
 
 class _Completion:
-    """Anything but an entry that a thread waits for."""
+    """Completion flag of what a thread waits for, where that is no entry."""
 
     __slots__ = ("done",)
 
@@ -412,11 +415,11 @@ def _name(entry: TensorTableEntry) -> str:
     return entry.key or f"{entry.request.kind}.noname"
 
 
-_all: weakref.WeakSet[Controller] = weakref.WeakSet()
+_controllers: weakref.WeakSet[Controller] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for controller in list(_all):
+    for controller in list(_controllers):
         controller.forked = True
 
 

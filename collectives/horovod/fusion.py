@@ -40,20 +40,20 @@ class Executor:
         self.size = control.size
         self.rank = control.rank
         self._fusion_buffers: dict[str, torch.Tensor] = {}  # by device type: bytes
-        self._wires: dict[str, Compressor] = {}
+        self._compressors: dict[str, Compressor] = {}
         self._streams = {name: torch.cuda.Stream(comm.device) for name, comm in comms.items() if name == "cuda"}
 
-    def run(self, item: Response | FusedResponse, own: list[TensorTableEntry | None]) -> None:
+    def run(self, item: Response | FusedResponse, entries: list[TensorTableEntry | None]) -> None:
         """Carry out one item and set the results of this rank's entries.
 
         An entry is None where this rank has joined.
         """
         device = (item.responses[0] if isinstance(item, FusedResponse) else item).request.device
         if device == "cpu":
-            self._perform(item, own)
+            self._perform(item, entries)
             return
         stream = self._streams[device]
-        mine = [each for each in own if each is not None]
+        mine = [each for each in entries if each is not None]
         # The device is set, too: leaving a stream of another device sets the thread's former
         # device.
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
@@ -62,28 +62,28 @@ class Executor:
                 # The caller may drop them as soon as this is enqueued.
                 for tensor in each.tensors():
                     tensor.record_stream(stream)
-            self._perform(item, own)
+            self._perform(item, entries)
             finished = stream.record_event()
         for each in mine:
             each.finish_event = finished
 
-    def _perform(self, item: Response | FusedResponse, own: list[TensorTableEntry | None]) -> None:
+    def _perform(self, item: Response | FusedResponse, entries: list[TensorTableEntry | None]) -> None:
         if isinstance(item, FusedResponse):
-            if not (item.small and self._allreduce_small(item.responses[0].request, own)):
-                self._allreduce(item.responses, own)
+            if not (item.small and self._allreduce_small(item.responses[0].request, entries)):
+                self._allreduce(item.responses, entries)
         else:
-            getattr(self, f"_{item.request.kind}")([item], own)
+            getattr(self, f"_{item.request.kind}")([item], entries)
 
     def _device(self, request) -> torch.device:
         return self.comms[request.device].device
 
     # ---- Reductions.
 
-    def _allreduce(self, responses: list[Response], own: list[TensorTableEntry | None]) -> None:
+    def _allreduce(self, responses: list[Response], entries: list[TensorTableEntry | None]) -> None:
         first = responses[0].request
         comm = self.comms[first.device]
         inputs, outputs = [], []
-        for response, entry in zip(responses, own, strict=True):
+        for response, entry in zip(responses, entries, strict=True):
             if entry is None:
                 zeros = self._zeros(response.request)
                 inputs += zeros
@@ -97,17 +97,17 @@ class Executor:
         for mine, theirs in _by_dtype(inputs, outputs):
             self._reduce(comm, first, mine, theirs)
 
-    def _allreduce_small(self, first: Request, own: list[TensorTableEntry | None]) -> bool:
+    def _allreduce_small(self, first: Request, entries: list[TensorTableEntry | None]) -> bool:
         """Reduce small tensors by torch's own flattening; their results are views of one tensor.
 
         Returns False where it does nothing. It takes a fifth of the time of pack and unpack. It is
         used where its bytes are those of a fusion buffer, which other ranks may use, and so few
         that one result may keep the memory of all.
         """
-        if None in own or first.wire:
+        if None in entries or first.wire:
             return False
-        inputs = [tensor for entry in own for tensor in entry.inputs]
-        in_place = [entry.outputs is not None for entry in own]
+        inputs = [tensor for entry in entries for tensor in entry.inputs]
+        in_place = [entry.outputs is not None for entry in entries]
         if any(in_place) and (not all(in_place) or contiguous_view(inputs) is not None):
             return False
         flat = _scale(flatten(inputs), first.prescale)
@@ -116,11 +116,11 @@ class Executor:
         if in_place[0]:
             shaped = [part if to.dim() == 1 else part.view(to.shape) for part, to in zip(parts, inputs, strict=True)]
             torch._foreach_copy_(inputs, shaped)
-            for entry in own:
+            for entry in entries:
                 entry.results = entry.outputs
             return True
         at = 0
-        for entry in own:
+        for entry in entries:
             count = len(entry.inputs)
             # Each has a version counter of its own: autograd must not take a write to one for a
             # write to another.
@@ -138,7 +138,7 @@ class Executor:
             self._reduce_unsupported(comm, request, inputs, outputs)
             return
         if request.wire and inputs[0].dtype in (torch.float32, torch.float64):
-            self._reduce_on_wire(comm, request, inputs, outputs)
+            self._reduce_compressed(comm, request, inputs, outputs)
             return
         if len(inputs) > 1 and inputs[0].device == comm.device:
             self._reduce_fused(comm, op, prescale, postscale, inputs, outputs)
@@ -170,11 +170,11 @@ class Executor:
             _scale(flat, postscale)
         unpack(flat, outputs, scale=postscale if floating else 1.0)
 
-    def _reduce_on_wire(self, comm, signature, inputs, outputs) -> None:
+    def _reduce_compressed(self, comm, request, inputs, outputs) -> None:
         """Reduce fp32 or fp64 by a compressed wire, on which the sum is taken in fp32."""
-        if signature.wire not in self._wires:
-            self._wires[signature.wire] = make_compressor(signature.wire)
-        wire, dtype = self._wires[signature.wire], inputs[0].dtype
+        if request.wire not in self._compressors:
+            self._compressors[request.wire] = make_compressor(request.wire)
+        compressor, dtype = self._compressors[request.wire], inputs[0].dtype
         total = bucket_layout([tensor.numel() for tensor in inputs], dtype.itemsize).total
         if not total:
             return
@@ -183,11 +183,12 @@ class Executor:
         if packed:
             flat = self._buffer(comm, total, dtype)
             pack(inputs, flat)
-        over = self.size if signature.op == "avg" else 0
-        # What the wire keeps for a bucket goes by a tensor that stays: the fusion buffer, or the first gradient.
-        kept = self._fusion_buffers[comm.device.type] if packed else inputs[0]
-        wire.begin_backward()
-        wire.reduce(comm, Bucket(flat, [kept], [0], 0), Scaling(signature.prescale, over, signature.postscale))
+        divisor = self.size if request.op == "avg" else 0
+        # A compressor keeps state by a parameter: here by a tensor that stays, the fusion buffer or
+        # the first gradient.
+        key = self._fusion_buffers[comm.device.type] if packed else inputs[0]
+        compressor.begin_backward()
+        compressor.reduce(comm, Bucket(flat, [key], [0], 0), Scaling(request.prescale, divisor, request.postscale))
         if packed:
             unpack(flat, outputs)
 
@@ -211,8 +212,8 @@ class Executor:
         for out in outputs:
             _scale(out, request.postscale)
 
-    def _reducescatter(self, responses, own) -> None:
-        request, entry = responses[0].request, own[0]
+    def _reducescatter(self, responses, entries) -> None:
+        request, entry = responses[0].request, entries[0]
         comm = self.comms[request.device]
         entry.results = []
         for tensor in entry.inputs:
@@ -234,8 +235,8 @@ class Executor:
 
     # ---- Copies.
 
-    def _allgather(self, responses, own) -> None:
-        response, entry = responses[0], own[0]
+    def _allgather(self, responses, entries) -> None:
+        response, entry = responses[0], entries[0]
         comm = self.comms[response.request.device]
         inputs = self._zeros(response.request, rows=0) if entry is None else entry.inputs
         results = []
@@ -255,8 +256,8 @@ class Executor:
         if entry is not None:
             entry.results = results
 
-    def _broadcast(self, responses, own) -> None:
-        request, entry = responses[0].request, own[0]
+    def _broadcast(self, responses, entries) -> None:
+        request, entry = responses[0].request, entries[0]
         comm = self.comms[request.device]
         if entry.outputs is None:
             entry.outputs = [torch.empty_like(tensor) for tensor in entry.inputs]
@@ -266,8 +267,8 @@ class Executor:
             comm.broadcast(out, request.root)
         entry.results = entry.outputs
 
-    def _alltoall(self, responses, own) -> None:
-        response, entry = responses[0], own[0]
+    def _alltoall(self, responses, entries) -> None:
+        response, entry = responses[0], entries[0]
         comm = self.comms[response.request.device]
         tensor, splits = entry.inputs[0], entry.splits
         sent = torch.zeros(self.size, dtype=torch.int64)
@@ -281,9 +282,9 @@ class Executor:
         comm.all_to_all(out, tensor[: sum(splits)].contiguous(), rows, list(splits))
         entry.results = [out, received.int()]
 
-    def _barrier(self, responses, own) -> None:
-        if own[0] is not None:
-            own[0].results = []  # nothing remains to be done once all ranks have submitted it
+    def _barrier(self, responses, entries) -> None:
+        if entries[0] is not None:
+            entries[0].results = []  # nothing remains to be done once all ranks have submitted it
 
     # ---- Memory.
 

@@ -14,11 +14,11 @@ from .messages import CachedRequest, Request, cached_request
 
 __all__ = ["CachedPlan", "FusedResponse", "MessageTable", "Response", "fuse_responses", "message_key"]
 
-_SMALL = 1 << 20  # bytes of a fused allreduce
+_SMALL_BYTES = 1 << 20  # bytes of a fused allreduce
 _MAX_PLANS = 256
 # Bytes of an allreduce on the host from which on it isn't fused: the copies to and from a fusion
 # buffer take longer than a call of its own.
-_NOT_FUSED = 1 << 20
+_MIN_UNFUSED_BYTES = 1 << 20
 
 
 class Response(NamedTuple):
@@ -57,7 +57,7 @@ class FusedResponse:
         """Whether they are several, small in total, and unpadded in a fusion buffer."""
         if self._small is None:
             requests = [response.cached for response in self.responses]
-            small = len(requests) > 1 and sum(cached.nbytes for cached in requests) <= _SMALL
+            small = len(requests) > 1 and sum(cached.nbytes for cached in requests) <= _SMALL_BYTES
             self._small = small and all(cached.unpadded for cached in requests)
         return self._small
 
@@ -125,7 +125,7 @@ class MessageTable:
         plan = self._plans.get(request_ids)
         if plan is None:
             requests = [self._requests[0][number] for number in request_ids]
-            ready = [Response(place, [cached] * self.size, None) for place, cached in enumerate(requests)]
+            ready = [Response(position, [cached] * self.size, None) for position, cached in enumerate(requests)]
             items = [
                 (item, [each.key for each in item.responses] if isinstance(item, FusedResponse) else [item.key])
                 for item in fuse_responses(ready, threshold)
@@ -240,7 +240,7 @@ def fuse_responses(responses: list[Response], threshold: int) -> list[Response |
             items.append(response)
             continue
         nbytes = cached.nbytes
-        if nbytes >= _NOT_FUSED and key[1] == "cpu":
+        if nbytes >= _MIN_UNFUSED_BYTES and key[1] == "cpu":
             items.append(FusedResponse([response]))
             continue
         fusion = open_fusions.get(key)

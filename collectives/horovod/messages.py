@@ -27,7 +27,7 @@ __all__ = [
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_NOT_FUSED = frozenset({"bool", "int16"})  # reduced in another dtype, each tensor by itself
+_UNFUSED_DTYPES = frozenset({"bool", "int16"})  # reduced in another dtype, each tensor by itself
 _MAX_BYTES = 1 << 26  # of one rank's encoded requests
 
 
@@ -69,7 +69,7 @@ class CachedRequest:
         sizes = [_DTYPES[d].itemsize * torch.Size(s).numel() for d, s in zip(dtypes, shapes, strict=True)]
         self.nbytes = sum(sizes)
         self.unpadded = not any(nbytes % ALIGNMENT for nbytes in sizes)
-        one_dtype = bool(dtypes) and dtypes.count(dtypes[0]) == len(dtypes) and dtypes[0] not in _NOT_FUSED
+        one_dtype = bool(dtypes) and dtypes.count(dtypes[0]) == len(dtypes) and dtypes[0] not in _UNFUSED_DTYPES
         fusible = kind == "allreduce" and op != "adasum" and one_dtype
         self.fusion_key = (dtypes[0], device, op, prescale, postscale, wire) if fusible else None
 

@@ -98,9 +98,9 @@ def DistributedOptimizer(
 
 
 def _share_attributes(optimizer, wrapped) -> dict:
-    """Return the optimizer's attributes, which both share from now on.
+    """Return the optimizer's attributes, which both optimizers share from now on.
 
-    A scheduler counts our steps.
+    A scheduler that wraps the optimizer's ``step`` calls, and counts, the wrapper's steps.
     """
     shared = vars(optimizer)
     patched = shared.get("step")
@@ -322,9 +322,8 @@ def _is_not_pairs(entry) -> bool:
     return isinstance(entry, (tuple, list)) and not all(map(_is_pair, entry))
 
 
-_prefix_counts: weakref.WeakKeyDictionary = (
-    weakref.WeakKeyDictionary()
-)  # world -> number of optimizers with the same names
+# By world: the number of optimizers with the same names.
+_prefix_counts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def _prefix(named, process_set) -> str:

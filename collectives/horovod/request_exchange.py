@@ -1,4 +1,4 @@
-"""Request exchange of a cycle: what is new on each rank, in one small all-gather, or two."""
+"""Request exchange: gathers new requests of all ranks, once a cycle, by an all-gather or two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FusedResponse normalisation by the statistics of all ranks' batches."""
+"""Batch normalisation by the statistics of all ranks' batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The benchmark with a communicator whose rank 1 spoils three elements of the result of every all-reduce in place."""
+"""The benchmark with a communicator whose rank 1 spoils three elements of the result of every
+all-reduce in place.
+"""
 
 import sys
 

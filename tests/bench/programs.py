@@ -1,4 +1,5 @@
-"""Run programs of benchmarks/WHICH in one process, as their command lines say; print one JSON line for each.
+"""Run programs of benchmarks/WHICH in one process, as their command lines say; print one JSON line
+for each.
 
     python programs.py WHICH FOLDER PROGRAM words ... , PROGRAM words ... , spoil PROGRAM words ...
 

@@ -1,4 +1,4 @@
-"""The data of the benchmark, its expected results and its count of wrong elements, with no process."""
+"""The data of the benchmark, its expected results and its count of wrong elements; no process."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""`python -m collectives.bench` with real ranks: alone, under torchrun and mpirun, and with a rank that dies."""
+"""`python -m collectives.bench` with real ranks: alone, under torchrun and mpirun, and with a rank
+that dies.
+"""
 
 import csv
 import json
@@ -119,7 +121,9 @@ def test_wires_and_percentiles(tmp_path):
 
 
 def test_under_torchrun_corrupted_results_are_counted(tmp_path):
-    """Rank 1's all-reduce spoils three elements of its result in place, and every one of them is counted."""
+    """Rank 1's all-reduce spoils three elements of its result in place, and every one of them is
+    counted.
+    """
     words = ("--sizes", "1K", "-n", "2", "-c", "2", "--json", tmp_path / "rows.json")
     code, out, err = run([*TORCHRUN, CORRUPT], *words)
     assert code != 0 and "# Out of bounds values : 6 FAILED" in out, out + err

@@ -21,7 +21,9 @@ LEARN = "convergence --steps 3 --hidden 16 --wires int8_ef --seeds"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """All programs in one process, since importing torch takes seconds; {command line: what it gave}."""
+    """All programs in one process, since importing torch takes seconds; {command line: what it
+    gave}.
+    """
     lines = [
         f"{STEP} sync compressed stepped",
         f"{BUCKET} gloo_bf16 gloo_powersgd4 fp32_staged fp32 bf16 fp8_e5m2_ef int8_ef powersgd4",

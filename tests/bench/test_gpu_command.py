@@ -1,4 +1,6 @@
-"""`make gpu` without a GPU: its dry run, its refusal, its time limits, and what its stages must add up to."""
+"""`make gpu` without a GPU: its dry run, its refusal, its time limits, and what its stages must add
+up to.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The C loop of the MPI peers on a library that stands in for MPI, so that its check is seen to find what is wrong."""
+"""The C loop of the MPI peers on a library that stands in for MPI, so that its check is seen to
+find what is wrong.
+"""
 
 import shutil
 import subprocess

@@ -43,8 +43,8 @@ def test_steps_and_memory(tmp_path):
     share = 3 * 513 * 512 * 4 // 2
     assert set(rows) == {"alone", "fsdp2", "ours"} and all(set(row) >= WHERE for row in rows.values())
     assert rows["alone"]["kept_bytes"] == pytest.approx(6 * share, rel=0.1)  # all parameters and AdamW's states
-    # A step's gradients, states and parameters, and at least a unit of them whole; but of so small a model a part, some
-    # 1 MiB, comes from what malloc has free when the counting begins.
+    # A step's gradients, states and parameters, and at least a unit of them whole; but of so small
+    # a model a part, some 1 MiB, comes from what malloc has free when the counting begins.
     free = 3 << 19
     assert 4 * share + share // 3 - free < rows["ours"]["peak"] < 8 * share
     assert all(0.7 < ratio < 1.2 for ratio in rows["ours"]["to_plan"].values())

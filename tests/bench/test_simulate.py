@@ -1,4 +1,4 @@
-"""The cost model: its formulas against a simulation of every message, its fit, and what is printed."""
+"""The cost model: its formulas beside a simulation of each message, its fit, and its output."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,9 @@ TWO_LEVELS = Network(
 
 
 def simulated_ring(op, ranks, nbytes, intra, inter, local, slices):
-    """Send every slice of every piece: one at a time on each link, one at a time through each rank's reduction."""
+    """Send every slice of every piece: one at a time on each link, one at a time through each
+    rank's reduction.
+    """
     rounds = ranks - 1
     hops = 2 * rounds if op == "all_reduce" else rounds
     size = nbytes / ranks / slices
@@ -85,7 +87,9 @@ def test_formulas_of_the_papers():
 
 
 def test_the_double_tree_reaches_twice_the_data():
-    """Full bandwidth (Sanders et al.): large arrays cost 2 S beta, however many ranks; small ones a logarithm."""
+    """Full bandwidth (Sanders et al.): large arrays cost 2 S beta, however many ranks; small ones a
+    logarithm.
+    """
     network = Network("", Cost(1e-6, 1e-10, gap_s=1e-7), max_chunks=4096)
     assert predict("all_reduce", "tree", 1024, 1 << 34, network) == pytest.approx(2 * (1 << 34) * 1e-10, rel=0.02)
     assert predict("all_reduce", "tree", 1024, 8, network) == pytest.approx(20e-6, rel=0.01)
@@ -190,7 +194,9 @@ def test_fit_finds_the_costs_again(algorithms, cores):
 
 
 def test_fit_counts_small_sizes_and_states_its_error():
-    """With 20% of noise at every size no size is off by much more, and the error stated is the one that is there."""
+    """With 20% of noise at every size no size is off by much more, and the error stated is the one
+    that is there.
+    """
     points = points_from(ONE_NODE, ("ring",), noise=0.2)
     found = fit(points)
     errors = [found.predict(p.op, p.algorithm, p.ranks, p.nbytes) / p.seconds - 1 for p in points]

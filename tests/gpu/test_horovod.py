@@ -1,4 +1,6 @@
-"""Horovod's API on every device: each operation, fused and not, handles, compression, gradients, the optimizer."""
+"""Horovod's API on every device: each operation, fused and not, handles, compression, gradients,
+the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_operations(device, ranks):
 
 
 def handles(rank):
-    """Asynchronous operations whose inputs are gone at once, many at a time, in another order on each rank."""
+    """Asynchronous operations whose inputs are gone at once, many at a time, in another order on
+    each rank.
+    """
     results = {}
     with started(rank) as hvd:
         x = rank.random(40_000)

@@ -1,4 +1,7 @@
-"""A program as people have it, written for Horovod: nothing in here knows of this project. Digits are made up."""
+"""A program as people have it, written for Horovod: nothing in here knows of this project.
+
+Digits are made up.
+"""
 
 import argparse
 import json

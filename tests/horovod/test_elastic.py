@@ -1,4 +1,6 @@
-"""Ranks are killed in the midst of a training, and the others go on as a training of their own would."""
+"""Ranks are killed in the midst of a training, and the others go on as a training of their own
+would.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def made():
 
 
 def step(hvd, model, optimizer, data, target, before, wrapped):
-    """One step on this rank's samples, with the gradients averaged one by one as the backward brings them."""
+    """One step on this rank's samples, with the gradients averaged one by one as the backward
+    brings them.
+    """
     import torch
 
     optimizer.zero_grad()
@@ -62,7 +66,8 @@ def step(hvd, model, optimizer, data, target, before, wrapped):
 
 
 def train(ctx, deaths, every, wrapped):
-    """Train elastically. ``deaths``: rank -> (step, "backward", "commit" or "recovery"); commit each ``every`` steps.
+    """Train elastically. ``deaths``: rank -> (step, "backward", "commit" or "recovery"); commit
+    each ``every`` steps.
 
     ``wrapped``: by DistributedOptimizer, else by operations of the test's own.
     """
@@ -173,14 +178,16 @@ class NoPickle:
 
 
 def without_deaths(ctx):
-    """Interrupts, limits, errors of the program's own, and states that can't be: one job after the other."""
+    """Interrupts, limits, errors of the program's own, and states that can't be: one job after the
+    other.
+    """
     import torch
 
     found = {}
     with started(ctx) as hvd:
         tensor = torch.ones(1000)
 
-        # Work that was not committed is kept where somebody tells of new hosts.
+        # Work that was not committed is kept where new hosts are reported.
         state, calls = hvd.elastic.TorchState(x=0), []
 
         @hvd.elastic.run
@@ -198,7 +205,8 @@ def without_deaths(ctx):
         state.on_hosts_updated(time.time() + 10)
         found["limit"] = raised(lambda: limited(state))
 
-        # A rank that says by itself that something has failed: all go back. What comes back each time is given up.
+        # A rank that says by itself that something has failed: all go back. What comes back each
+        # time is given up.
         state, calls = hvd.elastic.TorchState(torch.nn.Linear(2, 2), x=0), []
 
         @hvd.elastic.run
@@ -258,9 +266,9 @@ def test_without_deaths():
         assert found["fails"] == (2.0, [0, 0, 0], 1)
         assert "differ in shape" in found["always"][1] and "nobody has died" in found["always"][1]
         own = ("KeyError", "'bug'", "NoneType") if rank == 1 else None
-        expect_told(found["bug"], own, 1, "KeyError: 'bug'")
+        expect_error(found["bug"], own, 1, "KeyError: 'bug'")
         own = ("ZeroDivisionError", "division by zero", "NoneType") if rank == 0 else None
-        expect_told(found["callback"], own, 0, "ZeroDivisionError: division by zero")
+        expect_error(found["callback"], own, 0, "ZeroDivisionError: division by zero")
         assert found["pickle"][0] == "ValueError" and "odd can't be: " in found["pickle"][1]
         assert found["copy"][0] == "ValueError" and "attribute 'lock'" in found["copy"][1]
         assert found["name"][0] == "ValueError" and "'commit'" in found["name"][1]
@@ -268,10 +276,10 @@ def test_without_deaths():
         assert found["init"] == ("ValueError", "Horovod has not been initialized; use hvd.init().", "NoneType")
 
 
-def expect_told(found, own, rank, text):
+def expect_error(found, own, rank, text):
     """The rank that ended the job has its own error, the others learn of it."""
     if own is not None:
         assert found == own
     else:
-        told = f"rank {rank} has ended the job by an error of its own: {text}"
-        assert found == ("HorovodInternalError", told, "RemoteError")
+        text = f"rank {rank} has ended the job by an error of its own: {text}"
+        assert found == ("HorovodInternalError", text, "RemoteError")

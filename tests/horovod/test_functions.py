@@ -1,4 +1,6 @@
-"""Parameters, optimizer state and objects from one rank to all; batch normalisation over all ranks' batches."""
+"""Parameters, optimizer state and objects from one rank to all; batch normalisation over all ranks'
+batches.
+"""
 
 from __future__ import annotations
 
@@ -16,101 +18,137 @@ def raised(call, *args, **kwargs):
     return None
 
 
-def parameters(ctx):
+def broadcast_state(ctx, hvd, found):
+    """State dicts, and parameters in each of the forms in which they may be passed; return the
+    model.
+    """
     import torch
 
-    found = {}
-    with started(ctx) as hvd:
-        torch.manual_seed(ctx.rank)
-        model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Linear(3, 4))
-        model[0].weight.data = model[0].weight.data.to(memory_format=torch.channels_last)  # and another, transposed:
-        model[2].weight.data = torch.randn(3, 4).t()
-        model[1].num_batches_tracked.fill_(ctx.rank)
-        versions = [p._version for p in model.parameters()]
-        if ctx.rank == 1:
-            hvd.broadcast_parameters(model.state_dict(), 1)
-        else:  # in whatever order a dict has its names
-            hvd.broadcast_parameters(dict(reversed(model.state_dict().items())), root_rank=1)
-        found["state"] = {name: value.tolist() for name, value in model.state_dict().items()}
-        found["versions"] = all(p._version > v for p, v in zip(model.parameters(), versions, strict=True))
-        for kind in (model.named_parameters, model.parameters, lambda: list(model.named_parameters())):
-            with torch.no_grad():
-                model[0].bias.fill_(ctx.rank)
-            hvd.broadcast_parameters(kind(), root_rank=2)
-            found.setdefault("bias", []).append(model[0].bias.tolist())
-        odd = {"a": torch.full((), ctx.rank), "text": f"of {ctx.rank}", "none": None, "inference": None}
-        with torch.inference_mode():
-            odd["inference"] = torch.full((2,), ctx.rank)
-        hvd.broadcast_parameters(odd, 0)
-        found["odd"] = odd["a"].item(), odd["text"], odd["none"], odd["inference"].tolist()
-        # What the ranks don't have alike is named.
-        unlike = torch.nn.Sequential(torch.nn.Linear(2, 3 + (ctx.rank == 1)))
-        found["shape"] = raised(hvd.broadcast_parameters, unlike.state_dict(), 0)
-        unlike = {f"layer{ctx.rank}": torch.zeros(1), "same": torch.zeros(2)}
-        found["names"] = raised(hvd.broadcast_parameters, unlike, 0)
-        found["type"] = raised(hvd.broadcast_parameters, torch.zeros(3), 0)
-        found["object"] = raised(hvd.broadcast_parameters, [("text", "x")], 0)
-        found["root"] = raised(hvd.broadcast_parameters, model.state_dict(), 3)
-        pair = hvd.add_process_set([0, 2])
-        if ctx.rank != 1:
-            with torch.no_grad():
-                model[0].bias.fill_(ctx.rank)
-            hvd.broadcast_parameters(model.state_dict(), 2, pair)
-            found["pair"] = model[0].bias.tolist(), hvd.broadcast_object(ctx.rank, 2, process_set=pair)
-            found["pair"] += (hvd.allgather_object("x" * ctx.rank, process_set=pair),)
-        # Objects.
-        thing = {"rank": ctx.rank, "big": list(range(1000))} if ctx.rank == 1 else None
-        found["objects"] = hvd.broadcast_object(thing, 1)["rank"], hvd.broadcast_object_fn(2, "named")([ctx.rank])
-        found["gathered"] = hvd.allgather_object({"of": [ctx.rank] * ctx.rank}, name="gathered")
-        lock = (i for i in range(3))
-        found["no object"] = raised(hvd.broadcast_object, lock if ctx.rank == 0 else None)
-        found["no gather"] = raised(hvd.allgather_object, lock if ctx.rank == 1 else None)
-        found["after"] = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
-        # Optimizers: a resume on one rank, beside new ones.
-        import collectives
+    torch.manual_seed(ctx.rank)
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Linear(3, 4))
+    model[0].weight.data = model[0].weight.data.to(memory_format=torch.channels_last)  # and another, transposed:
+    model[2].weight.data = torch.randn(3, 4).t()
+    model[1].num_batches_tracked.fill_(ctx.rank)
+    versions = [p._version for p in model.parameters()]
+    if ctx.rank == 1:
+        hvd.broadcast_parameters(model.state_dict(), 1)
+    else:  # in whatever order a dict has its names
+        hvd.broadcast_parameters(dict(reversed(model.state_dict().items())), root_rank=1)
+    found["state"] = {name: value.tolist() for name, value in model.state_dict().items()}
+    found["versions"] = all(p._version > v for p, v in zip(model.parameters(), versions, strict=True))
+    for kind in (model.named_parameters, model.parameters, lambda: list(model.named_parameters())):
+        with torch.no_grad():
+            model[0].bias.fill_(ctx.rank)
+        hvd.broadcast_parameters(kind(), root_rank=2)
+        found.setdefault("bias", []).append(model[0].bias.tolist())
+    odd = {"a": torch.full((), ctx.rank), "text": f"of {ctx.rank}", "none": None, "inference": None}
+    with torch.inference_mode():
+        odd["inference"] = torch.full((2,), ctx.rank)
+    hvd.broadcast_parameters(odd, 0)
+    found["odd"] = odd["a"].item(), odd["text"], odd["none"], odd["inference"].tolist()
+    return model
 
-        optimizers = {
-            "adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1 + ctx.rank)),
-            "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1 + ctx.rank, amsgrad=True, betas=(0.5, 0.6)),
-            "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=ctx.rank == 0, dampening=0),
-            "plain": lambda p: torch.optim.SGD(p, lr=0.1 + ctx.rank),
-            "rprop": lambda p: torch.optim.Rprop(p, step_sizes=(1e-6, 40 + ctx.rank)),
-            "ours": lambda p: collectives.optim.AdamW(p, lr=0.1 + ctx.rank),
-            "our sgd": lambda p: collectives.optim.SGD(p, lr=0.1 + ctx.rank, momentum=0.5),
-        }
-        found["optimizers"] = {}
-        for name, make in optimizers.items():
-            torch.manual_seed(7)
-            model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 3))
-            groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters())}]
-            optimizer = make(groups)
-            if ctx.rank == 0:
-                with torch.no_grad():
-                    before = [p.clone() for p in model.parameters()]
-                    for _ in range(3):
-                        for p in model.parameters():
-                            p.grad = torch.full_like(p, 0.5)
-                        optimizer.step()
-                    for p, old in zip(model.parameters(), before, strict=True):
-                        p.copy_(old)
-                optimizer.param_groups[1]["weight_decay"] = 0.25
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+def refuse_parameters(ctx, hvd, found, model):
+    """What differs between the ranks is named; what is no parameter is refused."""
+    import torch
+
+    differing = torch.nn.Sequential(torch.nn.Linear(2, 3 + (ctx.rank == 1)))
+    found["shape"] = raised(hvd.broadcast_parameters, differing.state_dict(), 0)
+    differing = {f"layer{ctx.rank}": torch.zeros(1), "same": torch.zeros(2)}
+    found["names"] = raised(hvd.broadcast_parameters, differing, 0)
+    found["type"] = raised(hvd.broadcast_parameters, torch.zeros(3), 0)
+    found["object"] = raised(hvd.broadcast_parameters, [("text", "x")], 0)
+    found["root"] = raised(hvd.broadcast_parameters, model.state_dict(), 3)
+
+
+def share_objects(ctx, hvd, found, model):
+    """Objects, and parameters and objects in a process set."""
+    import torch
+
+    pair = hvd.add_process_set([0, 2])
+    if ctx.rank != 1:
+        with torch.no_grad():
+            model[0].bias.fill_(ctx.rank)
+        hvd.broadcast_parameters(model.state_dict(), 2, pair)
+        found["pair"] = model[0].bias.tolist(), hvd.broadcast_object(ctx.rank, 2, process_set=pair)
+        found["pair"] += (hvd.allgather_object("x" * ctx.rank, process_set=pair),)
+    thing = {"rank": ctx.rank, "big": list(range(1000))} if ctx.rank == 1 else None
+    found["objects"] = hvd.broadcast_object(thing, 1)["rank"], hvd.broadcast_object_fn(2, "named")([ctx.rank])
+    found["gathered"] = hvd.allgather_object({"of": [ctx.rank] * ctx.rank}, name="gathered")
+    lock = (i for i in range(3))
+    found["no object"] = raised(hvd.broadcast_object, lock if ctx.rank == 0 else None)
+    found["no gather"] = raised(hvd.allgather_object, lock if ctx.rank == 1 else None)
+    found["after"] = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+
+def broadcast_optimizers(ctx, hvd, found):
+    """A resume on one rank, beside new optimizers; return an optimizer that differs between the
+    ranks.
+    """
+    import torch
+
+    import collectives
+
+    optimizers = {
+        "adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1 + ctx.rank)),
+        "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1 + ctx.rank, amsgrad=True, betas=(0.5, 0.6)),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=ctx.rank == 0, dampening=0),
+        "plain": lambda p: torch.optim.SGD(p, lr=0.1 + ctx.rank),
+        "rprop": lambda p: torch.optim.Rprop(p, step_sizes=(1e-6, 40 + ctx.rank)),
+        "ours": lambda p: collectives.optim.AdamW(p, lr=0.1 + ctx.rank),
+        "our sgd": lambda p: collectives.optim.SGD(p, lr=0.1 + ctx.rank, momentum=0.5),
+    }
+    found["optimizers"] = {}
+    for name, make in optimizers.items():
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 3))
+        groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters())}]
+        optimizer = make(groups)
+        if ctx.rank == 0:
+            train_and_go_back(model, optimizer)
+            optimizer.param_groups[1]["weight_decay"] = 0.25
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.5)
+        optimizer.step()
+        kinds = sorted({type(v).__name__ for state in optimizer.state.values() for v in state.values()})
+        options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        weights = [p.tolist() for p in model.parameters()]
+        found["optimizers"][name] = repr(options), kinds, weights
+    if ctx.rank != 1:  # and the other way round: state where the root has none
+        optimizer.step()
+    else:
+        optimizer = make(groups)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    found["none left"] = len(optimizer.state)
+    found["lbfgs"] = raised(hvd.broadcast_optimizer_state, torch.optim.LBFGS(model.parameters()), 0)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2 + ctx.rank))], lr=1)
+    found["other"] = raised(hvd.broadcast_optimizer_state, other, 0)
+    return other
+
+
+def train_and_go_back(model, optimizer):
+    """Make three steps, and restore the parameters: the optimizer has a state."""
+    import torch
+
+    with torch.no_grad():
+        before = [p.clone() for p in model.parameters()]
+        for _ in range(3):
             for p in model.parameters():
                 p.grad = torch.full_like(p, 0.5)
             optimizer.step()
-            kinds = sorted({type(v).__name__ for state in optimizer.state.values() for v in state.values()})
-            options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-            weights = [p.tolist() for p in model.parameters()]
-            found["optimizers"][name] = repr(options), kinds, weights
-        if ctx.rank != 1:  # and the other way round: state where the root has none
-            optimizer.step()
-        else:
-            optimizer = make(groups)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
-        found["none left"] = len(optimizer.state)
-        found["lbfgs"] = raised(hvd.broadcast_optimizer_state, torch.optim.LBFGS(model.parameters()), 0)
-        other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2 + ctx.rank))], lr=1)
-        found["other"] = raised(hvd.broadcast_optimizer_state, other, 0)
+        for p, old in zip(model.parameters(), before, strict=True):
+            p.copy_(old)
+
+
+def parameters(ctx):
+    found = {}
+    with started(ctx) as hvd:
+        model = broadcast_state(ctx, hvd, found)
+        refuse_parameters(ctx, hvd, found, model)
+        share_objects(ctx, hvd, found, model)
+        other = broadcast_optimizers(ctx, hvd, found)
     for name, call in (
         ("parameters", lambda: hvd.broadcast_parameters({}, 0)),
         ("optimizer", lambda: hvd.broadcast_optimizer_state(other, 0)),
@@ -158,7 +196,9 @@ SHAPES = [(5, 4), (2, 3, 7), (4, 2, 3, 3), (3, 2, 2, 2, 2)]
 
 
 def normalise(ctx):
-    """One module over all ranks' batches, of different and empty sizes, beside torch's on all batches together."""
+    """One module over all ranks' batches, of different and empty sizes, beside torch's on all
+    batches together.
+    """
     import torch
 
     found = []

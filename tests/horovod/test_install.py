@@ -1,4 +1,6 @@
-"""An unchanged Horovod program runs, however it is started; and the name horovod is ours, or nobody's."""
+"""An unchanged Horovod program runs, however it is started; and the name horovod is ours, or
+nobody's.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def results_of(command, env, count):
 
 
 def test_an_unchanged_program():
-    """By srun and mpirun, as a file and as a module, with workers that are spawned: the same losses."""
+    """By srun and mpirun, as a file and as a module, with workers that are spawned: the same
+    losses.
+    """
     srun = [sys.executable, processes.SRUN, "-n", "2"]
     env = processes.clean_environment()
     first = results_of([*srun, *SHORT, str(PROGRAM), "--workers", "1"], env, 2)
@@ -44,7 +48,9 @@ def test_an_unchanged_program():
 
 
 def test_whose_name_it_is(tmp_path):
-    """Another package of the name, as pip would have installed it, is refused when it was imported, or passed over."""
+    """Another package of the name, as pip would have installed it, is refused when it was imported,
+    or passed over.
+    """
     for package in ("horovod", "horovod/torch"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("theirs = True\n")

@@ -1,4 +1,6 @@
-"""Ranks that submit in different orders, late, or not at all; fusion; join; process sets; a rank that dies."""
+"""Ranks that submit in different orders, late, or not at all; fusion; join; process sets; a rank
+that dies.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def any_order(ctx):
             for name in reversed(names):
                 index = names.index(name)
                 assert hvd.synchronize(handles[name]).tolist() == [ctx.size * index] * (index % 7 + 1)
-        # Nobody waits: the background thread drives, and poll tells.
+        # Nobody waits: the background thread drives, and poll returns whether it has ended.
         handle = hvd.broadcast_async(torch.tensor([ctx.rank]), 1)
         until = time.monotonic() + 20
         while not hvd.poll(handle) and time.monotonic() < until:
@@ -99,8 +101,8 @@ def test_all_at_once_and_by_rank_give_the_same():
         slow.add_submitted(rank, [1, 0])
     ((batch, places),) = plan.items
     assert places == [0, 1] and quick.pop_ready() == [] and batch.small
-    alike = [each.cached_requests[0].request for each in slow.pop_ready()]
-    assert [each.request for each in batch.responses] == alike == [new[1], new[0]]
+    by_rank = [each.cached_requests[0].request for each in slow.pop_ready()]
+    assert [each.request for each in batch.responses] == by_rank == [new[1], new[0]]
     slow.add_submitted(0, [0])
     assert slow.plan_for((1,), 1 << 20) is None  # something waits
     quick.register_requests(0, requests((5,)))
@@ -192,18 +194,18 @@ def test_process_sets():
 
 
 def stalls(ctx):
-    told = []
+    logged = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: logged.append(record.getMessage())
     log = logging.getLogger("collectives.horovod")
     log.addHandler(handler)
     try:
         with started(ctx, HOROVOD_STALL_CHECK_TIME_SECONDS=0.4) as hvd:
             if ctx.rank < 2:
                 handle = hvd.allreduce_async(torch.ones(2), name="lost")
-                # Ranks 0 and 1 have told each other what they have under way; rank 2 has nothing at all.
+                # Ranks 0 and 1 have exchanged what they have under way; rank 2 has nothing at all.
                 until = time.monotonic() + 20
-                while not told and time.monotonic() < until:
+                while not logged and time.monotonic() < until:
                     time.sleep(0.05)
             ctx.exchange(None)
             if ctx.rank == 2:
@@ -211,16 +213,16 @@ def stalls(ctx):
             hvd.synchronize(handle)
     finally:
         log.removeHandler(handler)
-    return told
+    return logged
 
 
 def test_a_stalled_tensor_is_reported_by_name():
     first, second, third = run_ranks(stalls, 3)
     assert third == []
-    for rank, told in enumerate((first, second)):
-        assert len(told) == 1  # once
-        assert f"hvd [rank {rank}]: submitted here more than 0.4 s ago" in told[0]
-        assert "allreduce.lost (missing: rank 2)" in told[0]
+    for rank, logged in enumerate((first, second)):
+        assert len(logged) == 1  # once
+        assert f"hvd [rank {rank}]: submitted here more than 0.4 s ago" in logged[0]
+        assert "allreduce.lost (missing: rank 2)" in logged[0]
 
 
 def stall_ends(ctx):
@@ -285,15 +287,15 @@ def forks(ctx):
             os.write(writer, text)
             os._exit(0)
         os.waitpid(child, 0)
-        told = os.read(reader, 1000).decode()
+        text = os.read(reader, 1000).decode()
         os.close(reader)
         os.close(writer)
-        return told, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+        return text, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
 
 
 def test_a_forked_child_is_refused():
-    for told, value in run_ranks(forks, 2):
-        assert "initialised in the parent process" in told and value == 2.0
+    for text, value in run_ranks(forks, 2):
+        assert "initialised in the parent process" in text and value == 2.0
 
 
 def traces(ctx, path):

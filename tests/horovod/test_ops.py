@@ -1,4 +1,4 @@
-"""Every operation of Horovod's API, in each of its forms, on 1 to 3 ranks, against what NumPy says."""
+"""Every operation of the Horovod API, in each of its forms, on 1 to 3 ranks, beside NumPy."""
 
 from __future__ import annotations
 
@@ -266,8 +266,9 @@ def hostile(ctx):
         refused("'allreduce.twice' is under way", lambda: hvd.allreduce_async(flat, name="twice"))
         hvd.synchronize(first)
         hvd.synchronize(hvd.allreduce_async(flat, name="twice"))
-        # What the ranks don't submit alike fails on all of them, and the next operation works.
-        unlike = {
+        # An operation that differs between the ranks fails on all of them, and the next operation
+        # works.
+        differing = {
             "shape": lambda: hvd.allreduce(torch.ones(3 + ctx.rank), name="shape"),
             "data type": lambda: hvd.allreduce(flat.double() if ctx.rank else flat, name="dtype"),
             "reduction": lambda: hvd.allreduce(flat, op=hvd.Sum if ctx.rank else hvd.Min, name="op"),
@@ -277,7 +278,7 @@ def hostile(ctx):
             "number of dimensions": lambda: hvd.allgather(torch.ones((2,) * (1 + ctx.rank)), name="dims"),
             "number of tensors": lambda: hvd.grouped_allreduce([flat] * (1 + ctx.rank), name="group"),
         }
-        for what, call in unlike.items():
+        for what, call in differing.items():
             refused(f"differ in {what}: rank 0 has .*, rank 1 has", call, hvd.HorovodInternalError)
         assert hvd.allreduce(flat, op=hvd.Sum).tolist() == [2.0] * 4
     refused("has not been initialized; use hvd.init", hvd.rank)

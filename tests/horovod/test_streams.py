@@ -1,6 +1,8 @@
-"""What hvd asks of CUDA's streams: who waits for whom, what is recorded, whose device a thread has. No GPU: a record.
+"""What hvd asks of CUDA's streams: who waits for whom, what is recorded, whose device a thread has.
+No GPU: a record.
 
-tests/streams/ looks at the same code with memory and order checked; here each call is looked at by itself.
+tests/streams/ looks at the same code with memory and order checked; here each call is looked at by
+itself.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ GPU = torch.device("cuda", 1)
 
 
 class Gpu:
-    """Streams that only take notes: each call is (what, stream, of what), with the thread that made it."""
+    """Streams that only take notes: each call is (what, stream, of what), with the thread that made
+    it.
+    """
 
     def __init__(self, monkeypatch):
         self.calls = []
@@ -208,21 +212,21 @@ def test_adasums_step_follows_its_reduction(gpu, controller, monkeypatch):
     assert ("waits", "main", finished) in gpu.calls
 
 
-def test_a_unit_waits_for_all_streams_of_its_gradients(gpu, monkeypatch):
+def test_a_bucket_waits_for_all_streams_of_its_gradients(gpu, monkeypatch):
     """A model may run on several streams; each gradient is made on that of its forward."""
     monkeypatch.setattr(gradient_buckets, "pack", lambda *_: gpu.note("packs", torch.cuda.current_stream().name, None))
-    members = [ParameterState(f"p{i}", torch.nn.Parameter(torch.zeros(2)), 1) for i in range(3)]
-    unit = AllreduceBucket(0, members, "unit", torch.float32, {"op": "sum"})
-    unit.device = GPU
-    unit.flat = torch.empty(12)
+    states = [ParameterState(f"p{i}", torch.nn.Parameter(torch.zeros(2)), 1) for i in range(3)]
+    bucket = AllreduceBucket(0, states, "bucket", torch.float32, {"op": "sum"})
+    bucket.device = GPU
+    bucket.flat = torch.empty(12)
     monkeypatch.setattr(AllreduceBucket, "read_grads", lambda self: None)
     streams = [gpu.stream("one"), gpu.stream("two")]
-    for member, stream in zip(members, (streams[0], streams[1], streams[1]), strict=True):
-        member.param.grad = gpu.tensor([1.0, 2.0], member.name)
-        member.param.grad.gpu, member.param.grad.label = gpu, member.name
+    for state, stream in zip(states, (streams[0], streams[1], streams[1]), strict=True):
+        state.param.grad = gpu.tensor([1.0, 2.0], state.name)
+        state.param.grad.gpu, state.param.grad.label = gpu, state.name
         with torch.cuda.stream(stream):
-            if unit.mark_ready():
-                unit.collect()
+            if bucket.mark_ready():
+                bucket.collect()
     assert gpu.calls == [
         ("waits", "two", "one"),
         ("recorded", "two", "p0"),

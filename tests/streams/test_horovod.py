@@ -20,7 +20,7 @@ def both(program, *args):
 
 def operations(ctx):
     from collectives import horovod as hvd
-    from tests.horovod.test_optimizer import a_job
+    from tests.horovod.optimizer_training import a_job
 
     base = (torch.arange(12.0).reshape(4, 3) + ctx.rank).to(ctx.device)
     done = []
@@ -53,7 +53,7 @@ def test_operations():
 def trained(ctx, options):
     from collectives import horovod as hvd
     from tests.ddp.training import batch
-    from tests.horovod.test_optimizer import a_job
+    from tests.horovod.optimizer_training import a_job
 
     model = make_model().to(ctx.device)
     batches = [tuple(each.to(ctx.device) for each in batch(step, ctx.rank)) for step in range(5)]

@@ -15,7 +15,7 @@ pytestmark = needs_simulation
 
 def dropped_input(ctx):
     """hvd's input is dropped as soon as the operation was submitted."""
-    from tests.horovod.test_optimizer import a_job
+    from tests.horovod.optimizer_training import a_job
 
     with a_job(ctx) as _:
         from collectives import horovod as hvd

@@ -133,9 +133,9 @@ class MpiPeer(Implementation):
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-            until = time.monotonic() + _START_SECONDS
+            deadline = time.monotonic() + _START_SECONDS
             while len(self._channels) < self.size:
-                if self._process.poll() is not None or time.monotonic() > until:
+                if self._process.poll() is not None or time.monotonic() > deadline:
                     raise PeerMissing(
                         f"{self.flavour.title} could not be started: {self._job_output()} ({' '.join(command)})"
                     )
@@ -268,7 +268,7 @@ def _raw(values: np.ndarray, dtype: torch.dtype) -> bytes:
     return pattern_tensor(values, dtype).view(torch.uint8).numpy().tobytes()
 
 
-# ---- Where it is.
+# ---- Finding the launcher and the library.
 
 
 def _find(flavour: MpiFlavour) -> tuple[str, str, dict[str, str]]:

@@ -73,7 +73,7 @@ class Membership:
     def gather(cls, world: World) -> Membership:
         """Gather the processes; a collective call of all ranks.
 
-        `InvalidUsage` where the ranks can't watch each other.
+        `InvalidUsage` where the ranks can't see each other's processes.
         """
         own = os.getpid(), _start_time(os.getpid()), os.readlink("/proc/self/ns/pid"), secrets.token_hex(16)
         rows = allgather_object(own)
@@ -94,7 +94,7 @@ class Membership:
         Blocks until all of them have connected, at most ``seconds``. `NotEnoughRanks` where fewer
         than ``min_ranks`` are left, or some don't connect.
         """
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while True:
             ranks = self.alive_ranks()
             if len(ranks) < min_ranks:
@@ -111,7 +111,7 @@ class Membership:
             except CollectivesError as error:  # a rank died, or hasn't connected yet
                 if comm is not None and not comm.closed:
                     comm.abort()
-                if time.monotonic() < until:
+                if time.monotonic() < deadline:
                     continue
                 late = [ranks[peer] for peer in error.peers] if isinstance(error, CollectiveTimeout) else []
                 who = format_ranks(late) if late else "some ranks"

@@ -1,4 +1,4 @@
-"""`run`: after ranks die, calls a training again from its last commit with the others."""
+"""Elastic `run`: calls a training again, with the surviving ranks, after ranks have died."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ElasticSampler(torch.utils.data.Sampler):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Take down that batch ``batch_idx`` (from 0) of the iteration under way was processed."""
+        """Record that batch ``batch_idx`` (from 0) of the current iteration was processed."""
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:

@@ -144,9 +144,9 @@ class ObjectState(State):
         except ValueError as error:
             wrong = [name for name, value in mine.items() if not try_pickle(value)[0]]
             raise ValueError(f"a state's attributes are pickled, and {', '.join(wrong)} can't be: {error}") from None
-        unlike = sorted(theirs.keys() ^ mine.keys())
-        if unlike:
-            raise ValueError(f"rank 0's and rank {rank()}'s state don't both have {', '.join(unlike)}")
+        differing = sorted(theirs.keys() ^ mine.keys())
+        if differing:
+            raise ValueError(f"rank 0's and rank {rank()}'s state don't both have {', '.join(differing)}")
         for name, value in theirs.items():
             setattr(self, name, value)
         ObjectState.save(self)

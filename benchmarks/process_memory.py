@@ -1,4 +1,4 @@
-"""A process's memory as Linux counts it: now, its peak, and what it shares."""
+"""Memory of a process as Linux counts it: now, its peak, and what it shares."""
 
 import ctypes
 import os
@@ -8,16 +8,19 @@ _MMAP_THRESHOLD = -3  # mallopt's number, <malloc.h>
 _LEAST = 64 << 10  # bytes
 
 
-def give_back_what_is_freed():
-    """Have malloc give every larger array a mapping of its own, which goes back to the system when it is freed."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(_LEAST)  # tells others who would change it
+def return_freed_memory():
+    """Have malloc give every larger array a mapping of its own, which goes back to the system when
+    it is freed.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(_LEAST)  # for others who would change it
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LEAST)
 
 
-def proportional(*kinds):
-    """This process's memory in bytes, what it shares divided by the number of those that share it.
+def proportional_set_size(*kinds):
+    """Return this process's memory in bytes; shared memory is divided by the number of processes
+    that share it.
 
-    ``kinds``: of Anon, Shmem, File; none named: all.
+    ``kinds``: some of Anon, Shmem, File; default: all.
     """
     wanted = {f"Pss_{kind}:" for kind in kinds} or {"Pss:"}
     lines = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]]
@@ -27,14 +30,14 @@ def proportional(*kinds):
     return sum(found)
 
 
-def resident(name):
-    """VmRSS or VmHWM, in bytes."""
+def status_bytes(name):
+    """Return a field of /proc/self/status, such as VmRSS or VmHWM, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
     raise SystemExit(f"/proc/self/status has no {name}")
 
 
-def forget_peak():
+def reset_peak():
     """Set VmHWM to VmRSS."""
     Path("/proc/self/clear_refs").write_text("5")

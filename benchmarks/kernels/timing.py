@@ -1,4 +1,4 @@
-"""What the kernels' benchmarks share: both sides timed in turn, the fields of every row, the file of rows."""
+"""Timing in turn, the fields of every row, and the file of rows, for the benchmarks of kernels."""
 
 import json
 import os
@@ -36,7 +36,9 @@ def gpu_seconds(call, part):
 
 
 def one_call(call, device):
-    """Return seconds of one call: on the host by the clock, on a GPU of many in a tenth of a second."""
+    """Return seconds of one call: on the host by the clock, on a GPU of many in a tenth of a
+    second.
+    """
     if device.type == "cuda":
         return gpu_seconds(call, 0.1)
     start = time.perf_counter()
@@ -45,7 +47,9 @@ def one_call(call, device):
 
 
 def in_turn(calls, device, rounds, seconds=one_call):
-    """Time each call once a round, after a round that isn't counted; return the lists of seconds by name."""
+    """Time each call once a round, after a round that isn't counted; return the lists of seconds by
+    name.
+    """
     for call in calls.values():
         call()
     times = {name: [] for name in calls}
@@ -56,7 +60,9 @@ def in_turn(calls, device, rounds, seconds=one_call):
 
 
 def compared(times, nbytes):
-    """Return a row's fields: our time and rate, each peer's time, and the median of each round's ratio to ours."""
+    """Return a row's fields: our time and rate, each peer's time, and the median of each round's
+    ratio to ours.
+    """
     ours = times.pop("ours")
     row = {"nbytes_moved": nbytes, "ours_ms": round(statistics.median(ours) * 1e3, 4)}
     row["ours_gb_per_s"] = round(nbytes / statistics.median(ours) / 1e9, 2)
@@ -67,7 +73,7 @@ def compared(times, nbytes):
 
 
 def add_options(parser, output, rounds):
-    """Add what every one of these benchmarks can be told."""
+    """Add the options that all these benchmarks have."""
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--isa", default=None, help="baseline, avx2 or avx512 (default: the widest)")
@@ -76,7 +82,9 @@ def add_options(parser, output, rounds):
 
 
 def prepare(arguments):
-    """Keep torch and the kernels to one thread; return the device and the fields that stand in every row."""
+    """Keep torch and the kernels to one thread; return the device and the fields that stand in
+    every row.
+    """
     device = torch.device(arguments.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -94,13 +102,13 @@ def prepare(arguments):
     }
 
 
-def told(row):
+def print_row(row):
     """Print a row, and return it."""
     print(" ".join(f"{key}={value}" for key, value in row.items() if key != "benchmark"), flush=True)
     return row
 
 
-def keep(rows, arguments):
+def write_rows(rows, arguments):
     """Append the rows to the file of results."""
     if arguments.no_output:
         return
