@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 
+from tests.launching import free_port
 from tests.variables import variables
 
 __all__ = ["apart", "joined"]
@@ -13,9 +13,7 @@ __all__ = ["apart", "joined"]
 @contextlib.contextmanager
 def apart(ctx, machines: str):
     """Let rank r be on the machine that the r-th letter of `machines` names, for as long as the block runs."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = ctx.exchange(one.getsockname()[1])[0]
+    port = ctx.exchange(free_port())[0]
     with variables(
         RANK=ctx.rank, WORLD_SIZE=ctx.size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
         COLLECTIVES_HOST_ID=machines[ctx.rank], COLLECTIVES_ENGINE="host",

@@ -5,7 +5,6 @@ import gc
 import io
 import logging
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from collectives.auto.settings import read_settings
 from collectives.errors import InvalidArgument, InvalidUsage, TransportError
 from collectives.layout import WIRE_FORMATS
 from tests.ddp.training import Branches, loss_of, make_model, over_gloo, run, wrap
+from tests.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -388,9 +388,7 @@ def auto(*words, **variables):
 def test_a_program_is_run_as_python_runs_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [auto(str(script), "--flag", "7", RANK=str(rank), **where) for rank in range(2)]
     usage, wrong = auto(), auto(str(script), COLLECTIVES_WIRE="int3")
     for rank, process in enumerate(ranks):

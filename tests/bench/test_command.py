@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import clean_environment
+from tests.launching import clean_environment, torchrun
 
 BENCH = [sys.executable, "-m", "collectives.bench"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = torchrun(2, "--standalone")
 CORRUPT = str(Path(__file__).with_name("corrupt.py"))
 FIELDS = """op engine algorithm dtype ranks bytes count in_place zero_copy time_us p95_us algbw_gbs busbw_gbs wrong
     redop root wire p50_us p99_us mean_us iters calls warmup turns machine commit versions""".split()

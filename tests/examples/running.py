@@ -4,21 +4,20 @@ import contextlib
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import SRUN
+from tests import launching
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SECONDS = 150  # limit of one run; the longest takes 10 to 20 on two idle cores
 
 
-def clean_environment():
+def login_environment():
     """Return what a fresh login has, and nothing that a launcher, this test process or its shell has set.
 
     The package is found where it is installed; only where this checkout isn't, PYTHONPATH names it.
@@ -43,7 +42,7 @@ def run_example(launcher, name, *options, cwd):
     with subprocess.Popen(
         words,
         cwd=cwd,
-        env=clean_environment(),
+        env=login_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -63,13 +62,10 @@ def run_example(launcher, name, *options, cwd):
 
 
 def torchrun(ranks):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
-    return [*run, "--no-python"]
+    """The command of torchrun, to which the program's own is added."""
+    return launching.torchrun(ranks, "--master-port", launching.free_port(), "--no-python")
 
 
 def start_two():
     """Return the command that starts two ranks soonest: a launcher that imports no torch of its own."""
-    return [sys.executable, SRUN, "-n", "2"]
+    return [sys.executable, launching.SRUN, "-n", "2"]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.examples.running import clean_environment, run_example, start_two
+from tests.examples.running import login_environment, run_example, start_two
 
 NAME = "spawned_all_reduce.py"
 
@@ -60,7 +60,7 @@ print("closed first: well")
 
 def test_forked_ranks_of_a_parent_that_has_a_communicator_raise_what_to_do(tmp_path):
     words = [sys.executable, "-c", FORKED]
-    done = subprocess.run(words, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(words, env=login_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     text, then = done.stdout.splitlines()
     assert "opened in the parent process" in text and "close() it before the fork, or start them by the spawn" in text

@@ -15,7 +15,7 @@ import threading
 
 import pytest
 
-from tests.examples.running import EXAMPLES, SECONDS, clean_environment, run_example, start_two, torchrun
+from tests.examples.running import EXAMPLES, SECONDS, login_environment, run_example, start_two, torchrun
 
 NAME = "train_digits.py"
 SHORT = ("--epochs", "3", "--blocks", "1")
@@ -103,7 +103,7 @@ def test_alone_on_a_terminal_shows_a_bar_and_fails_below_the_threshold(tmp_path)
     reader.start()
     try:
         words = [sys.executable, str(EXAMPLES / NAME), "--steps", "2"]
-        environment = {**clean_environment(), "TERM": "xterm"}
+        environment = {**login_environment(), "TERM": "xterm"}
         process = subprocess.Popen(words, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
         try:
             code = process.wait(SECONDS)

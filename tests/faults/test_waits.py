@@ -22,7 +22,7 @@ from collectives import errors, fused_allreduce
 from collectives.comm import liveness as presence
 from collectives.comm import waiting
 from collectives.rendezvous.control import dup_on_host
-from tests.launch.processes import clean_environment, finish, free_port, started
+from tests.launching import clean_environment, finish, free_port, started
 from tests.ranks import run_ranks
 
 

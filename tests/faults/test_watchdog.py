@@ -17,7 +17,7 @@ from collectives.comm import liveness as presence
 from collectives.comm import watchdog
 from collectives.launcher import get_start_time
 from collectives.rendezvous.peers import PeerInfo
-from tests.launch.processes import clean_environment, free_port
+from tests.launching import clean_environment, free_port
 from tests.rank_process import ROOT
 from tests.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from collectives.horovod.__main__ import main
-from tests.launch import processes
+from tests import launching
 
 PROGRAM = Path(__file__).with_name("mnist_program.py")
 SHORT = [sys.executable, "-m", "collectives.horovod"]
@@ -22,8 +22,8 @@ SHORT = [sys.executable, "-m", "collectives.horovod"]
 
 def results_of(command, env, count):
     """Run a command and give what its ranks found, which must be the same."""
-    with processes.started((command, env)) as running:
-        _, codes, output = processes.finish(running)
+    with launching.started((command, env)) as running:
+        _, codes, output = launching.finish(running)
     assert codes == [0], output
     found = [json.loads(text) for text in re.findall(r"FOUND ({.*?})", output)]  # mpirun may join lines
     assert sorted(each.pop("rank") for each in found) == list(range(count)), output
@@ -35,8 +35,8 @@ def test_an_unchanged_program():
     """By srun and mpirun, as a file and as a module, with workers that are spawned: the same
     losses.
     """
-    srun = [sys.executable, processes.SRUN, "-n", "2"]
-    env = processes.clean_environment()
+    srun = [sys.executable, launching.SRUN, "-n", "2"]
+    env = launching.clean_environment()
     first = results_of([*srun, *SHORT, str(PROGRAM), "--workers", "1"], env, 2)
     assert first["losses"][0] > 2 * first["losses"][-1] and first["accuracy"] > 0.8
     assert first["size"] == 2 and first["local"] == [True, 2]
@@ -84,7 +84,7 @@ for missing in ("horovod.common.util", "horovod.tensorflow"):
         continue
     raise AssertionError(missing)
 """
-    env = processes.clean_environment()
+    env = launching.clean_environment()
     env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
     done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -99,7 +99,7 @@ def test_the_command(tmp_path, capsys):
         "print(sys.argv, __name__, __file__, beside.value, hvd.size(), '' in sys.path)\n"
         "sys.exit(int(sys.argv[1]))\n"
     )
-    env = processes.clean_environment()
+    env = launching.clean_environment()
     command = [*SHORT, str(program), "3", "-m"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, cwd="/")
     assert done.returncode == 3, done.stderr

@@ -14,11 +14,11 @@ from collectives import kernels
 from collectives.errors import InvalidArgument
 from tests.buffers import Guarded, memory_of
 from tests.kernels import shim
+from tests.kernels.ways import ISAS
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 LR = 1e-3
 SIZES = [0, 1, 3, 1023, 4095, 4096, 4097, 10007, 33 * 4096 + 5]
-ISAS = ["baseline", "avx2", "avx512"]
 STATES = {
     "sgd": ("momentum",),
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -47,17 +47,6 @@ def usual_paths():
     yield
     kernels.use_isa()
     kernels.set_num_threads(None)
-
-
-def isas():
-    found = []
-    for name in ISAS:
-        try:
-            found.append(kernels.use_isa(name))
-        except InvalidArgument:
-            pass
-    kernels.use_isa()
-    return found
 
 
 def values(count, dtype, seed, spread=3.0):
@@ -305,7 +294,7 @@ def test_all_paths_give_the_same_bits(rule, param_type, grad_type, master):
         return snapshot(a)
 
     expected = run("threads")
-    for path in [*isas(), *PATHS[1:]]:
+    for path in [*ISAS, *PATHS[1:]]:
         for mine, other in zip(run(path), expected, strict=True):
             assert same_bits(mine, other), path
 
@@ -321,8 +310,6 @@ def guarded(tensor, offset):
 @pytest.mark.parametrize("path", [*ISAS, *PATHS])
 @pytest.mark.parametrize("count", SIZES)
 def test_sizes_and_unaligned_views(count, path):
-    if path in ISAS and path not in isas():
-        pytest.skip("this machine doesn't have it")
     if path.startswith("shim") and count > 5000 and not path.endswith("64 reverse"):
         pytest.skip("slow, and no other tiles than at the other sizes")
     rule, types = "adam amsgrad", (BF16, F16, True)

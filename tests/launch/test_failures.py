@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from .processes import clean_environment, finish, forked, free_port, run, started, worker
+from tests.launching import clean_environment, finish, forked, free_port, run, started, worker
 
 # Seconds beyond the limit of init() that a rank may take on a loaded machine to raise.
 SLACK_S = 10

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from .processes import SRUN, clean_environment, forked, free_port, run, worker
+from tests.launching import SRUN, clean_environment, forked, free_port, run, torchrun, worker
 
 
 def check(results, size, launcher, *, sums=1, local_size=None):
@@ -19,10 +19,6 @@ def check(results, size, launcher, *, sums=1, local_size=None):
         assert result["launcher"] == launcher and result["size"] == size
         assert (result["local_rank"], result["local_size"]) == (result["rank"], local_size or size)
         assert result["sums"] == [size * (size + 1) / 2] * sums
-
-
-def torchrun(*arguments):
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments]
 
 
 def mpi(program, ranks=2):
@@ -36,20 +32,20 @@ def mpi(program, ranks=2):
 def test_torchrun():
     # One process group only: the agent's store keeps the first one's addresses, and a second one would read them.
     steps = ("init", "twice", "ours", "reopen")
-    command = torchrun("--standalone", *worker(30, *steps)[1:])
+    command = torchrun(2, "--standalone", *worker(30, *steps)[1:])
     results = run((command, clean_environment()), results=2)
     check(results, 2, "torchrun", sums=2)
     assert all(result["same"] and result["groups"] == [3.0] for result in results)
 
 
 def test_torchrun_starts_the_ranks_again():
-    command = torchrun("--standalone", "--max-restarts", "1", *worker(30, "init", "restart", "reopen")[1:])
+    command = torchrun(2, "--standalone", "--max-restarts", "1", *worker(30, "init", "restart", "reopen")[1:])
     results = run((command, clean_environment()), results=2)
     check(results, 2, "torchrun", sums=2)
 
 
 def test_torchrun_with_the_process_group_first():
-    command = torchrun("--master-port", str(free_port()), *worker(30, "group-first", "init", "reopen")[1:])
+    command = torchrun(2, "--master-port", str(free_port()), *worker(30, "group-first", "init", "reopen")[1:])
     check(run((command, clean_environment()), results=2), 2, "torchrun", sums=2)
 
 
@@ -91,7 +87,7 @@ def test_open_mpi_refuses_more_ranks_than_slots_by_itself(tmp_path):
 def test_torchrun_started_by_srun_and_mpirun_in_a_batch_script():
     batch = {"SLURM_NTASKS": 4, "SLURM_PROCID": 0, "ENVIRONMENT": "BATCH"}
     command = [*mpi("mpirun.openmpi", 1), sys.executable, SRUN, "-n", "1"]
-    command += torchrun("--standalone", *worker(30, "init", "group", "reopen")[1:])
+    command += torchrun(2, "--standalone", *worker(30, "init", "group", "reopen")[1:])
     results = run((command, clean_environment(**batch)), results=2)
     check(results, 2, "torchrun", sums=2)
     assert [result["groups"] for result in results] == [[3.0], [3.0]]

@@ -14,8 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from collectives import run as launcher
-
-from .processes import clean_environment, finish, run, started, worker
+from tests.launching import clean_environment, finish, run, started, worker
 
 RUN = [sys.executable, "-m", "collectives.run"]
 QUICK = "import os, signal, sys, time; from pathlib import Path; rank = os.environ['RANK']\n"  # ranks without torch

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from tests.launch.processes import clean_environment, free_port, run, worker
+from tests.launching import clean_environment, free_port, run, worker
 
 STEPS = ("init", "twice", "reopen", "group")  # the group's port is MASTER_PORT: nothing of ours may have it
 

@@ -2,13 +2,13 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from collectives.environment import KNOWN
+from tests.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -26,10 +26,7 @@ PATH = (
 
 def run_alone(text):
     """Run a program as the only rank of a job, and return what it printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = {**os.environ, **job, "COLLECTIVES_ENGINE": "host", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", text]

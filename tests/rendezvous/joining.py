@@ -14,12 +14,6 @@ from collectives.rendezvous.join import join_over_store, join_rendezvous
 from collectives.rendezvous.peers import Rendezvous
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("", 0))
-        return one.getsockname()[1]
-
-
 def threads(*calls, limit=30):
     """Run calls at once, each in a thread; their results in order, with what was raised in the place of a result."""
     results = [None] * len(calls)

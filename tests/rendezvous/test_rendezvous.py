@@ -25,7 +25,8 @@ from collectives.launcher import Identity
 from collectives.rendezvous.join import identify_process, join_over_store, join_rendezvous
 from collectives.rendezvous.peers import Participant
 from collectives.rendezvous.store import StoreRendezvous
-from tests.rendezvous.joining import at, by_name, check_met, free_port, nccl_like, over, threads
+from tests.launching import free_port
+from tests.rendezvous.joining import at, by_name, check_met, nccl_like, over, threads
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 

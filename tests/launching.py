@@ -1,4 +1,4 @@
-"""Start the worker of this folder under launchers, with a hard time limit, and read what its ranks print."""
+"""Launchers and processes of their own for tests: environments, ports, command lines, a hard time limit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import tempfile
 import time
 from pathlib import Path
 
-WORKER = str(Path(__file__).with_name("worker.py"))
-FORKED = str(Path(__file__).with_name("forked.py"))
-SRUN = str(Path(__file__).with_name("srun.py"))
-ROOT = str(Path(__file__).resolve().parents[2])
+ROOT = str(Path(__file__).resolve().parents[1])
+LAUNCH = Path(__file__).with_name("launch")
+WORKER = str(LAUNCH / "worker.py")  # a rank of tests/launch
+FORKED = str(LAUNCH / "forked.py")
+SRUN = str(LAUNCH / "srun.py")  # stands for Slurm's
 LIMIT_S = 90
 _LAUNCHERS = re.compile(
     r"(OMPI|PMIX?|PRTE|HYD|MPI|SLURM|TORCHELASTIC|MASTER|GROUP|ROLE|LOCAL)_|(RANK|WORLD_SIZE|COLLECTIVES_.*)$"
@@ -44,6 +45,11 @@ def forked(*commands) -> tuple[list[str], dict[str, str]]:
     """One (command line, environment) pair for those of several workers, which share the time of the imports."""
     ranks = json.dumps([[command[2:], env] for command, env in commands])
     return [sys.executable, FORKED, ranks], clean_environment()
+
+
+def torchrun(ranks: int, *arguments) -> list[str]:
+    """The command line of torchrun for this many ranks, by this Python."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *map(str, arguments)]
 
 
 def free_port() -> int:
