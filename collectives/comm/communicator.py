@@ -587,7 +587,7 @@ class Communicator:
             return _NO_GUARD
         return torch.cuda.device(self.device)
 
-    def _check_fingerprints(self, fingerprints, group_ranks_by_node: bool = False) -> None:
+    def _check_fingerprints(self, fingerprints, grouped: bool = False) -> None:
         """Raise `Mismatch` unless all ranks make the same calls, with COLLECTIVES_CHECK only."""
         if self._checks_calls and fingerprints:
             with self._device_guard():
@@ -596,5 +596,5 @@ class Communicator:
                     fingerprints,
                     device=self.device,
                     stream=stream_handle(self, None),
-                    group_ranks_by_node=group_ranks_by_node,
+                    grouped=grouped,
                 )

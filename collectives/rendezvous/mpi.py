@@ -97,7 +97,7 @@ def join_over_mpi(mpi: Any, participant: Participant, generation: int, deadline:
 
 
 def _wait_for(requests: dict[int, Any], until: float) -> list[int]:
-    """RankWait for requests. Return the keys of those that have not ended in time."""
+    """Wait for requests. Return the keys of those that have not ended in time."""
     pending = dict(requests)
     while True:
         pending = {peer: request for peer, request in pending.items() if not request.Test()}

@@ -217,7 +217,7 @@ class StoreRendezvous:
         return self.server not in (None, self.participant.rank)
 
     def _wait_until_all_left(self, stop: threading.Event, until: float, expected: int) -> None:
-        """RankWait until all who have come, and at least ``expected``, have left the store.
+        """Wait until all who have come, and at least ``expected``, have left the store.
 
         Only the rank that serves it waits.
         """

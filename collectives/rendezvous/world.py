@@ -104,7 +104,7 @@ def _make_notes(rendezvous: Rendezvous, generation: int) -> StatusStore | None:
 def _verify_arguments(world: Communicator, engine, device, deterministic) -> None:
     """Raise `InvalidUsage` where the open communicator doesn't fit the arguments of `init`."""
     if world.forked:
-        raise InvalidUsage(f"init(): {world._native.why}", rank=world.rank)
+        raise InvalidUsage(f"init(): {world._native.reason}", rank=world.rank)
     if engine is not None and engine != world.engine.name:
         raise InvalidUsage(
             f"init({engine!r}) after a communicator was opened on engine {world.engine.name!r}: close() it first",

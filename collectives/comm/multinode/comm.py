@@ -348,7 +348,7 @@ class MultiNodeComm:
         self._keep_alive = None
 
     def wait_for_calls(self) -> None:
-        """RankWait for the calls of other threads."""
+        """Wait for the calls of other threads."""
         self.call_order.wait_for_calls()
 
     def destroy(self) -> None:

@@ -120,7 +120,7 @@ class GlooTransport:
         self.wait(self.start_transfers(sends, recvs), seconds)
 
     def _wait_in_thread(self, started: list, seconds: float | None) -> None:
-        """RankWait in another thread.
+        """Wait in another thread.
 
         Signal handlers run in the main thread, which must not be inside of Gloo then.
         """

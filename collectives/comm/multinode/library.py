@@ -231,7 +231,7 @@ class _Queue:
                 self._errors[task["ticket"]] = task["error"]
 
     def wait(self, ticket: int, timeout: float | None = None) -> bool:
-        """RankWait for a task; see `_nccl.Queue.wait`."""
+        """Wait for a task; see `_nccl.Queue.wait`."""
         return self._raise_error_of(ticket, self._queue.wait(ticket, timeout))
 
     def done(self, ticket: int) -> bool:

@@ -138,7 +138,7 @@ class HierarchicalComm:
             native.set_timeout(seconds)
 
     def wait_for_calls(self) -> None:
-        """RankWait for the calls of other threads on all levels."""
+        """Wait for the calls of other threads on all levels."""
         for native in (self.parent, self._intra_node, self._inter_node):
             native.wait_for_calls()
 
