@@ -42,8 +42,8 @@ def verify_same_step(group, value: dict) -> str:
     store.set(f"{prefix}/{rank}", json.dumps(value))
     seconds = min(_SECONDS, get_group_timeout(group, torch.device("cpu")) / 2)
     keys = [f"{prefix}/{other}" for other in range(size)]
-    fates = RankExits(store, dist.get_process_group_ranks(group))
-    wait = RankWait("to the same step", rank, size, seconds, exit_reason=fates.reason)
+    exits = RankExits(store, dist.get_process_group_ranks(group))
+    wait = RankWait("to the same step", rank, size, seconds, exit_reason=exits.reason)
     pause, found = 0.001, "all"
     try:
         while not store.check(keys):

@@ -14,8 +14,8 @@ import torch
 from .. import _nccl
 from ..comm.engine import get_engine
 from ..comm.multinode.topology import read_host_id
-from .lasting_store import attach_store, make_record_with_store
 from .peers import RECORD_BYTES, Participant, PeerInfo, Rendezvous, needs_store, validate
+from .persistent_store import attach_store, make_record_with_store
 
 __all__ = ["join_by_name"]
 

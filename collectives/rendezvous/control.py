@@ -12,8 +12,8 @@ from ..comm.engine import get_engine
 from ..comm.multinode.comm import open_multinode
 from ..comm.waiting import log_while_waiting
 from ..errors import CollectiveTimeout
-from .lasting_store import attach_store, make_record_with_store
 from .peers import RECORD_BYTES, Participant, needs_multinode_comm, validate
+from .persistent_store import attach_store, make_record_with_store
 
 __all__ = ["bootstrap_on_host", "dup_on_host", "open_control"]
 

@@ -124,7 +124,7 @@ def get_communicator(group, device: torch.device) -> Communicator:
             store, f"{prefix}/{number}", rank, size, engine=engine, timeout=timeout, device=device,
             purpose=f"to open the communicator of process group {group.group_name!r} on {device.type}, which all its "
             "ranks do at its first use",
-            fates=RankExits(store, dist.get_process_group_ranks(group)),
+            exits=RankExits(store, dist.get_process_group_ranks(group)),
         )  # fmt: skip
         native = None
         if needs_multinode_comm(rendezvous, engine.name):

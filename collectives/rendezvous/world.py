@@ -85,15 +85,15 @@ def init(
                 device=place, local_rank=rendezvous.local_rank, local_size=rendezvous.local_size,
                 peers=rendezvous.peers, deterministic=deterministic, native=native,
             )  # fmt: skip
-        notes = _make_notes(rendezvous, generation)
-        if notes is not None and chosen.device_type != "cpu":
-            watch(_world, notes)
+        status = _make_status_store(rendezvous, generation)
+        if status is not None and chosen.device_type != "cpu":
+            watch(_world, status)
         if hierarchical and native is None:
             enable_hierarchical(_world)
         return _world
 
 
-def _make_notes(rendezvous: Rendezvous, generation: int) -> StatusStore | None:
+def _make_status_store(rendezvous: Rendezvous, generation: int) -> StatusStore | None:
     """Return the watchdog's store for the communicator; None where there is no store."""
     prefix = f"collectives/watch/{generation}"
     if dist.is_available() and dist.is_initialized():

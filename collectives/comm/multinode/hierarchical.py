@@ -139,8 +139,8 @@ class HierarchicalCollectives:
             with EngineGroup(self.library):
                 if topology.is_contiguous:
                     for ranks in topology.nodes:
-                        to = sum_of[ranks[topology.local_rank]]
-                        self.intra_node.reduce_scatter(source + ranks[0] * nbytes, to, count, carry, op)
+                        dst = sum_of[ranks[topology.local_rank]]
+                        self.intra_node.reduce_scatter(source + ranks[0] * nbytes, dst, count, carry, op)
                 else:
                     for rank in range(size):
                         leader = topology.leader_of(rank)
@@ -277,8 +277,8 @@ class HierarchicalCollectives:
             return
         with EngineGroup(self.library):
             for j in range(topology.num_leaders):
-                to = work + j * nbytes if j == topology.local_rank else 0
-                self.intra_node.reduce(source + j * nbytes, to, shard, dtype, op, j)
+                dst = work + j * nbytes if j == topology.local_rank else 0
+                self.intra_node.reduce(source + j * nbytes, dst, shard, dtype, op, j)
 
     def _broadcast_between_nodes(self, address: int, nbytes: int, root_node: int) -> None:
         """Broadcast this leader's chunk between the nodes.

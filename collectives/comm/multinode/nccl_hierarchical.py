@@ -116,8 +116,8 @@ class HierarchicalComm:
         self._inter_node.all_gather(send, blocks, sendcount, dtype, stream)
 
         def gather_of(node: int) -> None:
-            to = recv + node * self._intra_node.size * nbytes
-            self._intra_node.all_gather(blocks + node * nbytes, to, sendcount, dtype, stream)
+            dst = recv + node * self._intra_node.size * nbytes
+            self._intra_node.all_gather(blocks + node * nbytes, dst, sendcount, dtype, stream)
 
         self._run_for_each_node(gather_of)
 
