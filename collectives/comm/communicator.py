@@ -222,10 +222,10 @@ class Communicator:
             return reduce_with_stats(self, "all_reduce", src, src, (array,), op, share, async_op, algorithm, stream)
         if self._choices is not None or (algorithm is not None and algorithm != "native"):
             src = self._reader.read(array, "all_reduce", writes=True)
-            by = select_algorithm(self, "all_reduce", algorithm, src.nbytes, op)
-            if by != "native":
+            selected = select_algorithm(self, "all_reduce", algorithm, src.nbytes, op)
+            if selected != "native":
                 self._reader.check_reducible(src, "all_reduce")
-                return run_algorithm(self, by, "all_reduce", src, src, (array,), array, op, async_op, stream)
+                return run_algorithm(self, selected, "all_reduce", src, src, (array,), array, op, async_op, stream)
         if not async_op and stream is None and self._fast_path.all_reduce(array, op):
             return None
         ptr, count, dtype = self._reader.read_for_reduction(array, "all_reduce")
@@ -282,9 +282,9 @@ class Communicator:
         if share is not None:
             return reduce_with_stats(self, name, dst, src, (out, inp), op, share, async_op, algorithm, stream)
         if chosen:
-            by = select_algorithm(self, name, algorithm, src.nbytes, op)
-            if by != "native":
-                return run_algorithm(self, by, name, dst, src, (out, inp), out, op, async_op, stream)
+            selected = select_algorithm(self, name, algorithm, src.nbytes, op)
+            if selected != "native":
+                return run_algorithm(self, selected, name, dst, src, (out, inp), out, op, async_op, stream)
         code, scalar = parse_reduction(self, op, src.code, name)
         steps = ((name, (src.ptr, dst.ptr, dst.count, dst.code, code)),)
         fingerprint = self._checks_calls and fingerprint_of(
@@ -306,9 +306,9 @@ class Communicator:
         self._reader.check_size(dst, src, self.size, name, "out", "inp")
         self._reader.check_overlap(dst, src, name, self.rank, "the only form in place is inp == part `rank` of out")
         if chosen:
-            by = select_algorithm(self, name, algorithm, dst.nbytes)
-            if by != "native":
-                return run_algorithm(self, by, name, dst, src, (out, inp), out, None, async_op, stream)
+            selected = select_algorithm(self, name, algorithm, dst.nbytes)
+            if selected != "native":
+                return run_algorithm(self, selected, name, dst, src, (out, inp), out, None, async_op, stream)
         steps = ((name, (src.ptr, dst.ptr, src.units, src.code)),)
         fingerprint = self._checks_calls and fingerprint_of(name, dtype=src.tag, count=src.units)
         return launch(self, name, steps, (out, inp), out, dst.nbytes, fingerprint, async_op, stream, label=src.label)

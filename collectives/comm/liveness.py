@@ -33,12 +33,12 @@ _published: list = []  # (weak reference to the store, key, pid) of the last pro
 
 
 @functools.cache
-def _identity(pid: int, machine: str) -> str:
+def _identity(pid: int, node: str) -> str:
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    return f"{machine}|{namespace}|{pid}|{get_start_time(pid)}"
+    return f"{node}|{namespace}|{pid}|{get_start_time(pid)}"
 
 
 def this_process() -> str:
