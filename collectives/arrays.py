@@ -270,7 +270,9 @@ class Reader:
         return _make_buffer(array.data.ptr, array.size, array.nbytes, name, _CODES.get(name))
 
     def stats_address(self, share, reduced: Buffer, op: str) -> int:
-        """Return the address of two float64, to which a reduction of ``reduced`` adds its statistics."""
+        """Return the address of two float64, to which a reduction of ``reduced`` adds its
+        statistics.
+        """
         if not DTYPE_NAMES.get(reduced.code, "").startswith(("float", "bfloat")):
             raise self._invalid(op, f"the array is {reduced.dtype}, of which there is no share: leave share out")
         buffer = self.read(share, op, writes=True, what="share")

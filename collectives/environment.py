@@ -1,8 +1,7 @@
-"""The environment variables of this package: all their names, and functions that read and check
-them.
+"""Environment variables of this package: their names, and functions that read and check them.
 
-docs/environment.md says what each one sets. A variable whose values only one module knows is read in that
-module.
+docs/environment.md says what each one sets. A variable whose values only one module knows is read
+in that module.
 """
 
 from __future__ import annotations
@@ -31,7 +30,9 @@ _warned: set[str] = set()
 
 
 def read_switch(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Read a variable that is 0 or 1; not set or empty means 0. Raises `InvalidArgument` for anything else."""
+    """Read a variable that is 0 or 1; not set or empty means 0. Raises `InvalidArgument` for
+    anything else.
+    """
     value = (os.environ if environ is None else environ).get(name, "").strip()
     if value not in ("", "0", "1"):
         raise InvalidArgument(f"{name} must be 0 or 1, not {value!r}")

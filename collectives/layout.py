@@ -109,9 +109,10 @@ class WireFormat(NamedTuple):
     """A format of values on the wire, with the bound of the difference between a value x and what
     the wire carries.
 
-    |x - carried| <= factor * (relative * |x| + absolute * s) + 2^-149, where s is the scale of the value's block (1 for
-    formats without scales) and factor is 1 + 2^-14 for rounding to nearest, 2 * (1 + 2^-14) for rounding at random.
-    That holds for finite values that don't overflow (fp16: below 65,520), and in blocks whose scale isn't 0.
+    |x - carried| <= factor * (relative * |x| + absolute * s) + 2^-149, where s is the scale of the
+    value's block (1 for formats without scales) and factor is 1 + 2^-14 for rounding to nearest, 2
+    * (1 + 2^-14) for rounding at random. That holds for finite values that don't overflow (fp16:
+    below 65,520), and in blocks whose scale isn't 0.
     """
 
     itemsize: int  # bytes of an element of the payload

@@ -84,7 +84,8 @@ def top_saved_tensors_hooks():
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-# ---- CUDA. Builds without CUDA have neither name. Each call looks it up, since a simulated device may come later.
+# ---- CUDA. Builds without CUDA have neither name. Each call looks it up, since a simulated device
+# may come later.
 def cuda_get_device():
     """Return the function that returns the index of the thread's current device."""
     return torch._C._cuda_getDevice
@@ -130,7 +131,8 @@ def fsdp_collectives():
     return _fsdp_api if hasattr(_fsdp_api, "AllGather") else None
 
 
-# ---- Attributes of torch's objects, by the path of the object's class: names that its instances or the class have.
+# ---- Attributes of torch's objects: names that instances or the class itself have, by the path of
+# the class.
 ATTRIBUTES = {
     "torch.nn.parallel.DistributedDataParallel": (
         "_join_config", "_divide_by_initial_world_size", "_comm_hooks", "_use_python_reducer",

@@ -52,7 +52,8 @@ __all__ = [
 
 
 class Patch(NamedTuple):
-    """A change to one of torch's objects: what was changed, why, and a function that restores it."""
+    """A change to one of torch's objects: what was changed, why, and a function that restores it.
+    """
 
     target: str
     reason: str
@@ -63,7 +64,8 @@ _patches: list[Patch] = []
 
 
 def patch_attribute(owner, name: str, replacement, reason: str) -> Patch:
-    """Replace an attribute of a class or module of torch's; `reason`: why torch's own doesn't do."""
+    """Replace an attribute of a class or module of torch's; `reason`: why torch's own doesn't do.
+    """
     own = name in vars(owner)
     original = vars(owner).get(name)
 
@@ -224,7 +226,8 @@ def patch_scaler_checks(exchange) -> None:
 
 @functools.cache
 def patch_state_dict(check) -> None:
-    """Call ``check(optimizer)``, which may raise, in torch.distributed.checkpoint.state_dict's functions.
+    """Call ``check(optimizer)``, which may raise, in torch.distributed.checkpoint.state_dict's
+    functions.
 
     ``get_state_dict``, ``get_optimizer_state_dict``, ``set_state_dict`` and
     ``set_optimizer_state_dict`` look up the changed function by its name in their module, so that

@@ -1,7 +1,4 @@
-"""Checks of the arguments of a communicator's operations, before anything is sent.
-
-They raise `InvalidArgument`.
-"""
+"""Checks of a communicator's arguments before anything is sent; they raise `InvalidArgument`."""
 
 from __future__ import annotations
 

@@ -163,9 +163,7 @@ class Communicator:
 
     @property
     def machines(self) -> tuple[tuple[int, ...], ...] | None:
-        """The ranks of each node, in the order of the nodes' first ranks.
-
-        None where they aren't known.
+        """The ranks of each node, in the order of the nodes' first ranks; None if not known.
 
         They are known for the communicators that `init()` and the DDP hook open, and on the host.
         """
@@ -243,11 +241,9 @@ class Communicator:
         return launch(self, "all_reduce", steps, (array,), array, nbytes, fingerprint, async_op, stream, scalar)
 
     def reduce(self, array, root: int = 0, op="sum", *, async_op: bool = False, stream=None) -> Work | None:
-        """Reduce `array` over all ranks.
+        """Reduce `array` over all ranks; `root` gets the result, in place.
 
-        Only `root` gets the result, in place, and the others' arrays stay.
-
-        `op` and dtypes as in `all_reduce`. C: ncclReduce.
+        The other ranks' arrays are not changed. `op` and dtypes as in `all_reduce`. C: ncclReduce.
         """
         if not async_op and stream is None and self._fast_path.reduce(array, root, op):
             return None
@@ -330,12 +326,11 @@ class Communicator:
     ) -> Work | None:
         """Send part r of `inp` to rank r, and receive rank r's into part r of `out`.
 
-        Takes any dtype; never in place.
-
-        Without split sizes the parts are equal, in elements. The split sizes are rows along
-        dimension 0, one for each rank, as in ``torch.distributed.all_to_all_single``; if only one
-        list is passed, the other side is split evenly. C: ncclAlltoAll; ncclSend and ncclRecv in a
-        group for unequal parts and for NCCL before 2.28.3.
+        Takes any dtype; never in place. Without split sizes the parts are equal, in elements. The
+        split sizes are rows along dimension 0, one for each rank, as in
+        ``torch.distributed.all_to_all_single``; if only one list is passed, the other side is split
+        evenly. C: ncclAlltoAll; ncclSend and ncclRecv in a group for unequal parts and for NCCL
+        before 2.28.3.
         """
         name = "all_to_all"
         plain = output_split_sizes is None and input_split_sizes is None and stream is None
@@ -375,10 +370,8 @@ class Communicator:
     def gather(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Gather every rank's `inp` into `root`'s `out`, in rank order. Takes any dtype.
 
-        `out` is None elsewhere.
-
-        In place where `inp` is part `root` of `out`. C: ncclGather; ncclSend and ncclRecv before
-        NCCL 2.28.3.
+        `out` is None on the other ranks. In place where `inp` is part `root` of `out`. C:
+        ncclGather; ncclSend and ncclRecv before NCCL 2.28.3.
         """
         name = "gather"
         root = parse_peer(self, root, "root", name)
@@ -396,10 +389,8 @@ class Communicator:
     def scatter(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Send part r of `root`'s `inp` to rank r's `out`. Takes any dtype.
 
-        `inp` is None elsewhere.
-
-        In place where `out` is part `root` of `inp`. C: ncclScatter; ncclSend and ncclRecv before
-        NCCL 2.28.3.
+        `inp` is None on the other ranks. In place where `out` is part `root` of `inp`.
+        C: ncclScatter; ncclSend and ncclRecv before NCCL 2.28.3.
         """
         name = "scatter"
         root = parse_peer(self, root, "root", name)
@@ -472,13 +463,11 @@ class Communicator:
     def empty(self, n: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocate a tensor of `n` elements in memory that the engine uses with no staging copy.
 
-        A local call.
-
-        `dtype` None: torch's default. The contents are undefined. The memory is freed with the last
-        tensor that views it, also after `close()`. On the host it is shared with the other ranks. A
-        forked child (a DataLoader's worker) can't change the parent's contents. It sees what the
-        parent writes later in the pages that the child has not written itself, so it must not use
-        the memory as a snapshot. C: ncclMemAlloc (NCCL 2.19).
+        A local call. `dtype` None: torch's default. The contents are undefined. The memory is freed
+        with the last tensor that views it, also after `close()`. On the host it is shared with the
+        other ranks. A forked child (a DataLoader's worker) can't change the parent's contents. It
+        sees what the parent writes later in the pages that the child has not written itself, so it
+        must not use the memory as a snapshot. C: ncclMemAlloc (NCCL 2.19).
         """
         self._check_open("empty")
         n, dtype = parse_allocation(self, n, dtype)
@@ -497,11 +486,9 @@ class Communicator:
     def deregister(self, registration: Registration) -> None:
         """End a registration; no operation that uses the array may be in flight.
 
-        C: ncclCommDeregister.
-
-        On the host `InvalidUsage` is raised while asynchronous operations are in flight: the peers
-        may use the array's memory, which becomes this process's own again. On CUDA it waits for the
-        GPU.
+        C: ncclCommDeregister. On the host `InvalidUsage` is raised while asynchronous operations
+        are in flight: the peers may use the array's memory, which becomes this process's own again.
+        On CUDA it waits for the GPU.
         """
         deregister(self, registration)
 
@@ -517,10 +504,8 @@ class Communicator:
     def close(self) -> None:
         """Wait for what is in flight, then free the communicator. Harmless when called again.
 
-        C: ncclCommDestroy.
-
-        Raises the error with which the watchdog has ended the communicator, if no call has raised
-        it before.
+        C: ncclCommDestroy. Raises the error with which the watchdog has ended the communicator, if
+        no call has raised it before.
         """
         closing.close(self)
 

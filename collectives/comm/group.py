@@ -39,8 +39,8 @@ _OP = 4  # position of the op among a reduction's arguments
 def issue(calls: list[Call], streams: list[int]) -> None:
     """Issue calls, as one group if they are more than one step: all of them, or none.
 
-    What Python can detect, such as a closed communicator, is detected before the library gets any
-    of them.
+    What Python can check, such as a closed communicator, is checked before the library gets any of
+    them.
     """
     library = calls[0].comm.engine.library
     grouped = len(calls) > 1 or len(calls[0].steps) > 1
@@ -73,9 +73,8 @@ def issue(calls: list[Call], streams: list[int]) -> None:
 def _resolve_steps(call: Call, stream: int, grouped: bool, created_ops: list):
     """Yield a call's steps as (function, arguments).
 
-    Creates the ops that they need, and appends them to `created_ops`.
-
-    `created_ops`: pairs of the binding object and the op.
+    Creates the premultiplied sums that they need, and appends them to `created_ops` as pairs of
+    the binding object and the op. `grouped`: the steps are part of a group.
     """
     native = call.comm._native
     if grouped:  # an operation of several steps can't stand in a group
@@ -112,11 +111,9 @@ open_groups: dict[int, Group] = {}  # by thread, as in the library
 class Group:
     """Context manager that collects the calls of a ``with`` block and issues them as one.
 
-    Made by `Communicator.group`.
-
-    The group is the thread's: calls of other communicators of the same engine inside the block
-    belong to it. All its calls are blocking or all have ``async_op=True``. If the block raises,
-    none is issued.
+    Made by `Communicator.group`. The group is the thread's: calls of other communicators of the
+    same engine inside the block belong to it. All its calls are blocking or all have
+    ``async_op=True``. If the block raises, none is issued.
     """
 
     def __init__(self, comm):

@@ -1,4 +1,4 @@
-"""Reductions besides the plain in-place form: out of place, and with statistics."""
+"""Reductions out of place, and reductions with gradient statistics."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ _MAX_PLANS = 128
 class AlgorithmExecutor:
     """Executor of one communicator's algorithms, with their plans, scratch memory and streams.
 
-    `chunk`: bytes of one message, the same on all ranks. Created at the first call that is not
-    native.
+    `chunk`: bytes of one message, the same on all ranks. It is created at the first call that uses
+    an algorithm other than native.
     """
 
     def __init__(self, comm, chunk: int):
@@ -58,9 +58,7 @@ class AlgorithmExecutor:
         self, name: str, algorithm: str, dst: Buffer, src: Buffer, code: int, scalar, held: tuple, result,
         async_op: bool, stream,
     ) -> Work | None:  # fmt: skip
-        """Carry out one validated call.
-
-        Like the communicator's operations, it blocks on the host and not on CUDA.
+        """Carry out one validated call; it blocks on the host and not on CUDA.
 
         `dst`, `src`: the output and the input, the same for an all-reduce; `code`: of the op;
         `scalar`: (value, dtype code) of a premultiplied sum, or None; `stream`: the caller's, or

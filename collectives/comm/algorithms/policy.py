@@ -1,9 +1,9 @@
 """Policy: which algorithm a communicator uses for which operation and size, the same on all ranks.
 
-`fit` and `best_algorithms` turn measured times into a table. It models an algorithm's time as alpha
-+ beta * bytes (R. Hockney, "The communication challenge for MPP", 1994). A communicator's policy is
-what rank 0 has read from its variables and its tune file when the communicator was opened: rank 0
-sends it to the others.
+`fit` and `best_algorithms` make a table from measured times. An algorithm's time is modelled as
+alpha + beta * bytes (R. Hockney, "The communication challenge for MPP", 1994). Rank 0 reads a
+communicator's policy from its variables and its tune file when the communicator is opened, and
+sends it to the other ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CHUNKS = {"host": 256 << 10, "nccl": 4 << 20}  # bytes of a message
 
 
 class AlphaBetaModel:
-    """time = `alpha` (s) + `beta` (s/byte) * bytes.
+    """Model of an algorithm's time: `alpha` (s) + `beta` (s/byte) * bytes.
 
     `residual`: the root mean square of the relative errors.
     """
@@ -128,10 +128,7 @@ class Policy:
         self.tables = tables
 
     def allowed_algorithms(self, engine: str, op: str) -> tuple[str, ...]:
-        """Return the algorithms that may be used.
-
-        `deterministic`: those that reduce in rank order.
-        """
+        """Return the algorithms that may be used: where `deterministic`, those in rank order."""
         if not self.deterministic or op == "all_gather":
             return ALGORITHMS
         return ("native", "direct") if engine == "host" else ("direct",)
@@ -162,10 +159,9 @@ def look_up_choice(choices: dict[str, Choices], op: str, nbytes: int) -> str:
 def select_algorithm(comm, op: str, algorithm, nbytes: int, reduction=None) -> str:
     """Return the algorithm of a communicator's call: the caller's, else the policy's.
 
-    In a group always native.
-
-    `nbytes`: of the larger array; `reduction`: the op that the caller passed. Raises
-    `InvalidArgument` for an unknown name, `InvalidUsage` for an algorithm that is not allowed here.
+    In a group it is always native. `nbytes`: of the larger array; `reduction`: the op that the
+    caller passed. Raises `InvalidArgument` for an unknown name, `InvalidUsage` for an algorithm
+    that is not allowed here.
     """
     grouped = bool(open_groups) and get_ident() in open_groups
     chosen = algorithm

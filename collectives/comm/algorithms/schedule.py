@@ -230,7 +230,10 @@ class _ScheduleBuilder:
                         self.ring_all_gather_step(step, column)
 
     def ring_reduce_scatter(self, columns) -> None:
-        """Pass partial sums around the ring: shard p starts at rank p + 1 and is complete at rank p."""
+        """Pass partial sums around the ring.
+
+        Shard p starts at rank p + 1 and is complete at rank p.
+        """
         size, rank = self.size, self.rank
         next_rank, previous_rank = (rank + 1) % size, (rank - 1) % size
         partial, own_slots = 0, 2 * DEPTH  # first slots of partial sums (of even, then odd steps), and of own elements
