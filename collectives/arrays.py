@@ -1,5 +1,4 @@
-"""Arrays as the engines take them, an address, a count and a dtype, with all checks that come
-before a call.
+"""Reader of arrays for the engines: each becomes an address, a count and a dtype, after all checks.
 
 torch tensors, NumPy arrays and CuPy arrays are read by pointer and never copied. An array that
 can't be used where it lies is an ``InvalidArgument`` that says how to correct it.
@@ -70,8 +69,9 @@ _DTYPE_ADVICE = {
 
 
 class Buffer(NamedTuple):
-    """Address and size of an array, and the units in which it is sent: NCCL's own dtype, else
-    bytes.
+    """An array's address and size, and the units in which it is sent.
+
+    The units are elements where NCCL has the array's dtype, else bytes.
     """
 
     ptr: int
@@ -83,15 +83,17 @@ class Buffer(NamedTuple):
 
     @property
     def label(self) -> str | None:
-        """The dtype's name where the array is sent as bytes, so that the ranks can still compare
-        it.
+        """The dtype's name where the array is sent as bytes, else None.
+
+        By it the ranks can still compare the dtypes.
         """
         return None if self.dtype in _CODES else self.dtype
 
     @property
     def tag(self) -> int:
-        """A number for the dtype that is the same on all ranks: NCCL's code, or one above NCCL's
-        codes.
+        """A number for the dtype that is the same on all ranks.
+
+        NCCL's code, or a number above NCCL's codes.
         """
         return self.code if self.dtype in _CODES else _FIRST_TAG + crc32(self.dtype.encode())
 
@@ -128,8 +130,9 @@ class Reader:
         )
 
     def read_for_reduction(self, array, op: str) -> tuple[int, int, int]:
-        """Return (address, count, dtype code) of an array to be reduced in place, or raise
-        `InvalidArgument`.
+        """Return (address, count, dtype code) of an array that is to be reduced in place.
+
+        Raises `InvalidArgument` where it can't be.
         """
         found = self.array_reader.read(array)
         if found is not None:
@@ -146,8 +149,9 @@ class Reader:
         return buffer.ptr, buffer.count, buffer.code
 
     def plain_address(self, array) -> int | None:
-        """Return the address of a tensor that can be used where it lies; None: `read` must read
-        it, or say why not.
+        """Return the address of a tensor that can be used where it lies, else None.
+
+        None: `read` must read it, or raises the reason.
         """
         if (
             (array.is_cpu if self._on_host else array.is_cuda and array.get_device() == self._index)
@@ -270,8 +274,9 @@ class Reader:
         return _make_buffer(array.data.ptr, array.size, array.nbytes, name, _CODES.get(name))
 
     def stats_address(self, share, reduced: Buffer, op: str) -> int:
-        """Return the address of two float64, to which a reduction of ``reduced`` adds its
-        statistics.
+        """Return the address of the two float64 to which a reduction adds its statistics.
+
+        ``share``: the array with them; ``reduced``: the array that is reduced.
         """
         if not DTYPE_NAMES.get(reduced.code, "").startswith(("float", "bfloat")):
             raise self._invalid(op, f"the array is {reduced.dtype}, of which there is no share: leave share out")
@@ -301,8 +306,9 @@ class Reader:
             )
 
     def check_overlap(self, large: Buffer, small: Buffer, op: str, index: int | None, form: str) -> None:
-        """Refuse arrays that share memory, unless ``small`` is part ``index`` of ``large`` (None:
-        never in place).
+        """Refuse arrays that share memory, unless ``small`` is part ``index`` of ``large``.
+
+        ``index`` None: the operation has no form in place.
         """
         if not large.nbytes or not small.nbytes:
             return
@@ -337,8 +343,9 @@ def kind_of(thing) -> str:
 
 
 def shown(value) -> str:
-    """Return the text of a wrong argument for a message: at most 40 characters, and some text for
-    every object.
+    """Return the text of a wrong argument for a message, of at most 40 characters.
+
+    There is some text for every object.
     """
     try:
         return f"{value!r:.40}"
@@ -347,10 +354,10 @@ def shown(value) -> str:
 
 
 def parse_op(op, *, rank: int, name: str) -> tuple[int, float | None]:
-    """Return (op code, scalar) of a name, a number (each rank's input times it, then summed) or a
-    torch ReduceOp.
+    """Return (op code, scalar) of a name, a number or a torch ReduceOp.
 
-    With a scalar the code is that of sum, and the caller makes the library's own op of it.
+    A number is a premultiplied sum: each rank's input is multiplied by its number, then summed. Its
+    code is that of sum, and the caller creates the library's op for the scalar.
     """
     if type(op) is str:
         code = OPS.get(op)

@@ -88,8 +88,9 @@ class CudaError(CollectivesError):
 
 
 class TransportError(CollectivesError):
-    """The system refused something between the ranks: sockets, shared memory, descriptors
-    (``ncclSystemError``).
+    """The system refused something between the ranks (``ncclSystemError``).
+
+    Examples are sockets, shared memory and file descriptors.
     """
 
 

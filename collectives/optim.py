@@ -349,8 +349,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @torch.inference_mode(False)  # the state outlives the mode, in which alone its tensors could be written
     @torch.no_grad()
     def _state(self, param, group, columns) -> dict[str, torch.Tensor]:
-        """Return a parameter's state in the parameter's memory order, with missing entries added.
-        """
+        """Return a parameter's state in its memory order, with missing entries added."""
         state = self.state[param]
         if "shard" in state:
             raise InvalidArgument(

@@ -34,8 +34,7 @@ def new_state_tensor(param) -> torch.Tensor:
 
 
 def state_values(states, keys) -> list:
-    """Return the values of `keys` in all parameters' states, key by key; None where one is missing.
-    """
+    """Return the values of `keys` in the parameters' states, key by key; None for a missing one."""
     return [state.get(key) for key in keys for state in states]
 
 

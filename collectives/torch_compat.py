@@ -78,8 +78,9 @@ current_graph_task_id = torch._C._current_graph_task_id
 
 
 def top_saved_tensors_hooks():
-    """Return the innermost (pack, unpack) of torch.autograd.graph.saved_tensors_hooks, or None.
-    Since 2.8.
+    """Return the innermost (pack, unpack) of saved_tensors_hooks, or None. Since 2.8.
+
+    The hooks are those of ``torch.autograd.graph.saved_tensors_hooks``.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -113,8 +114,9 @@ def premul_sum(factor):
 
 
 def sequence_number(group) -> int:
-    """Return how many collectives this rank has started on a group; -1 where its backend doesn't
-    count.
+    """Return how many collectives this rank has started on a group.
+
+    It is -1 where the group's backend doesn't count.
     """
     try:
         return group._get_sequence_number_for_group()

@@ -1,8 +1,8 @@
 """Choice of the rendezvous: how the unique id gets from rank 0 to the other ranks.
 
-If torch.distributed is initialised, over its store; with MASTER_ADDR and MASTER_PORT, over a torch
-``TCPStore``; with neither, on one node, by the job's name alone; and in an MPI job over several
-nodes by mpi4py.
+It goes over torch.distributed's store if that is initialised; with MASTER_ADDR and MASTER_PORT,
+over a torch ``TCPStore``; with neither, on one node, by the job's name alone; and in an MPI job
+over several nodes, by mpi4py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["identify_process", "join_over_store", "join_rendezvous"]
 
 
 def identify_process() -> Identity:
-    """Return the identity of this process.
+    """Return the identity of this process: its rank, size and launcher.
 
     It comes from torch.distributed or mpi4py if initialised, else from the environment. Doesn't
     block. Raises ``InvalidArgument`` for variables that can't be used.
@@ -131,9 +131,9 @@ def _join_over_persistent(
     store: dist.Store, prefix: str, participant: Participant, deadline: float, timeout: float, exits: RankExits | None,
     purpose: str = "",
 ) -> Rendezvous:  # fmt: skip
-    """Join over a store of torch.distributed's.
+    """Join over torch.distributed's store, which outlives the rendezvous.
 
-    It outlives the rendezvous, so a communicator may hold it.
+    So a communicator may hold it.
     """
     where = "torch.distributed's store"
     host = _find_host_of(store)

@@ -1,4 +1,4 @@
-"""Rendezvous over MPI, by mpi4py: rank 0 collects the records and sends them to all ranks."""
+"""Rendezvous over MPI, by mpi4py: rank 0 gathers the records and sends them to all ranks."""
 
 from __future__ import annotations
 

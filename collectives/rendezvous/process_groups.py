@@ -1,4 +1,4 @@
-"""Communicators of torch's process groups: one for each group and device, opened at first use."""
+"""Communicators of torch's process groups: one per group and device, opened at its first use."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def get_communicator(group, device: torch.device) -> Communicator:
     The first call is a collective of the group: it blocks until all its ranks have come, at most
     the group's timeout, which becomes the communicator's. Raises `CollectiveTimeout` past it,
     `RemoteError` as soon as it is known that a rank's process has ended, and `TransportError` where
-    torch's store has gone away.
+    torch's store is closed or fails.
     """
     key = (id(group), device)
     known = _communicators.get(key)

@@ -1,8 +1,7 @@
-"""Rendezvous over a torch store, by which the ranks exchange their records.
+"""Rendezvous over a torch store, in which the ranks exchange their records.
 
-Each rank claims its number, sets its record and waits for the records of the others.
-
-A rendezvous that fails, fails on every rank that has come, with the same error:
+Each rank claims its number, sets its record and waits for the records of the others. A rendezvous
+that fails, fails on every rank that has come, with the same error:
 ``CollectiveTimeout`` with the missing ranks, ``InvalidUsage`` for two processes with one rank.
 """
 
@@ -42,7 +41,7 @@ class StoreRendezvous:
     messages; ``server``: the rank whose process serves the store, if a rank's does; ``host``: the
     store's host; ``persistent``: whether the store outlives the rendezvous. If it doesn't and the
     communicator needs a store, rank 0 serves another one on a port of its own. ``stale`` becomes
-    True if the store went away before the serving rank had come: then it was an older one of that
+    True if the store was closed before the serving rank had come: then it was an older one of that
     process. ``purpose``: what the ranks come for, for messages; ``exits``: how ranks that haven't
     come have ended.
 
@@ -176,9 +175,9 @@ class StoreRendezvous:
         return self.exits.reason(rank) if self.exits is not None else ""
 
     def _find_ended_ranks(self) -> dict[int, str]:
-        """Return how ranks have ended, by rank, after the store has gone.
+        """Return how ranks have ended, by rank, after the store has failed.
 
-        The store may go a moment before its process, so it waits a little.
+        The store may end a moment before its process, so it waits a little.
         """
         until = time.monotonic() + GRACE_S / 2
         while self.exits is not None:

@@ -1,4 +1,4 @@
-"""The communicator of the whole job: `init()`."""
+"""Communicator of all ranks of the job, which `init()` opens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Store of a communicator over several nodes.
-
-It has addresses and ids while the communicator opens, and the cause of a failure later.
-"""
+"""Store of a communicator over several nodes: addresses and ids while it opens, then errors."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """Hierarchical collectives on host memory: our engine inside of nodes, Gloo between them.
 
 A reduction has three steps. First the engine reduces inside of each node: each leader (see
-`topology.Topology`) gets its shard of the node's sum. Then the leaders with one number exchange
-their shards: each one sums its chunk of the shard in the order of the nodes and sends the result to
-the others (of two nodes each sums the whole shard). Last, the shards are gathered inside of each
-node.
+`topology.Topology`) gets its shard of the node's sum. Then the leaders with the same number
+exchange their shards: each one sums its chunk of the shard in the order of the nodes and sends the
+result to the others (of two nodes each sums the whole shard). Last, the shards are gathered inside
+of each node.
 
 So each element is summed in one order: all ranks get the same bits, which depend only on the arrays
 and on which rank is on which node. Types narrower than fp32 are exchanged as fp32 and rounded once,
 at the end.
 
-Each call begins with a frame between the leaders: what is called, and small arrays with it.
+Each call begins with a frame between the leaders, with the call's fingerprint and small arrays.
 """
 
 from __future__ import annotations
