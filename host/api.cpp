@@ -1,5 +1,5 @@
-// The exported functions that put operations in: arguments are checked here, so that a wrong one is
-// an error and never a crash.
+// Exported functions that issue operations. Arguments are checked here, so that a wrong one is an
+// error and never a crash.
 #include <string.h>
 
 #include <set>
