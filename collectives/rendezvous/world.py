@@ -60,29 +60,30 @@ def init(
         check_variables()
         chosen = get_engine(engine, None if device is None else parse_device(device).type)
         identity = identify_process()
-        place = None
+        own_device = None
         if device is not None:
-            place = resolve_device(chosen, device)
+            own_device = resolve_device(chosen, device)
         elif identity.local_rank is not None or chosen.device_type == "cpu":
-            place = _select_device(chosen, identity.local_rank)
-        if place is not None:
-            set_first_device(place)
+            own_device = _select_device(chosen, identity.local_rank)
+        if own_device is not None:
+            set_first_device(own_device)
         # A rendezvous that fails uses its number up as well: it may have succeeded on some ranks.
         generation, _generation = _generation, _generation + 1
         deadline = time.monotonic() + timeout if isinstance(timeout, int | float) else 0.0
         rendezvous = join_rendezvous(
-            identity, engine=chosen, timeout=timeout, generation=generation, device=place, hierarchical=hierarchical
-        )
+            identity, engine=chosen, timeout=timeout, generation=generation, device=own_device,
+            hierarchical=hierarchical,
+        )  # fmt: skip
         native = None
         if needs_multinode_comm(rendezvous, chosen.name):
             chosen, native = open_multinode(chosen, rendezvous, identity.rank, max(1.0, deadline - time.monotonic()))
-        if place is None:
-            place = _select_device(chosen, rendezvous.local_rank)
-            set_first_device(place)
+        if own_device is None:
+            own_device = _select_device(chosen, rendezvous.local_rank)
+            set_first_device(own_device)
         with log_while_waiting("to open the job's communicator", identity.rank, timeout):
             _world = Communicator(
                 chosen, rendezvous.unique_id, identity.rank, identity.size,
-                device=place, local_rank=rendezvous.local_rank, local_size=rendezvous.local_size,
+                device=own_device, local_rank=rendezvous.local_rank, local_size=rendezvous.local_size,
                 peers=rendezvous.peers, deterministic=deterministic, native=native,
             )  # fmt: skip
         status = _make_status_store(rendezvous, generation)
