@@ -1,4 +1,4 @@
-"""Collective communication for PyTorch: NCCL on GPUs and a shared-memory engine on host memory, behind one binding."""
+"""Collective communication for PyTorch: NCCL on GPUs, a shared-memory engine on host memory."""
 
 from . import errors
 from .comm.algorithms.tune import tune

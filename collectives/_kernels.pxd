@@ -1,4 +1,5 @@
-# The host kernels' C API (kernels/include/coll/kernel_abi.h), called through pointers from the loaded library.
+# C API of the host kernels (kernels/include/coll/kernel_abi.h), called through pointers from the
+# loaded library.
 from libc.stddef cimport size_t
 
 ctypedef int (*run_fn)(int kernel, const void* args, size_t nbytes, int threads) noexcept nogil

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Binding of the host kernel library: loads it, and runs a kernel on a struct of arguments.
+"""Binding of the host kernel library, which runs a kernel on a struct of arguments.
 
 The library is ``libcollectives_host.so``, loaded by its path and never unloaded. Arguments are
 opaque here: ``kernels/abi.py`` declares the structs, and their sizes are checked against the
@@ -43,8 +43,9 @@ cdef class Library:
         self._isa = <isa_fn>_symbol(self._handle, b"collKernelIsa", self.path)
 
     def run(self, int kernel, args, int threads):
-        """Run a kernel on a struct of arguments (an object with a buffer); blocks until it is done,
-        without the GIL.
+        """Run a kernel on a struct of arguments, an object with a buffer.
+
+        Blocks until it is done, without the GIL.
         """
         cdef Py_buffer view
         cdef int status
@@ -66,8 +67,9 @@ cdef class Library:
         return self._args_size(kernel)
 
     def use_isa(self, name=None):
-        """Use an instruction set's kernels from now on; ``None``: COLLECTIVES_ISA's, else the
-        widest. Returns its name.
+        """Use an instruction set's kernels from now on, and return its name.
+
+        ``None``: COLLECTIVES_ISA's, else the widest.
         """
         cdef bytes encoded = b"" if name is None else name.encode()
         cdef const char* wanted = NULL

@@ -1,7 +1,8 @@
-# The C declarations behind the binding.
+# C declarations of the binding.
 #
-# The types that count are those of coll/nccl_abi.h, from which _nccl_table.h builds the struct of function pointers: a
-# signature written here with another number of arguments or another pointer does not compile.
+# The types that count are those of coll/nccl_abi.h, from which _nccl_table.h builds the struct of
+# function pointers: a signature written here with another number of arguments or another pointer
+# does not compile.
 
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
@@ -297,7 +298,7 @@ cdef class Comm:
     cdef int forks              # of which process it is
     cdef bint closed
     cdef int known_rank, known_size     # -1: ask the library
-    # What was issued last, and how many calls there were. Another thread looks at it, to see whether they end.
+    # The call that was issued last, and the number of calls. The watchdog's thread reads them.
     cdef const char* last_op
     cdef size_t number, last_count, last_stream
     cdef int last_dtype

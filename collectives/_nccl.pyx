@@ -1,10 +1,10 @@
-"""The binding of NCCL's C API: a function table loaded from a path at run time.
+"""Binding of NCCL's C API: a function table loaded from a path at run time.
 
 The same classes drive NVIDIA's NCCL and this project's host engine, which exports the same C ABI.
-Addresses, streams and queues are plain integers; of torch nothing is known here but the table by
-which its tensors can be read (``_nccl_arrays.pxi``), which comes at run time. Each method is:
-marshal, call with the GIL released, check. What an error becomes is decided in one place
-(``_nccl_errors.pxi``).
+Addresses, streams and queues are plain integers. The binding doesn't depend on torch: it gets the
+DLPack exchange table, by which tensors are read (``_nccl_arrays.pxi``), at run time. Each method
+converts its arguments, calls the library with the GIL released, and checks the result code.
+``_nccl_errors.pxi`` makes the exception for a code.
 """
 
 import re
@@ -162,9 +162,7 @@ cdef class Library:
     # ---- functions of the library
 
     def has(self, str name not None):
-        """Return whether the library has the C function ``name``, one of FUNCTIONS or
-        HOST_FUNCTIONS.
-        """
+        """Return whether the library has a C function, one of FUNCTIONS or HOST_FUNCTIONS."""
         cdef bytes encoded = name.encode()
         cdef const collEntry_t* entry = collFunctions
         while entry.name is not NULL:
@@ -225,8 +223,7 @@ cdef class Library:
         return (<char*> &unique_id)[:sizeof(unique_id)]
 
     def named_unique_id(self, bytes name not None):
-        """Make the unique id that belongs to a name: all processes of this user that use the name
-        get the same one.
+        """Make the unique id of a name, the same in all processes of this user.
 
         Host engine only. C: ``collHostGetNamedUniqueId``.
         """
@@ -302,10 +299,10 @@ cdef class Library:
         return comms
 
     def comm_grow(self, int nranks, bytes unique_id not None, int rank, *, config=None):
-        """Join, as a new rank, a communicator that grows to ``nranks``; the old ranks call
-        ``Comm.grow``.
+        """Join a communicator that grows to ``nranks`` as a new rank.
 
-        ``unique_id`` comes from ``Comm.get_unique_id`` of an old rank. C: ``ncclCommGrow``.
+        The old ranks call ``Comm.grow``. ``unique_id`` comes from ``Comm.get_unique_id`` of an old
+        rank. C: ``ncclCommGrow``.
         """
         cdef ncclUniqueId c_id = c_unique_id(unique_id)
         cdef _Config settings = None if config is None else _Config(self, config)
@@ -318,11 +315,10 @@ cdef class Library:
         return self.opened(comm, code, "ncclCommGrow")
 
     cdef Comm opened(self, Comm comm, ncclResult_t code, const char* name):
-        """Finish a function that opens a communicator: raise, or keep the object alive while the
-        library may write its handle.
+        """Check the result of a function that opens a communicator.
 
-        In a group the handle is written at the group's end, and with ``blocking=0`` by a thread of
-        the library.
+        Keeps the object alive while the library may write its handle. In a group the handle is
+        written at the group's end, and with ``blocking=0`` by a thread of the library.
         """
         cdef list group
         if code != ncclSuccess and code != ncclInProgress or collInterrupted:
@@ -339,9 +335,9 @@ cdef class Library:
     # ---- groups
 
     def group_start(self):
-        """Open a group on this thread: calls up to ``group_end`` become one. Groups nest.
+        """Open a group on this thread: the calls up to ``group_end`` are issued as one.
 
-        C: ``ncclGroupStart``.
+        Groups nest. C: ``ncclGroupStart``.
         """
         cdef ncclResult_t code
         cdef list group
@@ -353,9 +349,9 @@ cdef class Library:
         group[0] += 1
 
     def group_end(self):
-        """Close the group; the outermost end issues its calls, on the host's stream 0 it waits.
+        """Close the group; the outermost end issues its calls.
 
-        C: ``ncclGroupEnd``.
+        On stream 0 of the host engine it waits for them. C: ``ncclGroupEnd``.
         """
         cdef ncclResult_t code
         global collInsideGroupEnd
@@ -368,10 +364,10 @@ cdef class Library:
         self.done(code, "ncclGroupEnd")
 
     def group_simulate_end(self):
-        """Close the group without issuing it; return the library's estimate of its time in seconds,
-        or None.
+        """Close the group without issuing it.
 
-        C: ``ncclGroupSimulateEnd``, which counts in microseconds.
+        Return the library's estimate of its time in seconds, or None. C: ``ncclGroupSimulateEnd``,
+        which counts in microseconds.
         """
         cdef ncclSimInfo_t info
         cdef ncclResult_t code
@@ -385,11 +381,11 @@ cdef class Library:
         return None if info.estimatedTime < 0 else info.estimatedTime * 1e-6
 
     def group_cancel(self):
-        """Drop the calls in this thread's open group, and leave all its levels; no-op if none is
-        open.
+        """Drop the calls in this thread's open group, and leave all its levels.
 
-        C: ``collHostGroupCancel``. NCCL has no such function: after a call that it refuses
-        ``ncclGroupEnd`` launches nothing of the group, so one is made, on no communicator.
+        No-op if none is open. C: ``collHostGroupCancel``. NCCL has no such function: after a call
+        that it refuses ``ncclGroupEnd`` launches nothing of the group, so one is made, on no
+        communicator.
         """
         cdef ncclResult_t refused, code
         cdef list group = self.groups.pop(PyThread_get_thread_ident(), None)
@@ -451,8 +447,7 @@ cdef class Library:
         return nbytes
 
     def memory_shared(self, size_t address, size_t nbytes):
-        """Return whether all of a range of memory is shared with the peers, so that it is used in
-        place.
+        """Return whether all of a range of memory is shared with the peers, and so used in place.
 
         Host engine only. C: ``collHostMemoryShared``.
         """
@@ -491,11 +486,10 @@ cdef class Library:
         return text_of(value)
 
     def param_get_typed(self, str key not None, str kind not None):
-        """Return a parameter's value as ``kind``: i8 i16 i32 i64 u8 u16 u32 u64 (int), "str", or
-        "raw" (bytes).
+        """Return a parameter's value as a ``kind``.
 
-        C: ``ncclParamBind``, then ``ncclParamGetI8`` and its like, ``ncclParamGetStr``,
-        ``ncclParamGet``.
+        Kinds: i8 i16 i32 i64 u8 u16 u32 u64 (int), "str", and "raw" (bytes). C: ``ncclParamBind``,
+        then ``ncclParamGetI8`` and its like, ``ncclParamGetStr``, ``ncclParamGet``.
         """
         cdef bytes encoded = key.encode()
         cdef const char* c_key = encoded
@@ -549,10 +543,10 @@ cdef class Library:
         return queue
 
     def label(self, str op=None, str dtype=None):
-        """Set the name of the calling thread's next operation in reports, and of its dtype.
+        """Set the names of the calling thread's next operation and of its dtype, for reports.
 
-        For types that are sent as bytes; ranks whose labels differ get ``Mismatch``. Host engine
-        only. C: ``collHostLabel``.
+        The dtype's name is for types that are sent as bytes. Ranks whose labels differ get
+        ``Mismatch``. Host engine only. C: ``collHostLabel``.
         """
         cdef bytes op_text = b"" if op is None else op.encode()
         cdef bytes dtype_text = b"" if dtype is None else dtype.encode()
@@ -574,8 +568,7 @@ cdef class Library:
         self.done(code, "collHostSetInitTimeout")
 
     def set_interrupt_check(self, bint enable):
-        """Let signal handlers of Python run while the main thread waits inside a call (or stop
-        that).
+        """Set whether Python's signal handlers run while the main thread waits inside a call.
 
         What a handler raises (KeyboardInterrupt for Ctrl-C) ends the wait and comes out of the
         call. Host engine only. C: ``collHostSetInterruptCheck``.
@@ -592,8 +585,9 @@ cdef class Library:
 
 
 cdef int leave_group(Library library, ncclResult_t code) except -1:
-    """Count the level of this thread's group down; what was opened in it has its handle when the
-    outermost one ends.
+    """Count the levels of this thread's group down.
+
+    Communicators that were opened in it have their handles when the outermost level ends.
     """
     cdef object thread = PyThread_get_thread_ident()
     cdef list group = library.groups.get(thread)

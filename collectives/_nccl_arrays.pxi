@@ -62,8 +62,9 @@ cdef int dtype_of_tensor(const collDLTensor_t* tensor) noexcept:
 
 
 cdef int dtype_of_buffer(const Py_buffer* view) noexcept:
-    """Return NCCL's code for the elements of a buffer, -1 if it has none. Formats are those of the
-    struct module.
+    """Return NCCL's code for the elements of a buffer, -1 if it has none.
+
+    Formats are those of the struct module.
     """
     cdef const char* format = view.format
     cdef char kind
@@ -85,8 +86,9 @@ cdef int dtype_of_buffer(const Py_buffer* view) noexcept:
 
 
 cdef class ArrayReader:
-    """Fast reader of plain arrays on one device. It keeps no reference to an array, and raises
-    nothing.
+    """Fast reader of plain arrays on one device.
+
+    It keeps no reference to an array, and raises nothing.
 
     ``tensors``: the exact types of tensors that are read, and ``exchange`` their capsule
     ``__dlpack_c_exchange_api__`` (None: tensors aren't read); ``is_lazy``: a function that returns
@@ -120,14 +122,13 @@ cdef class ArrayReader:
 
     @property
     def reads_tensors(self):
-        """Whether tensors are read: there was an exchange table, and of a version that is known
-        here.
-        """
+        """Whether tensors are read: there was an exchange table of a known version."""
         return self.table is not NULL
 
     def current_stream(self):
-        """Return the stream on which the fast path would issue a call: 0 on the CPU, None if it
-        can't be read.
+        """Return the stream on which the fast path would issue a call.
+
+        0 on the CPU, None if it can't be read.
         """
         cdef void* current = NULL
         if self.device_type == collDLCPU:
@@ -223,8 +224,9 @@ cdef bint apart(const Span* one, const Span* other) noexcept:
 
 
 cdef bint is_part(const Span* whole, const Span* part, int size, int index) noexcept:
-    """Whether one array is ``size`` times the other, of one dtype, without overlap or with it as
-    part ``index``.
+    """Return whether one array is ``size`` times the other, of one dtype.
+
+    They must not overlap, or the other one is part ``index``.
     """
     if part.dtype != whole.dtype or size < 1 or part.count * <size_t> size != whole.count:
         return False
@@ -232,12 +234,12 @@ cdef bint is_part(const Span* whole, const Span* part, int size, int index) noex
 
 
 cdef class ArrayCalls:
-    """Fast path of a communicator's calls on arrays: read, check, call. Each method returns whether
-    it made the call.
+    """Fast path of a communicator's calls on arrays.
 
-    Where it returns False nothing was done: an array, an op or a root is not of the plain kind, the
-    communicator is closed, its device isn't the current one, or ``groups`` isn't empty, a dict of
-    the groups that are being collected. The arrays must be held until the call returns, as a
+    Each method reads the arrays, checks them, makes the call, and returns whether it did. Where it
+    returns False nothing was done: an array, an op or a root is not of the plain kind, the
+    communicator is closed, its device isn't the current one, or ``groups``, a dict of the groups
+    that are being collected, isn't empty. The arrays must be held until the call returns, as a
     caller's arguments are. On CUDA the call goes to the exchange table's current stream.
     ``current_device``: a function that returns the number of the current CUDA device; without it no
     call is made on CUDA.
@@ -257,8 +259,9 @@ cdef class ArrayCalls:
         self.rank, self.size = comm.rank, comm.size
 
     cdef bint stream_of(self, void* function, size_t* stream) noexcept:
-        """Find whether a call can be made now, and on which stream; called last, right before the
-        call.
+        """Return whether a call can be made now, and find its stream.
+
+        Called last, right before the call.
         """
         cdef PyObject* device
         cdef void* current = NULL

@@ -15,16 +15,16 @@ cdef frozenset ALLOWED_IN_HANDLERS = frozenset(
 
 
 cdef class Comm:
-    """A rank of a communicator. Made by the functions of ``Library`` and by ``split``, ``shrink``
-    and ``grow``.
+    """A rank of a communicator.
 
-    Addresses are integers; counts are elements; ``dtype`` and ``op`` are codes of DTYPES and OPS,
-    ``op`` also one from ``create_premul_sum``; ``stream`` is a CUDA stream, or the ``handle`` of a
-    Queue. Stream 0 on the host engine means that the operation is done when the call returns.
-    Inside a group, calls are only noted down until its end.
+    Made by the functions of ``Library``, and by ``split``, ``shrink`` and ``grow``. Addresses are
+    integers; counts are elements; ``dtype`` and ``op`` are codes of DTYPES and OPS, ``op`` also one
+    from ``create_premul_sum``; ``stream`` is a CUDA stream, or the ``handle`` of a Queue. Stream 0
+    on the host engine means that the operation is done when the call returns. Inside a group, calls
+    are only collected until its end.
 
     After ``destroy`` or ``abort`` every call raises ``InvalidUsage``, and so does every call in a
-    forked child. Nothing is released when the object goes away: that would wait for other ranks.
+    forked child. Nothing is released when the object is freed: that would wait for other ranks.
     """
 
     def __init__(self):
@@ -56,15 +56,17 @@ cdef class Comm:
         return 0
 
     cdef inline void note(self, const char* name, size_t count, int dtype, size_t stream) noexcept:
-        """Record the call that is issued. Written under the GIL, so `issued` reads the values of
-        one call.
+        """Record the call that is issued.
+
+        It is written under the GIL, so `issued` reads the values of one call.
         """
         self.last_op, self.last_count, self.last_dtype, self.last_stream = name, count, dtype, stream
         self.number += 1
 
     cdef int refuse(self, void* function, const char* name) except -1:
-        """Raise the reason why this call can't be made; return if it can (in a signal handler,
-        sometimes).
+        """Raise the reason why this call can't be made.
+
+        Returns if it can be, as some calls in signal handlers.
         """
         op = op_name(name.decode())
         rank = self.known_rank if self.known_rank >= 0 else None
@@ -123,8 +125,9 @@ cdef class Comm:
 
     @property
     def issued(self):
-        """The call that was issued last: (how many calls there were, "all_reduce", elements,
-        dtype's code, stream).
+        """The call that was issued last.
+
+        (number of calls so far, its name such as "all_reduce", elements, dtype's code, stream).
         """
         if self.number == 0:
             return 0, "", 0, 0, 0
@@ -161,7 +164,7 @@ cdef class Comm:
         self.leave(code, "ncclCommFinalize")
 
     def destroy(self):
-        """Close the communicator, once the calls of other threads on it have come back.
+        """Close the communicator, once the calls of other threads on it have returned.
 
         C: ``ncclCommDestroy``.
         """
@@ -182,8 +185,9 @@ cdef class Comm:
             raise error_of(self.library, self, code, "ncclCommDestroy")
 
     def wait_for_calls(self):
-        """Wait until no other thread's call is inside the library. In a signal handler it is
-        refused, as `destroy` is.
+        """Wait until no other thread's call is inside the library.
+
+        In a signal handler it is refused, as `destroy` is.
         """
         self.enter(<void*> self.api.ncclCommDestroy, "ncclCommDestroy")
         self.calls -= 1
@@ -192,10 +196,8 @@ cdef class Comm:
     def abort(self):
         """Close the communicator at once; calls that wait in other threads end with ``Aborted``.
 
-        C: ``ncclCommAbort``.
-
-        Also from a signal handler that interrupts a call of this communicator: that call ends and
-        does the rest.
+        C: ``ncclCommAbort``. A signal handler that interrupts a call of this communicator may call
+        it, too: the interrupted call ends and does the rest.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommAbort, "ncclCommAbort")
         cdef ncclResult_t code
@@ -239,10 +241,9 @@ cdef class Comm:
         self.leave(code, "ncclCommRevoke")
 
     def async_error(self):
-        """Return the communicator's state as a result code: 0, 7 (in progress), or the code of its
-        failure.
+        """Return the communicator's state as a result code.
 
-        C: ``ncclCommGetAsyncError``.
+        0, 7 (in progress), or the code of its failure. C: ``ncclCommGetAsyncError``.
         """
         cdef ncclResult_t state = ncclSuccess
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommGetAsyncError, "ncclCommGetAsyncError")
@@ -257,10 +258,9 @@ cdef class Comm:
     # ---- new communicators made from this one
 
     def split(self, int color, int key, *, config=None):
-        """Make a communicator of the ranks with this ``color``, in the order of ``key``; all ranks
-        call it.
+        """Make a communicator of the ranks with this ``color``, in the order of ``key``.
 
-        Returns None for color SPLIT_NOCOLOR. C: ``ncclCommSplit``.
+        All ranks call it. Returns None for color SPLIT_NOCOLOR. C: ``ncclCommSplit``.
         """
         cdef _Config settings = None if config is None else _Config(self.library, config)
         cdef ncclConfig_t* c_config = NULL if settings is None else &settings.c
@@ -276,9 +276,7 @@ cdef class Comm:
     def shrink(self, list exclude not None, *, int flags=0, config=None):
         """Make a communicator without the ranks in ``exclude``; the others call it.
 
-        C: ``ncclCommShrink``.
-
-        ``flags``: SHRINK_ABORT ends what is under way first.
+        ``flags``: SHRINK_ABORT ends what is in progress first. C: ``ncclCommShrink``.
         """
         cdef _Config settings = None if config is None else _Config(self.library, config)
         cdef ncclConfig_t* c_config = NULL if settings is None else &settings.c
@@ -306,10 +304,10 @@ cdef class Comm:
         return (<char*> &unique_id)[:sizeof(unique_id)]
 
     def grow(self, int nranks, unique_id=None, *, config=None):
-        """Make a communicator of ``nranks``, these and new ones; the new ones call
-        ``Library.comm_grow``.
+        """Make a communicator of ``nranks``: these and new ones.
 
-        ``unique_id``: on the rank that made it, None on the other old ranks. C: ``ncclCommGrow``.
+        The new ones call ``Library.comm_grow``. ``unique_id``: on the rank that made it, None on
+        the other old ranks. C: ``ncclCommGrow``.
         """
         cdef _Config settings = None if config is None else _Config(self.library, config)
         cdef ncclConfig_t* c_config = NULL if settings is None else &settings.c
@@ -351,11 +349,10 @@ cdef class Comm:
         self.leave(code, "ncclCommDeregister")
 
     def window_register(self, size_t address, size_t nbytes, int flags=0):
-        """Register a buffer as a window that all ranks can address; all call it; return the window.
+        """Register a buffer as a window that all ranks can address; return the window.
 
-        Not inside a group, since its answer comes only at the group's end.
-
-        C: ``ncclCommWindowRegister``.
+        All ranks call it. Not inside a group, since the result comes only at the group's end. C:
+        ``ncclCommWindowRegister``.
         """
         cdef ncclWindow_t window = NULL
         cdef ncclComm_t comm
@@ -403,10 +400,9 @@ cdef class Comm:
         return <int> op
 
     def destroy_op(self, int op):
-        """Free an op of ``create_premul_sum``; allowed once the last call that uses it has
-        returned.
+        """Free an op of ``create_premul_sum``.
 
-        C: ``ncclRedOpDestroy``.
+        Allowed once the last call that uses it has returned. C: ``ncclRedOpDestroy``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclRedOpDestroy, "ncclRedOpDestroy")
         cdef ncclResult_t code
@@ -415,7 +411,7 @@ cdef class Comm:
         self.leave(code, "ncclRedOpDestroy")
 
     def suspend(self, int flags=NCCL_SUSPEND_MEM):
-        """Release the memory that can be had back by ``resume``. C: ``ncclCommSuspend``."""
+        """Release the memory that ``resume`` allocates again. C: ``ncclCommSuspend``."""
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommSuspend, "ncclCommSuspend")
         cdef ncclResult_t code
         with nogil:
@@ -443,13 +439,13 @@ cdef class Comm:
         self.leave(code, "ncclCommMemStats")
         return value
 
-    # ---- collectives. `config`: a dict of ncclCollConfig_t fields for this one call, the same on every rank.
+    # ---- collectives. `config`: a dict of ncclCollConfig_t fields for this one call, the same on
+    # every rank.
 
     def all_reduce(self, size_t send, size_t recv, size_t count, int dtype, int op, size_t stream=0, config=None):
-        """Reduce ``count`` elements over all ranks into ``recv`` on each. In place:
-        ``send == recv``.
+        """Reduce ``count`` elements over all ranks into ``recv`` on each.
 
-        C: ``ncclAllReduce``, ``ncclAllReduceConfig``.
+        In place where ``send == recv``. C: ``ncclAllReduce``, ``ncclAllReduceConfig``.
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAllReduceConfig, "ncclAllReduceConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAllReduce, "ncclAllReduce")
@@ -466,11 +462,11 @@ cdef class Comm:
 
     def all_reduce_cast(self, size_t send, size_t recv, size_t count, int dtype, int wire, int op, double scale=1.0,
                         size_t stream=0):
-        """Reduce as ``all_reduce``, each rank's elements multiplied by ``scale`` and rounded once
-        to the type ``wire``.
+        """Reduce as ``all_reduce`` after a conversion to the type ``wire``.
 
-        ``dtype``: float32 or float64, in which the sum is taken and left; ``wire``: a floating
-        type. Host engine only. C: ``collHostAllReduceCast``.
+        Each rank's elements are multiplied by ``scale`` and rounded once. ``dtype``: float32 or
+        float64, in which the sum is taken and left; ``wire``: a floating type. Host engine only. C:
+        ``collHostAllReduceCast``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostAllReduceCast, "collHostAllReduceCast")
         self.note("collHostAllReduceCast", count, dtype, stream)
@@ -483,12 +479,12 @@ cdef class Comm:
 
     def all_reduce_share(self, size_t send, size_t recv, size_t count, int dtype, int op, size_t share,
                          size_t stream=0):
-        """Reduce as ``all_reduce``; add the squares and the non-finite count of this rank's slice
-        to ``share``.
+        """Reduce as ``all_reduce``, and add the statistics of this rank's slice to ``share``.
 
-        ``share``: address of two doubles, valid until the operation is done; the shares of all
-        ranks together have each element of the result once. ``dtype``: a floating type. Host engine
-        only. C: ``collHostAllReduceShare``.
+        They are the sum of squares and the count of non-finite elements. ``share``: address of two
+        doubles, valid until the operation is done; the shares of all ranks together have each
+        element of the result once. ``dtype``: a floating type. Host engine only. C:
+        ``collHostAllReduceShare``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostAllReduceShare, "collHostAllReduceShare")
         self.note("collHostAllReduceShare", count, dtype, stream)
@@ -501,11 +497,11 @@ cdef class Comm:
 
     def reduce_scatter_share(self, size_t send, size_t recv, size_t recvcount, int dtype, int op, size_t share,
                              size_t stream=0):
-        """Reduce as ``reduce_scatter``, and add the sum of squares and the non-finite count of
-        ``recv`` to ``share``.
+        """Reduce as ``reduce_scatter``, and add the statistics of ``recv`` to ``share``.
 
-        ``share``: address of two doubles, valid until the operation is done. ``dtype``: a floating
-        type. Host engine only. C: ``collHostReduceScatterShare``.
+        They are the sum of squares and the count of non-finite elements. ``share``: address of two
+        doubles, valid until the operation is done. ``dtype``: a floating type. Host engine only. C:
+        ``collHostReduceScatterShare``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostReduceScatterShare, "collHostReduceScatterShare")
         self.note("collHostReduceScatterShare", recvcount, dtype, stream)
@@ -518,8 +514,7 @@ cdef class Comm:
 
     def reduce_scatter(self, size_t send, size_t recv, size_t recvcount, int dtype, int op, size_t stream=0,
                        config=None):
-        """Reduce ``size * recvcount`` elements and leave the rank's own ``recvcount`` of them in
-        ``recv``.
+        """Reduce ``size * recvcount`` elements; ``recv`` gets this rank's ``recvcount`` of them.
 
         C: ``ncclReduceScatter``, ``ncclReduceScatterConfig``.
         """
@@ -719,10 +714,9 @@ cdef class Comm:
     # ---- functions of the host engine
 
     def set_timeout(self, seconds):
-        """Limit each operation to so many seconds (None: no limit); past it the communicator is out
-        of use.
+        """Limit each operation to so many seconds (None: no limit).
 
-        C: ``collHostCommSetTimeout``.
+        Past the limit the communicator can't be used any more. C: ``collHostCommSetTimeout``.
         """
         cdef int64_t limit = 0 if seconds is None else milliseconds(seconds)
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostCommSetTimeout, "collHostCommSetTimeout")
@@ -755,10 +749,9 @@ cdef class Comm:
         return nbytes
 
     def pending(self):
-        """Return an ErrorInfo of the operation in progress, ``peers`` those it waits for; None if
-        there is none.
+        """Return an ErrorInfo of the operation in progress, None if there is none.
 
-        From any thread. C: ``collHostCommPending``.
+        Its ``peers`` are the ranks for which it waits. From any thread. C: ``collHostCommPending``.
         """
         cdef collHostErrorInfo_t info
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostCommPending, "collHostCommPending")

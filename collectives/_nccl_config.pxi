@@ -2,11 +2,11 @@
 
 cdef size_t fill(char* base, size_t size, const collEntry_t* field, object settings, Library library, list strings,
                  str struct_name) except 0:
-    """Set every field of the struct at ``base`` to what ``settings`` says or to "undefined"; return
-    its size.
+    """Set every field of a struct from ``settings``, or to "undefined"; return the struct's size.
 
-    The size is that of the struct in the loaded version, which ends where the first newer field
-    begins. ``strings`` gets the bytes objects that the struct points to.
+    ``base``: the struct's address. The size is that of the struct in the loaded version, which ends
+    where the first newer field begins. ``strings`` gets the bytes objects that the struct points
+    to.
     """
     cdef size_t end = size
     cdef bytes text
@@ -76,8 +76,9 @@ cdef class _CallConfig:
 
 
 cdef inline _CallConfig tuning(Comm comm, object config, void* function, const char* name):
-    """Return the config of one call, None for none; ``function`` is the Config variant that takes
-    it.
+    """Return the config of one call, None for none.
+
+    ``function``: the Config variant of the C function, which takes it.
     """
     if config is None:
         return None

@@ -1,10 +1,11 @@
-# Exceptions of the binding: the one place where a result code becomes an exception.
+# Exceptions of the binding: the only place where an exception is made from a result code.
 
 ErrorInfo = namedtuple("ErrorInfo", "code kind rank peers seq nbytes op text")
 ErrorInfo.__doc__ = """Report of the host engine on a failed or a pending operation.
 
-``code`` (ncclResult_t), ``kind`` ("timeout", "remote", ...), ``rank`` (who reports, or None), ``peers`` (ranks that it
-is about), ``seq`` (number of the collective on its communicator), ``nbytes``, ``op`` ("all_reduce", or None), ``text``.
+``code`` (ncclResult_t), ``kind`` ("timeout", "remote", ...), ``rank`` (who reports, or None),
+``peers`` (ranks that it is about), ``seq`` (number of the collective on its communicator),
+``nbytes``, ``op`` ("all_reduce", or None), ``text``.
 """
 
 # Exception classes by collHostErrorKind_t, then by ncclResult_t.
@@ -61,8 +62,9 @@ cdef object info_of(const collHostErrorInfo_t* info):
 
 
 cdef object exception_of(object info, str op, object rank):
-    """Return the exception for a report of the host engine; ``op`` and ``rank`` are used if the
-    report names none.
+    """Return the exception for a report of the host engine.
+
+    ``op`` and ``rank`` are used if the report names none.
     """
     return CLASS_OF_KIND.get(info.kind, errors.InternalError)(
         info.text, code=info.code, op=info.op or op, rank=rank if info.rank is None else info.rank, peers=info.peers,
@@ -70,8 +72,9 @@ cdef object exception_of(object info, str op, object rank):
 
 
 cdef object error_of(Library library, Comm comm, ncclResult_t code, const char* function):
-    """Return the exception for a call of this thread that returned ``code``; to be called before
-    another call fails.
+    """Return the exception for a call of this thread that returned ``code``.
+
+    To be called before another call fails.
     """
     cdef collHostErrorInfo_t info
     cdef ncclComm_t handle = NULL if comm is None else comm.comm
@@ -103,9 +106,11 @@ cdef object error_of(Library library, Comm comm, ncclResult_t code, const char* 
 
 
 cdef int let_signals_win(bint interrupted) except -1:
-    """Raise what a signal handler of this process raises: Ctrl-C reaches all ranks, and that
-    another one of them ended a moment earlier isn't what has happened to this one. Its own signal
-    gets 0.1 s to come, and 0.5 s where it is known that the other rank was ``interrupted``.
+    """Raise what a signal handler of this process raises, if a signal comes soon.
+
+    Ctrl-C reaches all ranks. A rank that has seen another one end should report its own signal, and
+    not the other's end. The signal gets 0.1 s to come, and 0.5 s where the other rank is known to
+    have been ``interrupted``.
     """
     cdef int rounds = 50 if interrupted else 10
     if collInsideInterrupt or not collIsMainThread():
@@ -120,11 +125,10 @@ cdef int let_signals_win(bint interrupted) except -1:
 
 
 def check(int code, Library library not None, Comm comm=None):
-    """Raise the exception for a result code that a call of this thread returned; success and "in
-    progress" pass.
+    """Raise the exception for a result code that a call of this thread returned.
 
-    ``comm``: whose error to report where this thread has none, for instance with a code from
-    ``async_error``.
+    Success and "in progress" are no errors. ``comm``: whose error to report where this thread has
+    none, for instance with a code from ``async_error``.
     """
     if code != ncclSuccess and code != ncclInProgress or collInterrupted:
         raise error_of(library, comm, <ncclResult_t> code, NULL)
@@ -157,8 +161,9 @@ cdef int run_signal_handlers() noexcept:
 
 
 cdef object take_interrupt(str op, object rank):
-    """Return the exception for a call that a signal handler has ended; aborts what the handler
-    could not.
+    """Return the exception for a call that a signal handler has ended.
+
+    Aborts the communicators that the handler could not.
     """
     global collInterrupted, raised_by_handler
     collInterrupted = 0

@@ -9,11 +9,10 @@ cdef enum:
 
 
 cdef class Queue:
-    """A thread of the host engine that runs what is put into it, in order. Made by
-    ``Library.queue_create``.
+    """Queue of the host engine: a thread that runs its tasks in order.
 
-    Pass ``handle`` as the stream of a call on a ``Comm``. Each task gets a ticket, counted up by
-    one from 1.
+    Made by ``Library.queue_create``. Pass ``handle`` as the stream of a call on a ``Comm``. Each
+    task gets a ticket, counted up by one from 1.
     """
 
     def __init__(self):
@@ -48,8 +47,9 @@ cdef class Queue:
         return ticket
 
     cdef ncclResult_t outcome(self, uint64_t ticket, double timeout) except *:
-        """Wait up to ``timeout`` seconds (negative: for ever), running signal handlers; return the
-        task's result.
+        """Wait up to ``timeout`` seconds (negative: no limit); return the task's result code.
+
+        Signal handlers run meanwhile.
         """
         cdef ncclResult_t code
         cdef int64_t part = WAIT_SLICE_NS
@@ -73,7 +73,7 @@ cdef class Queue:
             self.calls -= 1
 
     cdef bint settled(self, uint64_t ticket, double timeout) except *:
-        """As ``outcome``, but raise what the task failed with; return whether it has ended."""
+        """Wait as ``outcome`` does, raise a task's error, and return whether it has ended."""
         cdef collHostErrorInfo_t info
         cdef ncclResult_t code = self.outcome(ticket, timeout)
         cdef collHostQueue_t queue
@@ -90,11 +90,11 @@ cdef class Queue:
         raise error_of(self.library, None, code, "collHostQueueWait")
 
     def wait(self, uint64_t ticket, timeout=None):
-        """Wait until a task has ended; return False if ``timeout`` (seconds, None: no limit) ran
-        out first.
+        """Wait until a task has ended; return False if ``timeout`` ran out first.
 
-        Raises the error that the task failed with. Signal handlers run about ten times a second
-        meanwhile, so Ctrl-C raises KeyboardInterrupt. C: ``collHostQueueWait``.
+        ``timeout``: seconds, None for no limit. Raises the error that the task failed with. Signal
+        handlers run about ten times a second meanwhile, so Ctrl-C raises KeyboardInterrupt. C:
+        ``collHostQueueWait``.
         """
         if timeout is not None and not timeout >= 0:
             raise errors.InvalidArgument(f"timeout must be None or at least 0 seconds, not {timeout!r}")
@@ -107,9 +107,8 @@ cdef class Queue:
     def call(self, function not None):
         """Have the queue's thread call a Python function, after what is queued before it.
 
-        What it raises goes to ``sys.unraisablehook``. It must not wait for the queue.
-
-        C: ``collHostQueueCall``.
+        What it raises goes to ``sys.unraisablehook``. It must not wait for the queue. C:
+        ``collHostQueueCall``.
         """
         cdef ncclResult_t code
         cdef collHostQueue_t queue
@@ -172,9 +171,7 @@ cdef class Queue:
 
 
 cdef void run_python(void* argument) noexcept nogil:
-    """Call a Python function in a queue's thread; takes over the reference that ``Queue.call`` left
-    with the queue.
-    """
+    """Call a Python function in a queue's thread, and drop ``Queue.call``'s reference to it."""
     cdef PyObject* result
     if not Py_IsInitialized():      # the interpreter has ended, and can't call the function
         return

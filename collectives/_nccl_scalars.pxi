@@ -55,11 +55,10 @@ cdef dict WIDE_TYPES = {
 
 
 cdef int small_float_bits(double value, int exponent_bits, int mantissa_bits, int largest) except -1:
-    """Round to nearest, ties to even, straight from float64 (two roundings could differ).
-    Subnormals included.
+    """Return the bits of a float64 rounded to a narrow format, to nearest, ties to even.
 
-    Raises OverflowError for a finite value past the largest, and for an infinity where the format
-    has none.
+    It is rounded once, since two roundings could differ. Subnormals included. Raises OverflowError
+    for a finite value past the largest, and for an infinity where the format has none.
     """
     cdef int bias = (1 << (exponent_bits - 1)) - 1
     cdef int sign = (1 << (exponent_bits + mantissa_bits)) if copysign(1.0, value) < 0 else 0

@@ -1,5 +1,4 @@
-"""Arrays as the engines take them, an address, a count and a dtype, with all checks that come
-before a call.
+"""Reader of arrays for the engines: each becomes an address, a count and a dtype, after all checks.
 
 torch tensors, NumPy arrays and CuPy arrays are read by pointer and never copied. An array that
 can't be used where it lies is an ``InvalidArgument`` that says how to correct it.
@@ -30,7 +29,7 @@ __all__ = [
     "DTYPE_NAMES",
     "ITEMSIZE",
     "TORCH_CODES",
-    "Place",
+    "Buffer",
     "Reader",
     "dtype_name",
     "kind_of",
@@ -69,9 +68,10 @@ _DTYPE_ADVICE = {
 }
 
 
-class Place(NamedTuple):
-    """Address and size of an array, and the units in which it is sent: NCCL's own dtype, else
-    bytes.
+class Buffer(NamedTuple):
+    """An array's address and size, and the units in which it is sent.
+
+    The units are elements where NCCL has the array's dtype, else bytes.
     """
 
     ptr: int
@@ -83,15 +83,17 @@ class Place(NamedTuple):
 
     @property
     def label(self) -> str | None:
-        """The dtype's name where the array is sent as bytes, so that the ranks can still compare
-        it.
+        """The dtype's name where the array is sent as bytes, else None.
+
+        By it the ranks can still compare the dtypes.
         """
         return None if self.dtype in _CODES else self.dtype
 
     @property
     def tag(self) -> int:
-        """A number for the dtype that is the same on all ranks: NCCL's code, or one above NCCL's
-        codes.
+        """A number for the dtype that is the same on all ranks.
+
+        NCCL's code, or a number above NCCL's codes.
         """
         return self.code if self.dtype in _CODES else _FIRST_TAG + crc32(self.dtype.encode())
 
@@ -127,9 +129,10 @@ class Reader:
             buffer=numpy.ndarray,
         )
 
-    def read_in_place(self, array, op: str) -> tuple[int, int, int]:
-        """Return (address, count, dtype code) of an array to be reduced in place, or raise
-        `InvalidArgument`.
+    def read_for_reduction(self, array, op: str) -> tuple[int, int, int]:
+        """Return (address, count, dtype code) of an array that is to be reduced in place.
+
+        Raises `InvalidArgument` where it can't be.
         """
         found = self.array_reader.read(array)
         if found is not None:
@@ -141,13 +144,14 @@ class Reader:
                 ptr = self.plain_address(array)
                 if ptr is not None:
                     return ptr, array.numel(), code
-        place = self.place(array, op, writes=True)
-        self.check_reducible(place, op)
-        return place.ptr, place.count, place.code
+        buffer = self.read(array, op, writes=True)
+        self.check_reducible(buffer, op)
+        return buffer.ptr, buffer.count, buffer.code
 
     def plain_address(self, array) -> int | None:
-        """Return the address of a tensor that can be used where it lies; None: `place` must read
-        it, or say why not.
+        """Return the address of a tensor that can be used where it lies, else None.
+
+        None: `read` must read it, or raises the reason.
         """
         if (
             (array.is_cpu if self._on_host else array.is_cuda and array.get_device() == self._index)
@@ -162,84 +166,85 @@ class Reader:
                 return None
         return None
 
-    def check_reducible(self, place: Place, op: str) -> None:
+    def check_reducible(self, buffer: Buffer, op: str) -> None:
         """Refuse a dtype that the engines can't reduce."""
-        if place.dtype not in _CODES:
-            advice = _DTYPE_ADVICE.get(place.dtype, "convert it first")
-            raise self._wrong(
-                op, f"can't reduce {place.dtype}: {advice}. Reductions take {', '.join(sorted(_CODES, key=_CODES.get))}"
+        if buffer.dtype not in _CODES:
+            advice = _DTYPE_ADVICE.get(buffer.dtype, "convert it first")
+            raise self._invalid(
+                op,
+                f"can't reduce {buffer.dtype}: {advice}. Reductions take {', '.join(sorted(_CODES, key=_CODES.get))}",
             )
 
-    def place(self, array, op: str, *, writes: bool, what: str = "the array") -> Place:
-        """Return the `Place` of a torch, NumPy or CuPy array, or raise `InvalidArgument`."""
+    def read(self, array, op: str, *, writes: bool, what: str = "the array") -> Buffer:
+        """Return the `Buffer` of a torch, NumPy or CuPy array, or raise `InvalidArgument`."""
         found = self.array_reader.read(array, writes)
         if found is not None:
             ptr, count, code = found
-            return Place(ptr, count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code)
+            return Buffer(ptr, count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code)
         if isinstance(array, _TENSOR):
             code = TORCH_CODES.get(array.dtype)  # none of these is complex, so there is no lazy conjugate
             ptr = None if code is None else self.plain_address(array)
             if ptr is None:
-                return self._torch(array, op, what)
+                return self._read_torch(array, op, what)
             count = array.numel()
-            return Place(ptr, count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code)
+            return Buffer(ptr, count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code)
         if isinstance(array, numpy.ndarray):
-            return self._numpy(array, op, what, writes)
+            return self._read_numpy(array, op, what, writes)
         cupy = sys.modules.get("cupy")
         if cupy is not None and isinstance(array, cupy.ndarray):
-            return self._cupy(array, op, what)
-        raise self._wrong(op, f"{what} must be a torch tensor, a NumPy array or a CuPy array, not {kind_of(array)}")
+            return self._read_cupy(array, op, what)
+        raise self._invalid(op, f"{what} must be a torch tensor, a NumPy array or a CuPy array, not {kind_of(array)}")
 
-    def _torch(self, array, op, what):
+    def _read_torch(self, array, op, what):
         if array.is_meta:
-            raise self._wrong(op, f"{what} is a meta tensor, which has no data: materialise it on {self.device}")
+            raise self._invalid(op, f"{what} is a meta tensor, which has no data: materialise it on {self.device}")
         if array.is_quantized:
-            raise self._wrong(op, f"{what} is quantized ({array.dtype}): send its .int_repr()")
+            raise self._invalid(op, f"{what} is quantized ({array.dtype}): send its .int_repr()")
         if array.layout is not _STRIDED or array.is_nested:
             layout = "nested" if array.is_nested else str(array.layout).removeprefix("torch.")
-            raise self._wrong(
+            raise self._invalid(
                 op, f"{what} is a {layout} tensor: only dense ones can be sent; use .to_dense() or its parts"
             )
         device = array.device
         if device != self.device and (device.type != "cpu" or not self._on_host):
-            raise self._wrong(
+            raise self._invalid(
                 op, f"{what} is on {device}, {self.owner} on {self.device}: use .to({str(self.device)!r})"
             )
         if not array.is_contiguous():
-            raise self._wrong(
+            raise self._invalid(
                 op,
                 f"{what} of shape {tuple(array.shape)} and strides {array.stride()} isn't contiguous: use "
                 ".contiguous(), and copy the result back if it is an output",
             )
         if array.is_conj() or array.is_neg():
             how = "resolve_conj" if array.is_conj() else "resolve_neg"
-            raise self._wrong(op, f"{what} is a lazy view whose memory holds other values: use .{how}()")
+            raise self._invalid(op, f"{what} is a lazy view whose memory holds other values: use .{how}()")
         count = array.numel()
         try:
             ptr = array.data_ptr()
         except RuntimeError as error:
-            raise self._wrong(op, f"{what} ({kind_of(array)}) has no memory of its own: {error}") from error
+            raise self._invalid(op, f"{what} ({kind_of(array)}) has no memory of its own: {error}") from error
         if count and not ptr:
-            raise self._wrong(op, f"{what} ({kind_of(array)}) has no memory of its own: pass the plain local tensor")
+            raise self._invalid(op, f"{what} ({kind_of(array)}) has no memory of its own: pass the plain local tensor")
         code = TORCH_CODES.get(array.dtype)
         nbytes = count * array.element_size()
         name = _TORCH_NAMES.get(array.dtype) or str(array.dtype)
-        return _placed(ptr, count, nbytes, name, code)
+        return _make_buffer(ptr, count, nbytes, name, code)
 
-    def _numpy(self, array, op, what, writes):
+    def _read_numpy(self, array, op, what, writes):
         if not self._on_host:
-            raise self._wrong(
+            raise self._invalid(
                 op,
                 f"{what} is a NumPy array in host memory, {self.owner} is on {self.device}: use "
                 f"torch.from_numpy(array).to({str(self.device)!r})",
             )
         if isinstance(array, numpy.ma.MaskedArray):
-            raise self._wrong(op, f"{what} is a masked array, whose mask would be lost: use .filled() or .data")
+            raise self._invalid(op, f"{what} is a masked array, whose mask would be lost: use .filled() or .data")
         dtype = array.dtype
         if dtype.hasobject:
-            raise self._wrong(op, f"{what} of dtype {dtype} holds Python objects, which can't be sent by pointer")
+            raise self._invalid(op, f"{what} of dtype {dtype} holds Python objects, which can't be sent by pointer")
         if not array.flags.c_contiguous:
-            raise self._wrong(
+            raise self._invalid(
                 op,
                 f"{what} of shape {array.shape} and strides {array.strides} isn't contiguous: use "
                 "numpy.ascontiguousarray(array), and copy the result back if it is an output",
@@ -247,83 +252,87 @@ class Reader:
         interface = array.__array_interface__
         ptr, read_only = interface["data"]
         if writes and read_only:
-            raise self._wrong(op, f"{what} is a read-only NumPy array and can't take a result: use .copy()")
+            raise self._invalid(op, f"{what} is a read-only NumPy array and can't take a result: use .copy()")
         name = dtype.name if dtype.isnative else dtype.str
-        return _placed(ptr, array.size, array.nbytes, name, _CODES.get(name))
+        return _make_buffer(ptr, array.size, array.nbytes, name, _CODES.get(name))
 
-    def _cupy(self, array, op, what):
+    def _read_cupy(self, array, op, what):
         index = array.device.id
         if self._on_host or index != self._index:
-            raise self._wrong(
+            raise self._invalid(
                 op,
                 f"{what} is a CuPy array on cuda:{index}, {self.owner} is on {self.device}: "
                 + ("use .get()" if self._on_host else f"copy it there, inside cupy.cuda.Device({self._index})"),
             )
         if not array.flags.c_contiguous:
-            raise self._wrong(
+            raise self._invalid(
                 op,
                 f"{what} of shape {array.shape} and strides {array.strides} isn't contiguous: use "
                 "cupy.ascontiguousarray(array), and copy the result back if it is an output",
             )
         name = array.dtype.name
-        return _placed(array.data.ptr, array.size, array.nbytes, name, _CODES.get(name))
+        return _make_buffer(array.data.ptr, array.size, array.nbytes, name, _CODES.get(name))
 
-    def stats_address(self, share, of: Place, op: str) -> int:
-        """Return the address of two float64, to which a reduction of ``of`` adds its statistics."""
-        if not DTYPE_NAMES.get(of.code, "").startswith(("float", "bfloat")):
-            raise self._wrong(op, f"the array is {of.dtype}, of which there is no share: leave share out")
-        place = self.place(share, op, writes=True, what="share")
-        if place.dtype != "float64" or place.count != 2:
-            raise self._wrong(
+    def stats_address(self, share, reduced: Buffer, op: str) -> int:
+        """Return the address of the two float64 to which a reduction adds its statistics.
+
+        ``share``: the array with them; ``reduced``: the array that is reduced.
+        """
+        if not DTYPE_NAMES.get(reduced.code, "").startswith(("float", "bfloat")):
+            raise self._invalid(op, f"the array is {reduced.dtype}, of which there is no share: leave share out")
+        buffer = self.read(share, op, writes=True, what="share")
+        if buffer.dtype != "float64" or buffer.count != 2:
+            raise self._invalid(
                 op,
-                f"share is {place.count} x {place.dtype}: use torch.zeros(2, dtype=torch.float64), to which the sum of "
-                "squares and the count of non-finite elements are added",
+                f"share is {buffer.count} x {buffer.dtype}: use torch.zeros(2, dtype=torch.float64), to which the sum "
+                "of squares and the count of non-finite elements are added",
             )
-        if place.overlaps(of.ptr, of.nbytes):
-            raise self._wrong(op, "share overlaps the array: use memory of its own")
-        return place.ptr
+        if buffer.overlaps(reduced.ptr, reduced.nbytes):
+            raise self._invalid(op, "share overlaps the array: use memory of its own")
+        return buffer.ptr
 
-    def check_same_dtype(self, out: Place, inp: Place, op: str) -> None:
+    def check_same_dtype(self, out: Buffer, inp: Buffer, op: str) -> None:
         """Refuse an output of another dtype than the input."""
         if out.dtype != inp.dtype:
-            raise self._wrong(op, f"out is {out.dtype} and inp is {inp.dtype}: both must have one dtype")
+            raise self._invalid(op, f"out is {out.dtype} and inp is {inp.dtype}: both must have one dtype")
 
-    def check_size(self, large: Place, small: Place, size: int, op: str, large_is: str, small_is: str) -> None:
+    def check_size(self, large: Buffer, small: Buffer, size: int, op: str, large_is: str, small_is: str) -> None:
         """Refuse two arrays of which the first isn't ``size`` times as long as the second."""
         if large.count != small.count * size:
-            raise self._wrong(
+            raise self._invalid(
                 op,
                 f"{large_is} has {large.count} elements and {small_is} has {small.count}: {large_is} must have "
                 f"{size} (ranks) x {small.count} = {small.count * size}",
             )
 
-    def check_overlap(self, large: Place, small: Place, op: str, index: int | None, form: str) -> None:
-        """Refuse arrays that share memory, unless ``small`` is part ``index`` of ``large`` (None:
-        never in place).
+    def check_overlap(self, large: Buffer, small: Buffer, op: str, index: int | None, form: str) -> None:
+        """Refuse arrays that share memory, unless ``small`` is part ``index`` of ``large``.
+
+        ``index`` None: the operation has no form in place.
         """
         if not large.nbytes or not small.nbytes:
             return
         if large.ptr + large.nbytes <= small.ptr or small.ptr + small.nbytes <= large.ptr:
             return
         if index is None or small.ptr != large.ptr + index * small.nbytes:
-            raise self._wrong(op, f"out and inp overlap; {form}")
+            raise self._invalid(op, f"out and inp overlap; {form}")
 
-    def _wrong(self, op: str, message: str) -> InvalidArgument:
+    def _invalid(self, op: str, message: str) -> InvalidArgument:
         return InvalidArgument(message, op=op, rank=self.rank)
 
 
 def dtype_name(tag: int) -> str:
-    """Return the name of the dtype with a `Place.tag`, as far as this process knows it."""
+    """Return the name of the dtype with a `Buffer.tag`, as far as this process knows it."""
     if tag in DTYPE_NAMES:
         return DTYPE_NAMES[tag]
     names = {_FIRST_TAG + crc32(name.encode()): name for name in _TORCH_NAMES.values()}
     return names.get(tag, "a dtype that torch doesn't have")
 
 
-def _placed(ptr, count, nbytes, name, code):
+def _make_buffer(ptr, count, nbytes, name, code):
     if code is None:
-        return Place(ptr, count, nbytes, name, nbytes, _UINT8)
-    return Place(ptr, count, nbytes, name, count, code)
+        return Buffer(ptr, count, nbytes, name, nbytes, _UINT8)
+    return Buffer(ptr, count, nbytes, name, count, code)
 
 
 def kind_of(thing) -> str:
@@ -334,8 +343,9 @@ def kind_of(thing) -> str:
 
 
 def shown(value) -> str:
-    """Return the text of a wrong argument for a message: at most 40 characters, and some text for
-    every object.
+    """Return the text of a wrong argument for a message, of at most 40 characters.
+
+    There is some text for every object.
     """
     try:
         return f"{value!r:.40}"
@@ -344,10 +354,10 @@ def shown(value) -> str:
 
 
 def parse_op(op, *, rank: int, name: str) -> tuple[int, float | None]:
-    """Return (op code, scalar) of a name, a number (each rank's input times it, then summed) or a
-    torch ReduceOp.
+    """Return (op code, scalar) of a name, a number or a torch ReduceOp.
 
-    With a scalar the code is that of sum, and the caller makes the library's own op of it.
+    A number is a premultiplied sum: each rank's input is multiplied by its number, then summed. Its
+    code is that of sum, and the caller creates the library's op for the scalar.
     """
     if type(op) is str:
         code = OPS.get(op)

@@ -35,19 +35,19 @@ _state = threading.local()
 
 
 def set_thread_device(device: torch.device) -> None:
-    """Set this thread's current device to a rank's; each thread of this package calls it first.
-    No-op for a CPU.
+    """Set this thread's current device to a rank's. No-op for a CPU.
+
+    Each thread of this package calls it first.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def set_first_device(device: torch.device) -> None:
-    """Set the current device to a rank's, as programs do by ``torch.cuda.set_device``, if CUDA is
-    still unused.
+    """Set the current device to a rank's, if CUDA is still unused.
 
-    If the program already uses CUDA with another current device, that may be intended: a
-    `RuntimeWarning` names both.
+    It is what programs do by ``torch.cuda.set_device``. If the program already uses CUDA with
+    another current device, that may be intended: a `RuntimeWarning` names both.
     """
     if device.type != "cuda":
         return
@@ -64,8 +64,9 @@ def set_first_device(device: torch.device) -> None:
 
 
 def stream_from_address(address: int, device: torch.device):
-    """Return torch's stream with an address. For 0, the default stream, ``ExternalStream`` would
-    make a new one.
+    """Return torch's stream with an address; 0: the default stream.
+
+    ``ExternalStream(0)`` would make a new one.
     """
     return torch.cuda.ExternalStream(address, device) if address else torch.cuda.default_stream(device)
 
@@ -79,10 +80,9 @@ def is_capturing(stream) -> bool:
 
 
 def capture_id(stream) -> int | None:
-    """Return the id of the capture that a torch stream is part of, unique in the process; None: it
-    isn't captured.
+    """Return the id of the capture that a torch stream is part of; None: it isn't captured.
 
-    ``stream`` None: the current stream.
+    The id is unique in the process. ``stream`` None: the current stream.
     """
     driver = _driver()
     if driver is None:
@@ -121,8 +121,9 @@ def queries_allowed():
 
 
 def has_completed(event) -> bool:
-    """Return whether an event that is part of no capture has completed; works while other threads
-    capture.
+    """Return whether an event that is part of no capture has completed.
+
+    Works while other threads capture.
     """
     with queries_allowed():
         return event.query()
@@ -130,8 +131,9 @@ def has_completed(event) -> bool:
 
 @functools.cache
 def _driver():
-    """Return the driver's library, which a process that uses CUDA has loaded; None on a build of
-    torch without CUDA.
+    """Return the CUDA driver's library; None on a build of torch without CUDA.
+
+    A process that uses CUDA has loaded it.
     """
     if torch.version.cuda is None:
         return None

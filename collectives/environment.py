@@ -1,8 +1,7 @@
-"""The environment variables of this package: all their names, and functions that read and check
-them.
+"""Environment variables of this package: their names, and functions that read and check them.
 
-docs/environment.md says what each one sets. A variable whose values only one module knows is read in that
-module.
+docs/environment.md says what each one sets. A variable whose values only one module knows is read
+in that module.
 """
 
 from __future__ import annotations
@@ -31,7 +30,10 @@ _warned: set[str] = set()
 
 
 def read_switch(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Read a variable that is 0 or 1; not set or empty means 0. Raises `InvalidArgument` for anything else."""
+    """Return the value of a variable that is 0 or 1; not set or empty means 0.
+
+    Raises `InvalidArgument` for anything else.
+    """
     value = (os.environ if environ is None else environ).get(name, "").strip()
     if value not in ("", "0", "1"):
         raise InvalidArgument(f"{name} must be 0 or 1, not {value!r}")
@@ -39,8 +41,9 @@ def read_switch(name: str, environ: Mapping[str, str] | None = None) -> bool:
 
 
 def read_label(name: str) -> str:
-    """Read a variable that is a name, "" where it isn't set. Raises `InvalidArgument` where it is
-    set and empty.
+    """Return the value of a variable that is a name, "" where it isn't set.
+
+    Raises `InvalidArgument` where it is set and empty, or too long.
     """
     value = os.environ.get(name)
     if value is None:
@@ -53,8 +56,9 @@ def read_label(name: str) -> str:
 
 
 def check_variables() -> None:
-    """Refuse values that mean nothing, and warn once of each COLLECTIVES_ variable that this
-    version doesn't know.
+    """Check the variables that all communicators use; warn once of each unknown COLLECTIVES_ one.
+
+    Raises `InvalidArgument` for invalid values.
     """
     read_switch("COLLECTIVES_CHECK")
     read_label("COLLECTIVES_HOST_ID")

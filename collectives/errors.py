@@ -28,9 +28,7 @@ def _rebuild(cls, state):
 
 
 class CollectivesError(RuntimeError):
-    """Base of all errors of this package. Picklable; ``str()`` names the op, the rank and the
-    peers.
-    """
+    """Base of all errors of this package. Picklable; ``str()`` names the operation and the rank."""
 
     def __init__(self, message="", *, code=None, op=None, rank=None, peers=(), seq=None, nbytes=None, detail=None):
         self.message = str(message)
@@ -64,8 +62,9 @@ class CollectivesError(RuntimeError):
 
 
 class EngineUnavailable(CollectivesError, ImportError):
-    """An engine isn't there, or an older library lacks a function; the message names the path and
-    the symbol.
+    """An engine is not available, or its library is older and lacks a function.
+
+    The message names the path and the symbol.
     """
 
 
@@ -78,8 +77,9 @@ class InvalidUsage(CollectivesError):
 
 
 class Mismatch(InvalidUsage):
-    """The ranks did not make the same call. Raised on every rank, with a table of what each one
-    called.
+    """The ranks did not make the same call.
+
+    Raised on every rank, with a table of what each one called.
     """
 
 
@@ -88,8 +88,9 @@ class CudaError(CollectivesError):
 
 
 class TransportError(CollectivesError):
-    """The system refused something between the ranks: sockets, shared memory, descriptors
-    (``ncclSystemError``).
+    """The system refused something between the ranks (``ncclSystemError``).
+
+    Examples are sockets, shared memory and file descriptors.
     """
 
 
@@ -102,8 +103,8 @@ class RemoteError(CollectivesError):
 
 
 class CollectiveTimeout(CollectivesError, TimeoutError):
-    """A wait ran out; ``peers`` are the ranks that have not arrived (``ncclTimeout``)."""
+    """A wait exceeded its time limit; ``peers`` have not arrived (``ncclTimeout``)."""
 
 
 class Aborted(CollectivesError):
-    """The operation was ended by ``abort()`` or ``revoke()`` on this rank."""
+    """``abort()`` or ``revoke()`` on this rank has ended the operation."""

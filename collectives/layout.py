@@ -1,5 +1,4 @@
-"""Layout of flat buffers and wire buffers: offsets, padding and tiles, as pure functions of counts
-and sizes.
+"""Layout of flat buffers and wire buffers: offsets, padding and tiles, computed from counts.
 
 Counts and offsets are elements of the flat buffer; sizes are bytes. Every tensor begins at a
 multiple of ``ALIGNMENT`` bytes from the start of the buffer, and the buffer's length is such a
@@ -42,8 +41,9 @@ class Layout(NamedTuple):
 
 
 def pad_count(count: int, itemsize: int, alignment: int = ALIGNMENT) -> int:
-    """Round ``count`` elements of ``itemsize`` bytes up to a multiple of ``alignment`` bytes;
-    return elements.
+    """Round ``count`` elements up to a multiple of ``alignment`` bytes; return elements.
+
+    ``itemsize``: bytes of an element.
     """
     unit = _unit(itemsize, alignment)
     return -(-count // unit) * unit
@@ -56,21 +56,19 @@ def _unit(itemsize: int, alignment: int) -> int:
 
 
 def bucket_layout(counts: Iterable[int], itemsize: int, alignment: int = ALIGNMENT) -> Layout:
-    """Place tensors of ``counts`` elements one after the other, each padded; return offsets and
-    total length.
-    """
+    """Return the layout of tensors of ``counts`` elements, one after the other, each padded."""
     unit = _unit(itemsize, alignment)
     *offsets, total = accumulate([-(-count // unit) * unit for count in counts], initial=0)
     return Layout(tuple(offsets), total)
 
 
 def check_offsets(offsets: Sequence[int], counts: Sequence[int], *, op: str = "layout") -> Layout:
-    """Check chosen offsets of tensors of ``counts`` elements; return them and the end of the last
-    tensor.
+    """Check offsets that the caller has chosen for tensors of ``counts`` elements.
 
-    Any order and any gaps are allowed. Raises ``InvalidArgument``, which names the tensor by its
-    index, for offsets that are no whole numbers from 0, too few or too many, and for tensors that
-    overlap. One of 0 elements overlaps nothing.
+    Return a layout of these offsets and the end of the last tensor. Any order and any gaps are
+    allowed. Raises ``InvalidArgument``, which names the tensor by its index, for offsets that are
+    no whole numbers from 0, too few or too many, and for tensors that overlap. One of 0 elements
+    overlaps nothing.
     """
     found = []
     for index, offset in enumerate(offsets):
@@ -106,12 +104,14 @@ def count_tiles(count: int) -> int:
 
 
 class WireFormat(NamedTuple):
-    """A format of values on the wire, with the bound of the difference between a value x and what
-    the wire carries.
+    """Format of values on the wire, with a bound of its error.
 
-    |x - carried| <= factor * (relative * |x| + absolute * s) + 2^-149, where s is the scale of the value's block (1 for
-    formats without scales) and factor is 1 + 2^-14 for rounding to nearest, 2 * (1 + 2^-14) for rounding at random.
-    That holds for finite values that don't overflow (fp16: below 65,520), and in blocks whose scale isn't 0.
+    The error is the difference between a value x and what the wire carries.
+
+    |x - carried| <= factor * (relative * |x| + absolute * s) + 2^-149, where s is the scale of the
+    value's block (1 for formats without scales) and factor is 1 + 2^-14 for rounding to nearest, 2
+    * (1 + 2^-14) for rounding at random. That holds for finite values that don't overflow (fp16:
+    below 65,520), and in blocks whose scale isn't 0.
     """
 
     itemsize: int  # bytes of an element of the payload
@@ -136,7 +136,9 @@ WIRE_BLOCKS = (128, 256, 512)  # elements that share a scale; each divides TILE
 
 
 class WireLayout(NamedTuple):
-    """A wire buffer: ``payload`` bytes of elements, padded; then from byte ``scales`` on ``blocks``
+    """Layout of a wire buffer in bytes.
+
+    ``payload`` bytes of elements come first, padded; from byte ``scales`` on there are ``blocks``
     fp32, padded.
     """
 

@@ -1,15 +1,17 @@
-"""SGD, Adam and AdamW as torch Optimizers that do all of a step in one pass over the memory.
+"""Fused optimizers: SGD, Adam and AdamW, each of which does a step in one pass over the memory.
 
-They read as torch.optim's: the same arguments, param groups, state dicts (which travel both ways), schedulers, hooks
-and GradScaler. Over parameters of all kinds and sizes a step is one kernel launch a group and device; unscaling,
-clipping by a factor and skipping a step with non-finite gradients are part of it. New are ``master_weights`` (fp32
-masters of bf16 and fp16 parameters, in the state as ``"master_param"``) and ``stochastic_rounding`` (of bf16
-parameters). The state of bf16 and fp16 parameters is fp32. For flat shards there are `collectives.kernels.sgd_step`
-and `adam_step`.
+They are torch Optimizers and are used as torch.optim's: the same arguments, param groups, state
+dicts (which travel both ways), schedulers, hooks and GradScaler. Over parameters of all kinds and
+sizes a step is one kernel launch a group and device; unscaling, clipping by a factor and skipping a
+step with non-finite gradients are part of it. New are ``master_weights`` (fp32 masters of bf16 and
+fp16 parameters, in the state as ``"master_param"``) and ``stochastic_rounding`` (of bf16
+parameters). The state of bf16 and fp16 parameters is fp32. For flat shards there are
+`collectives.kernels.sgd_step` and `adam_step`.
 
-Parameters and gradients must be dense and gradients laid out as their parameters are, as no gradient is copied silently
-(``p.grad = p.grad.contiguous()`` corrects a transposed or an expanded one). Complex parameters, sparse gradients,
-parameters that overlap, negative learning rates and betas as tensors are refused (``InvalidArgument``).
+Parameters and gradients must be dense and gradients laid out as their parameters are, as no
+gradient is copied silently (``p.grad = p.grad.contiguous()`` corrects a transposed or an expanded
+one). Complex parameters, sparse gradients, parameters that overlap, negative learning rates and
+betas as tensors are refused (``InvalidArgument``).
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -27,21 +28,32 @@ from torch.autograd.graph import increment_version
 
 from .errors import InvalidArgument
 from .kernels import ParameterTable, Statistics
+from .optimizer_state import (
+    HALF_DTYPES,
+    increment_steps,
+    init_step_count,
+    new_state_tensor,
+    random_bit_offsets,
+    same_objects,
+    state_dtype,
+    state_values,
+    step_count,
+    update_master,
+)
 from .torch_compat import disable_dynamo
 
 __all__ = ["SGD", "Adam", "AdamW", "clip_factor"]
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, torch.float64, *HALF_DTYPES)
 _TORCHS_OWN = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
 def clip_factor(statistics: Statistics, max_norm: float) -> torch.Tensor:
-    """Return the factor by which torch.nn.utils.clip_grad_norm_ multiplies: min(1, max_norm / (norm + 1e-6)).
+    """Return the clipping factor of torch's clip_grad_norm_: min(1, max_norm / (norm + 1e-6)).
 
-    ``statistics``: of the gradients, as `pack`, `unpack` or `reduce_n` found them on the way. The result, fp64 of one
-    element on their device, is for ``step(clip=...)``; no wait for the GPU. Where gradients aren't finite neither is
-    the norm: pass ``found_nonfinite=statistics`` as well.
+    ``statistics``: of the gradients, as `pack`, `unpack` or `reduce_n` found them on the way. The
+    result, fp64 of one element on their device, is for ``step(clip=...)``; no wait for the GPU.
+    Where gradients aren't finite neither is the norm: pass ``found_nonfinite=statistics`` as well.
     """
     if not isinstance(statistics, Statistics):
         raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}")
@@ -51,7 +63,7 @@ def clip_factor(statistics: Statistics, max_norm: float) -> torch.Tensor:
 
 
 class _Batch:
-    """The parameters of one group and device that one launch steps, as they were when the table was made."""
+    """Parameters of one group and device that one launch steps, as of when their table was made."""
 
     def __init__(self, params, keys, held, steps, table):
         self.params = params
@@ -73,7 +85,7 @@ class _Batch:
         )
 
     def stepped(self, found) -> None:
-        """Count a step, unless ``found`` has skipped it, and move the version counters of the parameters."""
+        """Count a step, unless it was skipped (``found``), and move the version counters."""
         self.table.grads = ()  # so that zero_grad frees them; the rows have the addresses
         increment_steps(self.steps, found)
         increment_version(self.counted)
@@ -81,34 +93,15 @@ class _Batch:
             self.versions = [_version(param) for param in self.table.params]
 
 
-def increment_steps(steps, found, one=None) -> None:
-    """Count a step of each parameter, unless ``found``, on a GPU, has skipped it. ``one``: a tensor of 1.0."""
-    if not steps:
-        return
-    if found is not None:
-        # A list: torch's form for one tensor reads it on the host, but where a device has a kernel of its own for it.
-        torch._foreach_add_(steps, [(found == 0).to(torch.float32).reshape(())] * len(steps))
-    elif steps[0].is_cpu:
-        one = torch.tensor(1.0, device="cpu") if one is None else one  # 4 times as fast as a number
-        torch._foreach_add_(steps, one, alpha=1.0)
-    else:
-        torch._foreach_add_(steps, 1)
-
-
 def _version(tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def same_objects(some, others) -> bool:
-    return len(some) == len(others) and not any(map(operator.is_not, some, others))
-
-
-def state_values(states, keys) -> list:
-    return [state.get(key) for key in keys for state in states]
-
-
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of the three optimizers. A subclass defines what state a parameter has, and how it steps."""
+    """Base of the fused optimizers.
+
+    A subclass defines what state a parameter has, and how it is stepped.
+    """
 
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf and leaves the rest to step
     _op = ""
@@ -134,10 +127,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             for key, value in self.defaults.items():  # of torch's own optimizers, or of older versions
                 group.setdefault(key, value)
         if loaded is not None:
-            self._take(loaded)
+            self._convert_loaded_state(loaded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as torch's. Raises ``InvalidArgument`` for parameters of dtypes that the kernels lack."""
+        """Add a param group, as torch's optimizers do.
+
+        Raises ``InvalidArgument`` for parameters of dtypes that the kernels lack.
+        """
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         for index, param in enumerate(self.param_groups[number]["params"]):
@@ -154,9 +150,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of torch's class of the same name.
 
-        State of bf16 and fp16 parameters stays, or becomes, fp32 (torch would cast it to the parameter's dtype).
+        State of bf16 and fp16 parameters stays, or becomes, fp32 (torch would cast it to the
+        parameter's dtype).
         """
-        # Torch casts before it calls __setstate__, which then mends that from what the last pre-hook saw.
+        # Torch casts before it calls __setstate__, which then converts again from what the last
+        # pre-hook got.
         hook = self.register_load_state_dict_pre_hook(lambda own, given: own.__dict__.update(_loaded=given))
         try:
             super().load_state_dict(state_dict)
@@ -166,11 +164,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Let masters follow what was written to their parameters behind autograd's back, once, before the next step.
+        """Update the masters from their parameters after writes that autograd didn't count.
 
-        A step detects writes of others to a parameter by its version counter. ``param.data.fill_(...)`` and what
-        writes by pointer, NumPy for one, don't move that, and the next step would undo what they wrote. Where a
-        parameter is its master, rounded, the master stays as it is.
+        To be called once, before the next step. A step detects writes of others to a parameter by
+        its version counter. ``param.data.fill_(...)`` and what writes by pointer, NumPy for one,
+        don't move that, and the next step would undo what they wrote. Where a parameter is its
+        master, rounded, the master stays as it is.
         """
         if self._sharded is not None:
             self._sharded.refresh_masters()
@@ -185,8 +184,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if master is not None and param.dtype in HALF_DTYPES:
                     update_master(_local(master), _local(param), group["stochastic_rounding"])
 
-    def _take(self, loaded) -> None:
-        """Convert the state that has just been loaded to the dtypes, devices and strides that the kernels need."""
+    def _convert_loaded_state(self, loaded) -> None:
+        """Convert loaded state to the dtypes, devices and strides that the kernels need."""
         ids = itertools.chain.from_iterable(group["params"] for group in loaded["param_groups"])
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         for number, param in zip(ids, params, strict=True):
@@ -201,7 +200,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if not isinstance(value, torch.Tensor) and key != "step":
                     continue
                 if key == "step":
-                    state[key] = _scalar(param, value)
+                    state[key] = step_count(param, value)
                 elif sharded:
                     if key != "shard":
                         state[key] = value.to(param.device, state_dtype(param), copy=True)
@@ -215,13 +214,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure=None, *, grad_scale=None, clip=None, found_nonfinite=None):
         """Step all parameters that have a gradient; return the result of ``closure``.
 
-        ``grad_scale`` and ``clip``: factors of the gradients, numbers or tensors of one element; see `clip_factor`.
-        ``found_nonfinite``: leave the step out where this isn't 0: a number, a tensor of one element or a `Statistics`.
-        Then neither parameters nor state change, the number of the step included. (GradScaler sets the attributes
-        ``grad_scale``, by which torch's optimizers divide, and ``found_inf`` instead.) On a GPU the host doesn't wait.
+        ``grad_scale`` and ``clip``: factors of the gradients, numbers or tensors of one element;
+        see `clip_factor`. ``found_nonfinite``: leave the step out where this isn't 0: a number, a
+        tensor of one element or a `Statistics`. Then neither parameters nor state change, the
+        number of the step included. (GradScaler sets the attributes ``grad_scale``, by which
+        torch's optimizers divide, and ``found_inf`` instead.) On a GPU the host doesn't wait.
 
-        Where a DDP hook steps this optimizer inside of the backward, this only ends the step, and takes none of these
-        arguments; see `gradients.zero.ShardedStep.step`.
+        Where a DDP hook steps this optimizer inside of the backward, this only ends the step, and
+        takes none of these arguments; see `gradients.zero.ShardedStep.step`.
         """
         if self._sharded is not None:
             return self._sharded.step(closure, grad_scale=grad_scale, clip=clip, found_nonfinite=found_nonfinite)
@@ -229,57 +229,58 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_some(None, grad_scale=grad_scale, clip=clip, found_nonfinite=found_nonfinite)
+        self._step_params(None, grad_scale=grad_scale, clip=clip, found_nonfinite=found_nonfinite)
         return loss
 
     @torch.no_grad()
-    def _step_some(self, wanted, key=None, *, grad_scale=None, clip=None, found_nonfinite=None) -> None:
-        """Step parameters that have a gradient. `wanted`: for each group the numbers of those to look at; None: all.
+    def _step_params(self, wanted, key=None, *, grad_scale=None, clip=None, found_nonfinite=None) -> None:
+        """Step parameters that have a gradient.
 
-        `key`: by which what was looked up for them is kept for the next time.
+        `wanted`: group -> indices of the parameters to look at; None: all. `key`: under which their
+        batches are cached.
         """
-        found = self._found(found_nonfinite, getattr(self, "found_inf", None))
+        found = self._parse_found_nonfinite(found_nonfinite, getattr(self, "found_inf", None))
         if found is True:
             return
-        scalars = {**self._scales(grad_scale), "clip": 1.0 if clip is None else clip}
+        scalars = {**self._grad_scale_arguments(grad_scale), "clip": 1.0 if clip is None else clip}
         plans = []  # all is checked before anything is written
         position = 0
         for number, group in enumerate(self.param_groups):
             numbers = None if wanted is None else wanted.get(number, ())
             for device, members in _by_device(group["params"], numbers).items():
                 batch = self._batch(number, group, device, members, position, key)
-                here = torch.device("cpu") if device < 0 else torch.device("cuda", device)
-                how = self._how(group, here, batch.params, scalars, found)
-                plans.append((self._plan(batch.table, group, **how), batch, how))
+                target = torch.device("cpu") if device < 0 else torch.device("cuda", device)
+                arguments = self._step_arguments(group, target, batch.params, scalars, found)
+                plans.append((self._plan(batch.table, group, **arguments), batch, arguments))
             position += sum(param.numel() for param in group["params"]) if group["stochastic_rounding"] else 0
-        for launch, batch, how in plans:
+        for launch, batch, arguments in plans:
             launch(checked=True)  # by _batch
-            batch.stepped(how["found_nonfinite"])
+            batch.stepped(arguments["found_nonfinite"])
 
     # ---- What a subclass has of its own.
     def _columns(self, group) -> dict[str, str]:
         """Return the state's keys with the columns of the table that they fill."""
         raise NotImplementedError
 
-    def _plan(self, table: ParameterTable, group, **how) -> Callable[[], None]:
+    def _plan(self, table: ParameterTable, group, **arguments) -> Callable[[], None]:
         raise NotImplementedError
 
     def _counts_steps(self, group) -> bool:
         return True
 
     # ---- What a step is made of.
-    def _how(self, group, here, params, scalars, found) -> dict[str, Any]:
-        """Return the arguments of a plan of a group's step on a device, except those that a subclass adds."""
-        how = {key: _on(value, here) for key, value in {**scalars, "lr": group["lr"]}.items()}
+    def _step_arguments(self, group, target, params, scalars, found) -> dict[str, Any]:
+        """Return the arguments of `_plan` for a group and device, without a subclass's own."""
+        arguments = {key: _to_device(value, target) for key, value in {**scalars, "lr": group["lr"]}.items()}
         if group["stochastic_rounding"] and any(param.dtype is torch.bfloat16 for param in params):
-            how["seed"] = group["seed"]
-        found = None if found is None else _on(found, here)
-        how.update(weight_decay=group["weight_decay"], maximize=group["maximize"], found_nonfinite=found)
-        return how
+            arguments["seed"] = group["seed"]
+        found = None if found is None else _to_device(found, target)
+        arguments.update(weight_decay=group["weight_decay"], maximize=group["maximize"], found_nonfinite=found)
+        return arguments
 
     @staticmethod
-    def _found(*given):
-        """Return True to skip this step, None to do it, or a tensor on a GPU, by which the kernels decide."""
+    def _parse_found_nonfinite(*given):
+        """Return True to skip this step, None to do it, or a GPU tensor that the kernels read."""
         found = None
         for each in given:
             each = each.nonfinite if isinstance(each, Statistics) else each
@@ -299,7 +300,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return True
         return found
 
-    def _scales(self, given) -> dict[str, Any]:
+    def _grad_scale_arguments(self, given) -> dict[str, Any]:
         divisor = getattr(self, "grad_scale", None)
         if divisor is None:
             return {"grad_scale": 1.0 if given is None else given}
@@ -308,7 +309,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {"grad_scale": divisor, "divide": True}
 
     def _batch(self, number, group, device, members, position, key) -> _Batch:
-        """The table of a group's parameters with gradients on one device; the last step's where it still holds."""
+        """Return the batch of a group's parameters with gradients on one device.
+
+        It is the last step's where nothing has changed since.
+        """
         params = [group["params"][index] for index in members]
         columns = self._columns(group)
         counts = ["step"] if self._counts_steps(group) else []
@@ -345,7 +349,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @torch.inference_mode(False)  # the state outlives the mode, in which alone its tensors could be written
     @torch.no_grad()
     def _state(self, param, group, columns) -> dict[str, torch.Tensor]:
-        """Return a parameter's state, with missing entries added, in the parameter's present memory order."""
+        """Return a parameter's state in its memory order, with missing entries added."""
         state = self.state[param]
         if "shard" in state:
             raise InvalidArgument(
@@ -375,13 +379,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 class SGD(FusedOptimizer):
     """torch.optim.SGD in one pass; see the module for what is new.
 
-    ``master_weights``: keep fp32 masters of bf16 and fp16 parameters. ``stochastic_rounding``: round bf16 parameters at
-    random, by ``seed`` (drawn from torch's generator where it isn't given; saved with the groups), each step and each
-    element with bits of its own. ``foreach``, ``fused`` and ``capturable`` are taken, and change nothing.
+    ``master_weights``: keep fp32 masters of bf16 and fp16 parameters. ``stochastic_rounding``:
+    round bf16 parameters at random, by ``seed`` (drawn from torch's generator where it isn't given;
+    saved with the groups), each step and each element with bits of its own. ``foreach``, ``fused``
+    and ``capturable`` are taken, and change nothing.
 
-    With masters a step is the masters'. It detects writes of others to the parameters by autograd's version counters;
-    after writes that these don't count (``param.data.fill_(...)``, by NumPy) call ``refresh_masters()``, or the step
-    undoes them.
+    With masters a step is the masters'. It detects writes of others to the parameters by autograd's
+    version counters; after writes that these don't count (``param.data.fill_(...)``, by NumPy) call
+    ``refresh_masters()``, or the step undoes them.
     """
 
     _op = "sgd_step"
@@ -429,9 +434,9 @@ class SGD(FusedOptimizer):
         # Without momentum nothing depends on the number but the random bits.
         return bool(group["momentum"]) or group["stochastic_rounding"]
 
-    def _plan(self, table, group, **how):
-        how.update(momentum=group["momentum"], dampening=group["dampening"], nesterov=group["nesterov"])
-        return table.plan_sgd(**how)
+    def _plan(self, table, group, **arguments):
+        arguments.update(momentum=group["momentum"], dampening=group["dampening"], nesterov=group["nesterov"])
+        return table.plan_sgd(**arguments)
 
 
 class Adam(FusedOptimizer):
@@ -483,12 +488,13 @@ class Adam(FusedOptimizer):
         columns = {"exp_avg": "first", "exp_avg_sq": "second"}
         return {**columns, "max_exp_avg_sq": "largest"} if group["amsgrad"] else columns
 
-    def _plan(self, table, group, **how):
-        return table.plan_adam(betas=group["betas"], eps=group["eps"], decoupled=group["decoupled_weight_decay"], **how)
+    def _plan(self, table, group, **arguments):
+        arguments.update(betas=group["betas"], eps=group["eps"], decoupled=group["decoupled_weight_decay"])
+        return table.plan_adam(**arguments)
 
 
 class AdamW(Adam):
-    """torch.optim.AdamW in one pass; see the module for what is new, and `SGD` for its arguments."""
+    """torch.optim.AdamW in one pass; see the module and `SGD` for the arguments that are new."""
 
     def __init__(
         self,
@@ -541,57 +547,20 @@ def _gradient(param, index, group) -> torch.Tensor:
     return _local(grad)
 
 
-def state_dtype(param) -> torch.dtype:
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def new_state_tensor(param) -> torch.Tensor:
-    """Return zeros for a parameter's state, in the parameter's shape and memory order."""
-    return torch.zeros_like(param, dtype=state_dtype(param), memory_format=torch.preserve_format)
-
-
-def init_step_count(param, state, columns) -> None:
-    """Put the number of steps into a parameter's state, on its device."""
-    step = state.get("step")
-    if step is None:
-        # torch's SGD keeps no number: with a buffer there was a step.
-        state["step"] = _scalar(param, 0 if all(state.get(key) is None for key in columns) else 1)
-    elif not isinstance(step, torch.Tensor) or step.get_device() != param.get_device() or step.is_inference():
-        state["step"] = _scalar(param, step)
-
-
-def _scalar(param, value) -> torch.Tensor:
-    return torch.tensor(float(value), dtype=torch.float32, device=param.device)
-
-
-def _on(value, device):
-    """A device scalar on this device; only the host waits for one."""
+def _to_device(value, device):
+    """Return a scalar for a device: one of another GPU is copied there. Only a CPU waits for it."""
     if isinstance(value, torch.Tensor) and not value.is_cpu and value.device != device:
         return value.to(device, non_blocking=device.type != "cpu")
     return value
 
 
 def _by_device(params, numbers=None) -> dict[int, list[int]]:
-    """Return the numbers of the parameters that have gradients, or of some of them, by device (-1: the CPU)."""
+    """Return the indices of the parameters that have gradients, by device (-1: the CPU).
+
+    ``numbers``: the indices to look at; None: all.
+    """
     members: dict[int, list[int]] = {}
     for index, param in enumerate(params) if numbers is None else ((each, params[each]) for each in numbers):
         if param.grad is not None:
             members.setdefault(param.get_device(), []).append(index)
     return members
-
-
-def random_bit_offsets(params, members, position) -> list[int]:
-    starts = list(itertools.accumulate((param.numel() for param in params), initial=position))
-    return [starts[index] for index in members]
-
-
-@torch.inference_mode()  # in which inference tensors may be written
-def update_master(master, param, at_random) -> None:
-    """Take over into a master what someone else has written to its parameter: where that isn't the master, rounded."""
-    rounded = master.to(param.dtype)
-    other = rounded != param
-    if at_random and param.dtype == torch.bfloat16:
-        # Either neighbour may be the rounded master: the bits of the one toward 0, or the next ones.
-        above = param.view(torch.int16) - (master.view(torch.int32) >> 16).to(torch.int16)
-        other &= (above != 0) & (above != 1)
-    master.copy_(torch.where(other, param.to(master.dtype), master))

@@ -22,8 +22,9 @@ _message_names = WeakIdKeyDictionary()  # parameter -> its name in the module th
 
 
 class ParameterNames:
-    """Names of the parameters that one state serves, unique over the modules that were registered
-    with it.
+    """Names of the parameters that one state serves.
+
+    They are unique over the modules that were registered with it.
 
     If a module has a name that an earlier module had, the name becomes "2:" and the name, then
     "3:", in the order of registration. That order is the program's and so the same on all ranks. A

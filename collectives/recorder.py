@@ -66,8 +66,9 @@ class Recorder:
         self._lock = threading.Lock()
 
     def add(self, row: str, name: str, start: int, end: int, **args) -> None:
-        """Record an event that lasted from `start` to `end`, times of
-        ``time.perf_counter_ns()``.
+        """Record an event that lasted from `start` to `end`.
+
+        These are times of ``time.perf_counter_ns()``.
         """
         if end < start:
             raise InvalidArgument(f"{name!r} in row {row!r} ends {start - end} ns before its start")
@@ -77,11 +78,10 @@ class Recorder:
             self._drop()
 
     def add_cuda(self, row: str, name: str, start_event, end_event, **args) -> None:
-        """Record what lasted from one CUDA event to another, both made with ``enable_timing=True``
-        and recorded.
+        """Record what lasted from one CUDA event to another.
 
-        The recorder keeps them and reads them when the trace is written. They must not be recorded
-        again.
+        Both were made with ``enable_timing=True`` and are recorded. The recorder keeps them and
+        reads them when the trace is written. They must not be recorded again.
         """
         if len(self._cuda) < self._max_events:
             device = end_event.device

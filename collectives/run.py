@@ -51,8 +51,9 @@ class Host:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is this node: its name, or a name of an address to which a local socket can be
-        bound.
+        """Whether it is this node.
+
+        It is if the name is this node's, or of an address to which a local socket can be bound.
         """
         own = socket.gethostname()
         if self.name in ("localhost", own, own.partition(".")[0]):
@@ -123,8 +124,9 @@ def _add_host_options(parser) -> None:
 
 
 def _set_variables(options: argparse.Namespace) -> None:
-    """Set the variables of horovodrun's options and of -x in this process's environment, which the
-    ranks inherit.
+    """Set the variables of horovodrun's options and of -x in this process's environment.
+
+    The ranks inherit them.
     """
     if options.timeline_filename is not None:
         os.environ["COLLECTIVES_TIMELINE"] = options.timeline_filename
@@ -197,8 +199,9 @@ def _check_program(options: argparse.Namespace) -> None:
 
 
 def _set_omp_threads(ranks: int) -> None:
-    """Set OMP_NUM_THREADS where it isn't set: torch's launcher would set 1, and without it each
-    rank uses all cores.
+    """Set OMP_NUM_THREADS to each rank's part of the cores where it isn't set.
+
+    torch's launcher would set 1, and without the variable each rank uses all cores.
     """
     if "OMP_NUM_THREADS" in os.environ or ranks == 1:
         return
@@ -336,8 +339,9 @@ _interrupted = False
 
 
 def _terminate_ranks(_number: int, _frame: object) -> None:
-    """Terminate the ranks at Ctrl-C by SIGTERM, as mpirun does: at SIGINT each of them would print
-    its stack.
+    """Terminate the ranks at Ctrl-C by SIGTERM, as mpirun does.
+
+    At SIGINT each of them would print its stack.
     """
     global _interrupted
     if not _interrupted:  # another one would interrupt torch's agent while it ends the ranks
@@ -371,8 +375,9 @@ def _report_failures(failures: dict[int, ProcessFailure]) -> int:
 
 
 def _error_message(failure: ProcessFailure) -> str:
-    """Return the first line of the exception that ended a rank, where `failure_record` or
-    ``@record`` stored it.
+    """Return the first line of the exception that ended a rank.
+
+    `failure_record` or torch's ``@record`` has stored it.
     """
     message = failure.error_file_data.get("message")
     text = message.get("message", "") if isinstance(message, dict) else ""
@@ -381,8 +386,9 @@ def _error_message(failure: ProcessFailure) -> str:
 
 
 def _is_cause(failure: ProcessFailure) -> bool:
-    """Return whether a rank failed by itself, and not because of another rank's failure or the
-    agent's signal.
+    """Return whether a rank failed by itself.
+
+    False where it failed because of another rank's failure or the agent's signal.
     """
     text = _error_message(failure)
     return not _SECONDARY_ERROR.search(text) if text else failure.exitcode != -signal.SIGTERM

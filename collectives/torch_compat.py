@@ -78,13 +78,15 @@ current_graph_task_id = torch._C._current_graph_task_id
 
 
 def top_saved_tensors_hooks():
-    """Return the innermost (pack, unpack) of torch.autograd.graph.saved_tensors_hooks, or None.
-    Since 2.8.
+    """Return the innermost (pack, unpack) of saved_tensors_hooks, or None. Since 2.8.
+
+    The hooks are those of ``torch.autograd.graph.saved_tensors_hooks``.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-# ---- CUDA. Builds without CUDA have neither name. Each call looks it up, since a simulated device may come later.
+# ---- CUDA. Builds without CUDA have neither name. Each call looks it up, since a simulated device
+# may come later.
 def cuda_get_device():
     """Return the function that returns the index of the thread's current device."""
     return torch._C._cuda_getDevice
@@ -112,8 +114,9 @@ def premul_sum(factor):
 
 
 def sequence_number(group) -> int:
-    """Return how many collectives this rank has started on a group; -1 where its backend doesn't
-    count.
+    """Return how many collectives this rank has started on a group.
+
+    It is -1 where the group's backend doesn't count.
     """
     try:
         return group._get_sequence_number_for_group()
@@ -130,7 +133,8 @@ def fsdp_collectives():
     return _fsdp_api if hasattr(_fsdp_api, "AllGather") else None
 
 
-# ---- Attributes of torch's objects, by the path of the object's class: names that its instances or the class have.
+# ---- Attributes of torch's objects: names that instances or the class itself have, by the path of
+# the class.
 ATTRIBUTES = {
     "torch.nn.parallel.DistributedDataParallel": (
         "_join_config", "_divide_by_initial_world_size", "_comm_hooks", "_use_python_reducer",

@@ -1,5 +1,6 @@
-"""Changes to torch's own objects, all made by `patch_attribute` or `record_patch`, each with its
-reason and its undo.
+"""Patches: changes to torch's own objects, each recorded with its reason and its undo.
+
+`patch_attribute` and `record_patch` make all of them.
 
 Two are made when collectives is imported.
 
@@ -52,7 +53,7 @@ __all__ = [
 
 
 class Patch(NamedTuple):
-    """A change to one of torch's objects: what was changed, why, and a function that restores it."""
+    """A change to one of torch's objects: its target, its reason, and a function that undoes it."""
 
     target: str
     reason: str
@@ -63,7 +64,10 @@ _patches: list[Patch] = []
 
 
 def patch_attribute(owner, name: str, replacement, reason: str) -> Patch:
-    """Replace an attribute of a class or module of torch's; `reason`: why torch's own doesn't do."""
+    """Replace an attribute of a class or module of torch's.
+
+    `reason`: why torch's own isn't enough.
+    """
     own = name in vars(owner)
     original = vars(owner).get(name)
 
@@ -111,8 +115,9 @@ def observe_comm_hooks(observer) -> None:
 
 
 def find_hooked_ddps(parameter) -> list[DistributedDataParallel]:
-    """Return the live DDP objects with a hook that synchronise a parameter, in the order of
-    registration.
+    """Return the live DDP objects with a hook that synchronise a parameter.
+
+    They are in the order of registration.
     """
     found = (reference() for reference in _ddps.get(parameter, ()))
     return [ddp for ddp in found if ddp is not None]
@@ -224,7 +229,7 @@ def patch_scaler_checks(exchange) -> None:
 
 @functools.cache
 def patch_state_dict(check) -> None:
-    """Call ``check(optimizer)``, which may raise, in torch.distributed.checkpoint.state_dict's functions.
+    """Call ``check(optimizer)``, which may raise, in torch's functions for distributed state dicts.
 
     ``get_state_dict``, ``get_optimizer_state_dict``, ``set_state_dict`` and
     ``set_optimizer_state_dict`` look up the changed function by its name in their module, so that

@@ -1,11 +1,11 @@
-// How the ranks of a communicator find each other and come to share its segment.
+// Bootstrap of a communicator: its ranks find each other and map one shared segment.
 //
 // Rank 0 listens on an abstract Unix socket whose name comes from the id; nothing of it is in a
-// file system. The kernel names to each side the other's user (SO_PEERCRED): only processes of one
-// user get through, and they show the id's secret. When all ranks have come, rank 0 makes the
+// file system. The kernel reports to each side the other's user (SO_PEERCRED): only processes of
+// one user are accepted, and only with the id's secret. When all ranks have come, rank 0 makes the
 // segment and passes its descriptor to them, and each rank's file of shared memory (heap.h) to all
-// others. Every error is sent to all who
-// have come, with the ranks that it is about; a rank that waits knows at any time who has arrived.
+// others. Every error is sent to all ranks that have come, with the ranks that it is about; a rank
+// that waits knows at any time who has arrived.
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -190,8 +190,8 @@ void Rendezvous::send_failure(const std::vector<Guest>& guests, const Error& err
   for (const Guest& g : guests) send_message(g.fd.get(), m);
 }
 
-// Tell those who come after the failure, `expected` of them, for a short while: a rank that finds
-// nobody would wait in vain.
+// Report a failure to the ranks that come after it, `expected` of them, for a short while: a rank
+// that finds no listener would wait in vain.
 void Rendezvous::reject_late_ranks(int listener, int expected, const Error& error) const {
   bool wait = error.kind != collHostErrorTimeout && error.kind != collHostErrorInterrupted && error.kind != collHostErrorAborted;
   int64_t until = now_ns() + (wait ? kLinger : 0);
@@ -395,7 +395,7 @@ bool Rendezvous::join(Error* error) {
     Message m;
     m.kind = Kind::GaveUp;
     m.error_kind = e.kind;
-    if (e.kind == collHostErrorRemote) {  // what this rank has seen is what the others must hear, not that it gave up
+    if (e.kind == collHostErrorRemote) {  // the others need what this rank has seen, not that it gave up
       snprintf(m.text, sizeof m.text, "%s", e.text.c_str());
       for (int r : e.peers) set_bit(m.ranks, r);
     } else {

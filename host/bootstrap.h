@@ -1,4 +1,4 @@
-// How the ranks of a new communicator find each other and come to share its segment.
+// Bootstrap of a communicator: its ranks find each other and map one shared segment.
 #pragma once
 
 #include <stdint.h>
@@ -11,8 +11,8 @@
 
 namespace coll {
 
-// The communicator that a new one is made from, and which of its ranks take part. Kept alive by its
-// owner meanwhile.
+// The communicator that a new one is made from, and which of its ranks take part. Its owner keeps
+// it alive meanwhile.
 struct Origin {
   ncclComm* parent = nullptr;
   std::vector<int> members;

@@ -1,5 +1,4 @@
-// A collective in progress: its rounds over the staging slots, or over the memory that the ranks
-// share.
+// A collective in progress: rounds over the staging slots, or work on memory that the ranks share.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// Communicators: made, split, shrunk, ended.
+// Communicators: init, split, shrink, destroy and abort.
 #include <string.h>
 #include <sys/types.h>
 #include <unistd.h>
@@ -45,8 +45,7 @@ struct Settings {
   bool blocking = true;
 };
 
-// Configs are read by their size only, so that clients of older and newer versions are understood
-// alike.
+// Configs are read by their size only, so that clients of older and of newer versions work.
 ncclResult_t read_config(const ncclConfig_t* config, const char* op, Settings* settings) {
   if (!config) return ncclSuccess;
   if (config->magic != NCCL_API_MAGIC || config->size < offsetof(ncclConfig_t, blocking))
@@ -87,8 +86,8 @@ void release(ncclComm* comm) {
 
 namespace {
 
-// Run `meet` (bootstrap, maybe with an exchange before it) for a fresh communicator that *out
-// already points to.
+// Run `meet`, the bootstrap (maybe with an exchange before it), for a new communicator to which
+// *out already points.
 ncclResult_t start(ncclComm_t* out, ncclComm* comm, ncclComm* parent, const Settings& settings, const char* op,
                    std::function<Error(ncclComm*)> meet) {
   *out = comm;

@@ -1,4 +1,4 @@
-// The communicator: what a rank knows and keeps of it.
+// The communicator: a rank's state of it.
 //
 // Path of a call: api.cpp checks the arguments and makes an Op (operation.h); group.cpp puts the
 // ops of a group (or the one op) into a Batch and gives it its place in the order of each
@@ -38,8 +38,8 @@ struct ncclComm {
   int rank = -1, size = 0, device = 0;
   coll::Segment* segment = nullptr;
   uint64_t secret[4] = {};        // ids of children are derived from it
-  // So far. Each is equal on all ranks that take part: apart, because a rank that failed in one
-  // kind of call may not have made the other.
+  // Calls so far, equal on all ranks that take part. They are counted separately, because a rank
+  // that failed in one kind of call may not have made the other.
   uint64_t splits = 0, shrinks = 0;
   uint64_t splits_begun = 0;      // by the batch whose turn it is
   int forks = 0;                  // fork_generation() of the process that made it
@@ -57,8 +57,9 @@ struct ncclComm {
   uint64_t turn = 0;
   std::set<uint64_t> abandoned;            // tickets whose owners stopped waiting; their turn is passed on at once
   bool active = false;                    // an operation is running, and may touch the caller's memory
-  // The handle and every ticket that is not yet served. Whoever gives up the last one frees the
-  // communicator, so that an aborted one can have operations in queues that are held up by others.
+  // Users: the handle, and every ticket that is not yet served. The last one frees the
+  // communicator, so that an aborted communicator may have operations in queues that others hold
+  // up.
   std::atomic<int> users{1};
 
   // Used by the batch whose turn it is, and by nobody else.
@@ -91,9 +92,9 @@ struct ncclComm {
   void wake_sleepers();
   void wake_self();
   void wake_peers();  // all of them, whatever they wait for
-  // Tell the peers that this rank can't go on.
+  // Publish to the peers that this rank can't go on.
   void publish_state(coll::RankState state, const coll::Error* cause = nullptr);
-  // Put the error in place as the reason why nothing can run any more (the first one stays).
+  // Record the error as the reason why nothing can run any more (the first one stays).
   void break_with(const coll::Error& error, coll::RankState state);
   coll::Error why_broken();
 };

@@ -1,4 +1,4 @@
-// Groups, and the one place where operations get their place in the order of a communicator.
+// Groups; only here do operations get their place in the order of a communicator.
 #include <algorithm>
 
 #include "group.h"

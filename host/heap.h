@@ -1,10 +1,10 @@
 // Memory that a process shares with its peers: allocated by ncclMemAlloc, or passed to
 // ncclCommRegister.
 //
-// Each process has one file without a name (memfd), made at its first communicator and handed to
-// the peers' processes while the ranks meet. Memory is an extent of that file, so a peer that knows
-// an extent's place can map it at any time: nothing more is sent, one descriptor a process is
-// enough, and all of it is freed when the last process that has it ends.
+// Each process has one file without a name (memfd), made at its first communicator and passed to
+// the peers' processes in the bootstrap. Memory is an extent of that file, so a peer that knows an
+// extent's place can map it at any time: nothing more is sent, one descriptor a process is enough,
+// and all of it is freed when the last process that has it ends.
 #pragma once
 
 #include <stddef.h>

@@ -1,4 +1,4 @@
-// Which instruction set's kernels run, and how their tiles are shared out over threads.
+// Dispatch to one instruction set's kernels, whose tiles are divided over threads.
 #include "kernels.h"
 
 #include <stdio.h>

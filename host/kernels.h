@@ -1,4 +1,4 @@
-// The kernels of one instruction set, chosen at run time.
+// Dispatch to the kernels of one instruction set, chosen at run time.
 #pragma once
 
 #include <string>

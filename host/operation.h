@@ -1,4 +1,4 @@
-// An operation as the caller asked for it, and the tables of kinds, dtypes and reductions.
+// Operations as the caller asked for them, and the tables of kinds, dtypes and reductions.
 #pragma once
 
 #include <stddef.h>

@@ -14,7 +14,7 @@ namespace coll {
 // for.
 constexpr int64_t kCheckInterval = 100 * 1000 * 1000;
 
-// Take a place in the communicator's order, under order_lock().
+// Take the next ticket in the communicator's order, under order_lock().
 uint64_t take_ticket(ncclComm* comm);
 
 // Run `body` when it is the ticket's turn, then pass the turn on. After that the communicator may

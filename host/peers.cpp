@@ -1,5 +1,5 @@
-// The state of the ranks of a communicator: published, looked up, turned into errors; and who wakes
-// whom.
+// State of a communicator's ranks: how it is published, looked up and turned into errors, and which
+// rank wakes which.
 #include "peers.h"
 
 #include <algorithm>
@@ -150,12 +150,12 @@ Error remote_error(ncclComm& comm, const std::vector<int>& peers, const std::vec
   Error timeout;
   bool dead = std::any_of(peers.begin(), peers.end(), [&](int r) { return comm.segment->rank(r)->state.load() == kDead; });
   if (!dead && shared_timeout(comm, peers, missing, &timeout)) return timeout;
-  // A dead process is the cause, ranks that gave up are consequences: name the causes.
+  // A dead process is a cause, ranks that gave up are consequences: name the causes.
   std::vector<int> causes = peers;
   for (uint32_t state : {uint32_t(kDead), uint32_t(kAborted), uint32_t(kRevoked), uint32_t(kLeft)}) {
     std::vector<int> some;
     for (int r : peers) {
-      // Who has left in good order is only to blame where something of it is missing.
+      // A rank that has left in good order is a cause only where something of it is missing.
       bool blameless = state == kLeft && !missing.empty() && std::find(missing.begin(), missing.end(), r) == missing.end();
       if (!blameless && comm.segment->rank(r)->state.load() == state) some.push_back(r);
     }

@@ -1,5 +1,5 @@
-// A few threads that share out the tiles of one big kernel. Started when first wanted; idle ones
-// sleep.
+// Thread pool: a few threads that divide the tiles of one big kernel. Started at the first use;
+// idle ones sleep.
 #pragma once
 
 #include <stdint.h>

@@ -240,7 +240,8 @@ struct Run {
     } else if (c.revoke_flag.load(std::memory_order_acquire)) {
       fail(make_error(collHostErrorAborted, "the communicator was revoked by this rank"));
     } else if (thoroughly || c.segment->header()->troubles.load(std::memory_order_acquire)) {
-      // In this order: what a peer wrote before it went is seen by whoever has seen that it went.
+      // In this order: a rank that has noticed a peer's end then reads all that the peer has
+      // written.
       std::vector<int> lost = failed_peers(c, thoroughly);
       if (!lost.empty() && !advance() && waits_for(lost)) fail(remote_error(c, lost, missing()));
     }

@@ -1,4 +1,4 @@
-// The exported functions that ask or set something, and those that this engine does not offer.
+// Exported functions that query or set something, and those that this engine does not offer.
 #include <string.h>
 
 #include "bootstrap.h"

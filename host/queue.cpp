@@ -1,4 +1,4 @@
-// Queues: what streams are on a GPU. One thread each, tasks in order.
+// Queues, the host engine's counterpart of CUDA streams: one thread each, tasks in order.
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>

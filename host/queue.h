@@ -1,4 +1,4 @@
-// Queues of tasks: what streams are on a GPU.
+// Queues of tasks, the host engine's counterpart of CUDA streams.
 #pragma once
 
 #include <stdint.h>

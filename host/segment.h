@@ -1,7 +1,8 @@
-// The memory that the ranks of one communicator share.
+// Segment: the memory that the ranks of one communicator share.
 //
 // Layout of a segment of n ranks:   Header | n RankBlocks | n x 2 staging slots | n x n channels (send/recv)
-// The part before the channels is allocated when the segment is made. A channel gets its pages at its first use.
+// The part before the channels is allocated when the segment is made. A channel gets its pages at
+// its first use.
 #pragma once
 
 #include <stddef.h>
@@ -30,7 +31,7 @@ enum RankState : uint32_t {
   kFailed = 2,   // an operation failed there; it can't go on
   kAborted = 3,
   kRevoked = 4,
-  kDead = 5      // its process has ended; a peer that saw it wrote this
+  kDead = 5      // its process has ended; a peer that noticed it wrote this
 };
 
 // What one rank called, in full; read only when the hashes of two ranks differ.
@@ -43,8 +44,8 @@ struct CallRecord {
 
 // Everything in a RankBlock is written by its own rank, except `state` (kDead) and `doorbell`.
 struct RankBlock {
-  // The line that peers wait on. What says what call k is, is at [k & 1]: a rank writes them for
-  // call k + 2 only after all have posted k + 1, so after all have read k.
+  // The cache line that peers wait on. The description of call k is at [k & 1]: a rank writes that
+  // of call k + 2 only after all have posted k + 1, so after all have read k.
   alignas(kLine) std::atomic<uint64_t> posted;  // rounds put into this rank's slots
   uint64_t call_key[2];
   uint64_t scalar[2];  // pre-mul-sum

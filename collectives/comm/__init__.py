@@ -1,4 +1,4 @@
-"""Communicators and their parts: engines, async work, groups, memory, algorithms, watchdog."""
+"""Communicator and its parts: engines, asynchronous work, groups, memory, algorithms, watchdog."""
 
 from .communicator import Communicator
 from .consensus import RankOptions, verify_same_options

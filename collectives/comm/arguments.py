@@ -1,7 +1,4 @@
-"""Checks of the arguments of a communicator's operations, before anything is sent.
-
-They raise `InvalidArgument`.
-"""
+"""Checks of a communicator's arguments before anything is sent; they raise `InvalidArgument`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import operator
 
 import torch
 
-from ..arrays import Place, check_premul_scalar, parse_op, parse_rank
+from ..arrays import Buffer, check_premul_scalar, parse_op, parse_rank
 from ..errors import InvalidArgument
 from ..torch_compat import cuda_current_raw_stream
 
@@ -93,15 +90,15 @@ def parse_allocation(comm, n, dtype: torch.dtype | None) -> tuple[int, torch.dty
 # ---- Arrays.
 
 
-def read_pair(comm, out, inp, name: str) -> tuple[Place, Place]:
+def read_pair(comm, out, inp, name: str) -> tuple[Buffer, Buffer]:
     """Read an output and an input of one dtype."""
-    out_place = comm._reader.place(out, name, writes=True, what="out")
-    inp_place = comm._reader.place(inp, name, writes=False, what="inp")
-    comm._reader.check_same_dtype(out_place, inp_place, name)
-    return out_place, inp_place
+    out_buffer = comm._reader.read(out, name, writes=True, what="out")
+    inp_buffer = comm._reader.read(inp, name, writes=False, what="inp")
+    comm._reader.check_same_dtype(out_buffer, inp_buffer, name)
+    return out_buffer, inp_buffer
 
 
-def read_on_root(comm, array, root: int, name: str, what: str, *, writes: bool) -> Place | None:
+def read_on_root(comm, array, root: int, name: str, what: str, *, writes: bool) -> Buffer | None:
     """Read an array that only the root passes; return None on the other ranks."""
     if comm.rank != root:
         if array is not None:
@@ -109,10 +106,10 @@ def read_on_root(comm, array, root: int, name: str, what: str, *, writes: bool) 
         return None
     if array is None:
         raise invalid(comm, name, f"{what} is None, but this rank is the root and must give it")
-    return comm._reader.place(array, name, writes=writes, what=what)
+    return comm._reader.read(array, name, writes=writes, what=what)
 
 
-def parse_split_sizes(comm, array, place: Place, sizes, what: str, which: str) -> tuple[list[int], int | None]:
+def parse_split_sizes(comm, array, buffer: Buffer, sizes, what: str, which: str) -> tuple[list[int], int | None]:
     """Return (units for each rank, elements of one row) of one side of an all_to_all.
 
     `sizes`: rows for each rank, None for even parts; `what`: the argument's name; `which`: the
@@ -133,8 +130,8 @@ def parse_split_sizes(comm, array, place: Place, sizes, what: str, which: str) -
     sizes = [parse_int(comm, size, f"each of {what}", 0, "all_to_all") for size in sizes]
     if sum(sizes) != shape[0]:
         raise invalid(comm, "all_to_all", f"{what} add up to {sum(sizes)}, but {which} has {shape[0]} rows")
-    units = place.units // shape[0] if shape[0] else 0
-    return [size * units for size in sizes], place.count // shape[0] if shape[0] else None
+    units = buffer.units // shape[0] if shape[0] else 0
+    return [size * units for size in sizes], buffer.count // shape[0] if shape[0] else None
 
 
 # ---- Streams.

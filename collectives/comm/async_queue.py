@@ -219,9 +219,8 @@ class AsyncQueue(ABC):
     def reset_after_fork(self, closed) -> tuple:
         """Drop the parent's submissions in a forked child.
 
-        Return the objects that must not be freed there.
-
-        `closed`: the communicator's `ClosedHandle`, which takes the native queue's place.
+        Return the objects that must not be freed there. `closed`: the communicator's
+        `ClosedHandle`, which takes the native queue's place.
         """
         kept = (self._pending, self._held_until_close, self.__dict__.get("_native"))
         self._lock = threading.RLock()

@@ -13,7 +13,7 @@ from threading import get_ident
 import torch
 
 from .._nccl import OPS, SHRINK_ABORT, ArrayCalls, Comm
-from ..arrays import ITEMSIZE, Place, Reader, parse_rank
+from ..arrays import ITEMSIZE, Buffer, Reader, parse_rank
 from ..environment import check_variables, read_switch
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import cuda_get_device
@@ -163,9 +163,7 @@ class Communicator:
 
     @property
     def machines(self) -> tuple[tuple[int, ...], ...] | None:
-        """The ranks of each node, in the order of the nodes' first ranks.
-
-        None where they aren't known.
+        """The ranks of each node, in the order of the nodes' first ranks; None if not known.
 
         They are known for the communicators that `init()` and the DDP hook open, and on the host.
         """
@@ -218,17 +216,17 @@ class Communicator:
         if out is not None:
             return all_reduce_out_of_place(self, out, array, op, async_op, algorithm, stream, share)
         if share is not None:
-            place = self._reader.place(array, "all_reduce", writes=True)
-            return reduce_with_stats(self, "all_reduce", place, place, (array,), op, share, async_op, algorithm, stream)
+            src = self._reader.read(array, "all_reduce", writes=True)
+            return reduce_with_stats(self, "all_reduce", src, src, (array,), op, share, async_op, algorithm, stream)
         if self._choices is not None or (algorithm is not None and algorithm != "native"):
-            place = self._reader.place(array, "all_reduce", writes=True)
-            by = select_algorithm(self, "all_reduce", algorithm, place.nbytes, op)
-            if by != "native":
-                self._reader.check_reducible(place, "all_reduce")
-                return run_algorithm(self, by, "all_reduce", place, place, (array,), array, op, async_op, stream)
+            src = self._reader.read(array, "all_reduce", writes=True)
+            selected = select_algorithm(self, "all_reduce", algorithm, src.nbytes, op)
+            if selected != "native":
+                self._reader.check_reducible(src, "all_reduce")
+                return run_algorithm(self, selected, "all_reduce", src, src, (array,), array, op, async_op, stream)
         if not async_op and stream is None and self._fast_path.all_reduce(array, op):
             return None
-        ptr, count, dtype = self._reader.read_in_place(array, "all_reduce")
+        ptr, count, dtype = self._reader.read_for_reduction(array, "all_reduce")
         if self._on_host and type(op) is str and not async_op and stream is None and not open_groups:
             code = OPS.get(op)
             if code is not None:  # nothing is allocated
@@ -243,24 +241,22 @@ class Communicator:
         return launch(self, "all_reduce", steps, (array,), array, nbytes, fingerprint, async_op, stream, scalar)
 
     def reduce(self, array, root: int = 0, op="sum", *, async_op: bool = False, stream=None) -> Work | None:
-        """Reduce `array` over all ranks.
+        """Reduce `array` over all ranks; `root` gets the result, in place.
 
-        Only `root` gets the result, in place, and the others' arrays stay.
-
-        `op` and dtypes as in `all_reduce`. C: ncclReduce.
+        The other ranks' arrays are not changed. `op` and dtypes as in `all_reduce`. C: ncclReduce.
         """
         if not async_op and stream is None and self._fast_path.reduce(array, root, op):
             return None
         root = parse_peer(self, root, "root", "reduce")
-        place = self._reader.place(array, "reduce", writes=self.rank == root)
-        self._reader.check_reducible(place, "reduce")
-        code, scalar = parse_reduction(self, op, place.code, "reduce")
-        out = place.ptr if self.rank == root else 0
-        steps = (("reduce", (place.ptr, out, place.count, place.code, code, root)),)
+        buffer = self._reader.read(array, "reduce", writes=self.rank == root)
+        self._reader.check_reducible(buffer, "reduce")
+        code, scalar = parse_reduction(self, op, buffer.code, "reduce")
+        out = buffer.ptr if self.rank == root else 0
+        steps = (("reduce", (buffer.ptr, out, buffer.count, buffer.code, code, root)),)
         fingerprint = self._checks_calls and fingerprint_of(
-            "reduce", dtype=place.code, count=place.count, op=PREMUL if scalar else code, root=root
+            "reduce", dtype=buffer.code, count=buffer.count, op=PREMUL if scalar else code, root=root
         )
-        return launch(self, "reduce", steps, (array,), array, place.nbytes, fingerprint, async_op, stream, scalar)
+        return launch(self, "reduce", steps, (array,), array, buffer.nbytes, fingerprint, async_op, stream, scalar)
 
     def reduce_scatter(
         self, out, inp, op="sum", *, async_op: bool = False, algorithm=None, stream=None, share=None
@@ -275,22 +271,22 @@ class Communicator:
         chosen = share is not None or self._choices is not None or (algorithm is not None and algorithm != "native")
         if not chosen and not async_op and stream is None and self._fast_path.reduce_scatter(out, inp, op):
             return None
-        to, of = read_pair(self, out, inp, name)
-        self._reader.check_reducible(of, name)
-        self._reader.check_size(of, to, self.size, name, "inp", "out")
-        self._reader.check_overlap(of, to, name, self.rank, "the only form in place is out == part `rank` of inp")
+        dst, src = read_pair(self, out, inp, name)
+        self._reader.check_reducible(src, name)
+        self._reader.check_size(src, dst, self.size, name, "inp", "out")
+        self._reader.check_overlap(src, dst, name, self.rank, "the only form in place is out == part `rank` of inp")
         if share is not None:
-            return reduce_with_stats(self, name, to, of, (out, inp), op, share, async_op, algorithm, stream)
+            return reduce_with_stats(self, name, dst, src, (out, inp), op, share, async_op, algorithm, stream)
         if chosen:
-            by = select_algorithm(self, name, algorithm, of.nbytes, op)
-            if by != "native":
-                return run_algorithm(self, by, name, to, of, (out, inp), out, op, async_op, stream)
-        code, scalar = parse_reduction(self, op, of.code, name)
-        steps = ((name, (of.ptr, to.ptr, to.count, to.code, code)),)
+            selected = select_algorithm(self, name, algorithm, src.nbytes, op)
+            if selected != "native":
+                return run_algorithm(self, selected, name, dst, src, (out, inp), out, op, async_op, stream)
+        code, scalar = parse_reduction(self, op, src.code, name)
+        steps = ((name, (src.ptr, dst.ptr, dst.count, dst.code, code)),)
         fingerprint = self._checks_calls and fingerprint_of(
-            name, dtype=to.code, count=to.count, op=PREMUL if scalar else code
+            name, dtype=dst.code, count=dst.count, op=PREMUL if scalar else code
         )
-        return launch(self, name, steps, (out, inp), out, of.nbytes, fingerprint, async_op, stream, scalar)
+        return launch(self, name, steps, (out, inp), out, src.nbytes, fingerprint, async_op, stream, scalar)
 
     def all_gather(self, out, inp, *, async_op: bool = False, algorithm=None, stream=None) -> Work | None:
         """Gather every rank's `inp` into `out` on every rank, in rank order. Takes any dtype.
@@ -302,27 +298,27 @@ class Communicator:
         chosen = self._choices is not None or (algorithm is not None and algorithm != "native")
         if not chosen and not async_op and stream is None and self._fast_path.all_gather(out, inp):
             return None
-        to, of = read_pair(self, out, inp, name)
-        self._reader.check_size(to, of, self.size, name, "out", "inp")
-        self._reader.check_overlap(to, of, name, self.rank, "the only form in place is inp == part `rank` of out")
+        dst, src = read_pair(self, out, inp, name)
+        self._reader.check_size(dst, src, self.size, name, "out", "inp")
+        self._reader.check_overlap(dst, src, name, self.rank, "the only form in place is inp == part `rank` of out")
         if chosen:
-            by = select_algorithm(self, name, algorithm, to.nbytes)
-            if by != "native":
-                return run_algorithm(self, by, name, to, of, (out, inp), out, None, async_op, stream)
-        steps = ((name, (of.ptr, to.ptr, of.units, of.code)),)
-        fingerprint = self._checks_calls and fingerprint_of(name, dtype=of.tag, count=of.units)
-        return launch(self, name, steps, (out, inp), out, to.nbytes, fingerprint, async_op, stream, label=of.label)
+            selected = select_algorithm(self, name, algorithm, dst.nbytes)
+            if selected != "native":
+                return run_algorithm(self, selected, name, dst, src, (out, inp), out, None, async_op, stream)
+        steps = ((name, (src.ptr, dst.ptr, src.units, src.code)),)
+        fingerprint = self._checks_calls and fingerprint_of(name, dtype=src.tag, count=src.units)
+        return launch(self, name, steps, (out, inp), out, dst.nbytes, fingerprint, async_op, stream, label=src.label)
 
     def broadcast(self, array, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Send `root`'s array to all ranks, in place. Takes any dtype. C: ncclBroadcast."""
         if not async_op and stream is None and self._fast_path.broadcast(array, root):
             return None
         root = parse_peer(self, root, "root", "broadcast")
-        place = self._reader.place(array, "broadcast", writes=self.rank != root)
-        steps = (("broadcast", (place.ptr, place.ptr, place.units, place.code, root)),)
-        fingerprint = self._checks_calls and fingerprint_of("broadcast", dtype=place.tag, count=place.units, root=root)
+        src = self._reader.read(array, "broadcast", writes=self.rank != root)
+        steps = (("broadcast", (src.ptr, src.ptr, src.units, src.code, root)),)
+        fingerprint = self._checks_calls and fingerprint_of("broadcast", dtype=src.tag, count=src.units, root=root)
         return launch(
-            self, "broadcast", steps, (array,), array, place.nbytes, fingerprint, async_op, stream, label=place.label
+            self, "broadcast", steps, (array,), array, src.nbytes, fingerprint, async_op, stream, label=src.label
         )
 
     def all_to_all(
@@ -330,24 +326,23 @@ class Communicator:
     ) -> Work | None:
         """Send part r of `inp` to rank r, and receive rank r's into part r of `out`.
 
-        Takes any dtype; never in place.
-
-        Without split sizes the parts are equal, in elements. The split sizes are rows along
-        dimension 0, one for each rank, as in ``torch.distributed.all_to_all_single``; if only one
-        list is passed, the other side is split evenly. C: ncclAlltoAll; ncclSend and ncclRecv in a
-        group for unequal parts and for NCCL before 2.28.3.
+        Takes any dtype; never in place. Without split sizes the parts are equal, in elements. The
+        split sizes are rows along dimension 0, one for each rank, as in
+        ``torch.distributed.all_to_all_single``; if only one list is passed, the other side is split
+        evenly. C: ncclAlltoAll; ncclSend and ncclRecv in a group for unequal parts and for NCCL
+        before 2.28.3.
         """
         name = "all_to_all"
         plain = output_split_sizes is None and input_split_sizes is None and stream is None
         if plain and not async_op and self._fast_path.all_to_all(out, inp):
             return None
-        to, of = read_pair(self, out, inp, name)
-        self._reader.check_overlap(to, of, name, None, "all_to_all has no form in place")
+        dst, src = read_pair(self, out, inp, name)
+        self._reader.check_overlap(dst, src, name, None, "all_to_all has no form in place")
         if output_split_sizes is None and input_split_sizes is None:
-            steps, fingerprint = self._even_all_to_all(to, of)
+            steps, fingerprint = self._even_all_to_all(dst, src)
         else:
-            sends, sent_row = parse_split_sizes(self, inp, of, input_split_sizes, "input_split_sizes", "inp")
-            receives, received_row = parse_split_sizes(self, out, to, output_split_sizes, "output_split_sizes", "out")
+            sends, sent_row = parse_split_sizes(self, inp, src, input_split_sizes, "input_split_sizes", "inp")
+            receives, received_row = parse_split_sizes(self, out, dst, output_split_sizes, "output_split_sizes", "out")
             if None not in (sent_row, received_row) and sent_row != received_row:
                 text = f"a row of inp has {sent_row} elements and a row of out {received_row}: they must be equal"
                 raise invalid(self, name, text)
@@ -355,64 +350,60 @@ class Communicator:
             if own_send != own_receive:
                 text = f"rank {self.rank} sends {own_send} elements to itself and receives {own_receive}"
                 raise invalid(self, name, text)
-            steps = all_to_all_steps(to, of, sends, receives)
-            fingerprint = self._checks_calls and fingerprint_of("all_to_all with split sizes", dtype=of.tag)
-        return launch(self, name, steps, (out, inp), out, of.nbytes, fingerprint, async_op, stream, label=of.label)
+            steps = all_to_all_steps(dst, src, sends, receives)
+            fingerprint = self._checks_calls and fingerprint_of("all_to_all with split sizes", dtype=src.tag)
+        return launch(self, name, steps, (out, inp), out, src.nbytes, fingerprint, async_op, stream, label=src.label)
 
-    def _even_all_to_all(self, to: Place, of: Place):
+    def _even_all_to_all(self, dst: Buffer, src: Buffer):
         """Return the steps and the fingerprint of an all_to_all of equal parts."""
         name = "all_to_all"
-        if of.count % self.size:
-            text = f"inp has {of.count} elements, which {self.size} ranks can't share evenly: pass split sizes"
+        if src.count % self.size:
+            text = f"inp has {src.count} elements, which {self.size} ranks can't share evenly: pass split sizes"
             raise invalid(self, name, text)
-        self._reader.check_size(to, of, 1, name, "out", "inp")
-        units = of.units // self.size
-        fingerprint = self._checks_calls and fingerprint_of(name, dtype=of.tag, count=units)
+        self._reader.check_size(dst, src, 1, name, "out", "inp")
+        units = src.units // self.size
+        fingerprint = self._checks_calls and fingerprint_of(name, dtype=src.tag, count=units)
         if self.engine.library.has("ncclAlltoAll"):
-            return ((name, (of.ptr, to.ptr, units, of.code)),), fingerprint
-        return all_to_all_steps(to, of, [units] * self.size, [units] * self.size), fingerprint
+            return ((name, (src.ptr, dst.ptr, units, src.code)),), fingerprint
+        return all_to_all_steps(dst, src, [units] * self.size, [units] * self.size), fingerprint
 
     def gather(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Gather every rank's `inp` into `root`'s `out`, in rank order. Takes any dtype.
 
-        `out` is None elsewhere.
-
-        In place where `inp` is part `root` of `out`. C: ncclGather; ncclSend and ncclRecv before
-        NCCL 2.28.3.
+        `out` is None on the other ranks. In place where `inp` is part `root` of `out`. C:
+        ncclGather; ncclSend and ncclRecv before NCCL 2.28.3.
         """
         name = "gather"
         root = parse_peer(self, root, "root", name)
-        of = self._reader.place(inp, name, writes=False, what="inp")
-        to = read_on_root(self, out, root, name, "out", writes=True)
-        if to is not None:
-            self._reader.check_same_dtype(to, of, name)
-            self._reader.check_size(to, of, self.size, name, "out", "inp")
-            self._reader.check_overlap(to, of, name, root, "the only form in place is inp == part `root` of out")
-        steps = gather_steps(self.engine.library, to, of, root, self.size)
-        fingerprint = self._checks_calls and fingerprint_of(name, dtype=of.tag, count=of.units, root=root)
+        src = self._reader.read(inp, name, writes=False, what="inp")
+        dst = read_on_root(self, out, root, name, "out", writes=True)
+        if dst is not None:
+            self._reader.check_same_dtype(dst, src, name)
+            self._reader.check_size(dst, src, self.size, name, "out", "inp")
+            self._reader.check_overlap(dst, src, name, root, "the only form in place is inp == part `root` of out")
+        steps = gather_steps(self.engine.library, dst, src, root, self.size)
+        fingerprint = self._checks_calls and fingerprint_of(name, dtype=src.tag, count=src.units, root=root)
         held = (inp,) if out is None else (out, inp)
-        return launch(self, name, steps, held, out, of.nbytes, fingerprint, async_op, stream, label=of.label)
+        return launch(self, name, steps, held, out, src.nbytes, fingerprint, async_op, stream, label=src.label)
 
     def scatter(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Send part r of `root`'s `inp` to rank r's `out`. Takes any dtype.
 
-        `inp` is None elsewhere.
-
-        In place where `out` is part `root` of `inp`. C: ncclScatter; ncclSend and ncclRecv before
-        NCCL 2.28.3.
+        `inp` is None on the other ranks. In place where `out` is part `root` of `inp`.
+        C: ncclScatter; ncclSend and ncclRecv before NCCL 2.28.3.
         """
         name = "scatter"
         root = parse_peer(self, root, "root", name)
-        to = self._reader.place(out, name, writes=True, what="out")
-        of = read_on_root(self, inp, root, name, "inp", writes=False)
-        if of is not None:
-            self._reader.check_same_dtype(to, of, name)
-            self._reader.check_size(of, to, self.size, name, "inp", "out")
-            self._reader.check_overlap(of, to, name, root, "the only form in place is out == part `root` of inp")
-        steps = scatter_steps(self.engine.library, to, of, root, self.size)
-        fingerprint = self._checks_calls and fingerprint_of(name, dtype=to.tag, count=to.units, root=root)
+        dst = self._reader.read(out, name, writes=True, what="out")
+        src = read_on_root(self, inp, root, name, "inp", writes=False)
+        if src is not None:
+            self._reader.check_same_dtype(dst, src, name)
+            self._reader.check_size(src, dst, self.size, name, "inp", "out")
+            self._reader.check_overlap(src, dst, name, root, "the only form in place is out == part `root` of inp")
+        steps = scatter_steps(self.engine.library, dst, src, root, self.size)
+        fingerprint = self._checks_calls and fingerprint_of(name, dtype=dst.tag, count=dst.units, root=root)
         held = (out,) if inp is None else (out, inp)
-        return launch(self, name, steps, held, out, to.nbytes, fingerprint, async_op, stream, label=to.label)
+        return launch(self, name, steps, held, out, dst.nbytes, fingerprint, async_op, stream, label=dst.label)
 
     def send(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
         """Send `array` to rank `peer`, which must call `recv`. Takes any dtype. C: ncclSend."""
@@ -472,13 +463,11 @@ class Communicator:
     def empty(self, n: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocate a tensor of `n` elements in memory that the engine uses with no staging copy.
 
-        A local call.
-
-        `dtype` None: torch's default. The contents are undefined. The memory is freed with the last
-        tensor that views it, also after `close()`. On the host it is shared with the other ranks. A
-        forked child (a DataLoader's worker) can't change the parent's contents. It sees what the
-        parent writes later in the pages that the child has not written itself, so it must not use
-        the memory as a snapshot. C: ncclMemAlloc (NCCL 2.19).
+        A local call. `dtype` None: torch's default. The contents are undefined. The memory is freed
+        with the last tensor that views it, also after `close()`. On the host it is shared with the
+        other ranks. A forked child (a DataLoader's worker) can't change the parent's contents. It
+        sees what the parent writes later in the pages that the child has not written itself, so it
+        must not use the memory as a snapshot. C: ncclMemAlloc (NCCL 2.19).
         """
         self._check_open("empty")
         n, dtype = parse_allocation(self, n, dtype)
@@ -497,11 +486,9 @@ class Communicator:
     def deregister(self, registration: Registration) -> None:
         """End a registration; no operation that uses the array may be in flight.
 
-        C: ncclCommDeregister.
-
-        On the host `InvalidUsage` is raised while asynchronous operations are in flight: the peers
-        may use the array's memory, which becomes this process's own again. On CUDA it waits for the
-        GPU.
+        C: ncclCommDeregister. On the host `InvalidUsage` is raised while asynchronous operations
+        are in flight: the peers may use the array's memory, which becomes this process's own again.
+        On CUDA it waits for the GPU.
         """
         deregister(self, registration)
 
@@ -517,10 +504,8 @@ class Communicator:
     def close(self) -> None:
         """Wait for what is in flight, then free the communicator. Harmless when called again.
 
-        C: ncclCommDestroy.
-
-        Raises the error with which the watchdog has ended the communicator, if no call has raised
-        it before.
+        C: ncclCommDestroy. Raises the error with which the watchdog has ended the communicator, if
+        no call has raised it before.
         """
         closing.close(self)
 
@@ -564,13 +549,13 @@ class Communicator:
 
     def _point_to_point(self, name: str, array, peer, async_op, stream):
         peer = parse_peer(self, peer, "peer", name)
-        place = self._reader.place(array, name, writes=name == "recv")
+        buffer = self._reader.read(array, name, writes=name == "recv")
         if peer == self.rank and get_ident() not in open_groups:
             raise InvalidUsage(
                 f"a {name} with oneself needs its other half in the same `with comm.group():` block", op=name, rank=peer
             )
-        steps = ((name, (place.ptr, place.units, place.code, peer)),)
-        return launch(self, name, steps, (array,), array, place.nbytes, None, async_op, stream, label=place.label)
+        steps = ((name, (buffer.ptr, buffer.units, buffer.code, peer)),)
+        return launch(self, name, steps, (array,), array, buffer.nbytes, None, async_op, stream, label=buffer.label)
 
     def _check_open(self, name: str) -> None:
         """Raise the error of an operation on a communicator that is closed."""
@@ -587,7 +572,7 @@ class Communicator:
             return _NO_GUARD
         return torch.cuda.device(self.device)
 
-    def _check_fingerprints(self, fingerprints, group_ranks_by_node: bool = False) -> None:
+    def _check_fingerprints(self, fingerprints, grouped: bool = False) -> None:
         """Raise `Mismatch` unless all ranks make the same calls, with COLLECTIVES_CHECK only."""
         if self._checks_calls and fingerprints:
             with self._device_guard():
@@ -596,5 +581,5 @@ class Communicator:
                     fingerprints,
                     device=self.device,
                     stream=stream_handle(self, None),
-                    group_ranks_by_node=group_ranks_by_node,
+                    grouped=grouped,
                 )

@@ -1,4 +1,4 @@
-"""CudaQueue, the queue of asynchronous operations on CUDA: a side stream with events."""
+"""Queue of asynchronous operations on CUDA: a side stream with events."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class CudaQueue(AsyncQueue):
         return (self._stream.record_event(), self._stream), capture_id(self._stream)
 
     def set_abort_error(self, error: CollectivesError) -> None:
-        """Set the error of what is in flight, as observed when it has left the GPU.
+        """Set the error that operations in flight get when they have left the GPU.
 
-        What has ended before succeeded.
+        Operations that have ended by now have succeeded, and are recorded first.
         """
         for pending_op in tuple(self._pending):
             if not pending_op.ended:
@@ -161,12 +161,10 @@ class CudaQueue(AsyncQueue):
         return self.drain(timeout)
 
     def record_completion(self, stream: int):
-        """Record an event on a stream.
+        """Record an event on a stream, and return a function that returns whether it has completed.
 
-        Return a function that returns whether it has completed, for the watchdog.
-
-        Returns None where an event can't be recorded now: the stream is being captured, or it is an
-        external stream, which its owner may have destroyed.
+        For the watchdog. Returns None where an event can't be recorded now: the stream is being
+        captured, or it is an external stream, which its owner may have destroyed.
         """
         comm = self._comm
         if stream in comm._external_streams:

@@ -1,9 +1,9 @@
-"""The engines: NCCL on GPUs ("nccl"), this project's shared-memory engine on CPUs ("host").
+"""Engines: NCCL on GPUs ("nccl"), this project's shared-memory engine on CPUs ("host").
 
 An engine is a library that exports NCCL's C API, loaded by its absolute path into a table of its
-own, and the type of device whose memory it takes. Variables: COLLECTIVES_ENGINE names the engine to
-use where the caller names none; COLLECTIVES_NCCL_LIBRARY and COLLECTIVES_HOST_LIBRARY are a
-library's path, and then no other library is tried.
+own, and the type of device whose memory it takes. COLLECTIVES_ENGINE names the engine to use where
+the caller names none. COLLECTIVES_NCCL_LIBRARY and COLLECTIVES_HOST_LIBRARY are a library's path;
+where one is set, no other library is tried.
 """
 
 from __future__ import annotations

@@ -49,10 +49,8 @@ def check(
 ) -> None:
     """Raise `Mismatch` on every rank unless all ranks have the same fingerprints.
 
-    Blocks until all have come.
-
-    In a group the number of its calls is compared first, since fingerprints of different lengths
-    can't be gathered.
+    Blocks until all have come. `grouped`: they are a group's, whose number of calls is compared
+    first, since lists of different lengths can't be gathered.
     """
     if grouped:
         _gather_and_compare(native, [fingerprint_of("group", count=len(fingerprints))], device, stream)

@@ -39,18 +39,18 @@ _OP = 4  # position of the op among a reduction's arguments
 def issue(calls: list[Call], streams: list[int]) -> None:
     """Issue calls, as one group if they are more than one step: all of them, or none.
 
-    What Python can detect, such as a closed communicator, is detected before the library gets any
-    of them.
+    What Python can check, such as a closed communicator, is checked before the library gets any of
+    them.
     """
     library = calls[0].comm.engine.library
-    group_ranks_by_node = len(calls) > 1 or len(calls[0].steps) > 1
+    grouped = len(calls) > 1 or len(calls[0].steps) > 1
     created_ops: list[tuple] = []
     try:
         functions = []
         for call, stream in zip(calls, streams, strict=True):
-            functions += _resolve_steps(call, stream, group_ranks_by_node, created_ops)
+            functions += _resolve_steps(call, stream, grouped, created_ops)
         try:
-            if group_ranks_by_node:
+            if grouped:
                 run_grouped(library, functions)
             else:
                 for function, args in functions:
@@ -70,16 +70,15 @@ def issue(calls: list[Call], streams: list[int]) -> None:
         native.destroy_op(op)
 
 
-def _resolve_steps(call: Call, stream: int, group_ranks_by_node: bool, created_ops: list):
+def _resolve_steps(call: Call, stream: int, grouped: bool, created_ops: list):
     """Yield a call's steps as (function, arguments).
 
-    Creates the ops that they need, and appends them to `created_ops`.
-
-    `created_ops`: pairs of the binding object and the op.
+    Creates the premultiplied sums that they need, and appends them to `created_ops` as pairs of
+    the binding object and the op. `grouped`: the steps are part of a group.
     """
     native = call.comm._native
-    if group_ranks_by_node:  # an operation of several steps can't stand in a group
-        native = getattr(native, "flat", native)
+    if grouped:  # an operation of several steps can't stand in a group
+        native = getattr(native, "parent", native)
     library = call.comm.engine.library
     for name, args in call.steps:
         if call.scalar is not None:
@@ -112,11 +111,9 @@ open_groups: dict[int, Group] = {}  # by thread, as in the library
 class Group:
     """Context manager that collects the calls of a ``with`` block and issues them as one.
 
-    Made by `Communicator.group`.
-
-    The group is the thread's: calls of other communicators of the same engine inside the block
-    belong to it. All its calls are blocking or all have ``async_op=True``. If the block raises,
-    none is issued.
+    Made by `Communicator.group`. The group is the thread's: calls of other communicators of the
+    same engine inside the block belong to it. All its calls are blocking or all have
+    ``async_op=True``. If the block raises, none is issued.
     """
 
     def __init__(self, comm):
@@ -173,7 +170,7 @@ class Group:
         comms = list({id(call.comm): call.comm for call in calls}.values())
         for comm in comms:
             fingerprints = [call.fingerprint for call in calls if call.comm is comm and call.fingerprint]
-            comm._check_fingerprints(fingerprints, group_ranks_by_node=True)
+            comm._check_fingerprints(fingerprints, grouped=True)
         if calls[0].work is None:
             with self._comm._device_guard():
                 issue(calls, [call.stream for call in calls])

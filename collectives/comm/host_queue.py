@@ -1,4 +1,4 @@
-"""HostQueue, the queue of asynchronous operations on the host engine."""
+"""Queue of asynchronous operations on the host engine."""
 
 from __future__ import annotations
 

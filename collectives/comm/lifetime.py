@@ -1,4 +1,4 @@
-"""Registry of the process's open communicators; handles forks and the interpreter's exit."""
+"""Registry of open communicators; it closes them at exit and disables them in forked children."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ _EXIT_SECONDS = 5.0  # how long the interpreter's exit may wait for operations i
 class ClosedHandle:
     """Stand-in for the binding object of a communicator that is closed, aborted or forked.
 
-    Every call on it raises.
-
-    `error`: with which the watchdog has ended the communicator, or None.
+    Every call on it raises. `reason`: the message; `error`: the error with which the watchdog has
+    ended the communicator, or None.
     """
 
     def __init__(self, reason: str, rank: int, forked: bool = False, error: CollectivesError | None = None):

@@ -2,7 +2,7 @@
 
 A process is identified by its node, its pid namespace, its pid and its start time. A rank publishes
 its process in torch.distributed's store at its first use of this package, long before other ranks
-wait for it. The kernel tells whether a process of the same node lives; a process that ends by an
+wait for it. The kernel knows whether a process of the same node lives. A process that ends by an
 exception writes its error to the store.
 """
 
@@ -33,12 +33,12 @@ _published: list = []  # (weak reference to the store, key, pid) of the last pro
 
 
 @functools.cache
-def _identity(pid: int, machine: str) -> str:
+def _identity(pid: int, node: str) -> str:
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    return f"{machine}|{namespace}|{pid}|{get_start_time(pid)}"
+    return f"{node}|{namespace}|{pid}|{get_start_time(pid)}"
 
 
 def this_process() -> str:
@@ -65,7 +65,7 @@ def has_ended(process: str) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b") ")[2].split()
-    except FileNotFoundError:  # it ended just now, or /proc is hidden: the next call will tell
+    except FileNotFoundError:  # it ended just now, or /proc is hidden: the next call finds out
         return False
     except OSError:
         return False
@@ -118,7 +118,7 @@ class RankExits:
 
 
 def describe_exit(process: str) -> str:
-    """Return the text that a process has ended."""
+    """Return the message that a process has ended."""
     return f"its process {process.split('|')[2]} has ended"
 
 

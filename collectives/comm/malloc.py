@@ -1,4 +1,4 @@
-"""Settings of glibc's malloc: for memory that can be shared, or without new page faults."""
+"""Settings of glibc's malloc, for memory that can be shared and for fewer page faults."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def allocate_with_mmap(function) -> None:
 def keep_freed_memory() -> None:
     """Make malloc take up to 32 MiB from its heap, and keep 64 MiB at its top.
 
-    These are the settings that glibc itself uses after a while.
-    A new tensor in the place of a freed one then has no page faults. Does nothing where the user
-    has set these, or with another libc than glibc.
+    These are the settings that glibc itself uses after a while. A new tensor in the place of a
+    freed one then has no page faults. Does nothing where the user has set these, or with another
+    libc than glibc.
     """
     mallopt = _mallopt()
     if mallopt is not None:

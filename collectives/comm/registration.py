@@ -41,11 +41,11 @@ class Registration:
 
 def register(comm, array) -> Registration:
     """Register an array's allocation with a communicator; see `Communicator.register`."""
-    place = comm._reader.place(array, "register", writes=True)
+    buffer = comm._reader.read(array, "register", writes=True)
     with comm._device_guard():
-        handle = comm._native.register(*allocation_of(array, place.ptr, place.nbytes))
-    shared = comm.engine.library.memory_shared(place.ptr, place.nbytes) if comm._on_host else None
-    registration = Registration(array, handle, place.nbytes, shared)
+        handle = comm._native.register(*allocation_of(array, buffer.ptr, buffer.nbytes))
+    shared = comm.engine.library.memory_shared(buffer.ptr, buffer.nbytes) if comm._on_host else None
+    registration = Registration(array, handle, buffer.nbytes, shared)
     comm._registrations.add(registration)
     return registration
 

@@ -1,17 +1,17 @@
 """Steps of the operations that older libraries carry out as sends and receives in one group.
 
 A step is a pair of a method of the binding and its arguments without the stream. `out`, `inp`: the
-arrays' `Place`.
+arrays' `Buffer`.
 """
 
 from __future__ import annotations
 
-from ..arrays import ITEMSIZE, Place
+from ..arrays import ITEMSIZE, Buffer
 
 __all__ = ["all_to_all_steps", "gather_steps", "scatter_steps"]
 
 
-def all_to_all_steps(out: Place, inp: Place, send_units: list[int], recv_units: list[int]) -> list:
+def all_to_all_steps(out: Buffer, inp: Buffer, send_units: list[int], recv_units: list[int]) -> list:
     """Send and receive so many units to and from each rank."""
     steps = []
     itemsize = ITEMSIZE[inp.code]
@@ -24,7 +24,7 @@ def all_to_all_steps(out: Place, inp: Place, send_units: list[int], recv_units: 
     return steps
 
 
-def gather_steps(library, out: Place | None, inp: Place, root: int, size: int) -> list | tuple:
+def gather_steps(library, out: Buffer | None, inp: Buffer, root: int, size: int) -> list | tuple:
     """Gather `inp` of all ranks; `out` is None but on the root."""
     if library.has("ncclGather"):
         return (("gather", (inp.ptr, out.ptr if out else 0, inp.units, inp.code, root)),)
@@ -34,7 +34,7 @@ def gather_steps(library, out: Place | None, inp: Place, root: int, size: int) -
     return steps
 
 
-def scatter_steps(library, out: Place, inp: Place | None, root: int, size: int) -> list | tuple:
+def scatter_steps(library, out: Buffer, inp: Buffer | None, root: int, size: int) -> list | tuple:
     """Scatter the root's `inp` to all ranks; `inp` is None but on the root."""
     if library.has("ncclScatter"):
         return (("scatter", (inp.ptr if inp else 0, out.ptr, out.units, out.code, root)),)

@@ -31,9 +31,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 class RankWait:
-    """One wait of rank `rank` of `size` for others.
-
-    The caller polls, and calls `check` in each round.
+    """One wait of rank `rank` of `size` for others. The caller polls, and calls `check` each time.
 
     `purpose`: what the others are waited for, "to open ..."; `seconds`: the limit, for messages;
     `deadline`: its end on ``time.monotonic``'s clock, None: `seconds` from now; `exit_reason`: a
@@ -91,10 +89,10 @@ class RankWait:
 def log_while_waiting(
     purpose: str, rank: int, seconds: float | None, find_missing: Callable[[], Iterable[int]] | None = None
 ) -> Iterator[None]:
-    """Log that the block waits, if it does: for a library's wait with a time limit of its own.
+    """Log, now and then, that the ``with`` block still waits inside of a library.
 
-    `seconds`: that limit, None for none; `find_missing`: returns the missing ranks, None where this
-    rank can't know.
+    `seconds`: the library's time limit, None for none; `find_missing`: returns the missing ranks,
+    None where this rank can't know.
     """
     done = threading.Event()
     began = time.monotonic()

@@ -1,9 +1,9 @@
-"""Watchdog: a thread per process that aborts communicators that hang; NCCL never does.
+"""Watchdog: a thread per process that aborts communicators that hang, as NCCL itself does not.
 
-A call costs the binding five stores (`Comm.issued`); everything else is done here. In each round
-the thread reads how many calls a communicator has issued. If the number has not changed since the
-last round and some of the calls are not known to have ended, the thread records one event after the
-last call, on that call's stream, and queries the event in the following rounds. So nothing is
+A call costs the binding five assignments (`Comm.issued`); everything else is done here. In each
+round the thread reads how many calls a communicator has issued. If the number has not changed since
+the last round and some of the calls are not known to have ended, the thread records one event after
+the last call, on that call's stream, and queries the event in the following rounds. So nothing is
 recorded while calls keep coming, no user's thread waits, and no event is recorded among the calls
 of a group that isn't launched yet. No event is recorded on a stream that is being captured. While
 calls are pending the thread queries NCCL for errors, the kernel for the peers' processes, and the

@@ -1,4 +1,4 @@
-"""Work, the handle of an asynchronous operation, and PendingOp, a submission in flight.
+"""`Work`, the handle of an asynchronous operation, and `PendingOp`, a submission in flight.
 
 A `PendingOp` is one submission to an `AsyncQueue`. It holds the arrays of its operations until the
 engine has finished with them, whether or not the caller keeps the `Work`.
@@ -98,14 +98,12 @@ class Work:
         return self._pending_op
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the operation, at most `timeout` seconds.
+        """Wait for the end of the operation, at most `timeout` seconds (None: no limit).
 
-        Return True or raise the operation's error.
-
-        On the host the call blocks. On CUDA, without a timeout, it makes torch's current stream
-        wait for the operation and returns at once, as torch's own Work does; with a timeout it
-        blocks. Raises `CollectiveTimeout` when the time runs out: the operation stays in flight and
-        can be waited for again.
+        Return True or raise the operation's error. On the host the call blocks. On CUDA, without a
+        timeout, it makes torch's current stream wait for the operation and returns at once, as
+        torch's own Work does; with a timeout it blocks. Raises `CollectiveTimeout` when the time
+        runs out: the operation stays in flight and can be waited for again.
 
         For an operation that was captured in a CUDA graph: inside the capture, `wait` orders the
         current stream after the operation. Later there is nothing to wait for, since the stream
@@ -160,10 +158,9 @@ class Work:
     def future(self, result=None) -> torch.futures.Future:
         """Return a future of the output array, or of `result` in its place.
 
-        On CUDA it must be a torch tensor.
-
-        On the host its callbacks run in the communicator's queue: they must not wait for operations
-        of this communicator. On CUDA the future is complete at once and carries the stream's event.
+        On CUDA the result must be a torch tensor. On the host the future's callbacks run in the
+        communicator's queue: they must not wait for operations of this communicator. On CUDA the
+        future is complete at once and carries the stream's event.
         """
         pending_op = self._issued()
         if self._future is None:

@@ -131,7 +131,7 @@ class Quantized(Compressor):
         """
         op = OPS["avg" if scaling.divisor else "sum"]
         dtype = DTYPES[str(flat.dtype).removeprefix("torch.")]
-        place = comm._reader.place(flat, "all_reduce", writes=True)
+        place = comm._reader.read(flat, "all_reduce", writes=True)
         comm._native.all_reduce_cast(place.ptr, place.ptr, place.count, dtype, _CAST[self.format], op, scaling.prescale)
         increment_version([flat])
         return (comm.size - 1) * 2 * place.count

@@ -9,7 +9,7 @@ import torch
 from ..errors import InvalidArgument
 from ..kernels import ParameterTable, Table
 from ..kernels.parameter_arrays import is_dense
-from ..optim import same_objects, state_values
+from ..optimizer_state import same_objects, state_values
 from ..torch_compat import TensorBase
 from .shard_spec import ShardSpec, flat_view
 

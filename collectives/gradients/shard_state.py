@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgument, InvalidUsage
-from ..optim import HALF_DTYPES, init_step_count, new_state_tensor, state_dtype
+from ..optimizer_state import HALF_DTYPES, init_step_count, new_state_tensor, state_dtype
 from .shard_spec import ShardSpec, flat_view
 
 __all__ = ["check_shard_rank", "full_state_dict", "init_state", "parse_shard", "reshard_state"]

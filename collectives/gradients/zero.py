@@ -10,14 +10,8 @@ from torch.autograd.graph import increment_version
 
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import Statistics, pack, unpack
-from ..optim import (
-    HALF_DTYPES,
-    FusedOptimizer,
-    increment_steps,
-    random_bit_offsets,
-    same_objects,
-    update_master,
-)
+from ..optim import FusedOptimizer
+from ..optimizer_state import HALF_DTYPES, increment_steps, random_bit_offsets, same_objects, update_master
 from .bucket_state import BucketState, StepBatch
 from .shard_spec import ShardSpec, flat_view
 from .shard_state import check_shard_rank, full_state_dict, init_state, parse_shard, reshard_state
@@ -127,7 +121,7 @@ class ShardedStep:
             self._norm, self._max_norm = norm, max_norm
         if found is not None:
             self._nonfinite_counts.append(found)
-            found = FusedOptimizer._found(found)
+            found = FusedOptimizer._parse_found_nonfinite(found)
             with torch.no_grad():
                 if found is True:
                     bucket.flat[:1].fill_(torch.nan)
@@ -173,7 +167,7 @@ class ShardedStep:
                 norm = torch.tensor(float(norm), dtype=torch.float64)
             norm = norm.to(torch.float64) if scale is None else norm.to(torch.float64) / scale.to(norm.device)
             scales["clip"] = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
-        found = FusedOptimizer._found(*self._nonfinite_counts, found_inf)
+        found = FusedOptimizer._parse_found_nonfinite(*self._nonfinite_counts, found_inf)
         comm = self._pending[0][0]
         if found_inf is not None and comm.size > 1:
             # Found in one rank's gradients; ranks that differed here would go on with different
@@ -233,7 +227,7 @@ class ShardedStep:
         """
         bucket_state = self._get_bucket_state(comm, bucket, align)
         optimizer = self.optimizer
-        found = optimizer._found(found)
+        found = optimizer._parse_found_nonfinite(found)
         sent = 0
         if found is not True:
             scalars = {"grad_scale": grad_scale, "clip": clip, "divide": divide}
@@ -244,7 +238,7 @@ class ShardedStep:
                     batch = self._get_batch(bucket_state, part, group, bucket, from_grads, key, members)
                     each = found if skipped is None or found is None else found + skipped
                     each = skipped if each is None else each
-                    options = optimizer._how(group, bucket_state.device, batch.params, scalars, each)
+                    options = optimizer._step_arguments(group, bucket_state.device, batch.params, scalars, each)
                     plans.append((batch, batch.plan(optimizer, group, options), options))
             for batch, launch, options in plans:
                 if launch is not None:

@@ -114,7 +114,7 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
 def _table_of_call(tensors, flat, offsets, op) -> Table:
     device = device_of(flat)
     # The message for something that is no array names the flat buffer, not tensor 0.
-    Reader(device).place(flat, op, writes=False, what="the flat buffer")
+    Reader(device).read(flat, op, writes=False, what="the flat buffer")
     return Table.of_call(tensors, flat.dtype, offsets, op, device)
 
 

@@ -21,7 +21,7 @@ WIDTHS[abi.OPAQUE :] = range(ALIGNMENT + 1)
 
 
 def name_and_width(dtype, op) -> tuple[str, int]:
-    """Return a dtype's name as `Reader.place` spells it, and the bytes of an element."""
+    """Return a dtype's name as `Reader.read` spells it, and the bytes of an element."""
     if isinstance(dtype, torch.dtype):
         name, width = str(dtype).removeprefix("torch."), dtype.itemsize
     elif isinstance(dtype, str) and dtype in CODES:

@@ -157,7 +157,7 @@ class ColumnReader:
                     f"{what} of shape {tuple(array.shape)} and strides {array.stride()} isn't contiguous: copy it by "
                     f"it.contiguous(){_OF_GRADIENTS}"
                 )
-        place = self._reader.place(array, self.names.op, writes=column != "grad", what=what)
+        place = self._reader.read(array, self.names.op, writes=column != "grad", what=what)
         check_storage(array, place.ptr, what, self.names.op)
         if place.label:
             raise self.names.error(f"{what} is {place.dtype}: it must be of a floating-point dtype")

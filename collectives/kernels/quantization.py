@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader, shown
+from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Buffer, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS, WIRE_FORMATS, WireLayout, count_tiles, wire_layout
 from . import abi
@@ -113,14 +113,14 @@ class _Scale(NamedTuple):
     """A factor, and where one more is read when the kernel runs."""
 
     value: float
-    place: Place | None
+    place: Buffer | None
 
     @property
     def ptr(self) -> int:
         return self.place.ptr if self.place else 0
 
     @property
-    def read(self) -> dict[str, Place]:
+    def read(self) -> dict[str, Buffer]:
         return {"scale": self.place} if self.place else {}
 
 
@@ -376,27 +376,27 @@ def _wrong_size(what, nbytes, count, layout: WireLayout, format, block):
     return f"{what} has {nbytes} bytes, {count} values as {format}{blocks} need {layout.nbytes} (layout.wire_layout)"
 
 
-def _read(reader: Reader, array, op, what, *, writes) -> Place:
-    place = reader.place(array, op, writes=writes, what=what)
+def _read(reader: Reader, array, op, what, *, writes) -> Buffer:
+    place = reader.read(array, op, writes=writes, what=what)
     check_storage(array, place.ptr, what, op)
     return place
 
 
-def _wire_place(reader: Reader, array, op, what, *, writes) -> Place:
+def _wire_place(reader: Reader, array, op, what, *, writes) -> Buffer:
     place = _read(reader, array, op, what, writes=writes)
     if place.dtype != "uint8":
         raise InvalidArgument(f"{what} is {place.dtype}: a wire buffer is uint8 (use .view(torch.uint8))", op=op)
     return _aligned(place, 4, what, op)
 
 
-def _floating_place(reader: Reader, array, op, what, *, writes) -> Place:
+def _floating_place(reader: Reader, array, op, what, *, writes) -> Buffer:
     place = _read(reader, array, op, what, writes=writes)
     if place.code not in FLOATING or place.dtype not in DTYPE_NAMES.values():
         raise InvalidArgument(f"{what} is {place.dtype}: only floating dtypes have wire formats", op=op)
     return _aligned(place, ITEMSIZE[place.code], what, op)
 
 
-def _aligned(place: Place, alignment, what, op) -> Place:
+def _aligned(place: Buffer, alignment, what, op) -> Buffer:
     if place.nbytes and place.ptr % alignment:
         raise InvalidArgument(f"{what} begins at an address that is no multiple of {alignment} bytes", op=op)
     return place
@@ -438,11 +438,11 @@ def _whole(value, what, least, most, op) -> int:
     return number
 
 
-def _check_overlaps(written: dict[str, Place], read: dict[str, Place], op, in_place: str | None = None) -> None:
+def _check_overlaps(written: dict[str, Buffer], read: dict[str, Buffer], op, in_place: str | None = None) -> None:
     """Refuse overlaps of what is written with anything else, except that ``in_place`` may be one of
     the wires.
     """
-    seen: dict[str, Place] = {}
+    seen: dict[str, Buffer] = {}
     for name, place in written.items():
         apart = {
             other: its

@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from .._nccl import OPS
-from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Place, Reader, shown
+from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Buffer, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
@@ -90,7 +90,7 @@ class Sources:
                 "changed: make a new Sources"
             )
 
-    def overlapped_by(self, out: Place) -> int | None:
+    def overlapped_by(self, out: Buffer) -> int | None:
         """Return the index of a source that ``out`` overlaps without being just that source; None:
         there is none.
         """
@@ -177,8 +177,8 @@ def _wrong(message: str) -> InvalidArgument:
     return InvalidArgument(message, op=_OP)
 
 
-def _placed(reader: Reader, array, what: str, writes: bool = False) -> Place:
-    place = reader.place(array, _OP, writes=writes, what=what)
+def _placed(reader: Reader, array, what: str, writes: bool = False) -> Buffer:
+    place = reader.read(array, _OP, writes=writes, what=what)
     check_storage(array, place.ptr, what, _OP)
     width = ITEMSIZE[place.code]
     if place.ptr % width:
@@ -186,7 +186,7 @@ def _placed(reader: Reader, array, what: str, writes: bool = False) -> Place:
     return place
 
 
-def _check_out(table: Sources, out: Place) -> None:
+def _check_out(table: Sources, out: Buffer) -> None:
     if out.dtype != table.dtype:
         if table.code not in FLOATING:
             raise _wrong(f"out is {out.dtype} and the sources are {table.dtype}: integers must have one dtype")
@@ -199,7 +199,7 @@ def _check_out(table: Sources, out: Place) -> None:
         raise _wrong(f"out overlaps source {wrong}: it may be one of the sources as a whole; else use other memory")
 
 
-def _parse_scale(scale, reader: Reader, out: Place, floating: bool, wide: bool) -> tuple[float, int]:
+def _parse_scale(scale, reader: Reader, out: Buffer, floating: bool, wide: bool) -> tuple[float, int]:
     """Return a scale as a number, and the address of one more factor or 0."""
     number, place = read_scale(scale, reader, wide or not floating, _OP)
     if not floating and (place is not None or number != 1):

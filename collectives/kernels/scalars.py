@@ -8,7 +8,7 @@ import numbers
 import numpy
 import torch
 
-from ..arrays import TORCH_CODES, Place, Reader, shown
+from ..arrays import TORCH_CODES, Buffer, Reader, shown
 from ..errors import InvalidArgument
 from . import abi
 from .dtypes import FP32_OVERFLOW
@@ -21,7 +21,7 @@ __all__ = ["ScalarReader", "read_scale"]
 _SCALARS = {dtype: TORCH_CODES[dtype] for dtype in (torch.float32, torch.float64, torch.int64)}
 
 
-def read_scale(scale, reader: Reader, wide: bool, op: str) -> tuple[float, Place | None]:
+def read_scale(scale, reader: Reader, wide: bool, op: str) -> tuple[float, Buffer | None]:
     """Return a scale as a number, and the place of one more factor, an fp32 array of one element.
 
     ``wide``: elements are multiplied in fp64, so that the number need not be one of fp32's.
@@ -40,7 +40,7 @@ def read_scale(scale, reader: Reader, wide: bool, op: str) -> tuple[float, Place
         raise InvalidArgument(
             f"the scale must be a number or an fp32 tensor of one element, not {type(scale).__name__}", op=op
         )
-    place = reader.place(scale, op, writes=False, what="the scale")
+    place = reader.read(scale, op, writes=False, what="the scale")
     if place.dtype != "float32" or place.count != 1:
         raise InvalidArgument(
             f"the scale has {place.count} elements of {place.dtype}: as a tensor it must be one element of float32",

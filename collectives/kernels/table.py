@@ -163,7 +163,7 @@ class Table:
         pointers, counts, types, needs = [], [], [], []
         for index, tensor in enumerate(self.tensors):
             what = f"tensor {index}"
-            place = reader.place(tensor, op, writes=False, what=what)
+            place = reader.read(tensor, op, writes=False, what=what)
             needs.append(check_storage(tensor, place.ptr, what, op))
             code = CODES.get(place.dtype)
             if self.floating and code in FLOATING:
@@ -231,7 +231,7 @@ class Table:
         if type(flat) in _PLAIN and flat.dtype is self.dtype:
             ptr, count = self._reader.plain_address(flat), flat.numel()
         if ptr is None:
-            place = self._reader.place(flat, op, writes=writes, what="the flat buffer")
+            place = self._reader.read(flat, op, writes=writes, what="the flat buffer")
             if place.dtype != self._name:
                 raise InvalidArgument(f"the flat buffer is {place.dtype}, the table was made for {self._name}", op=op)
             ptr, count = place.ptr, place.count

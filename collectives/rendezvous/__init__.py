@@ -1,6 +1,6 @@
-"""How ranks find each other, and communicators over them.
+"""Rendezvous: how ranks find each other, and the communicators that are opened over them.
 
-`join` picks the rendezvous that brings the unique id from rank 0 to the other ranks: over a torch
+`join` selects the rendezvous that brings the unique id from rank 0 to the other ranks: over a torch
 store (`store`, `tcp_store`), by the job's name (`by_name`), or over MPI (`mpi`). `peers` has the
 records that the ranks exchange. `world` opens the communicator of the whole job, `process_groups`
 those of torch's process groups, and `control` small ones on host memory over the ranks of another

@@ -1,7 +1,4 @@
-"""Rendezvous by the job's name, for ranks on one node.
-
-The host engine makes the unique id from the name.
-"""
+"""Rendezvous by the job's name, for ranks on one node: the unique id is made from the name."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ import torch
 from .. import _nccl
 from ..comm.engine import get_engine
 from ..comm.multinode.topology import read_host_id
-from .lasting_store import attach_store, make_record_with_store
 from .peers import RECORD_BYTES, Participant, PeerInfo, Rendezvous, needs_store, validate
+from .persistent_store import attach_store, make_record_with_store
 
 __all__ = ["join_by_name"]
 
@@ -35,9 +32,9 @@ def join_by_name(name: bytes, participant: Participant, timeout: float) -> Rende
             for r in range(participant.size)
         )
         return Rendezvous(unique_id, peers, participant.rank, participant.size)
-    # NCCL's ids are random, so the records are exchanged over a communicator of the host engine
-    # first. So they are where COLLECTIVES_HOST_ID, which all ranks must have then, says that the
-    # ranks are on several nodes.
+    # The records are exchanged over a communicator of the host engine first: for NCCL, whose ids
+    # are random, and where COLLECTIVES_HOST_ID, which all ranks must have then, says that the ranks
+    # are on several nodes.
     library = get_engine("host").library
     library.set_init_timeout(timeout)
     with _open_host_comm(library, name + b"\0records", participant) as comm:

@@ -1,4 +1,4 @@
-"""Control communicators: on host memory, over any communicator's ranks, for a few numbers."""
+"""Control communicators: small arrays on host memory, over the ranks of another communicator."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..comm.engine import get_engine
 from ..comm.multinode.comm import open_multinode
 from ..comm.waiting import log_while_waiting
 from ..errors import CollectiveTimeout
-from .lasting_store import attach_store, make_record_with_store
 from .peers import RECORD_BYTES, Participant, needs_multinode_comm, validate
+from .persistent_store import attach_store, make_record_with_store
 
 __all__ = ["bootstrap_on_host", "dup_on_host", "open_control"]
 
@@ -21,12 +21,10 @@ _OPEN_TIMEOUT_S = 300.0  # where the communicator has no limit of its own
 
 
 def open_control(comm: Communicator) -> Communicator | None:
-    """Open a communicator that reduces small NumPy arrays over a communicator's ranks.
+    """Open a control communicator over a communicator's ranks. A collective; None for one rank.
 
-    Return None for a world of one.
-
-    A collective. On the host it is split off, so that queued operations don't delay it. For ranks
-    on GPUs it is one of the host engine's; Gloo connects their nodes.
+    On the host it is a split, so that queued operations don't delay it. For ranks on GPUs it is one
+    of the host engine's; Gloo connects their nodes.
     """
     return None if comm.size == 1 else dup_on_host(comm)
 

@@ -1,8 +1,8 @@
 """Choice of the rendezvous: how the unique id gets from rank 0 to the other ranks.
 
-If torch.distributed is initialised, over its store; with MASTER_ADDR and MASTER_PORT, over a torch
-``TCPStore``; with neither, on one node, by the job's name alone; and in an MPI job over several
-nodes by mpi4py.
+It goes over torch.distributed's store if that is initialised; with MASTER_ADDR and MASTER_PORT,
+over a torch ``TCPStore``; with neither, on one node, by the job's name alone; and in an MPI job
+over several nodes, by mpi4py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["identify_process", "join_over_store", "join_rendezvous"]
 
 
 def identify_process() -> Identity:
-    """Return the identity of this process.
+    """Return the identity of this process: its rank, size and launcher.
 
     It comes from torch.distributed or mpi4py if initialised, else from the environment. Doesn't
     block. Raises ``InvalidArgument`` for variables that can't be used.
@@ -85,8 +85,8 @@ def join_rendezvous(
             )
         publish_process()
         store = default_store()
-        fates = RankExits(store, range(participant.size))
-        rendezvous = _join_over_persistent(store, prefix, participant, deadline, timeout, fates)
+        exits = RankExits(store, range(participant.size))
+        rendezvous = _join_over_persistent(store, prefix, participant, deadline, timeout, exits)
     elif identity.master_addr is not None:
         rendezvous = join_over_tcp(identity, prefix, participant, deadline, timeout)
     elif identity.is_single_node and identity.job_key is not None:
@@ -110,35 +110,35 @@ def join_over_store(
     timeout: float = 60.0,
     device: object = None,
     purpose: str = "",
-    fates: RankExits | None = None,
+    exits: RankExits | None = None,
 ) -> Rendezvous:
     """Join a rendezvous over a torch store that all ``size`` ranks have, as a process group's.
 
     ``prefix``: of every key, used for one rendezvous only; ``timeout``: seconds; ``purpose``: what
-    the ranks come for, "to ...", for messages; ``fates``: how those that don't come have ended.
+    the ranks come for, "to ...", for messages; ``exits``: how those that don't come have ended.
     Blocks until all ranks have come. Raises as ``join_rendezvous``, and `RemoteError` as soon as it
     is known that a rank has ended.
     """
     deadline = _deadline_of(timeout)
     record_last_exception()
     participant = Participant(rank, size, engine, device)
-    rendezvous = _join_over_persistent(store, prefix, participant, deadline, timeout, fates, purpose)
+    rendezvous = _join_over_persistent(store, prefix, participant, deadline, timeout, exits, purpose)
     _limit_engine_init(engine, deadline, timeout)
     return rendezvous
 
 
 def _join_over_persistent(
-    store: dist.Store, prefix: str, participant: Participant, deadline: float, timeout: float, fates: RankExits | None,
+    store: dist.Store, prefix: str, participant: Participant, deadline: float, timeout: float, exits: RankExits | None,
     purpose: str = "",
 ) -> Rendezvous:  # fmt: skip
-    """Join over a store of torch.distributed's.
+    """Join over torch.distributed's store, which outlives the rendezvous.
 
-    It outlives the rendezvous, so a communicator may hold it.
+    So a communicator may hold it.
     """
     where = "torch.distributed's store"
     host = _find_host_of(store)
     store = dist.PrefixStore(prefix, store)
-    pending = StoreRendezvous(store, participant, deadline, timeout, where, host=host, persistent=True, fates=fates)
+    pending = StoreRendezvous(store, participant, deadline, timeout, where, host=host, persistent=True, exits=exits)
     pending.purpose = purpose or pending.purpose
     return pending.join()
 

@@ -1,4 +1,4 @@
-"""Rendezvous over MPI, by mpi4py: rank 0 collects the records and sends them to all ranks."""
+"""Rendezvous over MPI, by mpi4py: rank 0 gathers the records and sends them to all ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from ..comm.waiting import format_ranks
 from ..errors import CollectiveTimeout, InvalidArgument, InvalidUsage
 from ..launcher import Identity
-from .lasting_store import attach_store, make_record_with_store
 from .peers import RECORD_BYTES, Participant, Rendezvous, needs_store, raise_posted_failure, validate
+from .persistent_store import attach_store, make_record_with_store
 from .store import GRACE_S
 
 __all__ = ["find_running_mpi", "import_mpi", "join_over_mpi"]

@@ -1,4 +1,4 @@
-"""The ranks of a rendezvous: their records, the check that they fit together, the outcome.
+"""Records of the ranks of a rendezvous, their validation, and the outcome.
 
 Each rank makes one record, JSON of at most 2 KiB, and gets the records of all ranks. Rank 0's has
 the unique id. Every field is checked, and nothing that arrives is unpickled.
@@ -61,10 +61,7 @@ class PeerInfo:
 
     @property
     def node(self) -> tuple[str, str]:
-        """The identity of the node.
-
-        Two ranks have the same one exactly when a local socket can connect them.
-        """
+        """The identity of the node: the same for two ranks if a local socket can connect them."""
         return self.boot_id or self.host, self.namespace
 
 
@@ -98,9 +95,9 @@ class Rendezvous:
 class Participant:
     """This rank's side of a rendezvous.
 
-    ``job``: a digest of the job's name, which tells a second process with this rank's number from a
-    rank of another job; ``hierarchical``: False where the host engine must not connect several
-    nodes.
+    ``job``: a digest of the job's name, by which a second process with this rank's number is
+    distinguished from a rank of another job; ``hierarchical``: False where the host engine must not
+    connect several nodes.
     """
 
     rank: int

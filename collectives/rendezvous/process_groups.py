@@ -1,4 +1,4 @@
-"""Communicators of torch's process groups: one for each group and device, opened at first use."""
+"""Communicators of torch's process groups: one per group and device, opened at its first use."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def get_communicator(group, device: torch.device) -> Communicator:
     The first call is a collective of the group: it blocks until all its ranks have come, at most
     the group's timeout, which becomes the communicator's. Raises `CollectiveTimeout` past it,
     `RemoteError` as soon as it is known that a rank's process has ended, and `TransportError` where
-    torch's store has gone away.
+    torch's store is closed or fails.
     """
     key = (id(group), device)
     known = _communicators.get(key)
@@ -124,7 +124,7 @@ def get_communicator(group, device: torch.device) -> Communicator:
             store, f"{prefix}/{number}", rank, size, engine=engine, timeout=timeout, device=device,
             purpose=f"to open the communicator of process group {group.group_name!r} on {device.type}, which all its "
             "ranks do at its first use",
-            fates=RankExits(store, dist.get_process_group_ranks(group)),
+            exits=RankExits(store, dist.get_process_group_ranks(group)),
         )  # fmt: skip
         native = None
         if needs_multinode_comm(rendezvous, engine.name):

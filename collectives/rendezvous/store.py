@@ -1,8 +1,7 @@
-"""Rendezvous over a torch store, by which the ranks exchange their records.
+"""Rendezvous over a torch store, in which the ranks exchange their records.
 
-Each rank claims its number, sets its record and waits for the records of the others.
-
-A rendezvous that fails, fails on every rank that has come, with the same error:
+Each rank claims its number, sets its record and waits for the records of the others. A rendezvous
+that fails, fails on every rank that has come, with the same error:
 ``CollectiveTimeout`` with the missing ranks, ``InvalidUsage`` for two processes with one rank.
 """
 
@@ -22,8 +21,8 @@ import torch.distributed as dist
 from ..comm.liveness import RankExits, describe_exit, has_ended
 from ..comm.waiting import RankWait, call_with_timeout, first_line
 from ..errors import CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError, TransportError
-from .lasting_store import connect_to_store, serve_store
 from .peers import Participant, Rendezvous, needs_store, parse_record, raise_posted_failure, validate
+from .persistent_store import connect_to_store, serve_store
 
 __all__ = ["GRACE_S", "StoreRendezvous"]
 
@@ -42,13 +41,13 @@ class StoreRendezvous:
     messages; ``server``: the rank whose process serves the store, if a rank's does; ``host``: the
     store's host; ``persistent``: whether the store outlives the rendezvous. If it doesn't and the
     communicator needs a store, rank 0 serves another one on a port of its own. ``stale`` becomes
-    True if the store went away before the serving rank had come: then it was an older one of that
-    process. ``purpose``: what the ranks come for, for messages; ``fates``: how ranks that haven't
+    True if the store was closed before the serving rank had come: then it was an older one of that
+    process. ``purpose``: what the ranks come for, for messages; ``exits``: how ranks that haven't
     come have ended.
 
     Keys: ``arrived`` and ``left`` count processes; ``claim/R`` counts those that say they are rank
     R; ``peer/R`` has R's record; ``error`` has the cause for which the rendezvous has failed, which
-    the first rank that finds it sets; ``lasting`` has the port of rank 0's other store.
+    the first rank that finds it sets; ``store_port`` has the port of rank 0's other store.
     """
 
     store: dist.Store | None
@@ -61,9 +60,9 @@ class StoreRendezvous:
     host: str = ""
     persistent: bool = False
     purpose: str = "to open the job's communicator"
-    fates: RankExits | None = None
+    exits: RankExits | None = None
     _server_arrived: bool = False
-    _lasting: tuple = (None, None)
+    _persistent_store: tuple = (None, None)
     _arrived: dict = field(default_factory=dict)  # rank -> its process
 
     def join(self) -> Rendezvous:
@@ -89,7 +88,7 @@ class StoreRendezvous:
         rendezvous = validate(records, self.participant)
         if not needs_store(rendezvous, self.participant.engine.name):
             return rendezvous
-        store, server = (store, None) if self.persistent else self._lasting
+        store, server = (store, None) if self.persistent else self._persistent_store
         return replace(rendezvous, store=store, store_host=self.host, server=server)
 
     def _exchange_records(self, stop: threading.Event) -> list[bytes]:
@@ -103,7 +102,7 @@ class StoreRendezvous:
             self.store.add("arrived", 1)
             try:
                 records = self._gather_records(stop)
-                self._lasting = self._open_lasting_store(records, stop)
+                self._persistent_store = self._open_persistent_store(records, stop)
             except BaseException as error:
                 timed_out = isinstance(error, CollectiveTimeout)
                 until = min(time.monotonic() + _LATECOMERS_S, self.deadline) if not timed_out else self.deadline
@@ -143,7 +142,7 @@ class StoreRendezvous:
         store.set(f"peer/{rank}", record)
         keys = [f"peer/{peer}" for peer in range(size)]
         wait = RankWait(
-            self.purpose, rank, size, self.timeout, deadline=self.deadline, exit_reason=self._fate, op="init"
+            self.purpose, rank, size, self.timeout, deadline=self.deadline, exit_reason=self._exit_reason, op="init"
         )
         pause = 0.001
         while True:
@@ -170,25 +169,25 @@ class StoreRendezvous:
                 missing.append(peer)
         return missing
 
-    def _fate(self, rank: int) -> str:
+    def _exit_reason(self, rank: int) -> str:
         if rank in self._arrived:
             return describe_exit(self._arrived[rank]) if has_ended(self._arrived[rank]) else ""
-        return self.fates.reason(rank) if self.fates is not None else ""
+        return self.exits.reason(rank) if self.exits is not None else ""
 
     def _find_ended_ranks(self) -> dict[int, str]:
-        """Return how ranks have ended, by rank, after the store has gone.
+        """Return how ranks have ended, by rank, after the store has failed.
 
-        The store may go a moment before its process, so it waits a little.
+        The store may end a moment before its process, so it waits a little.
         """
         until = time.monotonic() + GRACE_S / 2
-        while self.fates is not None:
-            ended = self.fates.reasons_without_store()
+        while self.exits is not None:
+            ended = self.exits.reasons_without_store()
             if ended or time.monotonic() >= until:
                 return ended
             time.sleep(0.02)
         return {}
 
-    def _open_lasting_store(self, records: list[bytes], stop: threading.Event) -> tuple:
+    def _open_persistent_store(self, records: list[bytes], stop: threading.Event) -> tuple:
         """Return (a store that outlives the rendezvous, its server), or Nones if none is needed."""
         needed = False
         with contextlib.suppress(InvalidUsage):  # ranks that don't fit together: `join` raises it on all of them
@@ -199,18 +198,19 @@ class StoreRendezvous:
             return None, None
         if self.participant.rank == 0:
             server = serve_store()
-            self.store.set("lasting", str(server.port))
+            self.store.set("store_port", str(server.port))
             return server, server
         rank, size = self.participant.rank, self.participant.size
         wait = RankWait(
-            "to open a store", rank, size, self.timeout, deadline=self.deadline, exit_reason=self._fate, op="init"
+            "to open a store", rank, size, self.timeout, deadline=self.deadline, exit_reason=self._exit_reason,
+            op="init",
         )  # fmt: skip
-        while not self.store.check(["lasting"]):
+        while not self.store.check(["store_port"]):
             self._raise_posted_failure()
             wait.check(lambda: [0])
             if stop.wait(0.002):
                 raise CollectiveTimeout("rank 0 did not open a store", op="init", rank=rank, peers=(0,))
-        return connect_to_store(self.host, int(self.store.get("lasting")), self.deadline), None
+        return connect_to_store(self.host, int(self.store.get("store_port")), self.deadline), None
 
     def _is_client(self) -> bool:
         """Return whether another rank's process serves the store."""

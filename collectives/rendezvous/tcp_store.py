@@ -1,7 +1,4 @@
-"""Rendezvous at MASTER_ADDR and MASTER_PORT, over a TCP store.
-
-Rank 0 or torchrun's agent serves it.
-"""
+"""Rendezvous at MASTER_ADDR and MASTER_PORT, over a TCP store of rank 0's or torchrun's agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The communicator of the whole job: `init()`."""
+"""Communicator of all ranks of the job, which `init()` opens."""
 
 from __future__ import annotations
 
@@ -60,40 +60,41 @@ def init(
         check_variables()
         chosen = get_engine(engine, None if device is None else parse_device(device).type)
         identity = identify_process()
-        place = None
+        own_device = None
         if device is not None:
-            place = resolve_device(chosen, device)
+            own_device = resolve_device(chosen, device)
         elif identity.local_rank is not None or chosen.device_type == "cpu":
-            place = _select_device(chosen, identity.local_rank)
-        if place is not None:
-            set_first_device(place)
+            own_device = _select_device(chosen, identity.local_rank)
+        if own_device is not None:
+            set_first_device(own_device)
         # A rendezvous that fails uses its number up as well: it may have succeeded on some ranks.
         generation, _generation = _generation, _generation + 1
         deadline = time.monotonic() + timeout if isinstance(timeout, int | float) else 0.0
         rendezvous = join_rendezvous(
-            identity, engine=chosen, timeout=timeout, generation=generation, device=place, hierarchical=hierarchical
-        )
+            identity, engine=chosen, timeout=timeout, generation=generation, device=own_device,
+            hierarchical=hierarchical,
+        )  # fmt: skip
         native = None
         if needs_multinode_comm(rendezvous, chosen.name):
             chosen, native = open_multinode(chosen, rendezvous, identity.rank, max(1.0, deadline - time.monotonic()))
-        if place is None:
-            place = _select_device(chosen, rendezvous.local_rank)
-            set_first_device(place)
+        if own_device is None:
+            own_device = _select_device(chosen, rendezvous.local_rank)
+            set_first_device(own_device)
         with log_while_waiting("to open the job's communicator", identity.rank, timeout):
             _world = Communicator(
                 chosen, rendezvous.unique_id, identity.rank, identity.size,
-                device=place, local_rank=rendezvous.local_rank, local_size=rendezvous.local_size,
+                device=own_device, local_rank=rendezvous.local_rank, local_size=rendezvous.local_size,
                 peers=rendezvous.peers, deterministic=deterministic, native=native,
             )  # fmt: skip
-        notes = _make_notes(rendezvous, generation)
-        if notes is not None and chosen.device_type != "cpu":
-            watch(_world, notes)
+        status = _make_status_store(rendezvous, generation)
+        if status is not None and chosen.device_type != "cpu":
+            watch(_world, status)
         if hierarchical and native is None:
             enable_hierarchical(_world)
         return _world
 
 
-def _make_notes(rendezvous: Rendezvous, generation: int) -> StatusStore | None:
+def _make_status_store(rendezvous: Rendezvous, generation: int) -> StatusStore | None:
     """Return the watchdog's store for the communicator; None where there is no store."""
     prefix = f"collectives/watch/{generation}"
     if dist.is_available() and dist.is_initialized():
@@ -104,7 +105,7 @@ def _make_notes(rendezvous: Rendezvous, generation: int) -> StatusStore | None:
 def _verify_arguments(world: Communicator, engine, device, deterministic) -> None:
     """Raise `InvalidUsage` where the open communicator doesn't fit the arguments of `init`."""
     if world.forked:
-        raise InvalidUsage(f"init(): {world._native.why}", rank=world.rank)
+        raise InvalidUsage(f"init(): {world._native.reason}", rank=world.rank)
     if engine is not None and engine != world.engine.name:
         raise InvalidUsage(
             f"init({engine!r}) after a communicator was opened on engine {world.engine.name!r}: close() it first",

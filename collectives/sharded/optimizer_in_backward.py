@@ -66,7 +66,7 @@ class OptimizerInBackward:
         `clip`: a factor of the gradients. `found`: where it isn't 0, the gradients are freed
         without a step.
         """
-        self.optimizer._step_some(self._members(unit), id(unit), clip=clip, found_nonfinite=found)
+        self.optimizer._step_params(self._members(unit), id(unit), clip=clip, found_nonfinite=found)
         for group in unit.gradients.trainable:
             for param in group.params:
                 param.shard.grad = None
@@ -133,7 +133,7 @@ class OptimizerInBackward:
                 norm = torch.as_tensor(self._norm, dtype=torch.float64)
                 norm = norm if scale is None else norm / scale.to(norm.device, torch.float64)
                 clip = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
-            found = FusedOptimizer._found(self._found)
+            found = FusedOptimizer._parse_found_nonfinite(self._found)
             pending = self._pending
             self.discard()
             for unit in pending:

@@ -148,7 +148,7 @@ LEFT = {
 def by_the_long_way(array):
     """(address, count, code) by Python, None where that refuses the array or has no code for it."""
     try:
-        return LONG.read_in_place(array, "all_reduce")
+        return LONG.read_for_reduction(array, "all_reduce")
     except errors.InvalidArgument:
         return None
 

@@ -117,7 +117,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(cuda_queue, "capture_id", lambda stream: gpu.capture)
     monkeypatch.setattr(cuda_queue, "queries_allowed", allowed)
     # Its thread would look at these doubles at times of its own; it has tests of its own.
-    monkeypatch.setattr(communicator, "watch", lambda comm, notes=None: None)
+    monkeypatch.setattr(communicator, "watch", lambda comm, status=None: None)
     return gpu
 
 

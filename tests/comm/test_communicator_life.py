@@ -431,6 +431,25 @@ print(t.tolist())
     assert out.count("refused") == 2 and "[2.0, 2.0]" in out
 
 
+def test_init_in_a_forked_child_names_the_cause():
+    out, _, _ = run_python(
+        """
+import os, sys
+import collectives
+collectives.init()
+child = os.fork()
+if child == 0:
+    try:
+        collectives.init()
+    except collectives.errors.InvalidUsage as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    )
+    assert "init(): the communicator was opened in the parent process" in out
+
+
 def test_exit_with_work_in_flight_is_bounded():
     out, err, seconds = run_python(
         """

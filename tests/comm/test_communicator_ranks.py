@@ -230,6 +230,14 @@ def checked_rows(ctx):
         with pytest.raises(Mismatch) as caught:
             check(rows, grouped)
         texts.append(str(caught.value))
+    comm._checks_calls = True
+    try:
+        array = torch.ones(3)
+        with comm.group():
+            comm.all_reduce(array)
+            comm.all_reduce(array, "max")
+    finally:
+        comm._checks_calls = False
     return texts
 
 

@@ -13,6 +13,7 @@ import torch
 
 from collectives import errors
 from collectives.arrays import TORCH_CODES
+from collectives.comm.algorithms.tune_file import file_engine
 from collectives.comm.multinode.nccl_hierarchical import HierarchicalComm
 from collectives.comm.multinode.topology import Topology, get_host_hash, group_ranks_by_node
 from tests.hosts import joined
@@ -196,6 +197,7 @@ def copies(ctx, machines):
     """Operations that move data, groups, asynchronous calls, other communicators, memory."""
     r, n = ctx.rank, ctx.size
     with joined(ctx, machines) as comm:
+        assert file_engine(comm._native, "host") == "host on 2 machines"
         moved(comm)
         in_flight(comm)
         split_up(comm, machines)
@@ -330,6 +332,12 @@ def two_levels(ctx):
                     pairs.append((full, part, cut, gathered, all_of_it))
                 both = enumerate(zip(*pairs, strict=True))
                 wrong += [(str(dtype), op, count, i) for i, two in both if not same(*two)]
+    assert file_engine(levels, "nccl") == "nccl on 2 machines"
+    before = native.sequence()
+    with comm.group():
+        comm.all_reduce(torch.ones(64))
+        comm.all_gather(torch.empty(64 * ctx.size), torch.ones(64))
+    assert native.sequence() == before + 2  # a group's calls are not made of several steps
     assert comm.split(0).size == ctx.size
     with pytest.raises(errors.InvalidUsage, match="as many ranks on each machine, and there are 1, 3"):
         HierarchicalComm(flat._native, Topology(group_ranks_by_node("abbb"), ctx.rank), torch.device("cpu"))

@@ -118,7 +118,7 @@ def test_arrays_on_another_device():
     with FakeTensorMode():
         array = torch.empty(3, device="cuda:0")
     with symptom(collectives.errors.InvalidArgument):
-        Reader(torch.device("cpu"), 0).place(array, "all_reduce", writes=True)
+        Reader(torch.device("cpu"), 0).read(array, "all_reduce", writes=True)
     host = get_engine("host")
     with collectives.Communicator(host, host.library.get_unique_id(), 0, 1, device="cpu") as comm:
         with symptom(collectives.errors.InvalidArgument):

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "collectives"
 LAYERS = """
 errors environment torch_compat torch_patches cuda_state layout launcher parameter_names recorder
 arrays _nccl _kernels
-kernels
+kernels optimizer_state
 optim
 comm
 rendezvous

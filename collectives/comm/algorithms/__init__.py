@@ -1,3 +1,3 @@
-"""The ring and direct algorithms: schedules, execution by send and receive, and choice."""
+"""Ring and direct algorithms: schedules, their execution, and the policy that selects one."""
 
 __all__ = []

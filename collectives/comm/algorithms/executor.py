@@ -17,7 +17,7 @@ from collections import OrderedDict
 import torch
 
 from ..._nccl import DTYPES
-from ...arrays import ITEMSIZE, Place
+from ...arrays import ITEMSIZE, Buffer
 from ...cuda_state import is_capturing, stream_from_address
 from ...errors import Aborted, CollectivesError, InternalError, InvalidArgument, InvalidUsage
 from ..arguments import parse_reduction, stream_handle
@@ -37,8 +37,8 @@ _MAX_PLANS = 128
 class AlgorithmExecutor:
     """Executor of one communicator's algorithms, with their plans, scratch memory and streams.
 
-    `chunk`: bytes of one message, the same on all ranks. Created at the first call that is not
-    native.
+    `chunk`: bytes of one message, the same on all ranks. It is created at the first call that uses
+    an algorithm other than native.
     """
 
     def __init__(self, comm, chunk: int):
@@ -55,53 +55,51 @@ class AlgorithmExecutor:
         self._execution_lock = threading.RLock()  # held while a call on the host executes its steps: calls share memory
 
     def run(
-        self, name: str, algorithm: str, to: Place, of: Place, code: int, scalar, held: tuple, result,
+        self, name: str, algorithm: str, dst: Buffer, src: Buffer, code: int, scalar, held: tuple, result,
         async_op: bool, stream,
     ) -> Work | None:  # fmt: skip
-        """Carry out one validated call.
+        """Carry out one validated call; it blocks on the host and not on CUDA.
 
-        Like the communicator's operations, it blocks on the host and not on CUDA.
-
-        `to`, `of`: the output and the input, the same for an all-reduce; `code`: of the op;
+        `dst`, `src`: the output and the input, the same for an all-reduce; `code`: of the op;
         `scalar`: (value, dtype code) of a premultiplied sum, or None; `stream`: the caller's, or
         None.
         """
         comm = self._comm
         gathers = name == "all_gather"
         key = CallKey(
-            name, algorithm, of.units if gathers else to.count, to.code, 0 if gathers else code,
-            scalar is not None, gathers and of.ptr == to.part(comm.rank, comm.size),
+            name, algorithm, src.units if gathers else dst.count, dst.code, 0 if gathers else code,
+            scalar is not None, gathers and src.ptr == dst.part(comm.rank, comm.size),
         )  # fmt: skip
-        if not comm._on_host and not gathers and (to.ptr | of.ptr) % ITEMSIZE[to.code]:
+        if not comm._on_host and not gathers and (dst.ptr | src.ptr) % ITEMSIZE[dst.code]:
             raise InvalidArgument(
                 f"algorithm {algorithm!r} needs arrays that begin at a multiple of their elements' "
-                f"{ITEMSIZE[to.code]} bytes: copy them, or use algorithm='native'",
+                f"{ITEMSIZE[dst.code]} bytes: copy them, or use algorithm='native'",
                 op=name, rank=comm.rank,
             )  # fmt: skip
         factor = None if scalar is None else round_to_dtype(*scalar)
         label = f"{name} by {algorithm}"
         op = -1 if gathers else PREMUL if scalar else code
-        fingerprint = fingerprint_of(label, dtype=of.tag, count=key.count, op=op)
+        fingerprint = fingerprint_of(label, dtype=src.tag, count=key.count, op=op)
         comm._check_fingerprints([fingerprint])
         handle = stream_handle(comm, stream)
         if not async_op:
             if not comm._on_host:
-                self._run_on_streams(key, of.ptr, to.ptr, factor, handle)
+                self._run_on_streams(key, src.ptr, dst.ptr, factor, handle)
                 return None
             call_check = self._make_check(label, fingerprint)
             call_check.exchange(0)
-            self._execute_steps(call_check, key, of.ptr, to.ptr, factor)
+            self._execute_steps(call_check, key, src.ptr, dst.ptr, factor)
             return None
-        work = Work(name, max(to.nbytes, of.nbytes), result)
+        work = Work(name, max(dst.nbytes, src.nbytes), result)
         queue = comm._queue
         handle = queue.begin(None if stream is None else handle)
         try:
             if comm._on_host:
                 call_check = self._make_check(label, fingerprint)
-                final_error = self._enqueue(queue, handle, call_check, key, of.ptr, to.ptr, factor).get
+                final_error = self._enqueue(queue, handle, call_check, key, src.ptr, dst.ptr, factor).get
             else:
                 final_error = None
-                self._run_on_streams(key, of.ptr, to.ptr, factor, handle)
+                self._run_on_streams(key, src.ptr, dst.ptr, factor, handle)
         except BaseException:
             queue.cancel(label, held)
             raise
@@ -287,18 +285,18 @@ class AlgorithmExecutor:
 
 
 def run_algorithm(
-    comm, algorithm: str, name: str, to: Place, of: Place, held, result, op, async_op, stream
+    comm, algorithm: str, name: str, dst: Buffer, src: Buffer, held, result, op, async_op, stream
 ) -> Work | None:
     """Carry out a communicator's validated call by the ring or direct algorithm.
 
     `op`: as the caller passed it.
     """
     comm._check_open(name)
-    code, scalar = (0, None) if name == "all_gather" else parse_reduction(comm, op, of.code, name)
+    code, scalar = (0, None) if name == "all_gather" else parse_reduction(comm, op, src.code, name)
     if comm._algorithms is None:
         comm._algorithms = AlgorithmExecutor(comm, comm._policy.chunk)
     held = (*held, *map(storage_of, held)) if async_op else held
-    return comm._algorithms.run(name, algorithm, to, of, code, scalar, held, result, async_op, stream)
+    return comm._algorithms.run(name, algorithm, dst, src, code, scalar, held, result, async_op, stream)
 
 
 class _Outcome:

@@ -1,4 +1,4 @@
-"""A schedule with its memory and kernels, ready for any arrays of one size and dtype."""
+"""Execution plan: a schedule with its memory and kernels, for any arrays of one size and dtype."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _SCRATCH, _TABLE = 2, 3
 
 
 class CallKey(NamedTuple):
-    """All that a plan depends on, besides the communicator. `code`: of the dtype.
+    """All that a plan depends on, besides the communicator.
 
-    `op`: of the reduction.
+    `code`: of the dtype; `op`: code of the reduction.
     """
 
     name: str
@@ -99,13 +99,11 @@ class TransferTask:
 
 
 class ExecutionPlan:
-    """A schedule with its scratch memory: all calls with one `CallKey`, for any arrays.
+    """A schedule with its scratch memory, for all calls with one `CallKey`, on any arrays.
 
-    One call uses it at a time.
-
-    Partial sums are accumulated in fp32 for the narrower types, so that they are rounded once, at
-    the end, by both algorithms. `get_scratch`: a function that returns scratch memory of so many
-    bytes.
+    One call uses it at a time. Partial sums are accumulated in fp32 for the narrower types, so that
+    they are rounded once, at the end, by both algorithms. `get_scratch`: a function that returns
+    scratch memory of so many bytes.
     """
 
     def __init__(self, key: CallKey, comm, chunk: int, get_scratch: Callable[[int], torch.Tensor]):
@@ -245,10 +243,9 @@ class ExecutionPlan:
     def run_on_streams(self, native, inp, out, factor, outer, transfers, kernels, *, own_memory: bool = False) -> None:
         """Queue the tasks: transfers on one stream, kernels on the other, ordered with `outer`.
 
-        Both are ordered after what `outer` has now, and before what it gets next.
-
-        `own_memory`: use memory of the CUDA graph that is being captured, from its pool, since the
-        graph may be replayed on any stream, concurrently with calls that use the plan's memory.
+        Both are ordered after what `outer` has now, and before what it gets next. `own_memory`: use
+        memory of the CUDA graph that is being captured, from its pool, since the graph may be
+        replayed on any stream, concurrently with calls that use the plan's memory.
         """
         kernels.wait_stream(outer)
         # Calls share scratch, and an earlier one may have been ordered on a stream that `outer` has

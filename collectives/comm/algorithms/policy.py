@@ -1,9 +1,9 @@
 """Policy: which algorithm a communicator uses for which operation and size, the same on all ranks.
 
-`fit` and `best_algorithms` turn measured times into a table. It models an algorithm's time as alpha
-+ beta * bytes (R. Hockney, "The communication challenge for MPP", 1994). A communicator's policy is
-what rank 0 has read from its variables and its tune file when the communicator was opened: rank 0
-sends it to the others.
+`fit` and `best_algorithms` make a table from measured times. An algorithm's time is modelled as
+alpha + beta * bytes (R. Hockney, "The communication challenge for MPP", 1994). Rank 0 reads a
+communicator's policy from its variables and its tune file when the communicator is opened, and
+sends it to the other ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .schedule import ALGORITHMS, OPS
 from .tune_file import Choices, file_engine, read_tune_file, tables_of, tune_file
 
 __all__ = [
-    "Line",
+    "AlphaBetaModel",
     "Policy",
     "agree_on_policy",
     "best_algorithms",
@@ -43,8 +43,8 @@ _CHUNKS = {"host": 256 << 10, "nccl": 4 << 20}  # bytes of a message
 # ---- The model of an algorithm's time.
 
 
-class Line:
-    """time = `alpha` (s) + `beta` (s/byte) * bytes.
+class AlphaBetaModel:
+    """Model of an algorithm's time: `alpha` (s) + `beta` (s/byte) * bytes.
 
     `residual`: the root mean square of the relative errors.
     """
@@ -61,8 +61,8 @@ class Line:
         return self.alpha + self.beta * nbytes
 
 
-def fit(points: Iterable[tuple[float, float]]) -> Line:
-    """Fit a line to (bytes, seconds) by least squares of the relative errors.
+def fit(points: Iterable[tuple[float, float]]) -> AlphaBetaModel:
+    """Fit a model to (bytes, seconds) by least squares of the relative errors.
 
     Neither alpha nor beta is negative.
     """
@@ -80,22 +80,22 @@ def fit(points: Iterable[tuple[float, float]]) -> Line:
     if determinant > 1e-12 * aa * bb:
         alpha, beta = (a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant
     if alpha < 0 or beta < 0:  # the best one with one of the two at 0
-        ends = [Line(a1 / aa, 0.0)] + ([Line(0.0, b1 / bb)] if bb else [])
-        best = min(ends, key=lambda line: sum((line.predict(x) / t - 1) ** 2 for x, t in points))
+        ends = [AlphaBetaModel(a1 / aa, 0.0)] + ([AlphaBetaModel(0.0, b1 / bb)] if bb else [])
+        best = min(ends, key=lambda model: sum((model.predict(x) / t - 1) ** 2 for x, t in points))
         alpha, beta = best.alpha, best.beta
-    line = Line(alpha, beta)
-    line.residual = math.sqrt(sum((line.predict(x) / t - 1) ** 2 for x, t in points) / len(points))
-    return line
+    model = AlphaBetaModel(alpha, beta)
+    model.residual = math.sqrt(sum((model.predict(x) / t - 1) ** 2 for x, t in points) / len(points))
+    return model
 
 
-def best_algorithms(lines: dict[str, Line], sizes: Sequence[int]) -> Choices:
-    """Return the fastest algorithm by size, from each algorithm's line.
+def best_algorithms(models: dict[str, AlphaBetaModel], sizes: Sequence[int]) -> Choices:
+    """Return the fastest algorithm by size, from each algorithm's model.
 
     Native where they are close.
     """
     best = []
     for nbytes in sorted(sizes):
-        times = {name: line.predict(nbytes) for name, line in lines.items()}
+        times = {name: model.predict(nbytes) for name, model in models.items()}
         name = min(times, key=times.__getitem__)
         if "native" in times and times[name] > times["native"] * (1 - _MARGIN):
             name = "native"
@@ -128,10 +128,7 @@ class Policy:
         self.tables = tables
 
     def allowed_algorithms(self, engine: str, op: str) -> tuple[str, ...]:
-        """Return the algorithms that may be used.
-
-        `deterministic`: those that reduce in rank order.
-        """
+        """Return the algorithms that may be used: where `deterministic`, those in rank order."""
         if not self.deterministic or op == "all_gather":
             return ALGORITHMS
         return ("native", "direct") if engine == "host" else ("direct",)
@@ -162,33 +159,32 @@ def look_up_choice(choices: dict[str, Choices], op: str, nbytes: int) -> str:
 def select_algorithm(comm, op: str, algorithm, nbytes: int, reduction=None) -> str:
     """Return the algorithm of a communicator's call: the caller's, else the policy's.
 
-    In a group always native.
-
-    `nbytes`: of the larger array; `reduction`: the op that the caller passed. Raises
-    `InvalidArgument` for an unknown name, `InvalidUsage` for an algorithm that is not allowed here.
+    In a group it is always native. `nbytes`: of the larger array; `reduction`: the op that the
+    caller passed. Raises `InvalidArgument` for an unknown name, `InvalidUsage` for an algorithm
+    that is not allowed here.
     """
     grouped = bool(open_groups) and get_ident() in open_groups
-    by = algorithm
-    if by is None:
-        by = look_up_choice(comm._choices, op, nbytes) if comm._choices is not None and not grouped else "native"
-    elif not isinstance(by, str) or by not in ALGORITHMS:
+    chosen = algorithm
+    if chosen is None:
+        chosen = look_up_choice(comm._choices, op, nbytes) if comm._choices is not None and not grouped else "native"
+    elif not isinstance(chosen, str) or chosen not in ALGORITHMS:
         names = ", ".join(map(repr, ALGORITHMS))
-        raise InvalidArgument(f"algorithm must be {names} or None, not {by!r:.40}", op=op, rank=comm.rank)
+        raise InvalidArgument(f"algorithm must be {names} or None, not {chosen!r:.40}", op=op, rank=comm.rank)
     allowed = ALGORITHMS if comm.size == 1 else comm._policy.allowed_algorithms(comm.engine.name, op)
-    # Maxima and minima are the same in any order.
-    if by not in allowed and parse_op(reduction, rank=comm.rank, name=op)[0] not in (OP_CODES["max"], OP_CODES["min"]):
+    exact = (OP_CODES["max"], OP_CODES["min"])  # the same in any order
+    if chosen not in allowed and parse_op(reduction, rank=comm.rank, name=op)[0] not in exact:
         raise InvalidUsage(
-            f"algorithm {by!r}{', which groups take,' * grouped} doesn't reduce in rank order, as deterministic=True "
-            f"asks for: use {' or '.join(map(repr, allowed))}, outside of groups",
+            f"algorithm {chosen!r}{', which groups take,' * grouped} doesn't reduce in rank order, as "
+            f"deterministic=True asks for: use {' or '.join(map(repr, allowed))}, outside of groups",
             op=op, rank=comm.rank,
         )  # fmt: skip
-    if grouped and by != "native":
+    if grouped and chosen != "native":
         raise InvalidUsage(
-            f"algorithm {by!r} is several steps, which can't stand in a group: call it after the `with` block, or "
+            f"algorithm {chosen!r} is several steps, which can't stand in a group: call it after the `with` block, or "
             "leave it to 'native'",
             op=op, rank=comm.rank,
         )  # fmt: skip
-    return by
+    return chosen
 
 
 def parse_algorithm(text: str) -> dict[str, str]:

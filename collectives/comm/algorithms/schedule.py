@@ -230,9 +230,12 @@ class _ScheduleBuilder:
                         self.ring_all_gather_step(step, column)
 
     def ring_reduce_scatter(self, columns) -> None:
-        """Pass partial sums around the ring: shard p starts at rank p + 1 and is complete at rank p."""
+        """Pass partial sums around the ring.
+
+        Shard p starts at rank p + 1 and is complete at rank p.
+        """
         size, rank = self.size, self.rank
-        to, of = (rank + 1) % size, (rank - 1) % size
+        next_rank, previous_rank = (rank + 1) % size, (rank - 1) % size
         partial, own_slots = 0, 2 * DEPTH  # first slots of partial sums (of even, then odd steps), and of own elements
         for step in range(size - 1):
             out_shard, in_shard = (rank - 1 - step) % size, (rank - 2 - step) % size
@@ -251,7 +254,7 @@ class _ScheduleBuilder:
                 # sum yet.
                 narrow = self.wide and not self.scaled and not step
                 received = self.scratch_span("raw", k, own.count) if narrow else place
-                self.transfer([(to, sent)], [(of, received)])
+                self.transfer([(next_rank, sent)], [(previous_rank, received)])
                 if self.scaled or (self.wide and not narrow):
                     own = self.cast_and_scale(own, own_slots + DEPTH + k) if own.count else own
                 final = step == size - 2

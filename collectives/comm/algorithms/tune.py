@@ -55,14 +55,14 @@ def tune(
             used.append(used_bytes)
             for name in algorithms:
                 times[name].append(_measure(comm, call, name, seconds))
-        lines = {name: fit(zip(used, times[name], strict=True)) for name in algorithms}
-        for name, line in lines.items():
+        models = {name: fit(zip(used, times[name], strict=True)) for name in algorithms}
+        for name, model in models.items():
             found[name] = {
-                "alpha_us": line.alpha * 1e6, "beta_us_per_mib": line.beta * 1e6 * 2**20, "residual": line.residual,
+                "alpha_us": model.alpha * 1e6, "beta_us_per_mib": model.beta * 1e6 * 2**20, "residual": model.residual,
                 "times_us": [t * 1e6 for t in times[name]],
             }  # fmt: skip
         entry["ops"][op] = found
-        entry["choices"][op] = [*best_algorithms(lines, used)]
+        entry["choices"][op] = [*best_algorithms(models, used)]
     failed = None
     if write and comm.rank == 0:
         try:

@@ -76,7 +76,7 @@ def device_name(device: torch.device) -> str:
 
 def file_engine(native, engine: str) -> str:
     """Return an engine's name in the file, which has the number of nodes: times depend on it."""
-    nodes = getattr(native, "machine_count", 1)
+    nodes = getattr(native, "num_nodes", 1)
     return engine if nodes == 1 else f"{engine} on {nodes} machines"
 
 

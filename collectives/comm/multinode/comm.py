@@ -363,7 +363,7 @@ class MultiNodeComm:
         self._keep_alive = None
 
     def detach_after_fork(self) -> None:
-        """In a forked child: leave the parent's connections alone."""
+        """Detach from the parent's connections in a forked child, and leave them open."""
         self.hierarchical.transport.detach_after_fork()
 
 

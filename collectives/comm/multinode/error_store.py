@@ -1,7 +1,4 @@
-"""Store of a communicator over several nodes.
-
-It has addresses and ids while the communicator opens, and the cause of a failure later.
-"""
+"""Store of a communicator over several nodes: addresses and ids while it opens, then errors."""
 
 from __future__ import annotations
 
@@ -60,8 +57,9 @@ class ErrorStore:
         seconds = max(0.0, deadline - time.monotonic())
         size = max(2, len(self.processes))
         wait = RankWait(
-            "to connect the machines", self.rank, size, seconds, deadline=deadline, exit_reason=self._fate, op="init"
-        )
+            "to connect the machines", self.rank, size, seconds, deadline=deadline, exit_reason=self._exit_reason,
+            op="init",
+        )  # fmt: skip
         pause = _POLL_S
         while True:
             try:
@@ -73,7 +71,7 @@ class ErrorStore:
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
 
-    def _fate(self, peer: int) -> str:
+    def _exit_reason(self, peer: int) -> str:
         process = self.processes[peer] if peer < len(self.processes) else ""
         return describe_exit(process) if has_ended(process) else ""
 

@@ -1,4 +1,4 @@
-"""Frames, by which the leaders of the nodes verify that all ranks make the same call."""
+"""Frames: messages by which the nodes' leaders verify that all ranks make the same call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NodeMismatch(Exception):
 
 
 class FrameExchange:
-    """Exchanges one frame for each call with the leaders of this number on the other nodes.
+    """Exchanges one frame for each call with the leaders of the same number on the other nodes.
 
     A frame has a head, which all nodes compare, and at most `MAX_PAYLOAD` bytes of payload.
     ``sequence`` counts the frames.
@@ -42,9 +42,9 @@ class FrameExchange:
     def exchange(
         self, fingerprint: Sequence[int], limit: float | None, payload: int = 0, nbytes: int = 0, sends=(), receives=()
     ) -> list[int]:
-        """Exchange frames and compare their heads.
+        """Exchange frames, compare their heads, and return the payloads' addresses by node.
 
-        Return the addresses of the payloads by node, with this node's own. ``limit``: seconds, None
+        This node's own is among them. ``limit``: seconds, None
         for no limit; ``payload``, ``nbytes``: address and size of this node's payload; ``sends``
         and ``receives``: transfers to start right behind the frames. Blocks until all have come.
         Raises `NodeMismatch` where heads differ, and `TransferError`.

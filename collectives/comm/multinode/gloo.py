@@ -1,4 +1,4 @@
-"""Transport between nodes: torch's Gloo carries bytes between a communicator's ranks."""
+"""Transport between nodes, by torch's Gloo."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class GlooTransport:
         self._jobs = self._gloo = None
 
     def detach_after_fork(self) -> None:
-        """In a forked child: leave the parent's connections alone.
+        """Detach from the parent's connections in a forked child.
 
         They are neither closed nor waited for.
         """

@@ -1,16 +1,16 @@
 """Hierarchical collectives on host memory: our engine inside of nodes, Gloo between them.
 
 A reduction has three steps. First the engine reduces inside of each node: each leader (see
-`topology.Topology`) gets its shard of the node's sum. Then the leaders with one number exchange
-their shards: each one sums its chunk of the shard in the order of the nodes and sends the result to
-the others (of two nodes each sums the whole shard). Last, the shards are gathered inside of each
-node.
+`topology.Topology`) gets its shard of the node's sum. Then the leaders with the same number
+exchange their shards: each one sums its chunk of the shard in the order of the nodes and sends the
+result to the others (of two nodes each sums the whole shard). Last, the shards are gathered inside
+of each node.
 
 So each element is summed in one order: all ranks get the same bits, which depend only on the arrays
 and on which rank is on which node. Types narrower than fp32 are exchanged as fp32 and rounded once,
 at the end.
 
-Each call begins with a frame between the leaders: what is called, and small arrays with it.
+Each call begins with a frame between the leaders, with the call's fingerprint and small arrays.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class HierarchicalCollectives:
             with EngineGroup(self.library):
                 if topology.is_contiguous:
                     for ranks in topology.nodes:
-                        to = sum_of[ranks[topology.local_rank]]
-                        self.intra_node.reduce_scatter(source + ranks[0] * nbytes, to, count, carry, op)
+                        dst = sum_of[ranks[topology.local_rank]]
+                        self.intra_node.reduce_scatter(source + ranks[0] * nbytes, dst, count, carry, op)
                 else:
                     for rank in range(size):
                         leader = topology.leader_of(rank)
@@ -277,8 +277,8 @@ class HierarchicalCollectives:
             return
         with EngineGroup(self.library):
             for j in range(topology.num_leaders):
-                to = work + j * nbytes if j == topology.local_rank else 0
-                self.intra_node.reduce(source + j * nbytes, to, shard, dtype, op, j)
+                dst = work + j * nbytes if j == topology.local_rank else 0
+                self.intra_node.reduce(source + j * nbytes, dst, shard, dtype, op, j)
 
     def _broadcast_between_nodes(self, address: int, nbytes: int, root_node: int) -> None:
         """Broadcast this leader's chunk between the nodes.

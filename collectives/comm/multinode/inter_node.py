@@ -1,4 +1,4 @@
-"""Reductions between nodes: the leaders with one number exchange their nodes' sums and reduce them.
+"""Reductions between nodes: leaders with the same number exchange and reduce their nodes' sums.
 
 A leader has a shard of an all-reduce, or the blocks of the ranks that it serves in a
 reduce-scatter.
@@ -20,8 +20,8 @@ __all__ = ["InterNodeReducer"]
 class InterNodeReducer:
     """Reduces this leader's part of a reduction over the nodes.
 
-    ``limit``: seconds of a wait, None for none. ``carry``: the dtype in which the nodes' sums are
-    exchanged.
+    Of the methods' arguments, ``limit`` is the time limit of a wait in seconds, None for none, and
+    ``carry`` the dtype in which the nodes' sums are exchanged.
     """
 
     def __init__(self, transport: GlooTransport, topology: Topology, scratch: Scratch, reducer: NodeReducer):

@@ -1,4 +1,4 @@
-"""The engine's library for communicators over several nodes, with groups and queues in Python."""
+"""Library of communicators over several nodes: groups and queues around the host engine's."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ class EngineGroup:
 
 
 class MultiNodeLibrary:
-    """The host engine's library, with the methods of `_nccl.Library`.
+    """Library of communicators over several nodes, with the methods of `_nccl.Library`.
 
-    It is for communicators over several nodes. Its groups, labels and queues are Python's. All else
-    is the library's own.
+    Groups, labels and queues are implemented here; all other methods are the host engine's.
     """
 
     is_host = True

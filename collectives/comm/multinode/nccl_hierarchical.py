@@ -1,9 +1,9 @@
-"""NCCL's all-reduce, reduce-scatter and all-gather inside of nodes, then between them.
+"""Hierarchical all-reduce, reduce-scatter and all-gather on NCCL: inside of nodes and between them.
 
 This is opt-in (``collectives.init(hierarchical=True)``), since NCCL knows the nodes by itself.
-`HierarchicalComm` stands in for the binding's communicator. What it doesn't do in two levels its
-parent, the binding's communicator, does: other operations, groups, averages of integers, and
-reduce-scatter and all-gather of ranks that aren't numbered node by node.
+`HierarchicalComm` stands in for the binding's communicator, its parent. The parent does what isn't
+done in two levels: other operations, groups, averages of integers, and reduce-scatter and
+all-gather of ranks that aren't numbered node by node.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def enable_hierarchical(comm) -> None:
 
 
 class HierarchicalComm:
-    """The binding's communicator of all ranks, with one inside of each node and one between them.
+    """Communicator of three of the binding's: of all ranks, inside of each node, between nodes.
 
     ``topology``: each node must have the same number of ranks, else `InvalidUsage`.
     """
@@ -116,8 +116,8 @@ class HierarchicalComm:
         self._inter_node.all_gather(send, blocks, sendcount, dtype, stream)
 
         def gather_of(node: int) -> None:
-            to = recv + node * self._intra_node.size * nbytes
-            self._intra_node.all_gather(blocks + node * nbytes, to, sendcount, dtype, stream)
+            dst = recv + node * self._intra_node.size * nbytes
+            self._intra_node.all_gather(blocks + node * nbytes, dst, sendcount, dtype, stream)
 
         self._run_for_each_node(gather_of)
 

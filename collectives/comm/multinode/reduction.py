@@ -101,8 +101,8 @@ class NodeReducer:
         padding = [zeros.data_ptr()] * (size - len(sources))
         for start in range(0, count, block):
             some = [source + start * ITEMSIZE[dtype] for source in sources]
-            to = out + start * ITEMSIZE[spec.dtype]
-            _run_kernel(some + padding, to, min(block, count - start), dtype, spec.dtype, _AVG)
+            dst = out + start * ITEMSIZE[spec.dtype]
+            _run_kernel(some + padding, dst, min(block, count - start), dtype, spec.dtype, _AVG)
 
     def add_stats(self, parts: Iterable[tuple[int, int]], dtype: int, stats_out: int) -> None:
         """Add the sum of squares and the count of non-finite elements to two doubles.
@@ -124,11 +124,13 @@ class NodeReducer:
             sums[1] += found.nonfinite.item()
 
 
-def _run_kernel(sources: Sequence[int], out: int, count: int, dtype: int, to: int, op: int, scale: float = 1.0) -> None:
+def _run_kernel(
+    sources: Sequence[int], out: int, count: int, dtype: int, out_dtype: int, op: int, scale: float = 1.0
+) -> None:
     table = (ctypes.c_uint64 * len(sources))(*sources)
     args = abi.ReduceArgs(
         abi.Work(-(-count // TILE), 0, 0), ctypes.addressof(table), len(sources), out, count, 0, scale, op, dtype,
-        to, 0,
+        out_dtype, 0,
     )  # fmt: skip
     if count:
-        run_on_host(kernel_of(dtype, to), args)
+        run_on_host(kernel_of(dtype, out_dtype), args)

@@ -1,4 +1,4 @@
-"""The topology of a communicator: which rank is on which node, and who talks to other nodes.
+"""Topology of a communicator: which rank is on which node, and which ranks are leaders.
 
 It also identifies this node and finds the address at which other nodes reach it.
 """

@@ -148,7 +148,7 @@ def _init_optim_state(optimizer) -> None:
         for group, _ in decays:
             group["weight_decay"] = 0.0
         if isinstance(optimizer, FusedOptimizer):
-            optimizer._step_some(None)  # also where a HookState steps it inside of the backward
+            optimizer._step_params(None)  # also where a HookState steps it inside of the backward
         else:
             optimizer.step(closure=None)
     finally:

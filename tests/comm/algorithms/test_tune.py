@@ -13,7 +13,14 @@ import torch
 
 import collectives
 from collectives import tune as public
-from collectives.comm.algorithms.policy import Line, Policy, best_algorithms, fit, look_up_choice, parse_algorithm
+from collectives.comm.algorithms.policy import (
+    AlphaBetaModel,
+    Policy,
+    best_algorithms,
+    fit,
+    look_up_choice,
+    parse_algorithm,
+)
 from collectives.comm.algorithms.tune_file import read_tune_file, tune_file
 from collectives.errors import InvalidArgument, InvalidUsage, Mismatch
 from tests.ranks import RankFailure, run_ranks
@@ -24,27 +31,27 @@ def test_the_public_name_is_the_function():
     assert callable(collectives.tune) and collectives.tune is public
 
 
-def test_a_line_is_found_again():
-    line = fit([(x, 5e-6 + 2e-10 * x) for x in (1 << 10, 1 << 14, 1 << 20, 1 << 26)])
-    assert line.alpha == pytest.approx(5e-6) and line.beta == pytest.approx(2e-10) and line.residual < 1e-9
-    assert line.predict(1000) == pytest.approx(5.2e-6)
+def test_a_model_is_found_again():
+    model = fit([(x, 5e-6 + 2e-10 * x) for x in (1 << 10, 1 << 14, 1 << 20, 1 << 26)])
+    assert model.alpha == pytest.approx(5e-6) and model.beta == pytest.approx(2e-10) and model.residual < 1e-9
+    assert model.predict(1000) == pytest.approx(5.2e-6)
 
 
 def test_relative_errors_count_and_the_residual_is_theirs():
     """A huge size must not drown the small ones: of absolute errors, alpha would be anything."""
     times = [(1000, 10e-6), (2000, 11e-6), (4000, 9e-6), (1 << 20, 1e-3), (1 << 24, 17e-3), (1 << 28, 0.25)]
-    line = fit(times)
-    assert line.alpha == pytest.approx(9e-6, rel=0.2)
-    wanted = sum(((line.predict(x) - t) / t) ** 2 for x, t in times) / len(times)
-    assert 0.01 < line.residual < 0.2 and line.residual == pytest.approx(wanted**0.5)
-    exact = [(x, line.predict(x)) for x in (10, 1000)]
+    model = fit(times)
+    assert model.alpha == pytest.approx(9e-6, rel=0.2)
+    wanted = sum(((model.predict(x) - t) / t) ** 2 for x, t in times) / len(times)
+    assert 0.01 < model.residual < 0.2 and model.residual == pytest.approx(wanted**0.5)
+    exact = [(x, model.predict(x)) for x in (10, 1000)]
     assert fit(exact).residual < 1e-9
 
 
 @pytest.mark.parametrize("points", [[(1, 5.0), (1000, 4.0)], [(1000, 1e-9), (2000, 4e-9)], [(0, 1.0)], [(8, 2.0)] * 3])
 def test_neither_number_is_negative(points):
-    line = fit(points)
-    assert line.alpha >= 0 and line.beta >= 0 and line.residual < 1
+    model = fit(points)
+    assert model.alpha >= 0 and model.beta >= 0 and model.residual < 1
 
 
 @pytest.mark.parametrize("points", [[], [(1, 0.0)], [(1, -1.0)]])
@@ -56,9 +63,10 @@ def test_a_fit_of_nothing(points):
 SIZES = [1 << k for k in range(10, 27, 4)]
 
 
-def test_the_lower_line_is_chosen_and_native_where_they_are_close():
-    lines = {"native": Line(1e-6, 2e-9), "ring": Line(50e-6, 1e-9), "direct": Line(1e-6, 1.95e-9)}
-    limits, names = best_algorithms(lines, SIZES)
+def test_the_faster_model_is_chosen_and_native_where_they_are_close():
+    times = {"native": (1e-6, 2e-9), "ring": (50e-6, 1e-9), "direct": (1e-6, 1.95e-9)}
+    models = {name: AlphaBetaModel(*each) for name, each in times.items()}
+    limits, names = best_algorithms(models, SIZES)
     assert names == ["native", "ring"] and len(limits) == 1 and SIZES[1] < limits[0] < SIZES[-1]
     picks = {"all_reduce": (limits, names)}
     assert (
@@ -66,7 +74,8 @@ def test_the_lower_line_is_chosen_and_native_where_they_are_close():
         and look_up_choice(picks, "all_reduce", limits[0]) == "native"
     )
     assert look_up_choice(picks, "all_reduce", limits[0] + 1) == "ring"
-    assert best_algorithms({"ring": Line(1.0, 0.0), "direct": Line(0.0, 1.0)}, [1, 100])[1] == ["ring"]
+    models = {"ring": AlphaBetaModel(1.0, 0.0), "direct": AlphaBetaModel(0.0, 1.0)}
+    assert best_algorithms(models, [1, 100])[1] == ["ring"]
 
 
 def test_what_is_used():

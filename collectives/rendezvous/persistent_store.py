@@ -1,4 +1,4 @@
-"""A TCP store of rank 0's that outlives the rendezvous, for communicators that need one."""
+"""TCP store that rank 0 serves beyond the rendezvous, for communicators that need one."""
 
 from __future__ import annotations
 
