@@ -56,12 +56,6 @@ EXCEPTIONS = {
         380, "the updates of a backward and the state of all buckets, which updates and checkpoints both change"),
     "collectives/horovod/controller.py: Controller": (
         370, "the cycle: queue, negotiation, what is carried out, and the thread that drives it"),
-    "collectives/sharded/grad_reducer.py: ShardedGradReducer": (
-        310, "reduction, clipping and step of all units; with GradReducer it is to become one pipeline"),
-    "collectives/sharded/param_group.py: ParamGroup": (
-        490, "a flat buffer in all its forms (shard, gathered, quantized, offloaded) and its gradients"),
-    "collectives/sharded/unit.py: Unit": (
-        390, "the way from shards to whole parameters and back over a unit's groups: what the scheduler calls"),
 }  # fmt: skip
 
 
