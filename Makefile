@@ -3,16 +3,14 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV ?= .venv
 RANKS ?= 2
-# Each half of the suite, seconds: past it pytest is interrupted, prints what it has, and the target fails.
+# Of the suite: past it pytest is interrupted, prints what it has, and the target fails.
 TEST_SECONDS ?= 1200
 # What `make bench` measures: all-reduce on two processes, beside what is installed of the others.
 BENCH_ARGS ?= --sizes 1K,16K,256K,1M,4M,25M,64M --zero-copy both --peers all
 # Why a test was skipped stands in the summary.
 PYTEST_ARGS ?= -rfEs
-# Tests that don't mind others beside them: they compile, compute, or wait for processes of their own. The rest, whose ranks
-# share the cores and have time limits, is run alone.
+# Test files that run side by side, each in a process of pytest's. Most start two ranks or more.
 JOBS ?= 2
-BESIDE := $(addprefix tests/,sanitize kernels launch examples faults horovod abi base optim comm rendezvous tracing project harness)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -36,10 +34,7 @@ demo: $(VENV)/.built
 # --foreground: Ctrl-C reaches pytest. It gets the same signal at the end of its time, and can then end its rank processes.
 LIMITED = timeout --foreground --signal=INT --kill-after=30 $(TEST_SECONDS)
 test: lint mpi
-	failed=0; \
-	$(LIMITED) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not thorough" -n $(JOBS) --dist worksteal $(BESIDE) || failed=1; \
-	$(LIMITED) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not thorough" $(BESIDE:%=--ignore=%) || failed=1; \
-	exit $$failed
+	$(LIMITED) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not thorough" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 thorough: setup
 	failed=0; \

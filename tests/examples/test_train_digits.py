@@ -75,9 +75,17 @@ LAUNCHERS = {
     "srun": start_two(),
     "run": [sys.executable, "-m", "collectives.run", "-n", "2", "--no-python"],
 }
+OFTEN = ("openmpi", "run")  # under the others tests/launch starts ranks in `make test`
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
+def by_launcher() -> list:
+    return [
+        pytest.param(words, id=name, marks=[] if name in OFTEN else pytest.mark.thorough)
+        for name, words in LAUNCHERS.items()
+    ]
+
+
+@pytest.mark.parametrize("launcher", by_launcher())
 def test_the_same_parameters_under_every_launcher(two_ranks, launcher, tmp_path):
     if shutil.which(launcher[0]) is None:
         pytest.skip(f"{launcher[0]} is not installed")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The host engine under the sanitizers:   run.sh [thread] [address]      (both when none is named)
-#   thread   threads.cpp, whose ranks are threads, under the thread sanitizer
-#   address  threads.cpp under the address (with leaks) and undefined-behaviour sanitizers, then the conformance suite on a
-#            build of the engine with them
+# The host engine under the sanitizers:   run.sh [thread] [address] [conformance]      (all when none is named)
+#   thread       threads.cpp, whose ranks are threads, under the thread sanitizer
+#   address      threads.cpp under the address (with leaks) and undefined-behaviour sanitizers
+#   conformance  the conformance suite on a build of the engine with the latter two
 # Environment: CXX (address: g++), PYTHON, SANITIZE_LIMIT (seconds for each program that is run; 600).
 # Builds into build/{tsan,asan}; objects that are newer than their sources are kept. Exits non-zero at the first finding.
 set -euo pipefail
@@ -41,15 +41,27 @@ thread() {
   TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1 ${TSAN_OPTIONS:-}" timeout "$LIMIT" "${fixed[@]}" build/tsan/threads
 }
 
-address() {
+build_address() {
   # Not enum: callers are C, where an enum may hold any int, and refusing the wrong ones is what the engine does.
   build build/asan -fsanitize=address,undefined -fno-sanitize=enum -fno-sanitize-recover=all
   export UBSAN_OPTIONS="print_stacktrace=1 ${UBSAN_OPTIONS:-}"
+}
+
+address() {
+  build_address
   ASAN_OPTIONS="detect_leaks=1 ${ASAN_OPTIONS:-}" timeout "$LIMIT" build/asan/threads
-  # Without what is above the engine (arrays, ring and direct), without 4 and 7 ranks, which show it nothing more than 3
-  # (nor, with the long calls of the default chunk, do 1 and 2), and without what `make thorough` does or needs more instruction sets than one. Python itself leaks on purpose.
-  local library tests=(tests/conformance -m "not slow and not gpu and not thorough" -k "not 7 and not 4 and not instruction_set")
-  for above in arrays instruction_sets algorithms algorithm_faults algorithm_streams; do tests+=(--ignore "tests/conformance/test_$above.py"); done
+}
+
+conformance() {
+  build_address
+  # Without what is above the engine (arrays, ring and direct), without 4 and 7 ranks, which show
+  # it nothing more than 3 (nor, with the long calls of the default chunk, do 1 and 2), and without
+  # what is thorough or needs more instruction sets than one. Python itself leaks on purpose.
+  local library tests=(tests/conformance -m "not slow and not gpu and not thorough")
+  tests+=(-k "not 7 and not 4 and not instruction_set")
+  for above in arrays instruction_sets algorithms algorithm_faults algorithm_streams; do
+    tests+=(--ignore "tests/conformance/test_$above.py")
+  done
   # Gloo's exceptions come out of a library that is loaded behind the sanitizer, which can't pass them on.
   tests+=(--ignore=tests/conformance/test_several_machines.py)
   for less in 1 2; do tests+=(--deselect "tests/conformance/test_collectives.py::test_default_chunk[host-$less]"); done
@@ -59,11 +71,11 @@ address() {
     timeout "$LIMIT" "$PYTHON" -m pytest -q -p no:cacheprovider "${tests[@]}"
 }
 
-for what in "${@:-thread address}"; do
+for what in "${@:-thread address conformance}"; do
   for each in $what; do
     case $each in
-      thread | address) echo "== $each sanitizer"; $each ;;
-      *) echo "run.sh: $each is neither thread nor address" >&2; exit 2 ;;
+      thread | address | conformance) echo "== $each"; $each ;;
+      *) echo "run.sh: $each is none of thread, address, conformance" >&2; exit 2 ;;
     esac
   done
 done

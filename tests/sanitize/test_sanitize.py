@@ -25,8 +25,15 @@ def has_sanitizer(flag: str, folder: Path) -> bool:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "flag"), [("thread", "thread"), ("address", "address,undefined")])
-def test_sanitizer(name, flag, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "flag", "last"),
+    [
+        ("thread", "thread", "all scenarios passed"),
+        ("address", "address,undefined", "all scenarios passed"),
+        pytest.param("conformance", "address,undefined", " passed", marks=pytest.mark.thorough),
+    ],
+)
+def test_sanitizer(name, flag, last, tmp_path):
     if not shutil.which(CXX.split()[0]) or not shutil.which("make"):
         pytest.skip(f"needs {CXX} and make")
     if not has_sanitizer(flag, tmp_path):
@@ -43,4 +50,4 @@ def test_sanitizer(name, flag, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout[-20_000:]
-    assert "all scenarios passed" in done.stdout
+    assert last in done.stdout
