@@ -1,4 +1,4 @@
-"""What needs hardware, which mutants are planted, and stack dumps when the test process itself crashes."""
+"""What needs hardware, which sampled tests run, and stack dumps when the test process itself crashes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def pytest_configure(config):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--mutants-of",
+        "--sample-of",
         metavar="COMMIT",
         default=head(),
-        help="the commit whose hash chooses which tenth of the tests marked mutant isn't thorough (default: HEAD)",
+        help="the commit whose hash chooses which of the tests marked sampled aren't thorough (default: HEAD)",
     )
 
 
@@ -55,15 +55,16 @@ def head() -> str:
 
 
 def pytest_report_header(config):
-    return f"mutants: a tenth of them, chosen by commit {config.getoption('mutants_of')}; the others are thorough"
+    return f"sampled tests: those that commit {config.getoption('sample_of')} chooses; the others are thorough"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark nine tenths of the mutants as thorough, before pytest deselects by marks. The longest files go first."""
-    commit = config.getoption("mutants_of")
+    """Mark the sampled tests that weren't chosen as thorough, before pytest deselects. The longest files go first."""
+    commit = config.getoption("sample_of")
     for item in items:
-        if item.get_closest_marker("mutant") and zlib.crc32(f"{commit} {item.nodeid}".encode()) % 10:
+        sampled = item.get_closest_marker("sampled")
+        if sampled and zlib.crc32(f"{commit} {item.nodeid}".encode()) % sampled.kwargs["one_in"]:
             item.add_marker(pytest.mark.thorough)
     items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in LONG)
 

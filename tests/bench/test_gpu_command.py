@@ -26,8 +26,8 @@ def gpu_command(*options, timeout=580, **variables):
     )  # fmt: skip
 
 
-# The stages of part 2 build and collect, as those of part 1 do.
-@pytest.mark.parametrize("part", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("part", stages.PARTS)
 def test_the_dry_run(tmp_path, part):
     """Every stage's own program is executed: none runs for the first time on a GPU."""
     done = gpu_command("--dry", "--part", str(part), "--folder", str(tmp_path), "--part-seconds", "540")

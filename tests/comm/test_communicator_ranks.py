@@ -349,9 +349,12 @@ def unseen_failure(ctx):
         return
     ctx.barrier()
     comm.all_reduce(torch.ones(1), async_op=True)  # nobody keeps the Work
-    with pytest.warns(RuntimeWarning, match="all_reduce failed and nobody waited for it"):
-        with pytest.raises(CollectivesError):
-            comm.all_reduce(torch.ones(1), async_op=True).wait()
+    with pytest.warns(RuntimeWarning, match="all_reduce failed and nobody waited for it") as warned:
+        until = time.monotonic() + 20
+        while not warned and time.monotonic() < until:  # the queue's thread may not have come to it yet
+            with pytest.raises(CollectivesError):
+                comm.all_reduce(torch.ones(1), async_op=True).wait()
+            time.sleep(0.01)
     comm.abort()
 
 

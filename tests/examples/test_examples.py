@@ -82,7 +82,7 @@ def test_char_gpt(tmp_path):
 
 
 def test_sharded_digits(tmp_path):
-    result = result_of("sharded_digits.py", "--epochs", "1", "--hidden", "768", cwd=tmp_path)
+    result = result_of("sharded_digits.py", "--epochs", "2", "--hidden", "768", cwd=tmp_path)
     ways = ["DDP", "one unit", "wrap policy", "CPU offload"]
     assert result["equal_to_ddp"] == dict.fromkeys(ways, True)
     assert result["test_accuracy"] == dict.fromkeys(ways, result["test_accuracy"]["DDP"])

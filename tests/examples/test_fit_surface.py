@@ -14,11 +14,8 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [pytest.param(LAUNCHERS["openmpi"], id="openmpi"),
-     pytest.param(LAUNCHERS["mpich"], id="mpich", marks=pytest.mark.thorough)],
-)  # fmt: skip
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_both_ranks_find_the_surface_and_write_their_checkpoints(launcher, tmp_path):
     if shutil.which(launcher[0]) is None:
         pytest.skip(f"{launcher[0]} is not installed")

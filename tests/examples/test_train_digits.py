@@ -75,17 +75,10 @@ LAUNCHERS = {
     "srun": start_two(),
     "run": [sys.executable, "-m", "collectives.run", "-n", "2", "--no-python"],
 }
-OFTEN = ("openmpi", "run")  # under the others tests/launch starts ranks in `make test`
 
 
-def by_launcher() -> list:
-    return [
-        pytest.param(words, id=name, marks=[] if name in OFTEN else pytest.mark.thorough)
-        for name, words in LAUNCHERS.items()
-    ]
-
-
-@pytest.mark.parametrize("launcher", by_launcher())
+@pytest.mark.sampled(one_in=2)  # tests/launch starts ranks under each of them
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_the_same_parameters_under_every_launcher(two_ranks, launcher, tmp_path):
     if shutil.which(launcher[0]) is None:
         pytest.skip(f"{launcher[0]} is not installed")

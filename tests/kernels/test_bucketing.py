@@ -432,7 +432,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.mutant
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name):
     """Faults planted in the launchers, each seen by what the tests above look at."""

@@ -25,7 +25,7 @@ def compile_ahead(request):
             compile_soon(item.callspec.params["mutant"])
 
 
-@pytest.mark.mutant
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize(
     ("mutant", "cases"), ROWS, ids=lambda value: str(value) if isinstance(value, Mutant) else "by"
 )

@@ -86,7 +86,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.mutant
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_fix_that_is_taken_back_is_reported(tmp_path, name):
     changes, program, (kind, words) = PLANTED[name]
