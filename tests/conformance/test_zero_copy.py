@@ -276,7 +276,7 @@ def test_registered_memory(n):
 
 @moves
 def test_forked_child():
-    run_ranks(forked, 2)
+    run_ranks(forked, 2, fresh=True)
 
 
 def test_other_communicators():
