@@ -12,9 +12,6 @@ everything that is refused. That takes about a microsecond, and the result is th
 
 from __future__ import annotations
 
-import math
-import numbers
-import operator
 import sys
 from typing import NamedTuple
 from zlib import crc32
@@ -22,7 +19,7 @@ from zlib import crc32
 import numpy
 import torch
 
-from ._nccl import DTYPES, OPS, ArrayReader
+from ._nccl import DTYPES, ArrayReader
 from .errors import InvalidArgument
 
 __all__ = [
@@ -33,9 +30,6 @@ __all__ = [
     "Reader",
     "dtype_name",
     "kind_of",
-    "parse_op",
-    "parse_rank",
-    "check_premul_scalar",
     "shown",
 ]
 
@@ -52,9 +46,6 @@ _TORCH_NAMES = {
 ITEMSIZE = {code: dtype.itemsize for dtype, code in TORCH_CODES.items()}
 _UINT8 = DTYPES["uint8"]
 _FIRST_TAG = 1 << 16
-_LIMITS = {
-    code: (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype) for dtype, code in TORCH_CODES.items()
-}
 _STRIDED = torch.strided
 _TENSOR = torch.Tensor
 _PARAMETER = torch.nn.Parameter
@@ -128,25 +119,6 @@ class Reader:
             is_lazy=_TENSOR.is_neg,
             buffer=numpy.ndarray,
         )
-
-    def read_for_reduction(self, array, op: str) -> tuple[int, int, int]:
-        """Return (address, count, dtype code) of an array that is to be reduced in place.
-
-        Raises `InvalidArgument` where it can't be.
-        """
-        found = self.array_reader.read(array)
-        if found is not None:
-            return found
-        kind = type(array)
-        if kind is _TENSOR or kind is _PARAMETER:
-            code = TORCH_CODES.get(array.dtype)
-            if code is not None:
-                ptr = self.plain_address(array)
-                if ptr is not None:
-                    return ptr, array.numel(), code
-        buffer = self.read(array, op, writes=True)
-        self.check_reducible(buffer, op)
-        return buffer.ptr, buffer.count, buffer.code
 
     def plain_address(self, array) -> int | None:
         """Return the address of a tensor that can be used where it lies, else None.
@@ -273,50 +245,6 @@ class Reader:
         name = array.dtype.name
         return _make_buffer(array.data.ptr, array.size, array.nbytes, name, _CODES.get(name))
 
-    def stats_address(self, share, reduced: Buffer, op: str) -> int:
-        """Return the address of the two float64 to which a reduction adds its statistics.
-
-        ``share``: the array with them; ``reduced``: the array that is reduced.
-        """
-        if not DTYPE_NAMES.get(reduced.code, "").startswith(("float", "bfloat")):
-            raise self._invalid(op, f"the array is {reduced.dtype}, of which there is no share: leave share out")
-        buffer = self.read(share, op, writes=True, what="share")
-        if buffer.dtype != "float64" or buffer.count != 2:
-            raise self._invalid(
-                op,
-                f"share is {buffer.count} x {buffer.dtype}: use torch.zeros(2, dtype=torch.float64), to which the sum "
-                "of squares and the count of non-finite elements are added",
-            )
-        if buffer.overlaps(reduced.ptr, reduced.nbytes):
-            raise self._invalid(op, "share overlaps the array: use memory of its own")
-        return buffer.ptr
-
-    def check_same_dtype(self, out: Buffer, inp: Buffer, op: str) -> None:
-        """Refuse an output of another dtype than the input."""
-        if out.dtype != inp.dtype:
-            raise self._invalid(op, f"out is {out.dtype} and inp is {inp.dtype}: both must have one dtype")
-
-    def check_size(self, large: Buffer, small: Buffer, size: int, op: str, large_is: str, small_is: str) -> None:
-        """Refuse two arrays of which the first isn't ``size`` times as long as the second."""
-        if large.count != small.count * size:
-            raise self._invalid(
-                op,
-                f"{large_is} has {large.count} elements and {small_is} has {small.count}: {large_is} must have "
-                f"{size} (ranks) x {small.count} = {small.count * size}",
-            )
-
-    def check_overlap(self, large: Buffer, small: Buffer, op: str, index: int | None, form: str) -> None:
-        """Refuse arrays that share memory, unless ``small`` is part ``index`` of ``large``.
-
-        ``index`` None: the operation has no form in place.
-        """
-        if not large.nbytes or not small.nbytes:
-            return
-        if large.ptr + large.nbytes <= small.ptr or small.ptr + small.nbytes <= large.ptr:
-            return
-        if index is None or small.ptr != large.ptr + index * small.nbytes:
-            raise self._invalid(op, f"out and inp overlap; {form}")
-
     def _invalid(self, op: str, message: str) -> InvalidArgument:
         return InvalidArgument(message, op=op, rank=self.rank)
 
@@ -351,82 +279,3 @@ def shown(value) -> str:
         return f"{value!r:.40}"
     except Exception:  # an integer of thousands of digits, say, isn't printed
         return f"this {kind_of(value)}"
-
-
-def parse_op(op, *, rank: int, name: str) -> tuple[int, float | None]:
-    """Return (op code, scalar) of a name, a number or a torch ReduceOp.
-
-    A number is a premultiplied sum: each rank's input is multiplied by its number, then summed. Its
-    code is that of sum, and the caller creates the library's op for the scalar.
-    """
-    if type(op) is str:
-        code = OPS.get(op)
-        if code is not None:
-            return code, None
-    elif isinstance(op, numbers.Real) and not isinstance(op, bool) and type(op).__name__ not in ("bool_", "bool"):
-        return OPS["sum"], op if isinstance(op, numbers.Integral) else float(op)
-    else:
-        found = _torch_op(op)
-        if found is not None:
-            return found
-    raise InvalidArgument(
-        f"op must be one of {', '.join(repr(known) for known in OPS)}, a number (premultiplied sum) or the "
-        f"torch.distributed.ReduceOp of one of these, not {op!r}",
-        op=name,
-        rank=rank,
-    )
-
-
-def _torch_op(op):
-    if not torch.distributed.is_available():
-        return None
-    known = torch.distributed.ReduceOp
-    if isinstance(op, known.RedOpType):
-        code = {"PRODUCT": OPS["prod"]}.get(op.name, OPS.get(op.name.lower()))
-        return None if code is None else (code, None)
-    if not isinstance(op, known):
-        return None
-    for name, code in OPS.items():
-        if op == getattr(known, "PRODUCT" if name == "prod" else name.upper()):
-            return code, None
-    if op == known.PREMUL_SUM:
-        factor = op.__getstate__()[1]
-        if isinstance(factor, numbers.Real):
-            return OPS["sum"], float(factor)
-    return None
-
-
-def check_premul_scalar(scalar, code: int, *, rank: int, name: str) -> int | float:
-    """Return the scalar as a value of the dtype; refuse one that the dtype can't hold.
-
-    An integer type would cut 0.5 to 0 without a message.
-    """
-    limits = _LIMITS[code]
-    finite = isinstance(scalar, int) or math.isfinite(scalar)
-    if isinstance(limits, torch.finfo):
-        if not finite or limits.min <= scalar <= limits.max:
-            return float(scalar)
-        what = "a number"
-    else:
-        if finite and scalar == int(scalar) and limits.min <= scalar <= limits.max:
-            return int(scalar)
-        what = "a whole number"
-    raise InvalidArgument(
-        f"op {str(scalar)[:40]} isn't a value of {DTYPE_NAMES[code]}, the array's dtype: use {what} from "
-        f"{limits.min} to {limits.max}, or an array of another dtype",
-        op=name,
-        rank=rank,
-    )
-
-
-def parse_rank(value, size: int, what: str, *, rank: int, name: str) -> int:
-    """Return a root or peer as an int in [0, ``size``), or raise `InvalidArgument`."""
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        raise InvalidArgument(f"{what} must be an int, not {kind_of(value)} {value!r}", op=name, rank=rank)
-    try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise InvalidArgument(f"{what} must be an int, not {value!r}", op=name, rank=rank) from error
-    if not 0 <= number < size:
-        raise InvalidArgument(f"{what} {number} isn't a rank: they are 0 to {size - 1}", op=name, rank=rank)
-    return number

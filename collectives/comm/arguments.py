@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 
 import torch
 
-from ..arrays import Buffer, check_premul_scalar, parse_op, parse_rank
+from .._nccl import OPS
+from ..arrays import DTYPE_NAMES, TORCH_CODES, Buffer, kind_of
 from ..errors import InvalidArgument
 from ..torch_compat import cuda_current_raw_stream
 
 __all__ = [
+    "check_overlap",
+    "check_premul_scalar",
+    "check_same_dtype",
+    "check_size",
     "invalid",
     "parse_allocation",
     "parse_int",
+    "parse_op",
     "parse_peer",
+    "parse_rank",
     "parse_reduction",
+    "parse_row_splits",
     "parse_size",
-    "parse_split_sizes",
     "parse_timeout",
     "read_on_root",
     "read_pair",
+    "stats_address",
     "stream_handle",
 ]
+
+_LIMITS = {
+    code: (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype) for dtype, code in TORCH_CODES.items()
+}
 
 
 def invalid(comm, name: str, message: str) -> InvalidArgument:
@@ -48,6 +62,19 @@ def parse_timeout(seconds, rank: int) -> float | None:
     return seconds
 
 
+def parse_rank(value, size: int, what: str, *, rank: int, name: str) -> int:
+    """Return a root or peer as an int in [0, ``size``), or raise `InvalidArgument`."""
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise InvalidArgument(f"{what} must be an int, not {kind_of(value)} {value!r}", op=name, rank=rank)
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise InvalidArgument(f"{what} must be an int, not {value!r}", op=name, rank=rank) from error
+    if not 0 <= number < size:
+        raise InvalidArgument(f"{what} {number} isn't a rank: they are 0 to {size - 1}", op=name, rank=rank)
+    return number
+
+
 def parse_peer(comm, value, what: str, name: str) -> int:
     """Return a rank of the communicator, such as a root or a peer."""
     return parse_rank(value, comm.size, what, rank=comm.rank, name=name)
@@ -58,17 +85,6 @@ def parse_int(comm, value, what: str, low: int, name: str, end: int = 2**63) -> 
     if isinstance(value, bool) or not hasattr(type(value), "__index__") or not low <= operator.index(value) < end:
         raise invalid(comm, name, f"{what} must be an int from {low} to {end - 1}, not {value!r}")
     return operator.index(value)
-
-
-def parse_reduction(comm, op, dtype: int, name: str):
-    """Return (op code, (scalar, dtype code) of a premultiplied sum or None).
-
-    `dtype`: the array's dtype code.
-    """
-    code, scalar = parse_op(op, rank=comm.rank, name=name)
-    if scalar is None:
-        return code, None
-    return code, (check_premul_scalar(scalar, dtype, rank=comm.rank, name=name), dtype)
 
 
 def parse_allocation(comm, n, dtype: torch.dtype | None) -> tuple[int, torch.dtype]:
@@ -87,6 +103,86 @@ def parse_allocation(comm, n, dtype: torch.dtype | None) -> tuple[int, torch.dty
     return n, dtype
 
 
+# ---- Reductions.
+
+
+def parse_op(op, *, rank: int, name: str) -> tuple[int, float | None]:
+    """Return (op code, scalar) of a name, a number or a torch ReduceOp.
+
+    A number is a premultiplied sum: each rank's input is multiplied by its number, then summed. Its
+    code is that of sum, and the caller creates the library's op for the scalar.
+    """
+    if type(op) is str:
+        code = OPS.get(op)
+        if code is not None:
+            return code, None
+    elif isinstance(op, numbers.Real) and not isinstance(op, bool) and type(op).__name__ not in ("bool_", "bool"):
+        return OPS["sum"], op if isinstance(op, numbers.Integral) else float(op)
+    else:
+        found = _torch_op(op)
+        if found is not None:
+            return found
+    raise InvalidArgument(
+        f"op must be one of {', '.join(repr(known) for known in OPS)}, a number (premultiplied sum) or the "
+        f"torch.distributed.ReduceOp of one of these, not {op!r}",
+        op=name,
+        rank=rank,
+    )
+
+
+def _torch_op(op):
+    if not torch.distributed.is_available():
+        return None
+    known = torch.distributed.ReduceOp
+    if isinstance(op, known.RedOpType):
+        code = {"PRODUCT": OPS["prod"]}.get(op.name, OPS.get(op.name.lower()))
+        return None if code is None else (code, None)
+    if not isinstance(op, known):
+        return None
+    for name, code in OPS.items():
+        if op == getattr(known, "PRODUCT" if name == "prod" else name.upper()):
+            return code, None
+    if op == known.PREMUL_SUM:
+        factor = op.__getstate__()[1]
+        if isinstance(factor, numbers.Real):
+            return OPS["sum"], float(factor)
+    return None
+
+
+def check_premul_scalar(scalar, code: int, *, rank: int, name: str) -> int | float:
+    """Return the scalar as a value of the dtype; refuse one that the dtype can't hold.
+
+    An integer type would cut 0.5 to 0 without a message.
+    """
+    limits = _LIMITS[code]
+    finite = isinstance(scalar, int) or math.isfinite(scalar)
+    if isinstance(limits, torch.finfo):
+        if not finite or limits.min <= scalar <= limits.max:
+            return float(scalar)
+        what = "a number"
+    else:
+        if finite and scalar == int(scalar) and limits.min <= scalar <= limits.max:
+            return int(scalar)
+        what = "a whole number"
+    raise InvalidArgument(
+        f"op {str(scalar)[:40]} isn't a value of {DTYPE_NAMES[code]}, the array's dtype: use {what} from "
+        f"{limits.min} to {limits.max}, or an array of another dtype",
+        op=name,
+        rank=rank,
+    )
+
+
+def parse_reduction(comm, op, dtype: int, name: str):
+    """Return (op code, (scalar, dtype code) of a premultiplied sum or None).
+
+    `dtype`: the array's dtype code.
+    """
+    code, scalar = parse_op(op, rank=comm.rank, name=name)
+    if scalar is None:
+        return code, None
+    return code, (check_premul_scalar(scalar, dtype, rank=comm.rank, name=name), dtype)
+
+
 # ---- Arrays.
 
 
@@ -94,7 +190,7 @@ def read_pair(comm, out, inp, name: str) -> tuple[Buffer, Buffer]:
     """Read an output and an input of one dtype."""
     out_buffer = comm._reader.read(out, name, writes=True, what="out")
     inp_buffer = comm._reader.read(inp, name, writes=False, what="inp")
-    comm._reader.check_same_dtype(out_buffer, inp_buffer, name)
+    check_same_dtype(comm, out_buffer, inp_buffer, name)
     return out_buffer, inp_buffer
 
 
@@ -109,7 +205,70 @@ def read_on_root(comm, array, root: int, name: str, what: str, *, writes: bool) 
     return comm._reader.read(array, name, writes=writes, what=what)
 
 
-def parse_split_sizes(comm, array, buffer: Buffer, sizes, what: str, which: str) -> tuple[list[int], int | None]:
+def check_same_dtype(comm, out: Buffer, inp: Buffer, name: str) -> None:
+    """Refuse an output of another dtype than the input."""
+    if out.dtype != inp.dtype:
+        raise invalid(comm, name, f"out is {out.dtype} and inp is {inp.dtype}: both must have one dtype")
+
+
+def check_size(comm, large: Buffer, small: Buffer, size: int, name: str, large_is: str, small_is: str) -> None:
+    """Refuse two arrays of which the first isn't `size` times as long as the second."""
+    if large.count != small.count * size:
+        text = (
+            f"{large_is} has {large.count} elements and {small_is} has {small.count}: {large_is} must have "
+            f"{size} (ranks) x {small.count} = {small.count * size}"
+        )
+        raise invalid(comm, name, text)
+
+
+def check_overlap(comm, large: Buffer, small: Buffer, name: str, index: int | None, form: str) -> None:
+    """Refuse arrays that share memory, unless `small` is part `index` of `large`.
+
+    `index` None: the operation has no form in place.
+    """
+    if not small.nbytes or not large.overlaps(small.ptr, small.nbytes) or not large.nbytes:
+        return
+    if index is None or small.ptr != large.ptr + index * small.nbytes:
+        raise invalid(comm, name, f"out and inp overlap; {form}")
+
+
+def stats_address(comm, share, reduced: Buffer, name: str) -> int:
+    """Return the address of the two float64 to which a reduction adds its statistics.
+
+    `share`: the array with them; `reduced`: the array that is reduced.
+    """
+    if not DTYPE_NAMES.get(reduced.code, "").startswith(("float", "bfloat")):
+        raise invalid(comm, name, f"the array is {reduced.dtype}, of which there is no share: leave share out")
+    buffer = comm._reader.read(share, name, writes=True, what="share")
+    if buffer.dtype != "float64" or buffer.count != 2:
+        text = (
+            f"share is {buffer.count} x {buffer.dtype}: use torch.zeros(2, dtype=torch.float64), to which the sum "
+            "of squares and the count of non-finite elements are added"
+        )
+        raise invalid(comm, name, text)
+    if buffer.overlaps(reduced.ptr, reduced.nbytes):
+        raise invalid(comm, name, "share overlaps the array: use memory of its own")
+    return buffer.ptr
+
+
+def parse_row_splits(comm, out, dst: Buffer, output_split_sizes, inp, src: Buffer, input_split_sizes):
+    """Return the units to send to each rank, and those to receive from each, of an all_to_all.
+
+    The split sizes are rows for each rank, None for even parts.
+    """
+    sends, sent_row = _parse_split_sizes(comm, inp, src, input_split_sizes, "input_split_sizes", "inp")
+    receives, received_row = _parse_split_sizes(comm, out, dst, output_split_sizes, "output_split_sizes", "out")
+    if None not in (sent_row, received_row) and sent_row != received_row:
+        text = f"a row of inp has {sent_row} elements and a row of out {received_row}: they must be equal"
+        raise invalid(comm, "all_to_all", text)
+    own_send, own_receive = sends[comm.rank], receives[comm.rank]
+    if own_send != own_receive:
+        text = f"rank {comm.rank} sends {own_send} elements to itself and receives {own_receive}"
+        raise invalid(comm, "all_to_all", text)
+    return sends, receives
+
+
+def _parse_split_sizes(comm, array, buffer: Buffer, sizes, what: str, which: str) -> tuple[list[int], int | None]:
     """Return (units for each rank, elements of one row) of one side of an all_to_all.
 
     `sizes`: rows for each rank, None for even parts; `what`: the argument's name; `which`: the
@@ -150,12 +309,12 @@ def stream_handle(comm, stream) -> int:
     if stream is None:
         return cuda_current_raw_stream(comm.device.index)
     if isinstance(stream, int) and not isinstance(stream, bool):
-        comm._external_streams.add(stream)
+        comm._queue.external_streams.add(stream)
         return stream
     handle = getattr(stream, "cuda_stream", None)  # torch's
     if handle is None:
         handle = getattr(stream, "ptr", None)  # CuPy's
-        comm._external_streams.add(handle)
+        comm._queue.external_streams.add(handle)
     if handle is None:
         text = f"stream must be a torch or CuPy stream or its address, not {stream!r}"
         raise InvalidArgument(text, rank=comm.rank)

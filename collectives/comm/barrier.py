@@ -9,7 +9,7 @@ import torch
 from .._nccl import DTYPES, OPS
 from ..errors import CollectiveTimeout, InvalidUsage
 from .closing import refuse_in_capture
-from .fingerprint import fingerprint_of
+from .fingerprint import check_calls, fingerprint_of
 from .group import open_groups
 
 __all__ = ["barrier"]
@@ -44,7 +44,7 @@ def _barrier_on_host(comm) -> None:
 def _barrier_on_cuda(comm) -> None:
     refuse_in_capture(comm, "barrier")
     if comm._checks_calls:
-        comm._check_fingerprints([fingerprint_of("barrier")])
+        check_calls(comm, [fingerprint_of("barrier")])
     if comm._barrier_tensor is None:
         comm._barrier_tensor = torch.zeros(1, dtype=torch.uint8, device=comm.device)
     work = comm.all_reduce(comm._barrier_tensor, "max", async_op=True, algorithm="native")

@@ -18,7 +18,7 @@ from .lifetime import ClosedHandle, never_freed, open_comms
 from .multinode.comm import NoFastPath
 from .watchdog import unwatch
 
-__all__ = ["abort", "abort_with_error", "close", "refuse_in_capture"]
+__all__ = ["abort", "abort_with_error", "close", "leave", "refuse_in_capture"]
 
 _ABORT_SECONDS = 1.0  # how long abort() waits for its queue, which fails what is in it at once
 
@@ -91,6 +91,14 @@ def abort_with_error(comm, error: CollectivesError) -> None:
     _unregister(comm)
     comm._queue.abort_with_error(error, native.abort)
     never_freed.append((comm._queue, comm._registrations))  # a thread of the program's may be inside the engine
+
+
+def leave(comm, failed: bool) -> None:
+    """End a communicator at the end of its ``with`` block; `failed`: by an exception."""
+    if failed and (comm.closed or comm._queue.busy() or (comm._on_host and comm._pending_info() is not None)):
+        comm.abort()  # what is in flight may never end
+    else:
+        comm.close()
 
 
 def refuse_in_capture(comm, name: str) -> None:

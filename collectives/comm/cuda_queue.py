@@ -22,6 +22,7 @@ class CudaQueue(AsyncQueue):
     def __init__(self, comm):
         super().__init__(comm)
         self._side_stream = None
+        self.external_streams: set[int] = set()  # that others created, and may have destroyed
         self._stream = None  # of the submission that is open: the side stream, or the caller's
 
     def _open_stream(self, stream):
@@ -167,7 +168,7 @@ class CudaQueue(AsyncQueue):
         captured, or it is an external stream, which its owner may have destroyed.
         """
         comm = self._comm
-        if stream in comm._external_streams:
+        if stream in self.external_streams:
             return None
         with comm._device_guard():
             recorded = stream_from_address(stream, comm.device)

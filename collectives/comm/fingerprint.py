@@ -14,8 +14,9 @@ from ..arrays import dtype_name
 from ..errors import Mismatch
 from .algorithms.schedule import ALGORITHMS
 from .algorithms.schedule import OPS as ALGORITHM_OPS
+from .arguments import stream_handle
 
-__all__ = ["KINDS", "PREMUL", "check", "compare", "describe", "fingerprint_of"]
+__all__ = ["KINDS", "PREMUL", "check", "check_calls", "compare", "describe", "fingerprint_of"]
 
 KINDS = (
     "group",
@@ -42,6 +43,17 @@ def fingerprint_of(
 ) -> tuple[int, ...]:
     """Return a call's fingerprint: (index in KINDS, dtype, count, op, root), -1 for none."""
     return KINDS.index(kind), dtype, count, op, root
+
+
+def check_calls(comm, fingerprints: list[tuple[int, ...]], grouped: bool = False) -> None:
+    """Raise `Mismatch` unless a communicator's ranks make the same calls.
+
+    With COLLECTIVES_CHECK only.
+    """
+    if comm._checks_calls and fingerprints:
+        with comm._device_guard():
+            stream = stream_handle(comm, None)
+            check(comm._native, fingerprints, device=comm.device, stream=stream, grouped=grouped)
 
 
 def check(

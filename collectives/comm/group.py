@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from ..errors import CollectivesError, InvalidUsage
+from .fingerprint import check_calls
 from .work import Work
 
 __all__ = ["Call", "Group", "issue", "open_groups", "run_grouped"]
@@ -117,6 +118,7 @@ class Group:
     """
 
     def __init__(self, comm):
+        comm._check_open("group")
         self._comm = comm
         self._calls: list[Call] = []
         self._outer: Group | None = None
@@ -170,7 +172,7 @@ class Group:
         comms = list({id(call.comm): call.comm for call in calls}.values())
         for comm in comms:
             fingerprints = [call.fingerprint for call in calls if call.comm is comm and call.fingerprint]
-            comm._check_fingerprints(fingerprints, grouped=True)
+            check_calls(comm, fingerprints, grouped=True)
         if calls[0].work is None:
             with self._comm._device_guard():
                 issue(calls, [call.stream for call in calls])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from threading import get_ident
 
 from .arguments import invalid, stream_handle
+from .fingerprint import check_calls
 from .group import Call, issue, open_groups
 from .memory import storage_of
 from .work import Work
@@ -33,7 +34,7 @@ def launch(
         work = Work(name, nbytes, result) if async_op else None
         return group.add(Call(comm, name, steps, held, nbytes, fingerprint, scalar, handle, work, label))
     if fingerprint:
-        comm._check_fingerprints([fingerprint])
+        check_calls(comm, [fingerprint])
     call = (
         None
         if comm._on_host and len(steps) == 1 and scalar is None and label is None

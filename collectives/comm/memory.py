@@ -11,6 +11,7 @@ import torch
 
 from ..cuda_state import is_capturing
 from ..errors import CollectivesError
+from .arguments import parse_allocation
 
 __all__ = ["allocate", "allocation_of", "storage_of"]
 
@@ -42,11 +43,14 @@ class _CudaBlock:
         }  # fmt: skip
 
 
-def allocate(library, device: torch.device, n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a tensor of `n` elements by ``ncclMemAlloc``.
+def allocate(comm, n: int, dtype: torch.dtype | None) -> torch.Tensor:
+    """Allocate a tensor of `n` elements by ``ncclMemAlloc``; see `Communicator.empty`.
 
     It is freed with the last tensor that views it.
     """
+    comm._check_open("empty")
+    n, dtype = parse_allocation(comm, n, dtype)
+    library, device = comm.engine.library, comm.device
     nbytes = n * dtype.itemsize
     if not nbytes:
         return torch.empty(n, dtype=dtype, device=device)

@@ -35,7 +35,7 @@ from ..errors import CollectivesError, CollectiveTimeout, RemoteError
 from .liveness import describe_exit, has_ended
 from .waiting import call_with_timeout, format_ranks
 
-__all__ = ["ROUND_S", "StatusStore", "status_store_of", "unwatch", "watch"]
+__all__ = ["ROUND_S", "StatusStore", "status_store_of", "unwatch", "watch", "watch_child"]
 
 ROUND_S = 1.0  # seconds from one round to the next
 _PENDING_S = 2.0  # calls that are pending for longer make it check the peers
@@ -216,6 +216,16 @@ def status_store_of(comm) -> StatusStore | None:
     """Return the status store of a communicator's ranks, or None where it has none."""
     watched = _watched.get(id(comm))
     return watched.status if watched is not None and watched.comm() is comm else None
+
+
+def watch_child(child, parent, name: str) -> None:
+    """Give a communicator that was made from another one its own status in the parent's store.
+
+    Does nothing where the parent has none.
+    """
+    status = status_store_of(parent)
+    if status is not None:
+        watch(child, status.with_prefix(name))
 
 
 def unwatch(comm) -> None:

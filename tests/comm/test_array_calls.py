@@ -148,9 +148,11 @@ LEFT = {
 def by_the_long_way(array):
     """(address, count, code) by Python, None where that refuses the array or has no code for it."""
     try:
-        return LONG.read_for_reduction(array, "all_reduce")
+        buffer = LONG.read(array, "all_reduce", writes=True)
+        LONG.check_reducible(buffer, "all_reduce")
     except errors.InvalidArgument:
         return None
+    return buffer.ptr, buffer.count, buffer.code
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -193,7 +193,7 @@ def test_dtypes_that_cannot_be_reduced(comm, name, make, mend):
 def test_another_device_is_named():
     reader = Reader(torch.device("cuda", 1), 0)
     with pytest.raises(errors.InvalidArgument, match=r"on cpu, the communicator on cuda:1: use \.to\('cuda:1'\)"):
-        reader.read_for_reduction(torch.ones(3), "all_reduce")
+        reader.read(torch.ones(3), "all_reduce", writes=True)
     with pytest.raises(errors.InvalidArgument, match=r"NumPy array in host memory.*\.to\('cuda:1'\)"):
         reader.read(np.ones(3), "broadcast", writes=True)
 

@@ -21,7 +21,7 @@ from ...arrays import ITEMSIZE, Buffer
 from ...cuda_state import is_capturing, stream_from_address
 from ...errors import Aborted, CollectivesError, InternalError, InvalidArgument, InvalidUsage
 from ..arguments import parse_reduction, stream_handle
-from ..fingerprint import PREMUL, fingerprint_of
+from ..fingerprint import PREMUL, check_calls, fingerprint_of
 from ..memory import storage_of
 from ..multinode.comm import dup
 from ..work import Work
@@ -80,7 +80,7 @@ class AlgorithmExecutor:
         label = f"{name} by {algorithm}"
         op = -1 if gathers else PREMUL if scalar else code
         fingerprint = fingerprint_of(label, dtype=src.tag, count=key.count, op=op)
-        comm._check_fingerprints([fingerprint])
+        check_calls(comm, [fingerprint])
         handle = stream_handle(comm, stream)
         if not async_op:
             if not comm._on_host:

@@ -19,8 +19,8 @@ import torch
 
 from ..._nccl import DTYPES
 from ..._nccl import OPS as OP_CODES
-from ...arrays import parse_op
 from ...errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
+from ..arguments import parse_op
 from ..group import open_groups
 from .schedule import ALGORITHMS, OPS
 from .tune_file import Choices, file_engine, read_tune_file, tables_of, tune_file
@@ -34,6 +34,7 @@ __all__ = [
     "look_up_choice",
     "parse_algorithm",
     "select_algorithm",
+    "use_policy",
 ]
 
 _MARGIN = 0.1  # another algorithm than native has to be predicted to be faster by this much
@@ -150,6 +151,12 @@ class Policy:
         return None if all(set(names) == {"native"} for _, names in choices.values()) else choices
 
 
+def use_policy(comm, policy: Policy) -> None:
+    """Set the policy by which a communicator selects algorithms."""
+    comm._policy, comm._choices = policy, policy.choices_for(comm.engine.name, comm.size)
+    comm._native_names = (None, "native") if comm._choices is None else ("native",)  # arguments that mean native
+
+
 def look_up_choice(choices: dict[str, Choices], op: str, nbytes: int) -> str:
     """Return the algorithm for an operation on so many bytes (of the larger array)."""
     limits, names = choices[op]
@@ -163,6 +170,8 @@ def select_algorithm(comm, op: str, algorithm, nbytes: int, reduction=None) -> s
     caller passed. Raises `InvalidArgument` for an unknown name, `InvalidUsage` for an algorithm
     that is not allowed here.
     """
+    if algorithm is None and comm._choices is None:
+        return "native"
     grouped = bool(open_groups) and get_ident() in open_groups
     chosen = algorithm
     if chosen is None:

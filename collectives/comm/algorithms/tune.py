@@ -11,7 +11,7 @@ from platform import node
 import torch
 
 from ...errors import InvalidArgument, InvalidUsage
-from .policy import Policy, best_algorithms, fit
+from .policy import Policy, best_algorithms, fit, use_policy
 from .schedule import ALGORITHMS, OPS
 from .tune_file import device_name, file_engine, tune_file, write_entry
 
@@ -79,7 +79,7 @@ def tune(
     measured = {op: (limits, names) for op, (limits, names) in entry["choices"].items()}
     policy = comm._policy
     tables = {**policy.tables, comm.size: {**policy.tables.get(comm.size, {}), **measured}}
-    comm._set_policy(Policy(policy.deterministic, policy.chunk, policy.fixed, tables))
+    use_policy(comm, Policy(policy.deterministic, policy.chunk, policy.fixed, tables))
     return entry
 
 

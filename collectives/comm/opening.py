@@ -1,0 +1,101 @@
+"""Opening of a communicator: its binding object, its policy, and its children's inheritance."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import torch
+
+from .._nccl import SHRINK_ABORT, ArrayCalls, Comm
+from ..environment import check_variables
+from ..errors import InvalidArgument
+from ..torch_compat import cuda_get_device
+from .algorithms.policy import agree_on_policy
+from .arguments import invalid, parse_int, parse_rank, parse_size
+from .engine import Engine, resolve_device
+from .group import open_groups
+from .multinode.comm import MultiNodeComm, NoFastPath
+from .multinode.topology import group_ranks_by_node
+
+__all__ = ["inherit", "open_array_calls", "open_native", "ranks_by_node", "shrink", "split"]
+
+
+def open_native(engine, unique_id: bytes, rank: int, size: int, device, native, deterministic):
+    """Return the binding object, the device and the policy; see `Communicator`.
+
+    Blocks until all ranks have come.
+    """
+    if not isinstance(engine, Engine):
+        raise InvalidArgument(f"engine must come from collectives.comm.engine.get_engine(), not {engine!r}")
+    size = parse_size(size)
+    rank = parse_rank(rank, size, "rank", rank=None, name="Communicator")
+    check_variables()
+    device = resolve_device(engine, device)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        if native is None and device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # creates torch's CUDA context, which NCCL then uses
+            config = {"blocking": 1} if engine.library.has("ncclCommInitRankConfig") else None
+            native = engine.library.comm_init_rank(size, unique_id, rank, config=config)
+        elif native is None:
+            native = engine.library.comm_init_rank(size, unique_id, rank)
+        try:
+            policy = agree_on_policy(native, engine.name, device, bool(deterministic))
+        except BaseException:
+            native.abort()
+            raise
+    return native, device, policy
+
+
+def open_array_calls(comm):
+    """Return the short path of a communicator's blocking calls on plain arrays."""
+    if not isinstance(comm._native, Comm):
+        return NoFastPath()
+    current_device = None if comm._on_host or comm._checks_calls else cuda_get_device()
+    return ArrayCalls(comm._native, comm._reader.array_reader, open_groups, current_device)
+
+
+def ranks_by_node(comm) -> tuple[tuple[int, ...], ...] | None:
+    """Return the ranks of each node of a communicator, None if not known."""
+    if comm.peers is not None:
+        return group_ranks_by_node(peer.node for peer in comm.peers)
+    return (tuple(range(comm.size)),) if comm._on_host else None
+
+
+# ---- Children.
+
+
+def split(comm, color: int | None, key: int | None):
+    """Return the binding object of this rank's part, None where it has none, and the part's name."""
+    color = -1 if color is None else parse_int(comm, color, "color", -1, "split", 2**31)
+    key = comm.rank if key is None else parse_int(comm, key, "key", -(2**31), "split", 2**31)
+    with comm._device_guard():
+        native = comm._native.split(color, key)
+    comm._child_count += 1
+    return native, f"split{comm._child_count}/{color}"
+
+
+def shrink(comm, exclude, abort: bool):
+    """Return the binding object of the ranks that are left, and its name."""
+    excluded = sorted({parse_rank(r, comm.size, "exclude", rank=comm.rank, name="shrink") for r in exclude})
+    if comm.rank in excluded:
+        raise invalid(comm, "shrink", f"rank {comm.rank} is to be left out, so it must not call shrink")
+    if abort and comm._algorithms is not None:
+        comm._algorithms.abort()
+    with comm._device_guard():
+        native = comm._native.shrink(excluded, flags=SHRINK_ABORT if abort else 0)
+    comm._child_count += 1
+    return native, f"shrink{comm._child_count}"
+
+
+def inherit(comm, native) -> tuple:
+    """Return what `Communicator._initialize` takes for a communicator's child, after `native`."""
+    engine, peers = comm.engine, None
+    if isinstance(native, MultiNodeComm):
+        local_rank, local_size, peers = native.local_rank, native.local_size, native.peers
+    elif comm._on_host:  # its ranks are on one node, and its parent's may be on several
+        local_rank, local_size = native.rank, native.size
+        engine = engine if native.library is engine.library else replace(engine, library=native.library)
+    else:  # NCCL's ranks keep the local rank that the launcher gave
+        local_rank, local_size = comm.local_rank, comm.local_size
+    return engine, comm.device, local_rank, local_size, comm.timeout, comm._policy, peers
