@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from ..arrays import kind_of
 from ..errors import InvalidArgument
 from ..kernels import Table, pack, unpack
-from ..kernels.places import HeldArrays
+from ..kernels.tensor_list import TensorList
 from ..layout import bucket_layout
 from ..parameter_names import find_names
 from ..torch_compat import is_traceable_wrapper_subclass
@@ -31,18 +31,18 @@ class _GradientTable(Table):
 
     def _fill(self, pointers, counts, types, op) -> None:
         super()._fill(pointers, counts, types, op)
-        self._kinds = counts, types
+        self._kinds = self._list.counts, self._list.codes
+        self._pointers = pointers
         self._lengths = self._ends - self._starts
         self._sizes = self._lengths.tolist()
         self._data = self.rows.array["data"]
 
     def replace(self, tensors: list) -> bool:
         """Replace the tensors. False: that failed, and the table must not be used any more."""
-        self.tensors = tuple(tensors)
-        plain = self._read_plain(self.device)
-        if plain is None or (plain[1], plain[2]) != self._kinds:
+        found = TensorList.of_plain(tensors, self._list.reader, _OP, self._list.label)
+        if found is None or (found.counts, found.codes) != self._kinds:
             return False
-        pointers = plain[0]
+        self._list, self.tensors, pointers = found, found.arrays, found.addresses
         if pointers != self._pointers:
             if 0 in self._sizes:
                 return False  # an empty tensor has no address
@@ -69,8 +69,7 @@ class _GradientTable(Table):
 
     def release(self) -> None:
         """Release the tensors until `replace`: gradients that are set to None must be freed."""
-        self.tensors = ()
-        self._held = HeldArrays((), [], [], [])
+        self.tensors = self._list.arrays = ()
 
     def verify(self, op: str = _OP) -> None:
         """Do nothing: each use directly follows the bucket's `read_grads`."""

@@ -14,9 +14,9 @@ from ..errors import InvalidArgument
 from . import abi
 from .dtypes import FP32_OVERFLOW
 from .execution import Statistics, bump_versions, run
-from .places import device_of
 from .scalars import read_scale
 from .table import Table
+from .tensor_list import device_of
 
 __all__ = ["Table", "pack", "unpack"]
 

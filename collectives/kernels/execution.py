@@ -17,8 +17,8 @@ from ..arrays import shown
 from ..errors import EngineUnavailable, InvalidArgument
 from ..launcher import detect_launcher
 from . import abi, cuda
-from .places import check_storage
 from .rows import Rows
+from .tensor_list import check_storage
 
 __all__ = [
     "Launch",
@@ -209,7 +209,7 @@ class Statistics:
         for name in ("sum_of_squares", "nonfinite"):
             tensor = getattr(self, name)
             ptr = tensor.data_ptr()
-            check_storage(tensor, ptr, f"the statistics' {name}", op)
+            check_storage(tensor, f"the statistics' {name}", op)
             if overlaps is not None and overlaps(ptr, 8):
                 raise InvalidArgument(f"the statistics' {name} lies inside of what is written: use other memory", op=op)
         if self._sums.numel() < work.tiles:

@@ -16,10 +16,10 @@ from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
 from .execution import Statistics, run
-from .parameter_arrays import ArrayNames, ArrayPlaces, ColumnReader
-from .places import place_of
+from .parameter_arrays import ArrayNames, Column
 from .rows import Rows
 from .scalars import ScalarReader
+from .tensor_list import TensorList
 from .written_memory import WrittenMemory
 
 __all__ = ["ParameterTable"]
@@ -60,28 +60,26 @@ class ParameterTable:
     ):
         self.op = op
         self._names = ArrayNames(op, name)
-        self._columns = ColumnReader(self._names, params)
-        self.params = self._columns.params
-        self.device = self._columns.device
+        self.params = self._names.read_list("param", params)
+        if not self.params:
+            raise self._names.error("there is no param")
+        self._params = Column(self._names, "param", self.params)
+        self.device = self._params.reader.device
         self._scalars = ScalarReader(self.device, self._names)
         self._steps = []
         self._step_arrays = []
         self.rows = rows = numpy.zeros(len(self.params), dtype=abi.PARAMETER)
-        rows["param"], rows["count"], self._codes = self._columns.read("param", self.params)
-        rows["param_type"] = self._codes
-        wide = rows["param_type"] == _F64
+        rows["param"], rows["count"] = self._params.addresses, self._params.counts
+        rows["param_type"] = self._codes = self._params.codes
         for index, code in enumerate(self._codes):
             if code not in (_F16, _BF16, _F32, _F64):
                 what = self._names.label("param", index)
                 raise self._names.error(f"{what} is {_NAMES[code]}: it must be fp32, bf16, fp16 or fp64")
-        self.masters = None if masters is None else self._columns.read_list("master", masters)
-        kept = [("param", self.params)]
+        self.masters = None if masters is None else self._names.read_list("master", masters)
+        self._states: list[TensorList] = []  # what the steps read and write besides the parameters and gradients
         for column, arrays in (("master", self.masters), ("first", first), ("second", second), ("largest", largest)):
             if arrays is not None:
-                arrays = arrays if column == "master" else self._columns.read_list(column, arrays)
-                kept.append((column, arrays))
-                if any(each is not None for each in arrays):
-                    self._set_state(column, arrays, wide)
+                self._set_state(column, arrays if column == "master" else self._names.read_list(column, arrays))
         tiles = -(-rows["count"] // TILE)
         rows["first_tile"] = numpy.cumsum(tiles) - tiles
         self.tiles = int(tiles.sum())
@@ -92,8 +90,10 @@ class ParameterTable:
         self._set_positions(positions)
         self._written = self._scalars.written = WrittenMemory(rows, self._names)
         self._written.check_scalars(self._steps, "step {}".format)
-        read = [array for array, step in zip(self._step_arrays, self._steps, strict=True) if step.at]
-        self._places = ArrayPlaces(kept, read)
+        read = [at for at, step in enumerate(self._steps) if step.at]
+        if read:
+            arrays = [self._step_arrays[at] for at in read]
+            self._states.append(TensorList(arrays, self._params.reader, op, lambda at: f"step {read[at]}"))
         self._table = Rows(rows, self.device)
         self.grads = None
         self._generation = 0
@@ -101,21 +101,21 @@ class ParameterTable:
 
     def set_grads(self, grads) -> None:
         """Replace the gradients, one for each parameter."""
-        grads = self._columns.read_list("grad", grads)
+        grads = self._names.read_list("grad", grads)
         rows = self.rows
         known = rows["grad"].tobytes(), rows["grad_type"].tobytes()
-        rows["grad"], _, codes = self._columns.read("grad", grads)
-        rows["grad_type"] = codes
+        column = Column(self._names, "grad", grads, self._params)
+        rows["grad"], rows["grad_type"] = column.addresses, column.codes
         if self.grads is None or known != (rows["grad"].tobytes(), rows["grad_type"].tobytes()):
             try:
-                self._check_grads(codes)
+                self._check_grads(column.codes)
             except InvalidArgument:
-                for column, old in zip(("grad", "grad_type"), known, strict=True):
-                    rows[column] = numpy.frombuffer(old, dtype=rows[column].dtype)
+                for name, old in zip(("grad", "grad_type"), known, strict=True):
+                    rows[name] = numpy.frombuffer(old, dtype=rows[name].dtype)
                 raise
             self._table.changed()
             self._generation += 1
-        self.grads = grads
+        self.grads = column
 
     def _check_grads(self, codes) -> None:
         rows = self.rows
@@ -129,13 +129,13 @@ class ParameterTable:
         """Name a parameter or state that no longer lies where it did when the table was made; None:
         all do.
         """
-        return self._places.find_moved(self._names.label)
-
-    def _find_moved_grad(self) -> str | None:
-        places = zip(self.rows["grad"].tolist(), self.rows["count"].tolist(), self._columns.contiguous, strict=True)
-        for index, (grad, place) in enumerate(zip(self.grads, places, strict=True)):
-            if place_of(grad) != place:
-                return self._names.label("grad", index)
+        at = self._params.find_moved()
+        if at is not None:
+            return self._params.label(at)
+        for states in self._states:  # with the same address all else is still in bounds, as in their parameters
+            at = states.find_exchanged()
+            if at is not None:
+                return states.label(at)
         return None
 
     # ---- Steps.
@@ -232,7 +232,9 @@ class ParameterTable:
         if not checked:
             if generation != self._generation:
                 raise self._names.error("the table has other gradients than when this step was planned: plan it again")
-            moved = self.find_moved() or self._find_moved_grad()
+            moved = self.find_moved()
+            if moved is None and (at := self.grads.find_moved()) is not None:
+                moved = self.grads.label(at)
             moved = moved or next((what for what, scalar, at in scalars if scalar.data_ptr() != at), None)
             if moved is not None:
                 raise self._names.error(
@@ -264,22 +266,22 @@ class ParameterTable:
 
     # ---- Reading the arguments.
 
-    def _set_state(self, column, arrays, wide) -> None:
-        self.rows[column], _, codes = self._columns.read(column, arrays)
-        for index, code in enumerate(codes):
-            if code is None:
-                continue
-            if column == "master" and self._codes[index] not in (_F16, _BF16):
+    def _set_state(self, name, arrays) -> None:
+        column = Column(self._names, name, arrays, self._params)
+        self.rows[name] = column.spread(column.addresses, 0)
+        for at, code in enumerate(column.codes):
+            index = column.rows[at]
+            if name == "master" and self._codes[index] not in (_F16, _BF16):
                 what, dtype = self._names.label("param", index), _NAMES[self._codes[index]]
                 raise self._names.error(f"{what} is {dtype} and needs no master: give None")
-            want = _F64 if wide[index] else _F32
+            want = _F64 if self._codes[index] == _F64 else _F32
             if code != want:
-                raise self._names.error(
-                    f"{self._names.label(column, index)} is {_NAMES[code]}: it must be {_NAMES[want]}"
-                )
+                raise self._names.error(f"{column.label(at)} is {_NAMES[code]}: it must be {_NAMES[want]}")
+        if len(column):
+            self._states.append(column)
 
     def _set_steps(self, steps, more) -> None:
-        steps = self._columns.read_list("step", steps)
+        steps = self._names.read_list("step", steps)
         if len(steps) not in (1, len(self.params)):
             raise self._names.error(f"there are {len(steps)} of step and {len(self.params)} of param")
         self._steps = [
@@ -293,7 +295,7 @@ class ParameterTable:
 
     def _set_positions(self, positions) -> None:
         counts = self.rows["count"]
-        positions = self._columns.read_list("position", positions)
+        positions = self._names.read_list("position", positions)
         for index, position in enumerate(positions):
             if isinstance(position, bool) or not isinstance(position, numbers.Integral) or not 0 <= position < 2**62:
                 raise self._names.error(f"position {index} must be a whole number from 0, not {position!r}")

@@ -19,8 +19,8 @@ from ..layout import WIRE_BLOCKS, WIRE_FORMATS, WireLayout, count_tiles, wire_la
 from . import abi
 from .dtypes import FLOATING, FP32_OVERFLOW
 from .execution import Launch, Statistics, bump_versions
-from .places import HeldArrays, check_storage, device_of
 from .rows import Rows
+from .tensor_list import TensorList, device_of, read_array
 
 __all__ = [
     "WireTable",
@@ -79,10 +79,11 @@ class WireTable:
             raise InvalidArgument("wires is empty: at least one wire buffer is needed", op=op)
         self.device = _device_of(self._arrays[0], op)
         reader = Reader(self.device, owner="wire 0")
+        self._list = TensorList(self._arrays, reader, op, "wire {}".format)
         self._places = [
-            _wire_place(reader, array, op, f"wire {index}", writes=False) for index, array in enumerate(self._arrays)
+            _check_wire(self._list.buffer(index), op, f"wire {index}") for index in range(len(self._arrays))
         ]
-        sizes = [place.nbytes for place in self._places]
+        sizes = self._list.counts
         for index, size in enumerate(sizes):
             if size != sizes[0]:
                 raise InvalidArgument(
@@ -90,17 +91,12 @@ class WireTable:
                     op=op,
                 )
         self.nbytes = sizes[0]
-        needs = [check_storage(array, 0, f"wire {index}", op) for index, array in enumerate(self._arrays)]
-        self._held = HeldArrays(
-            tuple(self._arrays), [place.ptr for place in self._places], [place.count for place in self._places], needs
-        )
         self.rows = None  # a single wire needs none
         if len(sizes) > 1:
-            addresses = numpy.array([place.ptr for place in self._places], dtype=numpy.uint64)
-            self.rows = Rows(addresses, self.device)
+            self.rows = Rows(self._list.table_of_addresses(), self.device)
 
     def _check_addresses(self, op):
-        index = self._held.find_moved()
+        index = self._list.find_moved()
         if index is not None:
             raise InvalidArgument(
                 f"wire {index} has been freed or has moved since the table was made, or its size or strides were "
@@ -329,13 +325,13 @@ def _encoder(wire, residual, count, layout, format, block, seed, position, reade
     """Return the kernel's arguments about the wire that is written, and the places that they
     cover.
     """
-    place = _wire_place(reader, wire, op, wire_is, writes=True)
+    place = _check_wire(read_array(reader, wire, op, wire_is, writes=True), op, wire_is)
     if place.nbytes != layout.nbytes:
         raise InvalidArgument(_wrong_size(wire_is, place.nbytes, count, layout, format, block), op=op)
     places = {wire_is: place}
     left = None
     if residual is not None:
-        left = places["residual"] = _read(reader, residual, op, "residual", writes=True)
+        left = places["residual"] = read_array(reader, residual, op, "residual", writes=True)
         if left.dtype not in ("float32", "bfloat16"):
             raise InvalidArgument(f"residual is {left.dtype}: it must be float32 or bfloat16", op=op)
         if left.count != count:
@@ -376,21 +372,14 @@ def _wrong_size(what, nbytes, count, layout: WireLayout, format, block):
     return f"{what} has {nbytes} bytes, {count} values as {format}{blocks} need {layout.nbytes} (layout.wire_layout)"
 
 
-def _read(reader: Reader, array, op, what, *, writes) -> Buffer:
-    place = reader.read(array, op, writes=writes, what=what)
-    check_storage(array, place.ptr, what, op)
-    return place
-
-
-def _wire_place(reader: Reader, array, op, what, *, writes) -> Buffer:
-    place = _read(reader, array, op, what, writes=writes)
+def _check_wire(place: Buffer, op, what) -> Buffer:
     if place.dtype != "uint8":
         raise InvalidArgument(f"{what} is {place.dtype}: a wire buffer is uint8 (use .view(torch.uint8))", op=op)
     return _aligned(place, 4, what, op)
 
 
 def _floating_place(reader: Reader, array, op, what, *, writes) -> Buffer:
-    place = _read(reader, array, op, what, writes=writes)
+    place = read_array(reader, array, op, what, writes=writes)
     if place.code not in FLOATING or place.dtype not in DTYPE_NAMES.values():
         raise InvalidArgument(f"{what} is {place.dtype}: only floating dtypes have wire formats", op=op)
     return _aligned(place, ITEMSIZE[place.code], what, op)
@@ -420,7 +409,7 @@ def _scale(scale, reader: Reader, op) -> _Scale:
         return _Scale(value, None)
     if scale is None or isinstance(scale, bool | str | bytes):
         raise InvalidArgument(f"scale must be a number or a float32 array of one element, not {shown(scale)}", op=op)
-    place = _read(reader, scale, op, "scale", writes=False)
+    place = read_array(reader, scale, op, "scale", writes=False)
     if place.dtype != "float32" or place.count != 1:
         raise InvalidArgument(
             f"scale is {place.dtype} of {place.count} elements: an array must be one float32, else use a float", op=op

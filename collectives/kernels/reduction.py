@@ -15,9 +15,9 @@ from ..layout import TILE
 from . import abi
 from .dtypes import FLOATING, FP32_OVERFLOW
 from .execution import Statistics, bump_versions, run
-from .places import HeldArrays, check_storage, device_of
 from .rows import Rows
 from .scalars import read_scale
+from .tensor_list import TensorList, device_of, read_array
 
 __all__ = ["Sources", "kernel_of", "reduce_n"]
 
@@ -55,23 +55,22 @@ class Sources:
         if not self.arrays:
             raise _wrong("there is no source: give at least one array")
         reader = Reader(device_of(self.arrays[0]), owner="source 0")
-        places = [_placed(reader, array, f"source {i}") for i, array in enumerate(self.arrays)]
-        first = places[0]
+        found = self._list = TensorList(self.arrays, reader, _OP, "source {}".format)
+        first = found.buffer(0)
         reader.check_reducible(first, _OP)
-        for i, place in enumerate(places):
-            if place.dtype != first.dtype:
-                raise _wrong(f"source {i} is {place.dtype} and source 0 is {first.dtype}: all must have one dtype")
-            if place.count != first.count:
-                raise _wrong(f"source {i} has {place.count} elements and source 0 has {first.count}: use equal sizes")
+        for i, (code, count) in enumerate(zip(found.codes, found.counts, strict=True)):
+            if code != first.code:
+                dtype = found.buffer(i).dtype
+                raise _wrong(f"source {i} is {dtype} and source 0 is {first.dtype}: all must have one dtype")
+            if count != first.count:
+                raise _wrong(f"source {i} has {count} elements and source 0 has {first.count}: use equal sizes")
+            _check_alignment(found.addresses[i], code, f"source {i}")
         self.device = reader.device
         self.code = first.code
         self.count = first.count
         self.nbytes = first.nbytes
-        addresses = numpy.array([place.ptr for place in places], dtype=numpy.uint64)
-        self.rows = Rows(addresses, self.device)
-        self._by_address = sorted((place.ptr, i) for i, place in enumerate(places))
-        needs = [check_storage(array, 0, f"source {i}", _OP) for i, array in enumerate(self.arrays)]
-        self._held = HeldArrays(self.arrays, [place.ptr for place in places], [place.count for place in places], needs)
+        self.rows = Rows(found.table_of_addresses(), self.device)
+        self._by_address = sorted((ptr, i) for i, ptr in enumerate(found.addresses))
 
     def __reduce__(self):
         return type(self), (self.arrays,)  # a copy's arrays lie elsewhere
@@ -83,7 +82,7 @@ class Sources:
 
     def verify(self) -> None:
         """Raise ``InvalidArgument`` if an array's memory has been freed or exchanged since."""
-        i = self._held.find_moved()
+        i = self._list.find_moved()
         if i is not None:
             raise _wrong(
                 f"source {i} was freed or got other memory since this table was made, or its size or strides were "
@@ -143,7 +142,8 @@ def reduce_n(
     if not isinstance(op, str) or op not in OPS:
         raise _wrong(f"op must be one of {', '.join(repr(known) for known in OPS)}, not {shown(op)}")
     reader = Reader(table.device, owner="source 0")
-    place = _placed(reader, out, "out", writes=True)
+    place = read_array(reader, out, _OP, "out", writes=True)
+    _check_alignment(place.ptr, place.code, "out")
     _check_out(table, place)
     floating = table.code in FLOATING
     scale_at = 0
@@ -177,13 +177,10 @@ def _wrong(message: str) -> InvalidArgument:
     return InvalidArgument(message, op=_OP)
 
 
-def _placed(reader: Reader, array, what: str, writes: bool = False) -> Buffer:
-    place = reader.read(array, _OP, writes=writes, what=what)
-    check_storage(array, place.ptr, what, _OP)
-    width = ITEMSIZE[place.code]
-    if place.ptr % width:
-        raise _wrong(f"{what} begins at address {place.ptr:#x}, which is no multiple of its elements' {width} bytes")
-    return place
+def _check_alignment(address: int, code: int, what: str) -> None:
+    width = ITEMSIZE[code]
+    if address % width:
+        raise _wrong(f"{what} begins at address {address:#x}, which is no multiple of its elements' {width} bytes")
 
 
 def _check_out(table: Sources, out: Buffer) -> None:

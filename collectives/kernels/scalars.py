@@ -13,7 +13,7 @@ from ..errors import InvalidArgument
 from . import abi
 from .dtypes import FP32_OVERFLOW
 from .parameter_arrays import ArrayNames
-from .places import check_storage
+from .tensor_list import check_storage, read_array
 from .written_memory import WrittenMemory
 
 __all__ = ["ScalarReader", "read_scale"]
@@ -40,13 +40,12 @@ def read_scale(scale, reader: Reader, wide: bool, op: str) -> tuple[float, Buffe
         raise InvalidArgument(
             f"the scale must be a number or an fp32 tensor of one element, not {type(scale).__name__}", op=op
         )
-    place = reader.read(scale, op, writes=False, what="the scale")
+    place = read_array(reader, scale, op, "the scale", writes=False)
     if place.dtype != "float32" or place.count != 1:
         raise InvalidArgument(
             f"the scale has {place.count} elements of {place.dtype}: as a tensor it must be one element of float32",
             op=op,
         )
-    check_storage(scale, place.ptr, "the scale", op)
     if place.ptr % 4:
         raise InvalidArgument(f"the scale lies at address {place.ptr:#x}, which is no multiple of 4", op=op)
     return 1.0, place
@@ -83,7 +82,7 @@ class ScalarReader:
                     at = value.data_ptr()
                 except RuntimeError as error:  # under vmap or grad
                     raise self.names.error(f"{what} has no memory of its own: {error}") from error
-                check_storage(value, at, what, self.names.op)
+                check_storage(value, what, self.names.op)
                 if least is not None and value.is_cpu:
                     self.real(value.item(), what, least=least, whole=whole, finite=finite)
                 number = abi.Number(at, 0.0, _SCALARS[value.dtype])

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import add, lt, mul
 
 import numpy
 import torch
 
-from ..arrays import DTYPE_NAMES, TORCH_CODES, Reader, shown
+from ..arrays import DTYPE_NAMES, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import ALIGNMENT, TILE, bucket_layout, check_offsets
-from ..torch_compat import TensorBase
 from . import abi
 from .dtypes import CODES, FLOATING, WIDTHS, name_and_width
-from .places import HeldArrays, check_storage, device_of, place_of
 from .rows import Rows
+from .tensor_list import TensorList, device_of, read_array
 
 __all__ = ["Table"]
 
 _BYTE, _DOUBLE = CODES["uint8"], CODES["float64"]
-
-# Attributes as functions, so that map goes through hundreds of tensors without a Python frame.
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_data_ptr, _numel, _get_device = TensorBase.data_ptr, TensorBase.numel, TensorBase.get_device
-_storage, _storage_offset, _element_size = (
-    TensorBase.untyped_storage, TensorBase.storage_offset, TensorBase.element_size,
-)  # fmt: skip
-_is_contiguous, _is_neg, _is_conj = TensorBase.is_contiguous, TensorBase.is_neg, TensorBase.is_conj
-_is_cpu, _is_cuda, _layout, _is_nested, _dtype, _is_quantized = (
-    getattr(TensorBase, name).__get__ for name in ("is_cpu", "is_cuda", "layout", "is_nested", "dtype", "is_quantized")
-)
 
 # Kernels of the common pairs (from, to) of types.
 _PAIRS = {
@@ -101,81 +88,35 @@ class Table:
             device, owner = device_of(self.tensors[0]) if self.tensors else torch.device("cpu"), "tensor 0"
         self.device = device
         self._reader = Reader(device, owner="the tensors")
-        plain = self._read_plain(device)
-        pointers, counts, types, needs = plain or self._read_each(Reader(device, owner=owner), op)
+        self._list = TensorList(self.tensors, Reader(device, owner=owner), op, "tensor {}".format)
+        counts, types = self._check_types(op)
         if offsets is None:
             self.offsets, self.total = bucket_layout(counts, self.itemsize)
         else:
             self.offsets, self.total = _read_offsets(offsets, counts, op)
         self.nbytes = self.total * self.itemsize
         self._pads = offsets is None
-        self._fill(pointers, counts, types, op)
-        self._pointers = pointers
-        # The counts, unless those are of bytes.
-        numels = counts if self.type != _BYTE else [place_of(each)[1] for each in self.tensors]
-        self._held = HeldArrays(self.tensors, pointers, numels, needs)
+        self._fill(self._list.addresses, counts, types, op)
         self._are_destinations = False
         self._checked_flat = None
 
-    def _read_plain(self, device):
-        """Return addresses, counts, types and needs of plain torch tensors; None: `_read_each` must
-        read them.
-        """
-        tensors = self.tensors
-        if not _PLAIN.issuperset(map(type, tensors)):
-            return None
-        if device.type == "cpu":
-            there = all(map(_is_cpu, tensors))
-        else:
-            there = all(map(_is_cuda, tensors)) and {device.index}.issuperset(map(_get_device, tensors))
-        try:
-            if not (
-                there
-                and {torch.strided}.issuperset(map(_layout, tensors))
-                and all(map(_is_contiguous, tensors))
-                and not any(map(_is_neg, tensors))
-                and not any(map(_is_nested, tensors))
-            ):
-                return None
-            pointers, counts = list(map(_data_ptr, tensors)), list(map(_numel, tensors))
-            ends = map(add, map(_storage_offset, tensors), counts)
-            needs = list(map(mul, ends, map(_element_size, tensors)))
-            if any(map(lt, map(len, map(_storage, tensors)), needs)):
-                return None
-        except RuntimeError:  # under vmap or grad
-            return None
-        dtypes = list(map(_dtype, tensors))
-        if self.floating:
-            types = list(map(TORCH_CODES.get, dtypes))
-            return (pointers, counts, types, needs) if FLOATING.issuperset(types) else None
-        if any(map(_is_conj, tensors)) or any(map(_is_quantized, tensors)):
-            return None
-        if self.type == _BYTE:
-            counts = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
-        elif not {self.dtype}.issuperset(dtypes):
-            return None
-        return pointers, counts, [self.type] * len(tensors), needs
+    def _check_types(self, op) -> tuple[list[int], list[int]]:
+        """Return the counts, of bytes where the flat buffer is of bytes, and the types of the tensors.
 
-    def _read_each(self, reader, op):
-        """Return the same of any tensors and arrays, read one by one; raise the reason for one that
-        can't be used.
+        Raise the reason for one that can't be cast or copied.
         """
-        pointers, counts, types, needs = [], [], [], []
-        for index, tensor in enumerate(self.tensors):
-            what = f"tensor {index}"
-            place = reader.read(tensor, op, writes=False, what=what)
-            needs.append(check_storage(tensor, place.ptr, what, op))
-            code = CODES.get(place.dtype)
-            if self.floating and code in FLOATING:
-                types.append(code)
-            elif self.type == _BYTE or place.dtype == self._name:
-                types.append(self.type)
-            else:
-                hint = self._dtype_hint(place.dtype)
-                raise InvalidArgument(f"{what} is {place.dtype}, the flat buffer {hint}", op=op)
-            pointers.append(place.ptr)
-            counts.append(place.nbytes if self.type == _BYTE else place.count)
-        return pointers, counts, types, needs
+        found = self._list
+        if self.floating and FLOATING.issuperset(found.codes):
+            return found.counts, found.codes
+        if self.type == _BYTE:
+            return [each.nbytes for each in self.tensors], [self.type] * len(found)
+        if self.floating or not {self.type}.issuperset(found.codes):
+            for index, code in enumerate(found.codes):
+                name = found.buffer(index).dtype
+                if name != self._name and not (self.floating and code in FLOATING):
+                    hint = self._dtype_hint(name)
+                    raise InvalidArgument(f"tensor {index} is {name}, the flat buffer {hint}", op=op)
+        return found.counts, [self.type] * len(found)
 
     def _dtype_hint(self, name: str) -> str:
         if self.floating or CODES.get(name) in FLOATING:
@@ -217,7 +158,7 @@ class Table:
         """Raise ``InvalidArgument`` where a tensor no longer lies where it did when the table was
         made.
         """
-        index = self._held.find_moved()
+        index = self._list.find_moved()
         if index is not None:
             raise InvalidArgument(
                 f"tensor {index} doesn't lie where it did when the table was made: its memory was freed, resized "
@@ -227,21 +168,16 @@ class Table:
 
     def place_flat(self, flat, op: str, *, writes: bool) -> int:
         """Return the address of a flat buffer that fits."""
-        ptr = None
-        if type(flat) in _PLAIN and flat.dtype is self.dtype:
-            ptr, count = self._reader.plain_address(flat), flat.numel()
-        if ptr is None:
-            place = self._reader.read(flat, op, writes=writes, what="the flat buffer")
-            if place.dtype != self._name:
-                raise InvalidArgument(f"the flat buffer is {place.dtype}, the table was made for {self._name}", op=op)
-            ptr, count = place.ptr, place.count
+        place = read_array(self._reader, flat, op, "the flat buffer", writes=writes)
+        if place.dtype != self._name:
+            raise InvalidArgument(f"the flat buffer is {place.dtype}, the table was made for {self._name}", op=op)
+        ptr, count = place.ptr, place.count
         if count < self.total:
             raise InvalidArgument(
                 f"the flat buffer has {count} elements, the tensors need {self.total} of {self._name} (their padding "
                 "included)",
                 op=op,
             )
-        check_storage(flat, ptr, "the flat buffer", op)
         if self.floating and ptr % self.itemsize:
             raise InvalidArgument(
                 f"the flat buffer begins at address {ptr:#x}, which is no multiple of its elements' "
@@ -257,7 +193,7 @@ class Table:
         width = self.itemsize
         overlaps = (self._starts < ptr + self.nbytes) & (self._ends > ptr) & (self._starts < self._ends)
         for index in map(int, overlaps.nonzero()[0]):
-            if self._pointers[index] != ptr + self.offsets[index] * width or self.common_type != self.type:
+            if self._list.addresses[index] != ptr + self.offsets[index] * width or self.common_type != self.type:
                 raise InvalidArgument(
                     f"tensor {index} overlaps the flat buffer: they must lie apart, or the tensor just at its own "
                     "place in it, with its type",
@@ -267,7 +203,7 @@ class Table:
 
     def check_destinations(self, op: str) -> None:
         """Refuse tensors that are read-only or overlap each other."""
-        if not self._held.all_torch:
+        if not self._list.all_torch:
             for index, tensor in enumerate(self.tensors):
                 if isinstance(tensor, numpy.ndarray) and not tensor.flags.writeable:
                     raise InvalidArgument(f"tensor {index} is a read-only NumPy array and can't take a result", op=op)
