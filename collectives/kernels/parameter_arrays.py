@@ -138,16 +138,17 @@ class Column(TensorList):
             )
 
     def _read_one(self, index: int, array, what: str, writes: bool) -> Buffer:
-        if isinstance(array, torch.Tensor) and array.layout is torch.strided and array.device == self.reader.device:
+        strided = isinstance(array, torch.Tensor) and array.layout is torch.strided
+        if strided and not array.is_contiguous() and array.device == self.reader.device:
             param = array if self._params is None else self._params.arrays[self.rows[index]]
-            code = TORCH_CODES.get(array.dtype)
             if self._params is not None and self.rows[index] in self._params.strides:
                 self._check_order(index, array)
-            if not array.is_contiguous() and isinstance(param, torch.Tensor) and code is not None:
-                if _strides(array) == _strides(param) and is_dense(array) and not array.is_neg():
-                    count = array.numel()
-                    return Buffer(array.data_ptr(), count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code)
-            if self.column == "grad" and not array.is_contiguous():
+            code = TORCH_CODES.get(array.dtype)
+            same_order = isinstance(param, torch.Tensor) and _strides(array) == _strides(param)
+            if same_order and code is not None and is_dense(array) and not array.is_neg():
+                count = array.numel()
+                return Buffer(array.data_ptr(), count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code)
+            if self.column == "grad":
                 raise self._names.error(
                     f"{what} of shape {tuple(array.shape)} and strides {array.stride()} isn't contiguous: copy it by "
                     f"it.contiguous(){_OF_GRADIENTS}"

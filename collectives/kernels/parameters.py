@@ -76,10 +76,10 @@ class ParameterTable:
                 what = self._names.label("param", index)
                 raise self._names.error(f"{what} is {_NAMES[code]}: it must be fp32, bf16, fp16 or fp64")
         self.masters = None if masters is None else self._names.read_list("master", masters)
-        self._states: list[TensorList] = []  # what the steps read and write besides the parameters and gradients
+        states = []
         for column, arrays in (("master", self.masters), ("first", first), ("second", second), ("largest", largest)):
             if arrays is not None:
-                self._set_state(column, arrays if column == "master" else self._names.read_list(column, arrays))
+                states.append(self._set_state(column, self._names.read_list(column, arrays)))
         tiles = -(-rows["count"] // TILE)
         rows["first_tile"] = numpy.cumsum(tiles) - tiles
         self.tiles = int(tiles.sum())
@@ -93,7 +93,8 @@ class ParameterTable:
         read = [at for at, step in enumerate(self._steps) if step.at]
         if read:
             arrays = [self._step_arrays[at] for at in read]
-            self._states.append(TensorList(arrays, self._params.reader, op, lambda at: f"step {read[at]}"))
+            states.append(TensorList(arrays, self._params.reader, op, lambda at: f"step {read[at]}"))
+        self._states = TensorList.joined(states) if states else None  # all that steps use but params and gradients
         self._table = Rows(rows, self.device)
         self.grads = None
         self._generation = 0
@@ -132,11 +133,9 @@ class ParameterTable:
         at = self._params.find_moved()
         if at is not None:
             return self._params.label(at)
-        for states in self._states:  # with the same address all else is still in bounds, as in their parameters
-            at = states.find_exchanged()
-            if at is not None:
-                return states.label(at)
-        return None
+        # With the same address all else is still in bounds, as in the parameters.
+        at = None if self._states is None else self._states.find_exchanged()
+        return None if at is None else self._states.label(at)
 
     # ---- Steps.
     def sgd(self, **how) -> None:
@@ -266,7 +265,7 @@ class ParameterTable:
 
     # ---- Reading the arguments.
 
-    def _set_state(self, name, arrays) -> None:
+    def _set_state(self, name, arrays) -> Column:
         column = Column(self._names, name, arrays, self._params)
         self.rows[name] = column.spread(column.addresses, 0)
         for at, code in enumerate(column.codes):
@@ -277,8 +276,7 @@ class ParameterTable:
             want = _F64 if self._codes[index] == _F64 else _F32
             if code != want:
                 raise self._names.error(f"{column.label(at)} is {_NAMES[code]}: it must be {_NAMES[want]}")
-        if len(column):
-            self._states.append(column)
+        return column
 
     def _set_steps(self, steps, more) -> None:
         steps = self._names.read_list("step", steps)

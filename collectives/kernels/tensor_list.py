@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from operator import add, lt, mul
 
 import numpy
@@ -60,12 +61,27 @@ class TensorList:
         self.addresses, self.counts, self.codes, self._needs = plain
         return self
 
+    @classmethod
+    def joined(cls, lists: Sequence[TensorList]) -> TensorList:
+        """Return one list of the arrays of several, which names them as these do."""
+        labels = [(each.label, at) for each in lists for at in range(len(each))]
+        self = TensorList.__new__(TensorList)
+        arrays = [array for each in lists for array in each.arrays]
+        self._begin(arrays, lists[0].reader, lists[0]._op, lambda index: labels[index][0](labels[index][1]))
+        self.all_torch = all(each.all_torch for each in lists)
+        starts = accumulate([len(each) for each in lists[:-1]], initial=0)
+        for start, each in zip(starts, lists, strict=True):
+            self.strides.update({start + at: strides for at, strides in each.strides.items()})
+        columns = ([each.addresses, each.counts, each.codes, each._needs] for each in lists)
+        self.addresses, self.counts, self.codes, self._needs = map(list, map(chain.from_iterable, zip(*columns, strict=True)))
+        return self
+
     def _begin(self, arrays, reader, op, label) -> None:
         self.arrays = tuple(arrays)
         self.reader = reader
         self.label = label
         self._op = op
-        self.all_torch = all(isinstance(array, torch.Tensor) for array in self.arrays)
+        self.all_torch = True
         self.strides: dict[int, tuple] = {}  # of the tensors that are dense in another order than the contiguous one
 
     def __len__(self) -> int:
@@ -110,6 +126,8 @@ class TensorList:
         """Return the same of any arrays, or raise the reason for one that can't be used."""
         addresses, counts, codes, needs = [], [], [], []
         for index, array in enumerate(self.arrays):
+            if not isinstance(array, torch.Tensor):
+                self.all_torch = False
             what = self.label(index)
             place = self._read_one(index, array, what, writes)
             needs.append(check_storage(array, what, self._op))
@@ -142,8 +160,7 @@ class TensorList:
                 if (
                     list(map(_data_ptr, arrays)) == self.addresses
                     and list(map(_numel, arrays)) == self.counts
-                    and sum(map(_is_contiguous, arrays)) == len(arrays) - len(self.strides)
-                    and all(arrays[index].stride() == strides for index, strides in self.strides.items())
+                    and (self._has_kept_strides() if self.strides else all(map(_is_contiguous, arrays)))
                     and not any(map(lt, map(len, map(_storage, arrays)), self._needs))
                 ):
                     return None
@@ -163,6 +180,11 @@ class TensorList:
             except RuntimeError:  # under vmap or grad
                 pass
         return next((index for index in range(len(self.arrays)) if not self._is_kept(index)), None)
+
+    def _has_kept_strides(self) -> bool:
+        contiguous = sum(map(_is_contiguous, self.arrays))
+        same = all(self.arrays[index].stride() == strides for index, strides in self.strides.items())
+        return same and contiguous == len(self.arrays) - len(self.strides)
 
     def _is_kept(self, index: int) -> bool:
         array = self.arrays[index]
