@@ -211,11 +211,12 @@ def test_calls_take_effect_in_order(engine, n):
 
 
 def does_not_block(ctx):
-    """Rank 0 gets its Work before the others have called anything: also the first call, which opens something."""
+    """Rank 0 gets its Work before the others have called anything, once the ranks have made a first call."""
     import torch
 
     found = []
     with ctx.new_communicator() as comm:
+        comm.all_reduce(torch.ones(1), algorithm="ring", async_op=True).wait()  # makes the communicator of the steps
         for algorithm in (*ALGORITHMS, "ring"):
             x = torch.full((5000,), float(ctx.rank))
             if ctx.rank:

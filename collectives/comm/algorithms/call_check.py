@@ -10,8 +10,6 @@ from ..fingerprint import compare
 __all__ = ["CallCheck"]
 
 _INT64 = DTYPES["int64"]
-_FINGERPRINT_WORDS = 5
-_ID_WORDS = 16  # int64 in a unique id
 
 
 class CallCheck:
@@ -19,18 +17,14 @@ class CallCheck:
 
     The engine or `verify` detects a rank that makes another call, such as one with the native
     algorithm, before a step is executed, so that the communicator stays usable. `label`: the call's
-    name; `sends_id`: rank 0 sends a unique id along, for a communicator of the steps.
+    name.
     """
 
-    def __init__(self, comm, label: str, fingerprint: tuple[int, ...], sends_id: bool):
+    def __init__(self, comm, label: str, fingerprint: tuple[int, ...]):
         self.comm = comm
         self.label = label
-        words = [*fingerprint, *[0] * _ID_WORDS]
-        self._own = (ctypes.c_int64 * len(words))(*words)
-        if sends_id and comm.rank == 0:
-            unique_id = comm.engine.library.get_unique_id()
-            ctypes.memmove(ctypes.addressof(self._own) + 8 * _FINGERPRINT_WORDS, unique_id, 8 * _ID_WORDS)
-        self._all = (ctypes.c_int64 * (len(words) * comm.size))()
+        self._own = (ctypes.c_int64 * len(fingerprint))(*fingerprint)
+        self._all = (ctypes.c_int64 * (len(fingerprint) * comm.size))()
 
     def exchange(self, stream: int) -> None:
         """Gather the fingerprints, on a queue's stream; 0: blocks."""
@@ -48,11 +42,5 @@ class CallCheck:
     def verify(self) -> None:
         """Raise `Mismatch` unless all ranks make the same call."""
         each = len(self._own)
-        compare(
-            [[tuple(self._all[r * each : r * each + _FINGERPRINT_WORDS])] for r in range(self.comm.size)],
-            self.comm.rank,
-        )
-
-    def unique_id(self) -> bytes:
-        """Return the id that rank 0 has sent."""
-        return bytes(self._all)[8 * _FINGERPRINT_WORDS : 8 * (_FINGERPRINT_WORDS + _ID_WORDS)]
+        rows = [[tuple(self._all[r * each : (r + 1) * each])] for r in range(self.comm.size)]
+        compare(rows, self.comm.rank)

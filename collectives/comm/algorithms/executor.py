@@ -1,11 +1,11 @@
 """Executor of the ring and direct algorithms, by send, receive and reduction kernels.
 
 An algorithm uses the engine's binding (send, recv, groups, all_gather) and `kernel_of`'s kernels;
-it never uses a transport. On the host the transfers go over a communicator of their own, since the
-steps of one call must not mix with the calls before and after it; each call begins with a
-comparison of the ranks' calls. On CUDA they are queued on two streams, one for transfers and one
-for kernels. Nothing waits on the host, and after the first call of a kind nothing is allocated, so
-that the call can be captured in a CUDA graph.
+it never uses a transport. On the host the transfers go over a communicator of their own, which the
+first call makes by `split`, since the steps of one call must not mix with the calls before and
+after it; each call begins with a comparison of the ranks' calls. On CUDA they are queued on two
+streams, one for transfers and one for kernels. Nothing waits on the host, and after the first call
+of a kind nothing is allocated, so that the call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ...errors import Aborted, CollectivesError, InternalError, InvalidArgument,
 from ..arguments import parse_reduction, stream_handle
 from ..fingerprint import PREMUL, check_calls, fingerprint_of
 from ..memory import storage_of
-from ..multinode.comm import dup
 from ..work import Work
 from .call_check import CallCheck
 from .plan import CallKey, ExecutionPlan, issue_transfers, round_to_dtype
@@ -82,11 +81,13 @@ class AlgorithmExecutor:
         fingerprint = fingerprint_of(label, dtype=src.tag, count=key.count, op=op)
         check_calls(comm, [fingerprint])
         handle = stream_handle(comm, stream)
+        if self._native is None:
+            self._open_native(label, fingerprint)
         if not async_op:
             if not comm._on_host:
                 self._run_on_streams(key, src.ptr, dst.ptr, factor, handle)
                 return None
-            call_check = self._make_check(label, fingerprint)
+            call_check = CallCheck(comm, label, fingerprint)
             call_check.exchange(0)
             self._execute_steps(call_check, key, src.ptr, dst.ptr, factor)
             return None
@@ -95,7 +96,7 @@ class AlgorithmExecutor:
         handle = queue.begin(None if stream is None else handle)
         try:
             if comm._on_host:
-                call_check = self._make_check(label, fingerprint)
+                call_check = CallCheck(comm, label, fingerprint)
                 final_error = self._enqueue(queue, handle, call_check, key, src.ptr, dst.ptr, factor).get
             else:
                 final_error = None
@@ -136,8 +137,26 @@ class AlgorithmExecutor:
 
     # ---- On the host.
 
-    def _make_check(self, label: str, fingerprint) -> CallCheck:
-        return CallCheck(self._comm, label, fingerprint, sends_id=self._native is None)
+    def _open_native(self, label: str, fingerprint) -> None:
+        """Make the communicator of the steps. Blocks until all ranks have made their first call.
+
+        They compare it before, so that a rank that makes another one leaves the communicator as it
+        is.
+        """
+        comm = self._comm
+        with self._execution_lock:
+            if self._native is not None:
+                return
+            call_check = CallCheck(comm, label, fingerprint)
+            call_check.exchange(0)
+            call_check.verify()
+            native = comm._native.split(0, comm.rank)
+            with self._lock:
+                self._native = native
+                closed = self._closed
+        if closed:
+            native.abort()
+            raise Aborted("the communicator was aborted", op=label, rank=comm.rank)
 
     def _execute_steps(self, call_check: CallCheck, key: CallKey, inp: int, out: int, factor) -> None:
         """Execute the steps of a call in this thread, one call at a time.
@@ -156,7 +175,7 @@ class AlgorithmExecutor:
                 op=label, rank=self._comm.rank, peers=self._failure.peers,
             )  # fmt: skip
         try:
-            native = self._open_native(call_check)
+            native = self._native
             native.set_timeout(self._comm.timeout)
             plan = self._get_plan(key)
             if key.name == "all_gather" or not (inp | out) % ITEMSIZE[key.code]:
@@ -210,24 +229,6 @@ class AlgorithmExecutor:
                 (("send", 0, 0, 0, _INT64, comm.rank), ("recv", 0, 0, 0, _INT64, comm.rank)), (0,), handle,
             )  # fmt: skip
         return outcome
-
-    def _open_native(self, call_check: CallCheck):
-        """Return the communicator of the steps.
-
-        The first call opens it, with the id that rank 0 has sent.
-        """
-        with self._lock:
-            native = self._native
-        if native is None:
-            comm = self._comm
-            native = dup(comm, call_check.unique_id())
-            with self._lock:
-                self._native = native
-                closed = self._closed
-            if closed:
-                native.abort()
-                raise Aborted("the communicator was aborted", op=call_check.label, rank=comm.rank)
-        return native
 
     def _fail(self, error: BaseException, label: str) -> None:
         """Record a failed step's error, and abort: the peers wait for steps that won't come."""

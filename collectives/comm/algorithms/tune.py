@@ -22,13 +22,15 @@ _MAX_CALLS = 200
 
 
 def tune(
-    comm, *, ops: Sequence[str] = OPS, sizes: Sequence[int] = _SIZES, algorithms: Sequence[str] = ALGORITHMS,
+    comm, *, ops: Sequence[str] = OPS, sizes: Sequence[int] = _SIZES, algorithms: Sequence[str] | None = None,
     dtype: torch.dtype = torch.float32, seconds: float = 0.1, write: bool = True,
 ) -> dict:  # fmt: skip
     """Measure the algorithms on a communicator, use the result on it, and write it to a file.
 
     All ranks call it with the same arguments, while nothing else runs. `sizes`: bytes of the larger
-    array, from the smallest to the largest, at least 2 of them; `seconds`: for one algorithm of one
+    array, from the smallest to the largest, at least 2 of them; `algorithms`: None for all of them
+    on NCCL and for native alone on the host, where the others are slower at every size, and are
+    measured only if they are named; `seconds`: for one algorithm of one
     operation at one size, without the warm-up; `write`: rank 0 writes the file that `tune_file`
     names. Returns the entry of the file, the same on all ranks: for each operation and algorithm
     ``times_us`` (medians of the slowest rank), ``alpha_us``, ``beta_us_per_mib``, ``residual``
@@ -87,6 +89,8 @@ def _check_arguments(comm, ops, sizes, algorithms, dtype, seconds):
     def wrong(text):
         return InvalidArgument(text, op="tune", rank=comm.rank)
 
+    if algorithms is None:
+        algorithms = ("native",) if comm.device.type == "cpu" else ALGORITHMS
     for name, given in (("ops", ops), ("sizes", sizes), ("algorithms", algorithms)):
         if isinstance(given, str) or not isinstance(given, Iterable):
             raise wrong(f"{name} must be a list, not {given!r:.40}")

@@ -29,7 +29,7 @@ from .p2p import P2POp
 from .reduction import PremulSums
 from .topology import Topology, group_ranks_by_node
 
-__all__ = ["MultiNodeComm", "NoFastPath", "dup", "open_multinode"]
+__all__ = ["MultiNodeComm", "NoFastPath", "open_multinode"]
 
 
 def open_multinode(engine: Engine, rendezvous, rank: int, seconds: float) -> tuple[Engine, MultiNodeComm]:
@@ -41,16 +41,6 @@ def open_multinode(engine: Engine, rendezvous, rank: int, seconds: float) -> tup
     store = ErrorStore(rendezvous.store, rendezvous.store_host, rank)
     native = MultiNodeComm(library, rendezvous.peers, rank, store, "", seconds, keep_alive=rendezvous.server)
     return replace(engine, library=library), native
-
-
-def dup(comm, unique_id: bytes):
-    """Open another binding object over a communicator's ranks, with an id that rank 0 has made.
-
-    A collective.
-    """
-    if isinstance(comm._native, MultiNodeComm):
-        return comm._native.dup(unique_id.hex())
-    return comm.engine.library.comm_init_rank(comm.size, unique_id, comm.rank)
 
 
 class NoFastPath:
@@ -315,13 +305,6 @@ class MultiNodeComm:
         self._num_shrinks += 1
         left = [rank for rank in range(self.size) if rank not in exclude]
         return self._open_child(left, f"{self.uid}/w{self._num_shrinks}-{','.join(map(str, sorted(exclude)))}")
-
-    def dup(self, name: str) -> MultiNodeComm:
-        """Open another communicator of the same ranks.
-
-        ``name``: the same on all ranks and not used before.
-        """
-        return self._open_child(list(range(self.size)), f"{self.uid}/d{name}")
 
     def _open_child(self, ranks: list[int], uid: str):
         rank = ranks.index(self.rank)

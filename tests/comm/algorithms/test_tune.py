@@ -21,6 +21,7 @@ from collectives.comm.algorithms.policy import (
     look_up_choice,
     parse_algorithm,
 )
+from collectives.comm.algorithms.schedule import ALGORITHMS
 from collectives.comm.algorithms.tune_file import read_tune_file, tune_file
 from collectives.errors import InvalidArgument, InvalidUsage, Mismatch
 from tests.ranks import RankFailure, run_ranks
@@ -235,7 +236,12 @@ def measured(ctx, path):
     try:
         with ctx.new_communicator() as comm:
             sizes = [1 << 8, 1 << 12, 1 << 15]
-            table = collectives.tune(comm, ops=["all_reduce", "all_gather"], sizes=sizes, seconds=0.005)
+            default = collectives.tune(comm, ops=["all_gather"], sizes=sizes, seconds=0.001, write=False)
+            assert list(default["ops"]["all_gather"]) == ["native"] and comm._algorithms is None
+            assert default["choices"] == {"all_gather": [[], ["native"]]}
+            table = collectives.tune(
+                comm, ops=["all_reduce", "all_gather"], sizes=sizes, algorithms=ALGORITHMS, seconds=0.005
+            )
             with pytest.raises(InvalidArgument, match="sizes"):
                 collectives.tune(comm, sizes=[5])
             with pytest.raises(InvalidArgument, match="ops"):
