@@ -13,6 +13,7 @@ everything that is refused. That takes about a microsecond, and the result is th
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import NamedTuple
 from zlib import crc32
 
@@ -97,6 +98,9 @@ class Buffer(NamedTuple):
         return self.ptr + self.nbytes // parts * index
 
 
+_new_buffer = partial(tuple.__new__, Buffer)  # of a tuple of all fields, without a Python frame
+
+
 class Reader:
     """Reader of the arrays of one communicator or kernel.
 
@@ -152,14 +156,14 @@ class Reader:
         found = self.array_reader.read(array, writes)
         if found is not None:
             ptr, count, code = found
-            return Buffer(ptr, count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code)
+            return _new_buffer((ptr, count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code))
         if isinstance(array, _TENSOR):
             code = TORCH_CODES.get(array.dtype)  # none of these is complex, so there is no lazy conjugate
             ptr = None if code is None else self.plain_address(array)
             if ptr is None:
                 return self._read_torch(array, op, what)
             count = array.numel()
-            return Buffer(ptr, count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code)
+            return _new_buffer((ptr, count, count * ITEMSIZE[code], DTYPE_NAMES[code], count, code))
         if isinstance(array, numpy.ndarray):
             return self._read_numpy(array, op, what, writes)
         cupy = sys.modules.get("cupy")

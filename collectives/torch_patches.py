@@ -14,8 +14,11 @@ scale: by the first method where scaling began before this import, by the second
 a ``scale`` of their own.
 
 Three are made at the first sharded module: `patch_total_norm`, `patch_scaler_checks` and
-`patch_state_dict`. `collectives.auto.install` makes its changes to ``DistributedDataParallel``
-with `patch_attribute`, when a program asks for them.
+`patch_state_dict`. The first one also changes functions that a program has imported by name before:
+torch's ``get_total_norm`` is a wrapper, and the function that it wraps, a variable of its closure,
+is exchanged. With the attribute alone such a program would clip by one rank's norm, a different one
+on each rank. `collectives.auto.install` makes its changes to ``DistributedDataParallel`` with
+`patch_attribute`, when a program asks for them.
 
 All records are weak references in the program's own order, which is the same on all ranks. Nothing
 is found by a walk over Python's objects, whose result depends on the garbage collector.
@@ -188,8 +191,7 @@ def patch_total_norm(total_norm) -> None:
         found = total_norm(tensors, norm_type, error_if_nonfinite, foreach)
         return wrapped(tensors, norm_type, error_if_nonfinite, foreach) if found is None else found
 
-    # The function object itself changes, so that whoever has imported it by name calls the new one,
-    # too.
+    # The variable `func` of the wrapper's closure: whoever has imported it by name calls the new one, too.
     if local.__code__.co_freevars == ("func",):
         cell = local.__closure__[0]
         own = cell.cell_contents

@@ -149,9 +149,9 @@ class Communicator:
         native algorithm, which is used; else `InvalidUsage` or `InvalidArgument`. It must not be
         used until the operation is done. C: collHostAllReduceShare.
         """
-        plain = not async_op and stream is None and share is None and out is None
-        if plain and algorithm in self._native_names and self._fast_path.all_reduce(array, op):
-            return None
+        if not async_op and stream is None and algorithm in self._native_names and share is None and out is None:
+            if self._fast_path.all_reduce(array, op):
+                return None
         return operations.all_reduce(self, array, op, async_op, algorithm, stream, share, out)
 
     def reduce(self, array, root: int = 0, op="sum", *, async_op: bool = False, stream=None) -> Work | None:
@@ -172,9 +172,9 @@ class Communicator:
         part `rank` of `inp`. C: ncclReduceScatter. `share`: as in `all_reduce`, of the elements in
         `out`. C: collHostReduceScatterShare.
         """
-        plain = not async_op and stream is None and share is None
-        if plain and algorithm in self._native_names and self._fast_path.reduce_scatter(out, inp, op):
-            return None
+        if not async_op and stream is None and algorithm in self._native_names and share is None:
+            if self._fast_path.reduce_scatter(out, inp, op):
+                return None
         return operations.reduce_scatter(self, out, inp, op, async_op, algorithm, stream, share)
 
     def all_gather(self, out, inp, *, async_op: bool = False, algorithm=None, stream=None) -> Work | None:
@@ -183,9 +183,9 @@ class Communicator:
         `out` has `size` times as many elements as `inp`. In place where `inp` is part `rank` of
         `out`. C: ncclAllGather.
         """
-        plain = not async_op and stream is None
-        if plain and algorithm in self._native_names and self._fast_path.all_gather(out, inp):
-            return None
+        if not async_op and stream is None and algorithm in self._native_names:
+            if self._fast_path.all_gather(out, inp):
+                return None
         return operations.all_gather(self, out, inp, async_op, algorithm, stream)
 
     def broadcast(self, array, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:

@@ -24,7 +24,7 @@ def launch(
     caller passed it.
     """
     group = open_groups.get(get_ident()) if open_groups else None
-    handle = stream_handle(comm, stream)
+    handle = 0 if comm._on_host and stream is None else stream_handle(comm, stream)
     if group is not None or async_op:
         held = (*held, *map(storage_of, held))
     if group is not None:

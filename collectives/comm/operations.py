@@ -49,14 +49,12 @@ __all__ = [
 
 def all_reduce(comm, array, op, async_op: bool, algorithm, stream, share, out) -> Work | None:
     """Reduce an array over all ranks, in place or into `out`."""
-    name, reader = "all_reduce", comm._reader
+    name = "all_reduce"
     if out is None:
-        dst = src = reader.read(array, name, writes=True)
-        reader.check_reducible(src, name)
+        dst = src = comm._reader.read(array, name, writes=True)
         held = (array,)
     else:
         dst, src = read_pair(comm, out, array, name)
-        reader.check_reducible(src, name)
         check_size(comm, dst, src, 1, name, "out", "the array")
         check_overlap(comm, dst, src, name, None, "leave out `out` for the form in place")
         held = (out, array)
@@ -65,9 +63,8 @@ def all_reduce(comm, array, op, async_op: bool, algorithm, stream, share, out) -
 
 def reduce_scatter(comm, out, inp, op, async_op: bool, algorithm, stream, share) -> Work | None:
     """Reduce `inp` over all ranks, part r into rank r's `out`."""
-    name, reader = "reduce_scatter", comm._reader
+    name = "reduce_scatter"
     dst, src = read_pair(comm, out, inp, name)
-    reader.check_reducible(src, name)
     check_size(comm, src, dst, comm.size, name, "inp", "out")
     check_overlap(comm, src, dst, name, comm.rank, "the only form in place is out == part `rank` of inp")
     return _reduce_over_all(comm, name, dst, src, (out, inp), op, async_op, algorithm, stream, share)
@@ -81,9 +78,13 @@ def _reduce_over_all(
     `held`: the arrays, the output first; `share`: 2 float64, to which the statistics of this rank's
     share are added, or None.
     """
+    if src.label:
+        comm._reader.check_reducible(src, name)
     if share is not None:
         return _reduce_with_stats(comm, name, dst, src, held, op, async_op, algorithm, stream, share)
-    selected = select_algorithm(comm, name, algorithm, src.nbytes, op)
+    selected = "native"
+    if algorithm is not None or comm._choices is not None:
+        selected = select_algorithm(comm, name, algorithm, src.nbytes, op)
     if selected != "native":
         if name == "all_reduce" and dst is not src:  # the other algorithms reduce in place
             held[0][...] = held[1]

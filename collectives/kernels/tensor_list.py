@@ -72,8 +72,10 @@ class TensorList:
         starts = accumulate([len(each) for each in lists[:-1]], initial=0)
         for start, each in zip(starts, lists, strict=True):
             self.strides.update({start + at: strides for at, strides in each.strides.items()})
-        columns = ([each.addresses, each.counts, each.codes, each._needs] for each in lists)
-        self.addresses, self.counts, self.codes, self._needs = map(list, map(chain.from_iterable, zip(*columns, strict=True)))
+        self.addresses = list(chain.from_iterable(each.addresses for each in lists))
+        self.counts = list(chain.from_iterable(each.counts for each in lists))
+        self.codes = list(chain.from_iterable(each.codes for each in lists))
+        self._needs = list(chain.from_iterable(each._needs for each in lists))
         return self
 
     def _begin(self, arrays, reader, op, label) -> None:
