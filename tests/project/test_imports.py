@@ -42,8 +42,6 @@ EXCEPTIONS = {
         620, "the cdef class Library, which must lie in one file: a method for each C function without a communicator"),
     "collectives/_nccl_comm.pxi": (
         790, "the cdef class Comm, which must lie in one file: a method for each C function of a communicator"),
-    "collectives/comm/multinode/comm.py: MultiNodeComm": (
-        310, "the methods of _nccl.Comm that Communicator calls, most of them of two to five lines"),
     "collectives/gradients/buckets.py: GradientBuckets": (
         360, "a public class, its hooks on parameters, and a way to reduce that is to become the hook's pipeline"),
     "collectives/gradients/pipeline.py: GradReducer": (
