@@ -1,7 +1,7 @@
 """Control channel between rank processes, over torch's TCPStore, on which waiting ranks sleep.
 
-While one library is measured, ranks that take no part must not use its cores. So nothing here is a
-collective, whose waits may spin.
+While one library is measured, ranks that take no part must not use its cores. So the values go
+through a store and not by `comm.consensus`, whose collectives may spin while they wait.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import os
 import socket
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from ..comm.communicator import Communicator
+from ..comm.consensus import all_gather_object
 
 __all__ = ["Control"]
-
-_ADDRESS_BYTES = 256
 
 
 class Control:
@@ -35,17 +33,14 @@ class Control:
             return
         wait = timedelta(seconds=limit)
         here = comm.local_size == comm.size
-        address = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+        address = None
         if self.rank == 0:
             host = "127.0.0.1" if here else os.environ.get("MASTER_ADDR") or socket.gethostname()
             self.store = dist.TCPStore(host, 0, None, True, wait, wait_for_workers=False)
-            text = f"{host} {self.store.port}".encode()
-            address[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        address = address.to(comm.device)
-        comm.broadcast(address)
+            address = host, self.store.port
+        host, port = all_gather_object(comm, address)[0]
         if self.rank:
-            host, port = bytes(address.tolist()).rstrip(b"\0").decode().split()
-            self.store = dist.TCPStore(host, int(port), None, False, wait, wait_for_workers=False)
+            self.store = dist.TCPStore(host, port, None, False, wait, wait_for_workers=False)
 
     def gather(self, value) -> list:
         """Return all ranks' values, in rank order. Blocks, asleep, until all ranks call it."""

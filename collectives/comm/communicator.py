@@ -102,13 +102,13 @@ class Communicator:
             with torch.cuda.device(device):
                 torch.cuda.current_stream().synchronize()  # creates torch's CUDA context, which NCCL then uses
                 native = engine.library.comm_init_rank(size, unique_id, rank, config=config)
+        self._initialize(native, engine, device, local_rank, local_size, timeout, Policy(False, 0, {}, {}), peers)
         try:
-            with torch.cuda.device(device) if device.type == "cuda" else _NO_GUARD:
-                policy = agree_on_policy(native, engine.name, device, bool(deterministic))
+            with self._device_guard():
+                self._set_policy(agree_on_policy(self, bool(deterministic)))
         except BaseException:
-            native.abort()
+            self.abort()
             raise
-        self._initialize(native, engine, device, local_rank, local_size, timeout, policy, peers)
 
     def _initialize(self, native, engine, device, local_rank, local_size, timeout, policy, peers=None):
         self.engine = engine

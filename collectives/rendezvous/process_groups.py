@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.communicator import Communicator
+from ..comm.consensus import all_gather_object
 from ..comm.engine import get_engine
 from ..comm.liveness import RankExits, publish_process
 from ..comm.multinode.comm import open_multinode
@@ -40,8 +41,8 @@ def init_process_group(backend: str | None = None, *, comm: Communicator | None 
 
     With MASTER_ADDR and MASTER_PORT, which torchrun sets, it is
     ``torch.distributed.init_process_group(backend, **options)``. mpirun and srun set no RANK, no
-    MASTER_ADDR, or neither: there rank 0 serves a torch store on a free port, and broadcasts the
-    port over `comm` (None: the communicator of `init()`). Blocks until all ranks have come. Raises
+    MASTER_ADDR, or neither: there rank 0 serves a torch store on a free port, and the ranks
+    get the port over `comm` (None: the communicator of `init()`). Blocks until all ranks have come. Raises
     as `init()` and torch do.
     """
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
@@ -51,14 +52,12 @@ def init_process_group(backend: str | None = None, *, comm: Communicator | None 
     comm = init() if comm is None else comm
     is_single_node = comm.local_size == comm.size
     address = "127.0.0.1" if is_single_node or comm.peers is None else comm.peers[0].host
-    port = torch.zeros(1, dtype=torch.int64, device=comm.device)
     store = None
     if comm.rank == 0:
         store = dist.TCPStore(address, 0, comm.size, is_master=True, wait_for_workers=False)
-        port[0] = store.port
-    comm.broadcast(port, root=0)
+    port = all_gather_object(comm, store and store.port)[0]
     if store is None:
-        store = dist.TCPStore(address, int(port), comm.size, is_master=False)
+        store = dist.TCPStore(address, port, comm.size, is_master=False)
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, **options)
 
 
