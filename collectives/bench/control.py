@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..comm.consensus import all_gather_object
+from ..rendezvous.job_store import connect_to_store, share_store
 
 __all__ = ["Control"]
 
@@ -31,23 +32,20 @@ class Control:
         self.store = None
         if self.size == 1:
             return
-        wait = timedelta(seconds=limit)
         here = comm.local_size == comm.size
-        address = None
-        if self.rank == 0:
-            host = "127.0.0.1" if here else os.environ.get("MASTER_ADDR") or socket.gethostname()
-            self.store = dist.TCPStore(host, 0, None, True, wait, wait_for_workers=False)
-            address = host, self.store.port
-        host, port = all_gather_object(comm, address)[0]
-        if self.rank:
-            self.store = dist.TCPStore(host, port, None, False, wait, wait_for_workers=False)
+        host = "127.0.0.1" if here else os.environ.get("MASTER_ADDR") or socket.gethostname()
+        host = all_gather_object(comm, host)[0]
+        self._server, name = share_store(comm, host)
+        # A connection of its own: calls that block keep all others of a connection waiting.
+        self.store = dist.PrefixStore(name, connect_to_store(host, self._server.port))
+        self.store.set_timeout(timedelta(seconds=limit))
 
     def gather(self, value) -> list:
         """Return all ranks' values, in rank order. Blocks, asleep, until all ranks call it."""
         if self.size == 1:
             return [value]
         self._turn += 1
-        turn = f"bench/{self._turn}"
+        turn = str(self._turn)
         if self.rank:
             self.store.set(f"{turn}/{self.rank}", json.dumps(value))
             return json.loads(self.store.get(f"{turn}/all"))
@@ -55,7 +53,7 @@ class Control:
         self.store.set(f"{turn}/all", json.dumps(values))
         for rank in range(1, self.size):
             self.store.delete_key(f"{turn}/{rank}")
-        self.store.delete_key(f"bench/{self._turn - 1}/all")  # all ranks have read it, because they have made this call
+        self.store.delete_key(f"{self._turn - 1}/all")  # all ranks have read it, because they have made this call
         return values
 
     def broadcast_from_rank_0(self, value):
@@ -68,7 +66,7 @@ class Control:
             return
         self.gather(None)
         if self.rank:
-            self.store.set(f"bench/bye/{self.rank}", "")
+            self.store.set(f"bye/{self.rank}", "")
         else:
             for rank in range(1, self.size):
-                self.store.get(f"bench/bye/{rank}")
+                self.store.get(f"bye/{rank}")

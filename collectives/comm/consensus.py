@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidArgument, Mismatch, TransportError
+from ..errors import CollectiveTimeout, InvalidArgument, Mismatch, TransportError
 from .waiting import format_ranks
 
 __all__ = ["ComparedValue", "all_gather_bytes", "all_gather_object", "describe_differences", "verify_same"]
@@ -56,16 +56,18 @@ def all_gather_object(comm, value: Any) -> list:
     return values
 
 
-def all_gather_bytes(comm, data: bytes) -> list[bytes]:
+def all_gather_bytes(comm, data: bytes, *, seconds: float | None = None, purpose: str = "") -> list[bytes]:
     """Return the bytes of all ranks, in rank order; each rank may have another number of them.
 
     One all-gather of 256 bytes a rank. Where ranks have more than fits there, a second one of the
-    longest; where one rank alone has, a broadcast of its bytes.
+    longest; where one rank alone has, a broadcast of its bytes. `seconds`: limit for all ranks to
+    come, None for the communicator's own; past it `CollectiveTimeout` is raised, and the
+    all-gather stays pending; `purpose`: what they come for, "to ...", for its message.
     """
     if comm.size == 1:
         return [data]
     head = len(data).to_bytes(_HEAD_BYTES, "little") + data[:_INLINE_BYTES]
-    rows = _gather_rows(comm, head, _HEAD_BYTES + _INLINE_BYTES)
+    rows = _gather_rows(comm, head, _HEAD_BYTES + _INLINE_BYTES, seconds, purpose)
     lengths = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in rows]
     parts = [row[_HEAD_BYTES:][:length] for row, length in zip(rows, lengths, strict=True)]
     longer = [rank for rank, length in enumerate(lengths) if length > _INLINE_BYTES]
@@ -81,10 +83,19 @@ def all_gather_bytes(comm, data: bytes) -> list[bytes]:
     return [(part + row)[:length] for part, row, length in zip(parts, rows, lengths, strict=True)]
 
 
-def _gather_rows(comm, data: bytes, nbytes: int) -> list[bytes]:
+def _gather_rows(comm, data: bytes, nbytes: int, seconds: float | None = None, purpose: str = "") -> list[bytes]:
     """Gather so many bytes of each rank, `data` and zeros."""
     gathered = torch.empty(comm.size * nbytes, dtype=torch.uint8, device=comm.device)
-    comm.all_gather(gathered, _as_tensor(data, nbytes).to(comm.device), algorithm="native")
+    own = _as_tensor(data, nbytes).to(comm.device)
+    if seconds is None:
+        comm.all_gather(gathered, own, algorithm="native")
+    else:
+        work = comm.all_gather(gathered, own, algorithm="native", async_op=True)
+        if not comm._queue.wait_blocking(work._pending_op, seconds):
+            raise CollectiveTimeout(
+                f"not all ranks came within {seconds:g} s {purpose}", op="all_gather_object", rank=comm.rank
+            )
+        work.wait()
     whole = _as_bytes(gathered)
     return [whole[first : first + nbytes] for first in range(0, len(whole), nbytes)]
 

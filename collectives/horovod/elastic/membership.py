@@ -20,7 +20,8 @@ from ...comm.communicator import Communicator
 from ...comm.consensus import all_gather_object
 from ...comm.waiting import format_ranks
 from ...errors import CollectivesError, CollectiveTimeout, InvalidUsage
-from ...rendezvous.peers import PeerInfo
+from ...rendezvous.open import open_communicator
+from ...rendezvous.peers import Rendezvous
 from ..basics import World
 from ..functions import NegotiatedComm
 from ..process_sets import global_process_set
@@ -106,8 +107,7 @@ class Membership:
             try:
                 comm = self._connect(world, ranks)
                 reports = _gather_reports(comm, report)
-                peers = [replace(world.peers[old], rank=new) for new, old in enumerate(ranks)]
-                return _new_world(comm, peers, world), self._survivors(ranks), reports
+                return _new_world(comm, world), self._survivors(ranks), reports
             except CollectivesError as error:  # a rank died, or hasn't connected yet
                 if comm is not None and not comm.closed:
                     comm.abort()
@@ -125,20 +125,19 @@ class Membership:
     def _connect(self, world: World, ranks: list[int]) -> Communicator:
         engine, old = world.comm.engine, world.comm
         name = json.dumps([self.token, [(self.members[rank].pid, self.members[rank].start_time) for rank in ranks]])
-        unique_id = engine.library.named_unique_id(name.encode())
-        engine.library.set_init_timeout(_ATTEMPT_SECONDS)
+        peers = tuple(replace(world.peers[old], rank=new) for new, old in enumerate(ranks))
+        own = ranks.index(self.rank)
         try:
-            return Communicator(
-                engine, unique_id, ranks.index(self.rank), len(ranks), device=old.device, timeout=old.timeout,
-                local_rank=ranks.index(self.rank), local_size=len(ranks), deterministic=old.deterministic,
+            return open_communicator(
+                Rendezvous(engine.library.named_unique_id(name.encode()), peers, own, own, len(ranks)), engine,
+                device=old.device, seconds=_ATTEMPT_SECONDS, timeout=old.timeout, deterministic=old.deterministic,
             )  # fmt: skip
         finally:
             engine.library.set_init_timeout(_INIT_SECONDS)
 
 
-def _new_world(comm: Communicator, peers: list[PeerInfo], old: World) -> World:
-    comm.peers = tuple(peers)
-    return World(comm, peers, owns=True, settings=old.settings)
+def _new_world(comm: Communicator, old: World) -> World:
+    return World(comm, list(comm.peers), owns=True, settings=old.settings)
 
 
 def _gather_reports(comm: Communicator, report: Report) -> list[Report]:
