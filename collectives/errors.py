@@ -77,9 +77,9 @@ class InvalidUsage(CollectivesError):
 
 
 class Mismatch(InvalidUsage):
-    """The ranks did not make the same call.
+    """The ranks did not make the same call, or don't have the same options.
 
-    Raised on every rank, with a table of what each one called.
+    Raised on every rank, with what each one called or has.
     """
 
 

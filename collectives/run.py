@@ -13,12 +13,9 @@ import importlib.util
 import logging
 import os
 import re
-import shlex
 import signal
-import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch.distributed import DistNetworkError
 from torch.distributed import run as torchrun
@@ -30,7 +27,6 @@ __all__ = ["main"]
 _NAME = "collectives.run"
 _USAGE = """python -m collectives.run -n RANKS [option ...] SCRIPT [argument ...]
        python -m collectives.run -n RANKS [option ...] -m MODULE [argument ...]"""
-_USAGE_ERROR = 2
 _DEFAULT_PORT = 29500  # of torch's rendezvous by default
 # Seconds between two checks of the ranks by torch's agent. In its own 0.1 s other ranks fail, too,
 # after the first one, and then the first one is unknown.
@@ -42,48 +38,19 @@ _PRIMARY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL
 _SECONDARY_ERROR = re.compile(r"^(RemoteError|HorovodInternalError): |Connection (closed|reset) by peer")
 
 
-@dataclass(frozen=True)
-class Host:
-    """A node and the number of its ranks."""
-
-    name: str
-    slots: int
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it is this node.
-
-        It is if the name is this node's, or of an address to which a local socket can be bound.
-        """
-        own = socket.gethostname()
-        if self.name in ("localhost", own, own.partition(".")[0]):
-            return True
-        try:
-            (family, kind, _, _, address), *_ = socket.getaddrinfo(self.name, 0, type=socket.SOCK_STREAM)
-            with socket.socket(family, kind) as probe:
-                probe.bind(address)
-        except OSError:  # another node's address, or an unknown name
-            return False
-        return True
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the ranks, wait for them, and return the exit code.
 
     ``arguments``: the command line; default: ``sys.argv``'s. Blocks until all ranks have ended.
     Returns 0; or the code of the rank that failed first (128 + its number for a signal, as a shell
-    does); 130 after Ctrl-C; 2 where other nodes are needed. Raises ``SystemExit`` with 2 for an
-    invalid command line, as argparse does.
+    does); 130 after Ctrl-C. Raises ``SystemExit`` with 2 for an invalid command line, as argparse
+    does.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _make_parser()
-    options = parser.parse_args(words)
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     try:
         _set_variables(options)
-        hosts = _read_hosts(options)
-        if not all(host.is_local for host in hosts):
-            return _print_commands(hosts, options, words)
-        _complete_options(options, hosts)
+        _complete_options(options)
     except ValueError as error:
         parser.error(str(error))
     return _run(options)
@@ -102,9 +69,12 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.description = "Start the ranks of a program on this machine. All of torchrun's options are taken, too."
     ours = parser.add_argument_group("options beside torchrun's")
     add = ours.add_argument
-    _add_host_options(ours)
+    add("-n", "-np", "--np", "--nproc", "--num-proc", dest="ranks", metavar="RANKS",
+        help="ranks on this machine: a number, auto, gpu or cpu")  # fmt: skip
     add("-x", dest="variables", action="append", default=[], metavar="VAR[=VALUE]",
         help="give the ranks a variable (they have this shell's in any case); may be repeated")  # fmt: skip
+    add("-H", "--host", "--hosts", "--hostfile", "--machinefile", action=_RefuseHosts, help=argparse.SUPPRESS)
+    add("--oversubscribe", nargs=0, action=_RefuseHosts, help=argparse.SUPPRESS)
     add("--start-timeout", type=int, metavar="SECONDS", help="how long the machines may take to find each other")
     add("--timeline-filename", metavar="FILE", help="sets COLLECTIVES_TIMELINE: each rank's trace")
     add("--fusion-threshold-mb", type=float, metavar="MB", help="sets HOROVOD_FUSION_THRESHOLD, in bytes")
@@ -112,15 +82,14 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_host_options(parser) -> None:
-    """Add the options that place ranks on nodes."""
-    add = parser.add_argument
-    add("-n", "-np", "--np", "--nproc", "--num-proc", dest="ranks", metavar="RANKS",
-        help="ranks on this machine: a number, auto, gpu or cpu; with -H or --hostfile: on all machines")  # fmt: skip
-    add("-H", "--host", "--hosts", dest="hosts", metavar="HOST:SLOTS,...",
-        help="machines; if another one is among them, only prints the command to run on each")  # fmt: skip
-    add("--hostfile", "--machinefile", metavar="FILE", help="the same from lines such as 'host slots=2' or 'host:2'")
-    add("--oversubscribe", action="store_true", help="more ranks than -H or --hostfile has slots")
+class _RefuseHosts(argparse.Action):
+    """mpirun's and horovodrun's options for several nodes, on which nothing is started from here."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(
+            f"{option_string}: the ranks of this machine are started, -n says how many; for several machines run a "
+            "command on each, see 'Several nodes' in docs/launchers.md"
+        )
 
 
 def _set_variables(options: argparse.Namespace) -> None:
@@ -147,14 +116,12 @@ def _set_variables(options: argparse.Namespace) -> None:
             _log(f"-x {name}: there is no such variable here, so the ranks don't get one")
 
 
-def _complete_options(options: argparse.Namespace, hosts: list[Host]) -> None:
+def _complete_options(options: argparse.Namespace) -> None:
     """Set the options that torch's launcher needs.
 
     Raises ``ValueError`` for a job that can't be started.
     """
-    if hosts:
-        options.nproc_per_node = str(sum(host.slots for host in hosts))
-    elif options.ranks is not None:
+    if options.ranks is not None:
         options.nproc_per_node = options.ranks
     try:
         count = torchrun.determine_local_world_size(options.nproc_per_node)
@@ -209,102 +176,6 @@ def _set_omp_threads(ranks: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     threads = os.environ["OMP_NUM_THREADS"]
     _log(f"OMP_NUM_THREADS={threads} for each of {ranks} ranks on {cores} cores; set it to change that")
-
-
-# ---- Nodes.
-
-
-def _read_hosts(options: argparse.Namespace) -> list[Host]:
-    """Return the nodes that -H or --hostfile name, with the ranks of -n on them.
-
-    Returns [] without either.
-    """
-    if options.hosts is None and options.hostfile is None:
-        return []
-    if options.hosts is not None and options.hostfile is not None:
-        raise ValueError("-H and --hostfile: give one of them")
-    if options.nnodes not in ("1", "1:1"):
-        raise ValueError("--nnodes with -H or --hostfile: the machines are counted there")
-    if options.hosts is not None:
-        entries, where = options.hosts.split(","), "-H"
-    else:
-        where = options.hostfile
-        try:
-            with open(where, encoding="utf-8") as file:
-                entries = [line.partition("#")[0] for line in file]
-        except OSError as error:
-            raise ValueError(f"--hostfile {where}: {error.strerror}") from error
-    slots: dict[str, int] = {}
-    for entry in filter(None, map(str.strip, entries)):
-        match = re.fullmatch(r"([^\s:=]+)(?:(?::|\s+slots\s*=\s*)([0-9]+))?(?:\s+max[-_]slots\s*=\s*[0-9]+)?", entry)
-        if match is None or match[2] == "0":
-            raise ValueError(
-                f"{where}: {entry!r} is no machine with a number of ranks, such as 'host:2' or 'host slots=2'"
-            )
-        slots[match[1]] = slots.get(match[1], 0) + int(match[2] or 1)
-    if not slots:
-        raise ValueError(f"{where}: no machine in it")
-    return _assign_ranks(slots, options)
-
-
-def _assign_ranks(slots: dict[str, int], options: argparse.Namespace) -> list[Host]:
-    """Assign -n ranks to the nodes in their order.
-
-    More ranks than slots wrap around, as with Open MPI.
-    """
-    room = sum(slots.values())
-    if options.ranks is None:
-        return [Host(name, count) for name, count in slots.items()]
-    if not re.fullmatch("[0-9]+", options.ranks) or int(options.ranks) < 1:
-        raise ValueError(f"-n {options.ranks}: with machines given, a number from 1 up")
-    left = int(options.ranks)
-    if left > room and not options.oversubscribe:
-        raise ValueError(
-            f"-n {left}: only {room} slots on {', '.join(slots)}; --oversubscribe starts more ranks than slots"
-        )
-    taken = dict.fromkeys(slots, 0)
-    while left:
-        for name, count in slots.items():
-            now = min(count, left)
-            taken[name] += now
-            left -= now
-    return [Host(name, count) for name, count in taken.items() if count]
-
-
-def _print_commands(hosts: list[Host], options: argparse.Namespace, words: list[str]) -> int:
-    """Print a line for each node: its name, a tab, and the command to run there.
-
-    Nothing is started.
-    """
-    launch_options = words[: len(words) - 1 - len(options.training_script_args)]
-    replaced = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_host_options(replaced)
-    for name in ("master", "node"):
-        for part in ("addr", "port", "rank"):
-            replaced.add_argument(f"--{name}-{part}", f"--{name}_{part}")
-    kept = replaced.parse_known_args(launch_options)[1]
-    address = options.master_addr
-    if address == "127.0.0.1":
-        address = socket.gethostname() if hosts[0].name == "localhost" else hosts[0].name
-    port = options.master_port or _free_port()
-    for number, host in enumerate(hosts):
-        own = ["-n", str(host.slots), "--nnodes", str(len(hosts)), "--node-rank", str(number)]
-        own += ["--master-addr", address, "--master-port", str(port)]
-        command = [sys.executable, "-m", _NAME, *own, *kept, options.training_script, *options.training_script_args]
-        print(f"{host.name}\tcd {shlex.quote(os.getcwd())} && {shlex.join(command)}")
-    ranks = sum(host.slots for host in hosts)
-    _log(f"{ranks} ranks on {len(hosts)} machines: nothing was started; run the command of each line on its machine")
-    return _USAGE_ERROR
-
-
-def _free_port() -> int:
-    """Return a port that is free on this node now.
-
-    It mostly is on the node of the rendezvous, too.
-    """
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 # ---- Running.

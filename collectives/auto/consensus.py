@@ -13,6 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from ..comm.consensus import ComparedValue, describe_differences
 from ..comm.liveness import RankExits
 from ..comm.waiting import RankWait
 from ..errors import CollectivesError
@@ -59,7 +60,4 @@ def verify_same_step(group, value: dict) -> str:
     for other, theirs in enumerate(values):
         if theirs["error"] is not None:
             return f"rank {other}: {theirs['error']}"
-        for name in theirs:
-            if theirs[name] != values[0][name]:
-                return f"{name}: {theirs[name]!r:.80} on rank {other}, {values[0][name]!r:.80} on rank 0"
-    return ""
+    return describe_differences([ComparedValue(each.items()).entries for each in values], range(size))

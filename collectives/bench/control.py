@@ -1,7 +1,7 @@
 """Control channel between rank processes, over torch's TCPStore, on which waiting ranks sleep.
 
-While one library is measured, ranks that take no part must not use its cores. So nothing here is a
-collective, whose waits may spin.
+While one library is measured, ranks that take no part must not use its cores. So the values go
+through a store and not by `comm.consensus`, whose collectives may spin while they wait.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import os
 import socket
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from ..comm.communicator import Communicator
+from ..comm.consensus import all_gather_object
+from ..rendezvous.job_store import connect_to_store, share_store
 
 __all__ = ["Control"]
-
-_ADDRESS_BYTES = 256
 
 
 class Control:
@@ -33,26 +32,20 @@ class Control:
         self.store = None
         if self.size == 1:
             return
-        wait = timedelta(seconds=limit)
         here = comm.local_size == comm.size
-        address = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
-        if self.rank == 0:
-            host = "127.0.0.1" if here else os.environ.get("MASTER_ADDR") or socket.gethostname()
-            self.store = dist.TCPStore(host, 0, None, True, wait, wait_for_workers=False)
-            text = f"{host} {self.store.port}".encode()
-            address[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        address = address.to(comm.device)
-        comm.broadcast(address)
-        if self.rank:
-            host, port = bytes(address.tolist()).rstrip(b"\0").decode().split()
-            self.store = dist.TCPStore(host, int(port), None, False, wait, wait_for_workers=False)
+        host = "127.0.0.1" if here else os.environ.get("MASTER_ADDR") or socket.gethostname()
+        host = all_gather_object(comm, host)[0]
+        self._server, name = share_store(comm, host)
+        # A connection of its own: calls that block keep all others of a connection waiting.
+        self.store = dist.PrefixStore(name, connect_to_store(host, self._server.port))
+        self.store.set_timeout(timedelta(seconds=limit))
 
     def gather(self, value) -> list:
         """Return all ranks' values, in rank order. Blocks, asleep, until all ranks call it."""
         if self.size == 1:
             return [value]
         self._turn += 1
-        turn = f"bench/{self._turn}"
+        turn = str(self._turn)
         if self.rank:
             self.store.set(f"{turn}/{self.rank}", json.dumps(value))
             return json.loads(self.store.get(f"{turn}/all"))
@@ -60,7 +53,7 @@ class Control:
         self.store.set(f"{turn}/all", json.dumps(values))
         for rank in range(1, self.size):
             self.store.delete_key(f"{turn}/{rank}")
-        self.store.delete_key(f"bench/{self._turn - 1}/all")  # all ranks have read it, because they have made this call
+        self.store.delete_key(f"{self._turn - 1}/all")  # all ranks have read it, because they have made this call
         return values
 
     def broadcast_from_rank_0(self, value):
@@ -73,7 +66,7 @@ class Control:
             return
         self.gather(None)
         if self.rank:
-            self.store.set(f"bench/bye/{self.rank}", "")
+            self.store.set(f"bye/{self.rank}", "")
         else:
             for rank in range(1, self.size):
-                self.store.get(f"bench/bye/{rank}")
+                self.store.get(f"bye/{rank}")

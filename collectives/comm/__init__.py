@@ -1,7 +1,7 @@
 """Communicator and its parts: engines, asynchronous work, groups, memory, algorithms, watchdog."""
 
 from .communicator import Communicator
-from .consensus import RankOptions, verify_same_options
+from .consensus import ComparedValue, all_gather_bytes, all_gather_object, verify_same
 from .engine import Engine, EngineInfo, engines, get_engine, parse_device, resolve_device
 from .liveness import RankExits, describe_exit, has_ended, publish_process, this_process
 from .malloc import allocate_with_mmap, keep_freed_memory
@@ -13,14 +13,16 @@ from .work import Work
 __all__ = [
     "BufferRegistrationCache",
     "Communicator",
+    "ComparedValue",
     "Engine",
     "EngineInfo",
     "RankExits",
-    "RankOptions",
     "RankWait",
     "Registration",
     "StatusStore",
     "Work",
+    "all_gather_bytes",
+    "all_gather_object",
     "allocate_with_mmap",
     "call_with_timeout",
     "describe_exit",
@@ -35,6 +37,6 @@ __all__ = [
     "publish_process",
     "resolve_device",
     "this_process",
-    "verify_same_options",
+    "verify_same",
     "watch",
 ]

@@ -17,7 +17,7 @@ from ..environment import read_switch
 from ..errors import InvalidUsage
 from . import closing, opening, operations
 from .algorithms.executor import AlgorithmExecutor
-from .algorithms.policy import use_policy
+from .algorithms.policy import Policy, agree_on_policy, use_policy
 from .arguments import parse_timeout
 from .barrier import barrier
 from .cuda_queue import CudaQueue
@@ -64,8 +64,14 @@ class Communicator:
         device, local_rank: int = 0, local_size: int | None = None, timeout: float | None = 1800.0, peers=None,
         deterministic: bool = False, native=None,
     ):  # fmt: skip
-        native, device, policy = opening.open_native(engine, unique_id, rank, size, device, native, deterministic)
-        self._initialize(native, engine, device, local_rank, local_size, timeout, policy, peers)
+        native, device = opening.open_native(engine, unique_id, rank, size, device, native)
+        self._initialize(native, engine, device, local_rank, local_size, timeout, Policy(False, 0, {}, {}), peers)
+        try:
+            with self._device_guard():
+                use_policy(self, agree_on_policy(self, bool(deterministic)))
+        except BaseException:
+            self.abort()
+            raise
 
     def _initialize(self, native, engine, device, local_rank, local_size, timeout, policy, peers=None):
         self.engine, self.device, self.peers = engine, device, peers

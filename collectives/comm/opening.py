@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
 import torch
@@ -11,7 +10,6 @@ from .._nccl import SHRINK_ABORT, ArrayCalls, Comm
 from ..environment import check_variables
 from ..errors import InvalidArgument
 from ..torch_compat import cuda_get_device
-from .algorithms.policy import agree_on_policy
 from .arguments import invalid, parse_int, parse_rank, parse_size
 from .engine import Engine, resolve_device
 from .group import open_groups
@@ -21,10 +19,9 @@ from .multinode.topology import group_ranks_by_node
 __all__ = ["inherit", "open_array_calls", "open_native", "ranks_by_node", "shrink", "split"]
 
 
-def open_native(engine, unique_id: bytes, rank: int, size: int, device, native, deterministic):
-    """Return the binding object, the device and the policy; see `Communicator`.
-
-    Blocks until all ranks have come.
+def open_native(engine, unique_id: bytes, rank: int, size: int, device, native):
+    """Return the binding object, the one that is given or a new one, and the device; see
+    `Communicator`. A new one blocks until all ranks have come.
     """
     if not isinstance(engine, Engine):
         raise InvalidArgument(f"engine must come from collectives.comm.engine.get_engine(), not {engine!r}")
@@ -32,19 +29,14 @@ def open_native(engine, unique_id: bytes, rank: int, size: int, device, native, 
     rank = parse_rank(rank, size, "rank", rank=None, name="Communicator")
     check_variables()
     device = resolve_device(engine, device)
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        if native is None and device.type == "cuda":
+    if native is None and device.type == "cuda":
+        config = {"blocking": 1} if engine.library.has("ncclCommInitRankConfig") else None
+        with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # creates torch's CUDA context, which NCCL then uses
-            config = {"blocking": 1} if engine.library.has("ncclCommInitRankConfig") else None
             native = engine.library.comm_init_rank(size, unique_id, rank, config=config)
-        elif native is None:
-            native = engine.library.comm_init_rank(size, unique_id, rank)
-        try:
-            policy = agree_on_policy(native, engine.name, device, bool(deterministic))
-        except BaseException:
-            native.abort()
-            raise
-    return native, device, policy
+    elif native is None:
+        native = engine.library.comm_init_rank(size, unique_id, rank)
+    return native, device
 
 
 def open_array_calls(comm):

@@ -47,47 +47,36 @@ _log = logging.getLogger("collectives")
 
 
 class StatusStore:
-    """The ranks' status in a torch store: call numbers, and the failure that aborted a rank.
+    """The ranks' status in a torch store: call numbers, and the failure that aborted a rank."""
 
-    `store`: torch's own is referenced weakly, since it closes its port when the process group is
-    destroyed.
-    """
-
-    def __init__(self, store: dist.Store, prefix: str, *, weak: bool = False):
-        self._store = weakref.ref(store) if weak else lambda: store
+    def __init__(self, store: dist.Store | None, prefix: str):
+        self._store = store  # None where it is closed
         self._prefix = prefix
 
     def with_prefix(self, name: str) -> StatusStore:
         """Return a status store with its own prefix, for a communicator made from this one."""
-        child = StatusStore.__new__(StatusStore)
-        child._store, child._prefix = self._store, f"{self._prefix}/{name}"
-        return child
+        return StatusStore(self._store, f"{self._prefix}/{name}")
 
     def set(self, key: str, value) -> None:
         """Set a key; does nothing where the store is closed."""
-        store = self._store()
-        if store is not None:
+        if self._store is not None:
             try:
-                store.set(f"{self._prefix}/{key}", json.dumps(value))
+                self._store.set(f"{self._prefix}/{key}", json.dumps(value))
             except RuntimeError:
-                self._store = _closed_store
+                self._store = None
 
     def get(self, key: str):
         """Return the value of a key; None where it is not set or the store is closed."""
-        store = self._store()
+        store = self._store
         try:
             if store is None or not store.check([f"{self._prefix}/{key}"]):
                 return None
             return json.loads(store.get(f"{self._prefix}/{key}"))
         except RuntimeError:  # its server has ended; torch writes a stack for each further try
-            self._store = _closed_store
+            self._store = None
         except ValueError:
             pass
         return None
-
-
-def _closed_store() -> None:
-    """Stand in for the reference to a store that is closed."""
 
 
 class _WatchedComm:

@@ -11,7 +11,7 @@ import struct
 
 import torch
 
-from ..comm.consensus import RankOptions
+from ..comm.consensus import ComparedValue, verify_same
 from ..cuda_state import has_completed
 from ..errors import Mismatch
 
@@ -33,7 +33,7 @@ class HyperparameterCheck:
 
     def __init__(self):
         self._values: list = []
-        self._fingerprint: RankOptions | None = None
+        self._compared_value: ComparedValue | None = None
         self._compared = None  # the communicator of the last comparison that blocked
         self._own = self._gathered = self._on_host = self._copied = None
 
@@ -49,9 +49,9 @@ class HyperparameterCheck:
         changed = values != self._values
         if changed:
             named = {f"{key} of group {at}": value for at, each in enumerate(values) for key, value in each.items()}
-            self._values, self._fingerprint = values, RankOptions(named)
+            self._values, self._compared_value = values, ComparedValue(named.items())
         if comm._on_host or self._compared is not comm:
-            self._fingerprint.verify_same(comm, _PROBLEM, _CURE, Mismatch)
+            verify_same(comm, _PROBLEM, self._compared_value, _CURE)
             self._compared, self._own = comm, None
         elif not torch.cuda.is_current_stream_capturing():
             self._check_last(comm)
@@ -68,7 +68,7 @@ class HyperparameterCheck:
             self._copied = None
             changed = True
         if changed:  # filled by value: a copy from the host would wait
-            self._own[0].fill_(self._fingerprint.digest)
+            self._own[0].fill_(self._compared_value.digest)
             self._own[1].fill_(struct.unpack("q", struct.pack("d", self._first_lr()))[0])
         comm.all_gather(self._gathered, self._own, algorithm="native")
         if self._copied is None:

@@ -17,7 +17,7 @@ import weakref
 import torch
 
 from ..comm.communicator import Communicator
-from ..comm.consensus import verify_same_options
+from ..comm.consensus import verify_same
 from ..compression import Bucket, Compressor, NoCompression, Scaling
 from ..errors import CollectivesError, InvalidUsage
 from ..parameter_names import ParameterNames, find_ddp
@@ -187,7 +187,10 @@ class GradReducer:
         if comm not in self._verified:
             self.buckets.check_world_size(comm.size)
             if self.describe_options is not None:
-                verify_same_options(comm, self.describe_options())
+                verify_same(
+                    comm, "the ranks' HookStates differ", self.describe_options(),
+                    "give all ranks the same arguments, and the same COLLECTIVES_* variables",
+                )  # fmt: skip
             self._verified.add(comm)
         self.buckets.warn_unmatched(self.compressor)
 

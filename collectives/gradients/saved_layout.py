@@ -14,8 +14,7 @@ import weakref
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..comm.consensus import RankOptions
-from ..errors import Mismatch
+from ..comm.consensus import verify_same
 from ..parameter_names import ParameterNames
 
 __all__ = ["SavedBuckets"]
@@ -147,10 +146,10 @@ class SavedBuckets:
         layout = None if found is None else found.layout
         saved = "none" if layout is None else f"{len(layout)} from {layout[0][0]:.24} ({_digest(layout)})"
         here = f"{len(own)} from {own[0]!s:.24} ({_digest(own)})"
-        RankOptions({"saved buckets of this module": saved, "names of its first bucket": here}).verify_same(
+        verify_same(
             comm, "the ranks would go on in different buckets",
+            {"saved buckets of this module": saved, "names of its first bucket": here},
             "load on all ranks what they saved at one moment of one run, and register the modules' hooks in one order",
-            Mismatch,
         )  # fmt: skip
         if found is not None:
             found.claimed = True

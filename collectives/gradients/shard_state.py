@@ -8,12 +8,12 @@ bucket, the fields of `ShardSpec`, the parameter's strides).
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
 
-from ..errors import InvalidArgument, InvalidUsage
+from ..comm.consensus import verify_same
+from ..errors import InvalidArgument, InvalidUsage, Mismatch
 from ..optimizer_state import HALF_DTYPES, init_step_count, new_state_tensor, state_dtype
 from .shard_spec import ShardSpec, flat_view
 
@@ -66,28 +66,27 @@ def reshard_state(comm, optimizer, bucket_state) -> None:
     """Bring the state of a bucket's parameters into the bucket's layout.
 
     A collective: all ranks do, or all raise. Raises `InvalidArgument` for state that doesn't fit
-    the parameters, and `InvalidUsage` where the ranks' states don't belong together.
+    the parameters, and `Mismatch` where the ranks' states don't belong together.
     """
     params, spec = bucket_state.params, bucket_state.spec
     states = [optimizer.state[param] for param in params]
     wrong = None
-    described = []
+    described = {}
     for at, (param, state) in enumerate(zip(params, states, strict=True)):
+        name = bucket_state.name(at)
         try:
-            described.append(_describe(param, state, spec, bucket_state.name(at)))
+            described[name] = _describe(param, state, spec, name)
         except InvalidArgument as error:
             wrong = wrong or error
-    if comm.size > 1:
-        checksum = zlib.crc32(repr((spec[:3], described)).encode())
-        facts = torch.tensor([checksum, -checksum, wrong is not None], dtype=torch.int64).to(comm.device)
-        comm.all_reduce(facts, "max")
-        most, least, any_wrong = facts.tolist()
-        if wrong is None and (any_wrong or most != -least):
-            raise InvalidUsage(
-                "the ranks' optimizer states don't belong together"
-                + (", as another rank has found" if any_wrong else "")
-                + ": load the same full state on all ranks, or on each rank its own shard of the same moment"
-            )
+    try:
+        verify_same(
+            comm, "the ranks' optimizer states don't belong together",
+            {"what is wrong": wrong and wrong.message, "the bucket": spec[:3], **described},
+            "load the same full state on all ranks, or on each rank its own shard of the same moment",
+        )  # fmt: skip
+    except Mismatch:
+        if wrong is None:
+            raise
     if wrong is not None:
         raise wrong
     for at, (param, state) in enumerate(zip(params, states, strict=True)):

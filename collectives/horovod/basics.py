@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ..comm.communicator import Communicator
+from ..comm.consensus import verify_same
 from ..comm.engine import engines
 from ..comm.malloc import keep_freed_memory
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, Mismatch
 from ..recorder import recording
 from ..rendezvous import world as job
 from ..rendezvous.control import dup_on_host
@@ -73,7 +74,7 @@ class World:
         self.process_sets: dict[int, ProcessSet] = {}
         self._controllers: dict[int, Controller] = {}
         self._stall_inspector = StallInspector(settings, self.rank)
-        # Process sets are split off this communicator, and nothing else uses it.
+        # Process sets are split off this communicator, and their ranks compared by it. Nothing else uses it.
         self.admin = dup_on_host(comm, seconds)
         self._next_id = 0
 
@@ -135,15 +136,13 @@ class World:
 
     def _verify_same_ranks(self, ranks: list[int]) -> None:
         """Raise `ValueError` on all ranks where the ranks name different process sets."""
-        mine = torch.tensor([r in ranks for r in range(self.size)], dtype=torch.uint8)
-        most, least = mine.clone(), mine
-        self.admin.all_reduce(most, "max")
-        self.admin.all_reduce(least, "min")
-        if not torch.equal(most, least):
-            raise ValueError(
-                f"the ranks name different process sets, here {ranks}: all ranks of the job must call this, in the "
-                "same order"
-            )
+        try:
+            verify_same(
+                self.admin, "the ranks name different process sets", ranks,
+                "all ranks of the job must call this, in the same order",
+            )  # fmt: skip
+        except Mismatch as error:
+            raise ValueError(error.message) from None
 
     # ---- The end.
 

@@ -1,12 +1,12 @@
 """Broadcasts of parameters, optimizer state and objects before a training; gathers of objects.
 
-Objects are pickled, as in Horovod, and unpickling runs code. The data comes from the same program's
-other ranks, which the same user has started. Nothing else is unpickled.
+A user's objects are pickled, as in Horovod, and unpickling runs code. The data comes from the same
+program's other ranks, which the same user has started. Nothing else is unpickled: descriptions of
+parameters, which the ranks compare, are JSON.
 """
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..comm.consensus import ComparedValue, verify_same
+from ..errors import Mismatch
 from ..torch_compat import tree_map
 from .basics import current
 from .messages import DTYPE_NAMES
-from .operations import allgather_async, broadcast_async_, synchronize
+from .operations import ReduceOp, allgather_async, allreduce_async_, broadcast_async_, synchronize
 from .process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -30,7 +32,6 @@ __all__ = [
 ]
 
 _MAX_INLINE = 1024  # bytes; CPU tensors up to this size (step counts) are sent inside of the pickled structure
-_MAX_DIFFERENCES = 5  # of one message
 
 
 # ---- Objects.
@@ -150,33 +151,38 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {DTYPE_NAMES[tensor.dtype]} on {tensor.device.type}"
 
 
+class NegotiatedComm:
+    """A process set, with the calls of a `Communicator` that `comm.consensus` makes.
+
+    They are negotiated like the user's operations, in the order of the ranks' calls, because other
+    threads' operations may be under way. Raises `HorovodInternalError` as these do.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, process_set: ProcessSet):
+        self._process_set = process_set
+        self.rank = process_set.rank()
+        self.size = process_set.size()
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, *, algorithm: str) -> None:
+        synchronize(allreduce_async_(tensor, op=ReduceOp[op.capitalize()], process_set=self._process_set, _waits=True))
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, *, algorithm: str) -> None:
+        out.copy_(synchronize(allgather_async(inp, None, self._process_set, _waits=True)))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        root_rank = self._process_set.ranks[root]
+        synchronize(broadcast_async_(tensor, root_rank, None, self._process_set, _waits=True))
+
+
 def _verify_same(what: str, described: list[tuple[str, str]], process_set: ProcessSet) -> None:
     """Raise `ValueError` on all ranks where their lists of (name, description) differ."""
-    digest = hashlib.sha256(repr(described).encode()).digest()
-    rows = synchronize(allgather_async(_to_tensor(digest)[None], None, process_set, _waits=True))
-    if bool((rows == rows[0]).all()):
-        return
-    lists = allgather_object(described, None, process_set)
-    first = process_set.ranks[0]
-    for rank, theirs in zip(process_set.ranks[1:], lists[1:], strict=True):
-        if theirs != lists[0]:
-            raise ValueError(
-                f"{what}: ranks {first} and {rank} don't have the same: {_describe_differences(lists[0], theirs)}"
-            )
-
-
-def _describe_differences(ours: list, theirs: list) -> str:
-    mine, other = dict(ours), dict(theirs)
-    found = [f"{name!r} is {form} and {other[name]}" for name, form in ours if other.get(name, form) != form]
-    found += [f"{name!r} is on the first alone" for name in mine if name not in other]
-    found += [f"{name!r} is on the second alone" for name in other if name not in mine]
-    if not found:
-        pairs = zip(ours, theirs, strict=False)
-        at = next((i for i, (one, two) in enumerate(pairs) if one != two), min(len(ours), len(theirs)))
-        found = [f"the order, from number {at} on, or how often a name is there"]
-    return "; ".join(found[:_MAX_DIFFERENCES]) + (
-        f"; and {len(found) - _MAX_DIFFERENCES} more" if len(found) > _MAX_DIFFERENCES else ""
-    )
+    text = f"{what}: the ranks don't have the same"
+    try:
+        verify_same(NegotiatedComm(process_set), text, ComparedValue(described), ranks=process_set.ranks)
+    except Mismatch as error:
+        raise ValueError(error.message) from None
 
 
 def _broadcast_tensors(tensors: list[torch.Tensor], names: list[str], root_rank: int, process_set: ProcessSet) -> None:

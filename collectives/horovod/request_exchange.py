@@ -1,4 +1,8 @@
-"""Request exchange: gathers new requests of all ranks, once a cycle, by an all-gather or two."""
+"""Request exchange: gathers new requests of all ranks, once a cycle, by an all-gather or two.
+
+It has a format of its own and not `comm.consensus`'s, since a cycle is a part of each operation: in
+the steady state the row alone travels, with the ids of known requests, and nothing is encoded.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
 """Rendezvous: how ranks find each other, and the communicators that are opened over them.
 
-`join` selects the rendezvous that brings the unique id from rank 0 to the other ranks: over a torch
-store (`store`, `tcp_store`), by the job's name (`by_name`), or over MPI (`mpi`). `peers` has the
-records that the ranks exchange. `world` opens the communicator of the whole job, `process_groups`
-those of torch's process groups, and `control` small ones on host memory over the ranks of another
+`join` selects how the ranks exchange the records that bring the unique id from rank 0 to the other
+ranks: over a torch store (`store`, `tcp_store`), by the job's name (`by_name`), or over MPI
+(`mpi`). `peers` has the records and the outcome, `job_store` the store that outlives it, and `open`
+opens a communicator over it. `world` has the communicator of the whole job, `process_groups` those
+of torch's process groups, and `control` small ones on host memory over the ranks of another
 communicator.
 """
 
 from .control import bootstrap_on_host, dup_on_host, open_control
 from .join import identify_process, join_over_store, join_rendezvous
+from .open import open_communicator
 from .peers import PeerInfo, Rendezvous
 from .process_groups import (
     drop_communicator,
@@ -35,5 +37,6 @@ __all__ = [
     "init_process_group",
     "join_over_store",
     "join_rendezvous",
+    "open_communicator",
     "open_control",
 ]

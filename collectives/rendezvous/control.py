@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import torch
 
 from ..comm.communicator import Communicator
+from ..comm.consensus import all_gather_bytes
 from ..comm.engine import get_engine
-from ..comm.multinode.comm import open_multinode
 from ..comm.waiting import log_while_waiting
-from ..errors import CollectiveTimeout
-from .peers import RECORD_BYTES, Participant, needs_multinode_comm, validate
-from .persistent_store import attach_store, make_record_with_store
+from .open import open_communicator
+from .peers import Participant
 
 __all__ = ["bootstrap_on_host", "dup_on_host", "open_control"]
 
@@ -62,30 +60,12 @@ def bootstrap_on_host(comm: Communicator, seconds: float | None = None) -> Commu
     seconds = seconds or comm.timeout or _OPEN_TIMEOUT_S
     deadline = time.monotonic() + seconds
     participant = Participant(comm.rank, comm.size, engine, torch.device("cpu"))
-    record, server = make_record_with_store(participant)
-    mine = torch.frombuffer(bytearray(record.ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8).to(comm.device)
-    everyone = torch.empty(comm.size * RECORD_BYTES, dtype=torch.uint8, device=comm.device)
-    with log_while_waiting(
-        "to open a communicator on host memory", comm.rank, seconds, lambda: _find_missing_ranks(comm)
-    ):
-        work = comm.all_gather(everyone, mine, algorithm="native", async_op=True)
-        if not comm._queue.wait_blocking(work._pending_op, seconds):
-            raise CollectiveTimeout(
-                f"not all ranks came within {seconds:g} s to open a communicator on host memory", op="init",
-                rank=comm.rank,
-            )  # fmt: skip
-        work.wait()
-        slots = everyone.cpu().view(comm.size, RECORD_BYTES)
-        records = [bytes(slot.tolist()).rstrip(b"\0") for slot in slots]
-        rendezvous, native = validate(records, participant), None
-        left = max(1.0, deadline - time.monotonic())
-        engine.library.set_init_timeout(left)
-        if needs_multinode_comm(rendezvous, engine.name):
-            rendezvous = attach_store(rendezvous, json.loads(records[0])["store"], server, deadline)
-            engine, native = open_multinode(engine, rendezvous, comm.rank, left)
-        return Communicator(
-            engine, rendezvous.unique_id, comm.rank, comm.size, device="cpu", local_rank=rendezvous.local_rank,
-            local_size=rendezvous.local_size, timeout=comm.timeout, peers=rendezvous.peers, native=native,
+    what = "to open a communicator on host memory"
+    with log_while_waiting(what, comm.rank, seconds, lambda: _find_missing_ranks(comm)):
+        records = all_gather_bytes(comm, participant.make_record(), seconds=seconds, purpose=what)
+        return open_communicator(
+            participant.complete(records, deadline), engine, device="cpu",
+            seconds=max(1.0, deadline - time.monotonic()), timeout=comm.timeout,
         )  # fmt: skip
 
 

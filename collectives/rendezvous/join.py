@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from dataclasses import replace
 from hashlib import sha256
@@ -23,11 +22,11 @@ from ..errors import InvalidArgument, InvalidUsage
 from ..launcher import Identity, detect_launcher
 from ..torch_compat import default_store
 from . import mpi
-from .by_name import join_by_name
+from .by_name import exchange_by_name, rendezvous_by_name
 from .failure_record import record_last_exception
 from .peers import Participant, Rendezvous
 from .store import StoreRendezvous
-from .tcp_store import join_over_tcp
+from .tcp_store import exchange_over_tcp
 
 __all__ = ["identify_process", "join_over_store", "join_rendezvous"]
 
@@ -70,11 +69,12 @@ def join_rendezvous(
     """
     deadline = _deadline_of(timeout)
     job = _digest_of(identity.job_key)
-    participant = Participant(identity.rank, identity.size, engine, device, job, hierarchical)
+    participant = Participant(identity.rank, identity.size, engine, device, job, hierarchical, *_store_place(identity))
     if participant.size == 1:
-        return Rendezvous(engine.library.get_unique_id(), (participant.describe(),), 0, 1)
+        return Rendezvous(engine.library.get_unique_id(), (participant.describe(),), 0, 0, 1)
     record_last_exception()
     prefix = f"collectives/init/{generation}/{identity.restart}"
+    name = b"\0".join((identity.job_key or b"", b"%d" % generation, b"%d" % identity.restart))
     if dist.is_available() and dist.is_initialized():
         numbers = dist.get_rank(), dist.get_world_size()
         if numbers != (participant.rank, participant.size):
@@ -85,18 +85,21 @@ def join_rendezvous(
             )
         publish_process()
         store = default_store()
+        participant.master, participant.agent_port = _store_place(identity, store)
         exits = RankExits(store, range(participant.size))
-        rendezvous = _join_over_persistent(store, prefix, participant, deadline, timeout, exits)
+        records = _exchange_over_torch(store, prefix, participant, deadline, timeout, exits)
     elif identity.master_addr is not None:
-        rendezvous = join_over_tcp(identity, prefix, participant, deadline, timeout)
+        records = exchange_over_tcp(identity, prefix, participant, deadline, timeout)
     elif identity.is_single_node and identity.job_key is not None:
-        name = b"\0".join((identity.job_key, b"%d" % generation, b"%d" % identity.restart))
-        rendezvous = join_by_name(name, participant, timeout)
+        participant.master = "localhost"
+        if engine.library.is_host and not read_host_id():
+            return rendezvous_by_name(name, participant, engine)
+        records = exchange_by_name(name, participant, timeout)
     else:
-        rendezvous = mpi.join_over_mpi(mpi.import_mpi(identity), participant, generation, deadline, timeout)
+        records = mpi.exchange_over_mpi(mpi.import_mpi(identity), participant, generation, deadline, timeout)
+    rendezvous = participant.complete(records, deadline)
     if identity.local_rank is not None and identity.local_size is not None and not read_host_id():
         rendezvous = replace(rendezvous, local_rank=identity.local_rank, local_size=identity.local_size)
-    _limit_engine_init(engine, deadline, timeout)
     return rendezvous
 
 
@@ -121,51 +124,39 @@ def join_over_store(
     """
     deadline = _deadline_of(timeout)
     record_last_exception()
-    participant = Participant(rank, size, engine, device)
-    rendezvous = _join_over_persistent(store, prefix, participant, deadline, timeout, exits, purpose)
-    _limit_engine_init(engine, deadline, timeout)
-    return rendezvous
+    participant = Participant(rank, size, engine, device, "", None, *_store_place(identify_process(), store))
+    records = _exchange_over_torch(store, prefix, participant, deadline, timeout, exits, purpose)
+    return participant.complete(records, deadline)
 
 
-def _join_over_persistent(
+def _exchange_over_torch(
     store: dist.Store, prefix: str, participant: Participant, deadline: float, timeout: float, exits: RankExits | None,
     purpose: str = "",
-) -> Rendezvous:  # fmt: skip
-    """Join over torch.distributed's store, which outlives the rendezvous.
-
-    So a communicator may hold it.
-    """
-    where = "torch.distributed's store"
-    host = _find_host_of(store)
+) -> list[bytes]:  # fmt: skip
+    """Exchange the ranks' records over torch.distributed's store."""
     store = dist.PrefixStore(prefix, store)
-    pending = StoreRendezvous(store, participant, deadline, timeout, where, host=host, persistent=True, exits=exits)
+    pending = StoreRendezvous(store, participant, deadline, timeout, "torch.distributed's store", exits=exits)
     pending.purpose = purpose or pending.purpose
-    return pending.join()
+    return pending.exchange()
 
 
-def _find_host_of(store: dist.Store) -> str:
-    """Return the host name of a store, or "" where it isn't known.
+def _store_place(identity: Identity, store: dist.Store | None = None) -> tuple[str, int | None]:
+    """Return a participant's ``master`` and ``agent_port``; ``store``: torch.distributed's.
 
-    Mostly rank 0's node serves it.
+    Mostly rank 0's node serves torch's store, so its host is one through which the ranks reach each
+    other.
     """
+    if identity.agent_store:
+        return identity.master_addr, identity.master_port
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return getattr(store, "host", "") or os.environ.get("MASTER_ADDR", "")
+    return getattr(store, "host", "") or identity.master_addr or "", None
 
 
 def _deadline_of(timeout: float) -> float:
     if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
         raise InvalidArgument(f"timeout={timeout!r}: it has to be a number of seconds above 0")
     return time.monotonic() + timeout
-
-
-def _limit_engine_init(engine: Engine, deadline: float, timeout: float) -> None:
-    """Limit the engine's init to the rest of the time.
-
-    All ranks have come now, or the init alone waits for them.
-    """
-    if engine.library.is_host:
-        engine.library.set_init_timeout(max(deadline - time.monotonic(), min(timeout, 5.0)))
 
 
 def _digest_of(job_key: bytes | None) -> str:

@@ -10,11 +10,10 @@ from typing import Any
 from ..comm.waiting import format_ranks
 from ..errors import CollectiveTimeout, InvalidArgument, InvalidUsage
 from ..launcher import Identity
-from .peers import RECORD_BYTES, Participant, Rendezvous, needs_store, raise_posted_failure, validate
-from .persistent_store import attach_store, make_record_with_store
+from .peers import RECORD_BYTES, Participant, raise_posted_failure
 from .store import GRACE_S
 
-__all__ = ["find_running_mpi", "import_mpi", "join_over_mpi"]
+__all__ = ["exchange_over_mpi", "find_running_mpi", "import_mpi"]
 
 _TAG = 0x4343
 
@@ -50,8 +49,10 @@ def import_mpi(identity: Identity) -> Any:
     )
 
 
-def join_over_mpi(mpi: Any, participant: Participant, generation: int, deadline: float, timeout: float) -> Rendezvous:
-    """Exchange the records over an mpi4py ``COMM_WORLD``, as bytes, and validate them.
+def exchange_over_mpi(
+    mpi: Any, participant: Participant, generation: int, deadline: float, timeout: float
+) -> list[bytes]:
+    """Exchange the ranks' records over an mpi4py ``COMM_WORLD``, as bytes.
 
     ``mpi``: the module ``mpi4py.MPI``; ``generation``: see `join.join_rendezvous`; ``timeout``: the
     seconds up to ``deadline``, for messages. Blocks until all ranks have come or the time is over.
@@ -65,7 +66,7 @@ def join_over_mpi(mpi: Any, participant: Participant, generation: int, deadline:
             op="init",
             rank=rank,
         )
-    record, server = make_record_with_store(participant)
+    record = participant.make_record()
     if rank != 0:
         answer = bytearray(2 * RECORD_BYTES * (size + 1))  # records inside JSON: twice their bytes at most
         sent = comm.Isend([record, mpi.BYTE], 0, tag)
@@ -90,10 +91,7 @@ def join_over_mpi(mpi: Any, participant: Participant, generation: int, deadline:
     fields = json.loads(bytes(answer).rstrip(b"\0"))
     if "kind" in fields:
         raise_posted_failure(json.dumps(fields).encode(), rank)
-    rendezvous = validate([text.encode() for text in fields["records"]], participant)
-    if not needs_store(rendezvous, participant.engine.name):
-        return rendezvous
-    return attach_store(rendezvous, json.loads(fields["records"][0])["store"], server, deadline)
+    return [text.encode() for text in fields["records"]]
 
 
 def _wait_for(requests: dict[int, Any], until: float) -> list[int]:

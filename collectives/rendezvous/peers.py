@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
@@ -17,9 +19,10 @@ import torch.distributed as dist
 
 from ..comm.engine import Engine
 from ..comm.liveness import this_process
-from ..comm.multinode.topology import group_ranks_by_node, identify_node
+from ..comm.multinode.topology import find_own_address, group_ranks_by_node, identify_node
 from ..comm.waiting import format_ranks
 from ..errors import CollectiveTimeout, InvalidUsage, RemoteError, TransportError
+from .job_store import connect_to_store, serve_store
 
 __all__ = [
     "RECORD_BYTES",
@@ -27,7 +30,6 @@ __all__ = [
     "PeerInfo",
     "Rendezvous",
     "needs_multinode_comm",
-    "needs_store",
     "parse_record",
     "raise_posted_failure",
     "validate",
@@ -69,18 +71,27 @@ class PeerInfo:
 class Rendezvous:
     """The outcome of a rendezvous: the unique id (128 bytes) for this rank's init, and the ranks.
 
-    ``store``: a store that outlives the rendezvous, where the communicator needs one (see
-    `needs_store`); ``store_host``: the host of that store, "" where that isn't known; ``server``:
-    in the process that serves the store, the object that keeps it alive.
+    ``store``: the job's store (see `job_store`), where the communicator needs one; ``store_host``:
+    its host.
     """
 
     unique_id: bytes
     peers: tuple[PeerInfo, ...]
+    rank: int
     local_rank: int
     local_size: int
     store: dist.Store | None = field(default=None, compare=False)
     store_host: str = ""
-    server: object = field(default=None, compare=False)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.peers)
+
+    @property
+    def name(self) -> str:
+        """The communicator's prefix in the store, which no other communicator has."""
+        return sha256(self.unique_id).hexdigest()[:16]
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -91,13 +102,14 @@ class Rendezvous:
 # ---- Records.
 
 
-@dataclass(frozen=True)
+@dataclass
 class Participant:
     """This rank's side of a rendezvous.
 
     ``job``: a digest of the job's name, by which a second process with this rank's number is
     distinguished from a rank of another job; ``hierarchical``: False where the host engine must not
-    connect several nodes.
+    connect several nodes; ``master``: a host through which the ranks reach each other, "" for
+    MASTER_ADDR's; ``agent_port``: the port there of torchrun's agent's store, None without one.
     """
 
     rank: int
@@ -106,6 +118,9 @@ class Participant:
     device: object = None
     job: str = ""
     hierarchical: bool | None = None
+    master: str = ""
+    agent_port: int | None = None
+    _served: dist.Store | None = field(default=None, init=False)  # rank 0's, until `complete`
 
     def describe(self) -> PeerInfo:
         """Describe this process."""
@@ -114,13 +129,38 @@ class Participant:
         return PeerInfo(self.rank, host, boot_id, os.getpid(), device, namespace, _uuid_of(self.device), this_process())
 
     def make_record(self) -> bytes:
-        """Make the record that the other ranks get. Rank 0 makes the unique id here."""
+        """Make the record that the other ranks get. Rank 0 makes the unique id here, and serves the
+        job's store.
+        """
         fields: dict[str, Any] = {
             "size": self.size, "engine": self.engine.name, "job": self.job, **vars(self.describe())
         }  # fmt: skip
         if self.rank == 0:
             fields["unique_id"] = self.engine.library.get_unique_id().hex()
+            if self.agent_port is None:
+                self._served = serve_store()
+                fields["store"] = [find_own_address(self.master), self._served.port]
+            else:
+                fields["store"] = [self.master, self.agent_port]
         return json.dumps(fields).encode()
+
+    def complete(self, data: Iterable[bytes], deadline: float) -> Rendezvous:
+        """Return the outcome of a rendezvous, from the ranks' records.
+
+        Connects to the job's store where the communicator needs one: one over several nodes without
+        GPUs, and NCCL's for its watchdog. Raises as `validate`, and ``TransportError`` where the
+        store can't be reached.
+        """
+        data = list(data)
+        rendezvous = validate(data, self)
+        store, self._served = self._served, None
+        if not (needs_multinode_comm(rendezvous, self.engine.name) or (self.engine.name == "nccl" and self.size > 1)):
+            return rendezvous
+        host, port = parse_record(data[0], 0)["store"]
+        if store is None:
+            here = rendezvous.peers[0].node == rendezvous.peers[self.rank].node and self.agent_port is None
+            store = connect_to_store("localhost" if here else host, port, deadline - time.monotonic())
+        return replace(rendezvous, store=store, store_host=host)
 
 
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -154,6 +194,8 @@ def parse_record(data: bytes, rank: int) -> dict[str, Any]:
     if good and rank == 0:
         text = fields.get("unique_id")
         good = isinstance(text, str) and len(text) == 2 * _ID_BYTES and set(text) <= set("0123456789abcdef")
+        place = fields.get("store")
+        good = good and isinstance(place, list) and [type(each) for each in place] == [str, int]
     if not good or fields["rank"] != rank:
         raise TransportError(f"this is no record of rank {rank}: {data[:80]!r}", op="init", peers=(rank,))
     return fields
@@ -213,7 +255,7 @@ def validate(data: Iterable[bytes], participant: Participant) -> Rendezvous:
         _verify_gpus_differ(peers, participant)
     local_ranks = next(ranks for ranks in nodes if participant.rank in ranks)
     unique_id = bytes.fromhex(records[0]["unique_id"])
-    return Rendezvous(unique_id, peers, local_ranks.index(participant.rank), len(local_ranks))
+    return Rendezvous(unique_id, peers, participant.rank, local_ranks.index(participant.rank), len(local_ranks))
 
 
 def _verify_gpus_differ(peers: tuple[PeerInfo, ...], participant: Participant) -> None:
@@ -247,11 +289,3 @@ def _group_ranks(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
 def needs_multinode_comm(rendezvous: Rendezvous, engine: str) -> bool:
     """Return whether the ranks' communicator is one over several nodes without GPUs."""
     return engine == "host" and len(rendezvous.nodes) > 1
-
-
-def needs_store(rendezvous: Rendezvous, engine: str) -> bool:
-    """Return whether the ranks' communicator uses a store that outlives the rendezvous.
-
-    A communicator over several nodes without GPUs does, and the watchdog of NCCL's.
-    """
-    return needs_multinode_comm(rendezvous, engine) or (engine == "nccl" and len(rendezvous.peers) > 1)

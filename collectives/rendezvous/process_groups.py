@@ -13,13 +13,12 @@ import torch.distributed as dist
 from ..comm.communicator import Communicator
 from ..comm.engine import get_engine
 from ..comm.liveness import RankExits, publish_process
-from ..comm.multinode.comm import open_multinode
 from ..comm.waiting import first_line
-from ..comm.watchdog import StatusStore, watch
 from ..errors import InvalidUsage, TransportError
 from ..torch_compat import default_store, open_process_groups
+from .job_store import share_store
 from .join import identify_process, join_over_store
-from .peers import needs_multinode_comm
+from .open import open_communicator, remaining_seconds
 from .world import init
 
 __all__ = [
@@ -40,8 +39,8 @@ def init_process_group(backend: str | None = None, *, comm: Communicator | None 
 
     With MASTER_ADDR and MASTER_PORT, which torchrun sets, it is
     ``torch.distributed.init_process_group(backend, **options)``. mpirun and srun set no RANK, no
-    MASTER_ADDR, or neither: there rank 0 serves a torch store on a free port, and broadcasts the
-    port over `comm` (None: the communicator of `init()`). Blocks until all ranks have come. Raises
+    MASTER_ADDR, or neither: there rank 0 serves a torch store on a free port, and the ranks
+    get the port over `comm` (None: the communicator of `init()`). Blocks until all ranks have come. Raises
     as `init()` and torch do.
     """
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
@@ -51,14 +50,8 @@ def init_process_group(backend: str | None = None, *, comm: Communicator | None 
     comm = init() if comm is None else comm
     is_single_node = comm.local_size == comm.size
     address = "127.0.0.1" if is_single_node or comm.peers is None else comm.peers[0].host
-    port = torch.zeros(1, dtype=torch.int64, device=comm.device)
-    store = None
-    if comm.rank == 0:
-        store = dist.TCPStore(address, 0, comm.size, is_master=True, wait_for_workers=False)
-        port[0] = store.port
-    comm.broadcast(port, root=0)
-    if store is None:
-        store = dist.TCPStore(address, int(port), comm.size, is_master=False)
+    store, name = share_store(comm, address)
+    store = dist.PrefixStore(name, store)
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, **options)
 
 
@@ -126,16 +119,9 @@ def get_communicator(group, device: torch.device) -> Communicator:
             "ranks do at its first use",
             exits=RankExits(store, dist.get_process_group_ranks(group)),
         )  # fmt: skip
-        native = None
-        if needs_multinode_comm(rendezvous, engine.name):
-            engine, native = open_multinode(engine, rendezvous, rank, max(1.0, deadline - time.monotonic()))
-        comm = Communicator(
-            engine, rendezvous.unique_id, rank, size, device=device,
-            local_rank=rendezvous.local_rank, local_size=rendezvous.local_size, timeout=timeout, peers=rendezvous.peers,
-            native=native,
-        )  # fmt: skip
-        if engine.device_type != "cpu":
-            watch(comm, StatusStore(store, f"{prefix}/{number}/watch", weak=True))
+        comm = open_communicator(
+            rendezvous, engine, device=device, seconds=remaining_seconds(deadline, timeout), timeout=timeout
+        )
         _communicators[key] = (weakref.ref(group), comm)
         return comm
 

@@ -14,15 +14,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from ..comm.liveness import RankExits, describe_exit, has_ended
 from ..comm.waiting import RankWait, call_with_timeout, first_line
 from ..errors import CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError, TransportError
-from .peers import Participant, Rendezvous, needs_store, parse_record, raise_posted_failure, validate
-from .persistent_store import connect_to_store, serve_store
+from .peers import Participant, parse_record, raise_posted_failure
 
 __all__ = ["GRACE_S", "StoreRendezvous"]
 
@@ -38,16 +37,14 @@ class StoreRendezvous:
 
     ``store``: with a prefix of this rendezvous' own; ``deadline``: on ``time.monotonic``'s clock;
     ``timeout``: the seconds that it was, for messages; ``where``: the name of the store in
-    messages; ``server``: the rank whose process serves the store, if a rank's does; ``host``: the
-    store's host; ``persistent``: whether the store outlives the rendezvous. If it doesn't and the
-    communicator needs a store, rank 0 serves another one on a port of its own. ``stale`` becomes
-    True if the store was closed before the serving rank had come: then it was an older one of that
-    process. ``purpose``: what the ranks come for, for messages; ``exits``: how ranks that haven't
-    come have ended.
+    messages; ``server``: the rank whose process serves the store, if a rank's does. ``stale``
+    becomes True if the store was closed before the serving rank had come: then it was an older one
+    of that process. ``purpose``: what the ranks come for, for messages; ``exits``: how ranks that
+    haven't come have ended.
 
     Keys: ``arrived`` and ``left`` count processes; ``claim/R`` counts those that say they are rank
     R; ``peer/R`` has R's record; ``error`` has the cause for which the rendezvous has failed, which
-    the first rank that finds it sets; ``store_port`` has the port of rank 0's other store.
+    the first rank that finds it sets.
     """
 
     store: dist.Store | None
@@ -57,16 +54,13 @@ class StoreRendezvous:
     where: str = "the store"
     server: int | None = None
     stale: bool = False
-    host: str = ""
-    persistent: bool = False
     purpose: str = "to open the job's communicator"
     exits: RankExits | None = None
     _server_arrived: bool = False
-    _persistent_store: tuple = (None, None)
     _arrived: dict = field(default_factory=dict)  # rank -> its process
 
-    def join(self) -> Rendezvous:
-        """Exchange the records and validate them.
+    def exchange(self) -> list[bytes]:
+        """Exchange the ranks' records, and return them by rank.
 
         Blocks until all ranks have come or the time is over.
         """
@@ -79,17 +73,11 @@ class StoreRendezvous:
                 peers=() if self.server is None else (self.server,),
             )
 
-        store = self.store
         try:
             grace = (2 if self.server == self.participant.rank else 1) * GRACE_S
-            records = call_with_timeout(self._exchange_records, self.deadline + grace, timed_out)
+            return call_with_timeout(self._exchange_records, self.deadline + grace, timed_out)
         finally:
             self.store = None
-        rendezvous = validate(records, self.participant)
-        if not needs_store(rendezvous, self.participant.engine.name):
-            return rendezvous
-        store, server = (store, None) if self.persistent else self._persistent_store
-        return replace(rendezvous, store=store, store_host=self.host, server=server)
 
     def _exchange_records(self, stop: threading.Event) -> list[bytes]:
         """Exchange the ranks' records; rank 0's brings the unique id to the others.
@@ -102,7 +90,6 @@ class StoreRendezvous:
             self.store.add("arrived", 1)
             try:
                 records = self._gather_records(stop)
-                self._persistent_store = self._open_persistent_store(records, stop)
             except BaseException as error:
                 timed_out = isinstance(error, CollectiveTimeout)
                 until = min(time.monotonic() + _LATECOMERS_S, self.deadline) if not timed_out else self.deadline
@@ -186,31 +173,6 @@ class StoreRendezvous:
                 return ended
             time.sleep(0.02)
         return {}
-
-    def _open_persistent_store(self, records: list[bytes], stop: threading.Event) -> tuple:
-        """Return (a store that outlives the rendezvous, its server), or Nones if none is needed."""
-        needed = False
-        with contextlib.suppress(InvalidUsage):  # ranks that don't fit together: `join` raises it on all of them
-            needed = not self.persistent and needs_store(
-                validate(records, self.participant), self.participant.engine.name
-            )
-        if not needed:
-            return None, None
-        if self.participant.rank == 0:
-            server = serve_store()
-            self.store.set("store_port", str(server.port))
-            return server, server
-        rank, size = self.participant.rank, self.participant.size
-        wait = RankWait(
-            "to open a store", rank, size, self.timeout, deadline=self.deadline, exit_reason=self._exit_reason,
-            op="init",
-        )  # fmt: skip
-        while not self.store.check(["store_port"]):
-            self._raise_posted_failure()
-            wait.check(lambda: [0])
-            if stop.wait(0.002):
-                raise CollectiveTimeout("rank 0 did not open a store", op="init", rank=rank, peers=(0,))
-        return connect_to_store(self.host, int(self.store.get("store_port")), self.deadline), None
 
     def _is_client(self) -> bool:
         """Return whether another rank's process serves the store."""

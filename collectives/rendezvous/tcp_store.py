@@ -14,20 +14,20 @@ import torch.distributed as dist
 from ..comm.waiting import RankWait, call_with_timeout, first_line
 from ..errors import CollectivesError, CollectiveTimeout, RemoteError, TransportError
 from ..launcher import Identity
-from .peers import Participant, Rendezvous, parse_record
+from .peers import Participant, parse_record
 from .store import StoreRendezvous
 
-__all__ = ["join_over_tcp"]
+__all__ = ["exchange_over_tcp"]
 
 
-def join_over_tcp(
+def exchange_over_tcp(
     identity: Identity, prefix: str, participant: Participant, deadline: float, timeout: float
-) -> Rendezvous:
-    """Join the rendezvous over the store at the identity's master address.
+) -> list[bytes]:
+    """Exchange the ranks' records over the store at the identity's master address.
 
     Rank 0 serves it, unless an agent does. ``prefix``: of every key; ``timeout``: the seconds up to
-    ``deadline``, for messages. Blocks until all ranks have come. Raises as `StoreRendezvous.join`,
-    and ``TransportError`` for a port that is in use.
+    ``deadline``, for messages. Blocks until all ranks have come. Raises as
+    `StoreRendezvous.exchange`, and ``TransportError`` for a port that is in use.
     """
     address = f"{identity.master_addr}:{identity.master_port}"
     if identity.agent_store:  # it outlives restarts, and a restart may bring another number of ranks
@@ -57,14 +57,11 @@ def join_over_tcp(
         server, where = None, f"another rank 0's store at {address}"
     while True:
         prefixed = dist.PrefixStore(prefix, store)
-        pending = StoreRendezvous(
-            prefixed, participant, deadline, timeout, where, server, host=identity.master_addr,
-            persistent=identity.agent_store,
-        )  # fmt: skip
+        pending = StoreRendezvous(prefixed, participant, deadline, timeout, where, server)
         del prefixed
         del store  # `pending` holds the only reference, and drops it at its end: that closes the port
         try:
-            return pending.join()
+            return pending.exchange()
         except RemoteError:
             if not pending.stale:
                 raise

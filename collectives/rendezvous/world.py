@@ -7,20 +7,15 @@ import threading
 import time
 
 import torch
-import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..comm.engine import Engine, get_engine, parse_device, resolve_device
-from ..comm.multinode.comm import open_multinode
-from ..comm.multinode.nccl_hierarchical import enable_hierarchical
 from ..comm.waiting import log_while_waiting
-from ..comm.watchdog import StatusStore, watch
 from ..cuda_state import set_first_device
 from ..environment import check_variables
 from ..errors import InvalidArgument, InvalidUsage
-from ..torch_compat import default_store
 from .join import identify_process, join_rendezvous
-from .peers import Rendezvous, needs_multinode_comm
+from .open import open_communicator, remaining_seconds
 
 __all__ = ["init"]
 
@@ -69,37 +64,20 @@ def init(
             set_first_device(own_device)
         # A rendezvous that fails uses its number up as well: it may have succeeded on some ranks.
         generation, _generation = _generation, _generation + 1
-        deadline = time.monotonic() + timeout if isinstance(timeout, int | float) else 0.0
+        began = time.monotonic()
         rendezvous = join_rendezvous(
             identity, engine=chosen, timeout=timeout, generation=generation, device=own_device,
             hierarchical=hierarchical,
         )  # fmt: skip
-        native = None
-        if needs_multinode_comm(rendezvous, chosen.name):
-            chosen, native = open_multinode(chosen, rendezvous, identity.rank, max(1.0, deadline - time.monotonic()))
         if own_device is None:
             own_device = _select_device(chosen, rendezvous.local_rank)
             set_first_device(own_device)
         with log_while_waiting("to open the job's communicator", identity.rank, timeout):
-            _world = Communicator(
-                chosen, rendezvous.unique_id, identity.rank, identity.size,
-                device=own_device, local_rank=rendezvous.local_rank, local_size=rendezvous.local_size,
-                peers=rendezvous.peers, deterministic=deterministic, native=native,
+            _world = open_communicator(
+                rendezvous, chosen, device=own_device, seconds=remaining_seconds(began + timeout, timeout),
+                deterministic=deterministic, hierarchical=hierarchical,
             )  # fmt: skip
-        status = _make_status_store(rendezvous, generation)
-        if status is not None and chosen.device_type != "cpu":
-            watch(_world, status)
-        if hierarchical and native is None:
-            enable_hierarchical(_world)
         return _world
-
-
-def _make_status_store(rendezvous: Rendezvous, generation: int) -> StatusStore | None:
-    """Return the watchdog's store for the communicator; None where there is no store."""
-    prefix = f"collectives/watch/{generation}"
-    if dist.is_available() and dist.is_initialized():
-        return StatusStore(default_store(), prefix, weak=True)
-    return None if rendezvous.store is None else StatusStore(rendezvous.store, prefix)
 
 
 def _verify_arguments(world: Communicator, engine, device, deterministic) -> None:

@@ -171,8 +171,9 @@ def test_from_one_rank_to_all():
     assert first["versions"]
     assert first["bias"] == [[2.0] * 3] * 3
     assert first["odd"] == (0, "of 0", None, [0, 0])
-    assert "ranks 0 and 1" in first["shape"] and "'0.weight' is [3, 2] float32 on cpu and [4, 2]" in first["shape"]
-    assert "'layer0' is on the first alone; 'layer1' is on the second alone" in first["names"]
+    assert "0.weight: '[3, 2] float32 on cpu' on ranks 0, 2; '[4, 2] float32 on cpu' on rank 1" in first["shape"]
+    words = "layer0: '[1] float32 on cpu' on rank 0; absent on ranks 1, 2 | layer1: absent on ranks 0, 2"
+    assert words in first["names"]
     assert first["type"].startswith("ValueError: invalid params of type: <class 'torch.Tensor'>")
     assert "'text' isn't a tensor" in first["object"]
     assert "root_rank must be one of the ranks [0, 1, 2], not 3" in first["root"]
@@ -187,7 +188,7 @@ def test_from_one_rank_to_all():
     assert "'step_sizes': (1e-06, 40)" in first["optimizers"]["rprop"][0]
     assert first["none left"] == 0
     assert first["lbfgs"].startswith("ValueError: cannot broadcast torch.optim.LBFGS state")
-    assert "'parameter 0 of group 0' is [2] float32 on cpu and [3] float32" in first["other"]
+    assert "parameter 0 of group 0: '[2] float32 on cpu' on rank 0; '[3] float32 on cpu' on rank 1" in first["other"]
     for name in ("parameters", "optimizer", "object"):
         assert first[f"{name} before init"] == "ValueError: Horovod has not been initialized; use hvd.init()."
 

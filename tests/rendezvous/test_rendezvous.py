@@ -123,7 +123,7 @@ def test_a_store_that_stops_answering(host):
     participant = Participant(1, 2, host)
     pending = StoreRendezvous(Stuck(), participant, time.monotonic() + 0.2, 0.2, "rank 0's store", 0)
     with pytest.raises(CollectiveTimeout, match="rank 0's store has stopped answering") as caught:
-        pending.join()
+        pending.exchange()
     assert caught.value.peers == (0,)
 
 

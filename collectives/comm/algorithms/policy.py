@@ -8,7 +8,6 @@ sends it to the other ranks.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from bisect import bisect_left
@@ -17,10 +16,10 @@ from threading import get_ident
 
 import torch
 
-from ..._nccl import DTYPES
 from ..._nccl import OPS as OP_CODES
 from ...errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
 from ..arguments import parse_op
+from ..consensus import all_gather_object
 from ..group import open_groups
 from .schedule import ALGORITHMS, OPS
 from .tune_file import Choices, file_engine, read_tune_file, tables_of, tune_file
@@ -232,59 +231,32 @@ def _read_policy(deterministic: bool, engine: str, device: torch.device, in_file
     return policy
 
 
-def agree_on_policy(native, engine: str, device: torch.device, deterministic: bool) -> Policy:
-    """Return the policy of rank 0, on all ranks. Blocks until all have come.
+def agree_on_policy(comm, deterministic: bool) -> Policy:
+    """Return the policy of rank 0, on all ranks of a communicator that is being opened; blocks.
 
     Raises `Mismatch` where the ranks differ in `deterministic`, `InvalidArgument` on all ranks
     where rank 0's variables or its file are invalid.
     """
-    if native.rank:
-        policy = None
-    else:
+    own: dict = {"deterministic": deterministic}
+    if comm.rank == 0:
+        name = comm.engine.name
         try:
-            policy = _read_policy(deterministic, engine, device, file_engine(native, engine))
+            policy = _read_policy(deterministic, name, comm.device, file_engine(comm._native, name))
         except CollectivesError as error:
-            policy = error
-    if native.size > 1:
-        policy = _broadcast_policy(native, device, deterministic, policy)
-    if isinstance(policy, CollectivesError):
-        policy.rank = native.rank
-        raise policy
-    return policy
-
-
-def _broadcast_policy(native, device, deterministic, policy):
-    """Return rank 0's policy or error on all ranks: a small all-gather, a broadcast if needed."""
-    sent = b""
-    chunk = 0
-    if isinstance(policy, CollectivesError):
-        sent = json.dumps({"error": [type(policy).__name__, policy.message]}).encode()
-    elif policy is not None:
-        chunk = policy.chunk
-        if policy.fixed or policy.tables:
-            sent = json.dumps({"fixed": policy.fixed, "tables": policy.tables}).encode()
-    stream = 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
-    own = torch.tensor([len(sent), int(deterministic), chunk], dtype=torch.int64, device=device)
-    gathered = torch.empty((native.size, 3), dtype=torch.int64, device=device)
-    native.all_gather(own.data_ptr(), gathered.data_ptr(), 3, DTYPES["int64"], stream)
-    (length, wanted, chunk), *_ = table = gathered.tolist()
-    others = [rank for rank, (_, other, _) in enumerate(table) if other != int(deterministic)]
+            own["error"] = [type(error).__name__, error.message]
+        else:
+            own.update(chunk=policy.chunk, fixed=policy.fixed, tables=policy.tables)
+    values = all_gather_object(comm, own)
+    others = [rank for rank, value in enumerate(values) if value["deterministic"] != deterministic]
     if others:
         raise Mismatch(
             f"deterministic={deterministic} here, and not on rank {', '.join(map(str, others))}: it must be the same "
             "on all ranks",
-            op="init", rank=native.rank, peers=others,
+            op="init", rank=comm.rank, peers=others,
         )  # fmt: skip
-    if not length:
-        return policy or Policy(deterministic, chunk, {}, {})
-    text = torch.zeros(length, dtype=torch.uint8)
-    if native.rank == 0:
-        text = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-    text = text.to(device)
-    native.broadcast(text.data_ptr(), text.data_ptr(), length, DTYPES["uint8"], 0, stream)
-    received = json.loads(bytes(text.cpu().numpy()))
+    received = values[0]
     if "error" in received:
         kind, message = received["error"]
-        return (InvalidUsage if kind == "InvalidUsage" else InvalidArgument)(message, op="init")
+        raise (InvalidUsage if kind == "InvalidUsage" else InvalidArgument)(message, op="init", rank=comm.rank)
     tables = {int(ranks): {op: tuple(each) for op, each in ops.items()} for ranks, ops in received["tables"].items()}
-    return Policy(bool(wanted), chunk, received["fixed"], tables)
+    return Policy(deterministic, received["chunk"], received["fixed"], tables)

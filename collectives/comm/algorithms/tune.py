@@ -11,6 +11,7 @@ from platform import node
 import torch
 
 from ...errors import InvalidArgument, InvalidUsage
+from ..consensus import all_gather_object
 from .policy import Policy, best_algorithms, fit, use_policy
 from .schedule import ALGORITHMS, OPS
 from .tune_file import device_name, file_engine, tune_file, write_entry
@@ -65,19 +66,15 @@ def tune(
             }  # fmt: skip
         entry["ops"][op] = found
         entry["choices"][op] = [*best_algorithms(models, used)]
-    failed = None
+    failed = problem = None
     if write and comm.rank == 0:
         try:
             write_entry(tune_file(), entry)
         except (OSError, InvalidArgument) as error:
-            failed = error
-    any_failed = torch.tensor([int(failed is not None)], dtype=torch.uint8, device=device)
-    comm.broadcast(any_failed)
-    if any_failed.item():
-        raise InvalidArgument(
-            f"rank 0 could not write {tune_file()}" + (f": {failed}" if failed is not None else ""),
-            op="tune", rank=comm.rank,
-        ) from failed  # fmt: skip
+            failed, problem = error, f"rank 0 could not write {tune_file()}: {error}"
+    problem = all_gather_object(comm, problem)[0]
+    if problem is not None:
+        raise InvalidArgument(problem, op="tune", rank=comm.rank) from failed
     measured = {op: (limits, names) for op, (limits, names) in entry["choices"].items()}
     policy = comm._policy
     tables = {**policy.tables, comm.size: {**policy.tables.get(comm.size, {}), **measured}}

@@ -39,7 +39,7 @@ def open_multinode(engine: Engine, rendezvous, rank: int, seconds: float) -> tup
     """
     library = MultiNodeLibrary.of(engine.library)
     store = ErrorStore(rendezvous.store, rendezvous.store_host, rank)
-    native = MultiNodeComm(library, rendezvous.peers, rank, store, "", seconds, keep_alive=rendezvous.server)
+    native = MultiNodeComm(library, rendezvous.peers, rank, store, rendezvous.name, seconds)
     return replace(engine, library=library), native
 
 

@@ -76,14 +76,14 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def find_own_address() -> str:
+def find_own_address(master: str = "") -> str:
     """Return a name or address at which the job's other nodes reach this one.
 
-    It is the address from which this node reaches MASTER_ADDR. If that route doesn't leave the
-    node, MASTER_ADDR is a name of this node (Debian's /etc/hosts maps a host's own name to
-    127.0.1.1) and is returned itself. Without a MASTER_ADDR the host name has to do.
+    It is the address from which this node reaches ``master``, "" for MASTER_ADDR. If that route
+    doesn't leave the node, ``master`` is a name of this node (Debian's /etc/hosts maps a host's own
+    name to 127.0.1.1) and is returned itself. Without a MASTER_ADDR the host name has to do.
     """
-    master = os.environ.get("MASTER_ADDR", "").strip()
+    master = master or os.environ.get("MASTER_ADDR", "").strip()
     own, _ = find_route(master) if master else ("", "")
     if own and not is_loopback(own):
         return own

@@ -16,20 +16,21 @@ import secrets
 import time
 from dataclasses import dataclass, replace
 
-import numpy
-
 from ...comm.communicator import Communicator
+from ...comm.consensus import all_gather_object
 from ...comm.waiting import format_ranks
-from ...errors import CollectivesError, CollectiveTimeout, InvalidUsage, TransportError
-from ...rendezvous.peers import PeerInfo
+from ...errors import CollectivesError, CollectiveTimeout, InvalidUsage
+from ...rendezvous.open import open_communicator
+from ...rendezvous.peers import Rendezvous
 from ..basics import World
-from ..functions import allgather_object
+from ..functions import NegotiatedComm
+from ..process_sets import global_process_set
 
 __all__ = ["Member", "Membership", "NotEnoughRanks", "Report"]
 
 _ATTEMPT_SECONDS = 0.5  # of one attempt to connect, and so the time for which a death may stay undetected
 _INIT_SECONDS = 60.0  # the engine's default, which is restored
-_REPORT_BYTES = 2048
+_MAX_REPORT = 4096  # characters of an error
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Membership:
         `InvalidUsage` where the ranks can't see each other's processes.
         """
         own = os.getpid(), _start_time(os.getpid()), os.readlink("/proc/self/ns/pid"), secrets.token_hex(16)
-        rows = allgather_object(own)
+        rows = all_gather_object(NegotiatedComm(global_process_set), own)
         if len({namespace for _, _, namespace, _ in rows}) > 1 or len({peer.node for peer in world.peers}) > 1:
             raise InvalidUsage("the ranks don't see each other's processes: they are in several containers or machines")
         return cls(rows[0][3], tuple(Member(pid, start_time) for pid, start_time, _, _ in rows), world.rank)
@@ -106,8 +107,7 @@ class Membership:
             try:
                 comm = self._connect(world, ranks)
                 reports = _gather_reports(comm, report)
-                peers = [replace(world.peers[old], rank=new) for new, old in enumerate(ranks)]
-                return _new_world(comm, peers, world), self._survivors(ranks), reports
+                return _new_world(comm, world), self._survivors(ranks), reports
             except CollectivesError as error:  # a rank died, or hasn't connected yet
                 if comm is not None and not comm.closed:
                     comm.abort()
@@ -125,38 +125,25 @@ class Membership:
     def _connect(self, world: World, ranks: list[int]) -> Communicator:
         engine, old = world.comm.engine, world.comm
         name = json.dumps([self.token, [(self.members[rank].pid, self.members[rank].start_time) for rank in ranks]])
-        unique_id = engine.library.named_unique_id(name.encode())
-        engine.library.set_init_timeout(_ATTEMPT_SECONDS)
+        peers = tuple(replace(world.peers[old], rank=new) for new, old in enumerate(ranks))
+        own = ranks.index(self.rank)
         try:
-            return Communicator(
-                engine, unique_id, ranks.index(self.rank), len(ranks), device=old.device, timeout=old.timeout,
-                local_rank=ranks.index(self.rank), local_size=len(ranks), deterministic=old.deterministic,
+            return open_communicator(
+                Rendezvous(engine.library.named_unique_id(name.encode()), peers, own, own, len(ranks)), engine,
+                device=old.device, seconds=_ATTEMPT_SECONDS, timeout=old.timeout, deterministic=old.deterministic,
             )  # fmt: skip
         finally:
             engine.library.set_init_timeout(_INIT_SECONDS)
 
 
-def _new_world(comm: Communicator, peers: list[PeerInfo], old: World) -> World:
-    comm.peers = tuple(peers)
-    return World(comm, peers, owns=True, settings=old.settings)
+def _new_world(comm: Communicator, old: World) -> World:
+    return World(comm, list(comm.peers), owns=True, settings=old.settings)
 
 
 def _gather_reports(comm: Communicator, report: Report) -> list[Report]:
     """Return all ranks' reports."""
-    text = None if report.error is None else report.error[: _REPORT_BYTES // 8]
-    data = json.dumps([text, report.resets]).encode()
-    sent = numpy.zeros(_REPORT_BYTES, dtype=numpy.uint8)
-    sent[: len(data)] = numpy.frombuffer(data, dtype=numpy.uint8)
-    got = numpy.zeros((comm.size, _REPORT_BYTES), dtype=numpy.uint8)
-    comm.all_gather(got, sent)
-    reports = []
-    for rank, row in enumerate(got):
-        try:
-            error, resets = json.loads(row.tobytes().rstrip(b"\0"))
-            reports.append(Report(None if error is None else str(error), int(resets)))
-        except (ValueError, TypeError) as wrong:
-            raise TransportError(f"what rank {rank} reports can't be read", op="elastic.run", peers=(rank,)) from wrong
-    return reports
+    text = None if report.error is None else report.error[:_MAX_REPORT]
+    return [Report(error, resets) for error, resets in all_gather_object(comm, (text, report.resets))]
 
 
 def _start_time(pid: int) -> int | None:

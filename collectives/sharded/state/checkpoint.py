@@ -83,7 +83,7 @@ def save(
         if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         if ranks.failed:
-            ranks.all_gather_object(None)  # wait until rank 0 has removed it
+            ranks.barrier()  # wait until rank 0 has removed it
         raise
 
 

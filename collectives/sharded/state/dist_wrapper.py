@@ -8,10 +8,11 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
+from ... import errors
+from ...comm.consensus import all_gather_bytes, all_gather_object
 from ...errors import CollectivesError, InvalidUsage, RemoteError
 from ..scheduler import Scheduler
 
@@ -48,46 +49,44 @@ class DistWrapper:
         if not alone:
             scheduler.barrier(f"{op}({what})")
 
-    def all_gather_object(self, value: Any) -> list:
-        """Return all ranks' values, in rank order; they are pickled. A collective."""
-        if self._control is None:
-            return [value]
-        text = pickle.dumps(value)
-        lengths = numpy.zeros(self.size, dtype=numpy.int64)
-        lengths[self.rank] = len(text)
-        self._control.all_reduce(lengths, "max")
-        ends = numpy.cumsum(lengths).tolist()
-        table = numpy.zeros(ends[-1], dtype=numpy.uint8)
-        table[ends[self.rank] - len(text) : ends[self.rank]] = numpy.frombuffer(text, dtype=numpy.uint8)
-        self._control.all_reduce(table, "max")
-        begins = [0, *ends[:-1]]
-        return [pickle.loads(table[begin:end].tobytes()) for begin, end in zip(begins, ends, strict=True)]
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self._control is not None:
+            self._control.barrier()
 
     def run_on_all(self, what: str, function: Callable[[], Any]) -> list:
         """Call a function on each rank and return all results. Where it raises on one rank, all
         ranks raise and name it.
 
         An error of this package is raised on all ranks as it is; others as `RemoteError` on the
-        ranks that had none.
+        ranks that had none. Results are pickled, as torch.distributed.checkpoint's own are: they
+        are its plans, and what users have in their state dicts. Failures are not.
         """
         failed = result = None
         try:
             result = function()
+            data = pickle.dumps(result)
         except Exception as error:
             failed = error
-        portable = failed if isinstance(failed, CollectivesError) else None
-        outcomes = self.all_gather_object((failed is not None, portable, f"{type(failed).__name__}: {failed}", result))
-        self.failed = any(has_failed for has_failed, *_ in outcomes)
+        if self._control is None:
+            if failed is not None:
+                raise failed
+            return [result]
+        problem = None
+        if failed is not None:
+            kind = type(failed).__name__ if isinstance(failed, CollectivesError) else None
+            problem = kind, failed.message if kind else f"{type(failed).__name__}: {failed}"
+        problems = all_gather_object(self._control, problem)
+        self.failed = any(each is not None for each in problems)
         if failed is not None:
             raise failed
-        for rank, (has_failed, error, text, _) in enumerate(outcomes):
-            if error is not None:
-                raise type(error)(f"on rank {rank}: {error.message}", op=self.op, rank=self.rank, peers=(rank,))
-            if has_failed:
-                raise RemoteError(
-                    f"rank {rank} could not {what}: {text}", op=self.op, rank=self.rank, peers=(rank,)
-                )  # fmt: skip
-        return [result for *_, result in outcomes]
+        for rank, each in enumerate(problems):
+            if each is not None:
+                kind, text = each
+                text = f"on rank {rank}: {text}" if kind else f"rank {rank} could not {what}: {text}"
+                kind = getattr(errors, kind) if kind in errors.__all__ else RemoteError
+                raise kind(text, op=self.op, rank=self.rank, peers=(rank,))
+        return [pickle.loads(each) for each in all_gather_bytes(self._control, data)]
 
     def run_on_rank0(self, what: str, function: Callable[[], Any]) -> Any:
         """Call a function on rank 0 alone and return its result on all ranks; raises as
