@@ -239,6 +239,7 @@ class ExecutionPlan:
             torch.tensor(columns, dtype=torch.int64)
         ).unbind()
         self._table = torch.empty_like(self._fixed)
+        self._last_input: int | None = None  # whose address is in the table, on the host
 
     def _bases(self, inp: int, out: int, scratch, table) -> tuple[int, int, int, int]:
         return inp, out, 0 if scratch is None else scratch.data_ptr(), table.data_ptr()
@@ -262,7 +263,9 @@ class ExecutionPlan:
         `native`: as in `issue_transfers`.
         """
         bases = self._bases(inp, out, self._scratch, self._table)
-        self._fill_arguments(inp, factor, self._scratch, self._table)
+        if self._fill or self._last_input != inp:
+            self._fill_arguments(inp, factor, self._scratch, self._table)
+            self._last_input = inp
         for task in self._tasks:
             if type(task) is TransferTask:
                 issue_transfers(native, task.ops, bases, 0)

@@ -22,6 +22,7 @@ __all__ = ["EAGER_BYTES", "MessageTransport", "NodeMismatch"]
 EAGER_BYTES = 8192
 _HEAD_WORDS = 8  # int64 of a head: number of the call, fingerprint (5), digest of the dtype's name, 1 for "has come"
 _HEAD_BYTES = 8 * _HEAD_WORDS
+_Head = ctypes.c_int64 * _HEAD_WORDS
 _ROOM = _HEAD_BYTES + EAGER_BYTES
 
 
@@ -55,12 +56,17 @@ class MessageTransport:
         self.timeout: float | None = None
         self._connections = connections
         self._ranks = tuple(ranks)
+        self._others = sorted(set(ranks) - {rank})
         self._rank = rank
         self._scratch = Scratch()
         self._depth = 0
         self._sends: list[_Message] = []
         self._receives: list[_Message] = []
+        # What `begin_call` has set, until a group has carried it: the head, and the ranks to which it
+        # is still to be sent, and from which it is still to come.
         self._call_head: tuple[int, ...] | None = None
+        self._due_sends: set[int] = set()
+        self._due_receives: set[int] = set()
 
     # ---- Groups of messages.
 
@@ -70,15 +76,20 @@ class MessageTransport:
 
     def send(self, address: int, count: int, dtype: int, peer: int, stream: int = 0, fingerprint=None) -> None:
         """Send to a peer. With ``fingerprint`` the message has a head."""
-        self._sends.append(self._make_message(address, count, dtype, peer, fingerprint))
+        self._add(self._sends, self._due_sends, address, count * ITEMSIZE[dtype], self._ranks[peer], fingerprint)
 
     def recv(self, address: int, count: int, dtype: int, peer: int, stream: int = 0, fingerprint=None) -> None:
         """Receive from a peer. With ``fingerprint`` the message has a head."""
-        self._receives.append(self._make_message(address, count, dtype, peer, fingerprint))
+        self._add(self._receives, self._due_receives, address, count * ITEMSIZE[dtype], self._ranks[peer], fingerprint)
 
-    def _make_message(self, address, count, dtype, peer, fingerprint) -> _Message:
-        head = None if fingerprint is None else (0, *fingerprint, 1)
-        return _Message(self._ranks[peer], address, count * ITEMSIZE[dtype], head)
+    def _add(self, messages: list, due: set[int], address: int, nbytes: int, rank: int, fingerprint) -> None:
+        head = None
+        if rank in due:
+            due.remove(rank)
+            head = self._call_head
+        elif fingerprint is not None:
+            head = (0, *fingerprint, 1)
+        messages.append(_Message(rank, address, nbytes, head))
 
     def group_end(self, meanwhile: Callable[[], None] | None = None) -> None:
         """End a group. The outermost end starts its messages and waits for them.
@@ -90,11 +101,15 @@ class MessageTransport:
             return
         sends, receives = self._sends, self._receives
         self._sends, self._receives = [], []
-        head, self._call_head = self._call_head, None
-        if head is not None:
-            self._add_heads(sends, head)
-            self._add_heads(receives, head)
-        self._exchange(sends, receives, meanwhile, _verify_calls if head is not None else _verify_messages)
+        verify = _verify_messages
+        if self._call_head is not None:
+            sends += [_Message(rank, 0, 0, self._call_head) for rank in self._others if rank in self._due_sends]
+            receives += [_Message(rank, 0, 0, self._call_head) for rank in self._others if rank in self._due_receives]
+            verify = _verify_calls
+            self._call_head = None
+            self._due_sends.clear()
+            self._due_receives.clear()
+        self._exchange(sends, receives, meanwhile, verify)
 
     def group_cancel(self) -> None:
         """Drop the open group."""
@@ -109,6 +124,8 @@ class MessageTransport:
         gets the head alone.
         """
         self._call_head = (*fingerprint, 1)
+        self._due_sends.update(self._others)
+        self._due_receives.update(self._others)
 
     def end_call(self) -> None:
         """End a call: exchange heads now if no group has done it. Blocks as `group_end` does."""
@@ -116,22 +133,12 @@ class MessageTransport:
             self.group_start()
             self.group_end()
 
-    def _add_heads(self, messages: list[_Message], head: tuple[int, ...]) -> None:
-        """Add a head to the first message of each peer."""
-        missing = set(self._ranks) - {self._rank}
-        for i, message in enumerate(messages):
-            if message.rank in missing:
-                missing.discard(message.rank)
-                messages[i] = message._replace(head=head)
-        messages += [_Message(rank, 0, 0, head) for rank in sorted(missing)]
-
     # ---- The exchange.
 
     def _exchange(self, sends, receives, meanwhile, verify) -> None:
         heads, payloads, places = [], [], []
         start = self._connections.start_transfers
-        slots = sum(message.head is not None for message in (*sends, *receives))
-        memory = self._scratch.get("slots", _ROOM * slots)
+        memory = self._scratch.get("slots", _ROOM * (len(sends) + len(receives)))
         slot = memory.data_ptr()
         for message in receives:
             rank, address, nbytes, head = message
@@ -145,7 +152,7 @@ class MessageTransport:
                 payloads += start([], [(rank, address, nbytes)])
         for rank, address, nbytes, head in sends:
             if head is not None:
-                ctypes.memmove(slot, (ctypes.c_int64 * _HEAD_WORDS)(*head), _HEAD_BYTES)
+                ctypes.memmove(slot, _Head(*head), _HEAD_BYTES)
                 eager = nbytes if nbytes <= EAGER_BYTES else 0
                 ctypes.memmove(slot + _HEAD_BYTES, address, eager)
                 payloads += start([(rank, slot, _HEAD_BYTES + eager)], [])
@@ -175,12 +182,15 @@ class MessageTransport:
 
 
 def _read_head(address: int) -> tuple[int, ...]:
-    return tuple((ctypes.c_int64 * _HEAD_WORDS).from_address(address))
+    return tuple(_Head.from_address(address))
 
 
 def _verify_calls(rank: int, found: list[tuple[_Message, tuple[int, ...]]]) -> None:
     """Raise `NodeMismatch` unless all ranks make the same call."""
-    if all(theirs == message.head for message, theirs in found):
+    for message, theirs in found:
+        if theirs != message.head:
+            break
+    else:
         return
     own = found[0][0].head
     rows = sorted([(rank, own), *((message.rank, theirs) for message, theirs in found)])

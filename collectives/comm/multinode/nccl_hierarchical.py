@@ -14,11 +14,11 @@ import torch
 
 from ..._nccl import DTYPES, OPS
 from ...arrays import ITEMSIZE
-from ...errors import CollectivesError, InvalidUsage
+from ...errors import CollectivesError
 from .comm import NoFastPath
 from .hierarchical import HierarchicalCollectives, LevelReduction
 from .scratch import Scratch
-from .topology import Topology
+from .topology import Topology, verify_even
 
 __all__ = ["HierarchicalComm", "enable_hierarchical"]
 
@@ -72,13 +72,7 @@ class HierarchicalComm:
     """
 
     def __init__(self, parent, topology: Topology, device: torch.device):
-        if len({len(ranks) for ranks in topology.nodes}) > 1:
-            sizes = ", ".join(str(len(ranks)) for ranks in topology.nodes)
-            raise InvalidUsage(
-                f"hierarchical=True needs as many ranks on each machine, and there are {sizes}: leave it out, or start "
-                "the job evenly",
-                op="init", rank=parent.rank,
-            )  # fmt: skip
+        verify_even(topology)
         self.parent = parent
         self._topology = topology
         self._intra_node = parent.split(topology.node, topology.local_rank)
