@@ -308,10 +308,11 @@ class _ScheduleBuilder:
                 for i, span in enumerate(mine)
             ]
         kind = "wide" if self.scaled else "raw"
-        received = [
-            self.scratch_span(kind, parity * size + peer, self.chunk_length(rank, column)) for peer in range(size)
-        ]
         others = [peer for peer in range(size) if peer != rank]
+        received = {
+            peer: self.scratch_span(kind, parity * len(others) + i, self.chunk_length(rank, column))
+            for i, peer in enumerate(others)
+        }
         self.transfer([(peer, mine[peer]) for peer in others], [(peer, received[peer]) for peer in others])
         sources = tuple(mine[rank] if peer == rank else received[peer] for peer in range(size))
         self.reduce(sources, self.result_span(column), final=True)
