@@ -1,15 +1,11 @@
-"""Hierarchical compressor: reduce-scatter inside each node, reduce shards between the nodes,
-all-gather inside.
-"""
+"""Hierarchical compressor: another compressor between the nodes, the engine's sums inside of each."""
 
 from __future__ import annotations
 
 import weakref
 
-import torch
-
-from ..comm.multinode.topology import get_host_hash, group_ranks_by_node
-from ..errors import InvalidUsage
+from ..comm.multinode.hierarchical import LevelReduction
+from ..comm.multinode.levels import NodeLevels, split_by_node
 from .base import Compressor, NoCompression
 from .bucket import Bucket, Scaling
 
@@ -26,7 +22,7 @@ class Hierarchical(Compressor):
 
     def __init__(self, inter_node: Compressor):
         self.inter_node = inter_node
-        self._levels: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> (intra, inter)
+        self._levels: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> NodeLevels or None
 
     def begin_backward(self):
         self.inter_node.begin_backward()
@@ -37,49 +33,35 @@ class Hierarchical(Compressor):
     def load_state_dict(self, state):
         self.inter_node.load_state_dict(state)
 
-    def _split_by_node(self, comm):
-        """Return the communicators inside this node and between the nodes.
-
-        The first call is a collective.
-        """
-        if comm not in self._levels:
-            own = torch.tensor([get_host_hash()], dtype=torch.int64, device=comm.device)
-            nodes = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
-            comm.all_gather(nodes, own, algorithm="native")
-            nodes = group_ranks_by_node(nodes.tolist())
-            sizes = {len(ranks) for ranks in nodes}
-            if len(sizes) > 1:
-                raise InvalidUsage(
-                    f"hierarchical=True needs as many ranks on each machine, and there are {sorted(sizes)}: leave it "
-                    "out, or start the job evenly",
-                    rank=comm.rank,
-                )
-            if sizes == {1} or sizes == {comm.size}:
-                self._levels[comm] = (None, None)
-            else:
-                intra = comm.split(next(n for n, ranks in enumerate(nodes) if comm.rank in ranks), comm.rank)
-                self._levels[comm] = (intra, comm.split(intra.rank, comm.rank))
-        return self._levels[comm]
-
     def reduce(self, comm, bucket, scaling, *, grad_stats=None):
-        intra, inter = self._split_by_node(comm)
-        if intra is None:
+        if comm not in self._levels:
+            self._levels[comm] = split_by_node(comm)
+        levels = self._levels[comm]
+        if levels is None:
             return self.inter_node.reduce(comm, bucket, scaling, grad_stats=grad_stats)
-        flat = bucket.flat
-        shard_numel = flat.numel() // intra.size // 16 * 16
-        own = flat[intra.rank * shard_numel : (intra.rank + 1) * shard_numel]
-        sent = NoCompression().reduce_scatter(intra, bucket, Scaling(prescale=scaling.prescale), shard_numel)
-        after_sum = Scaling(divisor=scaling.divisor, postscale=scaling.postscale)
-        if shard_numel:
-            sent += self.inter_node.reduce(inter, _part(bucket, own), after_sum, grad_stats=grad_stats)
-            intra.all_gather(flat[: intra.size * shard_numel], own)
-            sent += (intra.size - 1) * own.nbytes
-        remainder = flat[intra.size * shard_numel :]
-        if remainder.numel():
-            stats = grad_stats if intra.rank == 0 else None
-            sent += NoCompression().reduce(inter, _part(bucket, remainder), after_sum, grad_stats=stats)
-        return sent
+        inter_node = _CompressedInterNode(self.inter_node, levels, bucket, scaling, grad_stats)
+        levels.all_reduce(comm, bucket.flat, scaling.prescale, inter_node)
+        return inter_node.nbytes_sent
 
 
-def _part(bucket: Bucket, flat) -> Bucket:
-    return Bucket(flat, bucket.params[:1], [0], bucket.index)
+class _CompressedInterNode:
+    """The level between nodes of one bucket's all-reduce: a compressor on this rank's part of it."""
+
+    def __init__(self, compressor: Compressor, levels: NodeLevels, bucket: Bucket, scaling: Scaling, grad_stats):
+        self.nbytes_sent = 0
+        self._compressor = compressor
+        self._levels = levels
+        self._bucket = bucket
+        self._scaling = Scaling(divisor=scaling.divisor, postscale=scaling.postscale)
+        self._grad_stats = grad_stats
+
+    def all_reduce(self, send: int, recv: int, count: int, what: LevelReduction, stream: int) -> None:
+        """Reduce a part of the bucket, in place; all of a short bucket is sent unrounded."""
+        flat, intra = self._bucket.flat, self._levels.intra
+        start = (recv - flat.data_ptr()) // flat.element_size()
+        part = Bucket(flat[start : start + count], self._bucket.params[:1], [0], self._bucket.index)
+        whole = count == flat.numel()
+        compressor = NoCompression() if whole else self._compressor
+        stats = None if whole and intra.rank else self._grad_stats
+        self.nbytes_sent += compressor.reduce(self._levels.inter, part, self._scaling, grad_stats=stats)
+        self.nbytes_sent += 2 * (intra.size - 1) * part.flat.nbytes // (intra.size if whole else 1)

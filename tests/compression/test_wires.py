@@ -13,7 +13,8 @@ from torch import nn
 
 import collectives
 from collectives import HookState, errors
-from collectives.compression import Bucket, Scaling, hierarchical
+from collectives.comm.multinode import levels
+from collectives.compression import Bucket, Scaling
 from collectives.compression.quantized import Quantized
 from collectives.layout import WIRE_FORMATS
 from tests.ddp.training import loss_of, make_model, over_gloo, run, train, wrap
@@ -265,7 +266,7 @@ def test_what_looks_at_a_whole_backward_takes_one_module_at_a_time():
 @over_gloo
 def over_nodes(ctx, options):
     """As if ranks 0, 2 were on one node, and 1, 3 on another."""
-    with mock.patch.object(hierarchical, "get_host_hash", lambda: ctx.rank % 2 + 5):
+    with mock.patch.object(levels, "get_host_hash", lambda: ctx.rank % 2 + 5):
         state = HookState(hierarchical=True, check_finite=True, **options)
         ddp = wrap(make_model(), "torch", state)
         seen, params = train(ddp, 2, ctx.rank)

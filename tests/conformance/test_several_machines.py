@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from collectives import errors
+from collectives._nccl import OPS
 from collectives.arrays import TORCH_CODES
 from collectives.comm.algorithms.tune_file import file_engine
+from collectives.comm.multinode.hierarchical import LevelReduction
+from collectives.comm.multinode.inter_node import ScheduledInterNode
 from collectives.comm.multinode.nccl_hierarchical import HierarchicalComm
 from collectives.comm.multinode.topology import Topology, get_host_hash, group_ranks_by_node
 from tests.hosts import joined
@@ -65,7 +68,12 @@ def reductions(ctx, machines, dtypes):
 
 @pytest.mark.parametrize(
     ("machines", "dtypes"),
-    [(EVEN, None), (MIXED, ("torch.float32", "torch.bfloat16", "torch.int32")), ("abc", ("torch.float32",))],
+    [
+        (EVEN, None),
+        (MIXED, ("torch.float32", "torch.bfloat16", "torch.int32")),
+        ("abc", ("torch.float32",)),
+        ("aabbc", ("torch.bfloat16", "torch.int64")),
+    ],
 )
 def test_reductions(machines, dtypes):
     assert run_ranks(reductions, len(machines), machines, dtypes, timeout=120) == [[]] * len(machines)
@@ -197,7 +205,7 @@ def copies(ctx, machines):
     """Operations that move data, groups, asynchronous calls, other communicators, memory."""
     r, n = ctx.rank, ctx.size
     with joined(ctx, machines) as comm:
-        assert file_engine(comm._native, "host") == "host on 2 machines"
+        assert file_engine(comm._native, "host") == f"host on {len(set(machines))} machines"
         moved(comm)
         in_flight(comm)
         split_up(comm, machines)
@@ -215,7 +223,7 @@ def copies(ctx, machines):
     return places
 
 
-@pytest.mark.parametrize("machines", [EVEN, MIXED])
+@pytest.mark.parametrize("machines", [EVEN, MIXED, "aabbc"])
 def test_copies(machines):
     places = run_ranks(copies, len(machines), machines, timeout=40)
     layout = group_ranks_by_node(machines)
@@ -349,16 +357,58 @@ def test_two_levels_on_one_engine():
     assert run_ranks(two_levels, 4) == [[]] * 4
 
 
+def between_nodes(ctx):
+    """The level between nodes on another transport: the engine's own communicator, each rank as a node."""
+    native, n, r = ctx.new_comm(), ctx.size, ctx.rank
+    inter_node = ScheduledInterNode(native, Topology(tuple((rank,) for rank in range(n)), r))
+    float32, bfloat16 = TORCH_CODES[torch.float32], TORCH_CODES[torch.bfloat16]
+    for count in (1, 5000, 100_001):
+        mine = torch.randn(count * n, generator=torch.Generator().manual_seed(r))
+        for op in ("sum", "avg", "max"):
+            what = LevelReduction(float32, float32, OPS[op], OPS[op])
+            for _ in range(2):
+                full, expected, part, cut = mine.clone(), torch.empty(count), torch.empty(count), torch.empty(count)
+                native.all_reduce(mine.data_ptr(), expected.data_ptr(), count, float32, OPS[op])
+                inter_node.all_reduce(mine.data_ptr(), part.data_ptr(), count, what)
+                inter_node.all_reduce(full.data_ptr(), full.data_ptr(), count, what)
+                assert same(part, expected) and same(full[:count], expected)
+                native.reduce_scatter(mine.data_ptr(), expected.data_ptr(), count, float32, OPS[op])
+                inter_node.reduce_scatter(mine.data_ptr(), cut.data_ptr(), [count] * n, what)
+                assert same(cut, expected)
+        native.all_reduce(mine.data_ptr(), expected.data_ptr(), count, float32, OPS["sum"])
+        rounded = torch.empty(count, dtype=torch.bfloat16)
+        inter_node.all_reduce(
+            mine.data_ptr(), rounded.data_ptr(), count, LevelReduction(float32, bfloat16, OPS["sum"], OPS["sum"])
+        )
+        assert same(rounded, expected.bfloat16())
+        for root in range(n):
+            one = torch.full((count,), float(r))
+            inter_node.broadcast(one.data_ptr(), 4 * count, root)
+            assert (one == root).all()
+        blocks = torch.full((n, count), -1.0)
+        blocks[r] = r
+        inter_node.all_gather(blocks.data_ptr(), 4 * count, [(rank,) for rank in range(n)])
+        assert torch.equal(blocks, torch.arange(float(n))[:, None].expand(n, count))
+    native.destroy()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_level_between_nodes_runs_on_any_transport(ranks):
+    run_ranks(between_nodes, ranks)
+
+
 def test_topologies():
     even = Topology(((0, 1), (2, 3)), 3)
     assert (even.node, even.local_rank, even.num_leaders, even.all_leaders, even.is_contiguous) == (1, 1, 2, True, True)
-    assert even.leader_peers == [(0, 1)] and even.ranks_of_leader(0) == (1,) and even.shard_numel(100) == 48
+    assert even.ranks_of_leader(0) == (1,) and even.shard_numel(100) == 48
+    assert [even.shard(100, leader) for leader in (0, 1)] == [(0, 48), (48, 52)]
     uneven = Topology(group_ranks_by_node("abbab"), 4)
     assert uneven.nodes == ((0, 3), (1, 2, 4)) and uneven.num_leaders == 2
     assert not uneven.all_leaders and not uneven.is_leader
     assert Topology(uneven.nodes, 1).ranks_of_leader(1) == (1, 4) and uneven.leader_of(4) == 0
+    three = Topology(((0,), (1,), (2,)), 0)
     for count in (0, 1, 17, 1000):
-        chunks = [even.chunk(count, index, 3) for index in range(3)]
+        chunks = [three.chunk(count, node) for node in range(3)]
         assert chunks[0][0] == 0 and sum(length for _, length in chunks) == count
         assert all(a + n == b for (a, n), (b, _) in zip(chunks, chunks[1:], strict=False))
 

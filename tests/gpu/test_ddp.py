@@ -59,7 +59,7 @@ CLOSE = {
 CASES = {**EXACT, **CLOSE}
 EVERYDAY = {"fp32", "streams", "int8, feedback", "optimizer", "max_norm", "everything", "powersgd"}
 # How far from the gradients that were not rounded, of numbers around 1.
-LOSS = {"bf16": 2e-2, "fp16": 3e-3, "fp8_e4m3": 0.3, "fp8_e5m2": 0.6, "int8": 6e-2}
+LOSS = {"bf16": 2e-2, "fp16": 3e-3, "fp8_e4m3": 0.3, "fp8_e5m2": 0.6, "int8": 6e-2, "fp32": 1e-5}
 
 
 def make_state(rank, model, options) -> tuple[HookState, object]:
@@ -248,6 +248,14 @@ def test_hierarchical(device, ranks, case, machines, monkeypatch):
     found = check(device, on_two_machines, ranks, case, env=env)
     if case == "fp32":
         compare(list(found[0]), list(expected(ranks, None, True)))
+
+
+@everywhere(["fp32", "int8"], ranks=(4,), devices=["host", "simulated"])
+def test_hierarchical_on_two_machines_of_two_ranks(device, ranks, case):
+    env = [{"COLLECTIVES_HOST_ID": name} for name in "aabb"]
+    tolerance = {} if case == "fp32" else {"exact": False, "rtol": LOSS["int8"], "atol": LOSS["int8"]}
+    found = check(device, on_two_machines, ranks, case, env=env, **tolerance)
+    compare(list(found[0]), list(expected(ranks, None, True)), exact=False, rtol=LOSS[case], atol=LOSS[case])
 
 
 def fresh_and_resumed(rank, path, stop):

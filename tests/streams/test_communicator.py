@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from collectives.comm.multinode.nccl_hierarchical import enable_hierarchical
 from tests.ranks import run_ranks
 from tests.streams.simulated import needs_simulation, steps
 
@@ -224,3 +227,34 @@ def memory(ctx):
 
 def test_memory_and_split():
     both(memory, 2)
+
+
+def two_levels(ctx):
+    """What `init(hierarchical=True)` does, as on two nodes of two ranks: steps on one stream, with scratch between."""
+    comm = ctx.new_communicator()
+    comm.peers = [SimpleNamespace(node=node) for node in "aabb"]
+    enable_hierarchical(comm)
+    done = []
+    cases = [values(ctx, count, dtype=dtype) for count in (4, 4003, 30_000) for dtype in DTYPES]
+    with steps(ctx):
+        for tensor in cases:
+            count = tensor.numel()
+            for op in REDUCING:
+                if isinstance(op, str) or tensor.dtype.is_floating_point:
+                    whole = tensor.clone()
+                    comm.all_reduce(whole, op)
+                    works = [comm.all_reduce(tensor.clone(), op, async_op=True) for _ in range(2)]
+                    done += [whole.mul_(1), *(work.result().mul_(1) for work in works if work.wait())]
+            large, part = tensor.repeat(comm.size), torch.empty_like(tensor)
+            comm.reduce_scatter(part, large, "max")
+            comm.all_gather(large, part)
+            work = comm.all_gather(torch.empty_like(large), part, async_op=True)
+            assert work.wait() and large.numel() == count * comm.size
+            done += [part, large, work.result().mul_(1)]
+    done = [each.cpu() for each in done]
+    comm.close()
+    return [each.tolist() for each in done]
+
+
+def test_two_levels():
+    both(two_levels, 4)

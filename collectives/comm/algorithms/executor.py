@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections import OrderedDict
 
 import torch
 
@@ -25,12 +24,11 @@ from ..fingerprint import PREMUL, check_calls, fingerprint_of
 from ..memory import storage_of
 from ..work import Work
 from .call_check import CallCheck
-from .plan import CallKey, ExecutionPlan, issue_transfers, round_to_dtype
+from .plan import CallKey, ExecutionPlan, PlanCache, issue_transfers, round_to_dtype
 
 __all__ = ["AlgorithmExecutor", "run_algorithm"]
 
 _INT64 = DTYPES["int64"]
-_MAX_PLANS = 128
 
 
 class AlgorithmExecutor:
@@ -42,13 +40,11 @@ class AlgorithmExecutor:
 
     def __init__(self, comm, chunk: int):
         self._comm = comm
-        self._chunk = chunk
         self._native = None if comm._on_host else comm._native  # carries out the steps
         self._failure: CollectivesError | None = None
         self._closed = False
-        self._plans: OrderedDict[CallKey, ExecutionPlan] = OrderedDict()
+        self._plans = PlanCache(comm.rank, comm.size, comm.device, chunk)
         self._captured_plans: list[ExecutionPlan] = []  # a CUDA graph reads their memory
-        self._scratch: dict[int, torch.Tensor] = {}
         self._streams = None
         self._lock = threading.RLock()
         self._execution_lock = threading.RLock()  # held while a call on the host executes its steps: calls share memory
@@ -107,33 +103,14 @@ class AlgorithmExecutor:
         queue.end(label, held, (work,), final_error)
         return work
 
-    # ---- Plans and their memory.
-
     def _get_plan(self, key: CallKey, capturing: bool = False) -> ExecutionPlan:
-        plan = self._plans.get(key)
-        if plan is None:
-            comm = self._comm
-            if capturing:
-                raise InvalidUsage(
-                    "a call of this kind was not made before, and its memory can't be allocated while a CUDA graph is "
-                    "captured: make the same call once before the capture",
-                    op=key.name, rank=comm.rank,
-                )  # fmt: skip
-            plan = self._plans[key] = ExecutionPlan(key, comm, self._chunk, self._get_scratch)
-            if len(self._plans) > _MAX_PLANS:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(key)
-        return plan
-
-    def _get_scratch(self, nbytes: int) -> torch.Tensor:
-        """Return scratch memory, which calls share, since they run one after the other.
-
-        It is kept until `close`.
-        """
-        size = 1 << max(12, (nbytes - 1).bit_length())
-        if size not in self._scratch:
-            self._scratch[size] = torch.empty(size, dtype=torch.uint8, device=self._comm.device)
-        return self._scratch[size]
+        if capturing and key not in self._plans:
+            raise InvalidUsage(
+                "a call of this kind was not made before, and its memory can't be allocated while a CUDA graph is "
+                "captured: make the same call once before the capture",
+                op=key.name, rank=self._comm.rank,
+            )  # fmt: skip
+        return self._plans.get(key)
 
     # ---- On the host.
 
@@ -225,8 +202,8 @@ class AlgorithmExecutor:
             # An empty message to oneself: the calls that come after this one wait for its last
             # step.
             issue_transfers(
-                comm.engine.library, comm._native,
-                (("send", 0, 0, 0, _INT64, comm.rank), ("recv", 0, 0, 0, _INT64, comm.rank)), (0,), handle,
+                comm._native, (("send", 0, 0, 0, _INT64, comm.rank), ("recv", 0, 0, 0, _INT64, comm.rank)), (0,),
+                handle,
             )  # fmt: skip
         return outcome
 
@@ -282,7 +259,6 @@ class AlgorithmExecutor:
             native.destroy()
         self._plans.clear()
         self._captured_plans.clear()
-        self._scratch.clear()
 
 
 def run_algorithm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from ...layout import TILE
 from ..group import run_grouped
 from .schedule import Reduction, Schedule, schedule
 
-__all__ = ["CallKey", "ExecutionPlan", "issue_transfers", "round_to_dtype"]
+__all__ = ["CallKey", "ExecutionPlan", "PlanCache", "issue_transfers", "round_to_dtype"]
 
 _F32 = DTYPES["float32"]
 _SUM, _PROD, _AVG = OPS["sum"], OPS["prod"], OPS["avg"]
@@ -24,6 +25,8 @@ _EXACT = (OPS["max"], OPS["min"])  # they round nothing, so they need no wider t
 _TORCH = {code: dtype for dtype, code in TORCH_CODES.items()}
 _FLOATING = {code for code, dtype in _TORCH.items() if dtype.is_floating_point}
 
+_MAX_PLANS = 128
+_PADDED_BLOCK = 1 << 16  # elements of a reduction on the host that reads zeros, which then stay in a cache
 _BASES = {"in": 0, "out": 1}  # indices of base addresses; all other spans are in scratch
 _SCRATCH, _TABLE = 2, 3
 
@@ -31,16 +34,24 @@ _SCRATCH, _TABLE = 2, 3
 class CallKey(NamedTuple):
     """All that a plan depends on, besides the communicator.
 
-    `code`: of the dtype; `op`: code of the reduction.
+    `name`, `algorithm`, `count`, `in_place`, `separate_out`, `starts`, `root`: as in `schedule`;
+    `code`: of the dtype; `op`: code of the reduction; `scaled`: whether it is a premultiplied sum;
+    `out_code`: of the result's dtype, None for `code`; `average_over`: what an average divides by,
+    None for the number of ranks.
     """
 
     name: str
     algorithm: str
-    count: int
+    count: int | tuple[int, ...]
     code: int
-    op: int
-    scaled: bool
-    in_place: bool
+    op: int = _SUM
+    scaled: bool = False
+    in_place: bool = False
+    separate_out: bool = False
+    starts: tuple[int, ...] | None = None
+    root: int = 0
+    out_code: int | None = None
+    average_over: int | None = None
 
 
 def round_to_dtype(value, code: int):
@@ -48,13 +59,14 @@ def round_to_dtype(value, code: int):
     return torch.tensor(value, dtype=_TORCH[code]).item() if code in _FLOATING else value
 
 
-def issue_transfers(library, native, ops, bases, stream: int) -> None:
+def issue_transfers(native, ops, bases, stream: int) -> None:
     """Issue sends and receives as one group.
 
-    `ops`: tuples of (method, index in `bases`, offset in bytes, count, dtype code, peer).
+    `native`: anything with send, recv and a library with groups; `ops`: tuples of (method, index in
+    `bases`, offset in bytes, count, dtype code, peer).
     """
     run_grouped(
-        library,
+        native.library,
         [
             (getattr(native, method), (bases[base] + offset, count, code, peer, stream))
             for method, base, offset, count, code, peer in ops
@@ -63,27 +75,29 @@ def issue_transfers(library, native, ops, bases, stream: int) -> None:
 
 
 class KernelTask:
-    """A reduction, ready to run except for the addresses of the caller's arrays and the factor."""
+    """A reduction, ready to run except for the addresses of the caller's arrays and the factor.
 
-    __slots__ = ("after", "args", "base", "first_source", "kernel", "number", "offset", "scaled", "signals")
+    `launches`: (arguments, index of the first source in the table, offset of the result).
+    """
 
-    def __init__(self, args, kernel, first_source: int, base: int, offset: int, scaled: bool, number: int, after: int):
-        self.args = args
-        self.first_source = first_source  # index in the table of sources
+    __slots__ = ("after", "base", "kernel", "launches", "number", "scaled", "signals")
+
+    def __init__(self, launches, kernel, base: int, scaled: bool, number: int, after: int):
+        self.launches = launches
         self.kernel = kernel
         self.base = base
-        self.offset = offset
         self.scaled = scaled
         self.number = number  # among the reductions, from 1
         self.after = after
         self.signals = False  # a transfer waits for its event
 
     def run(self, bases, factor, device) -> None:
-        self.args.sources = bases[_TABLE] + 8 * self.first_source
-        self.args.out = bases[self.base] + self.offset
-        if self.scaled and factor is not None:
-            self.args.scale = factor
-        run_kernel(self.kernel, self.args, device)
+        for args, first_source, offset in self.launches:
+            args.sources = bases[_TABLE] + 8 * first_source
+            args.out = bases[self.base] + offset
+            if self.scaled and factor is not None:
+                args.scale = factor
+            run_kernel(self.kernel, args, device)
 
 
 class TransferTask:
@@ -106,18 +120,23 @@ class ExecutionPlan:
     scratch memory of so many bytes.
     """
 
-    def __init__(self, key: CallKey, comm, chunk: int, get_scratch: Callable[[int], torch.Tensor]):
-        self.device = comm.device
-        self.library = comm.engine.library
-        code, size = key.code, comm.size
+    def __init__(
+        self, key: CallKey, rank: int, size: int, device: torch.device, chunk: int,
+        get_scratch: Callable[[int], torch.Tensor],
+    ):  # fmt: skip
+        self.device = device
+        code = key.code
         floating = code in _FLOATING
-        wide = key.name != "all_gather" and floating and ITEMSIZE[code] < 4 and key.op not in _EXACT
+        reduces = key.name in ("all_reduce", "reduce_scatter")
+        wide = reduces and floating and ITEMSIZE[code] < 4 and key.op not in _EXACT
         self._code = code
+        self._out_code = code if key.out_code is None else key.out_code
         self._sum_code = _F32 if wide else code
         self._factor_fills = key.scaled and not floating  # there is no kernel that scales integers: they are multiplied
         made = schedule(
-            key.name, key.algorithm, rank=comm.rank, size=size, count=key.count, itemsize=ITEMSIZE[code], chunk=chunk,
-            wide=wide, scaled=key.scaled, in_place=key.in_place,
+            key.name, key.algorithm, rank=rank, size=size, count=key.count, itemsize=ITEMSIZE[code], chunk=chunk,
+            wide=wide, scaled=key.scaled, in_place=key.in_place, separate_out=key.separate_out, starts=key.starts,
+            root=key.root,
         )  # fmt: skip
         self._allocate_scratch(made, get_scratch)
         self._pad = None
@@ -141,7 +160,7 @@ class ExecutionPlan:
         raw = -(-made.raw * ITEMSIZE[self._code] // 64) * 64
         wide = -(-made.wide * ITEMSIZE[self._sum_code] // 64) * 64
         fill = made.longest * ITEMSIZE[self._code] if self._factor_fills else 0
-        self._longest = made.longest
+        self._pad_count = min(made.longest, _PADDED_BLOCK) if self.device.type == "cpu" else made.longest
         self._scratch = get_scratch(raw + wide + fill) if raw + wide + fill else None
         self._starts = {"raw": 0, "wide": raw}
         self._factor_at = raw + wide
@@ -149,7 +168,7 @@ class ExecutionPlan:
 
     def _locate(self, span) -> tuple[int, int, int]:
         """Return (index of its base address, offset, dtype code) of a span."""
-        code = self._sum_code if span.where == "wide" else self._code
+        code = {"wide": self._sum_code, "out": self._out_code}.get(span.where, self._code)
         offset = span.start * ITEMSIZE[code]
         if span.where in _BASES:
             return _BASES[span.where], offset, code
@@ -169,34 +188,41 @@ class ExecutionPlan:
             base, address, source_code = self._locate(span)
             sources.append((address, base))
         base, offset, out_code = self._locate(task.out)
-        op, scale = key.op, 1.0
-        scaled = task.scaled
+        op, scale, count = key.op, 1.0, task.out.count
+        scaled, block = task.scaled, count
+        divisor = key.average_over or size
         if len(sources) == 1:
             op = _SUM
             if scaled and self._factor_fills:
                 sources.append((self._factor_at, _SCRATCH))
                 op, scaled = _PROD, False
-        elif op == _AVG and not (task.final and len(sources) == size):
+        elif op == _AVG and not (task.final and len(sources) == divisor):
             op = _SUM
-            if task.final and source_code in _FLOATING and not size & (size - 1):
-                scale = 1.0 / size  # the same bits as the division
+            if task.final and source_code in _FLOATING and not divisor & (divisor - 1):
+                scale = 1.0 / divisor  # the same bits as the division
             elif task.final:
                 # The kernel divides by the number of its sources: zeros, which change nothing, are
-                # added up to `size`.
+                # added up to the divisor.
                 op = _AVG
-                sources += [(self._zero_source(source_code), None)] * (size - len(sources))
-        first = len(self._sources)
-        self._sources += sources
-        args = abi.ReduceArgs(
-            abi.Work(-(-task.out.count // TILE), 0, 0), 0, len(sources), 0, task.out.count, 0, scale, op,
-            source_code, out_code, 0,
-        )  # fmt: skip
-        return KernelTask(args, kernel_of(source_code, out_code), first, base, offset, scaled, number, task.after)
+                sources += [(self._zero_source(source_code), None)] * (divisor - len(sources))
+                block = min(count, self._pad_count)
+        launches = []
+        for start in range(0, count, block):
+            first = len(self._sources)
+            self._sources += [
+                (at if origin is None else at + start * ITEMSIZE[source_code], origin) for at, origin in sources
+            ]
+            part = min(block, count - start)
+            args = abi.ReduceArgs(
+                abi.Work(-(-part // TILE), 0, 0), 0, len(sources), 0, part, 0, scale, op, source_code, out_code, 0
+            )
+            launches.append((args, first, offset + start * ITEMSIZE[out_code]))
+        return KernelTask(launches, kernel_of(source_code, out_code), base, scaled, number, task.after)
 
     def _zero_source(self, code: int) -> int:
-        """Return the address of an array of zeros that is as long as the longest reduction."""
+        """Return the address of an array of zeros that is as long as the longest launch."""
         if self._pad is None:
-            pad = torch.full((self._longest,), -0.0 if code in _FLOATING else 0, dtype=_TORCH[code])
+            pad = torch.full((self._pad_count,), -0.0 if code in _FLOATING else 0, dtype=_TORCH[code])
             self._pad = self._to_device(pad)  # -0.0 changes no sign
         return self._pad.data_ptr()
 
@@ -213,6 +239,7 @@ class ExecutionPlan:
             torch.tensor(columns, dtype=torch.int64)
         ).unbind()
         self._table = torch.empty_like(self._fixed)
+        self._last_input: int | None = None  # whose address is in the table, on the host
 
     def _bases(self, inp: int, out: int, scratch, table) -> tuple[int, int, int, int]:
         return inp, out, 0 if scratch is None else scratch.data_ptr(), table.data_ptr()
@@ -231,12 +258,17 @@ class ExecutionPlan:
             into.fill_(wrapped)
 
     def run(self, native, inp: int, out: int, factor) -> None:
-        """Run the tasks in this thread, one after the other."""
+        """Run the tasks in this thread, one after the other.
+
+        `native`: as in `issue_transfers`.
+        """
         bases = self._bases(inp, out, self._scratch, self._table)
-        self._fill_arguments(inp, factor, self._scratch, self._table)
+        if self._fill or self._last_input != inp:
+            self._fill_arguments(inp, factor, self._scratch, self._table)
+            self._last_input = inp
         for task in self._tasks:
             if type(task) is TransferTask:
-                issue_transfers(self.library, native, task.ops, bases, 0)
+                issue_transfers(native, task.ops, bases, 0)
             else:
                 task.run(bases, factor, self.device)
 
@@ -266,7 +298,7 @@ class ExecutionPlan:
                 if task.after:
                     own.wait_event(self._events[not message, task.after])
                 if message:
-                    issue_transfers(self.library, native, task.ops, bases, own.cuda_stream)
+                    issue_transfers(native, task.ops, bases, own.cuda_stream)
                 else:
                     task.run(bases, factor, self.device)
                 if task.signals:
@@ -278,3 +310,39 @@ class ExecutionPlan:
                 kernels.wait_stream(transfers)  # the memory returns to the pool as this stream's
         outer.wait_stream(transfers)
         outer.wait_stream(kernels)
+
+
+class PlanCache:
+    """The plans of one rank's calls, and the scratch memory that they share.
+
+    `chunk`: bytes of one message, the same on all ranks. Calls must run one after the other.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, chunk: int):
+        self._place = rank, size, device, chunk
+        self._plans: OrderedDict[CallKey, ExecutionPlan] = OrderedDict()
+        self._scratch: dict[int, torch.Tensor] = {}
+
+    def __contains__(self, key: CallKey) -> bool:
+        return key in self._plans
+
+    def get(self, key: CallKey) -> ExecutionPlan:
+        """Return the plan of a call, made at the first one; the plans used last are kept."""
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = ExecutionPlan(key, *self._place, self._get_scratch)
+            if len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return plan
+
+    def _get_scratch(self, nbytes: int) -> torch.Tensor:
+        size = 1 << max(12, (nbytes - 1).bit_length())
+        if size not in self._scratch:
+            self._scratch[size] = torch.empty(size, dtype=torch.uint8, device=self._place[2])
+        return self._scratch[size]
+
+    def clear(self) -> None:
+        """Free everything; nothing may be in flight."""
+        self._plans.clear()
+        self._scratch.clear()

@@ -10,6 +10,10 @@ Every array is divided into one shard for each rank, and a shard into chunks, wh
 column is the place of one chunk in all shards: (start, elements). Counts and starts are in
 elements.
 
+Between nodes there is a third algorithm, one-shot, for short arrays and for two ranks: each rank
+sends its whole array to all others, and each rank reduces all of it, in rank order as direct does.
+It is one step where direct takes two.
+
 Sources: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009 (ring); R. Rabenseifner, "Optimization of collective reduction operations", 2004
 (direct: reduce-scatter, then all-gather).
@@ -17,6 +21,8 @@ workstations", 2009 (ring); R. Rabenseifner, "Optimization of collective reducti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 __all__ = [
@@ -43,9 +49,9 @@ _MANY_LINES = 16  # a shard of so many cache lines has bounds at line boundaries
 class Span(NamedTuple):
     """A range of elements in memory.
 
-    `where`: "in" and "out" are the caller's arrays (an all-reduce is in place, and has "out" only);
-    "raw" and "wide" are scratch, of the array's dtype and of the dtype that sums are accumulated
-    in.
+    `where`: "in" and "out" are the caller's arrays (an all-reduce in place and a broadcast have
+    "out" only); "raw" and "wide" are scratch, of the array's dtype and of the dtype that sums are
+    accumulated in.
     """
 
     where: str
@@ -98,20 +104,27 @@ def shard_bounds(count: int, parts: int, itemsize: int) -> tuple[int, ...]:
 
 
 def schedule(
-    op: str, algorithm: str, *, rank: int, size: int, count: int, itemsize: int, chunk: int,
-    wide: bool = False, scaled: bool = False, in_place: bool = False,
+    op: str, algorithm: str, *, rank: int, size: int, count: int | Sequence[int], itemsize: int, chunk: int,
+    wide: bool = False, scaled: bool = False, in_place: bool = False, separate_out: bool = False,
+    starts: Sequence[int] | None = None, root: int = 0,
 ) -> Schedule:  # fmt: skip
     """Return one rank's schedule.
 
-    `op`: one of `OPS`; `algorithm`: "ring" or "direct"; `count`: elements of the array in an
-    all-reduce, and of one part otherwise; `itemsize`: bytes of an element; `chunk`: bytes of an
-    array in one message, at most, and at least one line. `wide`: partial sums have another dtype
-    than the array; `scaled`: it is a premultiplied sum; `in_place`: for all_gather, whether "in" is
-    part `rank` of "out". All ranks must pass the same except for `rank` and `in_place`.
+    `op`: one of `OPS`, or "broadcast" (direct and one-shot only); `algorithm`: "ring", "direct" or,
+    for all_reduce and broadcast, "one-shot"; `count`: elements of the array in an all-reduce and a
+    broadcast, and of one part otherwise, or a sequence with the elements of each rank's part;
+    `itemsize`: bytes of an element; `chunk`: bytes of an array in one message, at most, and at
+    least one line. `wide`: partial sums have another dtype than the array; `scaled`: it is a
+    premultiplied sum; `in_place`: for all_gather, whether "in" is part `rank` of "out";
+    `separate_out`: for all_reduce, whether the result goes to another array than the input's;
+    `starts`: where the parts begin in the array that has them all, None for one behind the other;
+    `root`: of a broadcast. All ranks must pass the same except for `rank`, `in_place` and `starts`.
     """
-    builder = _ScheduleBuilder(op, rank, size, count, itemsize, chunk, wide, scaled)
+    builder = _ScheduleBuilder(op, algorithm, rank, size, count, itemsize, chunk, wide, scaled, separate_out, starts)
     if op == "all_gather":
         (builder.ring_all_gather if algorithm == "ring" else builder.direct_all_gather)(in_place)
+    elif op == "broadcast":
+        builder.broadcast(root)
     elif size == 1:
         builder.reduce_alone()
     elif algorithm == "ring":
@@ -127,18 +140,24 @@ class _ScheduleBuilder:
     Scratch slots have the length of a chunk each and are counted by kind.
     """
 
-    def __init__(self, op, rank, size, count, itemsize, chunk, wide, scaled):
+    def __init__(self, op, algorithm, rank, size, count, itemsize, chunk, wide, scaled, separate_out, starts):
         self.op = op
+        self.algorithm = algorithm
         self.rank = rank
         self.size = size
         self.wide = wide
         self.scaled = scaled
-        if op == "all_reduce":
-            self.bounds = shard_bounds(count, size, itemsize)
+        self.input = "in" if op != "all_reduce" or separate_out else "out"
+        if algorithm == "one-shot":  # the shards are the whole array
+            self.starts, self.lengths = [0] * size, [count] * size
         else:
-            self.bounds = tuple(i * count for i in range(size + 1))
+            if op in ("all_reduce", "broadcast"):
+                self.lengths = [b - a for a, b in pairwise(shard_bounds(count, size, itemsize))]
+            else:
+                self.lengths = [count] * size if isinstance(count, int) else list(count)
+            self.starts = list(accumulate(self.lengths[:-1], initial=0)) if starts is None else list(starts)
         line = max(1, LINE // itemsize)
-        longest = self.bounds[1]
+        longest = max(self.lengths)
         self.chunk = max(line, min(chunk // itemsize // line * line, -(-longest // line) * line))
         self.columns = [(start, min(self.chunk, longest - start)) for start in range(0, longest, self.chunk)]
         self.slots = {"raw": 0, "wide": 0}
@@ -153,16 +172,16 @@ class _ScheduleBuilder:
 
     def chunk_length(self, shard: int, column: tuple[int, int]) -> int:
         """Return the elements of a shard's chunk in a column."""
-        return max(0, min(column[1], self.bounds[shard + 1] - self.bounds[shard] - column[0]))
+        return max(0, min(column[1], self.lengths[shard] - column[0]))
 
     def array_span(self, where: str, shard: int, column: tuple[int, int]) -> Span:
         """Return a shard's chunk in an array that holds all shards.
 
         "in" is "out" where the operation is in place.
         """
-        if self.op == "all_reduce":
-            where = "out"
-        return Span(where, self.bounds[shard] + column[0], self.chunk_length(shard, column))
+        if where == "in":
+            where = self.input
+        return Span(where, self.starts[shard] + column[0], self.chunk_length(shard, column))
 
     def result_span(self, column: tuple[int, int]) -> Span:
         """Return a chunk of this rank's own shard of the result."""
@@ -268,15 +287,16 @@ class _ScheduleBuilder:
         self.transfer([((rank + 1) % size, sent)], [((rank - 1) % size, received)])
 
     def direct(self) -> None:
-        """All-to-all, reduce in rank order, all-gather.
+        """All-to-all, reduce in rank order, all-gather; one-shot needs no all-gather.
 
         The next chunk is transferred while one is reduced.
         """
+        gathers = self.op == "all_reduce" and self.algorithm == "direct"
         for k, column in enumerate(self.columns):
             self.direct_reduce_scatter(k % 2, column)
-            if k and self.op == "all_reduce":
+            if k and gathers:
                 self.direct_all_gather_step(self.columns[k - 1])
-        if self.columns and self.op == "all_reduce":
+        if self.columns and gathers:
             self.direct_all_gather_step(self.columns[-1])
 
     def direct_reduce_scatter(self, parity: int, column) -> None:
@@ -288,10 +308,11 @@ class _ScheduleBuilder:
                 for i, span in enumerate(mine)
             ]
         kind = "wide" if self.scaled else "raw"
-        received = [
-            self.scratch_span(kind, parity * size + peer, self.chunk_length(rank, column)) for peer in range(size)
-        ]
         others = [peer for peer in range(size) if peer != rank]
+        received = {
+            peer: self.scratch_span(kind, parity * len(others) + i, self.chunk_length(rank, column))
+            for i, peer in enumerate(others)
+        }
         self.transfer([(peer, mine[peer]) for peer in others], [(peer, received[peer]) for peer in others])
         sources = tuple(mine[rank] if peer == rank else received[peer] for peer in range(size))
         self.reduce(sources, self.result_span(column), final=True)
@@ -305,7 +326,7 @@ class _ScheduleBuilder:
 
     def ring_all_gather(self, in_place: bool) -> None:
         for column in self.columns:
-            own = Span("in", *column)
+            own = Span("in", column[0], self.chunk_length(self.rank, column))
             keep = [(self.rank, self.array_span("out", self.rank, column))] if not in_place else []
             if self.size == 1:
                 self.transfer([(0, own)] if keep else [], keep)
@@ -318,12 +339,27 @@ class _ScheduleBuilder:
                 self.transfer(sends, [((self.rank - 1) % self.size, received), *keep])
 
     def direct_all_gather(self, in_place: bool) -> None:
-        if not self.columns:
-            return
-        whole = (0, self.bounds[1])
+        whole = (0, max(self.lengths))
         peers = [peer for peer in range(self.size) if peer != self.rank or not in_place]
-        own = Span("in", *whole)
+        own = self.array_span("out", self.rank, whole) if in_place else Span("in", 0, self.lengths[self.rank])
         self.transfer([(peer, own) for peer in peers], [(peer, self.array_span("out", peer, whole)) for peer in peers])
+
+    def broadcast(self, root: int) -> None:
+        """Send each rank its shard from the root, then all shards to all ranks.
+
+        One-shot needs the first step only.
+        """
+        whole = (0, max(self.lengths))
+        shards = [self.array_span("out", shard, whole) for shard in range(self.size)]
+        others = [peer for peer in range(self.size) if peer not in (self.rank, root)]
+        own = shards[self.rank]
+        if self.rank == root:
+            self.transfer([(peer, shards[peer]) for peer in others], [])
+        else:
+            self.transfer([], [(root, own)])
+        if self.algorithm == "direct":
+            receives = [] if self.rank == root else [(peer, shards[peer]) for peer in (root, *others)]
+            self.transfer([(peer, own) for peer in others], receives)
 
     def build(self) -> Schedule:
         longest = max((task.out.count for task in self.tasks if isinstance(task, Reduction)), default=0)

@@ -1,9 +1,10 @@
 """Collectives over several nodes.
 
-`topology` says which rank is on which node. `gloo` carries bytes between nodes. `hierarchical`
-composes collectives from the engine's inside of each node and from Gloo's transfers between nodes.
-`comm` wraps them in the interface of the binding's communicator. `nccl_hierarchical` composes
-NCCL's collectives inside of each node and between nodes.
+`topology` says which rank is on which node. `hierarchical` composes collectives of a level inside
+of nodes and a level between them. On the host `host` gives it the engine and `inter_node`, which
+runs schedules over `messages`, the transport on `gloo`'s connections; `comm` wraps that in the
+interface of the binding's communicator. `nccl_hierarchical` gives it NCCL's communicators, and
+`levels` makes two communicators of any one, for the compressors.
 
 Import from the modules: some are lower than others in `comm`, so this package imports none of them.
 """

@@ -2,7 +2,7 @@
 
 `MultiNodeComm` has the methods of `_nccl.Comm` that `Communicator` calls, and
 `library.MultiNodeLibrary` those of `_nccl.Library`. So everything above them is the same on one
-node and on several. `hierarchical.HierarchicalCollectives` moves the data.
+node and on several. `host.HostCollectives` moves the data.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ...errors import Aborted, CollectivesError, CollectiveTimeout, InternalErro
 from ..engine import Engine
 from ..fingerprint import KINDS, PREMUL, fingerprint_of
 from .error_store import ErrorStore
-from .frames import NodeMismatch
-from .gloo import GlooTransport, TransferError
-from .hierarchical import HierarchicalCollectives
+from .gloo import GlooConnections, TransferError
+from .host import HostCollectives
 from .library import Call, CallOrder, MultiNodeLibrary
-from .p2p import P2POp
+from .messages import NodeMismatch
+from .p2p import P2POp, list_messages
 from .reduction import PremulSums
 from .topology import Topology, group_ranks_by_node
 
@@ -89,14 +89,15 @@ class MultiNodeComm:
                 library.library, self._store, topology.local_ranks, rank, deadline, f"id/{topology.node}"
             )
             try:
-                transport = GlooTransport(self._store, rank, self.size, max(1.0, deadline - time.monotonic()))
+                connections = GlooConnections(self._store, rank, self.size, max(1.0, deadline - time.monotonic()))
             except BaseException:
                 intra_node.abort()
                 raise
         except CollectivesError as error:
             self._store.post_error(error)
             raise
-        self.hierarchical = HierarchicalCollectives(intra_node, transport, topology)
+        self.collectives = HostCollectives(intra_node, connections, topology)
+        self._connections = connections
         self._topology = topology
 
     def __repr__(self):
@@ -119,12 +120,12 @@ class MultiNodeComm:
     def run(self, call: Call) -> None:
         """Run a call whose turn it is."""
         self.check_usable(call.op)
-        hierarchical = self.hierarchical
+        collectives = self.collectives
         self._running = call
         try:
-            hierarchical.begin_call(self._timeout)
+            collectives.begin_call(self._timeout)
             if call.label != (None, None):
-                hierarchical.library.label(*call.label)
+                collectives.library.label(*call.label)
             call.body()
         except Exception as error:
             raise self._fail(error, call.label[0] or call.op) from error
@@ -150,9 +151,9 @@ class MultiNodeComm:
     def _shut_down(self, error: CollectivesError) -> None:
         """End everything in flight, here and at the peers, and refuse further calls."""
         self._failure = self._failure or error
-        self.hierarchical.transport.abort()
-        if self.hierarchical.intra_node.handle:
-            self.hierarchical.intra_node.abort()
+        self._connections.abort()
+        if self.collectives.intra_node.handle:
+            self.collectives.intra_node.abort()
 
     # ---- Calls.
 
@@ -161,12 +162,12 @@ class MultiNodeComm:
 
     def all_reduce_share(self, send, recv, count, dtype, op, stats_out, stream=0) -> None:
         spec, fingerprint = self._describe_reduction("all_reduce", dtype, count, op)
-        body = partial(self.hierarchical.all_reduce, fingerprint, send, recv, count, spec, stats_out)
+        body = partial(self.collectives.all_reduce, fingerprint, send, recv, count, spec, stats_out)
         self._add_call("all_reduce", count, dtype, body, stream)
 
     def reduce(self, send, recv, count, dtype, op, root, stream=0, config=None) -> None:
         spec, fingerprint = self._describe_reduction("reduce", dtype, count, op, root)
-        body = partial(self.hierarchical.reduce, fingerprint, send, recv, count, spec, root)
+        body = partial(self.collectives.reduce, fingerprint, send, recv, count, spec, root)
         self._add_call("reduce", count, dtype, body, stream)
 
     def reduce_scatter(self, send, recv, recvcount, dtype, op, stream=0, config=None) -> None:
@@ -174,17 +175,17 @@ class MultiNodeComm:
 
     def reduce_scatter_share(self, send, recv, recvcount, dtype, op, stats_out, stream=0) -> None:
         spec, fingerprint = self._describe_reduction("reduce_scatter", dtype, recvcount, op)
-        body = partial(self.hierarchical.reduce_scatter, fingerprint, send, recv, recvcount, spec, stats_out)
+        body = partial(self.collectives.reduce_scatter, fingerprint, send, recv, recvcount, spec, stats_out)
         self._add_call("reduce_scatter", recvcount * self.size, dtype, body, stream)
 
     def all_gather(self, send, recv, sendcount, dtype, stream=0, config=None) -> None:
         fingerprint = _make_fingerprint(self.library, "all_gather", dtype, sendcount)
-        body = partial(self.hierarchical.all_gather, fingerprint, send, recv, sendcount * ITEMSIZE[dtype])
+        body = partial(self.collectives.all_gather, fingerprint, send, recv, sendcount * ITEMSIZE[dtype])
         self._add_call("all_gather", sendcount * self.size, dtype, body, stream)
 
     def broadcast(self, send, recv, count, dtype, root, stream=0, config=None) -> None:
         fingerprint = _make_fingerprint(self.library, "broadcast", dtype, count, root=root)
-        body = partial(self.hierarchical.broadcast, fingerprint, send, recv, count * ITEMSIZE[dtype], root)
+        body = partial(self.collectives.broadcast, fingerprint, send, recv, count * ITEMSIZE[dtype], root)
         self._add_call("broadcast", count, dtype, body, stream)
 
     def send(self, buf, count, dtype, peer, stream=0) -> None:
@@ -194,21 +195,13 @@ class MultiNodeComm:
         self._add_p2p_call("recv", False, buf, count, dtype, peer, stream)
 
     def all_to_all(self, send, recv, count, dtype, stream=0, config=None) -> None:
-        nbytes = count * ITEMSIZE[dtype]
-        parts = [(side, base + r * nbytes, r) for r in range(self.size) for side, base in ((True, send), (False, recv))]
-        self._add_p2p_collective("all_to_all", parts, count, dtype, stream)
+        self._add_p2p_collective("all_to_all", send, recv, count, dtype, -1, stream)
 
     def gather(self, send, recv, count, dtype, root, stream=0, config=None) -> None:
-        parts = [(True, send, root)]
-        if self.rank == root:
-            parts += [(False, recv + r * count * ITEMSIZE[dtype], r) for r in range(self.size)]
-        self._add_p2p_collective("gather", parts, count, dtype, stream, root)
+        self._add_p2p_collective("gather", send, recv, count, dtype, root, stream)
 
     def scatter(self, send, recv, count, dtype, root, stream=0, config=None) -> None:
-        parts = [(False, recv, root)]
-        if self.rank == root:
-            parts += [(True, send + r * count * ITEMSIZE[dtype], r) for r in range(self.size)]
-        self._add_p2p_collective("scatter", parts, count, dtype, stream, root)
+        self._add_p2p_collective("scatter", send, recv, count, dtype, root, stream)
 
     def _add_call(self, op: str, count: int, dtype: int, body, stream: int) -> None:
         self.library.add_call(Call(self, op, count * ITEMSIZE[dtype], body, stream))
@@ -218,23 +211,18 @@ class MultiNodeComm:
         p2p_op = P2POp(
             is_send, address, count, dtype, peer, _make_fingerprint(self.library, "message", dtype, count), label
         )
-        body = partial(self.hierarchical.send_and_receive, [p2p_op])
+        body = partial(self.collectives.send_and_receive, [p2p_op])
         call = Call(self, op, count * ITEMSIZE[dtype], body, stream, p2p_op)
         call.label = (call.label[0], None)  # the dtype's name is in the P2POp
         self.library.add_call(call)
 
-    def _add_p2p_collective(self, op, parts, count, dtype, stream, root=-1) -> None:
-        """Add a collective that is made of sends and receives.
-
-        ``parts``: (is_send, address, peer).
-        """
+    def _add_p2p_collective(self, op, send, recv, count, dtype, root, stream) -> None:
+        """Add a collective that is made of sends and receives."""
         fingerprint = _make_fingerprint(self.library, op, dtype, count, root=root)
-        own = [address for _, address, peer in parts if peer == self.rank]
-        if len(own) == 2 and own[0] == own[1]:  # in place
-            parts = [part for part in parts if part[2] != self.rank]
+        parts = list_messages(op, send, recv, count * ITEMSIZE[dtype], root, self.rank, self.size)
         _, label = self.library.get_label()
         p2p_ops = [P2POp(is_send, address, count, dtype, peer, fingerprint, label) for is_send, address, peer in parts]
-        body = partial(self.hierarchical.send_and_receive, p2p_ops)
+        body = partial(self.collectives.send_and_receive, p2p_ops)
         call = Call(self, op, count * ITEMSIZE[dtype] * self.size, body, stream)
         call.label = (None, None)
         self.library.add_call(call)
@@ -259,26 +247,26 @@ class MultiNodeComm:
         self._timeout = seconds
 
     def register(self, address: int, nbytes: int) -> int:
-        return self.hierarchical.intra_node.register(address, nbytes)
+        return self.collectives.intra_node.register(address, nbytes)
 
     def deregister(self, handle: int) -> None:
-        if self.hierarchical.intra_node.handle:
-            self.hierarchical.intra_node.deregister(handle)
+        if self.collectives.intra_node.handle:
+            self.collectives.intra_node.deregister(handle)
 
     def sequence(self) -> int:
-        return self.hierarchical.sequence
+        return self.collectives.sequence
 
     def pending(self) -> ErrorInfo | None:
         """Return the operation in progress and the ranks for which it waits, or None."""
         call = self._running
         if call is None:
             return None
-        peers = self.hierarchical.transport.awaited_peers
-        intra_node = self.hierarchical.intra_node
+        peers = self._connections.awaited_peers
+        intra_node = self.collectives.intra_node
         local = intra_node.pending() if intra_node.handle and not peers else None
         if local is not None:
             peers = tuple(self._topology.local_ranks[peer] for peer in local.peers)
-        return ErrorInfo(0, "none", self.rank, peers, self.hierarchical.sequence, call.nbytes, call.op, "in progress")
+        return ErrorInfo(0, "none", self.rank, peers, self.collectives.sequence, call.nbytes, call.op, "in progress")
 
     # ---- Other communicators.
 
@@ -340,14 +328,14 @@ class MultiNodeComm:
             return
         self.call_order.wait_for_calls()
         self.handle = 0
-        if self.hierarchical.intra_node.handle:
-            self.hierarchical.intra_node.destroy()
-        self.hierarchical.transport.close()
+        if self.collectives.intra_node.handle:
+            self.collectives.intra_node.destroy()
+        self._connections.close()
         self._keep_alive = None
 
     def detach_after_fork(self) -> None:
         """Detach from the parent's connections in a forked child, and leave them open."""
-        self.hierarchical.transport.detach_after_fork()
+        self._connections.detach_after_fork()
 
 
 def _make_fingerprint(
@@ -361,7 +349,7 @@ def _make_fingerprint(
     label_op, label_dtype = library.get_label()
     kind = label_op if label_op in KINDS else kind
     digest = 0 if label_dtype is None else crc32(label_dtype.encode())
-    return (*fingerprint_of(kind, dtype=dtype, count=count, op=op, root=root), digest, 0)
+    return (*fingerprint_of(kind, dtype=dtype, count=count, op=op, root=root), digest)
 
 
 def _translate_error(

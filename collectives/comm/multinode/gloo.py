@@ -1,4 +1,4 @@
-"""Transport between nodes, by torch's Gloo."""
+"""Connections between the ranks of several nodes, by torch's Gloo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -21,7 +21,7 @@ from ..waiting import call_with_timeout, first_line
 from .error_store import ErrorStore
 from .topology import find_route, is_loopback
 
-__all__ = ["GlooTransport", "TransferError"]
+__all__ = ["GlooConnections", "TransferError", "wait"]
 
 _FOREVER = timedelta(days=365)
 _DATA_TAG, _ABORT_TAG = 0, 1  # Gloo's tags
@@ -40,12 +40,12 @@ class TransferError(Exception):
         self.text = text
 
 
-class GlooTransport:
+class GlooConnections:
     """Gloo connections of one rank with all others of a communicator.
 
     The constructor blocks until all ranks are connected, at most ``seconds``. Raises
     `CollectiveTimeout` past it, and `TransportError` where Gloo can't connect. One thread at a time
-    may send, receive and wait; any thread may call `abort`.
+    may start transfers and wait; any thread may call `abort`.
     """
 
     def __init__(self, error_store: ErrorStore, rank: int, size: int, seconds: float):
@@ -99,37 +99,28 @@ class GlooTransport:
                         raise TransferError(peer, False, _reason_of(error)) from error
         return started
 
-    def wait(self, started: list, seconds: float | None) -> None:
-        """Block until transfers are complete, at most ``seconds`` (None: no limit).
+    def run_waits(self, waits: Callable[[], None], peers: Sequence[int]) -> None:
+        """Run a function that calls `wait`, and block until it returns.
 
-        Raises `TransferError`.
+        ``peers``: the ranks for which it waits. In the main thread the function runs in another
+        one: signal handlers run in the main thread, which must not be inside of Gloo then.
         """
-        if not started:
-            return
-        self.awaited_peers = tuple(dict.fromkeys(peer for peer, _, _ in started))
+        self.awaited_peers = tuple(dict.fromkeys(peers))
         try:
             if threading.current_thread() is threading.main_thread():
-                self._wait_in_thread(started, seconds)
+                self._run_in_thread(waits)
             else:
-                _wait_for_all(started, seconds)
+                waits()
         finally:
             self.awaited_peers = ()
 
-    def exchange(self, sends: Sequence, recvs: Sequence, seconds: float | None) -> None:
-        """Start transfers and wait for them; see `start_transfers` and `wait`."""
-        self.wait(self.start_transfers(sends, recvs), seconds)
-
-    def _wait_in_thread(self, started: list, seconds: float | None) -> None:
-        """Wait in another thread.
-
-        Signal handlers run in the main thread, which must not be inside of Gloo then.
-        """
+    def _run_in_thread(self, waits: Callable[[], None]) -> None:
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            threading.Thread(target=_run_waits, args=(self._jobs,), name="collectives-gloo", daemon=True).start()
+            threading.Thread(target=_run_jobs, args=(self._jobs,), name="collectives-gloo", daemon=True).start()
         done, outcome = threading.Lock(), []
         done.acquire()
-        self._jobs.put((started, seconds, done, outcome))
+        self._jobs.put((waits, done, outcome))
         try:
             done.acquire()
         except BaseException:
@@ -168,7 +159,11 @@ class GlooTransport:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
 
-def _wait_for_all(started: list, seconds: float | None) -> None:
+def wait(started: list, seconds: float | None) -> None:
+    """Block until transfers are complete, at most ``seconds`` (None: no limit).
+
+    ``started``: what `GlooConnections.start_transfers` has returned. Raises `TransferError`.
+    """
     until = None if seconds is None else time.monotonic() + seconds
     for peer, work, _ in started:
         limit = _FOREVER if until is None else timedelta(seconds=max(0.001, until - time.monotonic()))
@@ -184,14 +179,14 @@ def _reason_of(error: BaseException) -> str:
     return first_line(error).rpartition("] ")[2].partition(". ")[0] or first_line(error)
 
 
-def _run_waits(jobs: queue.SimpleQueue) -> None:
+def _run_jobs(jobs: queue.SimpleQueue) -> None:
     while (job := jobs.get()) is not None:
-        started, seconds, done, outcome = job
+        waits, done, outcome = job
         try:
-            _wait_for_all(started, seconds)
+            waits()
         except BaseException as error:  # raised in the thread that waits
             outcome.append(error)
-        del job, started
+        del job, waits
         done.release()
 
 

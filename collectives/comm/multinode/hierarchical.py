@@ -1,336 +1,254 @@
-"""Hierarchical collectives on host memory: our engine inside of nodes, Gloo between them.
+"""Hierarchical collectives: inside of nodes and between them, the one composition for both engines.
 
-A reduction has three steps. First the engine reduces inside of each node: each leader (see
-`topology.Topology`) gets its shard of the node's sum. Then the leaders with the same number
-exchange their shards: each one sums its chunk of the shard in the order of the nodes and sends the
-result to the others (of two nodes each sums the whole shard). Last, the shards are gathered inside
-of each node.
+A reduction has three steps. First each node's ranks reduce: each leader (see `topology.Topology`)
+gets its shard of the node's sum. Then the leaders with the same number reduce their shards. Last,
+each node's ranks gather the shards. So each element is summed in one order: all ranks get the same
+bits, which depend only on the arrays and on which rank is on which node. Of a short array each
+leader reduces all, which saves the last step.
 
-So each element is summed in one order: all ranks get the same bits, which depend only on the arrays
-and on which rank is on which node. Types narrower than fp32 are exchanged as fp32 and rounded once,
-at the end.
+The composition knows two levels by their interfaces alone:
 
-Each call begins with a frame between the leaders, with the call's fingerprint and small arrays.
+- Inside of a node it is a communicator of the binding's (the host engine's or NCCL's), with the
+  node's ranks in the order of the topology.
+- Between nodes, on leaders, it has ``all_reduce(send, recv, count, what, stream)``,
+  ``reduce_scatter(send, recv, counts, what, stream)``, ``all_gather(recv, nbytes, served, stream)``
+  and ``broadcast(recv, nbytes, root, stream)``, as far as they are called. `inter_node` has them
+  for any transport with send, recv and group, and says what they do. `nccl_hierarchical` has them
+  for NCCL, and `compression.hierarchical` an all_reduce by a wire format.
+
+Chunks of an array could go through the steps one behind the other, so that one chunk is between
+nodes while the next one is inside of them: the loop over chunks would be in `all_reduce`, around
+the calls of `_reduce_to_leaders`, `inter_node.all_reduce` and `_gather_from_leaders`, each of which
+takes addresses and counts and keeps no state. The first and the last step would then need a stream
+(on the host a queue) of their own.
 """
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from ..._nccl import DTYPES, OPS
+from ..._nccl import DTYPES
 from ...arrays import ITEMSIZE
-from .frames import MAX_PAYLOAD, FrameExchange
-from .gloo import GlooTransport
-from .inter_node import InterNodeReducer
-from .library import EngineGroup
-from .p2p import P2POp, PointToPoint
-from .reduction import NodeReducer, ReduceSpec
+from ..group import run_grouped
 from .scratch import Scratch
 from .topology import Topology
 
-__all__ = ["HierarchicalCollectives"]
+__all__ = ["HierarchicalCollectives", "LevelReduction"]
 
-_F32, _UINT8 = DTYPES["float32"], DTYPES["uint8"]
-_SUM, _AVG = OPS["sum"], OPS["avg"]
-_INTRA_NODE_EXTRA_S = 3.0  # extra limit of waits inside of a node for a rank that may wait for another node
+_UINT8 = DTYPES["uint8"]
+
+
+class LevelReduction(NamedTuple):
+    """A reduction on two levels, as NCCL's codes.
+
+    ``dtype``: of the ranks' arrays and the nodes' sums; ``out_dtype``: of the result; ``intra_op``,
+    ``inter_op``: the ops inside of nodes and between them.
+    """
+
+    dtype: int
+    out_dtype: int
+    intra_op: int
+    inter_op: int
 
 
 class HierarchicalCollectives:
-    """The collectives of one communicator over several nodes, one call at a time.
+    """The collectives of one communicator over several nodes, composed of two levels'.
 
-    ``intra_node``: the engine's communicator of this node's ranks; ``transport``: the connections
-    to all ranks. Arrays are given by address. Each call blocks until its result is there. A call's
-    ``fingerprint`` is what the ranks compare. Raises `frames.NodeMismatch`, `gloo.TransferError`
-    and what the engine raises.
+    ``intra_node``, ``inter_node``: the levels, see the module; ``inter_node`` is not used on a rank
+    that is no leader. ``replicated_bytes``: of an array up to this size each leader reduces all;
+    ``before_inter_node``: a function to call on each rank between the first step of a call and the
+    step between nodes. Arrays are given by address. On a blocking stream a call blocks until its
+    result is there, else it is queued.
     """
 
-    def __init__(self, intra_node, transport: GlooTransport, topology: Topology):
-        self.intra_node = intra_node
-        self.transport = transport
-        self.topology = topology
-        self.library = intra_node.library
-        self.timeout: float | None = None
-        self._scratch = Scratch()
-        self._frames = FrameExchange(transport, topology, self._scratch)
-        self._p2p = PointToPoint(intra_node, transport, topology)
-        self._reducer = NodeReducer(len(topology.locations))
-        self._inter_node = InterNodeReducer(transport, topology, self._scratch, self._reducer)
-
-    @property
-    def sequence(self) -> int:
-        """The number of frames that this rank has exchanged."""
-        return self._frames.sequence
+    def __init__(
+        self, intra_node, inter_node, topology: Topology, scratch: Scratch, *, replicated_bytes: int = 0,
+        before_inter_node: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
+        self._intra_node = intra_node
+        self._inter_node = inter_node
+        self._topology = topology
+        self._scratch = scratch
+        self._replicated_bytes = replicated_bytes
+        self._before_inter_node = before_inter_node
 
     # ---- Reductions.
 
-    def all_reduce(self, fingerprint, send: int, recv: int, count: int, spec: ReduceSpec, stats_out: int = 0) -> None:
-        """Reduce ``count`` elements of all ranks.
+    def all_reduce(
+        self, send: int, sums: int, out: int, count: int, what: LevelReduction, stream: int = 0
+    ) -> tuple[int, int]:
+        """Reduce ``count`` elements of all ranks to ``out``.
 
-        ``stats_out``: address of two doubles, to which the sum of squares and the count of
-        non-finite elements of the results that this rank has made are added; 0 for none.
+        ``sums``: address for the node's sums, which may be ``send`` or ``out``. Return (start,
+        elements) of this rank's share of the result: the shares of all ranks make up the whole.
         """
-        topology, width = self.topology, ITEMSIZE[spec.dtype]
-        out = self._aligned_output(recv, count * width, width)
-        source, work, carry, op, created_op = self._prepare_source(send, out, count, spec)
-        step = ITEMSIZE[carry]
-        shard = 0 if count * step <= MAX_PAYLOAD else topology.shard_numel(count)
-        main = shard * topology.num_leaders
-        tail = count - main
-        try:
-            if tail or not main:
-                self.intra_node.all_reduce(source + main * step, work + main * step, tail, carry, op)
-            if main:
-                self._reduce_scatter_shards(source, work, shard, carry, op)
-        finally:
-            if created_op is not None:
-                self.intra_node.destroy_op(created_op)
-        parts = []
-        self._extend_intra_node_timeout()
-        if topology.is_leader:
-            start = topology.local_rank * shard
-            sources, sends, receives = [], [], []
-            if main:
-                sources, sends, receives = self._inter_node.plan_shard_exchange(work + start * step, shard, step)
-            payload = work + main * step, tail * step
-            frames = self._frames.exchange(fingerprint, self._limit, *payload, sends, receives)
-            self._reducer.reduce(frames, out + main * width, tail, carry, spec)
-            if topology.node == topology.local_rank == 0:
-                parts.append((out + main * width, tail))
-            if main:
-                part = self._inter_node.reduce_shard(sources, out + start * width, shard, carry, spec, self._limit)
-                parts.append(part)
-        if main:
-            if topology.all_leaders:
-                self.intra_node.all_gather(out + topology.local_rank * shard * width, out, shard, spec.dtype)
-            else:
-                leaders = range(topology.num_leaders)
-                self._broadcast_chunks((out + j * shard * width, shard * width, j) for j in leaders)
-        if tail and not topology.all_leaders:
-            self.intra_node.broadcast(out + main * width, out + main * width, tail, spec.dtype, 0)
-        self._copy_output(out, recv, count * width)
-        if stats_out:
-            self._reducer.add_stats(parts, spec.dtype, stats_out)
+        topology, width, out_width = self._topology, ITEMSIZE[what.dtype], ITEMSIZE[what.out_dtype]
+        if self._is_replicated(count, width):
+            self._intra_node.all_reduce(send, sums, count, what.dtype, what.intra_op, stream)
+            self._before_inter_node()
+            if topology.is_leader:
+                self._inter_node.all_reduce(sums, out, count, what, stream)
+            if not topology.all_leaders:
+                self._intra_node.broadcast(out, out, count, what.out_dtype, 0, stream)
+            return (0, count if topology.node == topology.local_rank == 0 else 0)
+        self._reduce_to_leaders(send, sums, count, what, stream)
+        self._before_inter_node()
+        start, length = topology.shard(count, topology.local_rank) if topology.is_leader else (0, 0)
+        if length:
+            self._inter_node.all_reduce(sums + start * width, out + start * out_width, length, what, stream)
+        self._gather_from_leaders(out, count, what.out_dtype, stream)
+        part, numel = topology.chunk(length, topology.node)  # each node's leader has all of the shard
+        return start + part, numel
 
-    def reduce(self, fingerprint, send: int, recv: int, count: int, spec: ReduceSpec, root: int) -> None:
-        """Reduce ``count`` elements of all ranks to rank ``root``."""
-        is_root = self.topology.rank == root
-        out = recv if is_root else self._scratch.address_of("elsewhere", count * ITEMSIZE[spec.dtype])
-        self.all_reduce(fingerprint, send, out, count, spec)
-
-    def reduce_scatter(
-        self, fingerprint, send: int, recv: int, count: int, spec: ReduceSpec, stats_out: int = 0
-    ) -> None:
-        """Reduce all ranks' arrays; block r, of ``count`` elements, is rank r's result.
-
-        ``stats_out``: as in `all_reduce`.
-        """
-        topology, width = self.topology, ITEMSIZE[spec.dtype]
-        size = len(topology.locations)
-        out = self._aligned_output(recv, count * width, width)
-        source, _, carry, op, created_op = self._prepare_source(send, 0, count * size, spec)
-        step = ITEMSIZE[carry]
-        nbytes = count * step
-        # On a leader, by node: this node's own sums of the blocks of that node's ranks that the
-        # leader serves.
+    def reduce_scatter(self, send: int, out: int, count: int, what: LevelReduction, stream: int = 0) -> None:
+        """Reduce all ranks' arrays; block r, of ``count`` elements, is rank r's result."""
+        topology, width, out_width = self._topology, ITEMSIZE[what.dtype], ITEMSIZE[what.out_dtype]
+        nbytes = count * width
+        # By node: the ranks whose blocks this leader serves. It has this node's sums of them.
         served = [topology.ranks_of_leader(m) for m in range(len(topology.nodes))] if topology.is_leader else []
-        sums = self._scratch.address_of("sums", nbytes * sum(map(len, served)))
-        sum_of = {rank: sums + i * nbytes for i, rank in enumerate(r for ranks in served for r in ranks)}
-        try:
-            with EngineGroup(self.library):
-                if topology.is_contiguous:
-                    for ranks in topology.nodes:
-                        dst = sum_of[ranks[topology.local_rank]]
-                        self.intra_node.reduce_scatter(source + ranks[0] * nbytes, dst, count, carry, op)
-                else:
-                    for rank in range(size):
-                        leader = topology.leader_of(rank)
-                        block = source + rank * nbytes
-                        self.intra_node.reduce(block, sum_of.get(rank, 0), count, carry, op, leader)
-        finally:
-            if created_op is not None:
-                self.intra_node.destroy_op(created_op)
-        self._extend_intra_node_timeout()
-        results = {}
-        if topology.is_leader:
-            self._frames.exchange(fingerprint, self._limit)
-            results = self._inter_node.reduce_blocks(served, sum_of, out, count, carry, spec, self._limit)
-        if not topology.all_leaders:
-            with EngineGroup(self.library):
-                for local_rank, rank in enumerate(topology.local_ranks):
-                    leader = topology.leader_of(rank)
-                    if leader != local_rank and topology.local_rank == leader:
-                        self.intra_node.send(results[rank], count, spec.dtype, local_rank)
-                    if leader != local_rank and topology.local_rank == local_rank:
-                        self.intra_node.recv(out, count, spec.dtype, leader)
-        self._copy_output(out, recv, count * width)
-        if stats_out:
-            self._reducer.add_stats([(out, count)], spec.dtype, stats_out)
+        memory = self._scratch.get("sums", nbytes * sum(map(len, served)), stream)
+        sum_of = {rank: memory.data_ptr() + i * nbytes for i, rank in enumerate(r for ranks in served for r in ranks)}
+        calls = []
+        if topology.is_contiguous:
+            for ranks in topology.nodes:
+                dst = sum_of[ranks[topology.local_rank]]
+                block = send + ranks[0] * nbytes
+                calls.append((self._intra_node.reduce_scatter, (block, dst, count, what.dtype, what.intra_op, stream)))
+        else:
+            for rank in topology.locations:
+                dst, leader = sum_of.get(rank, 0), topology.leader_of(rank)
+                block = send + rank * nbytes
+                calls.append((self._intra_node.reduce, (block, dst, count, what.dtype, what.intra_op, leader, stream)))
+        self._run(calls)
+        self._before_inter_node()
+        mine = served[topology.node] if served else ()
+        results = out
+        if len(mine) > 1:
+            result_memory = self._scratch.get("results", count * out_width * len(mine), stream)
+            results = result_memory.data_ptr()
+        if mine:
+            counts = [count * len(ranks) for ranks in served]
+            self._inter_node.reduce_scatter(memory.data_ptr(), results, counts, what, stream)
+        if topology.all_leaders:
+            return
+        calls = []
+        for i, rank in enumerate(mine):
+            if results != out:
+                block, local_rank = results + i * count * out_width, topology.locations[rank][1]
+                calls.append((self._intra_node.send, (block, count, what.out_dtype, local_rank, stream)))
+        if results != out or not mine:
+            leader = topology.leader_of(topology.rank)
+            calls.append((self._intra_node.recv, (out, count, what.out_dtype, leader, stream)))
+        self._run(calls)
 
     # ---- Copies.
 
-    def broadcast(self, fingerprint, send: int, recv: int, nbytes: int, root: int) -> None:
+    def broadcast(self, send: int, recv: int, nbytes: int, root: int, stream: int = 0) -> None:
         """Send the root's ``nbytes`` to all ranks."""
-        topology = self.topology
+        topology = self._topology
         root_node, root_local_rank = topology.locations[root]
         is_root_node = topology.node == root_node
         if is_root_node:
-            self.intra_node.broadcast(send, recv, nbytes, _UINT8, root_local_rank)
-        small = nbytes <= MAX_PAYLOAD
-        self._extend_intra_node_timeout()
+            self._intra_node.broadcast(send, recv, nbytes, _UINT8, root_local_rank, stream)
+        self._before_inter_node()
+        if self._is_replicated(nbytes, 1):
+            if topology.is_leader:
+                self._inter_node.broadcast(recv, nbytes, root_node, stream)
+            if not is_root_node and not topology.all_leaders:
+                self._intra_node.broadcast(recv, recv, nbytes, _UINT8, 0, stream)
+            return
         if topology.is_leader:
-            payload = (recv, nbytes) if small else (0, 0)
-            frames = self._frames.exchange(fingerprint, self._limit, *payload)
-            if small and not is_root_node:
-                ctypes.memmove(recv, frames[root_node], nbytes)
-            if not small:
-                start, length = topology.chunk(nbytes, topology.local_rank, topology.num_leaders)
-                self._broadcast_between_nodes(recv + start, length, root_node)
-        if not is_root_node and not (small and topology.all_leaders):
-            if small:
-                self.intra_node.broadcast(recv, recv, nbytes, _UINT8, 0)
-            else:
-                leaders = range(topology.num_leaders)
-                chunks = [topology.chunk(nbytes, j, topology.num_leaders) for j in leaders]
-                self._broadcast_chunks((recv + start, length, j) for j, (start, length) in enumerate(chunks))
+            start, length = topology.shard(nbytes, topology.local_rank)
+            self._inter_node.broadcast(recv + start, length, root_node, stream)
+        if not is_root_node:
+            self._gather_from_leaders(recv, nbytes, _UINT8, stream)
 
-    def all_gather(self, fingerprint, send: int, recv: int, nbytes: int) -> None:
+    def all_gather(self, send: int, recv: int, nbytes: int, stream: int = 0) -> None:
         """Gather every rank's ``nbytes`` on all ranks, in rank order."""
-        topology = self.topology
-        own = recv + topology.rank * nbytes
-        if own != send:
-            ctypes.memmove(own, send, nbytes)
-        self._gather_blocks([topology.local_ranks], nbytes, recv, lambda rank: topology.locations[rank][1])
-        self._extend_intra_node_timeout()
+        topology = self._topology
+        local_rank_of = {rank: local_rank for local_rank, rank in enumerate(topology.local_ranks)}
+        self._gather_blocks([topology.local_ranks], recv, nbytes, {topology.rank: send}, local_rank_of, stream)
+        self._before_inter_node()
+        blocks, memory = {}, None
         if topology.is_leader:
-            mine = topology.ranks_of_leader(topology.node)
-            most = max(len(topology.ranks_of_leader(m)) for m in range(len(topology.nodes)))
-            if nbytes * most <= MAX_PAYLOAD:
-                packed = self._scratch.address_of("packed", MAX_PAYLOAD)
-                for i, rank in enumerate(mine):
-                    ctypes.memmove(packed + i * nbytes, recv + rank * nbytes, nbytes)
-                frames = self._frames.exchange(fingerprint, self._limit, packed, len(mine) * nbytes)
-                for m, _ in topology.leader_peers:
-                    for i, rank in enumerate(topology.ranks_of_leader(m)):
-                        ctypes.memmove(recv + rank * nbytes, frames[m] + i * nbytes, nbytes)
-            else:
-                self._frames.exchange(fingerprint, self._limit)
-                peers = topology.leader_peers
-                sends = [(peer, recv + rank * nbytes, nbytes) for _, peer in peers for rank in mine]
-                receives = [
-                    (peer, recv + rank * nbytes, nbytes) for m, peer in peers for rank in topology.ranks_of_leader(m)
-                ]
-                self.transport.exchange(sends, receives, self._limit)
+            served = [topology.ranks_of_leader(m) for m in range(len(topology.nodes))]
+            blocks, memory = self._inter_node.all_gather(recv, nbytes, served, stream)
         others = [ranks for m, ranks in enumerate(topology.nodes) if m != topology.node]
-        self._gather_blocks(others, nbytes, recv, topology.leader_of)
+        leader_of = {rank: topology.leader_of(rank) for ranks in others for rank in ranks}
+        self._gather_blocks(others, recv, nbytes, blocks, leader_of, stream)
+        del memory  # the calls that read it are issued
 
-    def send_and_receive(self, ops: list[P2POp]) -> None:
-        """Run sends and receives between any two ranks; see `p2p.PointToPoint.run`."""
-        self._p2p.run(ops, self._limit)
+    # ---- Steps inside of a node.
 
-    # ---- Steps.
+    def _is_replicated(self, count: int, width: int) -> bool:
+        return count * width <= self._replicated_bytes or not self._topology.shard_numel(count)
 
-    @property
-    def _limit(self) -> float | None:
-        """The limit in seconds of a wait for another node.
+    def _reduce_to_leaders(self, send: int, sums: int, count: int, what: LevelReduction, stream: int) -> None:
+        """Reduce inside of the node; each leader gets its shard, at its place in ``sums``."""
+        topology, width = self._topology, ITEMSIZE[what.dtype]
+        shards = [topology.shard(count, leader) for leader in range(topology.num_leaders)]
+        calls = []
+        if topology.all_leaders:  # all shards but for the rest in the last one
+            numel = topology.shard_numel(count)
+            own = sums + topology.local_rank * numel * width
+            calls.append((self._intra_node.reduce_scatter, (send, own, numel, what.dtype, what.intra_op, stream)))
+            rest = numel * topology.num_leaders
+            shards = [(rest, 0)] * (len(shards) - 1) + [(rest, count - rest)]
+        for leader, (start, length) in enumerate(shards):
+            if length:
+                dst = sums + start * width if leader == topology.local_rank else 0
+                block = send + start * width
+                calls.append((self._intra_node.reduce, (block, dst, length, what.dtype, what.intra_op, leader, stream)))
+        self._run(calls)
 
-        It is above the engine's limit: the engine knows more about a cause.
-        """
-        return None if self.timeout is None else self.timeout + 1.0
-
-    def begin_call(self, timeout: float | None) -> None:
-        """Begin a call. ``timeout``: limit of each wait in seconds, None for no limit."""
-        self.timeout = timeout
-        self.intra_node.set_timeout(timeout)
-
-    def _extend_intra_node_timeout(self) -> None:
-        """Extend the engine's limit: ranks here may wait for one that waits for another node.
-
-        Called after the first step of a call.
-        """
-        if self.timeout is not None:
-            self.intra_node.set_timeout(self.timeout + _INTRA_NODE_EXTRA_S)
-
-    def _prepare_source(self, send: int, work: int, count: int, spec: ReduceSpec):
-        """Return (source, address for sums, their dtype, op inside of the node, op to destroy).
-
-        The last is None where no op was created.
-        """
-        width = ITEMSIZE[spec.dtype]
-        if spec.needs_float32:
-            wide = self._scratch.address_of("wide", 4 * count)
-            source = send
-            if send % width:
-                source = self._scratch.address_of("copy", count * width)
-                ctypes.memmove(source, send, count * width)
-            self._reducer.widen(source, wide, count, spec)
-            return wide, wide, _F32, _SUM if spec.op == _AVG else spec.op, None
-        if spec.scalar is not None:
-            created_op = self.intra_node.create_premul_sum(spec.scalar, spec.dtype)
-            return send, work, spec.dtype, created_op, created_op
-        return send, work, spec.dtype, _SUM if spec.op == _AVG else spec.op, None
-
-    def _reduce_scatter_shards(self, source: int, work: int, shard: int, dtype: int, op: int) -> None:
-        """Reduce inside of the node; leader j gets shard j, of ``shard`` elements."""
-        topology, nbytes = self.topology, shard * ITEMSIZE[dtype]
+    def _gather_from_leaders(self, out: int, count: int, dtype: int, stream: int) -> None:
+        """Gather the leaders' shards, each at its place, on all ranks of the node."""
+        topology, width = self._topology, ITEMSIZE[dtype]
+        shards = [topology.shard(count, leader) for leader in range(topology.num_leaders)]
+        calls = []
         if topology.all_leaders:
-            self.intra_node.reduce_scatter(source, work + topology.local_rank * nbytes, shard, dtype, op)
+            numel = topology.shard_numel(count)
+            calls.append(
+                (self._intra_node.all_gather, (out + topology.local_rank * numel * width, out, numel, dtype, stream))
+            )
+            rest = numel * topology.num_leaders
+            shards = [(rest, 0)] * (len(shards) - 1) + [(rest, count - rest)]
+        for leader, (start, length) in enumerate(shards):
+            if length:
+                address = out + start * width
+                calls.append((self._intra_node.broadcast, (address, address, length, dtype, leader, stream)))
+        self._run(calls)
+
+    def _gather_blocks(
+        self, nodes: Sequence[Sequence[int]], recv: int, nbytes: int, blocks: dict[int, int], holders: dict[int, int],
+        stream: int,
+    ) -> None:  # fmt: skip
+        """Gather the blocks of some nodes' ranks on all ranks of this node.
+
+        ``blocks``: addresses of those that this rank has; ``holders``: rank -> local rank that has
+        its block.
+        """
+        topology, calls = self._topology, []
+        if not nbytes:
             return
-        with EngineGroup(self.library):
-            for j in range(topology.num_leaders):
-                dst = work + j * nbytes if j == topology.local_rank else 0
-                self.intra_node.reduce(source + j * nbytes, dst, shard, dtype, op, j)
+        for ranks in nodes:
+            if topology.is_contiguous:
+                first, block = recv + ranks[0] * nbytes, blocks[ranks[topology.local_rank]]
+                if len(ranks) > 1 or block != first:
+                    calls.append((self._intra_node.all_gather, (block, first, nbytes, _UINT8, stream)))
+                continue
+            for rank in ranks:
+                place = recv + rank * nbytes
+                block = blocks.get(rank, place) if holders[rank] == topology.local_rank else place
+                if len(topology.local_ranks) > 1 or block != place:
+                    calls.append((self._intra_node.broadcast, (block, place, nbytes, _UINT8, holders[rank], stream)))
+        self._run(calls)
 
-    def _broadcast_between_nodes(self, address: int, nbytes: int, root_node: int) -> None:
-        """Broadcast this leader's chunk between the nodes.
-
-        Each node gets a part of it from the root's node, then all parts from all nodes.
-        """
-        topology = self.topology
-        parts = [topology.chunk(nbytes, m) for m in range(len(topology.nodes))]
-        places = [(address + begin, size) for begin, size in parts]
-        own = places[topology.node]
-        is_root_node = topology.node == root_node
-        if is_root_node:
-            self.transport.exchange([(peer, *places[m]) for m, peer in topology.leader_peers], [], self._limit)
-        else:
-            root_peer = topology.nodes[root_node][topology.local_rank]
-            self.transport.exchange([], [(root_peer, *own)], self._limit)
-        sends = [(peer, *own) for m, peer in topology.leader_peers if m != root_node]
-        receives = [] if is_root_node else [(peer, *places[m]) for m, peer in topology.leader_peers]
-        self.transport.exchange(sends, receives, self._limit)
-
-    def _gather_blocks(self, nodes, nbytes: int, recv: int, holder_of) -> None:
-        """All-gather the blocks of some nodes' ranks inside of this node.
-
-        ``holder_of``: rank -> local rank with it.
-        """
-        topology = self.topology
-        if len(topology.local_ranks) == 1 or not nbytes:
-            return
-        with EngineGroup(self.library):
-            for ranks in nodes:
-                if topology.is_contiguous:
-                    first = recv + ranks[0] * nbytes
-                    self.intra_node.all_gather(first + topology.local_rank * nbytes, first, nbytes, _UINT8)
-                    continue
-                for rank in ranks:
-                    block = recv + rank * nbytes
-                    self.intra_node.broadcast(block, block, nbytes, _UINT8, holder_of(rank))
-
-    def _broadcast_chunks(self, chunks) -> None:
-        """Broadcast chunks, each (address, bytes, local rank that has it), inside of this node."""
-        if len(self.topology.local_ranks) > 1:
-            with EngineGroup(self.library):
-                for address, nbytes, local_rank in chunks:
-                    self.intra_node.broadcast(address, address, nbytes, _UINT8, local_rank)
-
-    def _aligned_output(self, address: int, nbytes: int, width: int) -> int:
-        """Return an address for results that the kernels can use.
-
-        It is the caller's, or scratch until `_copy_output`.
-        """
-        return self._scratch.address_of("out", nbytes) if address % width else address
-
-    def _copy_output(self, out: int, recv: int, nbytes: int) -> None:
-        if out != recv:
-            ctypes.memmove(recv, out, nbytes)
+    def _run(self, calls: list[tuple]) -> None:
+        """Issue calls of the level inside of the node, pairs of a method and its arguments."""
+        if len(calls) == 1:
+            function, args = calls[0]
+            function(*args)
+        elif calls:
+            run_grouped(self._intra_node.library, calls)

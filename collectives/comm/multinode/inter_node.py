@@ -1,107 +1,89 @@
-"""Reductions between nodes: leaders with the same number exchange and reduce their nodes' sums.
+"""Collectives between the leaders with one number of all nodes, by schedules over a transport.
 
-A leader has a shard of an all-reduce, or the blocks of the ranks that it serves in a
-reduce-scatter.
+A transport is anything with send, recv and a library with groups. The schedules are those of the
+direct and the one-shot algorithm, so that sums are in node order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
+import torch
+
+from ..._nccl import DTYPES
 from ...arrays import ITEMSIZE
-from .gloo import GlooTransport
-from .reduction import NodeReducer, ReduceSpec
-from .scratch import Scratch
+from ..algorithms.plan import CallKey, PlanCache
+from .hierarchical import LevelReduction
+from .messages import EAGER_BYTES
 from .topology import Topology
 
-__all__ = ["InterNodeReducer"]
+__all__ = ["ScheduledInterNode"]
+
+_UINT8 = DTYPES["uint8"]
+_WHOLE = 1 << 62  # bytes of a chunk: each message is a whole shard
 
 
-class InterNodeReducer:
-    """Reduces this leader's part of a reduction over the nodes.
+class ScheduledInterNode:
+    """The collectives of this leader with those of the other nodes, on host memory.
 
-    Of the methods' arguments, ``limit`` is the time limit of a wait in seconds, None for none, and
-    ``carry`` the dtype in which the nodes' sums are exchanged.
+    ``transport``: its peers are the nodes, in order. One call at a time; each blocks until its
+    result is there.
     """
 
-    def __init__(self, transport: GlooTransport, topology: Topology, scratch: Scratch, reducer: NodeReducer):
+    def __init__(self, transport, topology: Topology):
         self._transport = transport
-        self._topology = topology
-        self._scratch = scratch
-        self._reducer = reducer
+        self._num_ranks = len(topology.locations)
+        self._num_nodes = len(topology.nodes)
+        self._plans = PlanCache(topology.node, self._num_nodes, torch.device("cpu"), _WHOLE)
 
-    def plan_shard_exchange(self, work: int, shard: int, step: int) -> tuple[list, list, list]:
-        """Return (addresses of the nodes' sums of this leader's chunk, sends, receives).
+    def all_reduce(self, send: int, recv: int, count: int, what: LevelReduction, stream: int = 0) -> None:
+        """Reduce ``count`` elements of all nodes, from ``send`` to ``recv`` or in place."""
+        algorithm = self._choose_algorithm(count * ITEMSIZE[what.dtype])
+        self._run_reduction(
+            "all_reduce", algorithm, send, recv, count, what,
+            separate_out=send != recv or what.dtype != what.out_dtype,
+        )  # fmt: skip
 
-        ``work``: address of this node's sum of the shard; ``shard``: its elements; ``step``: bytes
-        of one.
+    def reduce_scatter(self, send: int, recv: int, counts: Sequence[int], what: LevelReduction, stream=0) -> None:
+        """Reduce the nodes' arrays; this node gets its part. ``counts``: the parts' elements."""
+        self._run_reduction("reduce_scatter", "direct", send, recv, tuple(counts), what)
+
+    def all_gather(
+        self, recv: int, nbytes: int, served: Sequence[Sequence[int]], stream: int = 0
+    ) -> tuple[dict[int, int], None]:
+        """Gather the blocks of ranks that the leaders serve.
+
+        ``recv``: an array with a block of ``nbytes`` for each rank of the communicator; ``served``:
+        the ranks of each node whose blocks its leader has, in ``recv``, and sends. Return the
+        blocks' addresses by rank, and the memory to hold as long as they are used: here they are in
+        ``recv``.
         """
-        topology = self._topology
-        chunks = self._chunks_to_reduce(shard)
-        start, length = chunks[topology.node]
-        room = -(-length * step // 64) * 64
-        theirs = self._scratch.address_of("theirs", room * len(chunks))
-        sources = [theirs + m * room for m in range(len(chunks))]
-        sources[topology.node] = work + start * step
-        sends = [(peer, work + chunks[m][0] * step, chunks[m][1] * step) for m, peer in topology.leader_peers]
-        return sources, sends, [(peer, sources[m], length * step) for m, peer in topology.leader_peers]
+        self._transport.library.group_start()
+        for ranks in zip_longest(*served):
+            counts = tuple(0 if rank is None else nbytes for rank in ranks)
+            starts = tuple((rank or 0) * nbytes for rank in ranks)
+            self._run(CallKey("all_gather", "direct", counts, _UINT8, in_place=True, starts=starts), recv, recv)
+        self._transport.library.group_end()
+        return {rank: recv + rank * nbytes for ranks in served for rank in ranks}, None
 
-    def _chunks_to_reduce(self, shard: int) -> list[tuple[int, int]]:
-        """Return the chunk, (start, elements), of a shard that each node reduces.
+    def broadcast(self, recv: int, nbytes: int, root: int, stream: int = 0) -> None:
+        """Send ``nbytes`` of node ``root`` to all nodes."""
+        self._run(CallKey("broadcast", self._choose_algorithm(nbytes), nbytes, _UINT8, root=root), recv, recv)
 
-        Of two nodes both reduce the whole shard, which saves the exchange of results. Of more nodes
-        each reduces its own chunk.
+    def _choose_algorithm(self, nbytes: int) -> str:
+        """Return "one-shot" where more bytes cost less than one more step.
+
+        Two nodes send the same bytes either way.
         """
-        topology = self._topology
-        if len(topology.nodes) == 2:
-            return [(0, shard)] * 2
-        return [topology.chunk(shard, m) for m in range(len(topology.nodes))]
+        return "one-shot" if self._num_nodes == 2 or nbytes <= EAGER_BYTES else "direct"
 
-    def reduce_shard(
-        self, sources: list[int], out: int, shard: int, carry: int, spec: ReduceSpec, limit: float | None
-    ) -> tuple[int, int]:
-        """Reduce this leader's shard to ``out``.
+    def _run_reduction(self, name, algorithm, send, recv, count, what: LevelReduction, separate_out=False) -> None:
+        key = CallKey(
+            name, algorithm, count, what.dtype, what.inter_op, separate_out=separate_out, out_code=what.out_dtype,
+            average_over=self._num_ranks,
+        )  # fmt: skip
+        self._run(key, send, recv)
 
-        Return (address, elements) of the part that was made here.
-        """
-        topology, width = self._topology, ITEMSIZE[spec.dtype]
-        chunks = self._chunks_to_reduce(shard)
-        start, length = chunks[topology.node]
-        self._reducer.reduce(sources, out + start * width, length, carry, spec)
-        if len(chunks) == 2:  # both nodes have all of it; a half counts as made here
-            start, length = topology.chunk(shard, topology.node)
-            return out + start * width, length
-        self._transport.exchange(
-            [(peer, out + start * width, length * width) for _, peer in topology.leader_peers],
-            [(peer, out + chunks[m][0] * width, chunks[m][1] * width) for m, peer in topology.leader_peers],
-            limit,
-        )
-        return out + start * width, length
-
-    def reduce_blocks(
-        self, served: Sequence[Sequence[int]], sum_of: dict[int, int], out: int, count: int, carry: int,
-        spec: ReduceSpec, limit: float | None,
-    ) -> dict[int, int]:  # fmt: skip
-        """Reduce the blocks, of ``count`` elements, of the local ranks that this leader serves.
-
-        ``served``: the ranks of each node that this leader's number serves; ``sum_of``: rank ->
-        address of this node's sum of its block; ``out``: where this rank's own result goes. Return
-        the addresses of the results by rank.
-        """
-        topology, width, nbytes = self._topology, ITEMSIZE[spec.dtype], count * ITEMSIZE[carry]
-        mine = topology.ranks_of_leader(topology.node)
-        theirs = self._scratch.address_of("theirs", nbytes * len(mine) * len(topology.nodes))
-        blocks_of = {m: theirs + m * len(mine) * nbytes for m in range(len(topology.nodes))}
-        self._transport.exchange(
-            [(peer, sum_of[served[m][0]], nbytes * len(served[m])) for m, peer in topology.leader_peers if served[m]],
-            [(peer, blocks_of[m], nbytes * len(mine)) for m, peer in topology.leader_peers],
-            limit,
-        )
-        blocks_of[topology.node] = sum_of[mine[0]]
-        scratch = self._scratch.address_of("results", count * width * len(mine))
-        results = {}
-        for i, rank in enumerate(mine):
-            results[rank] = out if rank == topology.rank else scratch + i * count * width
-            sources = [blocks_of[m] + i * nbytes for m in sorted(blocks_of)]
-            self._reducer.reduce(sources, results[rank], count, carry, spec)
-        return results
+    def _run(self, key: CallKey, send: int, recv: int) -> None:
+        self._plans.get(key).run(self._transport, send, recv, None)

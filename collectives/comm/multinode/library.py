@@ -9,23 +9,7 @@ from functools import partial
 
 from ...errors import InternalError
 
-__all__ = ["Call", "CallOrder", "EngineGroup", "MultiNodeLibrary"]
-
-
-class EngineGroup:
-    """A group of the engine's calls, as a context manager."""
-
-    def __init__(self, library):
-        self._library = library
-
-    def __enter__(self):
-        self._library.group_start()
-
-    def __exit__(self, kind, error, trace):
-        if kind is None:
-            self._library.group_end()
-        else:
-            self._library.group_cancel()
+__all__ = ["Call", "CallOrder", "MultiNodeLibrary"]
 
 
 class MultiNodeLibrary:
@@ -162,7 +146,7 @@ def _issue_calls(calls: list[Call], stream: int) -> None:
     for some in p2p_calls.values():
         first = some[0]
         if len(some) > 1:
-            first.body = partial(first.comm.hierarchical.send_and_receive, [call.p2p_op for call in some])
+            first.body = partial(first.comm.collectives.send_and_receive, [call.p2p_op for call in some])
             first.nbytes = sum(call.nbytes for call in some)
         batches.append(first)
     batches.sort(key=lambda call: call.comm.uid)  # calls of several communicators in one order on all ranks

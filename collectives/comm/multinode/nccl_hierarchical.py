@@ -1,27 +1,30 @@
-"""Hierarchical all-reduce, reduce-scatter and all-gather on NCCL: inside of nodes and between them.
+"""Hierarchical all-reduce, reduce-scatter and all-gather on NCCL.
 
 This is opt-in (``collectives.init(hierarchical=True)``), since NCCL knows the nodes by itself.
 `HierarchicalComm` stands in for the binding's communicator, its parent. The parent does what isn't
-done in two levels: other operations, groups, averages of integers, and reduce-scatter and
-all-gather of ranks that aren't numbered node by node.
+done in two levels: other operations, groups, short arrays, averages of integers, and reduce-scatter
+and all-gather of ranks that aren't numbered node by node.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from ..._nccl import DTYPES, OPS
 from ...arrays import ITEMSIZE
-from ...cuda_state import stream_from_address
-from ...errors import CollectivesError, InvalidUsage
-from ..group import run_grouped
+from ...errors import CollectivesError
 from .comm import NoFastPath
-from .topology import Topology
+from .hierarchical import HierarchicalCollectives, LevelReduction
+from .scratch import Scratch
+from .topology import Topology, verify_even
 
 __all__ = ["HierarchicalComm", "enable_hierarchical"]
 
 _AVG, _SUM = OPS["avg"], OPS["sum"]
 _INTEGERS = {code for name, code in DTYPES.items() if "int" in name}
+_UINT8 = DTYPES["uint8"]
 
 
 def enable_hierarchical(comm) -> None:
@@ -36,6 +39,32 @@ def enable_hierarchical(comm) -> None:
         comm._fast_path = NoFastPath()
 
 
+class _NcclInterNode:
+    """The level between nodes: NCCL's own collectives among the ranks with one local rank.
+
+    ``native``: their communicator. The reductions are those of `HierarchicalCollectives`' level.
+    """
+
+    def __init__(self, native, scratch: Scratch):
+        self._native = native
+        self._scratch = scratch
+
+    def all_reduce(self, send: int, recv: int, count: int, what: LevelReduction, stream: int) -> None:
+        self._native.all_reduce(send, recv, count, what.dtype, what.inter_op, stream)
+
+    def reduce_scatter(self, send: int, recv: int, counts: Sequence[int], what: LevelReduction, stream: int) -> None:
+        self._native.reduce_scatter(send, recv, counts[0], what.dtype, what.inter_op, stream)
+
+    def all_gather(
+        self, recv: int, nbytes: int, served: Sequence[Sequence[int]], stream: int
+    ) -> tuple[dict[int, int], torch.Tensor]:
+        """Gather the blocks in scratch, since they are not side by side in ``recv``."""
+        ranks = [rank for (rank,) in served]
+        memory = self._scratch.get("blocks", nbytes * len(ranks), stream)
+        self._native.all_gather(recv + ranks[self._native.rank] * nbytes, memory.data_ptr(), nbytes, _UINT8, stream)
+        return {rank: memory.data_ptr() + node * nbytes for node, rank in enumerate(ranks)}, memory
+
+
 class HierarchicalComm:
     """Communicator of three of the binding's: of all ranks, inside of each node, between nodes.
 
@@ -43,26 +72,20 @@ class HierarchicalComm:
     """
 
     def __init__(self, parent, topology: Topology, device: torch.device):
-        if len({len(ranks) for ranks in topology.nodes}) > 1:
-            sizes = ", ".join(str(len(ranks)) for ranks in topology.nodes)
-            raise InvalidUsage(
-                f"hierarchical=True needs as many ranks on each machine, and there are {sizes}: leave it out, or start "
-                "the job evenly",
-                op="init", rank=parent.rank,
-            )  # fmt: skip
+        verify_even(topology)
         self.parent = parent
         self._topology = topology
-        self._device = device
         self._intra_node = parent.split(topology.node, topology.local_rank)
         try:
             self._inter_node = parent.split(topology.local_rank, topology.node)
         except BaseException:
             self._intra_node.abort()
             raise
+        self._levels = (self._intra_node, self._inter_node, parent)
         self._intra_node_ops: dict[int, int] = {}  # premultiplied sums of `parent` -> those of `_intra_node`
-        # On the host, by queue: the calls of one queue run one after another.
-        self._scratch: dict[int, torch.Tensor] = {}
-        self._replaced_scratch: list[torch.Tensor] = []  # may still be in use
+        self._scratch = Scratch(device)
+        between = _NcclInterNode(self._inter_node, self._scratch)
+        self._collectives = HierarchicalCollectives(self._intra_node, between, topology, self._scratch)
 
     def __getattr__(self, name: str):
         return getattr(self.parent, name)
@@ -73,53 +96,29 @@ class HierarchicalComm:
         return len(self._topology.nodes)
 
     def all_reduce(self, send, recv, count, dtype, op, stream=0, config=None) -> None:
-        """Reduce-scatter inside of nodes, all-reduce between them, all-gather inside."""
-        size, width = self._intra_node.size, ITEMSIZE[dtype]
-        shard = count // size // 16 * 16
-        if not shard or (op == _AVG and dtype in _INTEGERS):
+        """Reduce inside of nodes, between them, and gather inside; see `HierarchicalCollectives`."""
+        if not self._topology.shard_numel(count) or (op == _AVG and dtype in _INTEGERS):
             self.parent.all_reduce(send, recv, count, dtype, op, stream)
-            return
-        own = recv + self._intra_node.rank * shard * width
-        self._intra_node.reduce_scatter(send, own, shard, dtype, self._intra_node_ops.get(op, op), stream)
-        self._inter_node.all_reduce(own, own, shard, dtype, _SUM if op in self._intra_node_ops else op, stream)
-        self._intra_node.all_gather(own, recv, shard, dtype, stream)
-        main = shard * size
-        if main < count:
-            self.parent.all_reduce(send + main * width, recv + main * width, count - main, dtype, op, stream)
+        else:
+            self._collectives.all_reduce(send, recv, recv, count, self._on_levels(dtype, op), stream)
 
     def reduce_scatter(self, send, recv, recvcount, dtype, op, stream=0, config=None) -> None:
         """Reduce-scatter inside of nodes, once for each node's ranks, then between the nodes."""
         if not self._topology.is_contiguous or not recvcount or (op == _AVG and dtype in _INTEGERS):
             self.parent.reduce_scatter(send, recv, recvcount, dtype, op, stream)
-            return
-        nbytes = recvcount * ITEMSIZE[dtype]
-        scratch = self._get_scratch(nbytes * self._inter_node.size, stream)
-        sums = scratch.data_ptr()
-        intra_node_op = self._intra_node_ops.get(op, op)
-
-        def reduce_for(node: int) -> None:
-            block = send + node * self._intra_node.size * nbytes
-            self._intra_node.reduce_scatter(block, sums + node * nbytes, recvcount, dtype, intra_node_op, stream)
-
-        self._run_for_each_node(reduce_for)
-        inter_node_op = _SUM if op in self._intra_node_ops else op
-        self._inter_node.reduce_scatter(sums, recv, recvcount, dtype, inter_node_op, stream)
+        else:
+            self._collectives.reduce_scatter(send, recv, recvcount, self._on_levels(dtype, op), stream)
 
     def all_gather(self, send, recv, sendcount, dtype, stream=0, config=None) -> None:
-        """All-gather between the nodes, then inside of them, once for each node's ranks."""
+        """All-gather inside of nodes, between them, and what has come inside of nodes."""
         if not self._topology.is_contiguous or not sendcount:
             self.parent.all_gather(send, recv, sendcount, dtype, stream)
-            return
-        nbytes = sendcount * ITEMSIZE[dtype]
-        scratch = self._get_scratch(nbytes * self._inter_node.size, stream)
-        blocks = scratch.data_ptr()
-        self._inter_node.all_gather(send, blocks, sendcount, dtype, stream)
+        else:
+            self._collectives.all_gather(send, recv, sendcount * ITEMSIZE[dtype], stream)
 
-        def gather_of(node: int) -> None:
-            dst = recv + node * self._intra_node.size * nbytes
-            self._intra_node.all_gather(blocks + node * nbytes, dst, sendcount, dtype, stream)
-
-        self._run_for_each_node(gather_of)
+    def _on_levels(self, dtype: int, op: int) -> LevelReduction:
+        premul = self._intra_node_ops.get(op)
+        return LevelReduction(dtype, dtype, op if premul is None else premul, op if premul is None else _SUM)
 
     def create_premul_sum(self, value, dtype) -> int:
         """Create the op on both levels."""
@@ -134,55 +133,32 @@ class HierarchicalComm:
 
     def set_timeout(self, seconds: float | None) -> None:
         """Limit operations on all levels. Host engine only."""
-        for native in (self.parent, self._intra_node, self._inter_node):
+        for native in self._levels:
             native.set_timeout(seconds)
 
     def wait_for_calls(self) -> None:
         """Wait for the calls of other threads on all levels."""
-        for native in (self.parent, self._intra_node, self._inter_node):
+        for native in self._levels:
             native.wait_for_calls()
 
     def async_error(self) -> int:
         """Return the first level's error code, or 0 if there is no error."""
-        codes = (native.async_error() for native in (self.parent, self._intra_node, self._inter_node))
-        return next((code for code in codes if code), 0)
+        return next((code for native in self._levels if (code := native.async_error())), 0)
 
     def abort(self) -> None:
         """End everything in flight on all levels."""
-        for native in (self._intra_node, self._inter_node, self.parent):
+        for native in self._levels:
             if native.handle:
                 native.abort()
 
     def destroy(self) -> None:
         """Free all levels, then raise the first error."""
         failed = None
-        for native in (self._intra_node, self._inter_node, self.parent):
+        for native in self._levels:
             try:
                 native.destroy()
             except CollectivesError as error:
                 failed = failed or error
         self._scratch.clear()
-        self._replaced_scratch.clear()
         if failed is not None:
             raise failed
-
-    def _run_for_each_node(self, call) -> None:
-        run_grouped(self.parent.library, [(call, (node,)) for node in range(self._inter_node.size)])
-
-    def _get_scratch(self, nbytes: int, stream: int) -> torch.Tensor:
-        """Return scratch memory for the operations of one stream.
-
-        On CUDA it is that stream's own memory: it may be freed after the calls were issued, in a
-        capture too. On the host a queue may run the calls later. There it grows by doubling and is
-        kept until the end.
-        """
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device), torch.cuda.stream(stream_from_address(stream, self._device)):
-                return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        have = self._scratch.get(stream)
-        if have is None or have.numel() < nbytes:
-            if have is not None:
-                self._replaced_scratch.append(have)
-            size = 1 << max(12, (nbytes - 1).bit_length())
-            self._scratch[stream] = have = torch.empty(size, dtype=torch.uint8)
-        return have

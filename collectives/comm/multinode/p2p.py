@@ -7,17 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
-from ...arrays import ITEMSIZE
-from ...errors import Mismatch
-from ..fingerprint import describe
-from .frames import HEAD_BYTES, HEAD_WORDS, NodeMismatch
-from .gloo import GlooTransport
-from .library import EngineGroup
+from ..group import run_grouped
+from .messages import MessageTransport
 from .topology import Topology
 
-__all__ = ["P2POp", "PointToPoint"]
+__all__ = ["P2POp", "PointToPoint", "list_messages"]
 
 
 class P2POp(NamedTuple):
@@ -38,54 +32,54 @@ class P2POp(NamedTuple):
 class PointToPoint:
     """Runs batches of sends and receives.
 
-    ``intra_node``: the engine's communicator of this node's ranks.
+    ``intra_node``: the engine's communicator of this node's ranks; ``transport``: to all ranks.
     """
 
-    def __init__(self, intra_node, transport: GlooTransport, topology: Topology):
+    def __init__(self, intra_node, transport: MessageTransport, topology: Topology):
         self._intra_node = intra_node
-        self._library = intra_node.library
         self._transport = transport
         self._topology = topology
 
-    def run(self, ops: list[P2POp], limit: float | None) -> None:
-        """Run sends and receives, and wait for them, at most ``limit`` seconds (None: no limit).
+    def run(self, ops: list[P2POp]) -> None:
+        """Run sends and receives, and wait for them.
 
         Those between two ranks are matched in order. Those to other nodes are started first, so
         that no node waits for what another one has yet to send. Raises `NodeMismatch` where the two
         sides differ, and `TransferError`.
         """
-        topology = self._topology
-        heads, payloads, checks = [], [], []
-        local = [op for op in ops if topology.locations[op.peer][0] == topology.node]
-        remote = [op for op in ops if topology.locations[op.peer][0] != topology.node]
-        sends = [op for op in remote if op.is_send]
-        receives = [op for op in remote if not op.is_send]
-        start = self._transport.start_transfers
-        for op in receives:
-            head = torch.zeros(HEAD_WORDS, dtype=torch.int64)
-            checks.append((op, head))
-            heads += start([], [(op.peer, head.data_ptr(), HEAD_BYTES)])
-            payloads += start([], [(op.peer, op.address, op.count * ITEMSIZE[op.dtype])])
-        for op in sends:
-            head = torch.tensor([0, *op.fingerprint], dtype=torch.int64)
-            payloads += start([(op.peer, head.data_ptr(), HEAD_BYTES)], [])
-            payloads += start([(op.peer, op.address, op.count * ITEMSIZE[op.dtype])], [])
-            checks.append((None, head))  # keeps the head alive
-        if local:
-            with EngineGroup(self._library):
-                for op in local:
-                    move = self._intra_node.send if op.is_send else self._intra_node.recv
-                    if op.label is not None:
-                        self._library.label(None, op.label)
-                    move(op.address, op.count, op.dtype, topology.locations[op.peer][1])
-        if heads:
-            self._transport.wait(heads, limit)
-        for op, head in checks:
-            theirs = tuple(head[1:].tolist())
-            if op is not None and theirs != op.fingerprint:
-                raise NodeMismatch(Mismatch(
-                    f"the two sides of a message differ:\n  rank {op.peer} sends: {describe(theirs[:5])}\n  rank "
-                    f"{topology.rank} expects: {describe(op.fingerprint[:5])}",
-                    rank=topology.rank, peers=(op.peer,),
-                ))  # fmt: skip
-        self._transport.wait(payloads, limit)
+        transport, local = self._transport, []
+        transport.group_start()
+        for op in ops:
+            if self._topology.locations[op.peer][0] == self._topology.node:
+                local.append(op)
+                continue
+            move = transport.send if op.is_send else transport.recv
+            move(op.address, op.count, op.dtype, op.peer, fingerprint=op.fingerprint)
+        transport.group_end(meanwhile=lambda: self._run_local(local))
+
+    def _run_local(self, ops: list[P2POp]) -> None:
+        calls = []
+        for op in ops:
+            if op.label is not None:
+                calls.append((self._intra_node.library.label, (None, op.label)))
+            move = self._intra_node.send if op.is_send else self._intra_node.recv
+            calls.append((move, (op.address, op.count, op.dtype, self._topology.locations[op.peer][1])))
+        if calls:
+            run_grouped(self._intra_node.library, calls)
+
+
+def list_messages(
+    op: str, send: int, recv: int, nbytes: int, root: int, rank: int, size: int
+) -> list[tuple[bool, int, int]]:
+    """Return a collective's messages on one rank: (is_send, address, peer).
+
+    ``op``: "all_to_all", "gather" or "scatter"; ``nbytes``: of a message. A rank's message to
+    itself is left out where it is in place.
+    """
+    blocks = range(size) if op == "all_to_all" or rank == root else ()
+    sends = [(send, root)] if op == "gather" else [(send + r * nbytes, r) for r in blocks]
+    receives = [(recv, root)] if op == "scatter" else [(recv + r * nbytes, r) for r in blocks]
+    own = [address for address, peer in (*sends, *receives) if peer == rank]
+    in_place = len(own) == 2 and own[0] == own[1]
+    messages = [(True, *each) for each in sends] + [(False, *each) for each in receives]
+    return [each for each in messages if not (in_place and each[2] == rank)]

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from ...environment import read_label
+from ...errors import InvalidUsage
 
 __all__ = [
     "MAX_LEADERS",
@@ -24,6 +25,7 @@ __all__ = [
     "identify_node",
     "is_loopback",
     "read_host_id",
+    "verify_even",
 ]
 
 MAX_LEADERS = 32  # leaders of a node: more streams than that fill no network
@@ -133,31 +135,39 @@ class Topology:
         contiguous = all(ranks == tuple(range(ranks[0], ranks[0] + self.num_leaders)) for ranks in self.nodes)
         put(self, "is_contiguous", contiguous)
 
-    @property
-    def leader_peers(self) -> list[tuple[int, int]]:
-        """(node, rank) of the leaders of other nodes with which this leader exchanges data."""
-        return [(m, ranks[self.local_rank]) for m, ranks in enumerate(self.nodes) if m != self.node]
-
-    def ranks_of_leader(self, node: int, leader: int | None = None) -> tuple[int, ...]:
-        """Return the ranks of a node whose data a leader (None: this rank) sends and receives."""
-        return self.nodes[node][self.local_rank if leader is None else leader :: self.num_leaders]
+    def ranks_of_leader(self, node: int) -> tuple[int, ...]:
+        """Return the ranks of a node whose data this leader, or the one there, sends and receives."""
+        return self.nodes[node][self.local_rank :: self.num_leaders]
 
     def leader_of(self, rank: int) -> int:
         """Return the local rank of the leader that sends and receives a rank's data."""
         return self.locations[rank][1] % self.num_leaders
 
-    def chunk(self, count: int, index: int, chunks: int | None = None) -> tuple[int, int]:
-        """Return (start, length) of one of ``chunks`` chunks of ``count`` elements.
-
-        ``chunks``: None for one for each node.
-        """
-        chunks = len(self.nodes) if chunks is None else chunks
-        bounds = [count if p == chunks else count * p // chunks // _ALIGNED * _ALIGNED for p in (index, index + 1)]
+    def chunk(self, count: int, node: int) -> tuple[int, int]:
+        """Return (start, length) of a node's chunk of ``count`` elements; a node has one chunk."""
+        nodes = len(self.nodes)
+        bounds = [count if p == nodes else count * p // nodes // _ALIGNED * _ALIGNED for p in (node, node + 1)]
         return bounds[0], bounds[1] - bounds[0]
 
     def shard_numel(self, count: int) -> int:
-        """Return the elements of a leader's shard of ``count`` elements.
-
-        All shards have one size; the rest follows.
-        """
+        """Return the elements of a leader's shard of ``count`` elements, without the rest."""
         return count // self.num_leaders // _ALIGNED * _ALIGNED
+
+    def shard(self, count: int, leader: int) -> tuple[int, int]:
+        """Return (start, length) of a leader's shard of ``count`` elements.
+
+        All shards have one size but the last one, which has the rest of the elements, too.
+        """
+        numel = self.shard_numel(count)
+        return leader * numel, count - leader * numel if leader == self.num_leaders - 1 else numel
+
+
+def verify_even(topology: Topology) -> None:
+    """Raise `InvalidUsage` unless each node has the same number of ranks."""
+    sizes = [len(ranks) for ranks in topology.nodes]
+    if len(set(sizes)) > 1:
+        raise InvalidUsage(
+            f"hierarchical=True needs as many ranks on each machine, and there are {', '.join(map(str, sizes))}: leave "
+            "it out, or start the job evenly",
+            op="init", rank=topology.rank,
+        )  # fmt: skip

@@ -35,14 +35,15 @@ def test_pieces_cover_everything_in_order_and_lie_on_boundaries(count, parts, it
 class Rank:
     """One rank's memory and where it is in its tasks. Elements are lists of (rank, index) that have been summed."""
 
-    def __init__(self, op, rank, size, count, plan, in_place):
+    def __init__(self, op, rank, size, count, plan, in_place, memory=None):
         self.rank, self.plan, self.op = rank, plan, op
-        whole = {"all_reduce": count, "reduce_scatter": count * size, "all_gather": count}[op]
-        given = [[(rank, i)] for i in range(whole)]
         self.memory = {"raw": [None] * plan.raw, "wide": [None] * plan.wide}
-        if op == "all_reduce":
-            self.memory["out"] = given
+        if memory is not None:
+            self.memory.update(memory)
+        elif op == "all_reduce":
+            self.memory["out"] = [[(rank, i)] for i in range(count)]
         else:
+            given = [[(rank, i)] for i in range(count * size if op == "reduce_scatter" else count)]
             self.memory["in"] = given
             self.memory["out"] = [None] * (count if op == "reduce_scatter" else count * size)
             if op == "all_gather" and in_place:
@@ -96,16 +97,16 @@ class Rank:
         return True
 
 
-def simulate(op, algorithm, size, count, itemsize, chunk, seed, **flags):
+def simulate(op, algorithm, size, count, itemsize, chunk, seed, memories=None, **flags):
     """Run all ranks' tasks: a send waits for its receive, the parts of a group go side by side, and of what may happen
-    next one thing is picked at random."""
+    next one thing is picked at random. `memories`: each rank's arrays, where they are not the usual ones."""
     in_place = flags.pop("in_place", False)
     ranks = []
     for r in range(size):
         plan = schedule(
             op, algorithm, rank=r, size=size, count=count, itemsize=itemsize, chunk=chunk, in_place=in_place, **flags
         )
-        ranks.append(Rank(op, r, size, count, plan, in_place))
+        ranks.append(Rank(op, r, size, count, plan, in_place, memories and memories[r]))
         ranks[-1].wide = flags.get("wide", False)
     pick = random.Random(seed)
 
@@ -180,6 +181,52 @@ def test_every_rank_gets_every_element_once(op, algorithm, size, count, itemsize
                 piece = max(p for p in range(size) if bounds[p] <= i) if bounds else rank.rank
                 order = [term[-2] for term in terms]
                 assert order == [(piece + 1 + k) % size for k in range(size)]  # whatever the chunks are
+
+
+BETWEEN = {"size": st.integers(2, 5), "itemsize": ITEMSIZES, "chunk": CHUNKS, "seed": st.integers(0, 2**32)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(algorithm=st.sampled_from(["one-shot", "direct"]), count=COUNTS, separate=st.booleans(), **BETWEEN)
+def test_reductions_between_nodes(algorithm, count, separate, size, itemsize, chunk, seed):
+    chunk = max(chunk, 1024)
+    memories = None
+    if separate:
+        memories = [{"in": [[(r, i)] for i in range(count)], "out": [None] * count} for r in range(size)]
+    for rank in simulate("all_reduce", algorithm, size, count, itemsize, chunk, seed, memories, separate_out=separate):
+        assert rank.memory["out"] == expected("all_reduce", size, count, 0, False)
+        assert not separate or rank.memory["in"] == [[(rank.rank, i)] for i in range(count)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(algorithm=st.sampled_from(["one-shot", "direct"]), count=COUNTS, root=st.integers(0, 4), **BETWEEN)
+def test_broadcasts_between_nodes(algorithm, count, root, size, itemsize, chunk, seed):
+    root = min(root, size - 1)
+    memories = [{"out": [[i] for i in range(count)] if r == root else [None] * count} for r in range(size)]
+    ranks = simulate("broadcast", algorithm, size, count, itemsize, chunk, seed, memories, root=root)
+    assert all(rank.memory["out"] == [[i] for i in range(count)] for rank in ranks)
+    assert all(len(rank.transfers) <= (1 if algorithm == "one-shot" else 2) for rank in ranks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts=st.lists(st.integers(0, 200), min_size=2, max_size=5), algorithm=st.sampled_from(["ring", "direct"]),
+       seed=st.integers(0, 2**32))  # fmt: skip
+def test_parts_of_different_sizes(counts, algorithm, seed):
+    size, total = len(counts), sum(counts)
+    begins = [sum(counts[:r]) for r in range(size)]
+    memories = [{"in": [[(r, i)] for i in range(total)], "out": [None] * counts[r]} for r in range(size)]
+    for r, rank in enumerate(simulate("reduce_scatter", algorithm, size, counts, 4, 256, seed, memories)):
+        found = [sorted(terms) for terms in rank.memory["out"]]
+        assert found == [[(s, begins[r] + i) for s in range(size)] for i in range(counts[r])]
+
+    def gathered(r=None):  # the parts lie apart from each other, the last one first
+        parts = [[[(s, i)] if r in (None, s) else None for i in range(n)] + [None] for s, n in enumerate(counts)]
+        return [each for part in reversed(parts) for each in part]
+
+    starts = [sum(n + 1 for n in counts[s + 1 :]) for s in range(size)]
+    memories = [{"out": gathered(r)} for r in range(size)]
+    ranks = simulate("all_gather", "direct", size, counts, 4, 256, seed, memories, in_place=True, starts=starts)
+    assert all(rank.memory["out"] == gathered() for rank in ranks)
 
 
 def test_inputs_are_left_alone():
