@@ -14,9 +14,9 @@ import threading
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig, StateDictType
 
 from ...errors import InvalidArgument, InvalidUsage
-from ..fsdp1.api import StateDictConfig, StateDictType
 from ..unit import Unit
 from .shard_tensor import ShardTensor
 
@@ -46,9 +46,9 @@ class GetOptions:
     rank0_only: bool = False
 
     @staticmethod
-    def of(kind: StateDictType, config: StateDictConfig) -> GetOptions:
+    def of(kind: StateDictType, config: StateDictConfig | OptimStateDictConfig) -> GetOptions:
         """Convert FSDP1's settings."""
-        full = kind.name == StateDictType.FULL_STATE_DICT.name
+        full = kind is StateDictType.FULL_STATE_DICT
         return GetOptions(full, config.offload_to_cpu, full and getattr(config, "rank0_only", False))
 
 
