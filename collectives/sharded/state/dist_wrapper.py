@@ -4,18 +4,21 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ...errors import CollectivesError, InvalidUsage, RemoteError
 from ..scheduler import Scheduler
 
-__all__ = ["DistWrapper", "get_module_scheduler"]
+__all__ = ["DistWrapper", "get_module_scheduler", "no_dist"]
 
 
 def get_module_scheduler(module: nn.Module) -> Scheduler | None:
@@ -27,6 +30,20 @@ def get_module_scheduler(module: nn.Module) -> Scheduler | None:
     if len(schedulers) > 1:
         raise InvalidUsage("its units are over different communicators: call this for each part by itself")
     return next(iter(schedulers.values()), None)
+
+
+@contextlib.contextmanager
+def no_dist():
+    """Call DCP's functions with ``no_dist=True`` in the block: what failed in them is raised as it is, and
+    their warning that this is meant for one process is silent.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            yield
+        except CheckpointException as error:
+            (failure, _), *_ = error.failures.values()
+            raise failure  # noqa: B904 its own traceback is what says where
 
 
 class DistWrapper:
@@ -45,6 +62,7 @@ class DistWrapper:
         self.size = 1 if alone else scheduler.comm.size
         self.comm = None if alone else scheduler.comm
         self.failed = False  # one rank has failed, and all have raised
+        self._in_step = True  # the last exchange has succeeded: the other ranks wait at the next one
         if not alone:
             scheduler.barrier(f"{op}({what})")
 
@@ -52,6 +70,7 @@ class DistWrapper:
         """Return all ranks' values, in rank order; they are pickled. A collective."""
         if self._control is None:
             return [value]
+        self._in_step = False
         text = pickle.dumps(value)
         lengths = numpy.zeros(self.size, dtype=numpy.int64)
         lengths[self.rank] = len(text)
@@ -61,6 +80,7 @@ class DistWrapper:
         table[ends[self.rank] - len(text) : ends[self.rank]] = numpy.frombuffer(text, dtype=numpy.uint8)
         self._control.all_reduce(table, "max")
         begins = [0, *ends[:-1]]
+        self._in_step = True
         return [pickle.loads(table[begin:end].tobytes()) for begin, end in zip(begins, ends, strict=True)]
 
     def run_on_all(self, what: str, function: Callable[[], Any]) -> list:
@@ -68,12 +88,15 @@ class DistWrapper:
         ranks raise and name it.
 
         An error of this package is raised on all ranks as it is; others as `RemoteError` on the
-        ranks that had none.
+        ranks that had none. The function may call this again: where it raises on one rank, that
+        rank raises at the others' next call.
         """
         failed = result = None
         try:
             result = function()
         except Exception as error:
+            if self.failed or not self._in_step:
+                raise  # from a call inside of it: the other ranks have raised, too
             failed = error
         portable = failed if isinstance(failed, CollectivesError) else None
         outcomes = self.all_gather_object((failed is not None, portable, f"{type(failed).__name__}: {failed}", result))
