@@ -1,5 +1,5 @@
-"""Parsing of FSDP2's policies, which are torch's own: in which dtypes a unit computes, and whether its
-shards are offloaded to the host.
+"""Parsing of FSDP2's policies, which are torch's own: in which dtypes a unit computes, and whether
+its shards are offloaded to the host.
 """
 
 from __future__ import annotations

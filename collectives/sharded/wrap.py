@@ -1,8 +1,10 @@
-"""Choice of the submodules that become units, by torch's wrap policies, which are exported here, too.
+"""Choice of the submodules that become units, by torch's wrap policies, which are exported here,
+too.
 
 A policy is a function of (module, recurse, nonwrapped_numel), most often one of torch's with its
-settings filled in by ``functools.partial``, or an object: `ModuleWrapPolicy`, `CustomPolicy`. Torch's
-own code wraps as it goes; `units_of` only names the submodules, and the caller shards them in place.
+settings filled in by ``functools.partial``, or an object: `ModuleWrapPolicy`, `CustomPolicy`.
+Torch's own code wraps as it goes; `units_of` only names the submodules, and the caller shards them
+in place.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""ShardingStrategy: torch's strategies and one of our own. FSDP1's other enums and configurations are
-torch's, from ``torch.distributed.fsdp``.
+"""ShardingStrategy: torch's strategies and one of our own. FSDP1's other enums and configurations
+are torch's, from ``torch.distributed.fsdp``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ __all__ = ["ShardingStrategy"]
 
 
 class ShardingStrategy(enum.Enum):
-    """What is sharded: torch's strategies, which are the values, and SHARD_OPTIMIZER, which torch doesn't
-    have.
+    """What is sharded: torch's strategies, which are the values, and SHARD_OPTIMIZER, which torch
+    doesn't have.
 
     FULL_SHARD: parameters, gradients and optimizer state; parameters are gathered for the forward
     and again for the backward. SHARD_GRAD_OP: parameters stay gathered from the forward to the end

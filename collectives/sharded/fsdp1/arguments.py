@@ -40,7 +40,9 @@ _STAY_GATHERED = (
 
 
 def parse_enum(kind, value, what: str):
-    """Return an enum's member, from it, from its name, or from its value: for a `ShardingStrategy`, torch's."""
+    """Return an enum's member, from it, from its name, or from its value: for a `ShardingStrategy`,
+    torch's.
+    """
     if isinstance(value, str) and value in kind.__members__:
         return kind[value]
     if isinstance(value, enum.Enum) and any(value in (member, member.value) for member in kind):

@@ -49,8 +49,9 @@ def set_state_dict_type(
     """Set what ``state_dict()`` of a module's units and `optim_state_dict` return; return what was
     set before.
 
-    FULL_STATE_DICT: full tensors; SHARDED_STATE_DICT or LOCAL_STATE_DICT: shards. What is loaded may
-    be either, whatever is set. A local call, to be made on all ranks.
+    FULL_STATE_DICT: full tensors; SHARDED_STATE_DICT or LOCAL_STATE_DICT: shards, as `Piece`
+    objects, or as DTensors where the configurations have ``_use_dtensor=True``. What is loaded may
+    be any of these, whatever is set. A local call, to be made on all ranks.
     """
     kind = parse_enum(StateDictType, state_dict_type, "state_dict_type")
     full = kind is StateDictType.FULL_STATE_DICT
@@ -91,15 +92,15 @@ def state_dict_type(
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None, group=None
 ) -> dict[str, Any]:
-    """Return an optimizer's state by names, as `set_state_dict_type` says; with full tensors it is
-    a collective.
+    """Return an optimizer's state by names, as `set_state_dict_type` says; with full tensors or
+    DTensors it is a collective.
 
     `optim_state_dict`: the result of its own ``state_dict()``; None: call that now. `group` changes
     nothing.
     """
     settings = get_state_dict_type(model)
     form = GetOptions.of(settings.state_dict_type, settings.optim_state_dict_config)
-    if form.full:
+    if form.gathers:
         return gather_full_state(model, [(optim, optim_state_dict)], form)
     made = sharded_state(model, [optim], raw=optim_state_dict)
     return on_cpu(made) if form.on_cpu else made

@@ -1,8 +1,9 @@
 """Planner and storage writer with which each rank calls torch.distributed.checkpoint.save.
 
-DCP coordinates ranks over a process group of torch's. A sharded module needs none, so each rank saves
-with ``no_dist=True``, and the two hooks that DCP has for what concerns all ranks, the planner's
-`create_global_plan` and the writer's `finish`, coordinate them over the module's communicator.
+DCP coordinates ranks over a process group of torch's. A sharded module needs none, so each rank
+saves with ``no_dist=True``, and the two hooks that DCP has for what concerns all ranks, the
+planner's `create_global_plan` and the writer's `finish`, coordinate them over the module's
+communicator.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ CHECKSUMS = "checksums.sha256"
 
 
 class RanksSavePlanner(DefaultSavePlanner):
-    """DCP's planner, whose global plan is made on rank 0 from all ranks' plans; each rank gets its own."""
+    """DCP's planner, whose global plan is made on rank 0 from all ranks' plans; each rank gets its
+    own.
+    """
 
     def __init__(self, ranks: DistWrapper):
         super().__init__(flatten_sharded_tensors=False)
@@ -47,8 +50,8 @@ class RanksSavePlanner(DefaultSavePlanner):
 
 
 class ChecksumWriter(FileSystemWriter):
-    """DCP's writer of one file for each rank; rank 0 writes the index, and the files' SHA-256 sums beside
-    it.
+    """DCP's writer of one file for each rank; rank 0 writes the index, and the files' SHA-256 sums
+    beside it.
     """
 
     def __init__(self, folder: Path, ranks: DistWrapper):

@@ -34,8 +34,8 @@ def get_module_scheduler(module: nn.Module) -> Scheduler | None:
 
 @contextlib.contextmanager
 def no_dist():
-    """Call DCP's functions with ``no_dist=True`` in the block: what failed in them is raised as it is, and
-    their warning that this is meant for one process is silent.
+    """Call DCP's functions with ``no_dist=True`` in the block: what failed in them is raised as it
+    is, and their warning that this is meant for one process is silent.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
