@@ -230,23 +230,19 @@ def patch_scaler_checks(exchange) -> None:
 
 
 @functools.cache
-def patch_state_dict(check) -> None:
-    """Call ``check(optimizer)``, which may raise, in torch's functions for distributed state dicts.
+def patch_state_dict(**replacements) -> None:
+    """Replace functions of torch.distributed.checkpoint.state_dict.
 
-    ``get_state_dict``, ``get_optimizer_state_dict``, ``set_state_dict`` and
-    ``set_optimizer_state_dict`` look up the changed function by its name in their module, so that
-    it doesn't matter who has imported them, and when.
+    `replacements`: each is called with torch's own function before that function's arguments. The
+    module's public functions look these up by their names, so that it doesn't matter who has
+    imported them, and when.
     """
     state_dict = importlib.import_module("torch.distributed.checkpoint.state_dict")
-    begin = state_dict._init_optim_state
-
-    @functools.wraps(begin)
-    def _init_optim_state(optim, *args, **kwargs):
-        check(optim)
-        return begin(optim, *args, **kwargs)
-
-    reason = "these functions take one rank's shards for the optimizer's whole state"
-    patch_attribute(state_dict, "_init_optim_state", _init_optim_state, reason)
+    reason = "torch's own takes one rank's shards for the whole parameters, and their state for the optimizer's whole"
+    for name, replacement in replacements.items():
+        own = getattr(state_dict, name)
+        patched = functools.wraps(own)(functools.partial(replacement, own))
+        patch_attribute(state_dict, name, patched, reason)
 
 
 install()

@@ -2,25 +2,28 @@
 for torch's FSDP2.
 """
 
-from .fsdp1.api import (
+from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
-    ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
+
+from .fsdp1.api import ShardingStrategy
 from .fsdp1.data_parallel import ShardedDataParallel
 from .materialize import materialize
 from .memory_plan import MemoryPlan, memory_plan
 from .module import ShardedModule, UnshardHandle, register_forward_method
-from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .scaler import ShardedGradScaler
 from .sharding import fully_shard
 from .state.checkpoint import load, save

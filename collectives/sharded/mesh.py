@@ -48,7 +48,7 @@ def resolve_ranks(
     device = device or resolve_device(module, mesh.device_type)
     if mesh.ndim == 1:
         world = get_communicator(mesh.get_group(), device)
-        return Ranks(None if replicated or world.size == 1 else world, None, world, mesh.get_group())
+        return Ranks(None if replicated or world.size == 1 else world, None, world, mesh.get_group(), mesh)
     whole = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
     world = get_communicator(whole, device)
     shards, replicas = get_communicator(mesh.get_group(1), device), get_communicator(mesh.get_group(0), device)
@@ -77,13 +77,14 @@ class Ranks(NamedTuple):
     `shard`: the ranks that own a shard each; None: this rank has all of it. `replicas`: the ranks
     with the same shard; None: there are none. `world`: all ranks, over which gradients are
     averaged. `group`: torch's process group of `shard`'s ranks, where it is known, for custom
-    collectives.
+    collectives and DTensors. `mesh`: the one-dimensional DeviceMesh that was given for them.
     """
 
     shard: Communicator | None
     replicas: Communicator | None
     world: Communicator
     group: object = None
+    mesh: object = None
 
     @property
     def rank(self) -> int:

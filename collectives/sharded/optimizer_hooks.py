@@ -6,9 +6,6 @@ step.
 - Optimizers that split the parameters over the ranks themselves (torch's ZeroRedundancyOptimizer)
   are refused: they take parameters to be equal on all ranks, and would overwrite one rank's shards
   with another's. They are recognised in the same way.
-- torch.distributed.checkpoint.state_dict's functions for optimizers are made to raise: they would
-  take each rank's shards for the whole state. They all call one function of that module, which is
-  patched here.
 """
 
 from __future__ import annotations
@@ -22,10 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidUsage
 from ..optim import FusedOptimizer
-from ..torch_patches import patch_state_dict
 from .scheduler import find_schedulers, find_units, open_schedulers
 
-__all__ = ["check_elementwise", "patch_dcp_optimizer_state", "register_optimizer_hooks", "replaced"]
+__all__ = ["check_elementwise", "register_optimizer_hooks", "replaced"]
 
 # Parts of the names of such classes, in lower case and without "_"...
 _PARTS = re.compile("adafactor|muon|shampoo|novograd|lbfgs|adammini|dadapt|prodigy|galore")
@@ -78,28 +74,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             "ShardingStrategy.NO_SHARD",
             op=f"{type(optimizer).__name__}.step", rank=split[0].ranks.world.rank,
         )  # fmt: skip
-
-
-@functools.cache
-def patch_dcp_optimizer_state() -> None:
-    """Patch torch.distributed.checkpoint.state_dict to raise for optimizers of shards.
-
-    ``get_state_dict``, ``get_optimizer_state_dict``, ``set_state_dict`` and
-    ``set_optimizer_state_dict`` call the patched function by its name in their module, so it
-    doesn't matter who has imported them, and when.
-    """
-
-    def check(optim):
-        if find_units(param for group in optim.param_groups for param in group["params"]):
-            raise InvalidUsage(
-                "torch.distributed.checkpoint.state_dict's functions take this rank's pieces for the optimizer's whole "
-                "state: use collectives.sharded.get_optimizer_state_dict and set_optimizer_state_dict (with "
-                "get_model_state_dict and set_model_state_dict in place of get_state_dict and set_state_dict), or "
-                "collectives.sharded.save and load",
-                op="get_optimizer_state_dict",
-            )
-
-    patch_state_dict(check)
 
 
 # Parameters that were replaced by shards -> their names. An optimizer, or another module, may still

@@ -27,12 +27,13 @@ from .materialize import wrap_init_methods
 from .mesh import Ranks, resolve_device, resolve_ranks
 from .module import ShardedModule
 from .module_changes import AddedParamCheck
-from .optimizer_hooks import patch_dcp_optimizer_state, register_optimizer_hooks, replaced
+from .optimizer_hooks import register_optimizer_hooks, replaced
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .post_forward import parse_reshard_after_forward, set_reshard_after_forward
 from .scaler import patch_grad_scaler
 from .scheduler import get_scheduler
 from .state.state_dict import post_load_state_dict
+from .state.torch_state_dict import patch_torch_state_dict
 from .unit import Unit
 
 __all__ = ["fully_shard", "shard"]
@@ -117,7 +118,7 @@ def shard(
     register_optimizer_hooks()
     patch_clip_grad_norm()
     patch_grad_scaler()
-    patch_dcp_optimizer_state()
+    patch_torch_state_dict()
     if not isinstance(ignored_params, Iterable):
         raise InvalidArgument(f"ignored_params must be parameters, not {kind_of(ignored_params)}", op="fully_shard")
     ignored_params = list(ignored_params)

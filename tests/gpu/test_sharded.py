@@ -220,14 +220,15 @@ def test_grad_scaler(device, ranks):
 
 
 @in_group
-def saved(rank, offload):
-    """A model and its AdamW go on from state dicts of shards."""
-    options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+def saved(rank, case):
+    """A model and its AdamW go on from state dicts of shards, or of DTensors."""
+    options = {"offload_policy": CPUOffloadPolicy()} if case == "offloaded" else {}
+    dtensors = case == "DTensors"
     model = by_units(rank, make_terms(rank.device), **options)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(rank, model, optimizer, 2)
-    weights = sharded.get_model_state_dict(model)
-    state = sharded.get_optimizer_state_dict(model, optimizer)
+    weights = sharded.get_model_state_dict(model, use_dtensor=dtensors)
+    state = sharded.get_optimizer_state_dict(model, optimizer, use_dtensor=dtensors)
     again = by_units(rank, make_terms(rank.device), **options)
     with torch.no_grad():
         for param in again.parameters():
@@ -238,9 +239,9 @@ def saved(rank, offload):
     return train(rank, model, optimizer, 2), train(rank, again, its, 2)
 
 
-@everywhere(["on the device", "offloaded"], everyday=["offloaded"])
+@everywhere(["on the device", "offloaded", "DTensors"], everyday=["offloaded", "DTensors"])
 def test_state_dicts(device, ranks, case):
-    for ours, again in check(device, saved, ranks, case == "offloaded"):
+    for ours, again in check(device, saved, ranks, case):
         compare(again, ours)
 
 
@@ -321,5 +322,3 @@ def by_torchs_fsdp2(rank):
 def test_torchs_own_fsdp2(device, ranks):
     (found, *_) = check(device, by_torchs_fsdp2, ranks)
     compare(found, expected(ranks, None, True)[1])
-
-

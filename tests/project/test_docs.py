@@ -48,7 +48,9 @@ def entries() -> tuple[set[str], set[str]]:
     rendered = [name for page in text.values() for name in re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)]
     assert len(set(rendered)) == len(rendered)
     tables = {
-        f"collectives.horovod.{name}" for name in re.findall(r"^\| `(\w+)` \|", text["horovod-api"], re.MULTILINE)
+        f"collectives.{module}.{name}"
+        for module in ("horovod", "sharded")
+        for name in re.findall(r"^\| `(\w+)` \|", text[f"{module}-api"], re.MULTILINE)
     }
     return set(rendered), tables
 

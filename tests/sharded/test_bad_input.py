@@ -9,8 +9,17 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives.errors import CollectivesError, InvalidArgument, InvalidUsage
-from collectives.sharded import ModuleWrapPolicy, ShardedDataParallel, Unit, fully_shard
+from collectives.sharded import (
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ModuleWrapPolicy,
+    ShardedDataParallel,
+    Unit,
+    fully_shard,
+)
 from tests.ddp.training import batch, make_model, over_gloo, run
+
+LOW = MixedPrecision(keep_low_precision_grads=True)
 
 
 def raised(call):
@@ -132,7 +141,11 @@ def alone(ctx):
         "device": raised(lambda: ShardedDataParallel(nn.Linear(2, 2), device_id=99)),
         "group": raised(lambda: ShardedDataParallel(nn.Linear(2, 2), process_group=dist.GroupMember.NON_GROUP_MEMBER)),
         "policy": raised(lambda: fully_shard(nn.Linear(2, 2), mp_policy=torch.bfloat16)),
+        "dtypes": raised(lambda: fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy(torch.int32))),
+        "low": raised(lambda: ShardedDataParallel(nn.Linear(2, 2), mixed_precision=LOW)),
+        "buffers": raised(lambda: ShardedDataParallel(nn.Linear(2, 2), mixed_precision=MixedPrecision(buffer_dtype=1))),
         "offload": raised(lambda: fully_shard(nn.Linear(2, 2), offload_policy=True)),
+        "cpu_offload": raised(lambda: ShardedDataParallel(nn.Linear(2, 2), cpu_offload=True)),
         "ignored": raised(lambda: fully_shard(nn.Linear(2, 2), ignored_params=3)),
         "lazy": raised(lambda: fully_shard(nn.LazyLinear(3))),
         "copy": raised(lambda: copy.deepcopy(model)),

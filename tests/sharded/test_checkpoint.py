@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 import collectives
 from collectives.errors import CollectivesError, InvalidArgument, InvalidUsage, RemoteError
 from collectives.sharded import MixedPrecisionPolicy, fully_shard
-from collectives.sharded.state.checkpoint import CHECKSUMS, load, save
+from collectives.sharded.state.checkpoint import load, save
+from collectives.sharded.state.checkpoint_writer import CHECKSUMS
 from collectives.sharded.state.model import get_model_state_dict
 from collectives.sharded.state.optimizer import get_optimizer_state_dict
 from collectives.sharded.state.shard_tensor import boxes
@@ -165,6 +167,10 @@ def test_torchs_own(tmp_path):
     run(write_by_torch, 2, str(tmp_path / "store"), str(tmp_path / "fsdp2"))
 
 
+def full_disk(*_args):
+    raise OSError("no space left on device")
+
+
 def refusals(ctx, folder):
     """Each raises on all ranks, and leaves the model as it was."""
     comm = ctx.communicator()
@@ -217,6 +223,13 @@ def refusals(ctx, folder):
     for name in ("good", "new"):
         with pytest.raises((RemoteError, TypeError), match="pickle"):
             save(f"{folder}/{name}", model, extra=(each for each in ()), overwrite=True)
+    for step, what in (("prepare_local_plan", "plan its part"), ("write_data", "write its part")):
+        with pytest.MonkeyPatch.context() as patch:
+            if ctx.rank == 1:
+                patch.setattr(dcp.FileSystemWriter, step, full_disk)
+            error = (OSError, "no space") if ctx.rank == 1 else (RemoteError, f"rank 1 could not {what}.*no space")
+            with pytest.raises(error[0], match=error[1]):
+                save(f"{folder}/new", model)
     assert not os.path.exists(f"{folder}/new") and not os.path.exists(f"{folder}/new.partial")
     load(good, model)
     assert not model.seen.any()
@@ -268,6 +281,8 @@ def test_boxes(shape):
 
 def test_save_needs_units_among_ranks(tmp_path):
     model = Net()
-    save(tmp_path / "alone", model)
-    assert load(tmp_path / "alone", model) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # DCP's, that this is one process
+        save(tmp_path / "alone", model)
+        assert load(tmp_path / "alone", model) is None
     assert not dist.is_initialized()

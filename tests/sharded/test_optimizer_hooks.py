@@ -1,9 +1,8 @@
-"""Optimizers that use whole parameters, and torch's functions for optimizer state, raise for shards."""
+"""Optimizers that use whole parameters raise for shards."""
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as torchs
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -135,56 +134,3 @@ def exchanging(ctx, path):
 def test_an_optimizer_that_exchanges_parameters_is_refused(tmp_path):
     """It would overwrite a rank's shards with those of another rank."""
     assert run_ranks(exchanging, 2, str(tmp_path / "store")) == [True, True]
-
-
-def states(ctx, path):
-    store = dist.FileStore(path, ctx.size)
-    dist.init_process_group("gloo", store=store, rank=ctx.rank, world_size=ctx.size)
-    try:
-        model = fully_shard(net(), comm=ctx.communicator())
-        optimizer = torch.optim.Adam(model.parameters(), 0.01)
-        backward(model, ctx.rank)
-        optimizer.step()
-        optimizer.zero_grad()
-        plain = net()
-        theirs = torch.optim.Adam(plain.parameters(), 0.01)
-        backward(plain, 0)
-        theirs.step()
-        theirs.zero_grad()
-        whole, state = torchs.get_state_dict(plain, theirs)  # those of others go on
-        calls = {
-            "get_state_dict": lambda: torchs.get_state_dict(model, optimizer),
-            "get_optimizer_state_dict": lambda: torchs.get_optimizer_state_dict(
-                model, [optimizer], options=torchs.StateDictOptions(full_state_dict=True)
-            ),
-            "set_state_dict": lambda: torchs.set_state_dict(
-                model, optimizer, model_state_dict=dict(whole), optim_state_dict=state
-            ),
-            "set_optimizer_state_dict": lambda: torchs.set_optimizer_state_dict(model, optimizer, state),
-        }
-        found = {}
-        for name, call in calls.items():
-            try:
-                call()
-            except InvalidUsage as error:
-                found[name] = "collectives.sharded.get_optimizer_state_dict" in str(error)
-            else:
-                found[name] = False
-        for full in (False, True):  # a model's are right
-            options = torchs.StateDictOptions(full_state_dict=full)
-            torchs.set_model_state_dict(model, dict(plain.state_dict()), options=options)
-            got = torchs.get_model_state_dict(model, options=options)
-            found["model", full] = all(torch.equal(value, got[name]) for name, value in plain.state_dict().items())
-        options = torchs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        doubled = {name: 2 * value for name, value in plain.state_dict().items()}
-        torchs.set_model_state_dict(model, dict(doubled) if ctx.rank == 0 else {}, options=options)
-        got = model.state_dict()
-        found["model from rank 0"] = all(torch.equal(value, got[name]) for name, value in doubled.items())
-        return found
-    finally:
-        dist.destroy_process_group()
-
-
-def test_torchs_functions_for_optimizer_state_raise(tmp_path):
-    for rank, found in enumerate(run_ranks(states, 2, str(tmp_path / "store"))):
-        assert all(found.values()), (rank, found)

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torchs_get
-from torch.distributed.fsdp import FullStateDictConfig as TorchsConfig
-from torch.distributed.fsdp import StateDictType as TorchsType
+from torch.distributed.fsdp import ShardingStrategy as TorchsStrategy
 
 import collectives
 from collectives.errors import CollectivesError, InvalidArgument, InvalidUsage
@@ -44,7 +43,7 @@ def model_both_ways(ctx):
     want = dict(Net().state_dict())
     strategies = [each for each in ShardingStrategy if "HYBRID" not in each.name]
     for how in (
-        *({"sharding_strategy": each} for each in strategies),
+        *({"sharding_strategy": each} for each in (*strategies, TorchsStrategy.SHARD_GRAD_OP, "NO_SHARD")),
         {"mixed_precision": PRECISION},
     ):  # fmt: skip
         if "mixed_precision" in how:
@@ -91,11 +90,8 @@ def model_both_ways(ctx):
         lambda: get_model_state_dict(model, full_state_dict=True, rank0_only=True),
         lambda: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)),
     ]
-    for kind, config in (
-        (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)),
-        (TorchsType.FULL_STATE_DICT, TorchsConfig(offload_to_cpu=True, rank0_only=True)),
-    ):
-        with settings.state_dict_type(model, kind, config):
+    for kind in (StateDictType.FULL_STATE_DICT, "FULL_STATE_DICT"):
+        with settings.state_dict_type(model, kind, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
             alone.append(dict(model.state_dict()).copy)
     for give in alone:
         assert not differences(dict(give()), want if ctx.rank == 0 else {})

@@ -1,4 +1,4 @@
-"""Wrap policies: the same units as torch's FSDP1 makes, of our policies and of torch's own, and what is no policy."""
+"""Wrap policies: the same units as torch's FSDP1 makes, and what is no policy."""
 
 import copy
 import importlib
@@ -8,7 +8,8 @@ import pytest
 import torch.distributed.fsdp.wrap as theirs
 from torch import nn
 
-from collectives.errors import InvalidArgument, InvalidUsage
+import collectives.sharded
+from collectives.errors import InvalidArgument
 
 ours = importlib.import_module("collectives.sharded.wrap")  # the package's own `wrap` is the function
 
@@ -66,7 +67,7 @@ POLICIES = {
     "module": lambda of: of.ModuleWrapPolicy({nn.Linear, nn.Sequential}),
     "custom": lambda of: of.CustomPolicy(lambda module: {"depth": 1} if isinstance(module, nn.Linear) else False),
     "or": lambda of: partial(
-        getattr(of, "or_policy", None) or of._or_policy,
+        of._or_policy,
         policies=[of.ModuleWrapPolicy([nn.Linear]), partial(of.size_based_auto_wrap_policy, min_num_params=150)],
     ),
     **{
@@ -106,15 +107,14 @@ def test_units_are_those_of_torch(policy, make, ignore):
 
     other = copy.deepcopy(model)
     expected = units_by_torch(other, POLICIES[policy](theirs), ignored_in(other))
-    for of in (ours, theirs):
-        found = ours.units_of(model, POLICIES[policy](of), ignored_in(model))
-        assert [(module.name, settings) for module, settings in found] == expected
+    found = ours.units_of(model, POLICIES[policy](theirs), ignored_in(model))
+    assert [(module.name, settings) for module, settings in found] == expected
     assert [module.name for module in model.modules()] == list(dict(model.named_modules()))  # nothing was replaced
 
 
 def test_the_policies_differ():
     """The test above is worth what its policies choose."""
-    found = {name: [one.name for one, _ in ours.units_of(named(tree()), of(ours))] for name, of in POLICIES.items()}
+    found = {name: [one.name for one, _ in ours.units_of(named(tree()), of(theirs))] for name, of in POLICIES.items()}
     assert len(set(map(tuple, found.values()))) >= 12
     assert found["size 111"] == ["1.0"]  # 110 and 6 elements; 90; 70 and 36; 288 in a leaf, which torch never takes
 
@@ -147,7 +147,8 @@ def test_ignored_parameters_are_not_counted():
         (None, "ModuleWrapPolicy"),
         (ours.transformer_auto_wrap_policy, "functools.partial"),
         (lambda module: True, "CustomPolicy"),
-        (ours.CustomPolicy(lambda module: 1), "True, False or a dictionary"),
+        (ours.CustomPolicy(lambda module: 1), "False/True or a kwarg dict, but it returned 1"),
+        (ours.ModuleWrapPolicy([nn.Linear(1, 1)]), "ModuleWrapPolicy.* can't choose units: isinstance"),
     ],
 )
 def test_what_is_no_policy(policy, says):
@@ -155,13 +156,9 @@ def test_what_is_no_policy(policy, says):
         ours.units_of(tree(), policy)
 
 
-def test_policies_are_checked_when_made():
-    for wrong in (nn.Linear, [], [nn.Linear(1, 1)], {"Linear"}):
-        with pytest.raises(InvalidArgument, match="classes of modules"):
-            ours.ModuleWrapPolicy(wrong)
-    with pytest.raises(InvalidArgument, match="a function"):
-        ours.CustomPolicy(True)
-    assert "Linear" in repr(ours.ModuleWrapPolicy([nn.Linear]))
+def test_the_names_are_torchs():
+    for name in theirs.__all__:
+        assert getattr(ours, name) is getattr(theirs, name) is getattr(collectives.sharded, name)
 
 
 def test_a_policy_that_names_another_models_module():
@@ -179,11 +176,7 @@ def test_wrap_inside_of_enable_wrap_only():
     Mark.made = []
     with pytest.raises(ZeroDivisionError), ours.enable_wrap(wrapper_cls=Mark, depth=1, width=2):
         assert ours.wrap(layer, depth=3).module is layer
-        with pytest.raises(InvalidUsage), ours.enable_wrap(wrapper_cls=Mark):
-            pass
         ours.wrap(layer)
         raise ZeroDivisionError
     assert Mark.made == [("", {"depth": 3, "width": 2}), ("", {"depth": 1, "width": 2})]
     assert ours.wrap(layer) is layer
-    with pytest.raises(InvalidArgument), ours.enable_wrap(wrapper_cls=None):
-        pass

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import enum
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
 from ...arrays import kind_of
 from ...comm.communicator import Communicator
@@ -15,9 +16,9 @@ from ...errors import InvalidArgument
 from ...rendezvous.process_groups import get_communicator
 from ..mesh import Ranks, resolve_ranks
 from ..module import ShardedModule
-from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, parse_offload_policy
+from ..policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, check_floating, parse_offload_policy
 from ..wrap import units_of
-from .api import MixedPrecision, ShardingStrategy
+from .api import ShardingStrategy
 
 __all__ = [
     "PrecisionPolicies",
@@ -39,10 +40,13 @@ _STAY_GATHERED = (
 
 
 def parse_enum(kind, value, what: str):
-    """Return a member of our own enum for it, for torch's of that name, or for the name."""
-    name = getattr(value, "name", value)
-    if isinstance(name, str) and name in kind.__members__:
-        return kind[name]
+    """Return an enum's member, from it, from its name, or from its value: for a `ShardingStrategy`,
+    torch's.
+    """
+    if isinstance(value, str) and value in kind.__members__:
+        return kind[value]
+    if isinstance(value, enum.Enum) and any(value in (member, member.value) for member in kind):
+        return kind(value)
     names = ", ".join(each for each in kind.__members__ if not each.startswith("_"))
     raise InvalidArgument(f"{what} must be a {kind.__name__} ({names}), not {value!r:.60}", op=_NAME)
 
@@ -122,9 +126,9 @@ def parse_ignored(module: nn.Module, modules, states) -> tuple[set[nn.Module], l
 
 def parse_cpu_offload(given) -> CPUOffloadPolicy | None:
     """Return the policy for FSDP1's ``cpu_offload``."""
-    if given is None or hasattr(given, "pin_memory"):
+    if given is None or isinstance(given, OffloadPolicy):
         return parse_offload_policy(given)
-    if not hasattr(given, "offload_params"):
+    if not isinstance(given, CPUOffload):
         raise InvalidArgument(f"cpu_offload must be a CPUOffload, not {kind_of(given)}", op=_NAME)
     return CPUOffloadPolicy() if given.offload_params else None
 
@@ -144,11 +148,14 @@ class PrecisionPolicies:
         if isinstance(given, MixedPrecisionPolicy):
             self.inner = self.root = given
             return
-        if not all(hasattr(given, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")):
+        if not isinstance(given, MixedPrecision):
             raise InvalidArgument(f"mixed_precision must be a MixedPrecision, not {kind_of(given)}", op=_NAME)
-        if not isinstance(given, MixedPrecision):  # torch's
-            names = [field.name for field in dataclasses.fields(MixedPrecision)]
-            given = MixedPrecision(**{name: getattr(given, name) for name in names if hasattr(given, name)})
+        check_floating(given, "param_dtype", "reduce_dtype", "buffer_dtype")
+        if given.keep_low_precision_grads:
+            raise InvalidArgument(
+                "keep_low_precision_grads: gradients of another dtype than their parameters are not supported: leave "
+                "it out, and the pieces' gradients are of the parameters' own dtype"
+            )
         self.buffer_dtype = given.buffer_dtype
         casts = given.cast_forward_inputs, given.cast_root_forward_inputs
         self.inner, self.root = (

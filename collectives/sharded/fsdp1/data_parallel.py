@@ -8,6 +8,7 @@ import contextlib
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch
 
 from ...arrays import kind_of
 from ...comm.communicator import Communicator
@@ -20,7 +21,7 @@ from ..sharding import shard
 from ..state.model import broadcast_tensors
 from ..state.state_dict import unsharded_params
 from . import state_dict_type as settings
-from .api import BackwardPrefetch, ShardingStrategy
+from .api import ShardingStrategy
 from .arguments import (
     PrecisionPolicies,
     parse_cpu_offload,

@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-
-from ...errors import InvalidArgument
-from ..managed_params import units_in
-from ..state.optimizer import gather_full_state, local_state_dict, on_cpu, scatter_from_rank0, sharded_state
-from ..state.state_dict import GetOptions
-from .api import (
+from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     OptimStateDictConfig,
@@ -25,11 +20,18 @@ from .api import (
     StateDictType,
 )
 
+from ...errors import InvalidArgument
+from ..managed_params import units_in
+from ..state.optimizer import gather_full_state, local_state_dict, on_cpu, scatter_from_rank0, sharded_state
+from ..state.state_dict import GetOptions
+from .arguments import parse_enum
+
 __all__ = [
     "full_optim_state_dict", "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load",
     "scatter_full_optim_state_dict", "set_state_dict_type", "state_dict_type",
 ]  # fmt: skip
 
+_FULL = (FullStateDictConfig, FullOptimStateDictConfig)
 _DEFAULT = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
 
 
@@ -47,21 +49,20 @@ def set_state_dict_type(
     """Set what ``state_dict()`` of a module's units and `optim_state_dict` return; return what was
     set before.
 
-    FULL_STATE_DICT: full tensors; SHARDED_STATE_DICT or LOCAL_STATE_DICT: shards. Torch's own enum
-    and configurations are taken, too. What is loaded may be either, whatever is set. A local call,
-    to be made on all ranks.
+    FULL_STATE_DICT: full tensors; SHARDED_STATE_DICT or LOCAL_STATE_DICT: shards, as `Piece`
+    objects, or as DTensors where the configurations have ``_use_dtensor=True``. What is loaded may
+    be any of these, whatever is set. A local call, to be made on all ranks.
     """
-    name = getattr(state_dict_type, "name", state_dict_type)
-    if name not in StateDictType.__members__:
-        raise InvalidArgument(f"state_dict_type must be a StateDictType, not {state_dict_type!r:.60}")
-    full = name == StateDictType.FULL_STATE_DICT.name
+    kind = parse_enum(StateDictType, state_dict_type, "state_dict_type")
+    full = kind is StateDictType.FULL_STATE_DICT
     given = {"state_dict_config": state_dict_config, "optim_state_dict_config": optim_state_dict_config}
     for what, config in given.items():
-        if config is not None and (not hasattr(config, "offload_to_cpu") or hasattr(config, "rank0_only") != full):
-            kind = "Full" if full else "Sharded"
-            raise InvalidArgument(f"{what} of {name} must be a {kind}...Config, not {type(config).__name__}")
+        known = config is None or isinstance(config, StateDictConfig | OptimStateDictConfig)
+        if not known or (config is not None and isinstance(config, _FULL) != full):
+            wanted = "Full" if full else "Sharded"
+            raise InvalidArgument(f"{what} of {kind.name} must be a {wanted}...Config, not {type(config).__name__}")
     settings = StateDictSettings(
-        StateDictType[name],
+        kind,
         state_dict_config or (FullStateDictConfig() if full else ShardedStateDictConfig()),
         optim_state_dict_config or (FullOptimStateDictConfig() if full else ShardedOptimStateDictConfig()),
     )
@@ -91,15 +92,15 @@ def state_dict_type(
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None, group=None
 ) -> dict[str, Any]:
-    """Return an optimizer's state by names, as `set_state_dict_type` says; with full tensors it is
-    a collective.
+    """Return an optimizer's state by names, as `set_state_dict_type` says; with full tensors or
+    DTensors it is a collective.
 
     `optim_state_dict`: the result of its own ``state_dict()``; None: call that now. `group` changes
     nothing.
     """
     settings = get_state_dict_type(model)
     form = GetOptions.of(settings.state_dict_type, settings.optim_state_dict_config)
-    if form.full:
+    if form.gathers:
         return gather_full_state(model, [(optim, optim_state_dict)], form)
     made = sharded_state(model, [optim], raw=optim_state_dict)
     return on_cpu(made) if form.on_cpu else made

@@ -14,20 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
 
 from ...errors import InvalidUsage
-from .checkpoint_reader import METADATA, PARTIAL, CheckpointReader, sha256_of
-from .dist_wrapper import DistWrapper, get_module_scheduler
+from .checkpoint_reader import PARTIAL, CheckpointReader
+from .checkpoint_writer import CHECKSUMS, ChecksumWriter, RanksSavePlanner
+from .dist_wrapper import DistWrapper, get_module_scheduler, no_dist
 from .fqns import params_by_id
 from .model import get_model_state_dict, set_model_state_dict
 from .optimizer import local_state_dict, optimizers_of, sharded_state
 
-__all__ = ["CHECKSUMS", "load", "save"]
-
-CHECKSUMS = "checksums.sha256"
+__all__ = ["load", "save"]
 
 
 # ---- Saving.
@@ -88,55 +86,18 @@ def save(
 
 
 def _write(ranks: DistWrapper, partial: Path, model, optimizers, extra) -> None:
-    planner, writer = DefaultSavePlanner(flatten_sharded_tensors=False), FileSystemWriter(partial)
-
-    def plan():
+    def write() -> None:
         state: dict[str, Any] = {"model": get_model_state_dict(model)}
         if optimizers is not None:
             state["optimizer"] = sharded_state(model, optimizers_of(optimizers))
         if extra is not None and ranks.rank == 0:
             state["extra"] = (extra,)  # DCP takes dictionaries and lists apart, and tuples as they are
-        planner.set_up_planner(state, writer.storage_meta(), ranks.rank == 0)
-        writer.set_up_storage_writer(ranks.rank == 0, rank=ranks.rank, use_collectives=True)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        with no_dist():
+            dcp.save(
+                state, storage_writer=ChecksumWriter(partial, ranks), planner=RanksSavePlanner(ranks), no_dist=True
+            )
 
-    metadata: list[Metadata] = []
-
-    def global_plan():
-        made, whole = planner.create_global_plan(plans)
-        metadata.append(whole)
-        return writer.prepare_global_plan(made)
-
-    plans = ranks.run_on_all("plan its part of the checkpoint", plan)
-    plans = ranks.run_on_rank0("plan the checkpoint", global_plan)
-
-    def write():
-        done = writer.write_data(planner.finish_plan(plans[ranks.rank]), planner)
-        done.wait()
-        names = sorted({result.storage_data.relative_path for result in done.value()})
-        return done.value(), {name: (sha256_of(partial / name), (partial / name).stat().st_size) for name in names}
-
-    written = ranks.run_on_all("write its part of the checkpoint", write)
-
-    def finish() -> None:
-        digests = {}
-        for rank, (_, files) in enumerate(written):
-            for name, (digest, size) in files.items():
-                if not (partial / name).exists() or (partial / name).stat().st_size != size:
-                    raise InvalidUsage(
-                        f"rank {rank} wrote {size} bytes to {partial / name}, which rank 0 doesn't see: give a path on "
-                        "a file system that all ranks share",
-                        op="save",
-                    )
-                digests[name] = digest
-        writer.finish(metadata[0], [results for results, _ in written])
-        digests[METADATA] = sha256_of(partial / METADATA)
-        with open(partial / CHECKSUMS, "w") as sums:
-            sums.writelines(f"{digest}  {name}\n" for name, digest in digests.items())
-            sums.flush()
-            os.fsync(sums.fileno())
-
-    ranks.run_on_rank0("write the checkpoint's index", finish)
+    ranks.run_on_all("write its part of the checkpoint", write)
 
 
 def _flush(folder: Path) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ...errors import InvalidArgument
+from .dist_wrapper import no_dist
 from .fqns import NamedParam
 
 __all__ = ["METADATA", "PARTIAL", "CheckpointReader", "sha256_of"]
@@ -43,12 +44,13 @@ def _list_names(names: Iterable[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-class CheckpointReader:
+class CheckpointReader(FileSystemReader):
     """A checkpoint's index, and what is read by it. Raises `InvalidArgument` for a folder that is
     no checkpoint.
     """
 
     def __init__(self, folder: Path):
+        super().__init__(folder)
         self.folder = folder
         if not (folder / METADATA).is_file():
             partial = folder.with_name(folder.name + PARTIAL)
@@ -57,7 +59,7 @@ class CheckpointReader:
                 what = f"was never completed: there is only {partial.name}" if partial.is_dir() else "is not there"
             raise _load_error(f"{folder} {what}")
         try:
-            metadata = FileSystemReader(folder).read_metadata()
+            metadata = super().read_metadata()
         except Exception as error:  # any error that damaged bytes make pickle raise
             if isinstance(error, OSError):
                 raise
@@ -68,6 +70,10 @@ class CheckpointReader:
         self.entries = metadata.state_dict_metadata
         self.paths: dict[str, tuple] = metadata.planner_data or {key: (key,) for key in self.entries}
         self._root = ""
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        """Return the index, which is read once."""
+        return self.metadata
 
     # ---- Completeness.
 
@@ -208,7 +214,5 @@ class CheckpointReader:
     def _read(self, reads: dict[str, Any]) -> None:
         """Read entries by their keys, tensors in place."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.state_dict, planner.metadata = reads, self.metadata
-        reader = FileSystemReader(self.folder)
-        reader.set_up_storage_reader(self.metadata, False)
-        reader.read_data(create_default_local_load_plan(reads, self.metadata), planner).wait()
+        with no_dist():
+            dcp.load(reads, storage_reader=self, planner=planner, no_dist=True)

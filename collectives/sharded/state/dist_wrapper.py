@@ -4,19 +4,22 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ... import errors
 from ...comm.consensus import all_gather_bytes, all_gather_object
 from ...errors import CollectivesError, InvalidUsage, RemoteError
 from ..scheduler import Scheduler
 
-__all__ = ["DistWrapper", "get_module_scheduler"]
+__all__ = ["DistWrapper", "get_module_scheduler", "no_dist"]
 
 
 def get_module_scheduler(module: nn.Module) -> Scheduler | None:
@@ -28,6 +31,20 @@ def get_module_scheduler(module: nn.Module) -> Scheduler | None:
     if len(schedulers) > 1:
         raise InvalidUsage("its units are over different communicators: call this for each part by itself")
     return next(iter(schedulers.values()), None)
+
+
+@contextlib.contextmanager
+def no_dist():
+    """Call DCP's functions with ``no_dist=True`` in the block: what failed in them is raised as it
+    is, and their warning that this is meant for one process is silent.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            yield
+        except CheckpointException as error:
+            (failure, _), *_ = error.failures.values()
+            raise failure  # noqa: B904 its own traceback is what says where
 
 
 class DistWrapper:
@@ -46,29 +63,36 @@ class DistWrapper:
         self.size = 1 if alone else scheduler.comm.size
         self.comm = None if alone else scheduler.comm
         self.failed = False  # one rank has failed, and all have raised
+        self._in_step = True  # the last exchange has succeeded: the other ranks wait at the next one
         if not alone:
             scheduler.barrier(f"{op}({what})")
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self._control is not None:
+            self._in_step = False
             self._control.barrier()
+            self._in_step = True
 
     def run_on_all(self, what: str, function: Callable[[], Any]) -> list:
         """Call a function on each rank and return all results. Where it raises on one rank, all
         ranks raise and name it.
 
         An error of this package is raised on all ranks as it is; others as `RemoteError` on the
-        ranks that had none. Results are pickled, as torch.distributed.checkpoint's own are: they
-        are its plans, and what users have in their state dicts. Failures are not.
+        ranks that had none. The function may call this again: where it raises on one rank, that
+        rank raises at the others' next call. Results are pickled, as torch.distributed.checkpoint's
+        own are: they are its plans, and what users have in their state dicts. Failures are not.
         """
         failed = result = None
         try:
             result = function()
             data = pickle.dumps(result)
         except Exception as error:
+            if self.failed or not self._in_step:
+                raise  # from a call inside of it: the other ranks have raised, too
             failed = error
         if self._control is None:
+            self.failed = failed is not None
             if failed is not None:
                 raise failed
             return [result]
@@ -76,7 +100,9 @@ class DistWrapper:
         if failed is not None:
             kind = type(failed).__name__ if isinstance(failed, CollectivesError) else None
             problem = kind, failed.message if kind else f"{type(failed).__name__}: {failed}"
+        self._in_step = False
         problems = all_gather_object(self._control, problem)
+        self._in_step = True
         self.failed = any(each is not None for each in problems)
         if failed is not None:
             raise failed
@@ -86,7 +112,10 @@ class DistWrapper:
                 text = f"on rank {rank}: {text}" if kind else f"rank {rank} could not {what}: {text}"
                 kind = getattr(errors, kind) if kind in errors.__all__ else RemoteError
                 raise kind(text, op=self.op, rank=self.rank, peers=(rank,))
-        return [pickle.loads(each) for each in all_gather_bytes(self._control, data)]
+        self._in_step = False
+        table = all_gather_bytes(self._control, data)
+        self._in_step = True
+        return [pickle.loads(each) for each in table]
 
     def run_on_rank0(self, what: str, function: Callable[[], Any]) -> Any:
         """Call a function on rank 0 alone and return its result on all ranks; raises as

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ...errors import InvalidUsage
 from .dist_wrapper import DistWrapper, get_module_scheduler
@@ -20,7 +21,7 @@ __all__ = ["broadcast_tensors", "get_model_state_dict", "set_model_state_dict", 
 
 def get_model_state_dict(
     model: nn.Module, *, full_state_dict: bool = False, cpu_offload: bool = False, rank0_only: bool = False,
-    options=None,
+    use_dtensor: bool = False, options=None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return a model's parameters and buffers, by the unsharded model's names. A collective, unless
     sharded.
@@ -28,12 +29,13 @@ def get_model_state_dict(
     `full_state_dict`: plain tensors of the unsharded shapes, with memory of their own, gathered
     unit by unit: on each rank or, with `rank0_only`, on rank 0, and an empty dictionary elsewhere.
     Otherwise each parameter is a `ShardTensor`, which torch.distributed.checkpoint saves and loads,
-    and which views this rank's memory. `cpu_offload`: on the host; the peak there is the model and
-    one unit, and with `rank0_only` one unit on the other ranks. `options`: torch's StateDictOptions
-    instead of these. Infixes that torch.compile, checkpoint wrappers and DistributedDataParallel
-    put into names are left out.
+    and which views this rank's memory; with `use_dtensor` it is a DTensor, sharded by its rows over
+    the module's process group, with memory of its own: a collective, unit by unit. `cpu_offload`:
+    on the host; the peak there is the model and one unit, and with `rank0_only` one unit on the
+    other ranks. `options`: torch's StateDictOptions instead of the first three. Infixes that
+    torch.compile, checkpoint wrappers and DistributedDataParallel put into names are left out.
     """
-    form, taking = read_options(options, full_state_dict, cpu_offload, rank0_only)
+    form, taking = read_options(options, full_state_dict, cpu_offload, rank0_only, use_dtensor)
     inner = _unwrapped(model)
     with use_get_options(form):
         made = inner.state_dict()
@@ -64,10 +66,11 @@ def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[str, Any], *, strict: bool = True, broadcast_from_rank0: bool = False,
     options=None,
 ):  # fmt: skip
-    """Load full tensors, or shards of the same ranks, into a model; return what ``load_state_dict``
-    returns.
+    """Load full tensors, DTensors, or shards of the same ranks, into a model; return what
+    ``load_state_dict`` returns.
 
-    A local call, to be made on each rank. `broadcast_from_rank0`: rank 0 has the full tensors and
+    A local call, to be made on each rank; with DTensors, of any mesh and placements, a collective
+    of the mesh's ranks, tensor by tensor. `broadcast_from_rank0`: rank 0 has the full tensors and
     the others nothing: a collective, tensor by tensor. `options`: torch's StateDictOptions instead
     of these. Raises ``RuntimeError``, as ``load_state_dict`` does, for missing or unexpected keys
     and other shapes.
@@ -93,7 +96,7 @@ def _broadcast_from_rank0(model: nn.Module, given: dict[str, Any]) -> dict[str, 
     params = sharded_params_by_fqn(model)
 
     def outline() -> dict[str, Any]:
-        if any(isinstance(value, ShardTensor) for value in given.values()):
+        if any(isinstance(value, ShardTensor | DTensor) for value in given.values()):
             raise InvalidUsage("broadcast_from_rank0 takes full tensors, and these are one rank's pieces")
         return {
             name: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else (None, v) for name, v in given.items()

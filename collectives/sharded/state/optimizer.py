@@ -14,11 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ...errors import InvalidArgument, InvalidUsage
 from ...optim import FusedOptimizer
 from ..managed_params import units_in
+from ..mesh import Ranks
 from .dist_wrapper import DistWrapper, get_module_scheduler
+from .dtensor import as_dtensor, as_full_tensor, shard_mesh
 from .fqns import NamedParam, params_by_id
 from .shard_tensor import ShardTensor
 from .state_dict import GetOptions, read_options
@@ -43,21 +47,25 @@ def optimizers_of(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optim
 
 def get_optimizer_state_dict(
     model: nn.Module, optimizers, *, full_state_dict: bool = False, cpu_offload: bool = False,
-    rank0_only: bool = False, options=None,
+    rank0_only: bool = False, use_dtensor: bool = False, options=None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the state of a model's optimizers, one or several, by the names of parameters. A
     collective, which blocks.
 
     `full_state_dict`: whole tensors, gathered unit by unit, on each rank or, with `rank0_only`, on
     rank 0, and an empty dictionary elsewhere; otherwise this rank's shards, for
-    torch.distributed.checkpoint. `cpu_offload`: on the host. `options`: torch's StateDictOptions
-    instead of these. An optimizer that has not stepped has no state; for shards it gets one of
-    zeros, so that a checkpoint can be loaded into it. Raises `InvalidUsage` for parameters that
-    aren't the model's, and `InvalidArgument` for state that is neither per element nor a number.
+    torch.distributed.checkpoint, or DTensors with `use_dtensor`, as in `get_model_state_dict`.
+    `cpu_offload`: on the host. `options`: torch's StateDictOptions instead of the first three. An
+    optimizer that has not stepped has no state; for shards and DTensors it gets one of zeros, so
+    that a checkpoint can be loaded into it. Raises `InvalidUsage` for parameters that aren't the
+    model's, and `InvalidArgument` for state that is neither per element nor a number.
     """
-    form, _ = read_options(options, full_state_dict, cpu_offload, rank0_only)
+    form, _ = read_options(options, full_state_dict, cpu_offload, rank0_only, use_dtensor)
     optimizers = optimizers_of(optimizers)
-    if form.full:
+    if form.dtensor:
+        for each in optimizers:
+            _init_optim_state(each)
+    if form.gathers:
         return gather_full_state(model, [(each, None) for each in optimizers], form)
     made = sharded_state(model, optimizers, fill=True)
     return on_cpu(made) if form.on_cpu else made
@@ -168,7 +176,7 @@ def _init_optim_state(optimizer) -> None:
 def gather_full_state(
     model: nn.Module, given: list[tuple[torch.optim.Optimizer, dict | None]], form: GetOptions
 ) -> dict[str, Any]:
-    """Return optimizers' state by names, as full tensors. A collective.
+    """Return optimizers' state by names, as full tensors or DTensors. A collective.
 
     `given`: pairs of an optimizer and its own state dict, or None.
     """
@@ -234,15 +242,19 @@ def _scalar(value):
 
 @torch.no_grad()
 def _gather_entries(model, by_id, here, merged, form: GetOptions, keeps: bool):
-    """Yield ((name, key), full tensor) of the entries with an element for each of their
+    """Yield ((name, key), full tensor or DTensor) of the entries with an element for each of their
     parameter's, unit by unit.
     """
 
-    def copied(full: torch.Tensor, device) -> torch.Tensor:
+    def copied(full: torch.Tensor, device, ranks: Ranks | None = None, mesh: DeviceMesh | None = None) -> torch.Tensor:
+        if mesh is not None:
+            made = as_dtensor(full, ranks, mesh)
+            return made.cpu() if form.on_cpu else made
         return full.to("cpu" if form.on_cpu else device, copy=True)
 
     names = {id(named.sharded): named.name for named in by_id.values() if named.sharded is not None}
     for unit in units_in(model):
+        mesh = shard_mesh(unit.ranks, unit.device) if form.dtensor else None
         for group in unit.groups:
             kinds: dict[tuple, list] = {}
             for param in group.params:
@@ -255,7 +267,7 @@ def _gather_entries(model, by_id, here, merged, form: GetOptions, keeps: bool):
                 if keeps:
                     for param, name, _ in members:
                         full = flat[param.offset : param.offset + param.count].view(param.shape)
-                        yield (name, key), copied(full, group.store)
+                        yield (name, key), copied(full, group.store, unit.ranks, mesh)
     for named in by_id.values():
         if named.sharded is None and keeps:
             for key, entry in merged.get(named.name, {}).items():
@@ -273,10 +285,11 @@ def set_optimizer_state_dict(
     """Load the result of `get_optimizer_state_dict`, or of torch's function of that name for the
     unsharded model.
 
-    Full tensors, or shards of the same ranks; or an unsharded optimizer's own ``state_dict()``,
-    whose numbers are taken for the positions in this optimizer. `broadcast_from_rank0`: rank 0 has
-    the full state and the others nothing: a collective, tensor by tensor. Otherwise a local call,
-    to be made on each rank. Raises `InvalidArgument` for the state of another model, by name.
+    Full tensors, DTensors, or shards of the same ranks; or an unsharded optimizer's own
+    ``state_dict()``, whose numbers are taken for the positions in this optimizer.
+    `broadcast_from_rank0`: rank 0 has the full state and the others nothing: a collective, tensor
+    by tensor, as with DTensors. Otherwise a local call, to be made on each rank. Raises
+    `InvalidArgument` for the state of another model, by name.
     """
     _, settings = read_options(options, True, False, False)
     optimizers = optimizers_of(optimizers)
@@ -321,7 +334,7 @@ class _Outline:
 
 
 def _outline(value):
-    if isinstance(value, ShardTensor):
+    if isinstance(value, ShardTensor | DTensor):
         raise InvalidUsage("broadcast_from_rank0 takes full tensors, and these are one rank's pieces")
     return _Outline(value) if isinstance(value, torch.Tensor) else value
 
@@ -361,6 +374,7 @@ def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: 
 
 def _load_entry(named: NamedParam, key: str, value):
     if isinstance(value, torch.Tensor):
+        value = as_full_tensor(value)
         if key != "step" and (isinstance(value, ShardTensor) or value.shape == named.shape):
             return named.load_entry(key, value)
         if named.sharded is not None and _is_large(value):

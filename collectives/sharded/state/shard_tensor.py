@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ...errors import InvalidArgument, InvalidUsage
+from .dtensor import as_full_tensor
 
 __all__ = ["ShardTensor", "boxes"]
 
@@ -61,8 +62,8 @@ class ShardTensor(torch.Tensor):
     from `start` on.
 
     `collectives.sharded` exports it as `Piece`. It supports `local`, `to_local()`, ``copy_`` from a
-    whole tensor or from a shard at the same position, ``clone``, ``to``, pickling, and
-    torch.distributed.checkpoint's save and load. There is no arithmetic.
+    whole tensor, from a DTensor, or from a shard at the same position, ``clone``, ``to``, pickling,
+    and torch.distributed.checkpoint's save and load. There is no arithmetic.
     """
 
     local: torch.Tensor
@@ -168,6 +169,7 @@ def _copy(to, source):
             f"a rank's piece of a tensor of {tuple(source.shape)} can't be loaded into a whole one: load a full state "
             "dict, or shard the module as it was"
         )
+    source = as_full_tensor(source)
     if isinstance(source, ShardTensor):
         if not to._same_place(source):
             raise InvalidArgument(

@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig, StateDictType
 
 from ...errors import InvalidArgument, InvalidUsage
-from ..fsdp1.api import StateDictConfig, StateDictType
 from ..unit import Unit
+from .dtensor import as_dtensor, shard_mesh
 from .shard_tensor import ShardTensor
 
 __all__ = [
@@ -38,18 +40,25 @@ __all__ = [
 @dataclasses.dataclass(frozen=True)
 class GetOptions:
     """How tensors are returned: `full`, or as shards; `on_cpu`: on the host; `rank0_only`: nothing
-    on the other ranks.
+    on the other ranks; `dtensor`: shards as DTensors.
     """
 
     full: bool = True
     on_cpu: bool = False
     rank0_only: bool = False
+    dtensor: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether making them is a collective."""
+        return self.full or self.dtensor
 
     @staticmethod
-    def of(kind: StateDictType, config: StateDictConfig) -> GetOptions:
+    def of(kind: StateDictType, config: StateDictConfig | OptimStateDictConfig) -> GetOptions:
         """Convert FSDP1's settings."""
-        full = kind.name == StateDictType.FULL_STATE_DICT.name
-        return GetOptions(full, config.offload_to_cpu, full and getattr(config, "rank0_only", False))
+        full = kind is StateDictType.FULL_STATE_DICT
+        rank0_only, dtensor = (getattr(config, name, False) for name in ("rank0_only", "_use_dtensor"))
+        return GetOptions(full, config.offload_to_cpu, full and rank0_only, not full and dtensor)
 
 
 _now = threading.local()  # .form: the options that `use_get_options` has set in this thread
@@ -84,17 +93,20 @@ def _substitute_shards(unit: Unit) -> None:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _substitute_full_params(unit: Unit, device: torch.device | None, clone: bool) -> None:
-    """Gather a unit and register the full parameters on its modules: clones, or views of the
-    gathered buffer.
+def _substitute_full_params(unit: Unit, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Gather a unit and register on its modules what `convert` makes of each full parameter, a view
+    of the gathered buffer.
     """
     for group, flat in zip(unit.groups, unit.scheduler.all_gather_master_shards(unit), strict=True):
         for param in group.params:
             full = flat[param.offset : param.offset + param.count].view(param.shape)
-            if clone:
-                full = full.to(flat.device if device is None else device, copy=True)
-            param.substitute = nn.Parameter(full, requires_grad=param.shard.requires_grad)
+            param.substitute = nn.Parameter(convert(full), requires_grad=param.shard.requires_grad)
     unit.registration.register_substitutes()
+
+
+def _clone(device: torch.device | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that copies a tensor to a device; None: to its own."""
+    return lambda full: full.to(full.device if device is None else device, copy=True)
 
 
 @contextlib.contextmanager
@@ -116,7 +128,8 @@ def unsharded_params(
             if rank0_only and unit.ranks.world.rank:
                 unit.scheduler.all_gather_master_shards(unit)
             else:
-                _substitute_full_params(unit, device, clone=device is not None or not keep)
+                clone = device is not None or not keep
+                _substitute_full_params(unit, _clone(device) if clone else lambda full: full)
             if gradients:
                 unit.scheduler.barrier(f"summon_full_params(with_grads=True) of unit {unit.index}")
                 unit.gradients.gather()
@@ -155,8 +168,11 @@ def make_state_dict(unit: Unit, make, args: tuple, kwargs: dict):
     """
     form = get_options_of(unit)
     first = unit.ranks.world.rank == 0
-    if form.full and (first or not form.rank0_only):
-        _substitute_full_params(unit, torch.device("cpu") if form.on_cpu else None, clone=True)
+    if form.dtensor:
+        mesh = shard_mesh(unit.ranks, unit.device)
+        _substitute_full_params(unit, lambda full: as_dtensor(full, unit.ranks, mesh))
+    elif form.full and (first or not form.rank0_only):
+        _substitute_full_params(unit, _clone(torch.device("cpu") if form.on_cpu else None))
     else:
         if form.full:
             unit.scheduler.all_gather_master_shards(unit)  # a collective that rank 0 needs
@@ -180,9 +196,9 @@ def make_state_dict(unit: Unit, make, args: tuple, kwargs: dict):
 
 
 def pre_load_state_dict(unit: Unit, state_dict: dict, prefix: str) -> None:
-    """Register substitutes that copy this rank's part of full tensors, and of shards. A local call.
+    """Register substitutes that copy this rank's part of full tensors, of shards, and of DTensors.
 
-    What is on the meta device is allocated.
+    A local call. What is on the meta device is allocated.
     """
     unit.reshard()
     unit.host_copies.wait()
@@ -230,20 +246,25 @@ class LoadOptions:
     ignore_frozen: bool = False
 
 
-def read_options(options, full_state_dict: bool, cpu_offload: bool, rank0_only: bool) -> tuple[GetOptions, LoadOptions]:
-    """Convert keyword arguments, or torch's StateDictOptions instead of them.
+def read_options(
+    options, full_state_dict: bool, cpu_offload: bool, rank0_only: bool, use_dtensor: bool = False
+) -> tuple[GetOptions, LoadOptions]:
+    """Convert keyword arguments, or torch's StateDictOptions instead of the first three.
 
     With torch's options, full state on the host is for rank 0 only.
     """
+    if use_dtensor and (full_state_dict if options is None else getattr(options, "full_state_dict", False)):
+        raise InvalidArgument("full_state_dict gives full tensors, and use_dtensor DTensors: give one of them")
     if options is None:
         if rank0_only and not full_state_dict:
             raise InvalidArgument("rank0_only gives full tensors to rank 0: give full_state_dict=True, too")
-        return GetOptions(bool(full_state_dict), bool(cpu_offload), bool(rank0_only)), LoadOptions()
+        full, on_cpu = bool(full_state_dict), bool(cpu_offload)
+        return GetOptions(full, on_cpu, bool(rank0_only), bool(use_dtensor)), LoadOptions()
     if not hasattr(options, "full_state_dict"):
         raise InvalidArgument(f"options must be a StateDictOptions, not {type(options).__name__}")
     if getattr(options, "flatten_optimizer_state_dict", False):
         raise InvalidArgument("flatten_optimizer_state_dict is not offered: leave it out")
     full, on_cpu = options.full_state_dict, options.cpu_offload
-    return GetOptions(full, on_cpu, full and on_cpu), LoadOptions(
+    return GetOptions(full, on_cpu, full and on_cpu, bool(use_dtensor)), LoadOptions(
         options.strict, options.broadcast_from_rank0, options.ignore_frozen_params
     )
