@@ -1,17 +1,34 @@
-"""Saved-tensor hooks that let a unit be resharded between its forward and its backward."""
+"""Saved-tensor hooks that let a unit be resharded between its forward and its backward.
+
+Autograd saves views of gathered parameters (a transposed weight, say), each of which would keep the
+gathered buffer until the backward. FSDP2 empties the buffer's storage instead, and fills it again
+for the backward, with no hooks. That can't be done here:
+
+- A view that a user keeps has the forward's values for as long as it lives. Nothing tells such a
+  view from those that autograd has saved, since all of them count as users of one storage. To read
+  a view of an emptied storage ends the process, or gives what lies at a wrong address: torch checks
+  the address in few operations, and by an error message of ours only in builds with CUDA.
+- Gathered buffers on the host are the engine's memory. ``resize_`` can't free or restore a storage
+  of such memory, and a storage of malloc's takes a staging copy and new pages in each all-gather.
+  ``UntypedStorage._swap_data_ptr_`` could exchange its memory, in torch 2.13 but not in 2.8.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from ..errors import InvalidUsage
-from ..torch_compat import top_saved_tensors_hooks
+from ..torch_compat import TensorBase, top_saved_tensors_hooks
+from .param_group import ParamGroup
 from .unit import Unit
 
 __all__ = ["look_up_saved_params"]
+
+_data_ptr = TensorBase.data_ptr
 
 
 @contextlib.contextmanager
@@ -28,52 +45,71 @@ def look_up_saved_params(unit: Unit, unshard: Callable[[], None]):
     if outer is not None and outer[0].__module__ == "torch.utils.checkpoint":
         yield
         return
-    here = {}
+    buffers = []
     for group in unit.groups:
-        if group.gathered is not None:
-            here[group.gathered.untyped_storage().data_ptr()] = group
+        if group.gathered is not None and not group.shares_memory:
+            begin = group.gathered.data_ptr()
+            buffers.append((begin, begin + group.gathered.nbytes, group))
+    if not buffers:
+        yield
+        return
+
+    # Both run for every tensor that autograd saves.
 
     def save(tensor):
-        group = here.get(_storage_address(tensor))
-        if group is None:
-            return tensor if outer is None else outer[0](tensor)
-        base = group.gathered.storage_offset() * group.gathered.element_size()
-        offset = tensor.storage_offset() - base // tensor.element_size()
-        return _Saved(group, group.steps, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        try:
+            at = _data_ptr(tensor) or tensor.untyped_storage().data_ptr()  # its storage's, if it has no elements
+        except (NotImplementedError, RuntimeError):  # sparse ones, and others that have none
+            at = 0
+        for begin, end, group in buffers:
+            if begin <= at < end:
+                return _Saved.of(tensor, at - begin, group)
+        return tensor if outer is None else outer[0](tensor)
 
     def load(saved):
         if type(saved) is not _Saved:
             return saved if outer is None else outer[1](saved)
-        if saved.steps != saved.group.steps:
+        group = saved.group
+        if saved.steps != group.steps:
             raise InvalidUsage(
                 f"{unit!r} was stepped by an optimizer between a forward and its backward, which needs the "
                 "parameters that the forward has used: call backward() before optimizer.step()"
             )
         unshard()
-        flat = saved.group.gathered
-        flat = flat if flat.dtype == saved.dtype else flat.view(saved.dtype)
-        return flat.as_strided(saved.size, saved.stride, flat.storage_offset() + saved.offset)
+        return saved.view_of(group.gathered)
 
     with torch.autograd.graph.saved_tensors_hooks(save, load):
         yield
 
 
-class _Saved:
-    """A tensor that autograd saved: its place in a group's gathered buffer."""
+class _Saved(NamedTuple):
+    """A tensor that autograd saved: its place in a group's gathered buffer, after so many optimizer
+    steps. `offset`: in elements of `dtype`.
+    """
 
-    __slots__ = ("dtype", "group", "offset", "size", "steps", "stride")
+    group: ParamGroup
+    steps: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+    is_neg: bool
 
-    def __init__(self, group, steps, dtype, size, stride, offset):
-        self.group = group
-        self.steps = steps
-        self.dtype = dtype
-        self.size = size
-        self.stride = stride
-        self.offset = offset
+    @classmethod
+    def of(cls, tensor: torch.Tensor, offset: int, group: ParamGroup) -> _Saved:
+        """Return the place of a tensor that begins so many bytes behind the buffer's begin."""
+        dtype = tensor.dtype
+        return cls(
+            group, group.steps, dtype, tensor.size(), tensor.stride(), offset // dtype.itemsize, tensor.is_conj(),
+            tensor.is_neg(),
+        )  # fmt: skip
 
-
-def _storage_address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse ones, and others that have none
-        return 0
+    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, as a view of a gathered buffer."""
+        if flat.dtype is not self.dtype:
+            flat = flat.view(self.dtype)
+        tensor = flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
+        if self.is_conj:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if self.is_neg else tensor
