@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from ..errors import InvalidUsage
 from ..torch_compat import TensorBase, top_saved_tensors_hooks
-from .param_group import ParamGroup
 from .unit import Unit
 
 __all__ = ["look_up_saved_params"]
@@ -31,30 +29,27 @@ __all__ = ["look_up_saved_params"]
 _data_ptr = TensorBase.data_ptr
 
 
-@contextlib.contextmanager
-def look_up_saved_params(unit: Unit, unshard: Callable[[], None]):
-    """Save references to gathered parameters for the backward, not the parameters, inside the
-    block.
+def look_up_saved_params(unit: Unit, unshard: Callable[[], None]) -> contextlib.AbstractContextManager:
+    """Return a context inside which autograd saves references to gathered parameters, not the
+    parameters.
 
     A tensor that autograd saves and that views the unit's gathered buffer is replaced by its place
     in that buffer. When the backward needs it, `unshard()` gathers the unit again, and the tensor
     is looked up there. Other tensors go to the hooks that were active before. Under torch's
-    checkpointing, whose hooks keep nothing and must get every tensor, this does nothing.
+    checkpointing, whose hooks keep nothing and must get every tensor, and where the full parameters
+    are memory that stays, the context does nothing.
     """
     outer = top_saved_tensors_hooks()
-    if outer is not None and outer[0].__module__ == "torch.utils.checkpoint":
-        yield
-        return
     buffers = []
     for group in unit.groups:
         if group.gathered is not None and not group.shares_memory:
             begin = group.gathered.data_ptr()
             buffers.append((begin, begin + group.gathered.nbytes, group))
-    if not buffers:
-        yield
-        return
+    if not buffers or (outer is not None and outer[0].__module__ == "torch.utils.checkpoint"):
+        return contextlib.nullcontext()
 
-    # Both run for every tensor that autograd saves.
+    # Both run for every tensor that autograd saves: no function of Python's is called where it can
+    # be left out.
 
     def save(tensor):
         try:
@@ -63,53 +58,33 @@ def look_up_saved_params(unit: Unit, unshard: Callable[[], None]):
             at = 0
         for begin, end, group in buffers:
             if begin <= at < end:
-                return _Saved.of(tensor, at - begin, group)
+                form = tensor.dtype, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+                return _Saved((group, group.steps, at - begin, *form))
         return tensor if outer is None else outer[0](tensor)
 
     def load(saved):
         if type(saved) is not _Saved:
             return saved if outer is None else outer[1](saved)
-        group = saved.group
-        if saved.steps != group.steps:
+        group, steps, offset, dtype, size, stride, is_conj, is_neg = saved
+        if steps != group.steps:
             raise InvalidUsage(
                 f"{unit!r} was stepped by an optimizer between a forward and its backward, which needs the "
                 "parameters that the forward has used: call backward() before optimizer.step()"
             )
         unshard()
-        return saved.view_of(group.gathered)
+        flat = group.gathered
+        flat = flat if flat.dtype is dtype else flat.view(dtype)
+        tensor = flat.as_strided(size, stride, flat.storage_offset() + offset // dtype.itemsize)
+        if is_conj:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if is_neg else tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(save, load):
-        yield
+    return torch.autograd.graph.saved_tensors_hooks(save, load)
 
 
-class _Saved(NamedTuple):
-    """A tensor that autograd saved: its place in a group's gathered buffer, after so many optimizer
-    steps. `offset`: in elements of `dtype`.
+class _Saved(tuple):
+    """A tensor that autograd saved: a group, its count of optimizer steps, the tensor's place in
+    its gathered buffer in bytes, and the tensor's form.
     """
 
-    group: ParamGroup
-    steps: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    is_conj: bool
-    is_neg: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, offset: int, group: ParamGroup) -> _Saved:
-        """Return the place of a tensor that begins so many bytes behind the buffer's begin."""
-        dtype = tensor.dtype
-        return cls(
-            group, group.steps, dtype, tensor.size(), tensor.stride(), offset // dtype.itemsize, tensor.is_conj(),
-            tensor.is_neg(),
-        )  # fmt: skip
-
-    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, as a view of a gathered buffer."""
-        if flat.dtype is not self.dtype:
-            flat = flat.view(self.dtype)
-        tensor = flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
-        if self.is_conj:
-            tensor = tensor.conj()
-        return torch._neg_view(tensor) if self.is_neg else tensor
+    __slots__ = ()
