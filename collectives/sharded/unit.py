@@ -208,7 +208,6 @@ class Unit:
         self.state = State.UNSHARDED
 
     @torch.inference_mode(False)
-    @torch.no_grad()
     def _end_all_gather(self) -> None:
         works, self._works = self._works, []
         for work in works:
