@@ -32,7 +32,7 @@ def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
         if registers_hook:
             _register_post_backward_hook(unit, scheduler, (args, kwargs))
         reshards = not in_backward and scheduler.reshards_after_forward(unit)
-        saves = torch.is_grad_enabled() and reshards and unit.gathers
+        saves = torch.is_grad_enabled() and not in_backward and unit.gathers
         with (
             look_up_saved_params(unit, functools.partial(scheduler.unshard_for_backward, unit))
             if saves

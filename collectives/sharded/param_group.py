@@ -82,7 +82,13 @@ class ParamGroup:
         self.persistent_buffer: torch.Tensor | None = None  # gathered buffer that stays
         self.post_forward_shard: torch.Tensor | None = None  # kept after a forward
         self.steps = 0  # optimizer steps so far
-        self._stub = torch.empty((), dtype=self.gather_dtype, device=device)
+        # The data of the full parameters while nothing is gathered: their shapes, expanded from one element.
+        nothing = torch.zeros((), dtype=self.gather_dtype, device=device)
+        if self.gather_dtype.is_floating_point or self.gather_dtype.is_complex:
+            nothing.fill_(float("nan"))
+        # `.data`: with a version counter each, since what autograd has saved of one parameter stays valid when
+        # another is written to.
+        self._placeholders = [nothing.expand(param.shape).data for param in params]
         for param, offset in zip(params, self.layout.offsets, strict=True):
             param.offset = offset
         self.gradients = GradientShard(
@@ -136,22 +142,14 @@ class ParamGroup:
         return max(0, min(param.offset + param.count, low + self.shard_numel) - max(param.offset, low))
 
     def _make_forms(self, originals: list[nn.Parameter]) -> None:
-        for param, original in zip(self.params, originals, strict=True):
+        for param, original, placeholder in zip(self.params, originals, self._placeholders, strict=True):
             data = param.shard_view(self.flat, self._numel_here(param))
             param.shard = nn.Parameter(data, requires_grad=self.requires_grad)
-            param.full = nn.Parameter(self._placeholder(param), requires_grad=self.requires_grad)
+            param.full = nn.Parameter(placeholder, requires_grad=self.requires_grad)
             for form in (param.shard, param.full):
                 form.__dict__.update(original.__dict__)
             copy_hooks(param, original)
         self._replaced = ReplacedShardCheck(self.params, self.dtype, self.store)
-
-    def _placeholder(self, param: ShardedParam) -> torch.Tensor:
-        """Return the data of a full parameter while nothing is gathered: its shape, expanded from
-        one element.
-        """
-        if not param.count:
-            return torch.empty(param.shape, dtype=self.gather_dtype, device=self.device)
-        return self._stub.expand(param.shape)
 
     def check(self) -> None:
         """Check that the shards still lie in the flat shard. Copy the values of shards that were
@@ -304,15 +302,16 @@ class ParamGroup:
 
     def to_unsharded(self) -> None:
         """Let the full parameters view the gathered buffer."""
-        flat = self.gathered
         for param in self.params:
-            param.full.data = flat[param.offset : param.offset + param.count].view(param.shape)
+            param.full.data = param.full_view(self.gathered)
 
     def free_unsharded(self) -> None:
-        """Free the gathered buffer."""
+        """Free the gathered buffer, unless it is memory that stays: then the full parameters keep it."""
         self.gathered = None
-        for param in self.params:
-            param.full.data = self._placeholder(param)
+        if self.shares_memory:
+            return
+        for param, placeholder in zip(self.params, self._placeholders, strict=True):
+            param.full.data = placeholder
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -1,4 +1,17 @@
-"""Saved-tensor hooks that let a unit be resharded between its forward and its backward."""
+"""Saved-tensor hooks that let a unit be resharded between its forward and its backward.
+
+Autograd saves views of gathered parameters (a transposed weight, say), each of which would keep the
+gathered buffer until the backward. FSDP2 empties the buffer's storage instead, and fills it again
+for the backward, with no hooks. That can't be done here:
+
+- A view that a user keeps has the forward's values for as long as it lives. Nothing tells such a
+  view from those that autograd has saved, since all of them count as users of one storage. To read
+  a view of an emptied storage ends the process, or gives what lies at a wrong address: torch checks
+  the address in few operations, and by an error message of ours only in builds with CUDA.
+- Gathered buffers on the host are the engine's memory. ``resize_`` can't free or restore a storage
+  of such memory, and a storage of malloc's takes a staging copy and new pages in each all-gather.
+  ``UntypedStorage._swap_data_ptr_`` could exchange its memory, in torch 2.13 but not in 2.8.
+"""
 
 from __future__ import annotations
 
@@ -8,72 +21,70 @@ from collections.abc import Callable
 import torch
 
 from ..errors import InvalidUsage
-from ..torch_compat import top_saved_tensors_hooks
+from ..torch_compat import TensorBase, top_saved_tensors_hooks
 from .unit import Unit
 
 __all__ = ["look_up_saved_params"]
 
+_data_ptr = TensorBase.data_ptr
 
-@contextlib.contextmanager
-def look_up_saved_params(unit: Unit, unshard: Callable[[], None]):
-    """Save references to gathered parameters for the backward, not the parameters, inside the
-    block.
+
+def look_up_saved_params(unit: Unit, unshard: Callable[[], None]) -> contextlib.AbstractContextManager:
+    """Return a context inside which autograd saves references to gathered parameters, not the
+    parameters.
 
     A tensor that autograd saves and that views the unit's gathered buffer is replaced by its place
     in that buffer. When the backward needs it, `unshard()` gathers the unit again, and the tensor
     is looked up there. Other tensors go to the hooks that were active before. Under torch's
-    checkpointing, whose hooks keep nothing and must get every tensor, this does nothing.
+    checkpointing, whose hooks keep nothing and must get every tensor, and where the full parameters
+    are memory that stays, the context does nothing.
     """
     outer = top_saved_tensors_hooks()
-    if outer is not None and outer[0].__module__ == "torch.utils.checkpoint":
-        yield
-        return
-    here = {}
+    buffers = []
     for group in unit.groups:
-        if group.gathered is not None:
-            here[group.gathered.untyped_storage().data_ptr()] = group
+        if group.gathered is not None and not group.shares_memory:
+            begin = group.gathered.data_ptr()
+            buffers.append((begin, begin + group.gathered.nbytes, group))
+    if not buffers or (outer is not None and outer[0].__module__ == "torch.utils.checkpoint"):
+        return contextlib.nullcontext()
+
+    # Both run for every tensor that autograd saves: no function of Python's is called where it can
+    # be left out.
 
     def save(tensor):
-        group = here.get(_storage_address(tensor))
-        if group is None:
-            return tensor if outer is None else outer[0](tensor)
-        base = group.gathered.storage_offset() * group.gathered.element_size()
-        offset = tensor.storage_offset() - base // tensor.element_size()
-        return _Saved(group, group.steps, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        try:
+            at = _data_ptr(tensor) or tensor.untyped_storage().data_ptr()  # its storage's, if it has no elements
+        except (NotImplementedError, RuntimeError):  # sparse ones, and others that have none
+            at = 0
+        for begin, end, group in buffers:
+            if begin <= at < end:
+                form = tensor.dtype, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+                return _Saved((group, group.steps, at - begin, *form))
+        return tensor if outer is None else outer[0](tensor)
 
     def load(saved):
         if type(saved) is not _Saved:
             return saved if outer is None else outer[1](saved)
-        if saved.steps != saved.group.steps:
+        group, steps, offset, dtype, size, stride, is_conj, is_neg = saved
+        if steps != group.steps:
             raise InvalidUsage(
                 f"{unit!r} was stepped by an optimizer between a forward and its backward, which needs the "
                 "parameters that the forward has used: call backward() before optimizer.step()"
             )
         unshard()
-        flat = saved.group.gathered
-        flat = flat if flat.dtype == saved.dtype else flat.view(saved.dtype)
-        return flat.as_strided(saved.size, saved.stride, flat.storage_offset() + saved.offset)
+        flat = group.gathered
+        flat = flat if flat.dtype is dtype else flat.view(dtype)
+        tensor = flat.as_strided(size, stride, flat.storage_offset() + offset // dtype.itemsize)
+        if is_conj:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if is_neg else tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(save, load):
-        yield
-
-
-class _Saved:
-    """A tensor that autograd saved: its place in a group's gathered buffer."""
-
-    __slots__ = ("dtype", "group", "offset", "size", "steps", "stride")
-
-    def __init__(self, group, steps, dtype, size, stride, offset):
-        self.group = group
-        self.steps = steps
-        self.dtype = dtype
-        self.size = size
-        self.stride = stride
-        self.offset = offset
+    return torch.autograd.graph.saved_tensors_hooks(save, load)
 
 
-def _storage_address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse ones, and others that have none
-        return 0
+class _Saved(tuple):
+    """A tensor that autograd saved: a group, its count of optimizer steps, the tensor's place in
+    its gathered buffer in bytes, and the tensor's form.
+    """
+
+    __slots__ = ()

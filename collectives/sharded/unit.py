@@ -164,8 +164,6 @@ class Unit:
 
     # ---- Gathering.
 
-    @torch.inference_mode(False)  # what is gathered may outlive the mode, in which alone it could be saved for backward
-    @torch.no_grad()
     def unshard(self, *, async_op: bool = False, post_forward: bool = False) -> None:
         """All-gather the parameters and register the full ones on the modules. A collective of
         `ranks.shard`.
@@ -179,6 +177,8 @@ class Unit:
         if not async_op:
             self.wait_for_unshard()
 
+    @torch.inference_mode(False)  # what is gathered may outlive the mode, in which alone it could be saved for backward
+    @torch.no_grad()
     def _start_all_gather(self, async_op: bool, post_forward: bool) -> None:
         works = []
         self._alloc_stream = current_stream(self.device)
@@ -192,8 +192,6 @@ class Unit:
         self._works = works
         self.state = State.GATHERING
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather of `unshard`, and register the full parameters on the modules.
 
@@ -205,6 +203,12 @@ class Unit:
             return
         if self.state is State.SHARDED:
             raise InvalidUsage(f"{self!r} has nothing gathered: unshard() it")
+        self._end_all_gather()
+        self.registration.register("full")
+        self.state = State.UNSHARDED
+
+    @torch.inference_mode(False)
+    def _end_all_gather(self) -> None:
         works, self._works = self._works, []
         for work in works:
             work.wait()
@@ -212,8 +216,6 @@ class Unit:
         self._record_stream()
         for group in self.groups:
             group.to_unsharded()
-        self.registration.register("full")
-        self.state = State.UNSHARDED
 
     def _record_stream(self) -> None:
         """Record the current stream on the gathered buffers, so that the allocator waits for it
