@@ -46,8 +46,6 @@ EXCEPTIONS = {
         550, "the public face: one documented method for each operation; what they do is in modules beside it"),
     "collectives/comm/multinode/comm.py: MultiNodeComm": (
         310, "the methods of _nccl.Comm that Communicator calls, most of them of two to five lines"),
-    "collectives/gradients/buckets.py: GradientBuckets": (
-        360, "a public class, its hooks on parameters, and a way to reduce that is to become the hook's pipeline"),
     "collectives/gradients/pipeline.py: GradReducer": (
         430, "a backward from its first bucket to its end; with ShardedGradReducer it is to become one pipeline"),
     "collectives/gradients/state.py: HookState": (

@@ -187,11 +187,11 @@ SUPERFLUOUS = {
         "collectives/comm/cuda_queue.py",
         "CudaQueue.drain_all",
     ): "it is for the interpreter's end and abort(), where nothing is ordered",
-    ("collectives/gradients/bucket.py", "GradientBucket.pack"): "rounds on several streams, which the program that "
+    ("collectives/gradients/bucket.py", "GradientBucket._collect"): "rounds on several streams, which the program that "
     "makes the gradients orders itself; without that order the wait is what keeps the flat buffer whole",
     (
-        "collectives/horovod/gradient_buckets.py",
-        "AllreduceBucket._wait_for_streams",
+        "collectives/gradients/bucket.py",
+        "GradientBucket.wait_for_backward",
     ): _NOT_RUN + "a model that runs on several streams",
     (
         "collectives/gradients/shard_state.py",
