@@ -176,9 +176,10 @@ class GradientBucket(Bucket):
 
         Raises `InvalidArgument` for one that can't be averaged.
         """
-        self.wait_for_backward()
+        if self._streams:
+            self._wait_for_backward()
         self._versions, self._staged = None, {}
-        grads = self._grads = [param.grad for param in self.params]
+        grads = self._grads = self._take_grads()
         views = self._views
         self._in_flat = views is not None and not any(map(operator.is_not, grads, views))
         if self._in_flat:
@@ -191,6 +192,9 @@ class GradientBucket(Bucket):
             if table is None or not table.replace(tensors):
                 self._table = None
                 self._table = _GradientTable(tensors, self.dtype)
+
+    def _take_grads(self) -> list[torch.Tensor | None]:
+        return [param.grad for param in self.params]
 
     def _grad_memory(self, at: int, grad: torch.Tensor | None) -> torch.Tensor:
         """Return a gradient's memory, flat and real: its own, or of a copy in the bucket's layout,
@@ -255,25 +259,26 @@ class GradientBucket(Bucket):
 
     # ---- Streams on which a backward makes gradients.
 
-    def record_stream(self) -> None:
+    def add_stream(self) -> None:
         """Record the CUDA stream on which a gradient was just made: that of its forward."""
         raw = cuda_current_raw_stream(self.device.index)
         if raw not in self._streams:
             self._streams[raw] = torch.cuda.current_stream(self.device)
 
-    def wait_for_backward(self) -> None:
+    def _wait_for_backward(self) -> None:
         """Make the current stream wait for the other streams on which gradients were made."""
-        if not self._streams:
-            return
         current = torch.cuda.current_stream(self.device)
-        others = [stream for stream in self._streams.values() if stream != current]
-        for stream in others:
-            current.wait_stream(stream)
-        if others:
+        for stream in self._streams.values():
+            if stream != current:
+                current.wait_stream(stream)
+        self._use_grads_on(current)
+
+    def _use_grads_on(self, current: torch.cuda.Stream) -> None:
+        """Keep the memory of the gradients, some of which other streams made, for this stream."""
+        if any(stream != current for stream in self._streams.values()):
             for param in self.params:
                 if param.grad is not None:
                     param.grad.record_stream(current)
-        self._streams = {}
 
     # ---- To the flat buffer and back.
 
@@ -312,6 +317,7 @@ class GradientBucket(Bucket):
         """
         if self.on_cuda:
             self._reader = torch.cuda.current_stream(self.device)
+            self._use_grads_on(self._reader)
         if self._views is not None:
             if not all(self.has):
                 for param, view, has, use in zip(self.params, self._views, self.has, used, strict=True):

@@ -146,7 +146,7 @@ def _make_hook(filler: BucketFiller, state: ParameterState):
         bucket = state.bucket
         if bucket is not None:
             if bucket.on_cuda:
-                bucket.record_stream()
+                bucket.add_stream()
             if state.view is not None:
                 state.copy_to_view(grad)
                 grad = param.grad

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import torch
 
+from ..torch_compat import TensorBase
+
 __all__ = [
     "dense_strides",
     "flat_memory",
@@ -15,6 +17,8 @@ __all__ = [
     "real_dtype",
     "view_in_flat",
 ]
+
+_version, _data_ptr = TensorBase._version.__get__, TensorBase.data_ptr
 
 
 def grad_dtype(param) -> torch.dtype:
@@ -66,10 +70,13 @@ def read_versions(grads) -> list:
 
     An inference tensor has no version, and never compares equal.
     """
-    return [
-        None if grad is None else object() if grad.is_inference() else (grad._version, grad.data_ptr())
-        for grad in grads
-    ]  # fmt: skip
+    try:
+        return list(zip(map(_version, grads), map(_data_ptr, grads), strict=True))
+    except (TypeError, RuntimeError):  # of a missing gradient, and of an inference tensor
+        return [
+            None if grad is None else object() if grad.is_inference() else (grad._version, grad.data_ptr())
+            for grad in grads
+        ]  # fmt: skip
 
 
 def view_in_flat(flat: torch.Tensor, offset: int, param: torch.Tensor, strides) -> torch.Tensor:

@@ -53,13 +53,12 @@ class AllreduceBucket(GradientBucket):
         """Whether the reduction moves the gradients' version counters."""
         return self.flat is None
 
-    def read_grads(self) -> None:
-        """Take the parameters' current gradients; sparse ones become dense."""
-        self.wait_for_backward()
+    def _take_grads(self) -> list[torch.Tensor | None]:
+        """Return the gradients; sparse ones become dense."""
         for param in self.params:
             if param.grad is not None and param.grad.is_sparse:
                 param.grad = param.grad.to_dense()
-        super().read_grads()
+        return super()._take_grads()
 
     def _request(self) -> CachedRequest:
         """Return the request of what is packed."""

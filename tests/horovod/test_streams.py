@@ -231,7 +231,7 @@ def test_a_bucket_waits_for_all_streams_of_its_gradients(gpu, monkeypatch):
             for param, name in zip(params, bucket.names(), strict=True):
                 param.grad = gpu.tensor([1.0, 2.0], name)
                 param.grad.gpu, param.grad.label = gpu, name
-            bucket.wait_for_backward()
+            bucket._wait_for_backward()
             bucket._collect()
 
     owner = Owner()
