@@ -141,7 +141,7 @@ ATTRIBUTES = {
         "_delay_all_reduce_params",
     ),
     "torch.distributed.Reducer": ("_rebuild_buckets",),
-    "torch.amp.GradScaler": ("_scale", "_per_optimizer_states"),
+    "torch.amp.GradScaler": ("_scale", "_per_optimizer_states", "_unscale_grads_"),
     "torch.Tensor": ("_version",),
     "torch.nn.Module": ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
 }  # fmt: skip

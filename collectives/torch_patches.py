@@ -14,7 +14,8 @@ scale: by the first method where scaling began before this import, by the second
 a ``scale`` of their own.
 
 Three are made at the first sharded module: `patch_total_norm`, `patch_scaler_checks` and
-`patch_state_dict`. The first one also changes functions that a program has imported by name before:
+`patch_state_dict`; one at the first `collectives.horovod.DistributedOptimizer`: `patch_unscale`.
+The first one also changes functions that a program has imported by name before:
 torch's ``get_total_norm`` is a wrapper, and the function that it wraps, a variable of its closure,
 is exchanged. With the attribute alone such a program would clip by one rank's norm, a different one
 on each rank. `collectives.auto.install` makes its changes to ``DistributedDataParallel`` with
@@ -47,6 +48,7 @@ __all__ = [
     "patch_scaler_checks",
     "patch_state_dict",
     "patch_total_norm",
+    "patch_unscale",
     "record_patch",
     "undo_patch",
 ]
@@ -227,6 +229,26 @@ def patch_scaler_checks(exchange) -> None:
 
     patch_attribute(cls, "unscale_", unscale_, reason)
     patch_attribute(cls, "_check_inf_per_device", _check_inf_per_device, reason)
+
+
+@functools.cache
+def patch_unscale(reduce) -> None:
+    """Call ``reduce(optimizer)`` before a GradScaler unscales or checks an optimizer's gradients.
+
+    ``unscale_`` and, for optimizers that unscale in their step, ``step`` come to the changed method.
+    """
+    cls = torch.amp.GradScaler
+    unscale = cls._unscale_grads_
+
+    @functools.wraps(unscale)
+    def _unscale_grads_(self, optimizer, *args, **kwargs):
+        reduce(optimizer)
+        return unscale(self, optimizer, *args, **kwargs)
+
+    patch_attribute(
+        cls, "_unscale_grads_", _unscale_grads_,
+        "gradients of an optimizer that reduces in its step would be checked before they are reduced",
+    )  # fmt: skip
 
 
 @functools.cache

@@ -67,11 +67,13 @@ class Bucket:
 
     def names(self) -> list[str]:
         """Look up the parameters' names now; a parameter without a name gets its shape."""
-        if self._parameter_names is None:
-            found = find_names(self.params)
-        else:
-            found = self._parameter_names.lookup(self.params)
+        found = self._find_names()
         return [name or f"shape {tuple(param.shape)}" for name, param in zip(found, self.params, strict=True)]
+
+    def _find_names(self) -> list[str | None]:
+        if self._parameter_names is None:
+            return find_names(self.params)
+        return self._parameter_names.lookup(self.params)
 
     def describe(self, most: int = 8) -> str:
         """Return the first `most` names and the number of the others, for a message."""

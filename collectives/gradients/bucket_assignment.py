@@ -13,9 +13,17 @@ import torch
 from ..arrays import kind_of
 from ..errors import InvalidArgument
 from ..torch_compat import is_traceable_wrapper_subclass
-from .bucket import GradientBucket, grad_dtype, real_dtype
+from .bucket import GradientBucket
+from .grad_memory import grad_dtype, real_dtype
 
-__all__ = ["assign_buckets", "check_no_overlap", "describe_param", "read_params"]
+__all__ = [
+    "assign_buckets",
+    "check_devices",
+    "check_no_overlap",
+    "fill_buckets",
+    "read_params",
+    "split_by_bucket",
+]
 
 _OP = "GradientBuckets"
 # A parameter of at least this size has a bucket alone on the host. The copies to a flat buffer and
@@ -75,7 +83,19 @@ def _check_param(name, number, param) -> None:
     elif real_dtype(grad_dtype(param)) not in _DTYPES:
         wrong = f"has gradients of {grad_dtype(param)}: fp32, fp64, fp16, bf16 and complex ones can be averaged"
     if wrong:
-        raise InvalidArgument(f"{describe_param(name, number, param)} {wrong}", op=_OP)
+        raise InvalidArgument(f"{_describe_param(name, number, param)} {wrong}", op=_OP)
+
+
+def check_devices(members: list, comm) -> None:
+    """Raise `InvalidArgument` for a parameter on another device than the communicator's."""
+    for number, (name, param) in enumerate(members):
+        if param.device != comm.device:
+            raise InvalidArgument(
+                f"{_describe_param(name, number, param)} is on {param.device}, the communicator on "
+                f"{comm.device}: move the model there before you give its parameters, "
+                f".to({str(comm.device)!r})",
+                op=_OP,
+            )
 
 
 def assign_buckets(members: list, caps: tuple[int, int]) -> list[GradientBucket]:
@@ -84,24 +104,47 @@ def assign_buckets(members: list, caps: tuple[int, int]) -> list[GradientBucket]
     A large parameter on the host gets a bucket of its own. `members`: (name, parameter) pairs; `caps`: bytes of the
     first bucket, and of the others.
     """
-    filling: dict[tuple, list] = {}  # (dtype, device) -> members, bytes, number of full buckets, last position
-    done = []  # position of the last member, members, key
-    for place, (name, param) in enumerate(reversed(members)):
-        key = real_dtype(grad_dtype(param)), param.device
-        nbytes = param.numel() * grad_dtype(param).itemsize
-        if nbytes >= _OWN_BUCKET_BYTES and param.device.type == "cpu":
-            done.append((place, [(name, param)], key))
+    sized = [
+        (
+            member,
+            (real_dtype(grad_dtype(member[1])), member[1].device),
+            member[1].numel() * grad_dtype(member[1]).itemsize,
+        )
+        for member in reversed(members)
+    ]
+    return [GradientBucket(index, inside, *key) for index, (key, inside) in enumerate(fill_buckets(sized, caps))]
+
+
+def fill_buckets(members: list, caps: tuple[int, int], *, views: bool = False) -> list[tuple[tuple, list]]:
+    """Fill buckets with neighbours of one dtype and device; return the key and the members of each.
+
+    The buckets are in the order of their last members, with which they are complete. `members`:
+    (member, key, bytes), in the order in which their gradients become ready; a key is a dtype and a
+    device. `caps`: bytes of the first bucket of a key, and of the others; a larger member is alone.
+    `views`: gradients are views of the buckets; else a large one on the host is alone.
+    """
+    filling: dict[tuple, list] = {}  # key -> members, bytes, number of full buckets, position of the last member
+    done = []  # position of the last member, key, members
+    for place, (member, key, nbytes) in enumerate(members):
+        if nbytes >= _OWN_BUCKET_BYTES and key[1].type == "cpu" and not views:
+            done.append((place, key, [member]))
             continue
         entry = filling.setdefault(key, [[], 0, 0, place])
         if entry[0] and entry[1] + nbytes > caps[entry[2] > 0]:
-            done.append((entry[3], entry[0], key))
+            done.append((entry[3], key, entry[0]))
             entry[:] = [], 0, entry[2] + 1, place
-        entry[0].append((name, param))
+        entry[0].append(member)
         entry[1] += nbytes
         entry[3] = place
-    done += [(entry[3], entry[0], key) for key, entry in filling.items()]
-    done.sort(key=lambda each: each[0])  # a bucket is complete with its last member
-    return [GradientBucket(index, inside, *key) for index, (_, inside, key) in enumerate(done)]
+    done += [(entry[3], key, entry[0]) for key, entry in filling.items()]
+    done.sort(key=lambda each: each[0])
+    return [(key, inside) for _, key, inside in done]
+
+
+def split_by_bucket(flags: list, buckets: list[GradientBucket]) -> list[list]:
+    """Split flags, one for each parameter, in the buckets' order, by bucket."""
+    rest = iter(flags)
+    return [list(itertools.islice(rest, len(bucket.params))) for bucket in buckets]
 
 
 def check_no_overlap(buckets: list[GradientBucket]) -> None:
@@ -129,6 +172,6 @@ def check_no_overlap(buckets: list[GradientBucket]) -> None:
             last, owner = end, name
 
 
-def describe_param(name, number, param) -> str:
+def _describe_param(name, number, param) -> str:
     """Return a parameter's name, or its number, and its shape, for a message."""
     return f"parameter {name or number} of shape {tuple(param.shape) if not torch.nn.parameter.is_lazy(param) else '?'}"

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -22,17 +21,16 @@ import torch.distributed as dist
 from ..arrays import kind_of
 from ..comm.communicator import Communicator
 from ..comm.liveness import publish_process
-from ..compression import Bucket, NoCompression, Scaling, make_compressor
+from ..compression import NoCompression, Scaling, make_compressor
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from ..parameter_names import find_names
 from ..recorder import recording
-from ..rendezvous.process_groups import drop_communicator, get_communicator, get_default_group
-from .bucket import GradientBucket
-from .bucket_assignment import assign_buckets, check_no_overlap, describe_param, read_params
+from .bucket import GradientBucket, allocate_flats
+from .bucket_assignment import assign_buckets, check_devices, check_no_overlap, read_params, split_by_bucket
+from .bucket_comms import BucketComms
 from .bucket_consensus import verify_same_buckets
-from .bucket_hooks import SyncGate, add_hooks
+from .bucket_filler import BucketFiller
 from .round_flags import RoundFlags
-from .streams import has_spare_cores
 
 __all__ = ["BucketInfo", "GradientBuckets"]
 
@@ -81,20 +79,7 @@ class GradientBuckets:
         average: bool = True, wire: str = "fp32", block: int = 256, error_feedback: bool = False,
         stochastic_rounding: bool = False, overlap: bool | None = None, first_bucket_mb: float = 1,
     ):  # fmt: skip
-        if comm is not None and not isinstance(comm, Communicator):
-            raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {kind_of(comm)}", op=_OP)
-        if comm is not None and process_group is not None:
-            raise InvalidArgument("comm and process_group both say which ranks average: give one of them", op=_OP)
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-            raise InvalidArgument(
-                f"process_group must be a torch.distributed.ProcessGroup, not {kind_of(process_group)}", op=_OP
-            )
-        if not isinstance(average, bool) or not (overlap is None or isinstance(overlap, bool)):
-            raise InvalidArgument(
-                f"average must be True or False and overlap True, False or None, not {average!r:.40} and "
-                f"{overlap!r:.40}",
-                op=_OP,
-            )
+        _check_arguments(comm, process_group, average, overlap)
         compressor = make_compressor(
             wire, block=block, error_feedback=error_feedback, stochastic_rounding=stochastic_rounding
         )
@@ -106,36 +91,23 @@ class GradientBuckets:
         if comm is None:
             publish_process()
         else:
-            for number, (name, param) in enumerate(members):
-                if param.device != comm.device:
-                    raise InvalidArgument(
-                        f"{describe_param(name, number, param)} is on {param.device}, the communicator on "
-                        f"{comm.device}: move the model there before you give its parameters, "
-                        f".to({str(comm.device)!r})",
-                        op=_OP,
-                    )
-        self._user_comm = comm
-        self._group = process_group
+            check_devices(members, comm)
         self._average = average
         self._op = "avg" if average else "sum"
         self._compressor = compressor
         self._wanted_overlap = False if compressor is not None else overlap
         self._buckets = assign_buckets(members, caps)
-        self._devices = list(dict.fromkeys(bucket.device for bucket in self._buckets))
         self._params = [param for _, param in members]
         self._settings = f"bucket caps {caps} bytes, average={average}, overlap={overlap}, wire {wire}"
-        self._comms: dict[torch.device, Communicator] = {}  # the user's, or over the process group
-        self._bucket_comms: dict[torch.device, Communicator] = {}  # of the buckets: with overlap, split off
+        devices = list(dict.fromkeys(bucket.device for bucket in self._buckets))
+        self._comms = BucketComms(self, devices, comm, process_group)
+        self._filler = BucketFiller(self)
         self._overlap: bool | None = None  # None: not agreed on yet
         self._next = 0  # the index of the bucket to start next
         self._lock = threading.RLock()  # autograd has a thread for each GPU
-        self._gate = SyncGate()
-        self._handles: list = []
         self._closed = False
         self._sent = 0  # bytes since the last round
         self._bytes = 0  # in the last round
-        self._end = weakref.finalize(self, _release, self._handles, self._bucket_comms, self._comms)
-        self._end.atexit = False
 
     # ---- Properties.
 
@@ -162,13 +134,12 @@ class GradientBuckets:
 
     def __repr__(self):
         nbytes = sum(b.total * b.dtype.itemsize for b in self._buckets)
-        over = self._user_comm or self._group or "default group"
         state = (
             "closed" if self._closed else f"overlap={self._wanted_overlap if self._overlap is None else self._overlap}"
         )
         return (
             f"<GradientBuckets of {len(self._params)} parameters in {len(self._buckets)} buckets, "
-            f"{nbytes / _MIB:.2f} MiB, average={self._average}, {state}, over {over}>"
+            f"{nbytes / _MIB:.2f} MiB, average={self._average}, {state}, over {self._comms}>"
         )
 
     def __reduce__(self):
@@ -182,11 +153,11 @@ class GradientBuckets:
 
         It saves traffic. Without it the gradients are the same.
         """
-        self._gate.closed += 1
+        self._filler.closed += 1
         try:
             yield
         finally:
-            self._gate.closed -= 1
+            self._filler.closed -= 1
 
     @torch.no_grad()
     def all_reduce(self) -> None:
@@ -224,10 +195,8 @@ class GradientBuckets:
         """
         if not self._closed:
             self._closed = True
-            self._unhook()
-            for device, comm in self._bucket_comms.items():
-                if comm is not self._comms[device]:
-                    comm.close()
+            self._filler.remove_hooks()
+            self._comms.close()
             self._rewind()
             self._free()
 
@@ -236,9 +205,7 @@ class GradientBuckets:
 
     def __exit__(self, kind, error, trace):
         if kind is not None:
-            for device, comm in self._bucket_comms.items():
-                if comm is not self._comms[device] and not comm.closed and comm._queue.busy():
-                    comm.abort()  # operations in flight may never end
+            self._comms.abort_busy()
         self.close()
 
     # ---- Communicators.
@@ -248,32 +215,33 @@ class GradientBuckets:
 
         Over new communicators the ranks compare their parameters and agree on overlap.
         """
-        comms = {
-            device: self._user_comm or get_communicator(self._get_process_group(), device) for device in self._devices
-        }
-        for comm in comms.values():
-            comm._check_open("all_reduce")
-        if self._overlap is not None and all(self._comms[device] is comm for device, comm in comms.items()):
+        comms, found = self._comms, self._comms.find()
+        if self._overlap is not None and comms.are(found):
             return
         self._drop(failed=False)
-        self._comms.update(comms)
-        first = next(iter(comms.values()))
-        wanted = self._wanted_overlap
-        wishes = [_gains_by_overlap(comm) if wanted is None else wanted for comm in comms.values()]
-        overlap = verify_same_buckets(first, self._params, self._buckets, self._settings, all(wishes))
-        for device, comm in comms.items():
-            self._bucket_comms[device] = comm.split(0) if overlap else comm
-        self._flags = RoundFlags(first, len(self._buckets), len(self._params))
-        _allocate_flats(self._buckets, self._comms, shared=not overlap, in_place=self._compressor is None)
+        comms.over_ranks.update(found)
+        wanted = comms.gain_by_overlap() if self._wanted_overlap is None else self._wanted_overlap
+        overlap = verify_same_buckets(comms.first, self._params, self._buckets, self._settings, wanted)
+        comms.split(overlap)
+        self._flags = RoundFlags(comms.first, len(self._buckets), len(self._params))
+        allocate_flats(self._buckets, comms.over_ranks, shared=not overlap, in_place=self._compressor is None)
         self._overlap = overlap
         if overlap:
             self._rewind()
-            self._handles += add_hooks(self._buckets, self._gate, weakref.ref(self))
+            for param in self._params:
+                self._filler.watch(param)
+            self._filler.attach(self._buckets)
 
-    def _get_process_group(self):
-        if self._group is not None:
-            return self._group
-        return get_default_group("these buckets'", "pass comm=collectives.init()", op=_OP)
+    def _drop(self, failed: bool = True) -> None:
+        """Drop the communicators, which failed or were replaced; the next call opens others."""
+        self._filler.remove_hooks()
+        self._comms.drop(failed=failed)
+        self._overlap = None
+        self._free()
+
+    def _free(self) -> None:
+        for bucket in self._buckets:
+            bucket.free()
 
     # ---- A round: everything between two calls of all_reduce().
 
@@ -286,7 +254,7 @@ class GradientBuckets:
         if self._overlap:
             while self._next < len(buckets):
                 self._start_next()
-        resend = [not self._overlap or bucket.changed() for bucket in buckets]
+        resend = [not (self._overlap and bucket.recorded) or bucket.find_changed() is not None for bucket in buckets]
         for bucket in itertools.compress(buckets, resend):
             try:
                 bucket.read_grads()
@@ -298,31 +266,28 @@ class GradientBuckets:
             except InvalidArgument as error:
                 problem = error
         have = [False] * len(self._params) if problem else [each for bucket in buckets for each in bucket.has]
-        # On CUDA two communicators at once might deadlock; on the host the flags needn't wait for
-        # the buckets.
-        comms = self._bucket_comms if buckets[0].device.type == "cuda" else self._comms
         resend = [bool(self._overlap) and each for each in resend]
-        found = self._flags.exchange(comms[buckets[0].device], problem is not None, resend, have)
+        found = self._flags.exchange(self._comms.for_flags, problem is not None, resend, have)
         if found is not None:  # else this rank's round is usual, and it doesn't wait
             resend, have = found.resend, found.used
             if found.failing is not None or found.inconsistent:
                 self._end_round(found)
                 raise problem or found.error()
-        rest = iter(have)
-        parts = [list(itertools.islice(rest, len(bucket.params))) for bucket in buckets]
+        parts = split_by_bucket(have, buckets)
         if self._overlap:
             for bucket in itertools.compress(buckets, resend):
                 with _naming_bucket(bucket):
-                    bucket.pack(track_writes=False)
+                    bucket.wait_for_work()
+                    bucket.pack(record=False)
                     self._send(bucket)
         for bucket, part in zip(buckets, parts, strict=True):
             with _naming_bucket(bucket):
                 if not self._overlap and any(part):
-                    bucket.pack(track_writes=False)
+                    bucket.pack(record=False)
                     self._send(bucket)
+                bucket.wait_for_work()
                 if any(part):
                     bucket.unpack(part)
-                bucket.wait_for_work()
         self._bytes = self._sent
 
     def _end_round(self, found) -> None:
@@ -347,10 +312,9 @@ class GradientBuckets:
             recorder.add("lane 0", f"all_reduce {bucket.sending.nbytes} B", begun, time.perf_counter_ns(), **details)
 
     def _reduce_one(self, bucket: GradientBucket) -> None:
-        comm = self._bucket_comms[bucket.device]
+        comm = self._comms.reducing[bucket.device]
         if self._compressor is not None:
-            flat = Bucket(bucket.sending, bucket.params, list(bucket.offsets), bucket.index)
-            self._sent += self._compressor.reduce(comm, flat, Scaling(divisor=comm.size if self._average else 0))
+            self._sent += self._compressor.reduce(comm, bucket, Scaling(divisor=comm.size if self._average else 0))
             return
         bucket.work = comm.all_reduce(bucket.sending, self._op, async_op=bool(self._overlap))
         self._sent += 2 * (comm.size - 1) * bucket.sending.nbytes // comm.size
@@ -364,73 +328,25 @@ class GradientBuckets:
         bucket.wait_for_work()  # of a round that was interrupted
         try:
             bucket.read_grads()
-            bucket.pack(track_writes=True)
+            bucket.pack(record=True)
         except InvalidArgument:
             bucket.forget()  # so that all_reduce() reads the gradients again, and raises
             bucket.sending = bucket.flat.zero_()
         self._send(bucket)
 
-    def start_ready_buckets(self) -> None:
+    def bucket_ready(self, _bucket: GradientBucket) -> None:
         """Send the next buckets whose gradients are there. Called by the parameters' hooks."""
         with self._lock, torch.no_grad():
             buckets = self._buckets
             while self._next < len(buckets) and not buckets[self._next].missing:
-                if self._bucket_comms[buckets[self._next].device].closed:  # in a forked child, say: all_reduce() raises
+                comm = self._comms.reducing[buckets[self._next].device]
+                if comm.closed:  # in a forked child, say: all_reduce() raises
                     return
                 self._start_next()
 
     def _rewind(self) -> None:
         self._next = self._sent = 0
-        for bucket in self._buckets:
-            bucket.forget()
-            bucket.missing.update(range(len(bucket.params)))
-
-    # ---- Hooks, and the end.
-
-    def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _free(self) -> None:
-        self._bucket_comms.clear()
-        self._comms.clear()
-        for bucket in self._buckets:
-            bucket.free()
-
-    def _drop(self, failed: bool = True) -> None:
-        """Drop the communicators, which failed or were replaced; the next call opens others."""
-        self._unhook()
-        for device, comm in self._comms.items():
-            split_off = self._bucket_comms.get(device, comm)
-            if split_off is not comm:
-                split_off.abort()
-            if failed and self._user_comm is None:
-                drop_communicator(comm)
-        self._overlap = None
-        self._free()
-
-
-def _allocate_flats(buckets: list[GradientBucket], comms: dict, *, shared: bool, in_place: bool) -> None:
-    """Allocate the buckets' flat buffers from the communicators of their devices.
-
-    `shared`: one buffer for all buckets of a device, since they are reduced one by one. With
-    `shared` and `in_place` a bucket of a single gradient on the host needs no buffer, as nobody
-    writes to the gradient meanwhile.
-    """
-    without = [shared and in_place and len(bucket.params) == 1 and bucket.device.type == "cpu" for bucket in buckets]
-    packed = [bucket for bucket, none in zip(buckets, without, strict=True) if not none]
-    largest: dict[torch.device, int] = {}
-    for bucket in packed if shared else ():
-        nbytes = bucket.total * bucket.dtype.itemsize
-        largest[bucket.device] = max(largest.get(bucket.device, 0), nbytes)
-    memory = {device: comms[device].empty(nbytes, torch.uint8) for device, nbytes in largest.items()}
-    for bucket in packed:
-        if shared:
-            nbytes = bucket.total * bucket.dtype.itemsize
-            bucket.flat = memory[bucket.device][:nbytes].view(bucket.dtype)
-        else:
-            bucket.flat = comms[bucket.device].empty(bucket.total, bucket.dtype)
+        self._filler.rewind(self._buckets)
 
 
 @contextlib.contextmanager
@@ -446,15 +362,20 @@ def _naming_bucket(bucket: GradientBucket):
         ) from error  # fmt: skip
 
 
-def _release(handles, bucket_comms, comms) -> None:
-    """Remove the hooks and close the communicators of a dead object; never blocks."""
-    for handle in handles:
-        handle.remove()
-    for device, comm in bucket_comms.items():
-        # NCCL's destroy may wait for the other ranks; such a communicator stays until the
-        # interpreter's end.
-        if comm is not comms[device] and comm._on_host and not comm.closed and comm._queue.all_ended():
-            comm.close()
+def _check_arguments(comm, process_group, average, overlap) -> None:
+    if comm is not None and not isinstance(comm, Communicator):
+        raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {kind_of(comm)}", op=_OP)
+    if comm is not None and process_group is not None:
+        raise InvalidArgument("comm and process_group both say which ranks average: give one of them", op=_OP)
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise InvalidArgument(
+            f"process_group must be a torch.distributed.ProcessGroup, not {kind_of(process_group)}", op=_OP
+        )
+    if not isinstance(average, bool) or not (overlap is None or isinstance(overlap, bool)):
+        raise InvalidArgument(
+            f"average must be True or False and overlap True, False or None, not {average!r:.40} and {overlap!r:.40}",
+            op=_OP,
+        )
 
 
 def _parse_cap(megabytes, name: str) -> int:
@@ -463,8 +384,3 @@ def _parse_cap(megabytes, name: str) -> int:
     if not number or not 0 < megabytes < 1 << 40:
         raise InvalidArgument(f"{name} must be a number of MiB above 0, not {megabytes!r:.40}", op=_OP)
     return int(megabytes * _MIB)
-
-
-def _gains_by_overlap(comm: Communicator) -> bool:
-    """Return whether overlap is faster; on the host the reducing thread needs a spare core."""
-    return comm.device.type != "cpu" or has_spare_cores(comm)

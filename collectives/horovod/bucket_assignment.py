@@ -6,19 +6,18 @@ import functools
 
 import torch
 
+from ..gradients.bucket_assignment import fill_buckets
+from ..gradients.bucket_filler import ParameterState
 from ..layout import pad_count
 from .basics import current
 from .controller import Controller
-from .gradient_buckets import AllreduceBucket, CompressedGradient, ParameterState, SparseGradient, can_pack, wire_dtype
+from .gradient_buckets import AllreduceBucket, CompressedGradient, SparseGradient, can_pack, wire_dtype
 from .operations import op_name
 from .process_sets import ProcessSet
 
 __all__ = ["BucketAssignment"]
 
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # the first bucket is small, to start early
-# On the host the copies of a gradient of this size to a flat tensor and back take longer than a
-# call of its own.
-_MIN_UNFUSED_BYTES = 1 << 20
 
 
 class BucketAssignment:
@@ -44,43 +43,47 @@ class BucketAssignment:
             "wire": getattr(compression, "wire", ""),
         }  # fmt: skip
 
-    def make_temporary_buckets(self, states: list[ParameterState], kinds) -> list:
-        """Make buckets of single parameters, or of the user's groups, for this step alone."""
-        buckets = [self._make_single(m, kinds[m]) for m in states if self._is_unfused(kinds[m])]
-        for group in self._split_by_group([state for state in states if not self._is_unfused(kinds[state])]):
-            bucket = self._make_bucket(group)
-            if len(group) > 1 or bucket.casts:
-                bucket.allocate(functools.partial(torch.empty, device=bucket.device), views=False)
+    def make_temporary_buckets(self, kinds: dict[ParameterState, bool]) -> list[AllreduceBucket]:
+        """Make buckets of single parameters, or of the user's groups, for this step alone.
+
+        ``kinds``: for each parameter whether its gradient is sparse.
+        """
+        buckets, packed = self._make_singles(kinds)
+        for states in self._split_by_group(packed):
+            bucket = self._make_bucket(states)
+            if len(states) > 1 or bucket.casts:
+                bucket.allocate(functools.partial(torch.empty, device=bucket.device))
             buckets.append(bucket)
         return buckets
 
-    def make_buckets(self, states: list[ParameterState], controller: Controller) -> list:
-        """Make the buckets of all further steps; ``states`` have the same order on all ranks."""
-        buckets = [self._make_single(m, m.sparse) for m in states if self._is_unfused(m.sparse)]
-        packed = [state for state in states if not self._is_unfused(state.sparse)]
-        fill = self._fill_buckets if self._groups is None else self._split_by_group
-        for group in fill(packed):
-            bucket = self._make_bucket(group)
-            if self._views or len(group) > 1 or bucket.casts:
+    def make_buckets(self, kinds: dict[ParameterState, bool], controller: Controller) -> list[AllreduceBucket]:
+        """Make the buckets of all further steps; ``kinds`` has the same order on all ranks."""
+        buckets, packed = self._make_singles(kinds)
+        for states in self._fill_buckets(packed) if self._groups is None else self._split_by_group(packed):
+            bucket = self._make_bucket(states)
+            if self._views or len(states) > 1 or bucket.casts:
                 bucket.allocate(controller.comms[bucket.device.type].empty, views=self._views)
             buckets.append(bucket)
-        for bucket in buckets:
-            for state in bucket.states:
-                state.bucket = bucket
         return buckets
 
-    def _is_unfused(self, sparse: bool) -> bool:
-        return sparse or not can_pack(self._compression)
-
-    def _make_single(self, state: ParameterState, sparse: bool):
-        name = self._prefix + state.name
-        if sparse:
-            return SparseGradient(state, name, self._op, self._process_set)
-        return CompressedGradient(state, name, self._compression, self._reduction)
+    def _make_singles(self, kinds: dict[ParameterState, bool]) -> tuple[list[AllreduceBucket], list[ParameterState]]:
+        """Make buckets of the gradients that are sent alone; return these, and the other parameters."""
+        buckets: list[AllreduceBucket] = []
+        packed = []
+        for state, sparse in kinds.items():
+            name, member = self._prefix + state.name, (state.name, state.param)
+            if sparse:
+                buckets.append(SparseGradient(name, member, self._op, self._process_set))
+            elif not can_pack(self._compression):
+                buckets.append(CompressedGradient(name, member, self._compression, self._reduction))
+            else:
+                packed.append(state)
+        return buckets, packed
 
     def _make_bucket(self, states: list[ParameterState]) -> AllreduceBucket:
         name = self._prefix + states[0].name + (f" and {len(states) - 1} more" if len(states) > 1 else "")
-        return AllreduceBucket(0, states, name, wire_dtype(states[0].param, self._compression), self._reduction)
+        members = [(state.name, state.param) for state in states]
+        return AllreduceBucket(name, members, wire_dtype(states[0].param, self._compression), self._reduction)
 
     def _dtype_and_device(self, state: ParameterState) -> tuple:
         return wire_dtype(state.param, self._compression), state.param.device
@@ -106,19 +109,11 @@ class BucketAssignment:
 
     def _fill_buckets(self, states: list[ParameterState]) -> list[list[ParameterState]]:
         """Fill buckets with neighbours up to the limit of bytes."""
-        most = current().settings.fusion_threshold
-        done: list[list[ParameterState]] = []
-        filling: dict[tuple, tuple[list[ParameterState], int]] = {}
+        sized = []
         for state in states:
             key = self._dtype_and_device(state)
             nbytes = pad_count(state.param.numel() << state.param.is_complex(), key[0].itemsize) * key[0].itemsize
-            if not self._views and nbytes >= _MIN_UNFUSED_BYTES and state.param.device.type == "cpu":
-                done.append([state])
-                continue
-            group, size = filling.get(key, (None, 0))
-            if group is None or size + nbytes > min(most, _BUCKET_BYTES if len(done) > 1 else _FIRST_BUCKET_BYTES):
-                group, size = [], 0
-                done.append(group)
-            group.append(state)
-            filling[key] = group, size + nbytes
-        return done
+            sized.append((state, key, nbytes))
+        most = current().settings.fusion_threshold
+        caps = min(most, _FIRST_BUCKET_BYTES), min(most, _BUCKET_BYTES)
+        return [inside for _, inside in fill_buckets(sized, caps, views=self._views)]

@@ -10,16 +10,17 @@ sparse. The ranks exchange these as small sums of numbers.
 from __future__ import annotations
 
 import contextlib
-import weakref
 
 import torch
 
+from ..gradients.bucket_assignment import split_by_bucket
+from ..gradients.bucket_filler import BucketFiller, ParameterState
 from ..gradients.streams import has_spare_cores
 from .basics import current
 from .bucket_assignment import BucketAssignment
 from .controller import Controller
 from .exceptions import HorovodInternalError
-from .gradient_buckets import ParameterState
+from .gradient_buckets import AllreduceBucket
 from .messages import Request, TensorTableEntry, cached_request
 from .operations import Average, Sum, allreduce_async, synchronize
 from .process_sets import ProcessSet
@@ -36,10 +37,8 @@ _TOO_MANY = (
 class GradientReducer:
     """Reduces the gradients of an optimizer's parameters.
 
-    `DistributedOptimizer` has checked the arguments. ``backward_ran``: whether a backward has run
-    since the last step. ``synchronized``: whether gradients are reduced. ``reduced_for_scaler``:
-    whether they were reduced because a GradScaler unscaled them. ``skip_reduction``: whether a step
-    doesn't reduce.
+    `DistributedOptimizer` has checked the arguments. ``reduced_for_scaler``: whether gradients were
+    reduced because a GradScaler unscales them. ``skip_reduction``: whether a step doesn't reduce.
     """
 
     steps_locally = False
@@ -49,25 +48,36 @@ class GradientReducer:
         sparse_as_dense: bool, process_set: ProcessSet, *, views: bool,
     ):  # fmt: skip
         self.op = op
-        self.passes = passes
-        self.backward_ran = self.synchronized = self.reduced_for_scaler = self.skip_reduction = False
+        self.reduced_for_scaler = self.skip_reduction = self._synchronized = False
         self._names = names
         self._prefix = prefix
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
-        self._states: dict[int, ParameterState] = {}  # by id of the parameter
+        self._filler = BucketFiller(self, passes=passes)
+        self._states = self._filler.states  # by id of the parameter
         self._assignment = BucketAssignment(
             self._states, prefix, compression, op, predivide, groups, process_set, views=views
         )
-        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
-        self._buckets: list = []  # of all steps after the first, the same on all ranks
-        self._unassigned: list[ParameterState] = []  # in no bucket, in the order in which they became ready
+        self._buckets: list[AllreduceBucket] = []  # of all steps after the first, the same on all ranks
+        # Whether a gradient is sparse, of parameters of which some rank has had one.
+        self._kinds: dict[ParameterState, bool] = {}
         self._controller: Controller | None = None
         self._overlaps = False
-        self._active = False
-        self._finalizer = weakref.finalize(self, _remove_hooks, self._hooks)
-        self._finalizer.atexit = False
         self._refresh_controller()
+
+    @property
+    def backward_ran(self) -> bool:
+        """Whether a backward has run since the last step or reduction."""
+        return self._filler.backward_ran
+
+    @property
+    def synchronized(self) -> bool:
+        """Whether gradients are reduced, and no backward has run since."""
+        return self._synchronized and not self._filler.backward_ran
+
+    def begin_step(self) -> None:
+        """Forget that gradients were reduced: the step uses them up."""
+        self._synchronized = self.reduced_for_scaler = False
 
     # ---- Parameters and their hooks.
 
@@ -75,70 +85,43 @@ class GradientReducer:
         """Register hooks on parameters that have none: all, or those that were added or
         unfrozen.
         """
-        states = self._states
         for number, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
-                key = id(param)
-                if key in self._hooks or not param.requires_grad:
-                    continue
-                if key not in states:
-                    name = self._names.get(key) or f"allreduce.added.{number}.{index}"
-                    states[key] = ParameterState(name, param, self.passes)
-                self._hooks[key] = param.register_post_accumulate_grad_hook(_make_hook(states[key], weakref.ref(self)))
+                if param.requires_grad:
+                    name = self._names.get(id(param)) or f"allreduce.added.{number}.{index}"
+                    self._filler.watch(param, name)
 
-    def _on_gradient(self, state: ParameterState) -> None:
-        """Handle a gradient that a backward has made."""
-        if not self._active:
-            return
+    def bucket_ready(self, bucket: AllreduceBucket) -> None:
+        """Pack a bucket, and reduce it while the backward goes on. Called by the parameters' hooks."""
+        overlaps = self._overlaps and self._current_controller() is self._controller
+        bucket.read_grads()
+        bucket.pack(record=not (overlaps and bucket.changes_gradients))
+        if overlaps:
+            bucket.submit(self._controller, waits=False)
+
+    def refuse_gradient(self, state: ParameterState) -> None:
+        """Raise the error for a gradient that came too often, or that requires a gradient."""
         if state.backwards_left <= 0:
             raise AssertionError(_TOO_MANY)
-        if state.param.grad.requires_grad:
-            raise AssertionError(
-                f"the gradient of {state.name} requires a gradient itself, after backward(create_graph=True): take "
-                "inner derivatives by torch.autograd.grad(..., create_graph=True), which leaves .grad alone"
-            )
-        state.backwards_left -= 1
-        self.backward_ran = True
-        self.synchronized = self.reduced_for_scaler = False
-        if not state.backwards_left:
-            bucket = state.bucket
-            if bucket is None:
-                self._unassigned.append(state)
-                state.record_version()
-                return
-            if state.view is not None:
-                state.copy_to_view()
-            if not bucket.mark_ready():
-                state.record_version()
-                return
-            bucket.collect()
-            overlaps = self._overlaps and self._current_controller() is self._controller
-            if bucket.separate_versions or not overlaps:  # else the reduction changes what is recorded
-                for each in bucket.states:
-                    each.record_version()
-            if overlaps:
-                bucket.submit(self._controller, waits=False)
+        raise AssertionError(
+            f"the gradient of {state.name} requires a gradient itself, after backward(create_graph=True): take inner "
+            "derivatives by torch.autograd.grad(..., create_graph=True), which leaves .grad alone"
+        )
 
     def set_passes(self, passes: int) -> None:
         """Set the number of backwards before a step."""
-        self.passes = passes
-        for state in self._states.values():
-            state.backwards_left = passes
-            state.recorded_grad = None
+        self._filler.set_passes(passes)
 
     def reset(self) -> None:
         """Drop what is under way, and count backwards from 0."""
-        self.backward_ran = self.synchronized = self.reduced_for_scaler = False
-        self._unassigned.clear()
-        for bucket in self._buckets:
-            bucket.reset()
-        self.set_passes(self.passes)
+        self.begin_step()
+        self._filler.rewind(self._buckets)
         self._refresh_controller()
 
     def drain(self) -> None:
         """Wait for reductions under way, drop their results, and reset; blocks."""
         for bucket in self._buckets:
-            if bucket.entry is not None:  # it writes to memory to which the next backward writes
+            if bucket.work is not None:  # it writes to memory to which the next backward writes
                 with contextlib.suppress(HorovodInternalError):  # of a job that has ended
                     bucket.wait(self._controller)
         self.reset()
@@ -155,14 +138,13 @@ class GradientReducer:
         """
         included = self._process_set.included()
         controller = self._current_controller() if included else None
-        self._active = included and self._process_set.size() > 1
+        self._filler.closed = int(not included or self._process_set.size() == 1)
         if controller is self._controller:
             return
         self._controller = controller
         self._buckets = []
-        for state in self._states.values():
-            state.bucket = state.sparse = state.view = None
-        self._unassigned.clear()
+        self._kinds.clear()
+        self._filler.detach()
         if included:
             self._overlaps = len(controller.comms) > 1 or has_spare_cores(controller.comms["cpu"])
 
@@ -172,55 +154,58 @@ class GradientReducer:
         """Reduce all gradients, missing ones as zeros; blocks."""
         current().check_process_set(self._process_set)  # else ranks would step by their own gradients
         self._refresh_controller()
-        if not self._active:
+        if self._filler.closed:
             self.reset()  # a backward may have run while there were other ranks
-            self.synchronized = True
+            self._synchronized = True
             return
         try:
             self.register_hooks(optimizer)
             self._reduce_all(self._controller)
         finally:
             self.reset()
-        self.synchronized = True
+        self._synchronized = True
 
     def _reduce_all(self, controller: Controller) -> None:
         buckets = self._buckets
-        for state in self._states.values():
-            if state.was_modified():
-                raise AssertionError(
-                    f"the gradient of {state.name} was changed after the backward and before it was reduced: call "
-                    "optimizer.synchronize() first, then clip or unscale, then step inside of "
-                    "`with optimizer.skip_synchronize():`"
-                )
+        if (changed := self._filler.find_changed(buckets)) is not None:
+            raise AssertionError(
+                f"the gradient of {changed.name} was changed after the backward and before it was reduced: call "
+                "optimizer.synchronize() first, then clip or unscale, then step inside of "
+                "`with optimizer.skip_synchronize():`"
+            )
         flags = self._sum_used_flags(controller) if buckets else None
-        unknown = [state for state in self._states.values() if state.sparse is None and state.param.requires_grad]
-        temporary: list = []
+        unknown = [state for state in self._states.values() if state not in self._kinds and state.param.requires_grad]
+        temporary: list[AllreduceBucket] = []
         if unknown:
             kinds, everybody = self._exchange_kinds(controller, unknown)
-            temporary = self._assignment.make_temporary_buckets(self._ready_order(kinds), kinds)
+            temporary = self._assignment.make_temporary_buckets(kinds)
         for bucket in (*buckets, *temporary):
-            if bucket.entry is None:
-                if not bucket.collected:
-                    bucket.collect()
+            if bucket.work is None:
+                if bucket.sending is None:
+                    bucket.read_grads()
+                    bucket.pack(record=False)
                 bucket.submit(controller, waits=True)
         for bucket in (*buckets, *temporary):
             bucket.wait(controller)
         if flags is not None:
             controller.wait(flags)
             used = [count > 0 for count in flags.results[0].tolist()]
-            at = 0
-            for bucket in buckets:
-                bucket.write_back(used[at : at + len(bucket.states)])
-                at += len(bucket.states)
+            for bucket, part in zip(buckets, split_by_bucket(used, buckets), strict=True):
+                bucket.unpack(part)
         for bucket in temporary:
-            bucket.write_back([True] * len(bucket.states))
+            bucket.unpack([True] * len(bucket.params))
         if unknown and everybody:
-            for state, sparse in kinds.items():
-                state.sparse = sparse
+            self._kinds |= kinds
             if temporary:
                 temporary.sort(key=lambda bucket: bucket.sequence)
-                states = [state for bucket in (*buckets, *temporary) for state in bucket.states]
-                self._buckets = self._assignment.make_buckets(states, self._controller)
+                self._replace_buckets([*buckets, *temporary])
+
+    def _replace_buckets(self, former: list[AllreduceBucket]) -> None:
+        """Make the buckets of further steps, for the parameters of these buckets in their order."""
+        states = [self._states[id(param)] for bucket in former for param in bucket.params]
+        kinds = {state: self._kinds[state] for state in states}
+        self._buckets = self._assignment.make_buckets(kinds, self._controller)
+        self._filler.attach(self._buckets)
 
     def _sum_numbers(self, controller: Controller, what: str, numbers: list[int]) -> TensorTableEntry:
         """Start the sum of numbers over the ranks."""
@@ -233,7 +218,7 @@ class GradientReducer:
         return entry
 
     def _sum_used_flags(self, controller: Controller) -> TensorTableEntry:
-        numbers = [int(has) for bucket in self._buckets for has in bucket.has_gradients()]
+        numbers = [int(param.grad is not None) for bucket in self._buckets for param in bucket.params]
         return self._sum_numbers(controller, "used", numbers)
 
     def _exchange_kinds(
@@ -241,7 +226,8 @@ class GradientReducer:
     ) -> tuple[dict[ParameterState, bool], bool]:
         """Return the states of which some rank has a gradient, and whether all ranks took part.
 
-        The states are keys of a dict; the value is whether the gradient is sparse.
+        The states are keys of a dict, in the order in which their gradients came here; the value is
+        whether the gradient is sparse.
         """
         numbers = [1]
         for state in unknown:
@@ -251,10 +237,8 @@ class GradientReducer:
         controller.wait(entry)
         present, *found = entry.results[0].tolist()
         kinds = {state: kind >= _SPARSE for state, kind in zip(unknown, found, strict=True) if kind}
-        return kinds, present == controller.size
-
-    def _ready_order(self, kinds) -> list[ParameterState]:
-        return list(dict.fromkeys([*(state for state in self._unassigned if state in kinds), *kinds]))
+        arrived = {state: kinds[state] for state in self._filler.arrived if state in kinds}
+        return arrived | kinds, present == controller.size
 
     # ---- The loss of a closure.
 
@@ -262,28 +246,9 @@ class GradientReducer:
         """Reduce a loss as gradients are: some optimizers step by its value, which must be the same
         on all ranks.
         """
-        if not self._active or loss is None or self.op not in (Average, Sum):
+        if self._filler.closed or loss is None or self.op not in (Average, Sum):
             return loss
         tensor = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
         name = f"{self._prefix}loss of {next(iter(self._states.values())).name}"
         result = synchronize(allreduce_async(tensor, name=name, op=self.op, process_set=self._process_set, _waits=True))
         return result if isinstance(loss, torch.Tensor) else result.item()
-
-
-def _make_hook(state: ParameterState, owner: weakref.ref):
-    """Return the hook that a parameter calls once its gradient is there.
-
-    It doesn't keep the optimizer alive.
-    """
-
-    def on_gradient(_param):
-        reducer = owner()
-        if reducer is not None:
-            reducer._on_gradient(state)
-
-    return on_gradient
-
-
-def _remove_hooks(hooks: dict) -> None:
-    for handle in hooks.values():
-        handle.remove()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import warnings
 import weakref
 from collections import Counter
@@ -12,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from ..torch_patches import patch_unscale
 from .adasum_optimizer import AdasumReducer
 from .basics import current
 from .compression import Compression
@@ -94,7 +94,19 @@ def DistributedOptimizer(
     wrapped.__dict__ = _share_attributes(optimizer, wrapped)
     wrapped._reducer = reducer
     reducer.register_hooks(wrapped)
+    patch_unscale(_reduce_for_scaler)
     return wrapped
+
+
+def _reduce_for_scaler(optimizer) -> None:
+    """Reduce the gradients that a GradScaler is about to unscale and check.
+
+    Otherwise each rank would look for infinities among its own gradients, and some ranks would skip
+    the step.
+    """
+    if isinstance(optimizer, _DistributedOptimizer) and optimizer._reducer.backward_ran:
+        optimizer._reducer.synchronize(optimizer)
+        optimizer._reducer.reduced_for_scaler = True
 
 
 def _share_attributes(optimizer, wrapped) -> dict:
@@ -124,25 +136,6 @@ def _share_attributes(optimizer, wrapped) -> dict:
 
 class _DistributedOptimizer:
     """Base class that comes before the optimizer's own class."""
-
-    @property
-    def param_groups(self) -> list:
-        """The parameter groups.
-
-        For GradScaler, which iterates over them to unscale, the gradients are reduced first.
-        Otherwise each rank would look for infinities among its own gradients, and some ranks would
-        skip the step.
-        """
-        shared = self.__dict__
-        reducer = shared.get("_reducer")
-        if reducer is not None and reducer.backward_ran and sys._getframe(1).f_code.co_name == "_unscale_grads_":
-            reducer.synchronize(self)
-            reducer.reduced_for_scaler = True
-        return shared["param_groups"]
-
-    @param_groups.setter
-    def param_groups(self, groups) -> None:
-        self.__dict__["param_groups"] = groups
 
     def synchronize(self) -> None:
         """Reduce all gradients and wait for them; blocks.
@@ -179,14 +172,14 @@ class _DistributedOptimizer:
                     warnings.warn(_SYNCHRONIZED, stacklevel=3)
                 elif not reducer.synchronized:
                     reducer.synchronize(self)
-            reducer.synchronized = reducer.reduced_for_scaler = False
+            reducer.begin_step()
             return stepping()
         if not reducer.skip_reduction:
             if reducer.backward_ran:
                 reducer.synchronize(self)
             closure = self._reduce_in_closure(closure)
         result = stepping(closure)
-        reducer.synchronized = False
+        reducer.begin_step()
         return result
 
     # Optimizer wraps a class's step in a profiler's mark and the step hooks. The inner step has
@@ -197,7 +190,7 @@ class _DistributedOptimizer:
         reducer = self._reducer
 
         def closure_with_reduction():
-            reducer.synchronized = False
+            reducer.begin_step()
             loss = closure()
             if not reducer.synchronized:
                 reducer.synchronize(self)

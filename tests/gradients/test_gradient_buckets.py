@@ -305,7 +305,7 @@ def over_torchs_group(ctx):
     backward(model, 0, ctx.rank)
     own = [p.grad.clone() for p in model.parameters()]
     buckets.all_reduce()
-    comm = next(iter(buckets._comms.values()))
+    comm = next(iter(buckets._comms.over_ranks.values()))
     for param, grad in zip(model.parameters(), own, strict=True):
         torch.testing.assert_close(param.grad, average(comm, grad), rtol=0.01, atol=0.001)
     elements = sum(b.elements for b in buckets.buckets)
@@ -314,7 +314,7 @@ def over_torchs_group(ctx):
 
     buckets = collectives.GradientBuckets(model.parameters(), overlap=True, average=False, **SMALL)
     buckets.all_reduce()
-    split_off = next(iter(buckets._bucket_comms.values()))
+    split_off = next(iter(buckets._comms.reducing.values()))
     assert split_off is not comm
     model.zero_grad()
     backward(model, 0, ctx.rank)

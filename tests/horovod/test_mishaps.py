@@ -224,7 +224,7 @@ def between(ctx):
         for turn in range(6):
             optimizer._reducer._overlaps = True  # as with a core to spare
             model(torch.full((1, 3), turn + ctx.rank + 1.0)).pow(2).sum().backward()
-            under_way = [bucket.entry for bucket in optimizer._reducer._buckets]
+            under_way = [bucket.work for bucket in optimizer._reducer._buckets]
             if turn == 3:
                 state.sync()
             elif turn == 4:

@@ -70,7 +70,7 @@ def unused_and_sparse(ctx, options):
         with wrapped.skip_synchronize():
             wrapped.step()
     assert same_on_all(ctx, model)
-    assert len(wrapped._reducer._hooks) == len(params)
+    assert len(wrapped._reducer._filler.handles) == len(params)
 
 
 def frozen_unfrozen_added(ctx):
@@ -95,7 +95,7 @@ def frozen_unfrozen_added(ctx):
                 torch.testing.assert_close(param.grad, wanted)
         with wrapped.skip_synchronize():
             wrapped.step()
-    assert same_on_all(ctx, model) and len(wrapped._reducer._buckets[-1].states) >= 2
+    assert same_on_all(ctx, model) and len(wrapped._reducer._buckets[-1].params) >= 2
 
 
 def uneven_numbers_of_steps(ctx):

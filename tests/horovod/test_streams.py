@@ -14,10 +14,12 @@ import types
 import pytest
 import torch
 
-from collectives.horovod import adasum_optimizer, gradient_buckets, sync_batch_norm
+from collectives.gradients import bucket as gradient_bucket
+from collectives.gradients.bucket_filler import BucketFiller
+from collectives.horovod import adasum_optimizer, sync_batch_norm
 from collectives.horovod.compression import Compression
 from collectives.horovod.controller import Controller
-from collectives.horovod.gradient_buckets import AllreduceBucket, ParameterState
+from collectives.horovod.gradient_buckets import AllreduceBucket
 from collectives.horovod.messages import Request, TensorTableEntry, cached_request
 from collectives.horovod.settings import Settings
 
@@ -214,19 +216,33 @@ def test_adasums_step_follows_its_reduction(gpu, controller, monkeypatch):
 
 def test_a_bucket_waits_for_all_streams_of_its_gradients(gpu, monkeypatch):
     """A model may run on several streams; each gradient is made on that of its forward."""
-    monkeypatch.setattr(gradient_buckets, "pack", lambda *_: gpu.note("packs", torch.cuda.current_stream().name, None))
-    states = [ParameterState(f"p{i}", torch.nn.Parameter(torch.zeros(2)), 1) for i in range(3)]
-    bucket = AllreduceBucket(0, states, "bucket", torch.float32, {"op": "sum"})
-    bucket.device = GPU
+    monkeypatch.setattr(gradient_bucket, "pack", lambda *_: gpu.note("packs", torch.cuda.current_stream().name, None))
+    monkeypatch.setattr(gradient_bucket, "cuda_current_raw_stream", lambda _: id(torch.cuda.current_stream()))
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    bucket = AllreduceBucket(
+        "bucket", [(f"p{i}", param) for i, param in enumerate(params)], torch.float32, {"op": "sum"}
+    )
+    bucket.device, bucket.on_cuda = GPU, True
     bucket.flat = torch.empty(12)
-    monkeypatch.setattr(AllreduceBucket, "read_grads", lambda self: None)
-    streams = [gpu.stream("one"), gpu.stream("two")]
-    for state, stream in zip(states, (streams[0], streams[1], streams[1]), strict=True):
-        state.param.grad = gpu.tensor([1.0, 2.0], state.name)
-        state.param.grad.gpu, state.param.grad.label = gpu, state.name
+    monkeypatch.setattr(gradient_bucket, "_GradientTable", lambda tensors, dtype: None)
+
+    class Owner:
+        def bucket_ready(self, bucket):
+            for param, name in zip(params, bucket.names(), strict=True):
+                param.grad = gpu.tensor([1.0, 2.0], name)
+                param.grad.gpu, param.grad.label = gpu, name
+            bucket._wait_for_backward()
+            bucket._collect()
+
+    owner = Owner()
+    filler = BucketFiller(owner)
+    for param in params:
+        filler.watch(param)
+    filler.attach([bucket])
+    one, two = gpu.stream("one"), gpu.stream("two")
+    for param, stream in zip(params, (one, two, two), strict=True):
         with torch.cuda.stream(stream):
-            if bucket.mark_ready():
-                bucket.collect()
+            (param * 1.0).sum().backward()
     assert gpu.calls == [
         ("waits", "two", "one"),
         ("recorded", "two", "p0"),

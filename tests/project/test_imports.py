@@ -42,8 +42,6 @@ EXCEPTIONS = {
         620, "the cdef class Library, which must lie in one file: a method for each C function without a communicator"),
     "collectives/_nccl_comm.pxi": (
         790, "the cdef class Comm, which must lie in one file: a method for each C function of a communicator"),
-    "collectives/gradients/buckets.py: GradientBuckets": (
-        360, "a public class, its hooks on parameters, and a way to reduce that is to become the hook's pipeline"),
     "collectives/gradients/pipeline.py: GradReducer": (
         430, "a backward from its first bucket to its end; with ShardedGradReducer it is to become one pipeline"),
     "collectives/gradients/state.py: HookState": (

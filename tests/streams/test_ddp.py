@@ -138,3 +138,35 @@ def bucketed(ctx, options, parts):
 )
 def test_gradient_buckets(tmp_path, options, parts):
     compare(bucketed, tmp_path, options, parts)
+
+
+@over_gloo
+def bucketed_on_two_streams(ctx):
+    """Train two models, each on a stream of its own, whose gradients share buckets."""
+    models = [make_model().to(ctx.device) for _ in range(2)]
+    params = [param for pair in zip(*(model.parameters() for model in models), strict=True) for param in pair]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    on_gpu = ctx.device.type == "cuda"
+    main, side = (torch.cuda.current_stream(), torch.cuda.Stream()) if on_gpu else (None, None)
+    with collectives.GradientBuckets(params, comm=ctx.communicator(), overlap=True) as buckets:
+        buckets.all_reduce()  # makes the hooks
+        for number, (x, y) in enumerate(batches_on(ctx, WARM + 2)):
+            with steps(ctx, number >= WARM):
+                optimizer.zero_grad()
+                if on_gpu:
+                    side.wait_stream(main)
+                with torch.cuda.stream(side) if on_gpu else contextlib.nullcontext():
+                    losses = [loss_of(models[0], x, y)]
+                if on_gpu:
+                    main.wait_stream(side)
+                    for each in (x, y):
+                        each.record_stream(side)
+                (losses[0] + loss_of(models[1], x, y)).backward()
+                losses[0].record_stream(main) if on_gpu else None
+                buckets.all_reduce()
+                optimizer.step()
+    return on_host(params)
+
+
+def test_gradient_buckets_of_models_on_two_streams(tmp_path):
+    compare(bucketed_on_two_streams, tmp_path)

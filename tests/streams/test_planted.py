@@ -46,6 +46,10 @@ def moved_residuals(ctx, path):
     test_ddp.trained(ctx, path, options)
 
 
+def two_streams(ctx, path):
+    test_ddp.bucketed_on_two_streams(ctx, path)
+
+
 def offloaded(ctx, path):
     test_sharded.by_units(ctx, path, "offload")
 
@@ -60,6 +64,18 @@ PLANTED = {
         [Change("collectives/sharded/streams.py", "HostCopies.wait", "event.synchronize()", "pass")],
         offloaded,
         ("race", "pinned memory"),
+    ),
+    "buckets: no wait for the streams that made the gradients": (
+        [
+            Change(
+                "collectives/gradients/bucket.py",
+                "GradientBucket._wait_for_backward",
+                "current.wait_stream(stream)",
+                "pass",
+            )
+        ],
+        two_streams,
+        ("race", "pack"),
     ),
     "ring: no order between calls from two streams": (
         [
@@ -90,7 +106,7 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_fix_that_is_taken_back_is_reported(tmp_path, name):
     changes, program, (kind, words) = PLANTED[name]
-    args = (tmp_path / "store",) if program in (moved_residuals, offloaded) else ()
+    args = (tmp_path / "store",) if program in (moved_residuals, offloaded, two_streams) else ()
     for found, _ in run_ranks(reports_without, 2, changes, program, *args, device="simulated"):
         assert found and {each for each, _ in found} == {kind}, found
         assert any(words in text for _, text in found), found
@@ -168,7 +184,7 @@ SCENARIOS = {
     "collectives/comm/cuda_queue.py": [(communicator, False)],
     "collectives/horovod": [(horovod, False)],
     "collectives/sharded": [(units, True)],
-    "collectives/gradients/bucket.py": [(buckets, True)],
+    "collectives/gradients/bucket.py": [(buckets, True), (two_streams, True)],
     "collectives/kernels": [(tables, False), (hook, True)],
     "collectives/": [(hook, True), (units, True)],
 }
@@ -187,12 +203,8 @@ SUPERFLUOUS = {
         "collectives/comm/cuda_queue.py",
         "CudaQueue.drain_all",
     ): "it is for the interpreter's end and abort(), where nothing is ordered",
-    ("collectives/gradients/bucket.py", "GradientBucket.pack"): "rounds on several streams, which the program that "
+    ("collectives/gradients/bucket.py", "GradientBucket._collect"): "rounds on several streams, which the program that "
     "makes the gradients orders itself; without that order the wait is what keeps the flat buffer whole",
-    (
-        "collectives/horovod/gradient_buckets.py",
-        "AllreduceBucket._wait_for_streams",
-    ): _NOT_RUN + "a model that runs on several streams",
     (
         "collectives/gradients/shard_state.py",
         "reshard_state",
@@ -209,8 +221,7 @@ SUPERFLUOUS = {
     + "a gather begun on one stream and used on another",
     ("collectives/sharded/unit.py", "Unit._record_stream"): _NOT_RUN
     + "a gather begun on one stream and used on another",
-    ("collectives/sharded/streams.py", "on_side_stream"): _NOT_RUN
-    + "ranks that exchange something beside a step",
+    ("collectives/sharded/streams.py", "on_side_stream"): _NOT_RUN + "ranks that exchange something beside a step",
     (
         "collectives/compression/scratch.py",
         "use_on_current_stream",
