@@ -157,7 +157,8 @@ class OptimizerInBackward:
             if param.grad is not None:
                 raise InvalidUsage(
                     f"{name} has a gradient but was in no {self.items.removesuffix('s')} of the HookState, so that it "
-                    "was not stepped: give it an optimizer of its own, or let this state reduce the module that has it"
+                    "was not stepped: give it an optimizer of its own, or, if it is another module's, let this state "
+                    "reduce that module's gradients, too"
                 )
 
     def _refuse_arguments(self, closure, others: dict) -> None:
