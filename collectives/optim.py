@@ -30,6 +30,7 @@ from .errors import InvalidArgument
 from .kernels import ParameterTable, Statistics
 from .optimizer_state import (
     HALF_DTYPES,
+    clip_coefficient,
     increment_steps,
     init_step_count,
     new_state_tensor,
@@ -59,7 +60,7 @@ def clip_factor(statistics: Statistics, max_norm: float) -> torch.Tensor:
         raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}")
     if not isinstance(max_norm, numbers.Real | torch.Tensor):
         raise InvalidArgument(f"max_norm must be a number, not {type(max_norm).__name__}")
-    return (max_norm / (statistics.norm + 1e-6)).clamp(max=1.0)
+    return clip_coefficient(statistics.norm, max_norm)
 
 
 class _Batch:
@@ -105,7 +106,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf and leaves the rest to step
     _op = ""
-    _sharded = None  # the gradients.zero.ShardedStep that steps it inside of a backward
+    _sharded = None  # the gradients.optimizer_in_backward.OptimizerInBackward that steps it inside of a backward
 
     def __init__(self, params, defaults, *, seed):
         self._batches: dict[tuple, _Batch] = {}  # by group, device, and who steps some
@@ -221,7 +222,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         torch's optimizers divide, and ``found_inf`` instead.) On a GPU the host doesn't wait.
 
         Where a DDP hook steps this optimizer inside of the backward, this only ends the step, and
-        takes none of these arguments; see `gradients.zero.ShardedStep.step`.
+        takes none of these arguments; see `OptimizerInBackward.step`.
         """
         if self._sharded is not None:
             return self._sharded.step(closure, grad_scale=grad_scale, clip=clip, found_nonfinite=found_nonfinite)

@@ -1,14 +1,18 @@
-"""State of the fused optimizers: the tensors of each parameter, step counts and fp32 masters."""
+"""State of the fused optimizers: the tensors of each parameter, step counts and fp32 masters; and the
+factor that clips their gradients.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 
 import torch
 
 __all__ = [
     "HALF_DTYPES",
+    "clip_coefficient",
     "increment_steps",
     "init_step_count",
     "new_state_tensor",
@@ -21,6 +25,17 @@ __all__ = [
 ]
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def clip_coefficient(norm, max_norm: float):
+    """Return min(1, max_norm / (norm + 1e-6)), as ``torch.nn.utils.clip_grad_norm_`` clips.
+
+    `norm`: a float, where the result is a float, or a tensor, where it is a tensor; NaN for NaN.
+    """
+    coefficient = max_norm / (norm + 1e-6)
+    if isinstance(coefficient, torch.Tensor):
+        return coefficient.clamp(max=1.0)
+    return min(1.0, coefficient) if not math.isnan(coefficient) else math.nan
 
 
 def state_dtype(param) -> torch.dtype:

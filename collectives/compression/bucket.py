@@ -65,6 +65,11 @@ class Bucket:
             self._offsets = [0, *itertools.accumulate(counts)]
         return self._offsets
 
+    def parts(self) -> list[torch.Tensor]:
+        """Return a view of each parameter's gradient in `flat`, up to the next one's."""
+        ends = [*self.offsets[1:], self.flat.numel()]
+        return [self.flat[begin:end] for begin, end in zip(self.offsets, ends, strict=True)]
+
     def names(self) -> list[str]:
         """Look up the parameters' names now; a parameter without a name gets its shape."""
         found = self._find_names()

@@ -18,7 +18,7 @@ from ..compression import Bucket
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from ..gradients.compiled import reduce_tuple
 from ..gradients.ddp_checks import check_group
-from ..gradients.pipeline import BucketError
+from ..gradients.ddp_reducer import BucketError
 from ..gradients.state import HookState
 from ..gradients.streams import close_comm_streams
 from ..rendezvous.process_groups import drop_communicator, get_communicator
@@ -47,7 +47,7 @@ def fused_allreduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torc
         elif isinstance(state, Communicator):
             hint = ": use HookState(comm=...)"
         raise InvalidArgument(f"the state of fused_allreduce must be None or a HookState, not {kind_of(state)}{hint}")
-    if state.gather is not None:
+    if state.options.gather is not None:
         raise InvalidArgument(
             f"gather={state.gather!r} is how fully_shard's parameters travel, and DDP's don't: give its HookState none"
         )

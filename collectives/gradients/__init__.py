@@ -4,15 +4,17 @@ DDP and sharded modules share it.
 """
 
 from .buckets import BucketInfo, GradientBuckets
-from .pipeline import BucketError, GradReducer
+from .ddp_reducer import BucketError, DDPReducer
+from .pipeline import GradientPipeline
 from .state import HookState
 from .streams import close_comm_streams, get_comm_streams, has_spare_cores, should_overlap
 
 __all__ = [
     "BucketError",
     "BucketInfo",
-    "GradReducer",
+    "DDPReducer",
     "GradientBuckets",
+    "GradientPipeline",
     "HookState",
     "close_comm_streams",
     "get_comm_streams",

@@ -1,92 +1,137 @@
-"""Options of a `HookState`: their defaults, and the checks of each and of their combinations."""
+"""Options of a `HookState`: a frozen record that checks its values and their combinations."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 import os
 
 from ..arrays import kind_of
-from ..compression import parse_wire
+from ..compression import Compressor, make_compressor, parse_wire
+from ..compression.hierarchical import Hierarchical
 from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS, WIRE_FORMATS
 from ..optim import FusedOptimizer
 
-__all__ = ["DEFAULTS", "check_options", "parse_local_steps", "parse_streams"]
+__all__ = ["HookOptions", "parse_local_steps", "parse_streams"]
 
 _ALGORITHMS = ("native", "ring", "direct")
 
-DEFAULTS = {
-    "wire": "fp32", "block": 256, "error_feedback": False, "stochastic_rounding": False, "predivide": None,
-    "algorithm": "native", "deterministic": False, "max_norm": None, "norm_type": 2, "check_finite": False,
-    "local_steps": None, "hierarchical": "auto", "gather": None,
-}  # fmt: skip
 
+@dataclasses.dataclass(frozen=True)
+class HookOptions:
+    """Options of a `HookState`, by the names of its arguments; `HookState` says what each does.
 
-def check_options(options: dict, optimizer) -> None:
-    """Raise `InvalidArgument` for a value that an option doesn't take, and for options that don't
-    go together.
+    Raises `InvalidArgument` for a value that an option doesn't take, and, with the reason, for
+    options that don't go together.
     """
-    for name in ("error_feedback", "stochastic_rounding", "average", "deterministic", "check_finite", "zero_copy"):
-        if not isinstance(options[name], bool):
-            raise InvalidArgument(f"{name} must be True or False, not {options[name]!r}")
-    wire, _ = parse_wire(options["wire"])
-    block = options["block"]
-    if isinstance(block, bool) or not isinstance(block, int) or block not in WIRE_BLOCKS:
-        raise InvalidArgument(f"block must be one of {', '.join(map(str, WIRE_BLOCKS))}, not {block!r:.60}")
-    gather = options["gather"]
-    if gather is not None and (not isinstance(gather, str) or gather not in WIRE_FORMATS):
-        formats = ", ".join(map(repr, WIRE_FORMATS))
-        raise InvalidArgument(f"gather must be None or one of {formats}, not {gather!r:.60}")
-    algorithm = options["algorithm"]
-    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
-        raise InvalidArgument(f"algorithm must be one of {', '.join(map(repr, _ALGORITHMS))}, not {algorithm!r:.60}")
-    for name in ("predivide", "max_norm"):
-        if options[name] is not None:
-            _check_positive(name, options[name])
-    _check_positive("norm_type", options["norm_type"], infinite=True)
-    hierarchical = options["hierarchical"]
-    if not isinstance(hierarchical, bool) and hierarchical != "auto":
-        raise InvalidArgument(f"hierarchical must be True, False or 'auto', not {hierarchical!r:.60}")
-    if optimizer is not None and not isinstance(optimizer, FusedOptimizer):
-        raise InvalidArgument(
-            f"optimizer must be a collectives.optim SGD, Adam or AdamW, whose kernels step parts of parameters, not "
-            f"{kind_of(optimizer)}"
-        )
-    if options["local_steps"] is not None:
-        parse_local_steps(options["local_steps"])
-    _check_combinations(options, wire, optimizer)
+
+    wire: str = "fp32"
+    block: int = 256
+    error_feedback: bool = False
+    stochastic_rounding: bool = False
+    average: bool = True
+    predivide: float | None = None
+    algorithm: str = "native"
+    deterministic: bool = False
+    streams: int | None = None  # a number in every record
+    max_norm: float | None = None
+    norm_type: float = 2
+    check_finite: bool = False
+    local_steps: int | tuple[int, int] | None = None
+    hierarchical: bool | str = "auto"
+    zero_copy: bool = True
+    gather: str | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "streams", parse_streams(self.streams))
+        for name in ("error_feedback", "stochastic_rounding", "average", "deterministic", "check_finite", "zero_copy"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument(f"{name} must be True or False, not {getattr(self, name)!r}")
+        wire, _ = parse_wire(self.wire)
+        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block not in WIRE_BLOCKS:
+            raise InvalidArgument(f"block must be one of {', '.join(map(str, WIRE_BLOCKS))}, not {self.block!r:.60}")
+        if self.gather is not None and (not isinstance(self.gather, str) or self.gather not in WIRE_FORMATS):
+            formats = ", ".join(map(repr, WIRE_FORMATS))
+            raise InvalidArgument(f"gather must be None or one of {formats}, not {self.gather!r:.60}")
+        if not isinstance(self.algorithm, str) or self.algorithm not in _ALGORITHMS:
+            shown = ", ".join(map(repr, _ALGORITHMS))
+            raise InvalidArgument(f"algorithm must be one of {shown}, not {self.algorithm!r:.60}")
+        for name in ("predivide", "max_norm"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        _check_positive("norm_type", self.norm_type, infinite=True)
+        if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
+            raise InvalidArgument(f"hierarchical must be True, False or 'auto', not {self.hierarchical!r:.60}")
+        if self.local_steps is not None:
+            parse_local_steps(self.local_steps)
+        _refuse(self._combinations(wire))
+
+    def _combinations(self, wire: str) -> list[tuple[bool, str]]:
+        """Return the combinations that are refused: whether these options are one, and the reason."""
+        reduces_nodes_first = self.hierarchical is True
+        return [
+            (self.predivide is not None and not self.average,
+             "predivide splits the division of an average in two, and average=False divides nothing"),
+            (self.algorithm != "native" and wire != "fp32",
+             f"a wire of {wire} is always an all-to-all and an all-gather with fused kernels: leave algorithm out"),
+            (self.algorithm == "ring" and self.deterministic,
+             "a ring's order of summing depends on where in a bucket an element lies: use 'direct' or 'native'"),
+            (self.deterministic and wire not in ("fp32", "bf16", "fp16"),
+             f"the bits of {wire} depend on where buckets begin and end: deterministic takes fp32, bf16 and fp16"),
+            (self.deterministic and self.stochastic_rounding,
+             "random bits are drawn by the place in a bucket: deterministic can't be had with stochastic_rounding"),
+            (self.local_steps is not None and (self.max_norm is not None or self.check_finite),
+             "with local_steps each rank steps on its own gradients, which the hook doesn't look at: clip them with "
+             "torch.nn.utils.clip_grad_norm_"),
+            (reduces_nodes_first and (self.algorithm != "native" or self.deterministic),
+             "hierarchical sums machine by machine, not in rank order and by no other algorithm"),
+            (reduces_nodes_first and (self.error_feedback or wire == "powersgd"),
+             "hierarchical sends parts of what a machine's ranks have summed: no rank's own error could be fed back, "
+             "and no matrix is whole"),
+        ]  # fmt: skip
+
+    def check_optimizer(self, optimizer) -> None:
+        """Raise `InvalidArgument` for an optimizer that can't be stepped inside of the backward with
+        these options.
+        """
+        if not isinstance(optimizer, FusedOptimizer):
+            raise InvalidArgument(
+                "optimizer must be a collectives.optim SGD, Adam or AdamW, whose kernels step parts of parameters, not "
+                f"{kind_of(optimizer)}"
+            )
+        _refuse([
+            (self.local_steps is not None,
+             "with local_steps the ranks' parameters differ, and a sharded optimizer needs them equal"),
+            (self.deterministic and self.max_norm is not None,
+             "a sharded optimizer's norm is of parts, whose places depend on buckets: deterministic takes max_norm "
+             "without optimizer"),
+            (self.hierarchical is True,
+             "the parts of a sharded optimizer are those of a flat reduce-scatter: leave hierarchical out"),
+        ])  # fmt: skip
+
+    @property
+    def needs_stats(self) -> bool:
+        """Whether every backward needs the gradient's norm or the number of its non-finite values."""
+        return self.max_norm is not None or self.check_finite
+
+    def make_compressor(self, parameter_names) -> Compressor:
+        """Return a new compressor of these options' wire, whose state is saved by `parameter_names`."""
+        compressor = make_compressor(
+            self.wire, block=self.block, error_feedback=self.error_feedback,
+            stochastic_rounding=self.stochastic_rounding, deterministic=self.deterministic,
+            algorithm=None if self.algorithm == "native" else self.algorithm, parameter_names=parameter_names,
+        )  # fmt: skip
+        return Hierarchical(compressor) if self.hierarchical is True else compressor
+
+    def changed(self) -> dict:
+        """Return the options that have other values than the defaults, by name; `streams`: than 1."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)} | {"streams": 1}
+        return {name: value for name, value in vars(self).items() if value != defaults[name]}
 
 
-def _check_combinations(options: dict, wire: str, optimizer) -> None:
-    local, algorithm, hierarchical = options["local_steps"], options["algorithm"], options["hierarchical"]
-    combinations = [
-        (options["predivide"] is not None and not options["average"],
-         "predivide splits the division of an average in two, and average=False divides nothing"),
-        (algorithm != "native" and wire != "fp32",
-         f"a wire of {wire} is always an all-to-all and an all-gather with fused kernels: leave algorithm out"),
-        (algorithm == "ring" and options["deterministic"],
-         "a ring's order of summing depends on where in a bucket an element lies: use 'direct' or 'native'"),
-        (options["deterministic"] and wire not in ("fp32", "bf16", "fp16"),
-         f"the bits of {wire} depend on where buckets begin and end: deterministic takes fp32, bf16 and fp16"),
-        (options["deterministic"] and options["stochastic_rounding"],
-         "random bits are drawn by the place in a bucket: deterministic can't be had with stochastic_rounding"),
-        (local is not None and optimizer is not None,
-         "with local_steps the ranks' parameters differ, and a sharded optimizer needs them equal"),
-        (local is not None and (options["max_norm"] is not None or options["check_finite"]),
-         "with local_steps each rank steps on its own gradients, which the hook doesn't look at: clip them with "
-         "torch.nn.utils.clip_grad_norm_"),
-        (optimizer is not None and options["deterministic"] and options["max_norm"] is not None,
-         "a sharded optimizer's norm is of parts, whose places depend on buckets: deterministic takes max_norm without "
-         "optimizer"),
-        (hierarchical is True and (algorithm != "native" or options["deterministic"]),
-         "hierarchical sums machine by machine, not in rank order and by no other algorithm"),
-        (hierarchical is True and (options["error_feedback"] or wire == "powersgd"),
-         "hierarchical sends parts of what a machine's ranks have summed: no rank's own error could be fed back, and "
-         "no matrix is whole"),
-        (hierarchical is True and optimizer is not None,
-         "the parts of a sharded optimizer are those of a flat reduce-scatter: leave hierarchical out"),
-    ]  # fmt: skip
+def _refuse(combinations: list[tuple[bool, str]]) -> None:
     for wrong, reason in combinations:
         if wrong:
             raise InvalidArgument(reason)

@@ -73,7 +73,7 @@ class SavedBuckets:
         self._saved: list[_SavedLayout] | None = None  # None: nothing was loaded
         self.world_size = 0  # of the saved run
         self._layout_of = WeakIdKeyDictionary()  # parameter -> the member of `_saved` that its module uses, or None
-        self._warn_in = 0  # backwards
+        self.warn_in = 0  # backwards until `warn_unmatched` checks the loaded state; 0: it does not
 
     # ---- Saving.
 
@@ -159,17 +159,15 @@ class SavedBuckets:
 
     def schedule_warning(self) -> None:
         """Let `warn_unmatched` check the loaded state after some backwards."""
-        self._warn_in = _BACKWARDS_TO_WARN
+        self.warn_in = _BACKWARDS_TO_WARN
 
     def warn_unmatched(self, compressor) -> None:
         """Count a backward.
 
         After the third one warn of loaded residuals and buckets that match no parameter.
         """
-        if not self._warn_in:
-            return
-        self._warn_in -= 1
-        if self._warn_in:
+        self.warn_in -= 1
+        if self.warn_in:
             return
         residuals = self._parameter_names.unmatched(compressor.unclaimed_names())
         waiting = [each.layout for each in self._saved or () if not each.claimed]

@@ -50,8 +50,8 @@ class ScalerLookup:
                 found = find_active_scalers()
             if len(found) > 1:
                 raise InvalidUsage(
-                    f"there are {len(found)} GradScalers in use: name this module's, state.grad_scaler = scaler, or "
-                    "False where its loss isn't scaled"
+                    f"there are {len(found)} GradScalers in use: name this module's, HookState(grad_scaler=scaler) or "
+                    "state.grad_scaler = scaler, or False where its loss isn't scaled"
                 )
             self.scaler = found[0] if found else False
         scaler = self.scaler

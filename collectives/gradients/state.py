@@ -8,15 +8,18 @@ import torch.distributed as dist
 from ..arrays import kind_of
 from ..comm.communicator import Communicator
 from ..comm.registration import BufferRegistrationCache
-from ..compression import Bucket, Compressor, NoCompression, make_compressor
-from ..compression.hierarchical import Hierarchical
+from ..compression import Bucket, NoCompression
 from ..errors import InvalidArgument, InvalidUsage
 from ..parameter_names import ParameterNames
 from ..rendezvous.process_groups import get_default_group
 from .compiled import register_state
+from .ddp_reducer import DDPReducer
 from .local_sgd import LocalSGD
-from .options import DEFAULTS, check_options, parse_local_steps, parse_streams
-from .pipeline import GradReducer
+from .optimizer_in_backward import OptimizerInBackward
+from .options import HookOptions, parse_local_steps
+from .pipeline import GradientPipeline
+from .saved_layout import SavedBuckets
+from .saved_state import common_state, load_common_state, pickled_state, restore_pickled_state
 from .scaler_lookup import ScalerLookup
 from .zero import ShardedStep
 
@@ -55,8 +58,9 @@ class HookState:
     GradScaler needs all gradients first, the updates wait for the last bucket; non-finite gradients
     leave the step out on all ranks. `local_steps`: k, or (first, k), for post-local SGD: after
     `first` averaged steps each rank goes on with its own gradients and the models are averaged at
-    every k-th step (Lin 2018). A GradScaler is looked for when it first matters;
-    ``state.grad_scaler = scaler`` names it, and False says that there is none.
+    every k-th step (Lin 2018). `grad_scaler`: the GradScaler that scales the loss, False where none
+    does, or None for the only one in use when it first matters; several are an error then. It can
+    be set later (``state.grad_scaler = scaler``), and isn't pickled.
 
     `zero_copy`: on the host, make large buckets shared memory at their addresses once DDP keeps
     them, so that they are averaged with no staging copy. That needs malloc to have given them
@@ -86,71 +90,59 @@ class HookState:
         error_feedback: bool = False, stochastic_rounding: bool = False, average: bool = True,
         predivide: float | None = None, algorithm: str = "native", deterministic: bool = False,
         streams: int | None = None, max_norm: float | None = None, norm_type: float = 2, check_finite: bool = False,
-        optimizer=None, local_steps=None, hierarchical="auto", zero_copy: bool = True, gather: str | None = None,
+        optimizer=None, grad_scaler=None, local_steps=None, hierarchical="auto", zero_copy: bool = True,
+        gather: str | None = None,
     ):  # fmt: skip
         if comm is not None and not isinstance(comm, Communicator):
             raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {kind_of(comm)}")
         if comm is not None and process_group is not None:
             raise InvalidArgument("comm and process_group both say which ranks average: give one of them")
-        self.units = None  # set by `collectives.sharded`; then the state is refused for DDP
-        self._options = {
-            "wire": wire, "block": block, "error_feedback": error_feedback, "stochastic_rounding": stochastic_rounding,
-            "average": average, "predivide": predivide, "algorithm": algorithm, "deterministic": deterministic,
-            "streams": parse_streams(streams), "max_norm": max_norm, "norm_type": norm_type,
-            "check_finite": check_finite, "local_steps": local_steps, "hierarchical": hierarchical,
-            "zero_copy": zero_copy, "gather": gather,
-        }  # fmt: skip
-        check_options(self._options, optimizer)
+        self.options = options = HookOptions(
+            wire=wire, block=block, error_feedback=error_feedback, stochastic_rounding=stochastic_rounding,
+            average=average, predivide=predivide, algorithm=algorithm, deterministic=deterministic, streams=streams,
+            max_norm=max_norm, norm_type=norm_type, check_finite=check_finite, local_steps=local_steps,
+            hierarchical=hierarchical, zero_copy=zero_copy, gather=gather,
+        )  # fmt: skip
         self.comm = comm
+        self.units = None  # set by `collectives.sharded`; then the state is refused for DDP
         self.parameter_names = ParameterNames()
         self._number = register_state(self)
         self._group = None
-        self._pickled_size = None
+        self.pickled_size = None  # the ranks of a state that was unpickled
         self._registrations = BufferRegistrationCache()
         self._scaler_lookup = ScalerLookup()
-        self._optimizer = None
-        self._saved_optimizer = None
-        self._local_sgd = None if local_steps is None else LocalSGD(*parse_local_steps(local_steps))
-        self.compressor = self._make_compressor()
+        self.saved_optimizer = None  # state that waits for its optimizer
+        self.local_sgd = None if local_steps is None else LocalSGD(*parse_local_steps(local_steps))
+        self.compressor = options.make_compressor(self.parameter_names)
         # Other compressors send from memory of their own.
         self.shares_memory = zero_copy and isinstance(self.compressor, NoCompression)
-        self.reducer = GradReducer(
-            self.compressor, average=average, predivide=predivide, streams=self._options["streams"], max_norm=max_norm,
-            norm_type=norm_type, check_finite=check_finite, deterministic=deterministic, sharded_step=None,
-            local_sgd=self._local_sgd, find_scaler=self.find_scaler, describe_options=self.describe_options,
-            parameter_names=self.parameter_names,
+        self.pipeline = GradientPipeline(
+            options, self.compressor, SavedBuckets(self.parameter_names), local_sgd=self.local_sgd,
+            find_scaler=self.find_scaler, describe_options=self.describe_options,
         )  # fmt: skip
+        self.reducer = DDPReducer(self.pipeline, self.parameter_names)
+        self.grad_scaler = grad_scaler
         if optimizer is not None:
             self.optimizer = optimizer
         if process_group is not None:
             self.process_group = process_group
 
     def __getattr__(self, name):
-        options = self.__dict__.get("_options", {})
-        if name in options:
-            return options[name]
+        options = self.__dict__.get("options")
+        if options is not None and name in vars(options):
+            return getattr(options, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name, value):
-        if name in self.__dict__.get("_options", {}):
+        if "options" in self.__dict__ and name in vars(self.options):
             raise InvalidUsage(f"{name} is fixed when a HookState is made: make another one with {name}={value!r:.60}")
         super().__setattr__(name, value)
 
-    def _make_compressor(self) -> Compressor:
-        options = self._options
-        algorithm = None if options["algorithm"] == "native" else options["algorithm"]
-        names = ("block", "error_feedback", "stochastic_rounding", "deterministic")
-        given = {name: options[name] for name in names}
-        compressor = make_compressor(
-            options["wire"], algorithm=algorithm, parameter_names=self.parameter_names, **given
-        )
-        return Hierarchical(compressor) if options["hierarchical"] is True else compressor
-
     def describe_options(self) -> dict:
         """Return the options that must be the same on all ranks, by name."""
-        described = {name: value for name, value in self._options.items() if name != "zero_copy"}
-        described["optimizer"] = type(self._optimizer).__name__ if self._optimizer is not None else None
-        described["loaded from a saved state"] = self.reducer.buckets.resumes
+        described = {name: value for name, value in vars(self.options).items() if name != "zero_copy"}
+        described["optimizer"] = type(self.optimizer).__name__ if self.optimizer is not None else None
+        described["loaded from a saved state"] = self.pipeline.buckets.resumes
         described["what the wire starts from"] = self.compressor.state_checksum()
         return described
 
@@ -163,7 +155,7 @@ class HookState:
         None where no option needs it. A GradScaler's factor is divided out, except with deferred
         updates, where only the scaler knows it. On a GPU this waits for the norm.
         """
-        norm = self.reducer.norm
+        norm = self.pipeline.norm
         return norm if norm is None or isinstance(norm, float) else norm.item()
 
     @property
@@ -172,7 +164,7 @@ class HookState:
 
         None where no option needs it.
         """
-        found = self.reducer.nonfinite
+        found = self.pipeline.nonfinite
         return found if found is None else int(found)
 
     @property
@@ -180,7 +172,7 @@ class HookState:
         """The bytes that this rank has sent for the last backward, as rings send them: 2(n-1)/n of
         what is reduced.
         """
-        return self.reducer.bytes_on_wire
+        return self.pipeline.bytes_on_wire
 
     def stats(self) -> dict:
         """Return totals since the state was made: backwards, buckets, bytes, and seconds spent
@@ -188,7 +180,7 @@ class HookState:
 
         ``ratio``: the bytes on the wire divided by what fp32 would have sent.
         """
-        totals = dict(self.reducer.totals)
+        totals = dict(self.pipeline.totals)
         as_fp32 = totals["bytes_as_fp32"]
         return {**totals, "ratio": totals["bytes_on_wire"] / as_fp32 if as_fp32 else 1.0}
 
@@ -206,7 +198,7 @@ class HookState:
         if self.comm is not None:
             raise InvalidArgument("this state has a communicator, which says which ranks average")
         self._group = group
-        self._pickled_size = None
+        self.pickled_size = None
 
     def get_process_group(self):
         """Return the process group to open a communicator over.
@@ -216,9 +208,9 @@ class HookState:
         if self._group is not None:
             return self._group
         world = get_default_group("the hook's", "give HookState a comm or process_group")
-        if self._pickled_size not in (None, world.size()):
+        if self.pickled_size not in (None, world.size()):
             raise InvalidUsage(
-                f"this HookState was pickled with a group of {self._pickled_size} ranks and the default group has "
+                f"this HookState was pickled with a group of {self.pickled_size} ranks and the default group has "
                 f"{world.size()}: set its process_group"
             )
         return world
@@ -249,17 +241,17 @@ class HookState:
     @property
     def optimizer(self):
         """The optimizer that is stepped inside of the backward, or None."""
-        return self._optimizer
+        step = self.pipeline.optimizer_step
+        return None if step is None else step.optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer):
-        check_options(self._options, optimizer)
-        sharded_step = ShardedStep(optimizer) if self.units is None else self.units.stepping(optimizer)
-        if self._saved_optimizer is not None:
-            sharded_step.load_state_dict(self._saved_optimizer)
-            self._saved_optimizer = None
-        self._optimizer = optimizer
-        self.reducer.sharded_step = sharded_step
+        self.options.check_optimizer(optimizer)
+        step = ShardedStep(optimizer) if self.units is None else self.units.make_step(optimizer)
+        if self.saved_optimizer is not None:
+            step.load_state_dict(self.saved_optimizer)
+            self.saved_optimizer = None
+        self.pipeline.compose(step)
 
     def optimizer_state_dict(self, *, full: bool = True) -> dict:
         """Return the state of `optimizer`: all of it, as torch's optimizers do, or this rank's
@@ -268,16 +260,16 @@ class HookState:
         `full`: a collective, which all ranks must call; the result fits the same optimizer without
         a hook, and any number of ranks.
         """
-        return self._get_sharded_step().state_dict(full=full)
+        return self._get_step().state_dict(full=full)
 
     def load_optimizer_state_dict(self, state_dict: dict) -> None:
         """Load an `optimizer_state_dict`, or a state dict of torch's optimizer of that name."""
-        self._get_sharded_step().load_state_dict(state_dict)
+        self._get_step().load_state_dict(state_dict)
 
-    def _get_sharded_step(self) -> ShardedStep:
-        if self.reducer.sharded_step is None:
+    def _get_step(self) -> OptimizerInBackward:
+        if self.pipeline.optimizer_step is None:
             raise InvalidUsage("this state steps no optimizer: give HookState an optimizer=")
-        return self.reducer.sharded_step
+        return self.pipeline.optimizer_step
 
     @property
     def grad_scaler(self):
@@ -298,23 +290,11 @@ class HookState:
     # ---- Pickling, and state dicts.
 
     def __getstate__(self):
-        size = self._pickled_size
-        if self.comm is not None:
-            size = self.comm.size
-        elif self._group is not None and self._group is not dist.group.WORLD:
-            size = self._group.size()
-        reducer = self.reducer
-        sharded_step = reducer.sharded_step
-        return {
-            "layouts": reducer.buckets.state_dict(),
-            "ranks": reducer.world_size or reducer.buckets.world_size,  # the latter if not used since loading
-            "options": self._options,
-            "size": size,
-            "wire": self.compressor.state_dict(),
-            "optimizer": self._saved_optimizer if sharded_step is None else sharded_step.state_dict(full=False),
-            "local": None if self._local_sgd is None else self._local_sgd.state_dict(),
-            "totals": reducer.totals,
-        }
+        return pickled_state(self)
+
+    def __setstate__(self, state):
+        self.__init__(**state["options"])
+        restore_pickled_state(self, state)
 
     def state_dict(self) -> dict:
         """Return what training needs to go on with any number of ranks.
@@ -323,57 +303,18 @@ class HookState:
         that the next averages still receive all of them; the optimizer's state is full. (Pickling
         the state on each rank and loading it there goes on bit for bit, with as many ranks.)
         """
-        wire, comm_streams = self.compressor.state_dict(), self.reducer.comm_streams
-        residuals = wire.get("residuals", {})
-        if residuals and not comm_streams:
-            raise InvalidUsage("residuals that were loaded wait for their parameters: call it after a backward")
-        for name in sorted(residuals):
-            mean = residuals[name].to(comm_streams[0].comm.device)
-            comm_streams[0].comm.all_reduce(mean, "avg", algorithm="native")
-            residuals[name] = mean.cpu()
-        return {
-            "wire": wire,
-            "size": comm_streams[0].comm.size if comm_streams else None,
-            "optimizer": None if self._optimizer is None else self.optimizer_state_dict(),
-            "local": None if self._local_sgd is None else self._local_sgd.state_dict(),
-        }
+        return common_state(self)
 
     def load_state_dict(self, state: dict) -> None:
         """Load a `state_dict`, the same on every rank; a local call."""
-        wire = dict(state["wire"])
-        if wire.get("residuals") and not self._options["average"]:
-            # A sum must still receive the residuals of all ranks: of fewer ranks, each keeps more.
-            size = self.comm.size if self.comm is not None else self.get_process_group().size()
-            factor = state["size"] / size
-            wire["residuals"] = {name: residual * factor for name, residual in wire["residuals"].items()}
-        self.compressor.load_state_dict(wire)
-        self.reducer.buckets.schedule_warning()
-        if self._local_sgd is not None and state["local"] is not None:
-            self._local_sgd.load_state_dict(state["local"])
-        if state["optimizer"] is not None:
-            if self._optimizer is None:
-                self._saved_optimizer = state["optimizer"]
-            else:
-                self.load_optimizer_state_dict(state["optimizer"])
-
-    def __setstate__(self, state):
-        self.__init__(**state["options"])
-        self._pickled_size = state["size"]
-        self.compressor.load_state_dict(state["wire"])
-        self._saved_optimizer = state["optimizer"]
-        if self._local_sgd is not None:
-            self._local_sgd.load_state_dict(state["local"])
-        layouts = state["layouts"] if "layouts" in state else state["layout"] and [state["layout"]]  # of one module
-        self.reducer.buckets.load(layouts, state["ranks"])
-        self.reducer.totals.update(state["totals"])
+        load_common_state(self, state)
 
     def __repr__(self):
         over = self.comm if self.comm is not None else self._group
-        shared = self._registrations.describe() if self._options["zero_copy"] else "off"
-        defaults = {"zero_copy": None, "average": None, "streams": 1, **DEFAULTS}
-        others = [f"{key}={value!r}" for key, value in self._options.items() if value != defaults.get(key, value)]
-        words = ["default group" if over is None else str(over), f"average={self._options['average']}"]
-        words += [other for other in others if not other.startswith(("average=", "zero_copy="))]
-        if self._optimizer is not None:
-            words.append(f"optimizer={type(self._optimizer).__name__}")
+        shared = self._registrations.describe() if self.zero_copy else "off"
+        words = ["default group" if over is None else str(over), f"average={self.average}"]
+        changed = self.options.changed().items()
+        words += [f"{name}={value!r}" for name, value in changed if name not in ("average", "zero_copy")]
+        if self.optimizer is not None:
+            words.append(f"optimizer={type(self.optimizer).__name__}")
         return f"HookState({', '.join(words)}, zero_copy: {shared})"

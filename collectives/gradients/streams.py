@@ -44,6 +44,7 @@ class CommStream:
         self.comm = comm
         self.trace_row = trace_row
         self.stream = None if comm._on_host else torch.cuda.Stream(comm.device)
+        self.stopped = False
         self._jobs: queue.SimpleQueue | None = None
         self._owner = 0  # process id
 
@@ -61,7 +62,8 @@ class CommStream:
         return done
 
     def stop(self) -> None:
-        """End the thread after the jobs that it has."""
+        """End the thread after the jobs that it has. The stream is not used any more."""
+        self.stopped = True
         if self._jobs is not None and self._owner == os.getpid():
             self._jobs.put(None)
 
@@ -82,9 +84,10 @@ def get_comm_streams(comm: Communicator, count: int) -> list[CommStream]:
 
     The first call for a larger count is a collective.
     """
-    if comm not in _streams:
+    streams = _streams.get(comm)
+    if streams is None:
         _close_stale()
-    streams = _streams.setdefault(comm, [])
+        streams = _streams[comm] = []
     while len(streams) < count:
         trace_row = f"lane {len(streams)}"
         streams.append(CommStream(comm if not streams else comm.split(0), trace_row))

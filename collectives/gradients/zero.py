@@ -9,74 +9,43 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..errors import InvalidArgument, InvalidUsage
-from ..kernels import Statistics, pack, unpack
+from ..kernels import pack, unpack
 from ..optim import FusedOptimizer
 from ..optimizer_state import HALF_DTYPES, increment_steps, random_bit_offsets, same_objects, update_master
 from .bucket_state import BucketState, StepBatch
+from .optimizer_in_backward import OptimizerInBackward
 from .shard_spec import ShardSpec, flat_view
 from .shard_state import check_shard_rank, full_state_dict, init_state, parse_shard, reshard_state
 
-__all__ = ["ShardedStep", "refuse_arguments"]
+__all__ = ["ShardedStep"]
 
 _ALIGNMENT = 16  # bytes, for the kernels' vector loads and the chunks of a collective
 
 
-def refuse_arguments(closure, others: dict, by: str, whose: str) -> None:
-    """Raise `InvalidArgument` for arguments of an optimizer's step() that only ends a step."""
-    if closure is not None:
-        raise InvalidArgument("the optimizer is stepped inside of the backward: step() takes no closure")
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise InvalidArgument(
-            f"the optimizer is stepped by {by}, so step() takes no {given[0]}: use {whose} max_norm, or a GradScaler"
-        )
-
-
-class ShardedStep:
+class ShardedStep(OptimizerInBackward):
     """Steps an optimizer of `collectives.optim` inside of a DDP hook, each rank the elements that
     it owns.
 
-    `optimizer`: a `collectives.optim.SGD`, `Adam` or `AdamW`, whose ``step()`` from then on only
-    ends the step; see `step`. Parameters must be dense. For each bucket the hook leaves this rank's
-    reduced gradients at ``shard_spec(...).shard`` and ``.remainder`` of ``bucket.flat`` and calls
-    `update`, or `defer` where the update must wait for ``optimizer.step()``.
+    Parameters must be dense. For each bucket the hook leaves this rank's reduced gradients at
+    ``shard_spec(...).shard`` and ``.remainder`` of ``bucket.flat`` and calls `update`, or `defer`
+    where the update must wait for ``optimizer.step()``.
 
     ``optimizer.state`` and ``optimizer.state_dict()`` hold what this rank owns, as tensors of one
     dimension, and their layout under "shard". If the buckets change, as DDP's do after the first
-    backward, the state moves between the ranks, one parameter at a time. Raises `InvalidArgument`
-    for another optimizer.
+    backward, the state moves between the ranks, one parameter at a time.
     """
 
-    def __init__(self, optimizer):
-        if not isinstance(optimizer, FusedOptimizer):
-            raise InvalidArgument(
-                "the optimizer that a hook steps must be a collectives.optim.SGD, Adam or AdamW, not a "
-                f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-            )
-        self.optimizer = optimizer
-        optimizer._sharded = self
-        self.applied = False  # whether an update was applied in the backward that has begun last
-        self._divided = False  # whether the applied update undid a GradScaler's scale
-        self._pending: list[tuple] = []  # deferred buckets
-        self._norm = self._max_norm = None
-        self._nonfinite_counts: list = []
+    items = "buckets"
+
+    def __init__(self, optimizer: FusedOptimizer):
+        super().__init__(optimizer)
         self._comm = None  # the newest
         self._buffers = weakref.WeakKeyDictionary()  # communicator -> buffer of the parameters' all-gather
-        self._unreduced: list | None = None  # parameters of the optimizer that are in no bucket
-        self.forget()
 
     def forget(self) -> None:
-        """Drop what is cached of parameters, groups and state.
-
-        The optimizer calls it when it gets others.
-        """
+        """Drop what is cached of parameters, groups and state."""
         self._bucket_states: dict[tuple[int, int], BucketState] = {}
-        self._unreduced = None
-
-    @property
-    def pending(self) -> int:
-        """The number of buckets whose update waits for ``optimizer.step()``."""
-        return len(self._pending)
+        self._strays: list | None = None  # parameters of the optimizer that are in no bucket
 
     def shard_spec(self, bucket, world_size: int, rank: int, align: int | None = None) -> ShardSpec:
         """Return what a rank owns of a bucket.
@@ -85,121 +54,54 @@ class ShardedStep:
         """
         return ShardSpec(bucket.flat.numel(), world_size, align or _ALIGNMENT // bucket.flat.element_size(), rank)
 
-    # ---- A backward.
-
-    def begin(self) -> None:
-        """Begin a backward, at its first bucket.
-
-        Raises `InvalidUsage` where the last one's updates still wait.
-        """
-        if self._pending:
-            raise InvalidUsage(
-                f"the updates of {len(self._pending)} buckets still wait for optimizer.step(): call it after each "
-                "backward that synchronises (scaler.step(optimizer) with a GradScaler), or drop them with "
-                "ShardedStep.discard()"
-            )
-        self.applied = self._divided = False
-
-    def discard(self) -> None:
-        """Drop deferred updates, e.g. after an error between backward and ``optimizer.step()``."""
-        self._pending, self._nonfinite_counts = [], []
-        self._norm = self._max_norm = None
+    # ---- What waits for optimizer.step().
 
     def defer(self, comm, bucket, norm=None, max_norm=None, found=None, *, align=None) -> None:
         """Leave a bucket's update to ``optimizer.step()``, which then takes its gradients from
-        ``param.grad``.
+        ``param.grad``; see `_defer`.
 
-        `norm`: of all averaged gradients, before unscaling; with `max_norm` they are clipped by it.
-        `found`: the number of non-finite gradients, over all ranks; if it isn't 0 the step is left
-        out. These are numbers, `Statistics` or tensors of one element, final when this is called;
-        those of the whole backward may come with its last bucket alone. If `found` isn't 0 the
-        bucket's first element becomes NaN. The GradScalers of all ranks, each of which checks its
-        own rank's gradients, then find it and choose the same scale.
+        If `found` isn't 0 the bucket's first element becomes NaN. The GradScalers of all ranks,
+        each of which checks its own rank's gradients, then find it and choose the same scale.
         """
-        self._pending.append((comm, bucket, align))
-        if norm is not None:
-            self._norm, self._max_norm = norm, max_norm
-        if found is not None:
-            self._nonfinite_counts.append(found)
-            found = FusedOptimizer._parse_found_nonfinite(found)
-            with torch.no_grad():
-                if found is True:
-                    bucket.flat[:1].fill_(torch.nan)
-                elif found is not None:
-                    bucket.flat[:1].masked_fill_(found.to(bucket.flat.device).reshape(1) != 0, torch.nan)
+        self._defer((comm, bucket, align), norm, max_norm, found)
+        found = FusedOptimizer._parse_found_nonfinite(found)
+        with torch.no_grad():
+            if found is True:
+                bucket.flat[:1].fill_(torch.nan)
+            elif found is not None:
+                bucket.flat[:1].masked_fill_(found.to(bucket.flat.device).reshape(1) != 0, torch.nan)
 
-    def step(self, closure=None, **others) -> None:
-        """End a step, for ``optimizer.step()``: apply the deferred updates.
+    def _step_item(self, item, *, scale, clip, found) -> None:
+        comm, bucket, align = item
+        factors = {} if scale is None else {"grad_scale": scale, "divide": True}
+        if clip is not None:
+            factors["clip"] = clip
+        self.update(comm, bucket, found=found, from_grads=True, align=align, **factors)
 
-        The backward has applied all others. Reads what a GradScaler sets (``optimizer.grad_scale``, the
-        divisor, and ``found_inf``, of all ranks). Blocks as the collectives do. Raises
-        `InvalidUsage` where there was no synchronised backward since the last step, where
-        ``scaler.unscale_`` was called, and where a parameter has a gradient and is in no bucket;
-        `InvalidArgument` for a closure and for arguments.
+    def _check_unscaled(self) -> None:
+        raise InvalidUsage(
+            "scaler.unscale_(optimizer) was called, and a rank has only its part of the averaged gradients, so that a "
+            "norm taken of them would be wrong: leave unscale_ out, and clip with the hook's max_norm"
+        )
+
+    def _share_found(self, found):
+        """Return the maximum of all ranks: ranks that differed here would go on with different
+        parameters.
         """
-        refuse_arguments(closure, others, "its DDP hook", "the hook's")
-        scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        if self._pending:
-            if found_inf is not None and scale is None:
-                raise InvalidUsage(
-                    "scaler.unscale_(optimizer) was called, and a rank has only its part of the averaged gradients, so "
-                    "that a norm taken of them would be wrong: leave unscale_ out, and clip with the hook's max_norm"
-                )
-            self._step_pending(scale, found_inf)
-        elif not self.applied:
-            raise InvalidUsage(
-                "no synchronised backward since the last step: the optimizer is stepped inside of the DDP hook, once "
-                "for each backward outside of no_sync()"
-            )
-        elif found_inf is not None and not self._divided:
-            raise InvalidUsage(
-                "a GradScaler steps this optimizer, but its updates were applied in the backward by gradients that "
-                "were still scaled: make the GradScaler before the first backward"
-            )
-        self.applied = self._divided = False
-        self._check_unreduced()
-
-    def _step_pending(self, scale, found_inf) -> None:
-        scales = {} if scale is None else {"grad_scale": scale, "divide": True}
-        if self._norm is not None and self._max_norm is not None:
-            norm = self._norm.norm if isinstance(self._norm, Statistics) else self._norm
-            if not isinstance(norm, torch.Tensor):
-                norm = torch.tensor(float(norm), dtype=torch.float64)
-            norm = norm.to(torch.float64) if scale is None else norm.to(torch.float64) / scale.to(norm.device)
-            scales["clip"] = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
-        found = FusedOptimizer._parse_found_nonfinite(*self._nonfinite_counts, found_inf)
         comm = self._pending[0][0]
-        if found_inf is not None and comm.size > 1:
-            # Found in one rank's gradients; ranks that differed here would go on with different
-            # parameters.
-            if isinstance(found, torch.Tensor):
-                found_anywhere = found.to(comm.device, torch.float32).reshape(1).clone()
-            else:
-                found_anywhere = torch.full((1,), float(found is True), device=comm.device)
-            comm.all_reduce(found_anywhere, "max")
-            found = found_anywhere
-        for comm, bucket, align in self._pending:
-            self.update(comm, bucket, found=found, from_grads=True, align=align, **scales)
-        self.discard()
+        if comm.size == 1:
+            return found
+        if isinstance(found, torch.Tensor):
+            found_anywhere = found.to(comm.device, torch.float32).reshape(1).clone()
+        else:
+            found_anywhere = torch.full((1,), float(found is True), device=comm.device)
+        comm.all_reduce(found_anywhere, "max")
+        return found_anywhere
 
-    def _check_unreduced(self) -> None:
-        """Raise `InvalidUsage` for a parameter of the optimizer that has a gradient and is in no
-        bucket.
-        """
-        if self._unreduced is None:
-            reduced = {id(param) for each in self._bucket_states.values() for param in each.params}
-            self._unreduced = [
-                (param, f"parameter {index} of group {number} (shape {tuple(param.shape)})")
-                for number, group in enumerate(self.optimizer.param_groups)
-                for index, param in enumerate(group["params"])
-                if id(param) not in reduced
-            ]
-        for param, name in self._unreduced:
-            if param.grad is not None:
-                raise InvalidUsage(
-                    f"{name} has a gradient but was in no bucket of the hook, so that it was not stepped: give it an "
-                    "optimizer of its own, or, if it is another DDP module's, register the hook there with this state"
-                )
+    def _unreduced(self) -> list:
+        if self._strays is None:
+            self._strays = self._outside({id(param) for each in self._bucket_states.values() for param in each.params})
+        return self._strays
 
     # ---- One bucket.
 
@@ -273,7 +175,7 @@ class ShardedStep:
                 if not here.isdisjoint(map(id, other.params)):
                     del self._bucket_states[old]
             self._bucket_states[key] = found
-            self._unreduced = None
+            self._strays = None
         state = self.optimizer.state
         if not same_objects([state[param].get("shard") for param in found.params], found.shards):
             reshard_state(comm, self.optimizer, found)
@@ -281,11 +183,7 @@ class ShardedStep:
 
     def _find_groups(self, bucket) -> list[tuple[int, int]]:
         """Return the param group of each of a bucket's parameters, and its index there."""
-        places = {
-            id(param): (number, index)
-            for number, group in enumerate(self.optimizer.param_groups)
-            for index, param in enumerate(group["params"])
-        }
+        places = self._positions()
         missing = [at for at, param in enumerate(bucket.params) if id(param) not in places]
         if missing:
             names = bucket.names()
@@ -362,13 +260,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def state_dict(self, full: bool = True, comm=None) -> dict[str, Any]:
-        """Return the optimizer's state dict.
-
-        `full`: the state as if it had not been sharded, in the format of torch's optimizer of that
-        name, on every rank; all ranks must call it, and it blocks until they do. Otherwise this
-        rank's shard, as ``optimizer.state_dict()`` returns it, which only the same rank of as many
-        can load. `comm`: the communicator to gather by, where no bucket has come yet.
-        """
+        """Return the optimizer's state dict: full, or this rank's shard."""
         return full_state_dict(comm or self._comm, self.optimizer) if full else self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

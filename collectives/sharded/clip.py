@@ -10,64 +10,18 @@ the same bits.
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 import torch.nn.utils.clip_grad as torch_clip
 from torch import nn
 
 from ..errors import InvalidArgument, InvalidUsage
+from ..gradients.grad_norm import norm_over_ranks
 from ..torch_compat import is_traceable_wrapper_subclass as is_wrapper
 from ..torch_patches import patch_total_norm
 from .scheduler import open_schedulers
 
-__all__ = ["clip_grad_norm_", "global_norm", "patch_clip_grad_norm"]
-
-
-def global_norm(comm, tensors, norm_type: float, *, foreach: bool | None = None) -> torch.Tensor:
-    """Return the norm of all ranks' tensors taken as one: float64, on the communicator's device. A
-    collective.
-
-    `tensors`: those that this rank alone has, of any floating dtypes and devices; `norm_type`:
-    above 0, or infinity.
-    """
-    total = _local_total(tensors, norm_type, comm.device, foreach)
-    if comm.size > 1:
-        _all_reduce_total(comm, total, norm_type)
-    return _norm_of_total(total, norm_type)
-
-
-def _local_total(tensors, p: float, device, foreach) -> torch.Tensor:
-    """Return the sum of powers, or the largest value, as a float64 tensor of one element."""
-    tensors = [tensor for tensor in tensors if tensor.numel()]
-    if not tensors:
-        return torch.zeros(1, dtype=torch.float64, device=device)
-    kinds: dict[tuple, list] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    norms = []
-    for members in kinds.values():
-        found = [torch.linalg.vector_norm(each, p) for each in members] if foreach is False else None
-        found = torch._foreach_norm(members, p) if found is None else found
-        norms.append(torch.stack(found).to(device, torch.float64))
-    norms = torch.cat(norms)
-    return (norms.max() if math.isinf(p) else norms.pow(p).sum()).reshape(1)
-
-
-def _all_reduce_total(comm, total: torch.Tensor, p: float) -> None:
-    if not math.isinf(p):
-        comm.all_reduce(total, "sum", algorithm="native")
-        return
-    # NaN is sent as a second element: engines may lose it in a maximum.
-    both = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf)[0], total.isnan()[0].double()])
-    comm.all_reduce(both, "max", algorithm="native")
-    total.copy_(both[0].masked_fill(both[1] != 0, math.nan).reshape(1))
-
-
-def _norm_of_total(total: torch.Tensor, p: float) -> torch.Tensor:
-    if math.isinf(p):
-        return total[0]
-    return total[0].sqrt() if p == 2 else total[0].pow(1.0 / p)
+__all__ = ["clip_grad_norm_", "owns_shard", "patch_clip_grad_norm"]
 
 
 def owns_shard(unit) -> bool:
@@ -98,7 +52,7 @@ def total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -
             op="clip_grad_norm_",
         )
     device, dtype = tensors[0].device, functools.reduce(torch.promote_types, (each.dtype for each in tensors))
-    totals = [global_norm(scheduler.comm, mine, p, foreach=foreach).to(device) for scheduler, mine in by_scheduler]
+    totals = [norm_over_ranks(scheduler.comm, mine, p, foreach=foreach).to(device) for scheduler, mine in by_scheduler]
     total = totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), p)
     total = total.to(dtype.to_real())
     if error_if_nonfinite and not torch.isfinite(total):

@@ -1,15 +1,12 @@
-"""Gradient reducer of a HookState: how units' gradients are reduced, clipped and stepped, and the
-all-gather's format.
+"""Sharded units' adapter of the gradient pipeline of a HookState, and the all-gather's format.
 
 A backward begins with the first reduction of any of the state's units, and ends when the scheduler
-ends it. What needs all gradients comes then: the norm, non-finite values, a GradScaler. The
-statistics are those of DDP's hook, in the state itself.
+ends it; then the pipeline's stages run.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import time
 import weakref
 
@@ -27,14 +24,14 @@ from ..compression import (
     ring_bytes,
 )
 from ..errors import InvalidArgument, InvalidUsage
+from ..gradients.grad_norm import norm_over_ranks
 from ..gradients.options import parse_streams
 from ..gradients.state import HookState
-from ..gradients.streams import get_comm_streams
 from ..rendezvous.process_groups import get_communicator
-from .clip import global_norm, owns_shard
-from .optimizer_in_backward import OptimizerInBackward
+from .clip import owns_shard
+from .optimizer_in_backward import UnitStep
 from .quantized_gather import QuantizedAllGather
-from .streams import current_stream, release
+from .reduction import as_real, start_reduction
 
 __all__ = ["ShardedGradReducer", "get_reducer"]
 
@@ -97,10 +94,15 @@ def _check(state: HookState) -> None:
 
 
 class ShardedGradReducer:
-    """Reduces the gradients of one communicator's units as a `HookState` says; it is `state.units`."""
+    """Reduces the gradients of one communicator's units by a `HookState`'s pipeline, and gives it
+    what they have reduced (`ReducedGradients`); it is `state.units`.
+    """
+
+    whole = False
 
     def __init__(self, state: HookState, comm):
         self.state = state
+        self.pipeline = state.pipeline
         self.comm = comm
         self.wire = state.compressor
         self.quantized_gather = None if state.gather is None else QuantizedAllGather(state.gather, state.block)
@@ -117,8 +119,6 @@ class ShardedGradReducer:
         self._grad_stats: dict[int, torch.Tensor] = {}
         self._accumulated: set[int] = set()  # groups whose shards had gradients before this backward
         self._stepped: set = set()
-        self._bytes_sent = self._bytes_as_fp32 = 0
-        self._scaler = None
 
     # ---- Units.
 
@@ -171,18 +171,14 @@ class ShardedGradReducer:
 
     # ---- The optimizer.
 
-    def stepping(self, optimizer) -> OptimizerInBackward:
+    def make_step(self, optimizer) -> UnitStep:
         """Return an object that steps an optimizer inside the backward."""
-        return OptimizerInBackward(optimizer, lambda: self.units)
-
-    @property
-    def _step(self) -> OptimizerInBackward | None:
-        return self.state.reducer.sharded_step
+        return UnitStep(optimizer, lambda: self.units)
 
     @property
     def steps(self) -> bool:
         """Whether the optimizer is stepped inside the backward."""
-        return self._step is not None
+        return self.pipeline.optimizer_step is not None
 
     def check_use(self, unit) -> None:
         """Raise `InvalidUsage` where a backward needs parameters of a unit that it has stepped."""
@@ -195,29 +191,6 @@ class ShardedGradReducer:
             )
 
     # ---- A backward.
-
-    def _needs_stats(self) -> bool:
-        state = self.state
-        return state.max_norm is not None or state.check_finite or (self.steps and self._scaler is not None)
-
-    def _begin(self) -> None:
-        state, reduction = self.state, self.state.reducer
-        self.reset()
-        reduction.verify_options(self.comm)
-        if not reduction.comm_streams or reduction.comm_streams[0].comm is not self.comm:
-            reduction.comm_streams = get_comm_streams(self.comm, 1)
-        self._scaler = state.find_scaler() if state.max_norm is not None or self.steps else None
-        self.wire.begin_backward()
-        if self.steps:
-            self._step.begin()
-            if self.comm._on_host:
-                reduction.compare_hyperparameters(self.comm)
-        self._begun = True
-
-    def _scaling(self, unit, size: int) -> Scaling:
-        if unit.gradient_divide_factor is not None:
-            return Scaling(prescale=1.0 / unit.gradient_divide_factor)
-        return self.state.reducer.get_scaling(size)
 
     def start_reduce(self, unit, *, async_op: bool) -> list:
         """Begin to reduce a unit's gradients, as `Unit.start_reduce` does. A collective of all
@@ -234,15 +207,22 @@ class ShardedGradReducer:
         if not self._begun:
             self._begin()
         ends = [self._reduce(unit, group, async_op) for group in unit.gradients.trainable]
-        self.state.reducer.totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
+        self.pipeline.totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
         return [*ends, functools.partial(self._step_when_complete, unit)]
+
+    def _begin(self) -> None:
+        self.reset()
+        self.pipeline.begin_backward(self.comm, streams=1)
+        if self.steps and self.comm._on_host:
+            self.pipeline.compare_hyperparameters()
+        self._begun = True
 
     def _reduce(self, unit, group, async_op: bool):
         """Begin to reduce a group's gradients; return the function that waits and stores the
         result.
         """
-        ranks, number = unit.ranks, self._numbers[group]
-        grad_stats = torch.zeros(2, dtype=torch.float64, device=unit.device) if self._needs_stats() else None
+        ranks, number, pipeline = unit.ranks, self._numbers[group], self.pipeline
+        grad_stats = torch.zeros(2, dtype=torch.float64, device=unit.device) if pipeline.needs_stats else None
         if any(param.shard.grad is not None for param in group.params):
             self._accumulated.add(number)
         self._reduced[number] = (unit, group)
@@ -250,68 +230,61 @@ class ShardedGradReducer:
         flat = group.gradients.pack()
         whole = ranks.shard is None or ranks.replicas is not None  # then all ranks get all of it
         comm = ranks.world if whole else ranks.shard
-        scaling = self._scaling(unit, comm.size)
-        self._bytes_as_fp32 += (2 if whole else 1) * (comm.size - 1) * flat.numel() * 4 // comm.size
-        send = _real(flat)
-        shard_numel = send.numel() // ranks.size
-        own = slice(ranks.rank * group.shard_numel, (ranks.rank + 1) * group.shard_numel)
+        scaling = pipeline.get_scaling(comm.size)
+        if unit.gradient_divide_factor is not None:
+            scaling = Scaling(prescale=1.0 / unit.gradient_divide_factor)
+        halves = 2 if whole else 1
+        as_fp32 = halves * (comm.size - 1) * flat.numel() * 4 // comm.size
+        send = as_real(flat)
         if type(self.wire) is NoCompression:
-            return self._reduce_uncompressed(comm, group, flat, own, whole, scaling, grad_stats, async_op)
-        offsets = [param.offset << flat.is_complex() for param in group.params]
-        bucket = Bucket(send, [param.full for param in group.params], offsets, number, self.state.parameter_names)
-        if whole:
-            self._bytes_sent += self.wire.reduce(comm, bucket, scaling, grad_stats=grad_stats)
+            sent = ring_bytes(send, comm.size, halves)
+            end = self._reduce_uncompressed(unit, group, flat, comm, whole, scaling, grad_stats, async_op)
         else:
-            self._bytes_sent += self.wire.reduce_scatter(comm, bucket, scaling, shard_numel, grad_stats=grad_stats)
-        in_place = flat is group.gradients.flat
-        return functools.partial(group.gradients.set_gradients, flat if in_place else flat[own], in_place)
+            offsets = [param.offset << flat.is_complex() for param in group.params]
+            bucket = Bucket(send, [param.full for param in group.params], offsets, number, self.state.parameter_names)
+            if whole:
+                sent = self.wire.reduce(comm, bucket, scaling, grad_stats=grad_stats)
+            else:
+                sent = self.wire.reduce_scatter(
+                    comm, bucket, scaling, send.numel() // ranks.size, grad_stats=grad_stats
+                )
+            in_place = flat is group.gradients.flat
+            own = slice(ranks.rank * group.shard_numel, (ranks.rank + 1) * group.shard_numel)
+            end = functools.partial(group.gradients.set_gradients, flat if in_place else flat[own], in_place)
+        pipeline.count(1, sent, as_fp32)
+        return end
 
-    def _reduce_uncompressed(self, comm, group, flat, own, whole, scaling, grad_stats, async_op):
+    def _reduce_uncompressed(self, unit, group, flat, comm, whole, scaling, grad_stats, async_op):
         """Reduce in the gradients' own dtype, into the memory of the shards' gradients, overlapped
         where possible.
         """
-        home = current_stream(flat.device)
-        op, postscale = reduce_op(scaling, comm.size), remaining_scale(scaling, comm.size)
+        postscale = remaining_scale(scaling, comm.size)
         algorithm = self.wire.choose_algorithm(comm)
         counted = grad_stats is not None and has_fused_stats(comm, algorithm)
-        options = {"share": grad_stats} if counted else {"algorithm": algorithm}
-        send = _real(flat)
-        if whole:
-            out, in_place = flat, flat is group.gradients.flat
-            work = comm.all_reduce(send, op, async_op=async_op, **options)
-        else:
-            out, in_place = group.gradients.reduce_output()
-            work = comm.reduce_scatter(_real(out), send, op, async_op=async_op, **options)
-        self._bytes_sent += ring_bytes(send, comm.size, 2 if whole else 1)
 
-        def end():
-            if work is not None:
-                work.wait()
-                release(work, home, flat.device)
+        def finish(reduced):
             if postscale != 1.0:
-                out.mul_(postscale)
+                reduced.mul_(postscale)
                 if counted:
                     grad_stats[0] *= postscale * postscale
             if grad_stats is not None and not counted:
-                add_grad_stats(_real(out) if not whole else _real(out).tensor_split(comm.size)[comm.rank], grad_stats)
-            part = out if not whole or out.numel() == group.shard_numel else out[own]
-            group.gradients.set_gradients(part, in_place)
+                own = as_real(reduced)
+                add_grad_stats(own.tensor_split(comm.size)[comm.rank] if whole else own, grad_stats)
 
-        return end
+        return start_reduction(
+            unit, group, flat, reduce_op(scaling, comm.size), whole=whole, async_op=async_op, finish=finish,
+            **({"share": grad_stats} if counted else {"algorithm": algorithm}),
+        )  # fmt: skip
 
     def _step_when_complete(self, unit) -> None:
         """Step a unit whose gradients are all there, unless the step is deferred."""
-        if not self.steps or self._defers_step() or len(unit.gradients.trainable) < len(unit.groups):
+        if not self.pipeline.steps_at_once or len(unit.gradients.trainable) < len(unit.groups):
             return  # frozen parameters may still be needed
         if any(group.offloads for group in unit.groups):
             return  # the gradients are being copied to the host until the backward's end
         if all(param.has_unreduced_grad for param in unit.params):
-            self._step.update(unit)
+            self.pipeline.optimizer_step.update(unit)
             self._stepped.add(unit)
-
-    def _defers_step(self) -> bool:
-        """Whether the optimizer's step must wait for the last unit."""
-        return self._needs_stats() or self._scaler is not None
 
     def end(self) -> None:
         """End a backward: what needs all its gradients. A collective, which the ranks make in the
@@ -320,36 +293,14 @@ class ShardedGradReducer:
         if not self._begun:
             return
         begun = time.perf_counter_ns()
-        reduction, state = self.state.reducer, self.state
-        reduction.norm = reduction.nonfinite = None
-        reduction.bytes_on_wire = self._bytes_sent
-        reduction.world_size = self.comm.size
-        clip = self._clip_factor() if self._needs_stats() else None
-        units = list({id(unit): unit for unit, _ in self._reduced.values()}.values())
-        if self.steps and self._scaler is not None:
-            self._step.defer(units, reduction.norm, state.max_norm, reduction.nonfinite)
-        elif self.steps:
-            found = reduction.nonfinite if state.check_finite else None
-            for unit in units:
-                if unit not in self._stepped:
-                    self._step.update(unit, clip=clip, found=found)
-        elif clip is not None and not (isinstance(clip, float) and clip == 1.0):
-            kinds: dict[torch.device, list] = {}
-            for grad in self._gradients():
-                kinds.setdefault(grad.device, []).append(grad)
-            for device, grads in kinds.items():
-                torch._foreach_mul_(grads, clip if isinstance(clip, float) else clip.to(device))
-        totals = reduction.totals
-        totals["backwards"] += 1
-        totals["buckets"] += len(self._reduced)
-        totals["bytes_on_wire"] += self._bytes_sent
-        totals["bytes_as_fp32"] += self._bytes_as_fp32
+        self.pipeline.end_backward(self)
+        totals = self.pipeline.totals
         totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
         if self.quantized_gather is not None:
             totals["bytes_gathered"] = self.quantized_gather.sent
         self.reset()
 
-    # ---- What needs all gradients.
+    # ---- What the stages read and change: `ReducedGradients`.
 
     def _gradients(self, *, here: bool = False) -> list[torch.Tensor]:
         """Return the shards' gradients that this backward has reduced; `here`: those that count on
@@ -363,10 +314,9 @@ class ShardedGradReducer:
             if param.shard.grad is not None
         ]
 
-    def _clip_factor(self):
-        """Sum the ranks' statistics; return the factor that clips, or None."""
-        state, reduction, comm = self.state, self.state.reducer, self.comm
-        total = torch.zeros(2, dtype=torch.float64, device=comm.device)
+    def sum_stats(self) -> torch.Tensor:
+        """Return this rank's statistics, of all groups."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
         for number in sorted(self._reduced):
             unit, group = self._reduced[number]
             grad_stats = self._grad_stats[number]
@@ -375,27 +325,33 @@ class ShardedGradReducer:
                 for param in group.params if owns_shard(unit) else ():
                     if param.shard.grad is not None:
                         on_its_device = torch.zeros(2, dtype=torch.float64, device=param.shard.grad.device)
-                        add_grad_stats(_real(param.shard.grad.reshape(-1)), on_its_device)
+                        add_grad_stats(as_real(param.shard.grad.reshape(-1)), on_its_device)
                         grad_stats += on_its_device.to(grad_stats.device)
             total += grad_stats.to(total.device)
-        NoCompression().reduce(comm, Bucket(total, [], [], 0), Scaling())
-        on_host = comm._on_host
-        reduction.nonfinite = int(total[1]) if on_host else total[1]
-        if state.norm_type == 2:
-            norm = total[0].sqrt()
-        else:
-            norm = global_norm(comm, self._gradients(here=True), float(state.norm_type))
-        reduction.norm = norm.item() if on_host else norm
-        if state.max_norm is None:
-            return None
-        if self._scaler is not None and not self.steps:
-            scale = self._scaler._scale
-            reduction.norm = reduction.norm / (scale.item() if on_host else scale.to(torch.float64))
-        factor = state.max_norm / (reduction.norm + 1e-6)
-        if on_host:
-            return min(1.0, factor) if not math.isnan(factor) else math.nan
-        return factor.clamp(max=1.0)
+        return total
 
+    def norm(self, p: float) -> torch.Tensor:
+        """Return the p-norm of all shards' gradients."""
+        return norm_over_ranks(self.comm, self._gradients(here=True), p)
 
-def _real(flat: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    def multiply(self, factor) -> None:
+        """Multiply the shards' gradients, on the devices where they are."""
+        kinds: dict[torch.device, list] = {}
+        for grad in self._gradients():
+            kinds.setdefault(grad.device, []).append(grad)
+        for device, grads in kinds.items():
+            torch._foreach_mul_(grads, factor if isinstance(factor, float) else factor.to(device))
+
+    def _units_reduced(self) -> list:
+        return list({id(unit): unit for unit, _ in self._reduced.values()}.values())
+
+    def step(self, *, clip, found) -> None:
+        """Step the optimizer for the units that the backward has not stepped."""
+        for unit in self._units_reduced():
+            if unit not in self._stepped:
+                self.pipeline.optimizer_step.update(unit, clip=clip, found=found)
+
+    def defer_step(self, *, norm, max_norm, found) -> None:
+        """Leave the units' updates to ``optimizer.step()``."""
+        for unit in self._units_reduced():
+            self.pipeline.optimizer_step.defer(unit, norm, max_norm, found)

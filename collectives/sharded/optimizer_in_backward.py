@@ -8,45 +8,34 @@ import weakref
 import torch
 
 from ..errors import InvalidArgument, InvalidUsage
-from ..gradients.zero import refuse_arguments
+from ..gradients.optimizer_in_backward import OptimizerInBackward
 from ..optim import FusedOptimizer
 
-__all__ = ["OptimizerInBackward"]
+__all__ = ["UnitStep"]
 
 
-class OptimizerInBackward:
+class UnitStep(OptimizerInBackward):
     """Steps an optimizer of `collectives.optim` unit by unit, and frees the gradients.
 
-    `optimizer`: a `collectives.optim.SGD`, `Adam` or `AdamW` of shards, whose ``step()`` then only
-    ends the step. `units`: a function that returns the units. All shards with a gradient must be
-    the optimizer's, and its other parameters must have none.
+    `units`: a function that returns the units. All shards with a gradient must be the optimizer's,
+    and its other parameters must have none.
     """
 
+    items = "units"
+
     def __init__(self, optimizer: FusedOptimizer, units):
-        self.optimizer = optimizer
-        self.applied = False  # the last backward has stepped, and step() has not been called
+        super().__init__(optimizer)
         self._units = units
-        self._pending: list | None = None
-        self._norm = self._max_norm = self._found = None
-        self.forget()
-        optimizer._sharded = self
 
     def forget(self) -> None:
-        """Drop the cached positions of parameters; called when the optimizer's parameters or groups
-        change.
-        """
+        """Drop the cached positions of parameters."""
         self._where: dict[int, tuple[int, int]] | None = None
         self._by_unit = weakref.WeakKeyDictionary()  # unit -> number of the optimizer's group -> indices in it
 
     # ---- A backward.
 
     def begin(self) -> None:
-        """Begin a backward. Raises `InvalidUsage` where the last one's step was not ended."""
-        if self._pending is not None:
-            raise InvalidUsage(
-                "the last backward's updates still wait for optimizer.step(): call it after each backward that "
-                "synchronises (scaler.step(optimizer) with a GradScaler)"
-            )
+        """Begin a backward. Raises `InvalidUsage` where the last one's step was not ended, too."""
         if self.applied:
             raise InvalidUsage(
                 "a backward comes behind one that has stepped the optimizer: call optimizer.step() in between, which "
@@ -54,10 +43,7 @@ class OptimizerInBackward:
                 "checkpointing with use_reentrant=True, which makes several backwards of one, can't be had with "
                 "HookState's optimizer"
             )
-
-    def discard(self) -> None:
-        """Drop the deferred updates."""
-        self._pending = self._norm = self._max_norm = self._found = None
+        super().begin()
 
     @torch.no_grad()
     def update(self, unit, *, clip=None, found=None) -> None:
@@ -75,12 +61,22 @@ class OptimizerInBackward:
         self.applied = True
         self.optimizer._opt_called = True  # lr schedulers check it
 
-    def defer(self, units, norm=None, max_norm=None, found=None) -> None:
-        """Defer the update of units to ``optimizer.step()``, which clips by `max_norm`. `norm`: of
-        all ranks, before unscaling.
-        """
-        self._pending = list(units)
-        self._norm, self._max_norm, self._found = norm, max_norm, found
+    def defer(self, unit, norm=None, max_norm=None, found=None) -> None:
+        """Leave a unit's update to ``optimizer.step()``; see `_defer`."""
+        self._defer(unit, norm, max_norm, found)
+
+    def _step_item(self, item, *, scale, clip, found) -> None:
+        self.update(item, clip=clip, found=found)  # the optimizer reads the scale itself
+
+    def _check_unscaled(self) -> None:
+        if self._max_norm is not None:
+            raise InvalidUsage(
+                "scaler.unscale_(optimizer) was called, and the HookState's max_norm has been compared to what was not "
+                "unscaled: leave unscale_ out, or clip with clip_grad_norm_ in place of max_norm"
+            )
+
+    def _unreduced(self) -> list:
+        return self._outside({id(param.shard) for unit in self._units() for param in unit.params})
 
     def _members(self, unit) -> dict[int, list[int]]:
         """Return the optimizer's groups that have a unit's shards, with the indices of these
@@ -90,11 +86,7 @@ class OptimizerInBackward:
         if found is not None:
             return found
         if self._where is None:
-            self._where = {
-                id(param): (number, index)
-                for number, group in enumerate(self.optimizer.param_groups)
-                for index, param in enumerate(group["params"])
-            }
+            self._where = self._positions()
         found = {}
         for group in unit.gradients.trainable:
             for param in group.params:
@@ -108,56 +100,6 @@ class OptimizerInBackward:
         self._by_unit[unit] = {number: sorted(members) for number, members in found.items()}
         return self._by_unit[unit]
 
-    # ---- What the optimizer calls.
-
-    def step(self, closure=None, **others) -> None:
-        """End a step: ``optimizer.step()`` calls this. Applies deferred updates; what the backward
-        has stepped stays.
-
-        Reads what a GradScaler sets (``optimizer.grad_scale`` and ``found_inf``, on which the ranks
-        have agreed). Raises `InvalidUsage` where there was no synchronised backward since the last
-        step, and where a parameter has a gradient and is in no unit; `InvalidArgument` for a
-        closure and for arguments.
-        """
-        refuse_arguments(closure, others, "its HookState", "the state's")
-        optimizer = self.optimizer
-        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        if self._pending is not None:
-            if found_inf is not None and scale is None and self._max_norm is not None:
-                raise InvalidUsage(
-                    "scaler.unscale_(optimizer) was called, and the HookState's max_norm has been compared to what was "
-                    "not unscaled: leave unscale_ out, or clip with clip_grad_norm_ in place of max_norm"
-                )
-            clip = None
-            if self._norm is not None and self._max_norm is not None:
-                norm = torch.as_tensor(self._norm, dtype=torch.float64)
-                norm = norm if scale is None else norm / scale.to(norm.device, torch.float64)
-                clip = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
-            found = FusedOptimizer._parse_found_nonfinite(self._found)
-            pending = self._pending
-            self.discard()
-            for unit in pending:
-                self.update(unit, clip=clip, found=found)
-        elif not self.applied:
-            raise InvalidUsage(
-                "no synchronised backward since the last step: the optimizer is stepped inside of the backward, once "
-                "for each that reduces gradients"
-            )
-        elif found_inf is not None:
-            raise InvalidUsage(
-                "a GradScaler steps this optimizer, but its updates were applied in the backward by gradients that "
-                "were still scaled: make the GradScaler before the first backward"
-            )
-        self.applied = False
-        own = {id(param.shard) for unit in self._units() for param in unit.params}
-        for number, group in enumerate(optimizer.param_groups):
-            for index, param in enumerate(group["params"]):
-                if param.grad is not None and id(param) not in own:
-                    raise InvalidUsage(
-                        f"parameter {index} of group {number} (shape {tuple(param.shape)}) has a gradient but is in no "
-                        "unit of the HookState, so that it was not stepped: give it an optimizer of its own"
-                    )
-
     def refresh_masters(self) -> None:
         """Copy this rank's shards to their master weights."""
         self.optimizer._refresh_masters()
@@ -166,12 +108,7 @@ class OptimizerInBackward:
 
     @torch.no_grad()
     def state_dict(self, full: bool = True, comm=None) -> dict:
-        """Return the optimizer's state dict. `full`: as if nothing were sharded; all ranks must
-        call it.
-
-        Otherwise what ``optimizer.state_dict()`` returns: the state of this rank's shards, which
-        only the same rank of as many ranks can load.
-        """
+        """Return the optimizer's state dict: full, or this rank's shards."""
         given = self.optimizer.state_dict()
         if not full:
             return given

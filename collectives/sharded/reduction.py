@@ -17,68 +17,82 @@ from .streams import current_stream, on_side_stream, release
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["start_average"]
+__all__ = ["as_real", "start_average", "start_reduction"]
 
 
 def start_average(unit: Unit, group: ParamGroup, async_op: bool) -> Callable[[], None]:
-    """Begin to average a group's full gradients over all ranks.
-
-    Returns the function that waits and stores the result. A collective of all ranks of the unit,
-    which blocks unless `async_op`.
+    """Begin to average a group's full gradients over all ranks, or to divide their sum by the
+    unit's own factor; see `start_reduction`.
     """
-    home = current_stream(unit.device)
+    op = "avg" if unit.gradient_divide_factor is None else 1.0 / unit.gradient_divide_factor
+    # In one node's shared memory a sum over all ranks at once is in rank order, as DDP's is.
+    whole = unit.ranks.shard is None or (unit.ranks.replicas is not None and unit.ranks.world._on_host)
     flat = group.gradients.pack(unit.custom_reduce_scatter)
-    part, works, in_place = _average(unit, group, flat, async_op)
+    return start_reduction(unit, group, flat, op, whole=whole, async_op=async_op)
 
-    def finish():
+
+def start_reduction(
+    unit: Unit, group: ParamGroup, flat: torch.Tensor, op, *, whole: bool, async_op: bool, finish=None, **options
+) -> Callable[[], None]:
+    """Begin to reduce a group's packed gradients over all ranks, in their own dtype.
+
+    Returns the function that waits and makes this rank's part the shards' gradients. A collective
+    of all ranks of the unit, which blocks unless `async_op`. `whole`: all ranks get all of it, by
+    one all-reduce. `finish`: a function of the reduced tensor, which that calls first. `options`:
+    of the first collective.
+    """
+    home, ranks = current_stream(unit.device), unit.ranks
+    if whole:
+        in_place = flat is group.gradients.flat
+        works = [_all_reduce(unit, ranks.world, as_real(flat), op, async_op, **options)]
+        reduced = flat
+    else:
+        reduced, in_place = group.gradients.reduce_output()
+        works = _reduce_scatter(unit, as_real(reduced), as_real(flat), op, async_op, options)
+    works = [work for work in works if work is not None]
+
+    def end():
         if works:
-            works[-1].wait()
+            works[-1].wait()  # each operation follows the one before
         for work in works:
             release(work, home, unit.device)
-        group.gradients.set_gradients(part, in_place)
+        if finish is not None:
+            finish(reduced)
+        own = slice(ranks.rank * group.shard_numel, (ranks.rank + 1) * group.shard_numel)
+        group.gradients.set_gradients(reduced[own] if whole and not in_place else reduced, in_place)
 
-    return finish
+    return end
 
 
-def _average(unit: Unit, group: ParamGroup, flat: torch.Tensor, async_op: bool):
-    """Begin to average.
-
-    Returns this rank's part, the operations, each of which follows the one before, and `in_place`.
-    """
+def _reduce_scatter(unit: Unit, out: torch.Tensor, send: torch.Tensor, op, async_op: bool, options: dict) -> list:
+    """Begin to reduce-scatter, and to all-reduce the result over replicas; return the operations."""
     ranks = unit.ranks
-    op = "avg" if unit.gradient_divide_factor is None else 1.0 / unit.gradient_divide_factor
-    send = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    own = slice(ranks.rank * group.shard_numel, (ranks.rank + 1) * group.shard_numel)
-    if ranks.shard is None or (ranks.replicas is not None and ranks.world._on_host):
-        # In one node's shared memory a sum over all ranks at once is in rank order, as DDP's is.
-        work = _all_reduce(unit, ranks.world, send, op, async_op)
-        in_place = flat is group.gradients.flat
-        return (flat if in_place else flat[own]), [] if work is None else [work], in_place
-    out, in_place = group.gradients.reduce_output()
-    to = torch.view_as_real(out).view(-1) if out.is_complex() else out
     # The second of two reductions waits for the first one on a stream that is not the
     # computation's.
     with on_side_stream(unit.device) if async_op and ranks.replicas is not None else contextlib.nullcontext():
         if unit.custom_reduce_scatter is not None:
-            work = unit.custom_reduce_scatter(to, send, ranks.group or ranks.shard, _reduce_op_of_torch(op), async_op)
+            work = unit.custom_reduce_scatter(out, send, ranks.group or ranks.shard, _reduce_op_of_torch(op), async_op)
         else:
-            work = ranks.shard.reduce_scatter(to, send, op, async_op=async_op)
-        works = [] if work is None else [work]
-        if ranks.replicas is not None:
-            if works:
-                works[-1].wait()
-            work = _all_reduce(unit, ranks.replicas, to, "avg" if op == "avg" else "sum", async_op)
-            works += [] if work is None else [work]
-    return out, works, in_place
+            work = ranks.shard.reduce_scatter(out, send, op, async_op=async_op, **options)
+        if ranks.replicas is None:
+            return [work]
+        if work is not None:
+            work.wait()
+        return [work, _all_reduce(unit, ranks.replicas, out, "avg" if op == "avg" else "sum", async_op)]
 
 
-def _all_reduce(unit: Unit, comm: Communicator, flat: torch.Tensor, op, async_op: bool):
+def _all_reduce(unit: Unit, comm: Communicator, flat: torch.Tensor, op, async_op: bool, **options):
     if unit.custom_all_reduce is not None:
         return unit.custom_all_reduce(flat, comm, _reduce_op_of_torch(op), async_op)
-    return comm.all_reduce(flat, op, async_op=async_op)
+    return comm.all_reduce(flat, op, async_op=async_op, **options)
 
 
 def _reduce_op_of_torch(op):
     """Convert an operation to torch.distributed's."""
     ops = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
     return ops[op] if isinstance(op, str) else premul_sum(op)
+
+
+def as_real(flat: torch.Tensor) -> torch.Tensor:
+    """View a flat tensor's complex numbers as pairs of real ones."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -16,10 +16,10 @@ from unittest import mock
 
 which, folder, *everything = sys.argv[1:]
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / which))
-from collectives.gradients.pipeline import GradReducer  # noqa: E402
+from collectives.gradients.ddp_reducer import DDPReducer  # noqa: E402
 from collectives.sharded.gradient_shard import GradientShard  # noqa: E402
 
-right, right_of_shards = GradReducer.reduce_bucket, GradientShard.set_gradients
+right, right_of_shards = DDPReducer.reduce_bucket, GradientShard.set_gradients
 
 
 def spoil(self, comm, bucket, buffer, last):
@@ -41,7 +41,7 @@ def run(words, output):
     sys.argv = [name, *rest, "--output", str(output)]
     with contextlib.ExitStack() as stack:
         if spoils:
-            stack.enter_context(mock.patch.object(GradReducer, "reduce_bucket", spoil))
+            stack.enter_context(mock.patch.object(DDPReducer, "reduce_bucket", spoil))
             stack.enter_context(mock.patch.object(GradientShard, "set_gradients", spoil_shard))
         told = stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # stdout is ours
         assert told is sys.stderr

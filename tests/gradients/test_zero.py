@@ -3,12 +3,14 @@
 import io
 import math
 import re
+from unittest import mock
 
 import pytest
 import torch
 
 import collectives
 from collectives import HookState, errors, optim
+from collectives.gradients import bucket_gradients
 from tests.ddp.training import Branches, loss_of, make_model, over_gloo, run, wrap
 
 MAKE = {
@@ -87,7 +89,7 @@ def branched(ctx, where):
     optimizer = optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     state = HookState(optimizer=None if where.startswith("outside") else optimizer)
     ddp = wrap(model, "torch", state, find_unused_parameters=True)
-    known = state.reducer._find_unused
+    known = bucket_gradients.find_unused_parameters
 
     def as_on_a_gpu(comm, bucket):
         """What the ranks find, as tensors that the host doesn't look at."""
@@ -95,13 +97,13 @@ def branched(ctx, where):
         here = [at for at, param in enumerate(bucket.params) if param.grad is None]
         return set(), {at: torch.tensor([float(at in unused)]) for at in here}
 
-    if where.startswith("on a GPU"):
-        state.reducer._find_unused = as_on_a_gpu
-    for step in range(5):
-        loss_of(ddp, step, ctx.rank).backward()
-        if where.startswith("outside"):
-            optimizer.step()
-        optimizer.zero_grad()
+    finds = as_on_a_gpu if where.startswith("on a GPU") else known
+    with mock.patch.object(bucket_gradients, "find_unused_parameters", finds):
+        for step in range(5):
+            loss_of(ddp, step, ctx.rank).backward()
+            if where.startswith("outside"):
+                optimizer.step()
+            optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
 
 

@@ -42,12 +42,6 @@ EXCEPTIONS = {
         620, "the cdef class Library, which must lie in one file: a method for each C function without a communicator"),
     "collectives/_nccl_comm.pxi": (
         790, "the cdef class Comm, which must lie in one file: a method for each C function of a communicator"),
-    "collectives/gradients/pipeline.py: GradReducer": (
-        430, "a backward from its first bucket to its end; with ShardedGradReducer it is to become one pipeline"),
-    "collectives/gradients/state.py: HookState": (
-        360, "a public class: the documentation of every option, properties, and what is saved"),
-    "collectives/gradients/zero.py: ShardedStep": (
-        380, "the updates of a backward and the state of all buckets, which updates and checkpoints both change"),
     "collectives/horovod/controller.py: Controller": (
         370, "the cycle: queue, negotiation, what is carried out, and the thread that drives it"),
 }  # fmt: skip
@@ -240,13 +234,13 @@ def calls_in(path: Path) -> set[str]:
 def test_the_path_of_one_call():
     """What docs/architecture.md prints, hop by hop: ``fused_allreduce -> ... -> libnccl | host engine``."""
     page = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
-    assert "fused_allreduce -> GradReducer.reduce_bucket -> NoCompression.reduce -> Communicator.all_reduce" in page
+    assert "fused_allreduce -> DDPReducer.reduce_bucket -> NoCompression.reduce -> Communicator.all_reduce" in page
     assert "-> Communicator.all_reduce -> _nccl -> ncclAllReduce -> libnccl | host engine" in page
     hook = (PACKAGE / "ddp/hook.py").read_text()
     assert "def fused_allreduce(" in hook
     # The hook's own hops: the bucket, its stream, its compressor.
     assert {"reducer", "reduce_bucket"} <= calls_in(PACKAGE / "ddp/hook.py")
-    assert {"compressor", "reduce"} <= calls_in(PACKAGE / "gradients/pipeline.py")
+    assert {"compressor", "reduce"} <= calls_in(PACKAGE / "gradients/ddp_reducer.py")
     assert "all_reduce" in calls_in(PACKAGE / "compression/base.py")
     communicator = ast.parse((PACKAGE / "comm/communicator.py").read_text())
     (cls,) = (n for n in communicator.body if isinstance(n, ast.ClassDef) and n.name == "Communicator")

@@ -19,7 +19,7 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 for _page in PAGES:
     PROGRAMS += re.findall(r"```python run\n(.*?)```", (ROOT / "docs" / f"{_page}.md").read_text(), re.DOTALL)
 PATH = (
-    "fused_allreduce -> GradReducer.reduce_bucket -> NoCompression.reduce -> Communicator.all_reduce "
+    "fused_allreduce -> DDPReducer.reduce_bucket -> NoCompression.reduce -> Communicator.all_reduce "
     "-> _nccl -> ncclAllReduce -> libnccl | host engine"
 )
 
@@ -61,9 +61,9 @@ import torch.distributed as dist
 import collectives
 from collectives import _nccl
 from collectives.compression import NoCompression
-from collectives.gradients.pipeline import GradReducer
+from collectives.gradients.ddp_reducer import DDPReducer
 
-methods = (GradReducer.reduce_bucket, NoCompression.reduce, collectives.Communicator.all_reduce)
+methods = (DDPReducer.reduce_bucket, NoCompression.reduce, collectives.Communicator.all_reduce)
 names = {method.__code__: method.__qualname__ for method in (collectives.fused_allreduce, *methods)}
 hops = []
 def watch(frame, event, argument):

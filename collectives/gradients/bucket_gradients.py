@@ -1,0 +1,139 @@
+"""Buckets of one backward of a DDP module: their reduction, and what the pipeline's stages read and
+change.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from ..compression import Bucket
+from ..recorder import recording
+from .grad_norm import norm_by_parameter, norm_over_ranks
+from .pipeline import GradientPipeline
+from .streams import CommStream
+from .unused_parameters import find_unused_parameters
+
+__all__ = ["BucketGradients"]
+
+
+class BucketGradients:
+    """Gradients in the buckets of one backward: the `ReducedGradients` of DDP.
+
+    `counted`: the streams whose statistics are needed. `finds_unused`: whether parameters may have
+    a gradient on no rank.
+    """
+
+    def __init__(self, pipeline: GradientPipeline, counted: list[CommStream], *, finds_unused: bool = False):
+        self.pipeline = pipeline
+        self.buckets: list[Bucket] = []  # that the stages look at, in the order of their reduction
+        self.bytes_sent = 0  # by the stages
+        self._finds_unused = finds_unused
+        self._grad_stats = {each: torch.zeros(2, dtype=torch.float64, device=each.comm.device) for each in counted}
+
+    # ---- One bucket.
+
+    def reduce(self, bucket: Bucket, comm_stream: CommStream) -> int:
+        """Reduce one bucket on its communication stream; return the bytes that this rank sends."""
+        pipeline, comm = self.pipeline, comm_stream.comm
+        step, stats = pipeline.optimizer_step, self._grad_stats.get(comm_stream)
+        recorder = recording.active
+        begun = None if recorder is None else _begin_trace(comm_stream)
+        if step is None:
+            nbytes = pipeline.compressor.reduce(comm, bucket, pipeline.scaling, grad_stats=stats)
+        else:
+            shard_numel = self._shard_spec(comm, bucket).shard_numel
+            nbytes = pipeline.compressor.reduce_scatter(comm, bucket, pipeline.scaling, shard_numel, grad_stats=stats)
+            if pipeline.steps_at_once:
+                nbytes += self._step_bucket(comm, bucket)
+        if recorder is not None:
+            # A timeline's report goes by the name's first word, which must be that of a collective.
+            name = f"all_reduce {bucket.flat.nbytes} B"
+            if step is not None:
+                name = f"reduce_scatter {bucket.flat.nbytes} B{', step, all_gather' if pipeline.steps_at_once else ''}"
+            _end_trace(recorder, comm_stream, begun, name, bucket, nbytes)
+        return nbytes
+
+    @property
+    def _align(self) -> int | None:
+        return self.pipeline.compressor.align or None
+
+    def _shard_spec(self, comm, bucket):
+        return self.pipeline.optimizer_step.shard_spec(bucket, comm.size, comm.rank, self._align)
+
+    def _step_bucket(self, comm, bucket: Bucket, **options) -> int:
+        """Step the optimizer for a bucket, without the parameters that no rank has used.
+
+        Returns the bytes sent.
+        """
+        unused, maybe_unused = find_unused_parameters(comm, bucket) if self._finds_unused else ((), None)
+        return self.pipeline.optimizer_step.update(
+            comm, bucket, align=self._align, unused=unused, maybe_unused=maybe_unused, **options
+        )
+
+    # ---- What the stages read and change.
+
+    @property
+    def whole(self) -> bool:
+        """Whether each rank has all reduced gradients."""
+        return self.pipeline.optimizer_step is None
+
+    def sum_stats(self) -> torch.Tensor:
+        """Return this rank's statistics, of all streams."""
+        return sum(self._grad_stats.values())
+
+    def norm(self, p: float) -> torch.Tensor:
+        """Return the p-norm of all buckets; where each rank has them all, the 2-norm takes the
+        parameters one by one.
+        """
+        if p == 2:
+            return norm_by_parameter(self.buckets)
+        comm, shards = self.pipeline.comm, []  # this rank's parts of the buckets
+        for bucket in self.buckets:
+            flat = bucket.flat
+            shard_numel = -(-flat.numel() // comm.size)
+            if not self.whole:
+                shard_numel = self._shard_spec(comm, bucket).shard_numel
+                if comm.rank == 0:
+                    shards.append(flat[comm.size * shard_numel :])
+            shards.append(flat[comm.rank * shard_numel : (comm.rank + 1) * shard_numel])
+        return norm_over_ranks(comm, shards, p, dtype=torch.float64)
+
+    def multiply(self, factor) -> None:
+        """Multiply all buckets."""
+        torch._foreach_mul_([bucket.flat for bucket in self.buckets], factor)
+
+    def step(self, *, clip, found) -> None:
+        """Step the optimizer for all buckets, where their reduction has not."""
+        if not self.pipeline.steps_at_once:
+            for bucket in self.buckets:
+                self.bytes_sent += self._step_bucket(self.pipeline.comm, bucket, clip=clip, found=found)
+
+    def defer_step(self, *, norm, max_norm, found) -> None:
+        """Leave the buckets' updates to ``optimizer.step()``."""
+        comm, step = self.pipeline.comm, self.pipeline.optimizer_step
+        for bucket in self.buckets:
+            step.defer(comm, bucket, norm, max_norm, found, align=self._align)
+
+
+# ---- Traces.
+
+
+def _begin_trace(comm_stream: CommStream):
+    """Return the start of a bucket's reduction: a CUDA event on its stream, or nanoseconds on the
+    host.
+    """
+    if comm_stream.stream is None:
+        return time.perf_counter_ns()
+    return comm_stream.stream.record_event(torch.cuda.Event(enable_timing=True))
+
+
+def _end_trace(recorder, comm_stream: CommStream, begun, name: str, bucket: Bucket, nbytes: int) -> None:
+    """Add a bucket's reduction, which ends here on its stream, to the trace."""
+    details = {"bucket": bucket.index, "bytes": nbytes, "parameters": bucket.describe()}
+    if comm_stream.stream is None:
+        recorder.add(comm_stream.trace_row, name, begun, time.perf_counter_ns(), **details)
+    else:
+        end = comm_stream.stream.record_event(torch.cuda.Event(enable_timing=True))
+        recorder.add_cuda(comm_stream.trace_row, name, begun, end, **details)

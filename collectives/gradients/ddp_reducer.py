@@ -1,0 +1,306 @@
+"""DDP's adapter of the gradient pipeline: buckets that DDP's communication hook gets, on
+communication streams.
+
+Bucket i goes to stream i modulo their number, on all ranks. On the host a stream is a thread, where
+ranks have cores to spare, or the hook's own call.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import time
+import weakref
+
+import torch
+
+from ..comm.communicator import Communicator
+from ..compression import Bucket
+from ..errors import CollectivesError, InvalidUsage
+from ..parameter_names import ParameterNames, find_ddp
+from ..recorder import recording
+from ..torch_compat import current_graph_task_id
+from .bucket_gradients import BucketGradients
+from .ddp_checks import check_join
+from .pipeline import GradientPipeline
+from .streams import CommStream, should_overlap
+
+__all__ = ["BucketError", "DDPReducer"]
+
+
+class BucketError(CollectivesError):
+    """A collective's error with the bucket that it belongs to, for the front end that raises it to
+    the user.
+    """
+
+    def __init__(self, error: CollectivesError, bucket: Bucket):
+        super().__init__(str(error))
+        self.error = error
+        self.bucket = bucket
+
+
+class PendingBucket:
+    """A bucket on its communication stream. Its future completes with `buffer`."""
+
+    __slots__ = ("bucket", "buffer", "comm_stream", "done", "error", "future", "nbytes")
+
+    def __init__(self, bucket, buffer, comm_stream):
+        self.bucket = bucket
+        self.buffer = buffer
+        self.comm_stream = comm_stream
+        self.future = torch.futures.Future(devices=None if comm_stream.stream is None else [comm_stream.comm.device])
+        self.done: threading.Event | None = None  # set by the stream's thread
+        self.error: BaseException | None = None
+        self.nbytes = 0  # sent by this rank
+
+
+class DDPReducer:
+    """Reduces the buckets of DDP modules by a `GradientPipeline`.
+
+    `parameter_names`: the names by which state is saved.
+    """
+
+    def __init__(self, pipeline: GradientPipeline, parameter_names: ParameterNames):
+        self.pipeline = pipeline
+        self.gradients = BucketGradients(pipeline, [])  # of the newest backward
+        self.parameter_names = parameter_names
+        self._pending: list[PendingBucket] = []
+        self._owner = None  # weak reference to the first parameter of the backward under way
+        self._task = -1  # id of its autograd graph task
+        self._comm: Communicator | None = None  # over which `_overlaps` holds
+        self._overlaps = False
+        self._keeps = False  # whether buckets are kept until the last one; else each is done when its call returns
+        self._saved = None  # the saved layout that this backward uses
+
+    @property
+    def pending(self) -> int:
+        """The number of buckets of an unfinished backward."""
+        return len(self._pending)
+
+    def reduce_bucket(self, comm: Communicator, bucket: Bucket, buffer, last: bool) -> torch.futures.Future:
+        """Reduce a bucket.
+
+        Returns a future of `buffer`. The last bucket finishes the backward and blocks on the host.
+        Raises `BucketError`, with the error and its bucket.
+        """
+        begun = time.perf_counter_ns()
+        pipeline = self.pipeline
+        try:
+            if bucket.index == 0:
+                self._begin_backward(comm, bucket)
+            elif comm is not pipeline.comm:
+                pipeline.open(comm, pipeline.options.streams)  # of another module, whose backward interleaves
+            elif self._owner is None and pipeline.stages:
+                raise InvalidUsage("the first bucket of this backward was not seen: build the DDP object again")
+            streams = pipeline.comm_streams
+            comm_stream = streams[bucket.index % len(streams)]
+            if self._keeps:
+                pending = PendingBucket(bucket, buffer, comm_stream)
+                self._pending.append(pending)
+                self._start(pending, last)
+                if last:
+                    self._end_backward()
+                return pending.future
+            pipeline.count(1, self.gradients.reduce(bucket, comm_stream), self._fp32_bytes(bucket))
+            if last:
+                pipeline.end_backward(self.gradients)
+            future = torch.futures.Future()
+            future.set_result(buffer)
+            return future
+        except CollectivesError as error:
+            raise self._first_error(error, bucket) from error
+        except BaseException:
+            self._reset()
+            raise
+        finally:
+            ended = time.perf_counter_ns()
+            pipeline.totals["seconds_in_hook"] += (ended - begun) * 1e-9
+            if recording.active is not None:
+                recording.active.add("hook", f"bucket {bucket.index}", begun, ended)
+                if last:
+                    recording.active.step()
+
+    # ---- The first bucket of a backward.
+
+    def _begin_backward(self, comm, bucket) -> None:
+        params, pipeline = bucket.params, self.pipeline
+        if self._pending:
+            self._end_interrupted(params[0])
+        self._owner, self._task = weakref.ref(params[0]), current_graph_task_id()
+        pipeline.begin_backward(comm, pipeline.options.streams)
+        if comm is not self._comm:
+            self._comm, self._overlaps = comm, comm._on_host and should_overlap(comm)
+        step = pipeline.optimizer_step
+        check_join(
+            params, average=pipeline.options.average, defers_step=step is not None and pipeline.scaler is not None
+        )
+        depends_on_layout = not pipeline.compressor.exact or pipeline.needs_stats or step is not None
+        self._saved = pipeline.buckets.find(comm, params) if depends_on_layout else None
+        self._keeps = depends_on_layout or self._overlaps or not comm._on_host or bool(pipeline.stages)
+        ddp = None
+        if step is not None:
+            pipeline.compare_hyperparameters()
+            ddp = find_ddp(params)
+        finds_unused = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
+        counted = pipeline.comm_streams if pipeline.needs_stats else []
+        self.gradients = BucketGradients(pipeline, counted, finds_unused=finds_unused)
+
+    def _end_interrupted(self, owner) -> None:
+        """End a backward that was interrupted, or that another module's interleaves with."""
+        before = self._owner() if self._owner is not None else None
+        together = self._task == current_graph_task_id()  # else it was interrupted
+        if before is not None and before is not owner and together and self.pipeline.stages:
+            raise InvalidUsage(
+                "two modules' backwards interleave on one HookState, which looks at a backward as a whole "
+                "(max_norm, check_finite, optimizer, local_steps): give each module a state of its own"
+            )
+        self._join_streams()
+        self._complete()
+        self._reset()
+
+    # ---- One bucket.
+
+    def _start(self, pending: PendingBucket, last: bool) -> None:
+        """Reduce a bucket where its stream runs: on a CUDA stream, on a thread, or here."""
+        comm_stream, local_sgd = pending.comm_stream, self.pipeline.local_sgd
+        if local_sgd is not None and not local_sgd.observe_bucket(self.pipeline.comm, pending.bucket):
+            return  # this rank steps on its own gradients
+        if self._uses_saved_layout():
+            return  # until all buckets have come
+        if comm_stream.stream is not None:
+            self._reduce_on_stream(pending)
+        elif self._overlaps and not last:
+            pending.done = comm_stream.submit(functools.partial(self._reduce_on_thread, pending))
+        else:
+            if self._overlaps:
+                self._wait_for_threads(comm_stream)  # a communicator's operations have one order on all ranks
+            self._reduce_here(pending)
+
+    def _reduce_here(self, pending: PendingBucket) -> None:
+        pending.nbytes = self.gradients.reduce(pending.bucket, pending.comm_stream)
+
+    def _reduce_on_stream(self, pending: PendingBucket) -> None:
+        stream = pending.comm_stream.stream
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            self._reduce_here(pending)
+            if not self.pipeline.stages:
+                pending.future.set_result(pending.buffer)
+
+    def _reduce_on_thread(self, pending: PendingBucket) -> None:
+        """Reduce a bucket; keep an error in `pending`."""
+        try:
+            self._reduce_here(pending)
+        except BaseException as error:
+            pending.error = error
+
+    def _fp32_bytes(self, bucket: Bucket) -> int:
+        """Return the bytes that this rank would send for a bucket in fp32."""
+        size = self.pipeline.comm.size
+        return 2 * (size - 1) * bucket.flat.numel() * 4 // size
+
+    # ---- All buckets.
+
+    def _end_backward(self) -> None:
+        """Run the stages after the last bucket, and complete the futures."""
+        if self._uses_saved_layout():
+            self._reduce_saved_layout()
+        else:
+            self._finish()
+        self._reset()
+
+    def _finish(self) -> None:
+        self._join_streams()
+        self.gradients.buckets = [pending.bucket for pending in self._pending]
+        self.pipeline.end_backward(self.gradients)
+        self.pipeline.count(0, self.gradients.bytes_sent, 0)
+        self.pipeline.buckets.remember([pending.bucket.params for pending in self._pending], self._saved)
+        self._complete()
+
+    def _wait_for_threads(self, comm_stream: CommStream | None = None) -> None:
+        """Wait for the threads of all streams, or of one; raise the first error."""
+        begun = time.perf_counter_ns()
+        waited = False
+        for pending in self._pending:
+            if pending.done is not None and (comm_stream is None or pending.comm_stream is comm_stream):
+                waited = True
+                pending.done.wait()
+        if waited and recording.active is not None:
+            recording.active.add("wait", "wait", begun, time.perf_counter_ns())
+        for pending in self._pending:
+            error = pending.error
+            if error is not None:
+                raise BucketError(error, pending.bucket) if isinstance(error, CollectivesError) else error
+
+    def _join_streams(self) -> None:
+        """Wait for all buckets; on CUDA only the current stream does.
+
+        DDP's next operation, such as the all-reduce of its map of unused parameters on the process
+        group's own communicator, then comes after them: two communicators with no order between
+        them can deadlock.
+        """
+        comm = self.pipeline.comm
+        if comm._on_host:
+            self._wait_for_threads()
+        else:
+            for each in self.pipeline.comm_streams:
+                torch.cuda.current_stream(comm.device).wait_stream(each.stream)
+
+    def _complete(self) -> None:
+        """Count the buckets and complete their futures."""
+        for pending in self._pending:
+            self.pipeline.count(1, pending.nbytes, self._fp32_bytes(pending.bucket))
+            if not pending.future.done():
+                pending.future.set_result(pending.buffer)
+
+    def _first_error(self, error: CollectivesError, bucket: Bucket) -> BucketError:
+        """Wait for the buckets on their way after an error; return the first error of all."""
+        failed = error if isinstance(error, BucketError) else BucketError(error, bucket)
+        for pending in self._pending:
+            if pending.done is not None:
+                pending.done.wait()
+        first = next((pending for pending in self._pending if pending.error is not None), None)
+        if first is not None and isinstance(first.error, CollectivesError):
+            failed = BucketError(first.error, first.bucket)
+        self._reset()
+        return failed
+
+    def _reset(self) -> None:
+        self._pending = []
+        self.gradients.buckets = []
+        self._owner = None
+
+    # ---- The buckets of a saved run.
+
+    def _uses_saved_layout(self) -> bool:
+        return self._saved is not None and self._saved.layout is not None
+
+    def _reduce_saved_layout(self) -> None:
+        """Reduce in the buckets of a saved backward, so that training goes on bit for bit."""
+        held, self._pending = self._pending, []
+        gradients = {
+            id(param): (param, part)
+            for pending in held
+            for param, part in zip(pending.bucket.params, pending.bucket.parts(), strict=True)
+        }
+        layout = self._saved.regroup([pending.bucket.params for pending in held], self.parameter_names)
+        copies = []
+        streams = self.pipeline.comm_streams
+        for index, params in enumerate(layout):
+            members = [gradients[id(param)] for param in params]
+            flat = torch.cat([part for _, part in members])
+            offsets = [0, *itertools.accumulate(part.numel() for _, part in members[:-1])]
+            bucket = Bucket(flat, [param for param, _ in members], offsets, index, self.parameter_names)
+            copies.append((bucket, [part for _, part in members]))
+            pending = PendingBucket(bucket, None, streams[index % len(streams)])
+            self._pending.append(pending)
+            try:
+                self._reduce_here(pending) if pending.comm_stream.stream is None else self._reduce_on_stream(pending)
+            except CollectivesError as error:
+                raise BucketError(error, bucket) from error
+        self._finish()
+        for bucket, parts in copies:
+            torch._foreach_copy_(parts, list(bucket.parts()))
+        for pending in held:
+            pending.future.set_result(pending.buffer)

@@ -1,0 +1,90 @@
+"""Saved state of a HookState: what is pickled on each rank, and what any number of ranks can load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ..errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from .state import HookState
+
+__all__ = ["common_state", "load_common_state", "pickled_state", "restore_pickled_state"]
+
+
+def pickled_state(state: HookState) -> dict:
+    """Return what this rank needs to go on bit for bit, with as many ranks."""
+    size = state.pickled_size
+    if state.comm is not None:
+        size = state.comm.size
+    elif state.process_group is not None and state.process_group is not dist.group.WORLD:
+        size = state.process_group.size()
+    pipeline = state.pipeline
+    step, buckets = pipeline.optimizer_step, pipeline.buckets
+    return {
+        "layouts": buckets.state_dict(),
+        "ranks": pipeline.world_size or buckets.world_size,  # the latter if not used since loading
+        "options": vars(state.options),
+        "size": size,
+        "wire": state.compressor.state_dict(),
+        "optimizer": state.saved_optimizer if step is None else step.state_dict(full=False),
+        "local": _local_state(state),
+        "totals": pipeline.totals,
+    }
+
+
+def restore_pickled_state(state: HookState, saved: dict) -> None:
+    """Restore a `pickled_state` in a new state of its options."""
+    state.pickled_size = saved["size"]
+    state.compressor.load_state_dict(saved["wire"])
+    state.saved_optimizer = saved["optimizer"]
+    if state.local_sgd is not None:
+        state.local_sgd.load_state_dict(saved["local"])
+    layouts = saved["layouts"] if "layouts" in saved else saved["layout"] and [saved["layout"]]  # of one module
+    state.pipeline.buckets.load(layouts, saved["ranks"])
+    state.pipeline.totals.update(saved["totals"])
+
+
+def common_state(state: HookState) -> dict:
+    """Return the state of all ranks, the same on each: a mean of residuals, and the optimizer's full
+    state. A collective.
+    """
+    wire, comm_streams = state.compressor.state_dict(), state.pipeline.comm_streams
+    residuals = wire.get("residuals", {})
+    if residuals and not comm_streams:
+        raise InvalidUsage("residuals that were loaded wait for their parameters: call it after a backward")
+    for name in sorted(residuals):
+        mean = residuals[name].to(comm_streams[0].comm.device)
+        comm_streams[0].comm.all_reduce(mean, "avg", algorithm="native")
+        residuals[name] = mean.cpu()
+    return {
+        "wire": wire,
+        "size": comm_streams[0].comm.size if comm_streams else None,
+        "optimizer": None if state.optimizer is None else state.optimizer_state_dict(),
+        "local": _local_state(state),
+    }
+
+
+def load_common_state(state: HookState, saved: dict) -> None:
+    """Load a `common_state`, the same on every rank; a local call."""
+    wire = dict(saved["wire"])
+    if wire.get("residuals") and not state.average:
+        # A sum must still receive the residuals of all ranks: of fewer ranks, each keeps more.
+        size = state.comm.size if state.comm is not None else state.get_process_group().size()
+        factor = saved["size"] / size
+        wire["residuals"] = {name: residual * factor for name, residual in wire["residuals"].items()}
+    state.compressor.load_state_dict(wire)
+    state.pipeline.buckets.schedule_warning()
+    if state.local_sgd is not None and saved["local"] is not None:
+        state.local_sgd.load_state_dict(saved["local"])
+    if saved["optimizer"] is not None:
+        if state.optimizer is None:
+            state.saved_optimizer = saved["optimizer"]
+        else:
+            state.load_optimizer_state_dict(saved["optimizer"])
+
+
+def _local_state(state: HookState) -> dict | None:
+    return None if state.local_sgd is None else state.local_sgd.state_dict()
