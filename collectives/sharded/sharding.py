@@ -149,7 +149,7 @@ def shard(
         quantized_gather=None if reducer is None else reducer.quantized_gather,
     )  # fmt: skip
     scheduler.add(unit, described)
-    if not scheduler.same_number(values):
+    if not scheduler.agreement.same_number(values):
         warnings.warn(
             f"the ranks' values of a {type(module).__name__} with {found[0][0][0]} differ, and each rank's piece is "
             "kept: seed all ranks alike before the model is built, or make them equal, as by sync_module_states=True",

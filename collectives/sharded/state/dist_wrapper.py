@@ -39,14 +39,14 @@ class DistWrapper:
 
     def __init__(self, scheduler: Scheduler | None, op: str, what: str = ""):
         self.op = op
-        alone = scheduler is None or scheduler.control is None
-        self._control = None if alone else scheduler.control
+        alone = scheduler is None or scheduler.agreement.control is None
+        self._control = None if alone else scheduler.agreement.control
         self.rank = 0 if alone else scheduler.comm.rank
         self.size = 1 if alone else scheduler.comm.size
         self.comm = None if alone else scheduler.comm
         self.failed = False  # one rank has failed, and all have raised
         if not alone:
-            scheduler.barrier(f"{op}({what})")
+            scheduler.agreement.barrier(f"{op}({what})")
 
     def all_gather_object(self, value: Any) -> list:
         """Return all ranks' values, in rank order; they are pickled. A collective."""

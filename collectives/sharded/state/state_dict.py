@@ -118,7 +118,7 @@ def unsharded_params(
             else:
                 _substitute_full_params(unit, device, clone=device is not None or not keep)
             if gradients:
-                unit.scheduler.barrier(f"summon_full_params(with_grads=True) of unit {unit.index}")
+                unit.scheduler.agreement.barrier(f"summon_full_params(with_grads=True) of unit {unit.index}")
                 unit.gradients.gather()
         yield
     finally:
