@@ -211,9 +211,7 @@ class ProgressBoard:
 
     def _find(self, wanted: Status) -> list[int]:
         return [
-            rank
-            for rank, position, status in self._others_in_epoch()
-            if status is wanted and position >= self.position
+            rank for rank, position, status in self._others_in_epoch() if status is wanted and position >= self.position
         ]
 
     def recover(self) -> list[Status] | None:

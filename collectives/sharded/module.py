@@ -19,6 +19,7 @@ from .unit import State, Unit
 
 __all__ = ["ShardedModule", "UnshardHandle", "register_forward_method", "units_in"]
 
+
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Make another method of a sharded module a forward: parameters are gathered for it. Other
     modules are left alone.
@@ -235,4 +236,3 @@ def _sharded(module) -> ShardedModule:
     if not isinstance(module, ShardedModule):
         raise InvalidArgument(f"only sharded modules can be gathered in advance, not {kind_of(module)}")
     return module
-

@@ -4,7 +4,6 @@ end of a backward.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 
 import numpy
@@ -16,15 +15,12 @@ from ..gradients.streams import should_overlap
 from ..torch_compat import current_graph_task_id
 from .agreement import Agreement
 from .buffer_pool import BufferPool
-from .managed_params import units_in
 from .negotiation import known_to_all
+from .plans import PassPlanner
 from .streams import HostCopies
 from .unit import State, Unit
 from .unit_registry import (
-    BACKWARD,
-    FORWARD,
     GATHER,
-    KIND_SHIFT,
     UnitRegistry,
     gather_code,
     gathers_masters,
@@ -34,8 +30,6 @@ from .unit_registry import (
 )
 
 __all__ = ["Scheduler", "find_schedulers", "find_units", "get_scheduler", "open_schedulers"]
-
-_MAX_FORWARDS = 64  # before one backward, that are told apart
 
 # id of a communicator -> its scheduler, which holds the communicator
 _schedulers: dict[int, Scheduler] = {}
@@ -54,30 +48,6 @@ def get_scheduler(comm: Communicator) -> Scheduler:
     return _schedulers[id(comm)]
 
 
-@dataclasses.dataclass
-class ForwardPlan:
-    """What a forward's collectives depend on, besides the modules that it runs.
-
-    `order`: the units of the forward before, each once, for prefetching. `kept`: those that stay
-    gathered for the backward.
-    """
-
-    order: list[weakref.ref]
-    kept: list[weakref.ref]
-
-
-@dataclasses.dataclass
-class BackwardPlan:
-    """What a backward's collectives depend on, besides the forwards.
-
-    `order`: the units of the backward before, each once, for prefetching. `expected`: for each
-    unit, which parameters get a gradient; it is reduced when they have.
-    """
-
-    order: list[weakref.ref]
-    expected: list[tuple[weakref.ref, tuple[bool, ...]]]
-
-
 class Scheduler:
     """Unshards, prefetches, reshards and reduces the units of one communicator, in forward and
     backward.
@@ -90,6 +60,7 @@ class Scheduler:
         self.comm = comm
         self.registry = UnitRegistry()
         self.agreement = Agreement(comm, self.registry, self._join, self._reset)
+        self._planner = PassPlanner(self.agreement, self.registry)
         self.pool = BufferPool()
         self.host_copies = HostCopies()
         # Whether collectives overlap with the computation: on a GPU, or on spare cores.
@@ -101,27 +72,16 @@ class Scheduler:
         self._units_before_reshard = 0  # of these, before the first one that was resharded
         self._resharded_in_backward = False  # in the backward in progress
         self._forward_order: list[weakref.ref] = []  # the units of the last forward, each once
-        self._forward_plan = ForwardPlan([], [])  # of the last outermost forward
-        self._backward_plan = BackwardPlan([], [])  # of the last backward
-        self._reads_expected = True  # the parameters that the last backward's plan expects are not set
         self._current_forward: list[Unit] = []
         self._current_backward: list[Unit] = []
         self.graph_task: int | None = None  # id of the backward in progress
         self._params_with_accumulate_hooks: list = []  # shards with post-accumulate-grad hooks to call
         self._pending_reductions: list = []  # functions that wait and store the results
-        self._forward_kinds: list[tuple] = []  # of the forwards since the last backward
-        self._units_inside: dict[int, tuple[int, list[weakref.ref]]] = {}  # of an outermost unit, by its number
 
     @property
     def units(self) -> list[Unit]:
         """The units that are alive."""
         return self.registry.living()
-
-    def add(self, unit: Unit, described: str) -> None:
-        """Register a unit. Raises `InvalidUsage` on all ranks where they don't make the same one
-        now.
-        """
-        self.agreement.create(unit, described)
 
     # ---- Gathering.
 
@@ -147,15 +107,14 @@ class Scheduler:
         in `Unit.unshard`.
         """
         if unit.state is State.SHARDED:
-            post_forward = unit.is_sharded_post_forward
+            post_forward, alone = unit.is_sharded_post_forward, unit.gathers and not self.agreement.in_pass
             if unit.gathers:
-                alone = not self.agreement.in_pass
                 if alone:
                     self.agreement.begin_pass(("unshard", unit.index), gather_code(unit))
                 post_forward = self.agreement.gather(unit, post_forward=post_forward) and post_forward
-                if alone:
-                    self.agreement.end_pass()
             unit.unshard(async_op=async_op, post_forward=post_forward)
+            if alone:
+                self.agreement.end_pass()
 
     def _join(self, code: int) -> None:
         """Take part in a collective whose result only others need."""
@@ -201,29 +160,9 @@ class Scheduler:
             self._reset()
         if self.depth == 0 and not in_backward:
             self._current_forward = []
-            self._begin_forward_pass(unit)
             kept = self._backward_order[: self._units_before_reshard + self.should_overlap]
-            self._forward_plan = self.agreement.plan or ForwardPlan(self._forward_order, kept)
-            self.agreement.record_plan(self._forward_plan)
+            self._planner.begin_forward(unit, self._forward_order, kept)
         self.depth += 1
-
-    def _begin_forward_pass(self, unit: Unit) -> None:
-        """Begin the pass of an outermost unit's forward, if all-gathers can be a part of it."""
-        if not any(each.gathers for each in self._find_units_inside(unit)):
-            return
-        number = len(self._forward_kinds) if torch.is_grad_enabled() else -1
-        kind = ("forward", unit.index, number, unit.module().training)
-        if 0 <= number < _MAX_FORWARDS:
-            self._forward_kinds.append(kind)
-        self.agreement.begin_pass(kind, FORWARD << KIND_SHIFT | unit.index << 1)
-
-    def _find_units_inside(self, unit: Unit) -> list[Unit]:
-        """Return a unit and the units of the modules inside its own."""
-        count, found = self._units_inside.get(unit.index, (0, []))
-        if count != len(self.registry):
-            found = list(map(weakref.ref, units_in(unit.module())))
-            self._units_inside[unit.index] = len(self.registry), found
-        return living(found)
 
     def pre_forward(self, unit: Unit, in_backward: bool) -> None:
         """Unshard a unit for its forward, and prefetch the next one."""
@@ -237,7 +176,7 @@ class Scheduler:
             self._current_forward.append(unit)
         self.unshard_for_backward(unit) if in_backward else self.ensure_unsharded(unit)
         if not in_backward:
-            self._prefetch(unit, unit.forward_prefetch, self._forward_plan.order if unit.prefetch_in_forward else [])
+            self._prefetch(unit, unit.forward_prefetch, self._planner.forward.order if unit.prefetch_in_forward else [])
 
     def post_forward(self, unit: Unit, in_backward: bool) -> None:
         """Note that a unit's forward has ended; after the outermost one, register the shards on all
@@ -262,7 +201,7 @@ class Scheduler:
         """Whether a unit is resharded after its forward; the backward's first units are not."""
         if not unit.reshard_after_forward:
             return False
-        return not torch.is_grad_enabled() or unit not in living(self._forward_plan.kept)
+        return not torch.is_grad_enabled() or unit not in living(self._planner.forward.kept)
 
     def abort_forward(self, error: BaseException, in_backward: bool) -> None:
         """Reset to a state in which a forward can begin, after an exception has left one."""
@@ -276,10 +215,10 @@ class Scheduler:
         """Drop the forward or backward in progress, and reshard all units."""
         self.graph_task = None
         self._params_with_accumulate_hooks = []
-        self._forward_kinds = []
+        self._planner.reset()
         self._wait_for_reductions()
         self.host_copies.wait()
-        for reducer in self._reducers():
+        for reducer in _reducers(self.units):
             reducer.reset()
         for unit in self.units:
             unit.reshard()
@@ -296,47 +235,19 @@ class Scheduler:
             self._current_backward = []
             self._resharded_in_backward = False
             self._units_before_reshard = 0
-            self._begin_backward_pass()
-            self._plan_backward()
+            self._planner.begin_backward(self._backward_order, in_forward=self.depth > 0, is_last=self.is_last_backward)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _begin_backward_pass(self) -> None:
-        kinds, self._forward_kinds = tuple(self._forward_kinds), []
-        roots = {kind[1]: self.registry.get(kind[1]) for kind in kinds}
-        units = [each for root in roots.values() if root is not None for each in self._find_units_inside(root)]
-        settings = tuple((each.index, each.gradients.requires_grad_bits, each.reduce_grads) for each in units)
-        if self.depth:  # a backward inside of a forward
-            self.agreement.end_pass()
-        self.agreement.begin_pass(("backward", kinds, settings, self.is_last_backward), BACKWARD << KIND_SHIFT)
-
-    def _plan_backward(self) -> None:
-        """Take over the plan of the schedule that is followed, or record what is expected now."""
-        plan, before = self.agreement.plan, self._backward_plan
-        if plan is None:
-            expected = [
-                (weakref.ref(unit), tuple(param.expects_grad for param in unit.params)) for unit in self.units
-            ]
-            self._backward_plan = BackwardPlan(self._backward_order, expected)
-            self.agreement.record_plan(self._backward_plan)
-        elif plan is not before or self._reads_expected:
-            self._backward_plan = plan
-            for reference, expected in plan.expected:
-                unit = reference()
-                if unit is not None:
-                    unit.gradients.set_expected(expected)
-        self._reads_expected = plan is None
 
     def pre_backward(self, unit: Unit) -> None:
         """Unshard a unit for its backward, and prefetch the next one."""
         self.begin_backward()
-        if unit.groups and unit not in self._current_backward:
+        is_first = unit.groups and unit not in self._current_backward
+        if is_first:
             self._current_backward.append(unit)
             self._units_before_reshard += not self._resharded_in_backward
-            self.ensure_unsharded(unit)
-            if not unit.prefetch_post_backward:
-                self._prefetch(unit, unit.backward_prefetch, self._backward_plan.order if unit.prefetch_in_backward else [])
-        else:
-            self.ensure_unsharded(unit)
+        self.ensure_unsharded(unit)
+        if is_first and not unit.prefetch_post_backward:
+            self._prefetch_in_backward(unit)
 
     def post_backward(self, unit: Unit) -> None:
         """Reduce the gradients of a unit whose last gradient was computed, and reshard it."""
@@ -357,11 +268,10 @@ class Scheduler:
         if unit.reshard_after_backward:
             unit.reshard()
         if unit.prefetch_post_backward:
-            self._prefetch(unit, unit.backward_prefetch, self._backward_plan.order if unit.prefetch_in_backward else [])
+            self._prefetch_in_backward(unit)
 
-    def _reducers(self) -> list:
-        """Return the units' gradient reducers, each once, in the same order on all ranks."""
-        return list({id(unit.reducer): unit.reducer for unit in self.units if unit.reducer is not None}.values())
+    def _prefetch_in_backward(self, unit: Unit) -> None:
+        self._prefetch(unit, unit.backward_prefetch, self._planner.backward.order if unit.prefetch_in_backward else [])
 
     def _reduce(self, unit: Unit) -> None:
         """Begin to reduce a unit's gradients, after the reduction before has ended."""
@@ -386,16 +296,18 @@ class Scheduler:
         if not self.is_last_backward:
             self.agreement.end_pass()
             self.graph_task = None
-            self._resume_forward_pass()
+            if self.depth:
+                self._planner.resume_forward()
             return
         if any(unit.reduce_grads for unit in units):
             repeated = self._reduce_remaining(units)
         else:
             repeated = self.agreement.end_pass()
-        self._resume_forward_pass()
+        if self.depth:
+            self._planner.resume_forward()
         self._wait_for_reductions()
         self.host_copies.wait()
-        for reducer in self._reducers():
+        for reducer in _reducers(self.units):
             reducer.end()
         self.graph_task = None
         for unit in units:
@@ -408,26 +320,13 @@ class Scheduler:
             for hook in list(shard._post_accumulate_grad_hooks.values()):
                 hook(shard)
 
-    def _resume_forward_pass(self) -> None:
-        """Go on with the forward in which a backward has run, as a pass of its own."""
-        if self.depth:
-            self.agreement.begin_pass(("rest of a forward",), FORWARD << KIND_SHIFT)
-
     def _reduce_remaining(self, units: list[Unit]) -> bool:
         """Reduce what still waits on any rank, and drop the gradients of parameters that no rank
         has used. Return whether the backward has followed a schedule.
         """
         self.agreement.reach_end()
         count = len(self.registry)
-        flags = numpy.zeros(count + self.registry.param_count, dtype=numpy.uint8)
-        for unit in units:
-            if unit.reduce_grads:
-                flags[unit.index] = unit.gradients.has_gradients()
-                begin = count + unit.first_param
-                flags[begin : begin + len(unit.params)] = [2 * param.has_unreduced_grad for param in unit.params]
-            for at in unit.gradients.trainable_indices:  # 1: its group is reduced; 2: it has a gradient
-                flags[count + unit.first_param + at] |= 1
-        flags = self.agreement.end_backward(flags)
+        flags = self.agreement.end_backward(self.registry.gradient_flags())
         used = flags[count:].tolist()
         for unit in units:
             unit.gradients.extend_trainable(used[unit.first_param : unit.first_param + len(unit.params)])
@@ -446,15 +345,14 @@ class Scheduler:
         self._wait_for_reductions()
         self.host_copies.wait()
         for unit in units:
-            for param, was in zip(
-                unit.params, used[unit.first_param : unit.first_param + len(unit.params)], strict=True
-            ):
-                if param.grad_is_new and was < 2:
-                    param.shard.grad = None
-                param.grad_is_new = False
-                if was >= 2 and param.shard._post_accumulate_grad_hooks:
-                    self._params_with_accumulate_hooks.append(param.shard)
+            flags = used[unit.first_param : unit.first_param + len(unit.params)]
+            self._params_with_accumulate_hooks += unit.gradients.drop_unused(flags)
         return repeated
+
+
+def _reducers(units: list[Unit]) -> list:
+    """Return the units' gradient reducers, each once, in the same order on all ranks."""
+    return list({id(unit.reducer): unit.reducer for unit in units if unit.reducer is not None}.values())
 
 
 def open_schedulers() -> list[Scheduler]:

@@ -258,11 +258,8 @@ class Unit:
 
     @torch.no_grad()
     def join_all_gather(self, *, masters: bool = False, post_forward: bool = False) -> None:
-        """Take part in an all-gather that only other ranks need; this rank's parameters stay as
-        they are.
-
-        `masters`: of the shards in their own dtype. `post_forward`: of the post-forward shards;
-        zeros where this rank has none.
+        """Take part in an all-gather that only other ranks need, of `masters`, the shards in their
+        own dtype, or of post-forward shards; this rank's parameters stay as they are.
         """
         for group in self.groups:
             if masters:
@@ -343,8 +340,6 @@ class Unit:
         self.host_copies.wait()
 
     def end_backward(self, *, drop: bool = False, repeated: bool = False) -> None:
-        """Reset what tracks a backward. `drop`: also drop the gradients of the last one.
-        `repeated`: as in `UnitGradients.end_backward`.
-        """
+        """Reset what tracks a backward; see `UnitGradients.end_backward`."""
         self.gradients.end_backward(reduced=self.reduce_grads, drop=drop, repeated=repeated)
         self.pending_backwards = 0

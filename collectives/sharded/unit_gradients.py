@@ -54,6 +54,19 @@ class UnitGradients:
         """Whether full gradients are waiting to be reduced."""
         return any(group.gradients.has_gradients() for group in self.trainable)
 
+    def drop_unused(self, flags: list[int]) -> list[torch.nn.Parameter]:
+        """Drop the new gradients of parameters that no rank has used: those with a flag below 2.
+        Return the other shards that have post-accumulate-grad hooks.
+        """
+        hooked = []
+        for param, flag in zip(self.params, flags, strict=True):
+            if param.grad_is_new and flag < 2:
+                param.shard.grad = None
+            param.grad_is_new = False
+            if flag >= 2 and param.shard._post_accumulate_grad_hooks:
+                hooked.append(param.shard)
+        return hooked
+
     # ---- Shards' gradients, for summon_full_params.
 
     @torch.no_grad()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import weakref
 
+import numpy
+
 from .unit import Unit
 
 __all__ = [
@@ -101,3 +103,33 @@ class UnitRegistry:
         kind = kind_of(code)
         unit = self.of(code) if kind in (GATHER, REDUCE, FORWARD) else None
         return _ACTIONS.get(kind, "does something else") + ("" if unit is None else f" {unit!r}")
+
+    # ---- Flags at a backward's end: of units that wait to be reduced, then of parameters.
+
+    def gradient_flags(self) -> numpy.ndarray:
+        """Return this rank's flags. A parameter's: 1 where its group is reduced, plus 2 where it has a
+        gradient.
+        """
+        count = len(self)
+        flags = numpy.zeros(count + self.param_count, dtype=numpy.uint8)
+        for unit in self.living():
+            if unit.reduce_grads:
+                flags[unit.index] = unit.gradients.has_gradients()
+                begin = count + unit.first_param
+                flags[begin : begin + len(unit.params)] = [2 * param.has_unreduced_grad for param in unit.params]
+            for at in unit.gradients.trainable_indices:
+                flags[count + unit.first_param + at] |= 1
+        return flags
+
+    def flags_of_used_units(self, flags: numpy.ndarray) -> numpy.ndarray:
+        """Return the flags with zeros for units without gradients.
+
+        The modules of such units may have been collected on some ranks and not yet on others.
+        """
+        count = len(self)
+        units = numpy.array(self.unit_of_param, dtype=numpy.int64)
+        used = numpy.zeros(count, dtype=bool)
+        used[units[flags[count:] >= 2]] = True
+        kept = flags.copy()
+        kept[count:][~used[units]] = 0
+        return kept
