@@ -30,6 +30,7 @@ from .state.checkpoint import load, save
 from .state.model import get_model_state_dict, set_model_state_dict
 from .state.optimizer import get_optimizer_state_dict, set_optimizer_state_dict
 from .state.shard_tensor import ShardTensor as Piece
+from .uneven import uneven
 from .unit import Unit
 from .wrap import (
     CustomPolicy,
@@ -82,5 +83,6 @@ __all__ = [
     "set_optimizer_state_dict",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
+    "uneven",
     "wrap",
 ]

@@ -19,6 +19,7 @@ from .unit import State, Unit
 
 __all__ = ["ShardedModule", "UnshardHandle", "register_forward_method", "units_in"]
 
+
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Make another method of a sharded module a forward: parameters are gathered for it. Other
     modules are left alone.
@@ -124,13 +125,14 @@ class ShardedModule:
         self._unit.backward_prefetch = [_sharded(module)._unit for module in modules]
 
     def set_static_graph(self, static_graph: bool) -> None:
-        """Set whether ranks whose steps were the same twice go on without waiting for each other;
-        on GPUs this is the default.
+        """Set whether ranks whose passes repeat themselves go on without agreeing on each
+        collective, which is the default.
 
-        False: the ranks negotiate before each collective, on the host, so that they may take other
-        branches in any step. A collective, for all units over the same communicator.
+        False: as inside of `uneven`, until it is set to True again: the ranks agree before each
+        collective, so that they may take other branches in any step. A collective, for all units
+        over the same communicator.
         """
-        self._scheduler.set_static_graph(bool(static_graph))
+        self._scheduler.agreement.set_static_graph(bool(static_graph))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradients by this factor instead of the number of ranks; on each rank, before the
@@ -234,4 +236,3 @@ def _sharded(module) -> ShardedModule:
     if not isinstance(module, ShardedModule):
         raise InvalidArgument(f"only sharded modules can be gathered in advance, not {kind_of(module)}")
     return module
-

@@ -228,6 +228,14 @@ class ParamGroup:
         self.gathered = self.buffers.alloc(self.unsharded_numel, self.gather_dtype)
         return post_forward_comm.all_gather(self.gathered, self.post_forward_shard, async_op=async_op)
 
+    def join_post_forward(self, post_forward_comm: Communicator) -> None:
+        """Take part in an all-gather of the post-forward shards that only other ranks need."""
+        shard = self.post_forward_shard
+        if shard is None:
+            numel = self.unsharded_numel // post_forward_comm.size
+            shard = torch.zeros(numel, dtype=self.gather_dtype, device=self.device)
+        post_forward_comm.all_gather(self.buffers.alloc(self.unsharded_numel, self.gather_dtype), shard)
+
     def join_all_gather(self, custom=None) -> None:
         """Take part in an all-gather that only other ranks need."""
         if self.ranks.shard is not None:

@@ -13,10 +13,21 @@ from ..comm.communicator import Communicator
 from ..errors import InvalidUsage
 from ..gradients.streams import should_overlap
 from ..torch_compat import current_graph_task_id
+from .agreement import Agreement
 from .buffer_pool import BufferPool
-from .controller import AGREED, DEFERRED, GATHER, GROUP_MASK_SHIFT, MASTER_SHARDS, REDUCE, Controller, known_to_all
+from .negotiation import known_to_all
+from .plans import PassPlanner
 from .streams import HostCopies
 from .unit import State, Unit
+from .unit_registry import (
+    GATHER,
+    UnitRegistry,
+    gather_code,
+    gathers_masters,
+    is_post_forward,
+    kind_of,
+    living,
+)
 
 __all__ = ["Scheduler", "find_schedulers", "find_units", "get_scheduler", "open_schedulers"]
 
@@ -31,31 +42,36 @@ def get_scheduler(comm: Communicator) -> Scheduler:
     for key, scheduler in list(_schedulers.items()):
         if scheduler.comm.closed:
             del _schedulers[key]
-            if isinstance(scheduler.control, Communicator):
-                scheduler.control.close()
+            scheduler.agreement.close()
     if id(comm) not in _schedulers:
         _schedulers[id(comm)] = Scheduler(comm)
     return _schedulers[id(comm)]
 
 
-class Scheduler(Controller):
+class Scheduler:
     """Unshards, prefetches, reshards and reduces the units of one communicator, in forward and
     backward.
+
+    Before each collective it calls its `agreement` with the other ranks, which calls it back for
+    collectives that only others need.
     """
 
     def __init__(self, comm: Communicator):
-        super().__init__(comm)
+        self.comm = comm
+        self.registry = UnitRegistry()
+        self.agreement = Agreement(comm, self.registry, self._join, self._reset)
+        self._planner = PassPlanner(self.agreement, self.registry)
         self.pool = BufferPool()
         self.host_copies = HostCopies()
         # Whether collectives overlap with the computation: on a GPU, or on spare cores.
         self.should_overlap = not comm._on_host or should_overlap(comm)
         self.depth = 0  # nesting of units' forwards
         self.is_last_backward = True
-        self._backward_order: list[weakref.ref] = []
-        self.units_before_reshard = 0  # units of the last backward before the first one that was resharded
-        self._units_before_reshard = 0  # in the backward in progress
+        # A unit holds its modules, so what lasts from one step to the next refers weakly to units.
+        self._backward_order: list[weakref.ref] = []  # the units of the last backward, each once
+        self._units_before_reshard = 0  # of these, before the first one that was resharded
         self._resharded_in_backward = False  # in the backward in progress
-        self._forward_order: list[weakref.ref] = []
+        self._forward_order: list[weakref.ref] = []  # the units of the last forward, each once
         self._current_forward: list[Unit] = []
         self._current_backward: list[Unit] = []
         self.graph_task: int | None = None  # id of the backward in progress
@@ -65,19 +81,7 @@ class Scheduler(Controller):
     @property
     def units(self) -> list[Unit]:
         """The units that are alive."""
-        return _living(self._units)
-
-    # A unit holds its modules, so the scheduler holds units only weakly from one step to the next.
-
-    @property
-    def forward_order(self) -> list[Unit]:
-        """The units of the last forward, each once."""
-        return _living(self._forward_order)
-
-    @property
-    def backward_order(self) -> list[Unit]:
-        """The units of the last backward, each once."""
-        return _living(self._backward_order)
+        return self.registry.living()
 
     # ---- Gathering.
 
@@ -92,21 +96,33 @@ class Scheduler(Controller):
         try:
             unit.check()
         except Exception:
-            self.fail()
+            self.agreement.fail()
             raise
         if unit.gathers:
-            self.negotiate(GATHER, MASTER_SHARDS | unit.index)
+            self.agreement.gather(unit, masters=True)
         return [group.all_gather_master_shards() for group in unit.groups]
 
     def unshard(self, unit: Unit, *, async_op: bool = False) -> None:
-        """Negotiate and begin a unit's all-gather, unless it is gathered already. `async_op`: as in
-        `Unit.unshard`.
+        """Agree on a unit's all-gather and begin it, unless it is gathered already. `async_op`: as
+        in `Unit.unshard`.
         """
         if unit.state is State.SHARDED:
-            post_forward = unit.is_sharded_post_forward
+            post_forward, alone = unit.is_sharded_post_forward, unit.gathers and not self.agreement.in_pass
             if unit.gathers:
-                post_forward = self.negotiate(GATHER, unit.index, post_forward=post_forward) == AGREED and post_forward
+                if alone:
+                    self.agreement.begin_pass(("unshard", unit.index), gather_code(unit))
+                post_forward = self.agreement.gather(unit, post_forward=post_forward) and post_forward
             unit.unshard(async_op=async_op, post_forward=post_forward)
+            if alone:
+                self.agreement.end_pass()
+
+    def _join(self, code: int) -> None:
+        """Take part in a collective whose result only others need."""
+        unit = self.registry.of(code)
+        if kind_of(code) == GATHER:
+            unit.join_all_gather(masters=gathers_masters(code), post_forward=is_post_forward(code))
+        else:
+            self._reduce(unit)
 
     def ensure_unsharded(self, unit: Unit) -> None:
         """Unshard a unit and register its full parameters, unless they are."""
@@ -120,14 +136,15 @@ class Scheduler(Controller):
             unit.reducer.check_use(unit)
         self.ensure_unsharded(unit)
 
-    def _prefetch(self, unit: Unit, named: list[Unit] | None, upcoming: list[Unit]) -> None:
+    def _prefetch(self, unit: Unit, named: list[Unit] | None, order: list[weakref.ref]) -> None:
         """Prefetch: begin the all-gathers of the units that come after `unit`.
 
         `named`: the units that the user has set to be prefetched after it; None: the next one in
-        `upcoming`, the order of the last step.
+        `order`.
         """
         if named is None:
-            if not self.should_overlap or unit not in upcoming:
+            upcoming = living(order) if self.should_overlap else []
+            if unit not in upcoming:
                 return
             at = upcoming.index(unit) + 1
             named = [] if any(each.state is State.GATHERING for each in upcoming) else upcoming[at : at + 1]
@@ -139,10 +156,12 @@ class Scheduler(Controller):
     def enter_forward(self, unit: Unit, in_backward: bool) -> None:
         """Note that a unit's forward begins; reset first, if the last backward did not end."""
         if not in_backward and self.graph_task is not None:  # the last backward did not end
+            self.agreement.interrupt(True)
             self._reset()
-            self.interrupted += 1
         if self.depth == 0 and not in_backward:
             self._current_forward = []
+            kept = self._backward_order[: self._units_before_reshard + self.should_overlap]
+            self._planner.begin_forward(unit, self._forward_order, kept)
         self.depth += 1
 
     def pre_forward(self, unit: Unit, in_backward: bool) -> None:
@@ -150,14 +169,14 @@ class Scheduler(Controller):
         try:
             unit.check()
         except Exception as error:
-            self.fail()
+            self.agreement.fail()
             known_to_all(error)
             raise
         if unit.groups and not in_backward and unit not in self._current_forward:
             self._current_forward.append(unit)
         self.unshard_for_backward(unit) if in_backward else self.ensure_unsharded(unit)
         if not in_backward:
-            self._prefetch(unit, unit.forward_prefetch, self.forward_order if unit.prefetch_in_forward else [])
+            self._prefetch(unit, unit.forward_prefetch, self._planner.forward.order if unit.prefetch_in_forward else [])
 
     def post_forward(self, unit: Unit, in_backward: bool) -> None:
         """Note that a unit's forward has ended; after the outermost one, register the shards on all
@@ -176,30 +195,30 @@ class Scheduler(Controller):
                     each.reshard()
             if not torch.is_grad_enabled():
                 self.host_copies.wait()  # users may write to shards on the host now
+            self.agreement.end_pass()
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Whether a unit is resharded after its forward; the backward's first units are not."""
         if not unit.reshard_after_forward:
             return False
-        kept = self.backward_order[: self.units_before_reshard + self.should_overlap]
-        return not torch.is_grad_enabled() or unit not in kept
+        return not torch.is_grad_enabled() or unit not in living(self._planner.forward.kept)
 
     def abort_forward(self, error: BaseException, in_backward: bool) -> None:
         """Reset to a state in which a forward can begin, after an exception has left one."""
         self.depth -= 1
         if self.depth == 0 and not in_backward:
-            if torch.is_grad_enabled() and not getattr(error, "known_to_all", False):
-                self.interrupted += 1
+            if not getattr(error, "known_to_all", False):
+                self.agreement.interrupt(torch.is_grad_enabled())
             self._reset()
 
     def _reset(self) -> None:
         """Drop the forward or backward in progress, and reshard all units."""
         self.graph_task = None
         self._params_with_accumulate_hooks = []
-        self._reduced.clear()
+        self._planner.reset()
         self._wait_for_reductions()
         self.host_copies.wait()
-        for reducer in self._reducers():
+        for reducer in _reducers(self.units):
             reducer.reset()
         for unit in self.units:
             unit.reshard()
@@ -216,28 +235,26 @@ class Scheduler(Controller):
             self._current_backward = []
             self._resharded_in_backward = False
             self._units_before_reshard = 0
+            self._planner.begin_backward(self._backward_order, in_forward=self.depth > 0, is_last=self.is_last_backward)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def pre_backward(self, unit: Unit) -> None:
         """Unshard a unit for its backward, and prefetch the next one."""
         self.begin_backward()
-        if unit.groups and unit not in self._current_backward:
+        is_first = unit.groups and unit not in self._current_backward
+        if is_first:
             self._current_backward.append(unit)
             self._units_before_reshard += not self._resharded_in_backward
-            self.ensure_unsharded(unit)
-            if not unit.prefetch_post_backward:
-                self._prefetch(unit, unit.backward_prefetch, self.backward_order if unit.prefetch_in_backward else [])
-        else:
-            self.ensure_unsharded(unit)
+        self.ensure_unsharded(unit)
+        if is_first and not unit.prefetch_post_backward:
+            self._prefetch_in_backward(unit)
 
     def post_backward(self, unit: Unit) -> None:
         """Reduce the gradients of a unit whose last gradient was computed, and reshard it."""
         # Frozen parameters may still be needed, until the inputs' gradients are computed.
         stays = unit.pending_backwards > 0 and len(unit.gradients.trainable) < len(unit.groups)
         if unit.reduce_grads:
-            if unit.index in self._reduced:
-                self._raise_divergence(f"{unit!r} has gradients here, and the others have reduced it before")
-            if self.negotiate(REDUCE, unit.index | unit.gradients.trainable_mask << GROUP_MASK_SHIFT) == DEFERRED:
+            if not self.agreement.reduce(unit):
                 return  # the final callback reduces it
             if unit.reshard_after_backward and not stays:
                 unit.reshard()  # before the reduction, which can pack the gradients where the parameters were
@@ -251,11 +268,10 @@ class Scheduler(Controller):
         if unit.reshard_after_backward:
             unit.reshard()
         if unit.prefetch_post_backward:
-            self._prefetch(unit, unit.backward_prefetch, self.backward_order if unit.prefetch_in_backward else [])
+            self._prefetch_in_backward(unit)
 
-    def _reducers(self) -> list:
-        """Return the units' gradient reducers, each once, in the same order on all ranks."""
-        return list({id(unit.reducer): unit.reducer for unit in self.units if unit.reducer is not None}.values())
+    def _prefetch_in_backward(self, unit: Unit) -> None:
+        self._prefetch(unit, unit.backward_prefetch, self._planner.backward.order if unit.prefetch_in_backward else [])
 
     def _reduce(self, unit: Unit) -> None:
         """Begin to reduce a unit's gradients, after the reduction before has ended."""
@@ -276,47 +292,46 @@ class Scheduler(Controller):
             return  # it was aborted
         units = self.units
         self._backward_order = list(map(weakref.ref, self._current_backward))
-        self.units_before_reshard = self._units_before_reshard
         self._current_backward = []
         if not self.is_last_backward:
+            self.agreement.end_pass()
             self.graph_task = None
+            if self.depth:
+                self._planner.resume_forward()
             return
         if any(unit.reduce_grads for unit in units):
-            self._reduce_remaining(units)
+            repeated = self._reduce_remaining(units)
+        else:
+            repeated = self.agreement.end_pass()
+        if self.depth:
+            self._planner.resume_forward()
         self._wait_for_reductions()
         self.host_copies.wait()
-        for reducer in self._reducers():
+        for reducer in _reducers(self.units):
             reducer.end()
         self.graph_task = None
         for unit in units:
             if unit.reshard_after_backward:
                 unit.reshard()
             unit.to_sharded()
-            unit.end_backward()
+            unit.end_backward(repeated=repeated)
         accumulated, self._params_with_accumulate_hooks = self._params_with_accumulate_hooks, []
         for shard in accumulated:
             for hook in list(shard._post_accumulate_grad_hooks.values()):
                 hook(shard)
 
-    def _reduce_remaining(self, units: list[Unit]) -> None:
+    def _reduce_remaining(self, units: list[Unit]) -> bool:
         """Reduce what still waits on any rank, and drop the gradients of parameters that no rank
-        has used.
+        has used. Return whether the backward has followed a schedule.
         """
-        count = len(self._units)
-        flags = numpy.zeros(count + self._param_count, dtype=numpy.uint8)
-        for unit in units:
-            if unit.reduce_grads:
-                flags[unit.index] = unit.gradients.has_gradients()
-                begin = count + unit.first_param
-                flags[begin : begin + len(unit.params)] = [2 * param.has_unreduced_grad for param in unit.params]
-            for at in unit.gradients.trainable_indices:  # 1: its group is reduced; 2: it has a gradient
-                flags[count + unit.first_param + at] |= 1
-        flags = self._reduce_flags(flags, units)
+        self.agreement.reach_end()
+        count = len(self.registry)
+        flags = self.agreement.end_backward(self.registry.gradient_flags())
         used = flags[count:].tolist()
         for unit in units:
             unit.gradients.extend_trainable(used[unit.first_param : unit.first_param + len(unit.params)])
         for index in numpy.flatnonzero(flags[:count]).tolist():
-            unit = self._units[index]()
+            unit = self.registry.get(index)
             if unit is None:
                 raise InvalidUsage(
                     f"other ranks have gradients of unit {index}, of a module that is gone here", op="fully_shard",
@@ -324,22 +339,20 @@ class Scheduler(Controller):
                 )  # fmt: skip
             for param in unit.params:
                 param.has_unreduced_grad |= param.full.grad is not None
+            self.agreement.reduce_at_end(unit)
             self._reduce(unit)
+        repeated = self.agreement.finish_backward()
         self._wait_for_reductions()
         self.host_copies.wait()
         for unit in units:
-            for param, was in zip(
-                unit.params, used[unit.first_param : unit.first_param + len(unit.params)], strict=True
-            ):
-                if param.grad_is_new and was < 2:
-                    param.shard.grad = None
-                param.grad_is_new = False
-                if was >= 2 and param.shard._post_accumulate_grad_hooks:
-                    self._params_with_accumulate_hooks.append(param.shard)
+            flags = used[unit.first_param : unit.first_param + len(unit.params)]
+            self._params_with_accumulate_hooks += unit.gradients.drop_unused(flags)
+        return repeated
 
 
-def _living(references) -> list[Unit]:
-    return [unit for unit in (reference() for reference in references) if unit is not None]
+def _reducers(units: list[Unit]) -> list:
+    """Return the units' gradient reducers, each once, in the same order on all ranks."""
+    return list({id(unit.reducer): unit.reducer for unit in units if unit.reducer is not None}.values())
 
 
 def open_schedulers() -> list[Scheduler]:

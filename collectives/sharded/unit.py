@@ -259,13 +259,15 @@ class Unit:
                 torch.autograd.graph.increment_version([param.full for param in group.params])
 
     @torch.no_grad()
-    def join_all_gather(self, masters: bool = False) -> None:
-        """Take part in an all-gather that only other ranks need; this rank's parameters stay as
-        they are.
+    def join_all_gather(self, *, masters: bool = False, post_forward: bool = False) -> None:
+        """Take part in an all-gather that only other ranks need, of `masters`, the shards in their
+        own dtype, or of post-forward shards; this rank's parameters stay as they are.
         """
         for group in self.groups:
             if masters:
                 group.all_gather_master_shards()
+            elif post_forward:
+                group.join_post_forward(self.post_forward_comm)
             else:
                 group.join_all_gather(self.custom_all_gather)
 
@@ -339,7 +341,7 @@ class Unit:
             finish()
         self.host_copies.wait()
 
-    def end_backward(self, *, drop: bool = False) -> None:
-        """Reset what tracks a backward. `drop`: also drop the gradients of the last one."""
-        self.gradients.end_backward(reduced=self.reduce_grads, drop=drop)
+    def end_backward(self, *, drop: bool = False, repeated: bool = False) -> None:
+        """Reset what tracks a backward; see `UnitGradients.end_backward`."""
+        self.gradients.end_backward(reduced=self.reduce_grads, drop=drop, repeated=repeated)
         self.pending_backwards = 0

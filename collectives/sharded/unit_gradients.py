@@ -14,7 +14,8 @@ class UnitGradients:
     """Tracks the gradients of a unit's parameter groups.
 
     `trainable`: the groups whose gradients are reduced. `trainable_mask` identifies them, and
-    `trainable_indices` are the positions of their parameters in `params`.
+    `trainable_indices` are the positions of their parameters in `params`. `requires_grad_bits`: a bit
+    for each parameter that requires a gradient.
     """
 
     def __init__(self, groups: list[ParamGroup]):
@@ -30,6 +31,7 @@ class UnitGradients:
         They must be the same on all ranks; `trainable_mask` identifies them.
         """
         self.trainable = [group for group in self.groups if group.requires_grad]
+        self.requires_grad_bits = sum(1 << at for at, param in enumerate(self.params) if param.requires_grad)
         self.trainable_mask = sum(1 << at % 8 for at, group in enumerate(self.groups) if group.requires_grad) & 0xFF
         ids = {id(param) for group in self.trainable for param in group.params}
         self.trainable_indices = [at for at, param in enumerate(self.params) if id(param) in ids]
@@ -51,6 +53,19 @@ class UnitGradients:
     def has_gradients(self) -> bool:
         """Whether full gradients are waiting to be reduced."""
         return any(group.gradients.has_gradients() for group in self.trainable)
+
+    def drop_unused(self, flags: list[int]) -> list[torch.nn.Parameter]:
+        """Drop the new gradients of parameters that no rank has used: those with a flag below 2.
+        Return the other shards that have post-accumulate-grad hooks.
+        """
+        hooked = []
+        for param, flag in zip(self.params, flags, strict=True):
+            if param.grad_is_new and flag < 2:
+                param.shard.grad = None
+            param.grad_is_new = False
+            if flag >= 2 and param.shard._post_accumulate_grad_hooks:
+                hooked.append(param.shard)
+        return hooked
 
     # ---- Shards' gradients, for summon_full_params.
 
@@ -87,16 +102,23 @@ class UnitGradients:
         self._grads_left -= param.expects_grad
         return param.expects_grad and not self._grads_left
 
-    def end_backward(self, *, reduced: bool, drop: bool) -> None:
+    def set_expected(self, expected: tuple[bool, ...]) -> None:
+        """Set which parameters get a gradient in the next backward."""
+        for param, expects_grad in zip(self.params, expected, strict=True):
+            param.expects_grad = expects_grad
+        self._grads_left = sum(expected)
+
+    def end_backward(self, *, reduced: bool, drop: bool, repeated: bool) -> None:
         """Reset the tracking of gradients for the next backward.
 
         `reduced`: the backward has reduced them; otherwise they add up. `drop`: drop the gradients
-        of the last one.
+        of the last one. `repeated`: the next one computes those that were expected in this one;
+        otherwise, those that it has computed.
         """
         if any(param.has_grad_in_backward for param in self.params):
             for param in self.params:
                 if not drop:
-                    param.expects_grad = param.has_grad_in_backward
+                    param.expects_grad = param.expects_grad if repeated else param.has_grad_in_backward
                 elif param.has_grad_in_backward:
                     param.full.grad = None
                     param.has_unreduced_grad = param.accumulated_grad is not None

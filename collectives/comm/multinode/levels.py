@@ -7,7 +7,7 @@ import torch
 from ..._nccl import OPS
 from ...arrays import TORCH_CODES
 from ..arguments import parse_reduction, stream_handle
-from ..fingerprint import PREMUL, fingerprint_of
+from ..fingerprint import PREMUL, check_calls, fingerprint_of
 from .hierarchical import HierarchicalCollectives, LevelReduction
 from .scratch import Scratch
 from .topology import Topology, get_host_hash, group_ranks_by_node, verify_even
@@ -39,7 +39,7 @@ class NodeLevels:
         native, dtype, count, address = self.intra._native, TORCH_CODES[array.dtype], array.numel(), array.data_ptr()
         _, scalar = parse_reduction(comm, "sum" if factor == 1.0 else factor, dtype, "all_reduce")
         kind = _SUM if scalar is None else PREMUL
-        comm._check_fingerprints([fingerprint_of("all_reduce", dtype=dtype, count=count, op=kind)])
+        check_calls(comm, [fingerprint_of("all_reduce", dtype=dtype, count=count, op=kind)])
         collectives = HierarchicalCollectives(native, inter_node, self.topology, self._scratch)
         with comm._device_guard():
             op = _SUM if scalar is None else native.create_premul_sum(*scalar)

@@ -57,15 +57,15 @@ class DistWrapper:
 
     def __init__(self, scheduler: Scheduler | None, op: str, what: str = ""):
         self.op = op
-        alone = scheduler is None or scheduler.control is None
-        self._control = None if alone else scheduler.control
+        alone = scheduler is None or scheduler.agreement.control is None
+        self._control = None if alone else scheduler.agreement.control
         self.rank = 0 if alone else scheduler.comm.rank
         self.size = 1 if alone else scheduler.comm.size
         self.comm = None if alone else scheduler.comm
         self.failed = False  # one rank has failed, and all have raised
         self._in_step = True  # the last exchange has succeeded: the other ranks wait at the next one
         if not alone:
-            scheduler.barrier(f"{op}({what})")
+            scheduler.agreement.barrier(f"{op}({what})")
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -131,7 +131,7 @@ def unsharded_params(
                 clone = device is not None or not keep
                 _substitute_full_params(unit, _clone(device) if clone else lambda full: full)
             if gradients:
-                unit.scheduler.barrier(f"summon_full_params(with_grads=True) of unit {unit.index}")
+                unit.scheduler.agreement.barrier(f"summon_full_params(with_grads=True) of unit {unit.index}")
                 unit.gradients.gather()
         yield
     finally:

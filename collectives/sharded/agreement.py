@@ -1,0 +1,336 @@
+"""Agreement: the ranks make the same collectives in the same order, without a message once their
+passes repeat themselves.
+
+The first passes of each kind are negotiated (`negotiation`) and recorded (`schedule`). From then on
+each rank follows the recorded schedule. A rank that doesn't need what comes next takes part in it,
+an all-gather whose result it drops or a reduction to which it adds zeros, since it knows what the
+others make. So the steady state has no communication but the data's own, and no rank's host waits
+for another one.
+
+What isn't next in the schedule is decided on the progress board, memory that the ranks share. A
+rank that reaches it leaves the schedule there, and waits until each other rank has either left at
+the same place, too, or has entered the collective at that place:
+
+- all have left, as with an evaluation between two steps, a frozen layer or another input path: the
+  ranks follow the schedule of what they all begin, if they have one. Otherwise they negotiate until
+  the pass ends, and its schedule is a new one.
+- others have gone on, and this rank needs less than before: it takes part in what it leaves out. A
+  rank that has left it out before doesn't even wait.
+- others have gone on, and this rank needs something that isn't in the schedule: it raises
+  `InvalidUsage`, which names it, and the others raise `RemoteError` in their next call. So does a
+  rank that has a gradient which the others have already reduced.
+- a rank is interrupted by an exception: the others raise `RemoteError` in their next call, and so
+  does that rank in its next one, unless an exception has interrupted all of them there.
+- a rank's process ends, or the communicator's time limit passes: an error that names the rank.
+
+Where ranks need not run the same at all, they negotiate before each collective as long as `uneven`
+lasts. So do ranks on several nodes, which have no memory in common.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+
+from ..comm.communicator import Communicator
+from ..environment import read_switch
+from ..errors import CollectivesError, Mismatch
+from ..rendezvous.control import open_control
+from ..rendezvous.progress_board import Status, open_board
+from .follower import Follower
+from .negotiation import AGREED, DEFERRED, Negotiation
+from .schedule import Pass
+from .unit import Unit
+from .unit_registry import BARRIER, CREATE, DONE, END, KIND_SHIFT, UnitRegistry, gather_code, reduce_code
+
+__all__ = ["Agreement"]
+
+_END, _DONE = END << KIND_SHIFT, DONE << KIND_SHIFT
+
+
+class Agreement:
+    """Agrees on the collectives of a communicator's units; see the module.
+
+    `join`: a function that takes part in the collective of a code, for the others. `reset`: one
+    that drops the forward or backward in progress; it is called before an error.
+    """
+
+    def __init__(self, comm: Communicator, units: UnitRegistry, join: Callable[[int], None], reset: Callable[[], None]):
+        self.comm = comm
+        self.control = open_control(comm)
+        self._units = units
+        self._reset = reset
+        self._is_dynamic = False  # set_static_graph(False) was called
+        self._checks = read_switch("COLLECTIVES_CHECK")
+        board = None if self.control is None else open_board(self.control, lambda: comm.timeout)
+        self._follower = Follower(board, comm.rank, units, join, reset, self.fail)
+        self._negotiation = None
+        if self.control is not None:
+            self._negotiation = Negotiation(self.control, units, self._follower.join, reset)
+
+    def close(self) -> None:
+        """Close the control communicator and the board."""
+        if self.control is not None:
+            self.control.close()
+            if self._follower.board is not None:
+                self._follower.board.close()
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a pass is in progress; always where the ranks negotiate each collective."""
+        return self._follower.current is not None or self.control is None or self._follower.uneven_blocks > 0
+
+    # ---- Passes.
+
+    def begin_pass(self, kind: tuple, code: int) -> None:
+        """Begin a pass, whose kind all ranks should give alike. `code`: for errors."""
+        if self.control is None or self._follower.uneven_blocks:
+            return
+        self._follower.recover()
+        self._follower.reduced.clear()
+        key = self._follower.book.number(kind)
+        if not self._follower.is_following:
+            self._follower.current = Pass(key, None, clean=False)
+            return
+        schedule = self._follower.book.find(key)
+        if schedule is None or self._follower.book.next != key:
+            wants = self._follower.leave(key, code)
+            if wants is None:
+                self._follower.raise_divergence(code)
+            if any(want != key for want in wants):
+                self._follower.is_following, self._follower.current = False, Pass(key, None, clean=False)
+                return
+            self._follower.is_following = schedule is not None
+        self._follower.book.begin(key)
+        self._follower.current = Pass(key, schedule)
+
+    @property
+    def plan(self) -> Any:
+        """The plan with which the schedule was recorded that is followed; None where none is."""
+        schedule = self._follower.schedule
+        return None if schedule is None else schedule.plan
+
+    def record_plan(self, plan: Any) -> None:
+        """Keep a plan with the schedule of the pass in progress, if that is recorded."""
+        if self._follower.current is not None:
+            self._follower.current.plan = plan
+
+    def end_pass(self) -> bool:
+        """End a pass that has no gradients to agree on: take part in what is left of it. Return
+        whether its schedule was followed.
+        """
+        if self.control is None or self._follower.uneven_blocks or self._follower.current is None:
+            return False
+        if self._reach(_END) == AGREED:
+            return self._finish_pass()
+        self._follower.current = None
+        return False
+
+    def _finish_pass(self) -> bool:
+        """Record the pass, at whose end all ranks are; return whether its schedule was followed."""
+        made, self._follower.current = self._follower.current, None
+        if self._follower.is_following:
+            return made is not None
+        if made is not None and made.clean:
+            self._follower.book.store(made)
+            self._follower.is_following = True
+        else:
+            self._follower.follow_again()
+        return False
+
+    # ---- Collectives.
+
+    def gather(self, unit: Unit, *, post_forward: bool = False, masters: bool = False) -> bool:
+        """Agree on a unit's all-gather; return whether all ranks make it, and `post_forward` if any
+        does.
+        """
+        return self._reach(gather_code(unit, post_forward=post_forward, masters=masters)) == AGREED
+
+    def reduce(self, unit: Unit) -> bool:
+        """Agree on a unit's reduction; return False where it must wait for the end of the backward."""
+        if unit.index in self._follower.reduced:
+            self._follower.raise_reduced(unit)
+        return self._reach(reduce_code(unit)) != DEFERRED
+
+    def reduce_at_end(self, unit: Unit) -> None:
+        """Note that all ranks reduce a unit now, after the end of a backward."""
+        code = reduce_code(unit)
+        if self._follower.current is None or self.control is None:
+            return
+        if self._follower.is_following:
+            self._follower.enter()
+        self._follower.current.record(code, True)
+
+    def _reach(self, code: int, described: str = "") -> int:
+        """Agree on the collective that this rank has reached, as `Negotiation.negotiate`."""
+        if self.control is None:
+            return AGREED
+        if self._follower.is_following:
+            outcome = self._follower.follow(code)
+            if outcome is not None:
+                return outcome
+        return self._negotiate(code, described)
+
+    def _negotiate(self, code: int, described: str = "") -> int:
+        try:
+            outcome = self._negotiation.negotiate(code, self._follower.current, described)
+        except CollectivesError as error:
+            if getattr(error, "known_to_all", False):
+                self._follower.follow_again(after_error=True)  # all ranks raise it in one round
+            raise
+        if (
+            outcome == AGREED
+            and self._follower.current is None
+            and self._negotiation.are_idle
+            and not self._follower.uneven_blocks
+        ):
+            self._follower.follow_again()
+        return outcome
+
+    # ---- The end of a backward.
+
+    def reach_end(self) -> None:
+        """Take part in the collectives before the end of a backward that this rank leaves out."""
+        schedule = self._follower.schedule
+        if schedule is not None and schedule.flags is not None:
+            self._follower.skip(schedule.end, _DONE)
+
+    def end_backward(self, flags: numpy.ndarray) -> numpy.ndarray:
+        """Return the element-wise maximum of all ranks' flags at the end of a backward.
+
+        `flags`: of units that wait to be reduced, then of parameters: 1 for one that is reduced,
+        plus 2 for one with a gradient; as they are after `reach_end`. All ranks then call
+        `reduce_at_end` for the units with a flag, and `finish_backward`.
+        """
+        if self.control is None:
+            return flags
+        late = sorted({int(index) for index in numpy.flatnonzero(flags[: len(self._units)])} & self._follower.reduced)
+        if late:
+            self._follower.raise_reduced(self._units.get(late[0]))
+        known = self._units.flags_of_used_units(flags)
+        found = self._follower.end_backward(known) if self._follower.is_following else None
+        if found is None:
+            self._negotiate(_DONE)
+            found = flags
+            self.control.all_reduce(found, "max")
+            if self._follower.current is not None:
+                self._follower.current.flags, self._follower.current.own_flags = (
+                    self._units.flags_of_used_units(found),
+                    known,
+                )
+        self._follower.reduced.clear()
+        return found
+
+    def finish_backward(self) -> bool:
+        """End the pass of a backward, after its last reduction; return whether its schedule was
+        followed.
+        """
+        if self.control is None or self._follower.uneven_blocks:
+            return False
+        if self._checks and self._follower.is_following and self._follower.current is not None:
+            self._check_order()
+        return self._finish_pass()
+
+    def _check_order(self) -> None:
+        """Raise `Mismatch` unless all ranks have made the same collectives in this backward."""
+        digest = zlib.crc32(numpy.array(self._follower.current.codes, dtype=numpy.int64).tobytes())
+        ends = numpy.array([digest, -digest], dtype=numpy.int64)
+        self.control.all_reduce(ends, "max")
+        if ends[0] != -ends[1]:
+            raise Mismatch(
+                "the ranks have made other collectives, or in another order, in this backward", op="fully_shard",
+                rank=self.comm.rank,
+            )  # fmt: skip
+
+    # ---- Calls of all ranks between passes.
+
+    def create(self, unit: Unit, described: str) -> None:
+        """Register a unit. Raises `InvalidUsage` on all ranks where they don't make the same one
+        now.
+        """
+        if self.control is not None:
+            self._reach(CREATE << KIND_SHIFT | zlib.crc32(described.encode()) << 1, f"shards {described}")
+            self._follower.book.clear()
+        self._units.add(unit)
+
+    def barrier(self, described: str) -> None:
+        """Wait for all ranks to make the same call; take part in the all-gathers that they make
+        before it.
+
+        Raises `InvalidUsage` on all ranks where one ends a backward or makes another call.
+        """
+        self._reach(BARRIER << KIND_SHIFT | zlib.crc32(described.encode()) << 1, described)
+
+    def same_number(self, number: int) -> bool:
+        """Return whether all ranks have the same number, a signed one of 64 bits. A collective."""
+        if self.control is None:
+            return True
+        ends = numpy.array([number, -number], dtype=numpy.int64)
+        self.control.all_reduce(ends, "max")
+        return bool(ends[0] == -ends[1])
+
+    def begin_uneven(self) -> None:
+        """Negotiate before each collective from now on. A collective, which blocks."""
+        if self.control is not None:
+            self.barrier("uneven")
+            self._follower.uneven_blocks += 1
+            self._follower.is_following, self._follower.current = False, None
+
+    def end_uneven(self) -> None:
+        """End what `begin_uneven` has begun, once all ranks do. A collective, which blocks."""
+        if self.control is not None:
+            self.barrier("the end of uneven")
+            self._follower.uneven_blocks -= 1
+            self._follower.follow_again()
+
+    @contextlib.contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Negotiate before each collective inside the block. A collective, at both ends."""
+        self.begin_uneven()
+        try:
+            yield
+        except BaseException:  # the others may not have one: they learn it in their next call
+            if self.control is not None:
+                self._follower.uneven_blocks -= 1
+            raise
+        self.end_uneven()
+
+    def set_static_graph(self, static_graph: bool) -> None:
+        """Set whether schedules are followed outside of `uneven`. A collective, which blocks."""
+        if static_graph and self._is_dynamic:
+            self.end_uneven()
+        elif not static_graph and not self._is_dynamic:
+            self.begin_uneven()
+        self._is_dynamic = not static_graph
+
+    # ---- Leaving the schedule, and errors.
+
+    def fail(self, reason: int = 0) -> None:
+        """Announce to the others, in their next calls, that this rank can't go on, and reset.
+
+        `reason`: a code, for their errors.
+        """
+        if self.control is None:
+            pass
+        elif self._follower.is_following:
+            self._follower.announce(Status.FAILED, reason)
+        else:
+            self._negotiation.fail()
+            self._follower.follow_again(after_error=True)
+        self._reset()
+
+    def interrupt(self, computes_gradients: bool) -> None:
+        """Note that an exception has ended a forward or a backward: the others raise, too, in their
+        next calls, unless one has ended theirs.
+        """
+        if self.control is None:
+            return
+        if not self._follower.is_following:
+            self._negotiation.interrupted += computes_gradients
+            self._follower.current = None
+        elif self._follower.failed is None and (computes_gradients or self._follower.current is not None):
+            self._follower.announce(Status.INTERRUPTED, 0)

@@ -1,0 +1,251 @@
+"""Follower: makes the collectives of recorded schedules, and finds out on the progress board what
+the others do where this rank can't; see `agreement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy
+
+from ..errors import CollectivesError, InvalidUsage, RemoteError
+from ..rendezvous.progress_board import ProgressBoard, Status
+from .negotiation import AGREED, DEFERRED, known_to_all
+from .schedule import Pass, Schedule, ScheduleBook
+from .unit import Unit
+from .unit_registry import DONE, END, KIND_SHIFT, REDUCE, REMOTE, UnitRegistry, is_post_forward, kind_of, reduce_code
+
+__all__ = ["Follower"]
+
+_DONE = DONE << KIND_SHIFT
+
+
+class Follower:
+    """Follows schedules. `board`: None where the ranks share no memory; it follows none then.
+
+    `join`: a function that takes part in the collective of a code, for the others. `reset`: one
+    that is called before an error. `fail_all`: one that announces this rank's failure, whose reason
+    is a code, to the others.
+    """
+
+    def __init__(
+        self, board: ProgressBoard | None, rank: int, units: UnitRegistry, join: Callable[[int], None],
+        reset: Callable[[], None], fail_all: Callable[[int], None],
+    ):  # fmt: skip
+        self.board = board
+        self.book = ScheduleBook()
+        self.current: Pass | None = None  # the pass in progress
+        self.reduced: set[int] = set()  # units that this rank has reduced because the others did
+        self.failed: Status | None = None  # how this rank has failed, until all ranks have recovered
+        self.uneven_blocks = int(board is None)  # in which the ranks negotiate each collective
+        self.is_following = board is not None  # between passes, or in one whose schedule is followed
+        self._rank = rank
+        self._units = units
+        self._join_collective = join
+        self._reset = reset
+        self._fail_all = fail_all
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule that is followed now."""
+        return None if self.current is None else self.current.schedule
+
+    # ---- Collectives.
+
+    def follow(self, code: int) -> int | None:
+        """Make the schedule's collectives up to that of this code; None: all ranks have left the
+        schedule, and negotiate.
+        """
+        current = self.current
+        if current is None or current.schedule is None:
+            self.recover()
+            if self.leave(code, code) is None:
+                self.raise_divergence(code)
+            self.is_following = False
+            return None
+        schedule = current.schedule
+        at = len(current.codes)
+        if at > schedule.end or schedule.codes[at] != code or not schedule.mine[at]:
+            to = schedule.find(code, at)
+            if to is None:
+                if schedule.reduces_at_end(code):
+                    return DEFERRED
+                if self.leave(code, code) is None:
+                    self.raise_divergence(code)
+                self.negotiate_rest()
+                return None
+            if not self.skip(to, code):
+                return None
+        self.enter()
+        current.record(code, True)
+        return AGREED
+
+    def skip(self, to: int, code: int) -> bool:
+        """Take part in the schedule's collectives before the one at `to`, where the others make
+        them. False: no rank does, and all have left the schedule.
+        """
+        schedule, made = self.current.schedule, self.current.codes
+        for at in range(len(made), to):
+            if schedule.mine[at]:
+                if self.leave(code, code) is not None:
+                    self.negotiate_rest()
+                    return False
+                unit = self._units.of(schedule.codes[at])
+                if is_post_forward(schedule.codes[at]) and (unit is None or not unit.is_sharded_post_forward):
+                    self.raise_divergence(code)
+            self.enter()
+            self._take_part()
+        return True
+
+    def _take_part(self) -> None:
+        """Take part in the schedule's next collective, which this rank has entered."""
+        code = self.current.schedule.codes[len(self.current.codes)]
+        self.current.record(code, False)
+        self.join(code)
+
+    def join(self, code: int) -> None:
+        if kind_of(code) in (END, DONE):
+            return
+        unit = self._units.of(code)
+        if unit is None:
+            raise InvalidUsage(
+                f"another rank gathers unit {self._units.index_of(code)}, of a module that is gone here: keep it as "
+                "long as the others do",
+                op="fully_shard", rank=self._rank,
+            )  # fmt: skip
+        if kind_of(code) == REDUCE:
+            if reduce_code(unit) != code:
+                self.raise_divergence(code)
+            self.reduced.add(unit.index)
+        self._join_collective(code)
+
+    def negotiate_rest(self) -> None:
+        """Negotiate the rest of the pass, and record it: all ranks have left its schedule."""
+        self.is_following = False
+        self.current.schedule = None
+        self.current.departed = True
+
+    def enter(self) -> None:
+        failed = self.board.enter()
+        if failed is not None:
+            self._raise_remote(failed)
+
+    def leave(self, want: int, code: int) -> list[int] | None:
+        """Leave the schedule; return what each rank wants where all ranks do, else None."""
+        try:
+            wants, failed = self.board.leave(want, code)
+        except CollectivesError:  # a rank is dead or late
+            self.board.fail(Status.FAILED, code)
+            self.failed, self.current = Status.FAILED, None
+            self._reset()
+            raise
+        if failed is not None:
+            self._raise_remote(failed)
+        return wants
+
+    def follow_again(self, *, after_error: bool = False) -> None:
+        """Go back to following schedules: all ranks are between passes, and have made other ones."""
+        self.current = None
+        if after_error:  # the ranks may have begun other passes
+            self.book.forget()
+        if not self.uneven_blocks:
+            self.is_following = True
+            self.book.begin()
+
+    def end_backward(self, flags: numpy.ndarray) -> numpy.ndarray | None:
+        """End the backward by the schedule; return its flags. None: all ranks have left it."""
+        schedule = self.schedule
+        if schedule is None or schedule.flags is None:
+            self.follow(_DONE)
+            return None
+        if not numpy.array_equal(flags, schedule.own_flags):
+            if self.leave(_DONE, _DONE) is not None:
+                self.negotiate_rest()
+                return None
+            if len(flags) != len(schedule.flags) or (flags > schedule.flags).any():
+                self.raise_new_gradients(flags, schedule.flags)
+        self.enter()
+        self.current.record(_DONE, True)
+        return schedule.flags.copy()
+
+    # ---- Errors.
+
+    def announce(self, status: Status, reason: int) -> None:
+        """Take part in what the others have entered already; they enter no more."""
+        self.failed = status
+        self.board.fail(status, reason)
+        while self.board.is_needed():
+            while self.current is None or len(self.current.codes) == len(self.current.schedule.codes):
+                key = self.book.next  # others have begun the passes that all expected
+                self.book.begin(key)
+                self.current = Pass(key, self.book.find(key))
+            self._take_part()
+        self.current = None
+
+    def recover(self) -> None:
+        """Go on after an error, once all ranks have had theirs."""
+        if self.failed is None:
+            return
+        while (found := self.board.recover()) is None:
+            self.announce(self.failed, 0)
+        failed, self.failed = self.failed, None
+        self.follow_again(after_error=True)
+        if failed is Status.INTERRUPTED and Status.FAILED in found:
+            raise known_to_all(
+                RemoteError(
+                    "a forward or backward was interrupted by an exception here and not on all ranks: their gradients "
+                    "would be of different batches; catch exceptions on all ranks, or on none",
+                    op="fully_shard", rank=self._rank,
+                )
+            )  # fmt: skip
+
+    def _raise_remote(self, rank: int) -> None:
+        """Raise the error of another rank's failure."""
+        status, reason = self.board.reason_of(rank)
+        if kind_of(reason) == REMOTE:
+            rank = self._units.index_of(reason)
+            status, reason = self.board.reason_of(rank)
+        if status is Status.INTERRUPTED:
+            text = (
+                f"a forward or backward was interrupted by an exception on rank {rank} and not on all ranks: their "
+                "gradients would be of different batches; catch exceptions on all ranks, or on none"
+            )
+        elif reason:
+            text = (
+                f"rank {rank} {self._units.describe(reason)}, which the others don't, and raised an error there: "
+                "their gradients would be of different steps"
+            )
+        else:
+            text = f"rank {rank} could not go on, in its forward, and raised the reason there"
+        self._fail_all(REMOTE << KIND_SHIFT | rank << 1)
+        raise known_to_all(RemoteError(text, op="fully_shard", rank=self._rank, peers=(rank,)))
+
+    def raise_divergence(self, code: int, what: str = "") -> None:
+        """Raise `InvalidUsage`, and have the others raise, where this rank alone has left the
+        schedule.
+        """
+        what = what or f"this rank {self._units.describe(code)} where the others do what all ranks did before"
+        self._fail_all(code)
+        raise known_to_all(
+            InvalidUsage(
+                f"{what}: once passes have repeated themselves the ranks don't ask each other; give all ranks the same "
+                "units in the same order, or put what differs (an evaluation on one rank, generate() of other lengths, "
+                "other numbers of micro-batches) into a `with collectives.sharded.uneven(model):` block, which all "
+                "ranks enter",
+                op="fully_shard",
+                rank=self._rank,
+            )  # fmt: skip
+        )
+
+    def raise_reduced(self, unit: Unit) -> None:
+        self.raise_divergence(reduce_code(unit), f"{unit!r} has gradients here, and the others have reduced it before")
+
+    def raise_new_gradients(self, flags: numpy.ndarray, expected: numpy.ndarray) -> None:
+        count = len(self._units)
+        names = []
+        for at in numpy.flatnonzero(flags[count:] > expected[count:])[:4].tolist():
+            unit = self._units.get(self._units.unit_of_param[at])
+            names += [] if unit is None else [f"{unit.params[at - unit.first_param].name} of {unit!r}"]
+        self.raise_divergence(
+            _DONE, f"this rank has gradients that no rank had before, of {', '.join(names) or 'other parameters'}"
+        )

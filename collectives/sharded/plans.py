@@ -1,0 +1,113 @@
+"""Plans: what the collectives of a forward and a backward depend on, and of which kind they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+import torch
+
+from .agreement import Agreement
+from .managed_params import units_in
+from .unit import Unit
+from .unit_registry import BACKWARD, FORWARD, KIND_SHIFT, UnitRegistry, living
+
+__all__ = ["BackwardPlan", "ForwardPlan", "PassPlanner"]
+
+_MAX_FORWARDS = 64  # before one backward, that are told apart
+
+
+@dataclasses.dataclass
+class ForwardPlan:
+    """What a forward's collectives depend on, besides the modules that it runs.
+
+    `order`: the units of the forward before, each once, for prefetching. `kept`: those that stay
+    gathered for the backward.
+    """
+
+    order: list[weakref.ref]
+    kept: list[weakref.ref]
+
+
+@dataclasses.dataclass
+class BackwardPlan:
+    """What a backward's collectives depend on, besides the forwards.
+
+    `order`: the units of the backward before, each once, for prefetching. `expected`: for each
+    unit, which parameters get a gradient; it is reduced when they have.
+    """
+
+    order: list[weakref.ref]
+    expected: list[tuple[weakref.ref, tuple[bool, ...]]]
+
+
+class PassPlanner:
+    """Begins the passes of a communicator's units, and makes their plans: those with which the
+    schedules were recorded that are followed, otherwise new ones, from the last passes.
+
+    A unit holds its modules, so what lasts from one step to the next refers weakly to units.
+    """
+
+    def __init__(self, agreement: Agreement, registry: UnitRegistry):
+        self._agreement = agreement
+        self._registry = registry
+        self.forward = ForwardPlan([], [])  # of the last outermost forward
+        self.backward = BackwardPlan([], [])  # of the last backward
+        self._expectation_changes = True  # since the last backward's plan was made
+        self._forward_kinds: list[tuple] = []  # of the forwards since the last backward
+        self._units_inside: dict[int, tuple[int, list[weakref.ref]]] = {}  # of an outermost unit, by its number
+
+    def reset(self) -> None:
+        """Drop the forwards that wait for a backward."""
+        self._forward_kinds = []
+
+    def begin_forward(self, unit: Unit, order: list[weakref.ref], kept: list[weakref.ref]) -> None:
+        """Begin the pass of an outermost unit's forward, if all-gathers can be a part of it.
+
+        `order`, `kept`: those of a new plan.
+        """
+        if any(each.gathers for each in self._find_units_inside(unit)):
+            number = len(self._forward_kinds) if torch.is_grad_enabled() else -1
+            kind = ("forward", unit.index, number, unit.module().training)
+            if 0 <= number < _MAX_FORWARDS:
+                self._forward_kinds.append(kind)
+            self._agreement.begin_pass(kind, FORWARD << KIND_SHIFT | unit.index << 1)
+        self.forward = self._agreement.plan or ForwardPlan(order, kept)
+        self._agreement.record_plan(self.forward)
+
+    def _find_units_inside(self, unit: Unit) -> list[Unit]:
+        """Return a unit and the units of this communicator in its module."""
+        count, found = self._units_inside.get(unit.index, (0, []))
+        if count != len(self._registry):
+            found = [weakref.ref(each) for each in units_in(unit.module()) if each.scheduler is unit.scheduler]
+            self._units_inside[unit.index] = len(self._registry), found
+        return living(found)
+
+    def begin_backward(self, order: list[weakref.ref], *, in_forward: bool, is_last: bool) -> None:
+        """Begin the pass of a backward. `order`: that of a new plan. `in_forward`: inside of a
+        forward, whose pass ends. `is_last`: the last one of a step.
+        """
+        kinds, self._forward_kinds = tuple(self._forward_kinds), []
+        roots = {kind[1]: self._registry.get(kind[1]) for kind in kinds}
+        units = [each for root in roots.values() if root is not None for each in self._find_units_inside(root)]
+        settings = tuple((each.index, each.gradients.requires_grad_bits, each.reduce_grads) for each in units)
+        if in_forward:
+            self._agreement.end_pass()
+        self._agreement.begin_pass(("backward", kinds, settings, is_last), BACKWARD << KIND_SHIFT)
+        plan, before = self._agreement.plan, self.backward
+        if plan is None:
+            units = self._registry.living()
+            expected = [(weakref.ref(unit), tuple(param.expects_grad for param in unit.params)) for unit in units]
+            self.backward = BackwardPlan(order, expected)
+            self._agreement.record_plan(self.backward)
+        elif plan is not before or self._expectation_changes:
+            self.backward = plan
+            for reference, expected in plan.expected:
+                unit = reference()
+                if unit is not None:
+                    unit.gradients.set_expected(expected)
+        self._expectation_changes = plan is None
+
+    def resume_forward(self) -> None:
+        """Go on with the forward in which a backward has run, as a pass of its own."""
+        self._agreement.begin_pass(("rest of a forward",), FORWARD << KIND_SHIFT)

@@ -1,0 +1,35 @@
+"""Uneven blocks: code in which the ranks need not run the same units."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from ..arrays import kind_of
+from ..errors import InvalidArgument
+
+__all__ = ["uneven"]
+
+
+@contextlib.contextmanager
+def uneven(module: nn.Module) -> Iterator[None]:
+    """Let the ranks run other units of a sharded module, or other numbers of forwards and
+    backwards, inside of the block.
+
+    For an evaluation on rank 0 alone, ``generate()`` of other lengths on each rank, other numbers
+    of micro-batches. All ranks enter the block and leave it together: a collective at both ends,
+    which blocks. Inside it the ranks agree before each collective, with a message of 64 bytes, and
+    each host waits for the others there. `module`: sharded, or one that holds sharded modules; its
+    communicator's other units are meant, too. Raises `InvalidArgument` where nothing in it is
+    sharded.
+    """
+    members = module.modules() if isinstance(module, nn.Module) else ()
+    schedulers = {id(each._scheduler): each._scheduler for each in members if hasattr(each, "_scheduler")}
+    if not schedulers:
+        raise InvalidArgument(f"uneven() takes a sharded module, not {kind_of(module)}", op="uneven")
+    with contextlib.ExitStack() as stack:
+        for scheduler in schedulers.values():
+            stack.enter_context(scheduler.agreement.uneven())
+        yield
