@@ -17,7 +17,7 @@ from ..environment import read_switch
 from ..errors import InvalidUsage
 from . import closing, opening, operations
 from .algorithms.executor import AlgorithmExecutor
-from .algorithms.policy import Policy, agree_on_policy, use_policy
+from .algorithms.policy import Policy, use_policy
 from .arguments import parse_timeout
 from .barrier import barrier
 from .cuda_queue import CudaQueue
@@ -66,12 +66,7 @@ class Communicator:
     ):  # fmt: skip
         native, device = opening.open_native(engine, unique_id, rank, size, device, native)
         self._initialize(native, engine, device, local_rank, local_size, timeout, Policy(False, 0, {}, {}), peers)
-        try:
-            with self._device_guard():
-                use_policy(self, agree_on_policy(self, bool(deterministic)))
-        except BaseException:
-            self.abort()
-            raise
+        opening.agree(self, bool(deterministic))
 
     def _initialize(self, native, engine, device, local_rank, local_size, timeout, policy, peers=None):
         self.engine, self.device, self.peers = engine, device, peers

@@ -10,13 +10,14 @@ from .._nccl import SHRINK_ABORT, ArrayCalls, Comm
 from ..environment import check_variables
 from ..errors import InvalidArgument
 from ..torch_compat import cuda_get_device
+from .algorithms.policy import agree_on_policy, use_policy
 from .arguments import invalid, parse_int, parse_rank, parse_size
 from .engine import Engine, resolve_device
 from .group import open_groups
 from .multinode.comm import MultiNodeComm, NoFastPath
 from .multinode.topology import group_ranks_by_node
 
-__all__ = ["inherit", "open_array_calls", "open_native", "ranks_by_node", "shrink", "split"]
+__all__ = ["agree", "inherit", "open_array_calls", "open_native", "ranks_by_node", "shrink", "split"]
 
 
 def open_native(engine, unique_id: bytes, rank: int, size: int, device, native):
@@ -37,6 +38,18 @@ def open_native(engine, unique_id: bytes, rank: int, size: int, device, native):
     elif native is None:
         native = engine.library.comm_init_rank(size, unique_id, rank)
     return native, device
+
+
+def agree(comm, deterministic: bool) -> None:
+    """Have a new communicator use the policy on which its ranks agree; blocks, and aborts it where
+    they don't.
+    """
+    try:
+        with comm._device_guard():
+            use_policy(comm, agree_on_policy(comm, deterministic))
+    except BaseException:
+        comm.abort()
+        raise
 
 
 def open_array_calls(comm):

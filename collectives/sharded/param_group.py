@@ -313,6 +313,12 @@ class ParamGroup:
         for param in self.params:
             param.full.data = param.full_view(self.gathered)
 
+    def post_optim_step(self) -> None:
+        """Count an optimizer's step; full parameters in the shards' memory have been written to."""
+        self.steps += 1
+        if self.shares_memory and self.params:
+            torch.autograd.graph.increment_version([param.full for param in self.params])
+
     def free_unsharded(self) -> None:
         """Free the gathered buffer, unless it is memory that stays: then the full parameters keep it."""
         self.gathered = None

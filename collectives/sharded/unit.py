@@ -254,9 +254,7 @@ class Unit:
         """
         self.reshard()
         for group in self.groups:
-            group.steps += 1
-            if group.shares_memory and group.params:
-                torch.autograd.graph.increment_version([param.full for param in group.params])
+            group.post_optim_step()
 
     @torch.no_grad()
     def join_all_gather(self, *, masters: bool = False, post_forward: bool = False) -> None:
