@@ -195,8 +195,8 @@ _NOT_RUN = "no program here comes to it: "
 SUPERFLUOUS = {
     ("collectives/auto/model.py", "Model._now"): _MEASURES,
     ("collectives/auto/trial.py", "_wait_at_most"): _MEASURES,
-    ("collectives/gradients/pipeline.py", "_begin_trace"): _MEASURES,
-    ("collectives/gradients/pipeline.py", "_end_trace"): _MEASURES,
+    ("collectives/gradients/bucket_gradients.py", "_begin_trace"): _MEASURES,
+    ("collectives/gradients/bucket_gradients.py", "_end_trace"): _MEASURES,
     ("collectives/recorder.py", "_anchor"): _MEASURES,
     ("collectives/comm/cuda_queue.py", "CudaQueue.record_completion"): _MEASURES,
     (
