@@ -238,9 +238,7 @@ class Agreement:
     def _check_order(self) -> None:
         """Raise `Mismatch` unless all ranks have made the same collectives in this backward."""
         digest = zlib.crc32(numpy.array(self._follower.current.codes, dtype=numpy.int64).tobytes())
-        ends = numpy.array([digest, -digest], dtype=numpy.int64)
-        self.control.all_reduce(ends, "max")
-        if ends[0] != -ends[1]:
+        if not self.same_number(digest):
             raise Mismatch(
                 "the ranks have made other collectives, or in another order, in this backward", op="fully_shard",
                 rank=self.comm.rank,

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import numpy
 
 from ..comm.communicator import Communicator
+from ..comm.consensus import all_gather_object
 from ..errors import InvalidUsage, RemoteError
 from .schedule import Pass
 from .unit_registry import (
@@ -148,14 +149,7 @@ class Negotiation:
 
     def _raise_mismatch(self, described: str, what: tuple[str, str]) -> None:
         """Raise an error that says which ranks do what."""
-        text = described.encode()
-        length = numpy.array([len(text)], dtype=numpy.int64)
-        self.control.all_reduce(length, "max")
-        table = numpy.zeros((self.control.size, int(length[0])), dtype=numpy.uint8)
-        table[self._rank, : len(text)] = numpy.frombuffer(text, dtype=numpy.uint8)
-        self.control.all_reduce(table, "max")
-        texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in table]
-        parts = [each.split("; ") for each in texts]
+        parts = [each.split("; ") for each in all_gather_object(self.control, described)]
         at = next(i for i, rows in enumerate(itertools.zip_longest(*parts)) if len(set(rows)) > 1)
         ranks: dict[str, list[int]] = {}
         for rank, each in enumerate(parts):

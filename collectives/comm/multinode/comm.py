@@ -56,13 +56,11 @@ class MultiNodeComm:
     """A rank of a communicator over several nodes; the methods are those of `_nccl.Comm`.
 
     ``peers``: `PeerInfo` of its ranks; ``uid``: its name in the store; ``seconds``: limit of the
-    constructor, which blocks until all ranks are connected; ``keep_alive``: an object to hold as
-    long as the communicator is open. After a failure it can't be used any more.
+    constructor, which blocks until all ranks are connected. After a failure it can't be used any
+    more.
     """
 
-    def __init__(
-        self, library: MultiNodeLibrary, peers, rank: int, store: ErrorStore, uid: str, seconds: float, keep_alive=None
-    ):
+    def __init__(self, library: MultiNodeLibrary, peers, rank: int, store: ErrorStore, uid: str, seconds: float):
         self.library = library
         self.peers = tuple(replace(peer, rank=number) for number, peer in enumerate(peers))
         self.rank = rank
@@ -71,7 +69,6 @@ class MultiNodeComm:
         self.handle = 1
         self._root_store = store
         self._store = store.with_prefix(f"comm{uid}", rank, [peer.process for peer in self.peers])
-        self._keep_alive = keep_alive
         self.call_order = CallOrder()
         self._running: Call | None = None
         self._failure: CollectivesError | None = None
@@ -300,7 +297,7 @@ class MultiNodeComm:
         seconds = max(self._timeout or 0.0, self._init_timeout)
         if len(group_ranks_by_node(peer.node for peer in peers)) > 1:
             store = ErrorStore(self._root_store.store, self._root_store.host, rank)
-            child = MultiNodeComm(self.library, peers, rank, store, uid, seconds, self._keep_alive)
+            child = MultiNodeComm(self.library, peers, rank, store, uid, seconds)
             child.set_timeout(self._timeout)
             return child
         store = self._root_store.with_prefix(f"comm{uid}", rank, [peer.process for peer in peers])
@@ -316,7 +313,6 @@ class MultiNodeComm:
         self._aborted = True
         self.handle = 0
         self._shut_down(Aborted("abort() closed the communicator", rank=self.rank))
-        self._keep_alive = None
 
     def wait_for_calls(self) -> None:
         """Wait for the calls of other threads."""
@@ -331,7 +327,6 @@ class MultiNodeComm:
         if self.collectives.intra_node.handle:
             self.collectives.intra_node.destroy()
         self._connections.close()
-        self._keep_alive = None
 
     def detach_after_fork(self) -> None:
         """Detach from the parent's connections in a forked child, and leave them open."""
