@@ -119,7 +119,7 @@ class GradientShard:
             if grad is not None:
                 tensors.append(grad.to_dense() if grad.layout != torch.strided else grad)
                 offsets.append(param.offset)
-        if flat.is_cpu or self.dtype.is_complex:
+        if not flat.is_cuda or self.dtype.is_complex:
             # The kernel's table takes longer to read a new list each time than the host takes to
             # copy.
             if len(tensors) < len(self.params):

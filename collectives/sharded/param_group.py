@@ -102,8 +102,13 @@ class ParamGroup:
 
     @property
     def offloads(self) -> bool:
-        """Whether the flat shard lies on another device than the one where the unit computes."""
+        """As `GroupBuffers.offloads`."""
         return self.buffers.offloads
+
+    @property
+    def awaits_memory(self) -> bool:
+        """Whether the flat shard is on the meta device, and has no values yet."""
+        return self.flat.device.type != self.store.type
 
     @property
     def shares_memory(self) -> bool:
@@ -118,32 +123,31 @@ class ParamGroup:
         """Allocate the flat shard, uninitialised."""
         host_engine = self.ranks.world._on_host and device.type == "cpu"
         options = {"shared": host_engine, "device": device}
-        if self.persistent and device.type != "meta":
+        if self.persistent and device.type == self.store.type:
             self.persistent_buffer = self.buffers.alloc_stored(self.unsharded_numel, self.dtype, **options)
             return self.persistent_buffer[self.ranks.rank * self.shard_numel :][: self.shard_numel]
         return self.buffers.alloc_stored(self.shard_numel, self.dtype, **options)
 
     def _make_shard(self, data: list[torch.Tensor], device: torch.device) -> None:
         self.flat = self._new_shard(device if device.type == "meta" else self.store)
-        if device.type != "meta":
+        if not self.awaits_memory:
             self.flat.zero_()  # padding is sent, too, and in 8 bits it shares a scale with its neighbours
         low = self.ranks.rank * self.shard_numel
         for param, values in zip(self.params, data, strict=True):
-            begin = min(max(param.offset, low), low + self.shard_numel)
-            end = min(max(param.offset + param.count, low), low + self.shard_numel)
+            begin, end = self._range_here(param)
             param.shard_offset, param.start = begin - low, begin - param.offset if end > begin else 0
-            if device.type != "meta" and end > begin:
-                self.flat[param.shard_offset : end - low].copy_(
-                    values.reshape(-1)[param.start : param.start + end - begin]
-                )
+            if not self.awaits_memory and end > begin:
+                own = values.reshape(-1)[param.start : param.start + end - begin]
+                self.flat[param.shard_offset : end - low].copy_(own)
 
-    def _numel_here(self, param: ShardedParam) -> int:
+    def _range_here(self, param: ShardedParam) -> list[int]:
         low = self.ranks.rank * self.shard_numel
-        return max(0, min(param.offset + param.count, low + self.shard_numel) - max(param.offset, low))
+        return [min(max(at, low), low + self.shard_numel) for at in (param.offset, param.offset + param.count)]
 
     def _make_forms(self, originals: list[nn.Parameter]) -> None:
         for param, original, placeholder in zip(self.params, originals, self._placeholders, strict=True):
-            data = param.shard_view(self.flat, self._numel_here(param))
+            begin, end = self._range_here(param)
+            data = param.shard_view(self.flat, end - begin)
             param.shard = nn.Parameter(data, requires_grad=self.requires_grad)
             param.full = nn.Parameter(placeholder, requires_grad=self.requires_grad)
             for form in (param.shard, param.full):
@@ -170,9 +174,9 @@ class ParamGroup:
         it was on the meta device.
         """
         self.host_copies.wait()
-        if any(param.shard.device.type == "meta" for param in self.params if param.shard.numel()):
+        if any(param.shard.device.type != self.store.type for param in self.params if param.shard.numel()):
             return  # unshard says so
-        if self.flat.device.type == "meta":
+        if self.awaits_memory:
             self.flat = self._new_shard(self.store).zero_()
         for param in self.params:
             count = param.shard.numel()
@@ -184,10 +188,8 @@ class ParamGroup:
         self._replaced.record()
 
     def allocate(self) -> None:
-        """Allocate a flat shard that is on the meta device, as zeros. The shards stay the same
-        objects.
-        """
-        if self.flat.device.type != "meta":
+        """Allocate a flat shard that is on the meta device, as zeros, and keep the shards' identity."""
+        if not self.awaits_memory:
             return
         self.flat = self._new_shard(self.store).zero_()
         for param in self.params:
@@ -201,7 +203,7 @@ class ParamGroup:
     def unshard(self, *, async_op: bool = False, custom=None):
         """Begin the all-gather into `gathered`; return a Work, or None where it is done."""
         ranks = self.ranks
-        if self.flat.device.type == "meta":
+        if self.awaits_memory:
             raise InvalidArgument(
                 f"{self.params[0].name} is on the meta device: give it memory first, by module.to_empty(device=...) "
                 "and its initialisation, param_init_fn, or a checkpoint"
@@ -277,7 +279,7 @@ class ParamGroup:
 
         Uses the engine's own all-gather, also where a custom one is set, since that one may round.
         """
-        if self.flat.device.type == "meta":
+        if self.awaits_memory:
             raise InvalidUsage(f"{self.params[0].name} is on the meta device and has no values yet: materialize() it")
         ranks = self.ranks
         if ranks.shard is None:
