@@ -38,6 +38,8 @@ class Follower:
         self.reduced: set[int] = set()  # units that this rank has reduced because the others did
         self.failed: Status | None = None  # how this rank has failed, until all ranks have recovered
         self.uneven_blocks = int(board is None)  # in which the ranks negotiate each collective
+        self.lasting_blocks = self.uneven_blocks  # of these, those that an error of all ranks doesn't end
+        self.errors = 0  # of all ranks so far
         self.is_following = board is not None  # between passes, or in one whose schedule is followed
         self._rank = rank
         self._units = units
@@ -146,8 +148,10 @@ class Follower:
     def follow_again(self, *, after_error: bool = False) -> None:
         """Go back to following schedules: all ranks are between passes, and have made other ones."""
         self.current = None
-        if after_error:  # the ranks may have begun other passes
+        if after_error:  # the ranks may have begun other passes, and left other blocks
             self.book.forget()
+            self.errors += 1
+            self.uneven_blocks = self.lasting_blocks
         if not self.uneven_blocks:
             self.is_following = True
             self.book.begin()
