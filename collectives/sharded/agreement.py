@@ -67,7 +67,8 @@ class Agreement:
         self._is_dynamic = False  # set_static_graph(False) was called
         self._checks = read_switch("COLLECTIVES_CHECK")
         board = None if self.control is None else open_board(self.control, lambda: comm.timeout)
-        self._follower = Follower(board, comm.rank, units, join, reset, self.fail)
+        self._join = join
+        self._follower = Follower(board, comm.rank, units, self._join_collective, reset, self.fail)
         self._negotiation = None
         if self.control is not None:
             self._negotiation = Negotiation(self.control, units, self._follower.join, reset)
@@ -234,6 +235,11 @@ class Agreement:
         if self._checks and self._follower.is_following and self._follower.current is not None:
             self._check_order()
         return self._finish_pass()
+
+    def _join_collective(self, code: int) -> None:
+        if code == _DONE and self._checks:
+            self._check_order()
+        self._join(code)
 
     def _check_order(self) -> None:
         """Raise `Mismatch` unless all ranks have made the same collectives in this backward."""

@@ -23,9 +23,9 @@ _DONE = DONE << KIND_SHIFT
 class Follower:
     """Follows schedules. `board`: None where the ranks share no memory; it follows none then.
 
-    `join`: a function that takes part in the collective of a code, for the others. `reset`: one
-    that is called before an error. `fail_all`: one that announces this rank's failure, whose reason
-    is a code, to the others.
+    `join`: a function that takes part in the collective of a code, for the others; of DONE: in what
+    follows the last reduction of a backward. `reset`: one that is called before an error.
+    `fail_all`: one that announces this rank's failure, whose reason is a code, to the others.
     """
 
     def __init__(
@@ -184,6 +184,9 @@ class Follower:
                 self.book.begin(key)
                 self.current = Pass(key, self.book.find(key))
             self._take_part()
+            schedule = self.current.schedule
+            if schedule.flags is not None and len(self.current.codes) == len(schedule.codes):
+                self._join_collective(_DONE)  # what follows the last reduction
         self.current = None
 
     def recover(self) -> None:
