@@ -94,7 +94,11 @@ class Follower:
                     return False
                 unit = self._units.of(schedule.codes[at])
                 if is_post_forward(schedule.codes[at]) and (unit is None or not unit.is_sharded_post_forward):
-                    self.raise_divergence(code)
+                    self.raise_divergence(
+                        schedule.codes[at],
+                        f"this rank has left {unit!r} out in its forward, and the others gather what each rank keeps "
+                        "after one (an int as reshard_after_forward)",
+                    )
             self.enter()
             self._take_part()
         return True

@@ -85,6 +85,25 @@ def test_ranks_that_diverge_raise(tmp_path, ranks):
     check(diverges, tmp_path, ranks)
 
 
+@over_gloo
+def leaves_out_a_kept_unit(ctx):
+    """With an int as reshard_after_forward a rank that left a unit out has no part of it: the error says so."""
+    model, last, found = sharded(Branches(), reshard_after_forward=2), ctx.rank == ctx.size - 1, {}
+    for at in range(4):
+        step(model, ctx.rank, at)
+    found["steady"] = equal(gradients(model), theirs(3, [USUAL] * ctx.size, ctx.size), close=True)
+    calls = [lambda: step(model, ctx.rank, 0, (0, 2) if last else USUAL), lambda: step(model, ctx.rank)]
+    raised = go_on(model, ctx.rank, calls)
+    ok = raised and raised[0] == ("InvalidUsage" if last else "RemoteError")
+    found["named"] = [] if ok and (not last or "out in its forward" in raised[1]) else [raised]
+    after(model, ctx, found, "an int")
+    return found
+
+
+def test_a_rank_that_leaves_out_a_unit_that_others_keep(tmp_path):
+    check(leaves_out_a_kept_unit, tmp_path, 4)
+
+
 class Uses(nn.Module):
     """A unit with a parameter that is used where it is asked for."""
 
