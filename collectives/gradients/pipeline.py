@@ -254,6 +254,12 @@ class GradientPipeline:
         self.world_size = self.comm.size
         self.totals["backwards"] += 1
 
+    def join_end_backward(self, gradients: ReducedGradients) -> None:
+        """Take part in the collectives of `end_backward`, for the other ranks."""
+        for stage in self.stages:
+            if isinstance(stage, SumStatistics):
+                stage.end_backward(self, gradients)
+
     def count(self, buckets: int, sent: int, as_fp32: int) -> None:
         """Add reduced buckets to the statistics: their number, the bytes that this rank has sent
         for them, and those that it would have sent in fp32.

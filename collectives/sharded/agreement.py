@@ -70,7 +70,8 @@ class Agreement:
         self._is_dynamic = False  # set_static_graph(False) was called
         self._checks = read_switch("COLLECTIVES_CHECK")
         board = None if self.control is None else open_board(self.control, lambda: comm.timeout)
-        self._follower = Follower(board, comm.rank, units, join, reset, self.fail)
+        self._join = join
+        self._follower = Follower(board, comm.rank, units, self._join_collective, reset, self.fail)
         self._negotiation = None
         if self.control is not None:
             self._negotiation = Negotiation(self.control, units, self._follower.join, reset)
@@ -238,6 +239,11 @@ class Agreement:
             self._check_order()
         return self._finish_pass()
 
+    def _join_collective(self, code: int) -> None:
+        if code == _DONE and self._checks:
+            self._check_order()
+        self._join(code)
+
     def _check_order(self) -> None:
         """Raise `Mismatch` unless all ranks have made the same collectives in this backward."""
         digest = zlib.crc32(numpy.array(self._follower.current.codes, dtype=numpy.int64).tobytes())
@@ -290,22 +296,32 @@ class Agreement:
 
     @contextlib.contextmanager
     def uneven(self) -> Iterator[None]:
-        """Negotiate before each collective inside the block. A collective, at both ends."""
+        """Negotiate before each collective inside the block. A collective, at both ends.
+
+        Where an exception ends it and not those of all ranks, the others raise `RemoteError` in
+        their next calls, and so does this rank. An error of all ranks ends it, too.
+        """
         self.begin_uneven()
+        errors = self._follower.errors
+        interrupted = 0 if self._negotiation is None else self._negotiation.interrupted
         try:
             yield
-        except BaseException:  # the others may not have one: they learn it in their next call
-            if self.control is not None:
+        except BaseException:
+            if self.control is not None and self._follower.errors == errors:
                 self._follower.uneven_blocks -= 1
+                self._negotiation.interrupted = interrupted + 1  # as that of each rank that leaves it so
             raise
-        self.end_uneven()
+        if self._follower.errors == errors:
+            self.end_uneven()
 
     def set_static_graph(self, static_graph: bool) -> None:
         """Set whether schedules are followed outside of `uneven`. A collective, which blocks."""
         if static_graph and self._is_dynamic:
             self.end_uneven()
+            self._follower.lasting_blocks -= 1
         elif not static_graph and not self._is_dynamic:
             self.begin_uneven()
+            self._follower.lasting_blocks += 1
         self._is_dynamic = not static_graph
 
     # ---- Leaving the schedule, and errors.

@@ -23,9 +23,9 @@ _DONE = DONE << KIND_SHIFT
 class Follower:
     """Follows schedules. `board`: None where the ranks share no memory; it follows none then.
 
-    `join`: a function that takes part in the collective of a code, for the others. `reset`: one
-    that is called before an error. `fail_all`: one that announces this rank's failure, whose reason
-    is a code, to the others.
+    `join`: a function that takes part in the collective of a code, for the others; of DONE: in what
+    follows the last reduction of a backward. `reset`: one that is called before an error.
+    `fail_all`: one that announces this rank's failure, whose reason is a code, to the others.
     """
 
     def __init__(
@@ -38,6 +38,8 @@ class Follower:
         self.reduced: set[int] = set()  # units that this rank has reduced because the others did
         self.failed: Status | None = None  # how this rank has failed, until all ranks have recovered
         self.uneven_blocks = int(board is None)  # in which the ranks negotiate each collective
+        self.lasting_blocks = self.uneven_blocks  # of these, those that an error of all ranks doesn't end
+        self.errors = 0  # of all ranks so far
         self.is_following = board is not None  # between passes, or in one whose schedule is followed
         self._rank = rank
         self._units = units
@@ -92,7 +94,11 @@ class Follower:
                     return False
                 unit = self._units.of(schedule.codes[at])
                 if is_post_forward(schedule.codes[at]) and (unit is None or not unit.is_sharded_post_forward):
-                    self.raise_divergence(code)
+                    self.raise_divergence(
+                        schedule.codes[at],
+                        f"this rank has left {unit!r} out in its forward, and the others gather what each rank keeps "
+                        "after one (an int as reshard_after_forward)",
+                    )
             self.enter()
             self._take_part()
         return True
@@ -146,8 +152,10 @@ class Follower:
     def follow_again(self, *, after_error: bool = False) -> None:
         """Go back to following schedules: all ranks are between passes, and have made other ones."""
         self.current = None
-        if after_error:  # the ranks may have begun other passes
+        if after_error:  # the ranks may have begun other passes, and left other blocks
             self.book.forget()
+            self.errors += 1
+            self.uneven_blocks = self.lasting_blocks
         if not self.uneven_blocks:
             self.is_following = True
             self.book.begin()
@@ -180,6 +188,9 @@ class Follower:
                 self.book.begin(key)
                 self.current = Pass(key, self.book.find(key))
             self._take_part()
+            schedule = self.current.schedule
+            if schedule.flags is not None and len(self.current.codes) == len(schedule.codes):
+                self._join_collective(_DONE)  # what follows the last reduction
         self.current = None
 
     def recover(self) -> None:

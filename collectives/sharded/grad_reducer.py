@@ -300,6 +300,11 @@ class ShardedGradReducer:
             totals["bytes_gathered"] = self.quantized_gather.sent
         self.reset()
 
+    def join_end(self) -> None:
+        """Take part in the collectives of `end`, for the others, and change nothing."""
+        if self._begun:
+            self.pipeline.join_end_backward(self)
+
     # ---- What the stages read and change: `ReducedGradients`.
 
     def _gradients(self, *, here: bool = False) -> list[torch.Tensor]:

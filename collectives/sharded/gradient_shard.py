@@ -161,8 +161,11 @@ class GradientShard:
         """Make this rank's part of the reduced gradients the shards' gradients, or add it to those
         they have.
 
-        Where the shards lie on the host, the values are there after `host_copies.wait()`.
+        `in_place`: `part` is the flat shard of gradients. Where the shards lie on the host, the
+        values are there after `host_copies.wait()`.
         """
+        if in_place:  # a forward during the reduction, as a checkpoint's second one, has dropped it
+            self.flat = part
         grad = self._alloc_flat()
         if self.buffers.offloads:
             self._offload(part, grad)

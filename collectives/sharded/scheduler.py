@@ -21,6 +21,7 @@ from .plans import PassPlanner
 from .streams import HostCopies
 from .unit import State, Unit
 from .unit_registry import (
+    DONE,
     GATHER,
     UnitRegistry,
     gather_code,
@@ -118,7 +119,14 @@ class Scheduler:
                 self.agreement.end_pass()
 
     def _join(self, code: int) -> None:
-        """Take part in a collective whose result only others need."""
+        """Take part in a collective whose result only others need. DONE: in what their gradient
+        reducers exchange at the end of a backward.
+        """
+        if kind_of(code) == DONE:
+            self._wait_for_reductions()
+            for reducer in _reducers(self.units):
+                reducer.join_end()
+            return
         unit = self.registry.of(code)
         if kind_of(code) == GATHER:
             unit.join_all_gather(masters=gathers_masters(code), post_forward=is_post_forward(code))

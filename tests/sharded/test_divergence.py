@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import collectives
 from collectives.errors import CollectivesError, RemoteError
 from collectives.sharded import fully_shard
 from tests.ddp.training import batch, over_gloo
@@ -82,6 +83,25 @@ def diverges(ctx):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_diverge_raise(tmp_path, ranks):
     check(diverges, tmp_path, ranks)
+
+
+@over_gloo
+def leaves_out_a_kept_unit(ctx):
+    """With an int as reshard_after_forward a rank that left a unit out has no part of it: the error says so."""
+    model, last, found = sharded(Branches(), reshard_after_forward=2), ctx.rank == ctx.size - 1, {}
+    for at in range(4):
+        step(model, ctx.rank, at)
+    found["steady"] = equal(gradients(model), theirs(3, [USUAL] * ctx.size, ctx.size), close=True)
+    calls = [lambda: step(model, ctx.rank, 0, (0, 2) if last else USUAL), lambda: step(model, ctx.rank)]
+    raised = go_on(model, ctx.rank, calls)
+    ok = raised and raised[0] == ("InvalidUsage" if last else "RemoteError")
+    found["named"] = [] if ok and (not last or "out in its forward" in raised[1]) else [raised]
+    after(model, ctx, found, "an int")
+    return found
+
+
+def test_a_rank_that_leaves_out_a_unit_that_others_keep(tmp_path):
+    check(leaves_out_a_kept_unit, tmp_path, 4)
 
 
 class Uses(nn.Module):
@@ -281,6 +301,40 @@ def evaluates(ctx, count):
 @pytest.mark.parametrize("count", [1, 3])
 def test_one_rank_that_evaluates_alone(count):
     assert run_ranks(evaluates, 2, count) == ["InvalidUsage", "RemoteError"]
+
+
+def fails_at_the_end(ctx, options):
+    """An exception on the last rank, after its last reduction: it takes part in what the others exchange there."""
+    torch.manual_seed(3)
+    net, last = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)), ctx.rank == ctx.size - 1
+    state = collectives.HookState(**options) if options else None
+    model = sharded(net, net[0], net[2], comm=ctx.communicator().split(0), hook_state=state)
+    model._scheduler.comm.timeout = 10.0
+
+    def backward(fails=False):
+        x = torch.randn(4, 6, requires_grad=True)
+        if fails:
+            x.register_hook(lambda grad: (_ for _ in ()).throw(ValueError("at the end")))
+        model(x * 1).sum().backward()
+
+    for _ in range(4):
+        backward()
+    with contextlib.suppress(ValueError):
+        if last:
+            backward(True)
+    raised = go_on(model, ctx.rank, [backward] if last else [backward, backward])
+    ctx.exchange("all know")
+    for _ in range(4):
+        backward()
+    return raised[:2]
+
+
+@pytest.mark.parametrize(
+    ("options", "env"), [({}, {}), ({"max_norm": 0.1}, {}), ({}, {"COLLECTIVES_CHECK": "1"})], ids=str
+)
+def test_an_exception_behind_the_last_reduction(options, env):
+    for kind, text in run_ranks(fails_at_the_end, 3, options, env=env):
+        assert kind == "RemoteError" and "interrupted by an exception" in text, (kind, text)
 
 
 # ---- Anything.

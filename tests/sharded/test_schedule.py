@@ -364,6 +364,52 @@ def test_uneven_on_one_rank(tmp_path):
     check(uneven_on_one_rank, tmp_path)
 
 
+@over_gloo
+def uneven_left_on_one_rank(ctx):
+    """An exception ends the block on the last rank alone: all ranks raise, once each, and may go on."""
+    model, last, found = sharded(Branches()), ctx.rank == ctx.size - 1, {}
+
+    def plain(at):
+        if last and at == 0:
+            raise ValueError("in a block")
+
+    def nested(at):
+        with uneven(model):
+            plain(at)
+
+    def forward(at):
+        model(torch.ones(1, 3 if last and at == 0 else 12), USUAL)
+
+    for way, then in itertools.product((plain, nested, forward), ("a block", "a step")):
+
+        def block(at, way=way):
+            with uneven(model):
+                way(at)
+                step(model, ctx.rank, 0, ((0,), (2, 1))[last])
+
+        for at in range(4):
+            step(model, ctx.rank, at)
+        calls = [lambda at=at, block=block: block(at) for at in range(2)]
+        if then == "a step":
+            calls[1] = lambda: step(model, ctx.rank)
+        if last:
+            with contextlib.suppress(ValueError, RuntimeError):
+                calls.pop(0)()
+        raised = go_on(model, ctx.rank, calls[:1])
+        ok = raised and raised[0] == "RemoteError" and ("here" if last else f"rank {ctx.size - 1}") in raised[1]
+        found[way.__name__, then] = [] if ok else [raised]
+        after(model, ctx, found, (way.__name__, then))
+    with uneven(model):
+        step(model, ctx.rank, 0, ((0,), (2, 1))[last])
+    after(model, ctx, found, "a block after it")
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_exception_ends_uneven_on_one_rank(tmp_path, ranks):
+    check(uneven_left_on_one_rank, tmp_path, ranks)
+
+
 def test_uneven_takes_a_sharded_module():
     with pytest.raises(InvalidArgument, match="sharded module"), uneven(nn.Linear(2, 2)):
         pass

@@ -206,6 +206,16 @@ def checkpointing(ctx):
                 backward(model, ctx.rank)
             found["blocks", reentrant, reshard] = equal(gradients(model), expected(make, backward))
 
+            def two_forwards(model, rank):
+                losses = [model(batch(at, rank)[0].requires_grad_()).square().sum() for at in range(2)]
+                sum(losses).backward()
+
+            for _ in range(3):
+                model.zero_grad()
+                two_forwards(model, ctx.rank)
+            theirs = expected(make, two_forwards)
+            found["two forwards", reentrant, reshard] = equal(gradients(model), theirs, close=True)
+
     def make_inner():
         return nn.Sequential(Inner(), nn.Tanh(), Inner())
 
