@@ -15,6 +15,7 @@ from ..cuda_state import is_capturing
 from ..errors import Aborted, CollectivesError, CudaError, InvalidUsage
 from .group import open_groups
 from .lifetime import ClosedHandle, never_freed, open_comms
+from .memory import free_dropped
 from .multinode.comm import NoFastPath
 from .watchdog import unwatch
 
@@ -54,6 +55,7 @@ def close(comm) -> None:
     with comm._device_guard():
         if not comm._on_host:
             _synchronize(comm, native.abort)  # what other threads have issued meanwhile
+            free_dropped()
         comm._queue.close()
         _free(comm, native)
 

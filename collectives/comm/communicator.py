@@ -269,11 +269,12 @@ class Communicator:
     def empty(self, n: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocate a tensor of `n` elements in memory that the engine uses with no staging copy.
 
-        A local call. `dtype` None: torch's default. The contents are undefined. The memory is freed
-        with the last tensor that views it, also after `close()`. On the host the other ranks share
-        it. A forked child (a DataLoader's worker) can't change the parent's contents, and sees what
-        the parent writes later to pages that the child has not written: the memory is no snapshot
-        for it. C: ncclMemAlloc (NCCL 2.19).
+        A local call. `dtype` None: torch's default. The contents are undefined. The memory lives as
+        long as a tensor views it, also after `close()`. On the host it is freed then. On CUDA it is
+        freed by the next `empty` or `close()` of this process, which wait for the GPU first. On the
+        host the other ranks share it. A forked child (a DataLoader's worker) can't change the
+        parent's contents, and sees what the parent writes later to pages that the child has not
+        written: the memory is no snapshot for it. C: ncclMemAlloc (NCCL 2.19).
         """
         return allocate(self, n, dtype)
 
