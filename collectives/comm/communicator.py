@@ -217,7 +217,7 @@ class Communicator:
         `out` is None on the other ranks. In place where `inp` is part `root` of `out`. C:
         ncclGather; ncclSend and ncclRecv before NCCL 2.28.3.
         """
-        return operations.gather(self, out, inp, root, async_op, stream)
+        return operations.gather_or_scatter(self, "gather", out, inp, root, async_op, stream)
 
     def scatter(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Send part r of `root`'s `inp` to rank r's `out`. Takes any dtype.
@@ -225,7 +225,7 @@ class Communicator:
         `inp` is None on the other ranks. In place where `out` is part `root` of `inp`.
         C: ncclScatter; ncclSend and ncclRecv before NCCL 2.28.3.
         """
-        return operations.scatter(self, out, inp, root, async_op, stream)
+        return operations.gather_or_scatter(self, "scatter", out, inp, root, async_op, stream)
 
     def send(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
         """Send `array` to rank `peer`, which must call `recv`. Takes any dtype. C: ncclSend."""

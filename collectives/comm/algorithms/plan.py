@@ -9,21 +9,20 @@ from typing import NamedTuple
 import torch
 
 from ..._nccl import DTYPES, OPS
-from ...arrays import ITEMSIZE, TORCH_CODES
+from ...arrays import ITEMSIZE, TORCH_DTYPES
 from ...kernels import abi
+from ...kernels.dtypes import FLOATING
 from ...kernels.execution import run as run_kernel
 from ...kernels.reduction import kernel_of
 from ...layout import TILE
 from ..group import run_grouped
 from .schedule import Reduction, Schedule, schedule
 
-__all__ = ["CallKey", "ExecutionPlan", "PlanCache", "issue_transfers", "round_to_dtype"]
+__all__ = ["CallKey", "ExecutionPlan", "PlanCache", "issue_transfers", "round_to_dtype", "sums_in_fp32"]
 
 _F32 = DTYPES["float32"]
 _SUM, _PROD, _AVG = OPS["sum"], OPS["prod"], OPS["avg"]
 _EXACT = (OPS["max"], OPS["min"])  # they round nothing, so they need no wider type for partial results
-_TORCH = {code: dtype for dtype, code in TORCH_CODES.items()}
-_FLOATING = {code for code, dtype in _TORCH.items() if dtype.is_floating_point}
 
 _MAX_PLANS = 128
 _PADDED_BLOCK = 1 << 16  # elements of a reduction on the host that reads zeros, which then stay in a cache
@@ -56,7 +55,12 @@ class CallKey(NamedTuple):
 
 def round_to_dtype(value, code: int):
     """Return a premultiplied sum's factor rounded to the array's dtype, as the engines use it."""
-    return torch.tensor(value, dtype=_TORCH[code]).item() if code in _FLOATING else value
+    return torch.tensor(value, dtype=TORCH_DTYPES[code]).item() if code in FLOATING else value
+
+
+def sums_in_fp32(code: int, op: int) -> bool:
+    """Return whether partial results are fp32: those of the narrower types, if the op rounds."""
+    return code in FLOATING and ITEMSIZE[code] < 4 and op not in _EXACT
 
 
 def issue_transfers(native, ops, bases, stream: int) -> None:
@@ -126,13 +130,12 @@ class ExecutionPlan:
     ):  # fmt: skip
         self.device = device
         code = key.code
-        floating = code in _FLOATING
-        reduces = key.name in ("all_reduce", "reduce_scatter")
-        wide = reduces and floating and ITEMSIZE[code] < 4 and key.op not in _EXACT
+        wide = key.name in ("all_reduce", "reduce_scatter") and sums_in_fp32(code, key.op)
         self._code = code
         self._out_code = code if key.out_code is None else key.out_code
         self._sum_code = _F32 if wide else code
-        self._factor_fills = key.scaled and not floating  # there is no kernel that scales integers: they are multiplied
+        # There is no kernel that scales integers: they are multiplied.
+        self._factor_fills = key.scaled and code not in FLOATING
         made = schedule(
             key.name, key.algorithm, rank=rank, size=size, count=key.count, itemsize=ITEMSIZE[code], chunk=chunk,
             wide=wide, scaled=key.scaled, in_place=key.in_place, separate_out=key.separate_out, starts=key.starts,
@@ -198,7 +201,7 @@ class ExecutionPlan:
                 op, scaled = _PROD, False
         elif op == _AVG and not (task.final and len(sources) == divisor):
             op = _SUM
-            if task.final and source_code in _FLOATING and not divisor & (divisor - 1):
+            if task.final and source_code in FLOATING and not divisor & (divisor - 1):
                 scale = 1.0 / divisor  # the same bits as the division
             elif task.final:
                 # The kernel divides by the number of its sources: zeros, which change nothing, are
@@ -222,7 +225,7 @@ class ExecutionPlan:
     def _zero_source(self, code: int) -> int:
         """Return the address of an array of zeros that is as long as the longest launch."""
         if self._pad is None:
-            pad = torch.full((self._pad_count,), -0.0 if code in _FLOATING else 0, dtype=_TORCH[code])
+            pad = torch.full((self._pad_count,), -0.0 if code in FLOATING else 0, dtype=TORCH_DTYPES[code])
             self._pad = self._to_device(pad)  # -0.0 changes no sign
         return self._pad.data_ptr()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from ..._nccl import DTYPES, OPS
 from ...arrays import ITEMSIZE
+from ..algorithms.plan import sums_in_fp32
 from .gloo import GlooConnections
 from .hierarchical import HierarchicalCollectives, LevelReduction
 from .inter_node import ScheduledInterNode
@@ -141,7 +142,7 @@ class HostCollectives:
     def _prepare_source(self, send: int, count: int, spec: ReduceSpec) -> tuple[int, LevelReduction, int | None]:
         """Return (source, reduction on both levels, op to destroy or None)."""
         intra_op = _SUM if spec.op == _AVG else spec.op
-        if spec.needs_float32:
+        if sums_in_fp32(spec.dtype, spec.op):
             width = ITEMSIZE[spec.dtype]
             wide = self._scratch.get("wide", 4 * count).data_ptr()
             source = self._align("source", send, count * width, width)
