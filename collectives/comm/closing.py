@@ -39,9 +39,8 @@ def close(comm) -> None:
     if not comm._on_host:
         with comm._device_guard():  # blocking calls are on torch's streams, and may hang: the watchdog still polls
             _synchronize(comm, comm.abort)
-    native, comm._native = comm._native, ClosedHandle("the communicator is closed", comm.rank)
-    if type(native) is ClosedHandle:
-        comm._native = native
+    native = _take_native(comm, "the communicator is closed")
+    if native is None:
         _is_closed(comm)
         return
     fast_path, comm._fast_path = comm._fast_path, NoFastPath()
@@ -64,10 +63,9 @@ def abort(comm) -> None:
     """Abort the operations in flight on a communicator, from any thread, and close it."""
     if not comm.closed:
         comm._queue.set_abort_error(Aborted("abort() closed the communicator during the operation", rank=comm.rank))
-    native, comm._native = comm._native, ClosedHandle("the communicator was aborted", comm.rank)
-    if type(native) is ClosedHandle:
-        comm._native = native
-        native.reported = True
+    native = _take_native(comm, "the communicator was aborted")
+    if native is None:
+        comm._native.reported = True
         return
     _unregister(comm)
     with comm._device_guard():
@@ -86,9 +84,8 @@ def abort_with_error(comm, error: CollectivesError) -> None:
 
     The program's next calls raise it.
     """
-    native, comm._native = comm._native, ClosedHandle(error.message, comm.rank, error=error)
-    if type(native) is ClosedHandle:
-        comm._native = native
+    native = _take_native(comm, error.message, error)
+    if native is None:
         return
     _unregister(comm)
     comm._queue.abort_with_error(error, native.abort)
@@ -112,6 +109,18 @@ def refuse_in_capture(comm, name: str) -> None:
                     f"{name}() waits for the GPU, which can't be done while a CUDA graph is captured",
                     op=name, rank=comm.rank,
                 )  # fmt: skip
+
+
+def _take_native(comm, reason: str, error: CollectivesError | None = None):
+    """Return a communicator's binding object, and put a `ClosedHandle` in its place.
+
+    None where another thread has done so.
+    """
+    native, comm._native = comm._native, ClosedHandle(reason, comm.rank, error=error)
+    if type(native) is not ClosedHandle:
+        return native
+    comm._native = native
+    return None
 
 
 def _unregister(comm) -> None:

@@ -72,7 +72,6 @@ class CudaQueue(AsyncQueue):
         return True
 
     def wait_blocking(self, pending_op: PendingOp, timeout: float | None) -> bool:
-        """Block until a submission has ended, at most `timeout` seconds; return whether it has."""
         self._refuse_captured(pending_op)
         with self._comm._device_guard():
             if is_capturing(None):
@@ -154,8 +153,7 @@ class CudaQueue(AsyncQueue):
         with self._lock, self._comm._device_guard():
             if is_capturing(None):
                 return False
-            pending_op = PendingOp("exit", ())
-            pending_op.reported = True  # no caller waits for it
+            pending_op = PendingOp("exit", (), reported=True)  # no caller waits for it
             with contextlib.suppress(RuntimeError):  # an error that CUDA keeps: nothing runs any more
                 pending_op.completion = (torch.cuda.current_stream().record_event(), None)
                 self._pending.append(pending_op)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ..errors import CollectivesError, InvalidUsage
 from .fingerprint import check_calls
@@ -11,6 +14,7 @@ from .work import Work
 __all__ = ["Call", "Group", "issue", "open_groups", "run_grouped"]
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One validated operation, ready to be issued.
 
@@ -19,19 +23,16 @@ class Call:
     travel as bytes, or None.
     """
 
-    __slots__ = ("comm", "fingerprint", "held", "label", "nbytes", "op", "scalar", "steps", "stream", "work")
-
-    def __init__(self, comm, op, steps, held, nbytes, fingerprint=None, scalar=None, stream=0, work=None, label=None):
-        self.comm = comm
-        self.op = op
-        self.steps = steps
-        self.held = held
-        self.nbytes = nbytes
-        self.fingerprint = fingerprint
-        self.scalar = scalar
-        self.stream = stream
-        self.work = work
-        self.label = label
+    comm: Any
+    op: str
+    steps: Sequence[tuple]
+    held: tuple
+    nbytes: int
+    fingerprint: tuple | None = None
+    scalar: tuple | None = None
+    stream: int = 0
+    work: Work | None = None
+    label: str | None = None
 
 
 _OP = 4  # position of the op among a reduction's arguments

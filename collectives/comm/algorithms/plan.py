@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,22 +79,20 @@ def issue_transfers(native, ops, bases, stream: int) -> None:
     )
 
 
+@dataclass(slots=True)
 class KernelTask:
     """A reduction, ready to run except for the addresses of the caller's arrays and the factor.
 
     `launches`: (arguments, index of the first source in the table, offset of the result).
     """
 
-    __slots__ = ("after", "base", "kernel", "launches", "number", "scaled", "signals")
-
-    def __init__(self, launches, kernel, base: int, scaled: bool, number: int, after: int):
-        self.launches = launches
-        self.kernel = kernel
-        self.base = base
-        self.scaled = scaled
-        self.number = number  # among the reductions, from 1
-        self.after = after
-        self.signals = False  # a transfer waits for its event
+    launches: list[tuple]
+    kernel: Any
+    base: int
+    scaled: bool
+    number: int  # among the reductions, from 1
+    after: int
+    signals: bool = False  # a transfer waits for its event
 
     def run(self, bases, factor, device) -> None:
         for args, first_source, offset in self.launches:
@@ -104,16 +103,14 @@ class KernelTask:
             run_kernel(self.kernel, args, device)
 
 
+@dataclass(slots=True)
 class TransferTask:
     """A group of sends and receives, ready to issue. `ops`: as in `issue_transfers`."""
 
-    __slots__ = ("after", "number", "ops", "signals")
-
-    def __init__(self, ops, number: int, after: int):
-        self.ops = ops
-        self.number = number
-        self.after = after
-        self.signals = False  # a kernel waits for its event
+    ops: tuple[tuple, ...]
+    number: int
+    after: int
+    signals: bool = False  # a kernel waits for its event
 
 
 class ExecutionPlan:

@@ -89,17 +89,14 @@ class HostCollectives:
         ``stats_out``: address of two doubles, to which the sum of squares and the count of
         non-finite elements of this rank's share of the result are added; 0 for none.
         """
-        width = ITEMSIZE[spec.dtype]
-        out = self._align("out", recv, count * width, width)
-        source, what, created_op = self._prepare_source(send, count, spec)
-        sums = source if what.dtype != spec.dtype else out
-        try:
-            start, numel = self._run(fingerprint, self._levels.all_reduce, source, sums, out, count, what)
-        finally:
-            self._destroy_op(created_op)
-        _copy(out, recv, count * width)
+
+        def reduce(source: int, out: int, count: int, what: LevelReduction) -> tuple[int, int]:
+            sums = source if what.dtype != what.out_dtype else out
+            return self._levels.all_reduce(source, sums, out, count, what)
+
+        out, (start, numel) = self._reduce(fingerprint, reduce, send, count, recv, count, spec)
         if stats_out:
-            add_stats(out + start * width, numel, spec.dtype, stats_out)
+            add_stats(out + start * ITEMSIZE[spec.dtype], numel, spec.dtype, stats_out)
 
     def reduce(self, fingerprint, send: int, recv: int, count: int, spec: ReduceSpec, root: int) -> None:
         """Reduce ``count`` elements of all ranks to rank ``root``."""
@@ -114,14 +111,8 @@ class HostCollectives:
 
         ``stats_out``: as in `all_reduce`, of this rank's result.
         """
-        width = ITEMSIZE[spec.dtype]
-        out = self._align("out", recv, count * width, width)
-        source, what, created_op = self._prepare_source(send, count * len(self._topology.locations), spec)
-        try:
-            self._run(fingerprint, self._levels.reduce_scatter, source, out, count, what)
-        finally:
-            self._destroy_op(created_op)
-        _copy(out, recv, count * width)
+        total = count * len(self._topology.locations)
+        out, _ = self._reduce(fingerprint, self._levels.reduce_scatter, send, total, recv, count, spec)
         if stats_out:
             add_stats(out, count, spec.dtype, stats_out)
 
@@ -139,6 +130,19 @@ class HostCollectives:
 
     # ---- Sources and results of reductions.
 
+    def _reduce(self, fingerprint, call: Callable, send: int, send_count: int, recv: int, count: int, spec: ReduceSpec):
+        """Run a reduction; return (address of a copy of the result, what the level's call returns)."""
+        width = ITEMSIZE[spec.dtype]
+        out = self._align("out", recv, count * width, width)
+        source, what, created_op = self._prepare_source(send, send_count, spec)
+        try:
+            found = self._run(fingerprint, call, source, out, count, what)
+        finally:
+            if created_op is not None and self.intra_node.handle:
+                self.intra_node.destroy_op(created_op)
+        _copy(out, recv, count * width)
+        return out, found
+
     def _prepare_source(self, send: int, count: int, spec: ReduceSpec) -> tuple[int, LevelReduction, int | None]:
         """Return (source, reduction on both levels, op to destroy or None)."""
         intra_op = _SUM if spec.op == _AVG else spec.op
@@ -153,10 +157,6 @@ class HostCollectives:
             return send, LevelReduction(spec.dtype, spec.dtype, intra_op, spec.op), None
         created_op = self.intra_node.create_premul_sum(spec.scalar, spec.dtype)
         return send, LevelReduction(spec.dtype, spec.dtype, created_op, _SUM), created_op
-
-    def _destroy_op(self, op: int | None) -> None:
-        if op is not None and self.intra_node.handle:
-            self.intra_node.destroy_op(op)
 
     def _align(self, name: str, address: int, nbytes: int, width: int) -> int:
         """Return an address that the kernels can use: the caller's, or scratch."""
