@@ -19,7 +19,7 @@ from .memory import free_dropped
 from .multinode.comm import NoFastPath
 from .watchdog import unwatch
 
-__all__ = ["abort", "abort_with_error", "close", "leave", "refuse_in_capture"]
+__all__ = ["abort", "abort_with_error", "call_all", "close", "leave", "refuse_in_capture"]
 
 _ABORT_SECONDS = 1.0  # how long abort() waits for its queue, which fails what is in it at once
 
@@ -156,12 +156,16 @@ def _free(comm, native) -> None:
     steps = [partial(native.deregister, registration.handle) for registration in comm._registrations]
     if comm._algorithms is not None:
         steps.append(comm._algorithms.close)
+    call_all([*steps, native.destroy, comm._registrations.clear])
+
+
+def call_all(functions) -> None:
+    """Call functions that free something, all of them; then raise the first error."""
     first_error = None
-    for step in (*steps, native.destroy):
+    for function in functions:
         try:
-            step()
+            function()
         except CollectivesError as error:
             first_error = first_error or error
-    comm._registrations.clear()
     if first_error is not None:
         raise first_error

@@ -8,7 +8,7 @@ import time
 import torch
 
 from .._nccl import check
-from ..cuda_state import capture_id, is_capturing, queries_allowed, stream_from_address
+from ..cuda_state import capture_id, has_completed, is_capturing, stream_from_address
 from ..errors import CollectivesError, CollectiveTimeout, CudaError, InvalidUsage
 from .async_queue import AsyncQueue, fulfil_future
 from .work import PendingOp, Work
@@ -110,8 +110,7 @@ class CudaQueue(AsyncQueue):
         event, _ = pending_op.completion
         comm = self._comm
         try:
-            with queries_allowed():
-                ended = event.query()
+            ended = has_completed(event)
         except RuntimeError as error:
             pending_op.end(CudaError(str(error), op=pending_op.op, rank=comm.rank))
             return
@@ -178,9 +177,9 @@ class CudaQueue(AsyncQueue):
                 return None
 
         def completed() -> bool:
-            with comm._device_guard(), queries_allowed():
+            with comm._device_guard():
                 try:
-                    return event.query()
+                    return has_completed(event)
                 except RuntimeError as error:
                     if "captur" in str(error).lower():  # a capture has begun and ended just then
                         return True

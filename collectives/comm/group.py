@@ -187,10 +187,8 @@ class Group:
             comms = [self._comm]
         comms.sort(key=id)  # two threads take the queues' locks in one order
         queues = {comm: comm._queue for comm in comms}
-        held = {
-            comm: tuple(array for call in calls if len(comms) == 1 or call.comm is comm for array in call.held)
-            for comm in comms
-        }
+        own = {comm: [call for call in calls if len(comms) == 1 or call.comm is comm] for comm in comms}
+        held = {comm: tuple(array for call in own[comm] for array in call.held) for comm in comms}
         streams = {}  # of the queues with an open submission
         try:
             for comm, queue in queues.items():
@@ -199,7 +197,7 @@ class Group:
                 issue(calls, [streams.get(call.comm, streams.get(self._comm)) for call in calls])
             for comm, queue in queues.items():
                 del streams[comm]  # `end` ends the submission, also where it raises
-                queue.end("group", held[comm], [call.work for call in calls if len(comms) == 1 or call.comm is comm])
+                queue.end("group", held[comm], [call.work for call in own[comm]])
         except BaseException:
             for comm in streams:
                 queues[comm].cancel("group", held[comm])

@@ -130,7 +130,7 @@ class _WatchedComm:
             return None
         where = {"op": op, "rank": comm.rank, "seq": number, "nbytes": count * ITEMSIZE.get(dtype, 0)}
         what = f"{op}, call {number} of this communicator, {count} elements of {_NAMES.get(dtype, dtype)}"
-        exits = self._find_dead_peers(comm)
+        exits = {peer.rank: how for peer in comm.peers or () if (how := exit_reason(peer.process))}
         if exits:
             how = "; ".join(f"rank {rank}: {text}" for rank, text in exits.items())
             return RemoteError(f"{what}, can't end: {how}", peers=sorted(exits), **where)
@@ -143,9 +143,6 @@ class _WatchedComm:
             return None
         peers, text = self._find_stragglers(comm, number)
         return CollectiveTimeout(f"{what}, has not ended within {comm.timeout:g} s: {text}", peers=peers, **where)
-
-    def _find_dead_peers(self, comm) -> dict[int, str]:
-        return {peer.rank: how for peer in comm.peers or () if (how := exit_reason(peer.process))}
 
     def _find_stragglers(self, comm, number: int) -> tuple[list[int], str]:
         """Return the ranks whose published call numbers are below this rank's, and a text."""

@@ -115,7 +115,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: DEVICE.index, raising=False)
     monkeypatch.setattr(cuda_queue, "capture_id", lambda stream: gpu.capture)
-    monkeypatch.setattr(cuda_queue, "queries_allowed", allowed)
+    monkeypatch.setattr(cuda_state, "queries_allowed", allowed)
     # Its thread would look at these doubles at times of its own; it has tests of its own.
     monkeypatch.setattr(communicator, "watch", lambda comm, status=None: None)
     return gpu

@@ -88,7 +88,7 @@ class GlooConnections:
         """
         if not nbytes:
             return []
-        memory = _as_byte_tensor(address, nbytes)
+        memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
         try:
             return [(peer, (self._gloo.send if is_send else self._gloo.recv)([memory], peer, _DATA_TAG), memory)]
         except RuntimeError as error:
@@ -183,11 +183,6 @@ def _run_jobs(jobs: queue.SimpleQueue) -> None:
             outcome.append(error)
         del job, waits
         done.release()
-
-
-def _as_byte_tensor(address: int, nbytes: int) -> torch.Tensor:
-    """Return a uint8 tensor over memory that the caller keeps alive."""
-    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
 # ---- Addresses.

@@ -17,7 +17,7 @@ from .gloo import GlooConnections
 from .hierarchical import HierarchicalCollectives, LevelReduction
 from .inter_node import ScheduledInterNode
 from .messages import EAGER_BYTES, MessageTransport
-from .p2p import P2POp, PointToPoint
+from .p2p import P2POp, send_and_receive
 from .reduction import ReduceSpec, add_stats, widen
 from .scratch import Scratch
 from .topology import Topology
@@ -52,7 +52,6 @@ class HostCollectives:
             peers = [ranks[topology.local_rank] for ranks in topology.nodes]
             self._leaders = MessageTransport(connections, peers, topology.rank)
             inter_node = ScheduledInterNode(self._leaders, topology)
-        self._p2p = PointToPoint(intra_node, self._everyone, topology)
         self._levels = HierarchicalCollectives(
             intra_node, inter_node, topology, self._scratch, replicated_bytes=EAGER_BYTES,
             before_inter_node=self._extend_intra_node_timeout,
@@ -125,8 +124,8 @@ class HostCollectives:
         self._run(fingerprint, self._levels.all_gather, send, recv, nbytes)
 
     def send_and_receive(self, ops: list[P2POp]) -> None:
-        """Run sends and receives between any two ranks; see `p2p.PointToPoint.run`."""
-        self._p2p.run(ops)
+        """Run sends and receives between any two ranks; see `p2p.send_and_receive`."""
+        send_and_receive(ops, self.intra_node, self._everyone, self._topology)
 
     # ---- Sources and results of reductions.
 

@@ -12,12 +12,10 @@ from ...kernels.reduction import kernel_of
 from ...layout import TILE
 from ..algorithms.plan import round_to_dtype
 
-__all__ = ["PremulSums", "ReduceSpec", "add_stats", "widen"]
+__all__ = ["ReduceSpec", "add_stats", "widen"]
 
 _F32 = DTYPES["float32"]
 _SUM = OPS["sum"]
-_OP_CODES = tuple(OPS.values())
-_FIRST_CREATED_OP = 1 << 20  # op numbers of premultiplied sums
 
 
 class ReduceSpec(NamedTuple):
@@ -29,31 +27,6 @@ class ReduceSpec(NamedTuple):
     dtype: int
     op: int
     scalar: float | int | None = None
-
-
-class PremulSums:
-    """The premultiplied sums that a communicator has created, with op numbers of its own."""
-
-    def __init__(self):
-        self._scalars: dict[int, float | int] = {}
-        self._created = 0
-
-    def create(self, scalar: float | int) -> int:
-        """Create a premultiplied sum with this rank's factor. Return its op number."""
-        self._created += 1
-        self._scalars[_FIRST_CREATED_OP + self._created] = scalar
-        return _FIRST_CREATED_OP + self._created
-
-    def destroy(self, op: int) -> None:
-        """Free an op of `create`."""
-        self._scalars.pop(op, None)
-
-    def find_spec(self, dtype: int, op: int) -> ReduceSpec | None:
-        """Return the `ReduceSpec` of an op of NCCL's or of `create`; None for an unknown op."""
-        scalar = self._scalars.get(op)
-        if scalar is not None:
-            return ReduceSpec(dtype, _SUM, scalar)
-        return ReduceSpec(dtype, op) if op in _OP_CODES else None
 
 
 def widen(source: int, out: int, count: int, spec: ReduceSpec) -> None:
