@@ -27,6 +27,7 @@ __all__ = [
     "DTYPE_NAMES",
     "ITEMSIZE",
     "TORCH_CODES",
+    "TORCH_DTYPES",
     "Buffer",
     "Reader",
     "dtype_name",
@@ -40,10 +41,11 @@ _CODES["float8_e4m3fn"] = DTYPES["float8e4m3"]
 _CODES["float8_e5m2"] = DTYPES["float8e5m2"]
 DTYPE_NAMES = {code: name for name, code in _CODES.items()}
 
-TORCH_CODES = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
+TORCH_CODES = {getattr(torch, name): code for name, code in _CODES.items()}
 _TORCH_NAMES = {
     dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if type(dtype) is torch.dtype
 }
+TORCH_DTYPES = {code: dtype for dtype, code in TORCH_CODES.items()}
 ITEMSIZE = {code: dtype.itemsize for dtype, code in TORCH_CODES.items()}
 _UINT8 = DTYPES["uint8"]
 _FIRST_TAG = 1 << 16

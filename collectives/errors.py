@@ -8,6 +8,8 @@ maybe empty), ``seq`` and ``nbytes`` (of the operation) and ``detail`` (the libr
 
 from __future__ import annotations
 
+from functools import partial
+
 __all__ = [
     "Aborted",
     "CollectiveTimeout",
@@ -23,8 +25,7 @@ __all__ = [
 ]
 
 
-def _rebuild(cls, state):
-    return cls(**state)
+_FIELDS = ("message", "code", "op", "rank", "peers", "seq", "nbytes", "detail")
 
 
 class CollectivesError(RuntimeError):
@@ -48,17 +49,7 @@ class CollectivesError(RuntimeError):
         return f"{where}: {self.message}" if where else self.message
 
     def __reduce__(self):
-        state = {
-            "message": self.message,
-            "code": self.code,
-            "op": self.op,
-            "rank": self.rank,
-            "peers": self.peers,
-            "seq": self.seq,
-            "nbytes": self.nbytes,
-            "detail": self.detail,
-        }
-        return _rebuild, (type(self), state)
+        return partial(type(self), **{name: getattr(self, name) for name in _FIELDS}), ()
 
 
 class EngineUnavailable(CollectivesError, ImportError):

@@ -12,10 +12,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .errors import InvalidArgument
 
-__all__ = ["Identity", "detect_launcher", "get_start_time"]
+__all__ = ["Identity", "detect_launcher", "get_start_time", "read_stat"]
 
 # Slurm numbers its special steps (batch script, interactive, extern, pending) from the top of the
 # 32-bit range.
@@ -105,43 +106,58 @@ def _get_number(env: Mapping[str, str], *names: str) -> int | None:
     return int(value)
 
 
-def _get_rank_and_size(
-    env: Mapping[str, str], rank_names: tuple[str, ...], size_names: tuple[str, ...]
-) -> tuple[int, int] | None:
-    """Return (rank, size), or None where neither is set.
+class _Names(NamedTuple):
+    """A launcher's variables, those that count first."""
 
-    Raises where one is missing or rank is not below size.
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+
+
+_NAMES = {
+    "env": _Names(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    "openmpi": _Names(
+        ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    "mpich": _Names(
+        ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+    ),
+    "slurm": _Names(
+        ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_LOCALID",), ()
+    ),
+}  # fmt: skip
+
+
+def _get_numbers(env: Mapping[str, str], launcher: str) -> tuple[int, int, int | None, int | None] | None:
+    """Return a launcher's (rank, size, local rank, ranks on this node); None for what isn't set.
+
+    None where neither rank nor size is set. Raises where one is missing or numbers don't fit
+    together.
     """
-    rank, size = _get_number(env, *rank_names), _get_number(env, *size_names)
+    names = _NAMES[launcher]
+    rank_name, size_name, local_rank_name, local_size_name = (_get_first(env, *each)[0] for each in names)
+    rank, size = _get_number(env, *names.rank), _get_number(env, *names.size)
     if rank is None and size is None:
         return None
-    rank_name, _ = _get_first(env, *rank_names)
-    size_name, _ = _get_first(env, *size_names)
     if rank is None:
-        raise InvalidArgument(f"{size_name}={size} is set, but {rank_names[0]} isn't")
+        raise InvalidArgument(f"{size_name}={size} is set, but {names.rank[0]} isn't")
     if size is None:
-        raise InvalidArgument(f"{rank_name}={rank} is set, but {size_names[0]} isn't")
+        raise InvalidArgument(f"{rank_name}={rank} is set, but {names.size[0]} isn't")
     if size == 0:
         raise InvalidArgument(f"{size_name}=0: a job has at least one rank")
     if rank >= size:
         raise InvalidArgument(f"{rank_name}={rank} is not below {size_name}={size}")
-    return rank, size
-
-
-def _get_local_rank_and_size(
-    env: Mapping[str, str], size: int, rank_names: tuple[str, ...], size_names: tuple[str, ...]
-) -> tuple[int | None, int | None]:
-    """Return (local rank, number of ranks on this node); None for what isn't set."""
-    local_rank, local_size = _get_number(env, *rank_names), _get_number(env, *size_names)
-    if local_size is not None:
-        name, _ = _get_first(env, *size_names)
-        if not 0 < local_size <= size:
-            raise InvalidArgument(f"{name}={local_size} is not between 1 and the number of ranks, {size}")
+    local_rank, local_size = _get_number(env, *names.local_rank), _get_number(env, *names.local_size)
+    if local_size is not None and not 0 < local_size <= size:
+        raise InvalidArgument(f"{local_size_name}={local_size} is not between 1 and the number of ranks, {size}")
     limit = size if local_size is None else local_size
     if local_rank is not None and local_rank >= limit:
-        name, _ = _get_first(env, *rank_names)
-        raise InvalidArgument(f"{name}={local_rank} is not below the number of ranks on this machine, {limit}")
-    return local_rank, local_size
+        raise InvalidArgument(
+            f"{local_rank_name}={local_rank} is not below the number of ranks on this machine, {limit}"
+        )
+    return rank, size, local_rank, local_size
 
 
 # ---- One function for each launcher, which returns None where its variables are not set.
@@ -149,11 +165,10 @@ def _get_local_rank_and_size(
 
 def _read_rank_variables(env: Mapping[str, str]) -> Identity | None:
     """Read RANK and WORLD_SIZE: torchrun's, or set by hand or another launcher."""
-    numbers = _get_rank_and_size(env, ("RANK",), ("WORLD_SIZE",))
+    numbers = _get_numbers(env, "env")
     if numbers is None:
         return None
-    rank, size = numbers
-    local_rank, local_size = _get_local_rank_and_size(env, size, ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+    rank, size, local_rank, local_size = numbers
     torchrun = _get_first(env, "TORCHELASTIC_RUN_ID", "GROUP_RANK")[0] is not None
     if not torchrun and local_size is None and local_rank in (None, rank) and _is_rank_zero_local(env):
         local_rank, local_size = rank, size
@@ -163,7 +178,7 @@ def _read_rank_variables(env: Mapping[str, str]) -> Identity | None:
         local_rank,
         local_size,
         "torchrun" if torchrun else "env",
-        job_key=_make_job_key(env, "parent", *_find_launching_process(env, "RANK", "WORLD_SIZE")),
+        job_key=_make_parent_key(env, "RANK", "WORLD_SIZE"),
         restart=_get_number(env, "TORCHELASTIC_RESTART_COUNT") or 0,
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",  # as torch compares it
     )
@@ -193,34 +208,23 @@ def _read_mpi(env: Mapping[str, str]) -> Identity | None:
 
 
 def _read_open_mpi(env: Mapping[str, str]) -> Identity | None:
-    numbers = _get_rank_and_size(env, ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",))
+    numbers = _get_numbers(env, "openmpi")
     if numbers is None:
         return None
-    rank, size = numbers
-    local_rank, local_size = _get_local_rank_and_size(
-        env, size, ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)
-    )
     names = [value for value in (env.get("PMIX_NAMESPACE"), env.get("OMPI_MCA_orte_hnp_uri")) if value]
     if names:
         key = _make_job_key(env, "openmpi", *names)
     else:
-        key = _make_job_key(
-            env, "parent", *_find_launching_process(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-        )
-    return Identity(rank, size, local_rank, local_size, "openmpi", job_key=key)
+        key = _make_parent_key(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    return Identity(*numbers, "openmpi", job_key=key)
 
 
 def _read_mpich(env: Mapping[str, str]) -> Identity | None:
-    numbers = _get_rank_and_size(env, ("PMI_RANK",), ("PMI_SIZE",))
+    numbers = _get_numbers(env, "mpich")
     if numbers is None:
         return None
-    rank, size = numbers
-    local_rank, local_size = _get_local_rank_and_size(
-        env, size, ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
-    )
     # Hydra sets no job id, but one proxy process starts all ranks of a node.
-    key = _make_job_key(env, "parent", *_find_launching_process(env, "PMI_RANK", "PMI_SIZE"))
-    return Identity(rank, size, local_rank, local_size, "mpich", job_key=key)
+    return Identity(*numbers, "mpich", job_key=_make_parent_key(env, "PMI_RANK", "PMI_SIZE"))
 
 
 def _read_slurm(env: Mapping[str, str]) -> Identity | None:
@@ -236,9 +240,8 @@ def _read_slurm(env: Mapping[str, str]) -> Identity | None:
         return None
     if step is None and step_size is None and env.get("ENVIRONMENT") == "BATCH":
         return None  # the batch script itself: it has SLURM_PROCID=0, but srun has not started it
-    rank, size = _get_rank_and_size(env, ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"))
+    rank, size, local_rank, _ = _get_numbers(env, "slurm")
     hosts = _get_first(env, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")[1]
-    local_rank, _ = _get_local_rank_and_size(env, size, ("SLURM_LOCALID",), ())
     local_size = _read_slurm_local_size(env, size, rank, local_rank, hosts)
     if local_rank is not None and local_size is not None and local_rank >= local_size:
         raise InvalidArgument(f"SLURM_LOCALID={local_rank} is not below the tasks on this machine, {local_size}")
@@ -246,7 +249,7 @@ def _read_slurm(env: Mapping[str, str]) -> Identity | None:
     if job is not None:
         key = _make_job_key(env, "slurm", job, str(step))
     else:
-        key = _make_job_key(env, "parent", *_find_launching_process(env, "SLURM_PROCID", "SLURM_NTASKS"))
+        key = _make_parent_key(env, "SLURM_PROCID", "SLURM_NTASKS")
     master_addr = master_port = None
     if local_size != size and hosts is not None:
         master_addr = _parse_first_host(hosts)
@@ -303,11 +306,7 @@ def _overrides(env: Mapping[str, str], own: Identity, other: Identity) -> bool:
     # the ranks.
     if other.size == 1 or _get_first(env, "LOCAL_RANK")[0] is not None:
         return True
-    rank_name, size_name = {
-        "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        "mpich": ("PMI_RANK", "PMI_SIZE"),
-        "slurm": ("SLURM_PROCID", _get_first(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")[0]),
-    }[other.launcher]
+    rank_name, size_name = (_get_first(env, *names)[0] for names in _NAMES[other.launcher][:2])
     raise InvalidArgument(
         f"RANK={own.rank} of WORLD_SIZE={own.size} contradicts {rank_name}={other.rank} of {size_name}={other.size}: "
         "unset RANK and WORLD_SIZE to use the launcher's numbers, or set LOCAL_RANK too to use your own"
@@ -354,8 +353,8 @@ def _make_job_key(env: Mapping[str, str], *parts: str) -> bytes:
     return "\0".join(("collectives", str(os.getuid()), *parts)).encode("utf-8", "surrogateescape")
 
 
-def _find_launching_process(env: Mapping[str, str], *names: str) -> tuple[str, str]:
-    """Return the pid and start time of the process that has started the ranks.
+def _make_parent_key(env: Mapping[str, str], *names: str) -> bytes:
+    """Make the job's key from the process that has started the ranks.
 
     It is the nearest ancestor without this rank's numbers in its environment. Mostly that is the
     parent; but a wrapper (``sh -c``, ``timeout``, a script) between the launcher and the rank has
@@ -367,16 +366,14 @@ def _find_launching_process(env: Mapping[str, str], *names: str) -> tuple[str, s
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
                 wrapper = mine <= set(file.read().split(b"\0"))
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                stat = file.read()
+            name, fields = read_stat(pid)
         except OSError:  # it has ended, is another user's, or is outside this container: no wrapper of ours
             break
-        name = stat[stat.find(b"(") + 1 : stat.rfind(b")")]
-        above = int(stat[stat.rfind(b")") + 2 :].split()[1])
+        above = int(fields[1])
         if not wrapper or name == b"hydra_pmi_proxy" or above == 0:
             break
         pid = above
-    return str(pid), str(get_start_time(pid))
+    return _make_job_key(env, "parent", str(pid), str(get_start_time(pid)))
 
 
 def get_start_time(pid: int) -> int:
@@ -385,8 +382,13 @@ def get_start_time(pid: int) -> int:
     It is unknown for a parent outside of the container.
     """
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
+        return int(read_stat(pid)[1][19])
     except OSError:
         return 0
-    return int(stat[stat.rfind(b")") + 2 :].split()[19])
+
+
+def read_stat(pid: int) -> tuple[bytes, list[bytes]]:
+    """Return a process's name and the fields behind it in /proc/PID/stat: state, parent, ..."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        name, _, fields = file.read().partition(b"(")[2].rpartition(b")")
+    return name, fields.split()

@@ -86,7 +86,7 @@ class Model:
             return
         if self._reduced:
             self._reduced = self._reduction_prepared = False
-            self._record_time()
+            self._times["ours" if self.registered else "plain"].append((self._begin, self._end))
             if not self.registered:
                 self._backwards += 1
         if self.registered or not _will_reduce(ddp):
@@ -141,9 +141,6 @@ class Model:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(ddp.device))
         return event
-
-    def _record_time(self) -> None:
-        self._times["ours" if self.registered else "plain"].append((self._begin, self._end))
 
     def _median(self, kind: str) -> float:
         """Return the median seconds of the timed backwards, -1 without any.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..compression.base import parse_wire
 from ..ddp.hook import HookState
-from ..environment import check_variables
+from ..environment import check_variables, read_switch
 from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS
 
@@ -40,9 +40,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> dict | None:
 
 
 def _switch(name: str, value: str) -> bool:
-    if value not in ("0", "1"):
-        raise InvalidArgument(f"{_PREFIX}{name} must be 0 or 1, not {value!r}")
-    return value == "1"
+    return read_switch(_PREFIX + name, {_PREFIX + name: value})
 
 
 def _wire(name: str, value: str) -> str:

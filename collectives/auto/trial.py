@@ -24,12 +24,13 @@ _TIMEOUT = 120.0
 class Trial:
     """Reduces the buckets of one backward twice.
 
-    After the last one `problem` is the error of any rank, or "". The process group reduces DDP's
-    own buffers, as without a hook; `fused_allreduce` reduces a copy of each. Before each bucket,
-    and after the last one, the ranks exchange over the process group whether any of them has a
-    problem. From then on our hook isn't called any more, and the gradients of this step are plain
-    DDP's on all ranks. Without a problem they are ours, because the residuals of a compressed wire
-    belong to these. During the trial the gradients take three times their memory.
+    After the last one `problem` is the error of any rank, or "", and `own_problem` this rank's. The
+    process group reduces DDP's own buffers, as without a hook; `fused_allreduce` reduces a copy of
+    each. Before each bucket, and after the last one, the ranks exchange over the process group
+    whether any of them has a problem. From then on our hook isn't called any more, and the
+    gradients of this step are plain DDP's on all ranks. Without a problem they are ours, because
+    the residuals of a compressed wire belong to these. During the trial the gradients take three
+    times their memory.
     """
 
     def __init__(self, group, state: HookState, settings: dict):
@@ -39,13 +40,8 @@ class Trial:
         self._buckets = []  # (DDP's buffer, ours, bound)
         self._futures = []
         self._limited = None  # (communicator, its own limit)
-        self._own = ""  # the problem of this rank
+        self.own_problem = ""  # of this rank
         self.problem = ""
-
-    @property
-    def own_problem(self) -> bool:
-        """Whether this rank has a problem."""
-        return bool(self._own)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future:
         """Reduce a bucket in both ways; blocks.
@@ -56,12 +52,12 @@ class Trial:
         future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
         self._futures.append((future, buffer))
         ours = bound = None
-        if not (self.problem or self._own):
+        if not (self.problem or self.own_problem):
             try:
                 bound = error_bound(_real(buffer), self._settings, self._group.size())
                 ours = buffer.clone()
             except Exception as error:  # no memory for the copies: then there is no check and no hook
-                self._own = _describe_error(error)
+                self.own_problem = _describe_error(error)
         if not self.problem:
             self._exchange_problems(buffer.device)
             if self.problem:
@@ -85,7 +81,7 @@ class Trial:
                 done.wait()  # orders the stream: two communicators without an order between them can deadlock
                 _wait_at_most(_TIMEOUT, device)
         except Exception as error:  # any error: it goes to the other ranks and to the log
-            self._own = _describe_error(error)
+            self.own_problem = _describe_error(error)
             self._abort_communicator(device)
 
     def _limit_timeout(self, comm) -> None:
@@ -95,13 +91,13 @@ class Trial:
             comm.timeout = min(comm.timeout or _TIMEOUT, _TIMEOUT)
 
     def _compare_buckets(self, device) -> None:
-        if not (self.problem or self._own):
+        if not (self.problem or self.own_problem):
             wrong = sum(
                 count_different(_real(ours), _real(buffer), bound, self._settings)
                 for buffer, ours, bound in self._buckets
             )
             if wrong:
-                self._own = f"{wrong} of its values differ from plain DDP's by more than rounding"
+                self.own_problem = f"{wrong} of its values differ from plain DDP's by more than rounding"
         if not self.problem:
             self._exchange_problems(device)
         if not self.problem:
@@ -116,10 +112,10 @@ class Trial:
 
     def _exchange_problems(self, device) -> None:
         """Set `problem` where any rank has one; blocks."""
-        bad = torch.tensor([float(bool(self._own))], device=device)
+        bad = torch.tensor([float(bool(self.own_problem))], device=device)
         dist.all_reduce(bad, dist.ReduceOp.MAX, group=self._group)
         if bad.item():
-            self.problem = self._own or "on another rank"
+            self.problem = self.own_problem or "on another rank"
 
     def _abort_communicator(self, device) -> None:
         """Abort our communicator, so that ranks that wait for this one get an error at once."""

@@ -64,13 +64,6 @@ class AsyncQueue(ABC):
         """Update a submission's state without waiting."""
 
     @abstractmethod
-    def drain_all(self, timeout: float) -> bool:
-        """Block until nothing of this rank is in flight on the device.
-
-        Return False when the time ran out.
-        """
-
-    @abstractmethod
     def timeout_error(self, work: Work, timeout: float) -> CollectiveTimeout:
         """Build the error of a wait that exceeded `timeout` seconds."""
 
@@ -110,8 +103,7 @@ class AsyncQueue(ABC):
         `final_error`: as in `PendingOp`.
         """
         try:
-            pending_op = PendingOp(op, held)
-            pending_op.final_error = final_error
+            pending_op = PendingOp(op, held, final_error)
             for work in works:  # before another thread can observe its end
                 work._attach(self, pending_op)
             self._track(pending_op)
@@ -126,8 +118,7 @@ class AsyncQueue(ABC):
         Part of it may have been issued, so its arrays are held as well.
         """
         try:
-            pending_op = PendingOp(op, held)
-            pending_op.reported = True  # the error is being raised
+            pending_op = PendingOp(op, held, reported=True)  # the error is being raised
             self._track(pending_op)
         except Exception:
             pass  # the arrays are held; the error that is being raised has the cause
@@ -188,6 +179,13 @@ class AsyncQueue(ABC):
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self.wait_blocking(pending_op, remaining):
                 return False
+
+    def drain_all(self, timeout: float) -> bool:
+        """Block until nothing of this rank is in flight on the device.
+
+        Return False when the time ran out.
+        """
+        return self.drain(timeout)
 
     # ---- Aborts and forks.
 

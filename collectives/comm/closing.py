@@ -15,10 +15,11 @@ from ..cuda_state import is_capturing
 from ..errors import Aborted, CollectivesError, CudaError, InvalidUsage
 from .group import open_groups
 from .lifetime import ClosedHandle, never_freed, open_comms
+from .memory import free_dropped
 from .multinode.comm import NoFastPath
 from .watchdog import unwatch
 
-__all__ = ["abort", "abort_with_error", "close", "leave", "refuse_in_capture"]
+__all__ = ["abort", "abort_with_error", "call_all", "close", "leave", "refuse_in_capture"]
 
 _ABORT_SECONDS = 1.0  # how long abort() waits for its queue, which fails what is in it at once
 
@@ -38,9 +39,8 @@ def close(comm) -> None:
     if not comm._on_host:
         with comm._device_guard():  # blocking calls are on torch's streams, and may hang: the watchdog still polls
             _synchronize(comm, comm.abort)
-    native, comm._native = comm._native, ClosedHandle("the communicator is closed", comm.rank)
-    if type(native) is ClosedHandle:
-        comm._native = native
+    native = _take_native(comm, "the communicator is closed")
+    if native is None:
         _is_closed(comm)
         return
     fast_path, comm._fast_path = comm._fast_path, NoFastPath()
@@ -54,6 +54,7 @@ def close(comm) -> None:
     with comm._device_guard():
         if not comm._on_host:
             _synchronize(comm, native.abort)  # what other threads have issued meanwhile
+            free_dropped()
         comm._queue.close()
         _free(comm, native)
 
@@ -62,10 +63,9 @@ def abort(comm) -> None:
     """Abort the operations in flight on a communicator, from any thread, and close it."""
     if not comm.closed:
         comm._queue.set_abort_error(Aborted("abort() closed the communicator during the operation", rank=comm.rank))
-    native, comm._native = comm._native, ClosedHandle("the communicator was aborted", comm.rank)
-    if type(native) is ClosedHandle:
-        comm._native = native
-        native.reported = True
+    native = _take_native(comm, "the communicator was aborted")
+    if native is None:
+        comm._native.reported = True
         return
     _unregister(comm)
     with comm._device_guard():
@@ -84,9 +84,8 @@ def abort_with_error(comm, error: CollectivesError) -> None:
 
     The program's next calls raise it.
     """
-    native, comm._native = comm._native, ClosedHandle(error.message, comm.rank, error=error)
-    if type(native) is ClosedHandle:
-        comm._native = native
+    native = _take_native(comm, error.message, error)
+    if native is None:
         return
     _unregister(comm)
     comm._queue.abort_with_error(error, native.abort)
@@ -110,6 +109,18 @@ def refuse_in_capture(comm, name: str) -> None:
                     f"{name}() waits for the GPU, which can't be done while a CUDA graph is captured",
                     op=name, rank=comm.rank,
                 )  # fmt: skip
+
+
+def _take_native(comm, reason: str, error: CollectivesError | None = None):
+    """Return a communicator's binding object, and put a `ClosedHandle` in its place.
+
+    None where another thread has done so.
+    """
+    native, comm._native = comm._native, ClosedHandle(reason, comm.rank, error=error)
+    if type(native) is not ClosedHandle:
+        return native
+    comm._native = native
+    return None
 
 
 def _unregister(comm) -> None:
@@ -145,12 +156,16 @@ def _free(comm, native) -> None:
     steps = [partial(native.deregister, registration.handle) for registration in comm._registrations]
     if comm._algorithms is not None:
         steps.append(comm._algorithms.close)
+    call_all([*steps, native.destroy, comm._registrations.clear])
+
+
+def call_all(functions) -> None:
+    """Call functions that free something, all of them; then raise the first error."""
     first_error = None
-    for step in (*steps, native.destroy):
+    for function in functions:
         try:
-            step()
+            function()
         except CollectivesError as error:
             first_error = first_error or error
-    comm._registrations.clear()
     if first_error is not None:
         raise first_error

@@ -217,7 +217,7 @@ class Communicator:
         `out` is None on the other ranks. In place where `inp` is part `root` of `out`. C:
         ncclGather; ncclSend and ncclRecv before NCCL 2.28.3.
         """
-        return operations.gather(self, out, inp, root, async_op, stream)
+        return operations.gather_or_scatter(self, "gather", out, inp, root, async_op, stream)
 
     def scatter(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Send part r of `root`'s `inp` to rank r's `out`. Takes any dtype.
@@ -225,7 +225,7 @@ class Communicator:
         `inp` is None on the other ranks. In place where `out` is part `root` of `inp`.
         C: ncclScatter; ncclSend and ncclRecv before NCCL 2.28.3.
         """
-        return operations.scatter(self, out, inp, root, async_op, stream)
+        return operations.gather_or_scatter(self, "scatter", out, inp, root, async_op, stream)
 
     def send(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
         """Send `array` to rank `peer`, which must call `recv`. Takes any dtype. C: ncclSend."""
@@ -269,11 +269,12 @@ class Communicator:
     def empty(self, n: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocate a tensor of `n` elements in memory that the engine uses with no staging copy.
 
-        A local call. `dtype` None: torch's default. The contents are undefined. The memory is freed
-        with the last tensor that views it, also after `close()`. On the host the other ranks share
-        it. A forked child (a DataLoader's worker) can't change the parent's contents, and sees what
-        the parent writes later to pages that the child has not written: the memory is no snapshot
-        for it. C: ncclMemAlloc (NCCL 2.19).
+        A local call. `dtype` None: torch's default. The contents are undefined. The memory lives as
+        long as a tensor views it, also after `close()`. On the host it is freed then. On CUDA it is
+        freed by the next `empty` or `close()` of this process, which wait for the GPU first. On the
+        host the other ranks share it. A forked child (a DataLoader's worker) can't change the
+        parent's contents, and sees what the parent writes later to pages that the child has not
+        written: the memory is no snapshot for it. C: ncclMemAlloc (NCCL 2.19).
         """
         return allocate(self, n, dtype)
 

@@ -8,7 +8,7 @@ import time
 import torch
 
 from .._nccl import check
-from ..cuda_state import capture_id, is_capturing, queries_allowed, stream_from_address
+from ..cuda_state import capture_id, has_completed, is_capturing, stream_from_address
 from ..errors import CollectivesError, CollectiveTimeout, CudaError, InvalidUsage
 from .async_queue import AsyncQueue, fulfil_future
 from .work import PendingOp, Work
@@ -72,7 +72,6 @@ class CudaQueue(AsyncQueue):
         return True
 
     def wait_blocking(self, pending_op: PendingOp, timeout: float | None) -> bool:
-        """Block until a submission has ended, at most `timeout` seconds; return whether it has."""
         self._refuse_captured(pending_op)
         with self._comm._device_guard():
             if is_capturing(None):
@@ -111,8 +110,7 @@ class CudaQueue(AsyncQueue):
         event, _ = pending_op.completion
         comm = self._comm
         try:
-            with queries_allowed():
-                ended = event.query()
+            ended = has_completed(event)
         except RuntimeError as error:
             pending_op.end(CudaError(str(error), op=pending_op.op, rank=comm.rank))
             return
@@ -154,8 +152,7 @@ class CudaQueue(AsyncQueue):
         with self._lock, self._comm._device_guard():
             if is_capturing(None):
                 return False
-            pending_op = PendingOp("exit", ())
-            pending_op.reported = True  # no caller waits for it
+            pending_op = PendingOp("exit", (), reported=True)  # no caller waits for it
             with contextlib.suppress(RuntimeError):  # an error that CUDA keeps: nothing runs any more
                 pending_op.completion = (torch.cuda.current_stream().record_event(), None)
                 self._pending.append(pending_op)
@@ -180,9 +177,9 @@ class CudaQueue(AsyncQueue):
                 return None
 
         def completed() -> bool:
-            with comm._device_guard(), queries_allowed():
+            with comm._device_guard():
                 try:
-                    return event.query()
+                    return has_completed(event)
                 except RuntimeError as error:
                     if "captur" in str(error).lower():  # a capture has begun and ended just then
                         return True

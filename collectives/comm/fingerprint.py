@@ -18,7 +18,7 @@ from .algorithms.schedule import ALGORITHMS
 from .algorithms.schedule import OPS as ALGORITHM_OPS
 from .arguments import stream_handle
 
-__all__ = ["KINDS", "PREMUL", "check", "check_calls", "compare", "describe", "fingerprint_of"]
+__all__ = ["KINDS", "PREMUL", "check_calls", "compare", "describe", "fingerprint_of"]
 
 KINDS = (
     "group",
@@ -48,35 +48,25 @@ def fingerprint_of(
 
 
 def check_calls(comm, fingerprints: list[tuple[int, ...]], grouped: bool = False) -> None:
-    """Raise `Mismatch` unless a communicator's ranks make the same calls.
+    """Raise `Mismatch` on every rank unless a communicator's ranks make the same calls.
 
-    With COLLECTIVES_CHECK only.
+    With COLLECTIVES_CHECK only; blocks until all have come. `grouped`: they are a group's, whose
+    number of calls is compared first, since lists of different lengths can't be gathered.
     """
-    if comm._checks_calls and fingerprints:
-        with comm._device_guard():
-            stream = stream_handle(comm, None)
-            check(comm._native, fingerprints, device=comm.device, stream=stream, grouped=grouped)
+    if not (comm._checks_calls and fingerprints):
+        return
+    with comm._device_guard():
+        stream = stream_handle(comm, None)
+        if grouped:
+            _gather_and_compare(comm, [fingerprint_of("group", count=len(fingerprints))], stream)
+        _gather_and_compare(comm, fingerprints, stream)
 
 
-def check(
-    native, fingerprints: list[tuple[int, ...]], *, device: torch.device, stream: int, grouped: bool = False
-) -> None:
-    """Raise `Mismatch` on every rank unless all ranks have the same fingerprints.
-
-    Blocks until all have come. `grouped`: they are a group's, whose number of calls is compared
-    first, since lists of different lengths can't be gathered.
-    """
-    if grouped:
-        _gather_and_compare(native, [fingerprint_of("group", count=len(fingerprints))], device, stream)
-    if fingerprints:
-        _gather_and_compare(native, fingerprints, device, stream)
-
-
-def _gather_and_compare(native, fingerprints, device, stream):
-    own = torch.tensor(fingerprints, dtype=torch.int64, device=device)
-    gathered = torch.empty((native.size, *own.shape), dtype=torch.int64, device=device)
-    native.all_gather(own.data_ptr(), gathered.data_ptr(), own.numel(), DTYPES["int64"], stream)
-    compare(gathered.tolist(), native.rank)
+def _gather_and_compare(comm, fingerprints, stream):
+    own = torch.tensor(fingerprints, dtype=torch.int64, device=comm.device)
+    gathered = torch.empty((comm.size, *own.shape), dtype=torch.int64, device=comm.device)
+    comm._native.all_gather(own.data_ptr(), gathered.data_ptr(), own.numel(), DTYPES["int64"], stream)
+    compare(gathered.tolist(), comm.rank)
 
 
 def compare(table: list[list], own: int, ranks=None) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ..errors import CollectivesError, InvalidUsage
 from .fingerprint import check_calls
@@ -11,6 +14,7 @@ from .work import Work
 __all__ = ["Call", "Group", "issue", "open_groups", "run_grouped"]
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One validated operation, ready to be issued.
 
@@ -19,19 +23,16 @@ class Call:
     travel as bytes, or None.
     """
 
-    __slots__ = ("comm", "fingerprint", "held", "label", "nbytes", "op", "scalar", "steps", "stream", "work")
-
-    def __init__(self, comm, op, steps, held, nbytes, fingerprint=None, scalar=None, stream=0, work=None, label=None):
-        self.comm = comm
-        self.op = op
-        self.steps = steps
-        self.held = held
-        self.nbytes = nbytes
-        self.fingerprint = fingerprint
-        self.scalar = scalar
-        self.stream = stream
-        self.work = work
-        self.label = label
+    comm: Any
+    op: str
+    steps: Sequence[tuple]
+    held: tuple
+    nbytes: int
+    fingerprint: tuple | None = None
+    scalar: tuple | None = None
+    stream: int = 0
+    work: Work | None = None
+    label: str | None = None
 
 
 _OP = 4  # position of the op among a reduction's arguments
@@ -186,10 +187,8 @@ class Group:
             comms = [self._comm]
         comms.sort(key=id)  # two threads take the queues' locks in one order
         queues = {comm: comm._queue for comm in comms}
-        held = {
-            comm: tuple(array for call in calls if len(comms) == 1 or call.comm is comm for array in call.held)
-            for comm in comms
-        }
+        own = {comm: [call for call in calls if len(comms) == 1 or call.comm is comm] for comm in comms}
+        held = {comm: tuple(array for call in own[comm] for array in call.held) for comm in comms}
         streams = {}  # of the queues with an open submission
         try:
             for comm, queue in queues.items():
@@ -198,7 +197,7 @@ class Group:
                 issue(calls, [streams.get(call.comm, streams.get(self._comm)) for call in calls])
             for comm, queue in queues.items():
                 del streams[comm]  # `end` ends the submission, also where it raises
-                queue.end("group", held[comm], [call.work for call in calls if len(comms) == 1 or call.comm is comm])
+                queue.end("group", held[comm], [call.work for call in own[comm]])
         except BaseException:
             for comm in streams:
                 queues[comm].cancel("group", held[comm])

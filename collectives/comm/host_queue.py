@@ -32,7 +32,6 @@ class HostQueue(AsyncQueue):
         return self._native.record(), None
 
     def wait_blocking(self, pending_op: PendingOp, timeout: float | None) -> bool:
-        """Block until a submission has ended, at most `timeout` seconds; return whether it has."""
         with self._lock:
             if pending_op.ended:
                 return True
@@ -59,12 +58,7 @@ class HostQueue(AsyncQueue):
 
     wait = wait_blocking
 
-    def drain_all(self, timeout: float) -> bool:
-        """Block until nothing is in flight; return False when the time ran out."""
-        return self.drain(timeout)
-
     def poll(self, pending_op: PendingOp) -> None:
-        """Update a submission's state without waiting."""
         try:
             if self._native.done(pending_op.completion):
                 pending_op.end()

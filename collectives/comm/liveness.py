@@ -19,11 +19,11 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
-from ..launcher import get_start_time
+from ..launcher import get_start_time, read_stat
 from ..torch_compat import default_store
 from .multinode.topology import identify_node
 
-__all__ = ["RankExits", "describe_exit", "has_ended", "publish_process", "this_process"]
+__all__ = ["RankExits", "describe_exit", "exit_reason", "has_ended", "publish_process", "this_process"]
 
 _PREFIX = "collectives/process"
 _PROBE_S = 0.5
@@ -63,11 +63,8 @@ def has_ended(process: str) -> bool:
     except PermissionError:
         pass
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b") ")[2].split()
-    except FileNotFoundError:  # it ended just now, or /proc is hidden: the next call finds out
-        return False
-    except OSError:
+        _, fields = read_stat(pid)
+    except OSError:  # it ended just now, or /proc is hidden: the next call finds out
         return False
     return fields[0] in (b"Z", b"X") or (started > 0 and int(fields[19]) != started)
 
@@ -110,11 +107,16 @@ class RankExits:
             return self._store.get(f"{key}/ended").decode("utf-8", "replace")
         if rank not in self._processes and self._store.check([key]):
             self._processes[rank] = self._store.get(key).decode("utf-8", "replace")
-        return describe_exit(self._processes[rank]) if has_ended(self._processes.get(rank, "")) else ""
+        return exit_reason(self._processes.get(rank, ""))
 
     def reasons_without_store(self) -> dict[int, str]:
         """Return the reasons of the ranks whose processes were read before the store was closed."""
         return {rank: describe_exit(process) for rank, process in self._processes.items() if has_ended(process)}
+
+
+def exit_reason(process: str) -> str:
+    """Return the message that a process has ended; "" while it lives, or where that isn't known."""
+    return describe_exit(process) if has_ended(process) else ""
 
 
 def describe_exit(process: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 import weakref
+from collections import deque
 
 import torch
 
@@ -13,7 +15,7 @@ from ..cuda_state import is_capturing
 from ..errors import CollectivesError
 from .arguments import parse_allocation
 
-__all__ = ["allocate", "allocation_of", "storage_of"]
+__all__ = ["allocate", "allocation_of", "free_dropped", "storage_of"]
 
 
 def storage_of(array):
@@ -46,7 +48,7 @@ class _CudaBlock:
 def allocate(comm, n: int, dtype: torch.dtype | None) -> torch.Tensor:
     """Allocate a tensor of `n` elements by ``ncclMemAlloc``; see `Communicator.empty`.
 
-    It is freed with the last tensor that views it.
+    On the host it is freed with the last tensor that views it, on CUDA by the next `free_dropped`.
     """
     comm._check_open("empty")
     n, dtype = parse_allocation(comm, n, dtype)
@@ -60,8 +62,7 @@ def allocate(comm, n: int, dtype: torch.dtype | None) -> torch.Tensor:
         _free_with(block, library, ptr, None)
         return torch.frombuffer(block, dtype=dtype)
     with torch.cuda.device(device):
-        if not is_capturing(None):
-            _free_deferred()
+        free_dropped()
         ptr = library.mem_alloc(nbytes)
     block = _CudaBlock(ptr, nbytes)
     _free_with(block, library, ptr, device)
@@ -69,32 +70,52 @@ def allocate(comm, n: int, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _free_with(block, library, ptr: int, device: torch.device | None) -> None:
-    """Free memory when an object is freed."""
+    """Free memory when an object is freed: at once on the host, by `free_dropped` on CUDA."""
     # Not at interpreter exit: tensors may still be in use by then, and the system takes the memory
     # back anyway.
-    weakref.finalize(block, _free, library, ptr, device, os.getpid()).atexit = False
+    weakref.finalize(block, _drop, library, ptr, device, os.getpid()).atexit = False
 
 
-def _free(library, ptr: int, device: torch.device | None, owner: int) -> None:
+def _drop(library, ptr: int, device: torch.device | None, owner: int) -> None:
     if os.getpid() != owner:  # a forked child has the mapping, but the parent owns the memory
         return
+    if device is None:
+        _free(library, ptr)
+    else:
+        _dropped.append((library, ptr, device))
+
+
+def _free(library, ptr: int) -> None:
     try:
-        if device is None:
-            library.mem_free(ptr)
-            return
-        with torch.cuda.device(device):
-            if is_capturing(None):
-                _deferred_frees.append((library, ptr, device, owner))
-                return
-            torch.cuda.synchronize(device)  # freeing is not ordered by streams
-            library.mem_free(ptr)
+        library.mem_free(ptr)
     except CollectivesError as error:
         print(f"collectives: memory at {ptr:#x} could not be freed: {error}", file=sys.stderr)
 
 
-_deferred_frees: list[tuple] = []  # memory that couldn't be freed during a capture: the next allocation frees it
+# CUDA memory that no tensor views any more. Finalizers fill it at any place of any thread, where
+# they must neither wait nor take a lock.
+_dropped: deque[tuple] = deque()
 
 
-def _free_deferred() -> None:
-    while _deferred_frees:
-        _free(*_deferred_frees.pop())
+def free_dropped() -> None:
+    """Free the CUDA memory of the tensors that were freed; the host waits for its devices first.
+
+    Any stream may still use such memory, and freeing it is not ordered by streams. So it stays
+    allocated until the next `allocate` or the close of a communicator, which call this. Does
+    nothing where there is none, and while the current stream is captured.
+    """
+    if not _dropped or is_capturing(None):
+        return
+    blocks = []
+    with contextlib.suppress(IndexError):  # empty; another thread may take some of them
+        while True:
+            blocks.append(_dropped.popleft())
+    try:
+        for device in {device for _, _, device in blocks}:
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        _dropped.extend(blocks)
+        raise
+    for library, ptr, device in blocks:
+        with torch.cuda.device(device):
+            _free(library, ptr)

@@ -28,7 +28,7 @@ from .arguments import (
 from .fingerprint import PREMUL, fingerprint_of
 from .group import open_groups
 from .launch import launch
-from .steps import all_to_all_steps, gather_steps, scatter_steps
+from .steps import all_to_all_steps, gather_or_scatter_steps
 from .work import Work
 
 __all__ = [
@@ -36,10 +36,9 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "gather",
+    "gather_or_scatter",
     "reduce",
     "reduce_scatter",
-    "scatter",
     "send_or_recv",
 ]
 
@@ -181,36 +180,23 @@ def _even_all_to_all(comm, dst: Buffer, src: Buffer):
     return all_to_all_steps(dst, src, [units] * size, [units] * size), fingerprint
 
 
-def gather(comm, out, inp, root, async_op: bool, stream) -> Work | None:
-    """Gather every rank's `inp` into `root`'s `out`, in rank order."""
-    name = "gather"
-    root = parse_peer(comm, root, "root", name)
-    src = comm._reader.read(inp, name, writes=False, what="inp")
-    dst = read_on_root(comm, out, root, name, "out", writes=True)
-    if dst is not None:
-        check_same_dtype(comm, dst, src, name)
-        check_size(comm, dst, src, comm.size, name, "out", "inp")
-        check_overlap(comm, dst, src, name, root, "the only form in place is inp == part `root` of out")
-    steps = gather_steps(comm.engine.library, dst, src, root, comm.size)
-    fingerprint = comm._checks_calls and fingerprint_of(name, dtype=src.tag, count=src.units, root=root)
-    held = (inp,) if out is None else (out, inp)
-    return launch(comm, name, steps, held, out, src.nbytes, fingerprint, async_op, stream, label=src.label)
-
-
-def scatter(comm, out, inp, root, async_op: bool, stream) -> Work | None:
-    """Send part r of `root`'s `inp` to rank r's `out`."""
-    name = "scatter"
-    root = parse_peer(comm, root, "root", name)
-    dst = comm._reader.read(out, name, writes=True, what="out")
-    src = read_on_root(comm, inp, root, name, "inp", writes=False)
-    if src is not None:
-        check_same_dtype(comm, dst, src, name)
-        check_size(comm, src, dst, comm.size, name, "inp", "out")
-        check_overlap(comm, src, dst, name, root, "the only form in place is out == part `root` of inp")
-    steps = scatter_steps(comm.engine.library, dst, src, root, comm.size)
-    fingerprint = comm._checks_calls and fingerprint_of(name, dtype=dst.tag, count=dst.units, root=root)
-    held = (out,) if inp is None else (out, inp)
-    return launch(comm, name, steps, held, out, dst.nbytes, fingerprint, async_op, stream, label=dst.label)
+def gather_or_scatter(comm, name: str, out, inp, root, async_op: bool, stream) -> Work | None:
+    """Gather every rank's `inp` into `root`'s `out` in rank order, or scatter the parts of `root`'s
+    `inp`; `name`: "gather" or "scatter".
+    """
+    root, gathers = parse_peer(comm, root, "root", name), name == "gather"
+    array, part_is, whole_is = (inp, "inp", "out") if gathers else (out, "out", "inp")
+    part = comm._reader.read(array, name, writes=not gathers, what=part_is)
+    whole = read_on_root(comm, out if gathers else inp, root, name, whole_is, writes=gathers)
+    if whole is not None:
+        check_same_dtype(comm, *((whole, part) if gathers else (part, whole)), name)
+        check_size(comm, whole, part, comm.size, name, whole_is, part_is)
+        form = f"the only form in place is {part_is} == part `root` of {whole_is}"
+        check_overlap(comm, whole, part, name, root, form)
+    steps = gather_or_scatter_steps(comm.engine.library, name, whole, part, root, comm.size)
+    fingerprint = comm._checks_calls and fingerprint_of(name, dtype=part.tag, count=part.units, root=root)
+    held = tuple(each for each in (out, inp) if each is not None)
+    return launch(comm, name, steps, held, out, part.nbytes, fingerprint, async_op, stream, label=part.label)
 
 
 # ---- Between two ranks.

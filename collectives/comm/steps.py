@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..arrays import ITEMSIZE, Buffer
 
-__all__ = ["all_to_all_steps", "gather_steps", "scatter_steps"]
+__all__ = ["all_to_all_steps", "gather_or_scatter_steps"]
 
 
 def all_to_all_steps(out: Buffer, inp: Buffer, send_units: list[int], recv_units: list[int]) -> list:
@@ -24,21 +24,15 @@ def all_to_all_steps(out: Buffer, inp: Buffer, send_units: list[int], recv_units
     return steps
 
 
-def gather_steps(library, out: Buffer | None, inp: Buffer, root: int, size: int) -> list | tuple:
-    """Gather `inp` of all ranks; `out` is None but on the root."""
-    if library.has("ncclGather"):
-        return (("gather", (inp.ptr, out.ptr if out else 0, inp.units, inp.code, root)),)
-    steps = [("send", (inp.ptr, inp.units, inp.code, root))]
-    if out is not None:
-        steps += [("recv", (out.part(r, size), inp.units, inp.code, r)) for r in range(size)]
-    return steps
-
-
-def scatter_steps(library, out: Buffer, inp: Buffer | None, root: int, size: int) -> list | tuple:
-    """Scatter the root's `inp` to all ranks; `inp` is None but on the root."""
-    if library.has("ncclScatter"):
-        return (("scatter", (inp.ptr if inp else 0, out.ptr, out.units, out.code, root)),)
-    steps = [("recv", (out.ptr, out.units, out.code, root))]
-    if inp is not None:
-        steps += [("send", (inp.part(r, size), out.units, out.code, r)) for r in range(size)]
+def gather_or_scatter_steps(library, name: str, whole: Buffer | None, part: Buffer, root: int, size: int) -> list:
+    """Gather `part` of all ranks into the root's `whole`, or scatter that; `name`: "gather" or
+    "scatter". `whole` is None but on the root.
+    """
+    to_root, from_root = ("send", "recv") if name == "gather" else ("recv", "send")
+    if library.has(f"nccl{name.capitalize()}"):
+        ends = (part.ptr, whole.ptr if whole else 0)
+        return [(name, (*(ends if name == "gather" else ends[::-1]), part.units, part.code, root))]
+    steps = [(to_root, (part.ptr, part.units, part.code, root))]
+    if whole is not None:
+        steps += [(from_root, (whole.part(r, size), part.units, part.code, r)) for r in range(size)]
     return steps

@@ -32,7 +32,7 @@ from .._nccl import DTYPES, check
 from ..arrays import ITEMSIZE
 from ..cuda_state import set_thread_device
 from ..errors import CollectivesError, CollectiveTimeout, RemoteError
-from .liveness import describe_exit, has_ended
+from .liveness import exit_reason
 from .waiting import call_with_timeout, format_ranks
 
 __all__ = ["ROUND_S", "StatusStore", "status_store_of", "unwatch", "watch", "watch_child"]
@@ -130,7 +130,7 @@ class _WatchedComm:
             return None
         where = {"op": op, "rank": comm.rank, "seq": number, "nbytes": count * ITEMSIZE.get(dtype, 0)}
         what = f"{op}, call {number} of this communicator, {count} elements of {_NAMES.get(dtype, dtype)}"
-        exits = self._find_dead_peers(comm)
+        exits = {peer.rank: how for peer in comm.peers or () if (how := exit_reason(peer.process))}
         if exits:
             how = "; ".join(f"rank {rank}: {text}" for rank, text in exits.items())
             return RemoteError(f"{what}, can't end: {how}", peers=sorted(exits), **where)
@@ -144,10 +144,6 @@ class _WatchedComm:
         peers, text = self._find_stragglers(comm, number)
         return CollectiveTimeout(f"{what}, has not ended within {comm.timeout:g} s: {text}", peers=peers, **where)
 
-    def _find_dead_peers(self, comm) -> dict[int, str]:
-        processes = {peer.rank: peer.process for peer in comm.peers or () if peer.process}
-        return {rank: describe_exit(process) for rank, process in processes.items() if has_ended(process)}
-
     def _find_stragglers(self, comm, number: int) -> tuple[list[int], str]:
         """Return the ranks whose published call numbers are below this rank's, and a text."""
         unknown = "nobody knows here which ranks have not come"
@@ -156,13 +152,11 @@ class _WatchedComm:
         status = self.status
         others = [rank for rank in range(comm.size) if rank != comm.rank]
 
-        def timeout_error() -> CollectivesError:
-            return CollectiveTimeout("the store doesn't answer")
-
         try:
             values = call_with_timeout(
-                lambda _: {rank: status.get(str(rank)) for rank in others}, time.monotonic() + _READ_S, timeout_error
-            )
+                lambda _: {rank: status.get(str(rank)) for rank in others}, time.monotonic() + _READ_S,
+                lambda: CollectiveTimeout("the store doesn't answer"),
+            )  # fmt: skip
         except CollectivesError:
             return [], f"{unknown}, since the store doesn't answer"
         numbers = {rank: value[0] if isinstance(value, list) and value else 0 for rank, value in values.items()}

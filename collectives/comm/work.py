@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from ..errors import Aborted, CollectivesError, InvalidArgument, InvalidUsage
 __all__ = ["PendingOp", "Work"]
 
 
+@dataclass(slots=True, eq=False)
 class PendingOp:
     """One submission to a queue: its completion mark, the arrays that it uses, and its error.
 
@@ -26,18 +29,15 @@ class PendingOp:
     although an earlier one failed: returns the error of the whole submission, or None.
     """
 
-    __slots__ = ("capture_id", "completion", "ended", "error", "final_error", "held", "op", "reported", "work_count")
-
-    def __init__(self, op: str, held: tuple):
-        self.op = op
-        self.held = held
-        self.completion = None
-        self.capture_id: int | None = None
-        self.ended = False
-        self.error: CollectivesError | None = None
-        self.work_count = 0  # Works that refer to this submission
-        self.reported = False  # a caller has received the error
-        self.final_error: Callable[[], CollectivesError | None] | None = None
+    op: str
+    held: tuple
+    final_error: Callable[[], CollectivesError | None] | None = None
+    completion: Any = None
+    capture_id: int | None = None
+    ended: bool = False
+    error: CollectivesError | None = None
+    work_count: int = 0  # Works that refer to this submission
+    reported: bool = False  # a caller has received the error
 
     def end(self, error: CollectivesError | None = None) -> None:
         """Record that the submission has ended, with its error or None; release its arrays."""

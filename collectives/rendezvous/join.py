@@ -68,7 +68,7 @@ def join_rendezvous(
     MASTER_ADDR is missing.
     """
     deadline = _deadline_of(timeout)
-    job = _digest_of(identity.job_key)
+    job = sha256(identity.job_key).hexdigest()[:16] if identity.job_key else ""
     participant = Participant(identity.rank, identity.size, engine, device, job, hierarchical, *_store_place(identity))
     if participant.size == 1:
         return Rendezvous(engine.library.get_unique_id(), (participant.describe(),), 0, 0, 1)
@@ -157,7 +157,3 @@ def _deadline_of(timeout: float) -> float:
     if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
         raise InvalidArgument(f"timeout={timeout!r}: it has to be a number of seconds above 0")
     return time.monotonic() + timeout
-
-
-def _digest_of(job_key: bytes | None) -> str:
-    return sha256(job_key).hexdigest()[:16] if job_key else ""

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import mmap
 import os
 import secrets
@@ -32,10 +31,9 @@ import struct
 import time
 from collections.abc import Callable
 
-import numpy
-
 from ..comm.communicator import Communicator
-from ..comm.liveness import describe_exit, has_ended, this_process
+from ..comm.consensus import all_gather_object
+from ..comm.liveness import exit_reason, this_process
 from ..comm.waiting import RankWait
 from ..errors import TransportError
 
@@ -50,7 +48,6 @@ _POSITIONS = (1 << _EPOCH - _POSITION) - 1
 _VISIBLE_S = 1e-3  # after it a write is visible to all ranks
 _SPINS = 200
 _OPEN_TIMEOUT_S = 300.0  # where the communicator has no limit of its own
-_RECORD_BYTES = 512
 
 
 class Status(enum.IntEnum):
@@ -248,7 +245,7 @@ class ProgressBoard:
         limit = self._timeout()
         wait = RankWait(
             purpose, self.rank, len(self._processes), float("inf") if limit is None else limit, op="fully_shard",
-            exit_reason=lambda rank: describe_exit(self._processes[rank]) if has_ended(self._processes[rank]) else "",
+            exit_reason=lambda rank: exit_reason(self._processes[rank]),
         )  # fmt: skip
         spins = 0
         while find_missing():
@@ -276,12 +273,7 @@ def open_board(control: Communicator, timeout: Callable[[], float | None]) -> Pr
             server.bind(name)
             server.listen(control.size)
             record["name"] = name
-        text = json.dumps(record).encode()
-        rows = numpy.zeros((control.size, _RECORD_BYTES), dtype=numpy.uint8)
-        own = numpy.zeros(_RECORD_BYTES, dtype=numpy.uint8)
-        own[: len(text)] = numpy.frombuffer(text, dtype=numpy.uint8)
-        control.all_gather(rows, own)
-        records = [json.loads(bytes(row).rstrip(b"\0")) for row in rows]
+        records = all_gather_object(control, record)
         nbytes, memory, failed = ProgressBoard.size_of(control.size), None, ""
         try:
             memory = (
@@ -291,13 +283,11 @@ def open_board(control: Communicator, timeout: Callable[[], float | None]) -> Pr
             )
         except OSError as error:
             failed = f"{type(error).__name__}: {error}"
-        bad = numpy.array([control.size - control.rank if failed else 0], dtype=numpy.int64)
-        control.all_reduce(bad, "max")
-        if bad[0]:
-            rank = control.size - int(bad[0])
+        bad = [rank for rank, text in enumerate(all_gather_object(control, failed)) if text]
+        if bad:
             raise TransportError(
-                f"rank {rank} could not share a page of memory with the others{failed and ': '}{failed}",
-                op="fully_shard", rank=control.rank, peers=(rank,),
+                f"rank {bad[0]} could not share a page of memory with the others{failed and ': '}{failed}",
+                op="fully_shard", rank=control.rank, peers=bad[:1],
             )  # fmt: skip
     return ProgressBoard(memory, control.rank, [each["process"] for each in records], timeout)
 

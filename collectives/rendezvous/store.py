@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from ..comm.liveness import RankExits, describe_exit, has_ended
+from ..comm.liveness import RankExits, exit_reason, has_ended
 from ..comm.waiting import RankWait, call_with_timeout, first_line
 from ..errors import CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError, TransportError
 from .peers import Participant, parse_record, raise_posted_failure
@@ -158,7 +158,7 @@ class StoreRendezvous:
 
     def _exit_reason(self, rank: int) -> str:
         if rank in self._arrived:
-            return describe_exit(self._arrived[rank]) if has_ended(self._arrived[rank]) else ""
+            return exit_reason(self._arrived[rank])
         return self.exits.reason(rank) if self.exits is not None else ""
 
     def _find_ended_ranks(self) -> dict[int, str]:

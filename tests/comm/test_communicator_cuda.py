@@ -115,7 +115,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: DEVICE.index, raising=False)
     monkeypatch.setattr(cuda_queue, "capture_id", lambda stream: gpu.capture)
-    monkeypatch.setattr(cuda_queue, "queries_allowed", allowed)
+    monkeypatch.setattr(cuda_state, "queries_allowed", allowed)
     # Its thread would look at these doubles at times of its own; it has tests of its own.
     monkeypatch.setattr(communicator, "watch", lambda comm, status=None: None)
     return gpu
@@ -309,14 +309,30 @@ def test_abort_lets_go_of_what_has_left_the_gpu(gpu, comm, monkeypatch):
     assert isinstance(pending.exception(), errors.Aborted)
 
 
-def test_memory_is_not_freed_in_a_capture(gpu, monkeypatch):
+def test_memory_is_freed_after_a_wait_and_not_in_a_capture(gpu, monkeypatch):
     monkeypatch.setattr(memory, "is_capturing", lambda stream: gpu.capture is not None)
     library = Library(gpu.log)
+    memory._drop(library, 64, DEVICE, memory.os.getpid())
+    memory._drop(library, 128, DEVICE, memory.os.getpid())
     gpu.capture = 3
-    memory._free(library, 64, DEVICE, memory.os.getpid())
+    memory.free_dropped()
     assert gpu.log == []
     gpu.capture = None
-    memory._free_deferred()
+    memory.free_dropped()
+    memory.free_dropped()
+    assert gpu.log == ["synchronize", "mem_free", "mem_free"]
+
+
+def test_memory_is_kept_where_the_wait_fails(gpu, monkeypatch):
+    def fail(device):
+        raise RuntimeError("the GPU is captured by another thread")
+
+    memory._drop(Library(gpu.log), 64, DEVICE, memory.os.getpid())
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="another thread"):
+        patch.setattr(memory.torch.cuda, "synchronize", fail)
+        memory.free_dropped()
+    assert gpu.log == []
+    memory.free_dropped()
     assert gpu.log == ["synchronize", "mem_free"]
 
 

@@ -214,7 +214,11 @@ def checked_rows(ctx):
     comm = ctx.communicator()
 
     def check(rows, grouped=False):
-        fingerprint.check(comm._native, rows, device=comm.device, stream=0, grouped=grouped)
+        comm._checks_calls = True
+        try:
+            fingerprint.check_calls(comm, rows, grouped)
+        finally:
+            comm._checks_calls = False
 
     same = fingerprint_of("all_reduce", dtype=7, count=3, op=0)
     check([same])

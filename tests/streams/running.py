@@ -22,7 +22,7 @@ def simulated(ctx, call):
 
     start.start()
     checker.own_device = None
-    gc.collect()  # freeing what an earlier function left in cycles waits for the device, in whatever step it happens
+    gc.collect()  # what an earlier function left in cycles is that function's to report
     checker.take()
     torch.cuda.set_device(ctx.rank)
     checker.own_device = ctx.rank

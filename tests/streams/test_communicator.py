@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from collectives.comm.multinode.nccl_hierarchical import enable_hierarchical
 from tests.ranks import run_ranks
+from tests.streams.checker import checker
 from tests.streams.simulated import needs_simulation, steps
 
 pytestmark = needs_simulation
@@ -227,6 +229,38 @@ def memory(ctx):
 
 def test_memory_and_split():
     both(memory, 2)
+
+
+def dropped_memory(ctx):
+    """A tensor of `empty` that is dropped in a step, even while a stream uses it, has nobody wait."""
+    comm = ctx.new_communicator()
+
+    def allocated(nbytes):
+        return sum(block.kind == "nccl" and block.nbytes == nbytes for block in checker.blocks.values())
+
+    tensor, side = comm.empty(3001, torch.float32), torch.cuda.Stream()
+    tensor.fill_(1.0)
+    comm.all_reduce(tensor)
+    side.wait_stream(torch.cuda.current_stream())
+    with steps(ctx):
+        with torch.cuda.stream(side):
+            tensor.mul_(2)
+        del tensor
+        gc.collect()
+    assert allocated(12004) == 1
+    other = comm.empty(3003, torch.float32)  # it waits
+    checker.flush()
+    assert (allocated(12004), allocated(12012)) == (0, 1)
+    with steps(ctx):
+        other.fill_(1.0)
+        del other
+    comm.close()
+    checker.flush()
+    assert allocated(12012) == 0
+
+
+def test_dropped_memory():
+    run_ranks(dropped_memory, 2, device="simulated")
 
 
 def two_levels(ctx):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -93,7 +94,7 @@ class AlgorithmExecutor:
         try:
             if comm._on_host:
                 call_check = CallCheck(comm, label, fingerprint)
-                final_error = self._enqueue(queue, handle, call_check, key, src.ptr, dst.ptr, factor).get
+                final_error = self._enqueue(queue, handle, call_check, key, src.ptr, dst.ptr, factor)
             else:
                 final_error = None
                 self._run_on_streams(key, src.ptr, dst.ptr, factor, handle)
@@ -178,10 +179,10 @@ class AlgorithmExecutor:
         plan.run(native, begin, result, factor)
         ctypes.memmove(out, result, nbytes)
 
-    def _enqueue(self, queue, handle: int, call_check: CallCheck, key, inp, out, factor) -> _Outcome:
-        """Put a call into the communicator's queue; return where its steps' error will be."""
+    def _enqueue(self, queue, handle: int, call_check: CallCheck, key, inp, out, factor) -> Callable:
+        """Put a call into the communicator's queue; return a function that returns its steps' error."""
         comm = self._comm
-        outcome = _Outcome()
+        outcome: list[CollectivesError] = []
         call_check.exchange(handle)
         native_queue = queue._native
         ticket = native_queue.record()
@@ -191,10 +192,10 @@ class AlgorithmExecutor:
                 native_queue.done(ticket)  # raises the error of the exchange
                 self._execute_steps(call_check, key, inp, out, factor)
             except CollectivesError as error:
-                outcome.error = error
+                outcome.append(error)
             except BaseException as error:
-                outcome.error = InternalError(f"{type(error).__name__}: {error}", op=call_check.label, rank=comm.rank)
-                outcome.error.__cause__ = error
+                outcome.append(InternalError(f"{type(error).__name__}: {error}", op=call_check.label, rank=comm.rank))
+                outcome[0].__cause__ = error
 
         try:
             native_queue.call(steps)
@@ -205,7 +206,7 @@ class AlgorithmExecutor:
                 comm._native, (("send", 0, 0, 0, _INT64, comm.rank), ("recv", 0, 0, 0, _INT64, comm.rank)), (0,),
                 handle,
             )  # fmt: skip
-        return outcome
+        return lambda: outcome[0] if outcome else None
 
     def _fail(self, error: BaseException, label: str) -> None:
         """Record a failed step's error, and abort: the peers wait for steps that won't come."""
@@ -274,15 +275,3 @@ def run_algorithm(
         comm._algorithms = AlgorithmExecutor(comm, comm._policy.chunk)
     held = (*held, *map(storage_of, held)) if async_op else held
     return comm._algorithms.run(name, algorithm, dst, src, code, scalar, held, result, async_op, stream)
-
-
-class _Outcome:
-    """Error of the steps in a queue, or None."""
-
-    __slots__ = ("error",)
-
-    def __init__(self):
-        self.error: CollectivesError | None = None
-
-    def get(self) -> CollectivesError | None:
-        return self.error

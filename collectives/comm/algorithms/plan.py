@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from ..._nccl import DTYPES, OPS
-from ...arrays import ITEMSIZE, TORCH_CODES
+from ...arrays import ITEMSIZE, TORCH_DTYPES
 from ...kernels import abi
+from ...kernels.dtypes import FLOATING
 from ...kernels.execution import run as run_kernel
 from ...kernels.reduction import kernel_of
 from ...layout import TILE
 from ..group import run_grouped
 from .schedule import Reduction, Schedule, schedule
 
-__all__ = ["CallKey", "ExecutionPlan", "PlanCache", "issue_transfers", "round_to_dtype"]
+__all__ = ["CallKey", "ExecutionPlan", "PlanCache", "issue_transfers", "round_to_dtype", "sums_in_fp32"]
 
 _F32 = DTYPES["float32"]
 _SUM, _PROD, _AVG = OPS["sum"], OPS["prod"], OPS["avg"]
 _EXACT = (OPS["max"], OPS["min"])  # they round nothing, so they need no wider type for partial results
-_TORCH = {code: dtype for dtype, code in TORCH_CODES.items()}
-_FLOATING = {code for code, dtype in _TORCH.items() if dtype.is_floating_point}
 
 _MAX_PLANS = 128
 _PADDED_BLOCK = 1 << 16  # elements of a reduction on the host that reads zeros, which then stay in a cache
@@ -56,7 +56,12 @@ class CallKey(NamedTuple):
 
 def round_to_dtype(value, code: int):
     """Return a premultiplied sum's factor rounded to the array's dtype, as the engines use it."""
-    return torch.tensor(value, dtype=_TORCH[code]).item() if code in _FLOATING else value
+    return torch.tensor(value, dtype=TORCH_DTYPES[code]).item() if code in FLOATING else value
+
+
+def sums_in_fp32(code: int, op: int) -> bool:
+    """Return whether partial results are fp32: those of the narrower types, if the op rounds."""
+    return code in FLOATING and ITEMSIZE[code] < 4 and op not in _EXACT
 
 
 def issue_transfers(native, ops, bases, stream: int) -> None:
@@ -74,22 +79,20 @@ def issue_transfers(native, ops, bases, stream: int) -> None:
     )
 
 
+@dataclass(slots=True)
 class KernelTask:
     """A reduction, ready to run except for the addresses of the caller's arrays and the factor.
 
     `launches`: (arguments, index of the first source in the table, offset of the result).
     """
 
-    __slots__ = ("after", "base", "kernel", "launches", "number", "scaled", "signals")
-
-    def __init__(self, launches, kernel, base: int, scaled: bool, number: int, after: int):
-        self.launches = launches
-        self.kernel = kernel
-        self.base = base
-        self.scaled = scaled
-        self.number = number  # among the reductions, from 1
-        self.after = after
-        self.signals = False  # a transfer waits for its event
+    launches: list[tuple]
+    kernel: Any
+    base: int
+    scaled: bool
+    number: int  # among the reductions, from 1
+    after: int
+    signals: bool = False  # a transfer waits for its event
 
     def run(self, bases, factor, device) -> None:
         for args, first_source, offset in self.launches:
@@ -100,16 +103,14 @@ class KernelTask:
             run_kernel(self.kernel, args, device)
 
 
+@dataclass(slots=True)
 class TransferTask:
     """A group of sends and receives, ready to issue. `ops`: as in `issue_transfers`."""
 
-    __slots__ = ("after", "number", "ops", "signals")
-
-    def __init__(self, ops, number: int, after: int):
-        self.ops = ops
-        self.number = number
-        self.after = after
-        self.signals = False  # a kernel waits for its event
+    ops: tuple[tuple, ...]
+    number: int
+    after: int
+    signals: bool = False  # a kernel waits for its event
 
 
 class ExecutionPlan:
@@ -126,13 +127,12 @@ class ExecutionPlan:
     ):  # fmt: skip
         self.device = device
         code = key.code
-        floating = code in _FLOATING
-        reduces = key.name in ("all_reduce", "reduce_scatter")
-        wide = reduces and floating and ITEMSIZE[code] < 4 and key.op not in _EXACT
+        wide = key.name in ("all_reduce", "reduce_scatter") and sums_in_fp32(code, key.op)
         self._code = code
         self._out_code = code if key.out_code is None else key.out_code
         self._sum_code = _F32 if wide else code
-        self._factor_fills = key.scaled and not floating  # there is no kernel that scales integers: they are multiplied
+        # There is no kernel that scales integers: they are multiplied.
+        self._factor_fills = key.scaled and code not in FLOATING
         made = schedule(
             key.name, key.algorithm, rank=rank, size=size, count=key.count, itemsize=ITEMSIZE[code], chunk=chunk,
             wide=wide, scaled=key.scaled, in_place=key.in_place, separate_out=key.separate_out, starts=key.starts,
@@ -198,7 +198,7 @@ class ExecutionPlan:
                 op, scaled = _PROD, False
         elif op == _AVG and not (task.final and len(sources) == divisor):
             op = _SUM
-            if task.final and source_code in _FLOATING and not divisor & (divisor - 1):
+            if task.final and source_code in FLOATING and not divisor & (divisor - 1):
                 scale = 1.0 / divisor  # the same bits as the division
             elif task.final:
                 # The kernel divides by the number of its sources: zeros, which change nothing, are
@@ -222,7 +222,7 @@ class ExecutionPlan:
     def _zero_source(self, code: int) -> int:
         """Return the address of an array of zeros that is as long as the longest launch."""
         if self._pad is None:
-            pad = torch.full((self._pad_count,), -0.0 if code in _FLOATING else 0, dtype=_TORCH[code])
+            pad = torch.full((self._pad_count,), -0.0 if code in FLOATING else 0, dtype=TORCH_DTYPES[code])
             self._pad = self._to_device(pad)  # -0.0 changes no sign
         return self._pad.data_ptr()
 

@@ -12,6 +12,7 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from threading import get_ident
 
 import torch
@@ -43,18 +44,16 @@ _CHUNKS = {"host": 256 << 10, "nccl": 4 << 20}  # bytes of a message
 # ---- The model of an algorithm's time.
 
 
+@dataclass
 class AlphaBetaModel:
     """Model of an algorithm's time: `alpha` (s) + `beta` (s/byte) * bytes.
 
     `residual`: the root mean square of the relative errors.
     """
 
-    __slots__ = ("alpha", "beta", "residual")
-
-    def __init__(self, alpha: float, beta: float, residual: float = 0.0):
-        self.alpha = alpha
-        self.beta = beta
-        self.residual = residual
+    alpha: float
+    beta: float
+    residual: float = 0.0
 
     def predict(self, nbytes: float) -> float:
         """Return the time in seconds."""
@@ -111,6 +110,7 @@ def best_algorithms(models: dict[str, AlphaBetaModel], sizes: Sequence[int]) -> 
 # ---- The choice.
 
 
+@dataclass(slots=True)
 class Policy:
     """Policy of a communicator, the same on all its ranks.
 
@@ -119,13 +119,10 @@ class Policy:
     operation -> `Choices`.
     """
 
-    __slots__ = ("chunk", "deterministic", "fixed", "tables")
-
-    def __init__(self, deterministic: bool, chunk: int, fixed: dict[str, str], tables: dict[int, dict[str, Choices]]):
-        self.deterministic = deterministic
-        self.chunk = chunk
-        self.fixed = fixed
-        self.tables = tables
+    deterministic: bool
+    chunk: int
+    fixed: dict[str, str]
+    tables: dict[int, dict[str, Choices]]
 
     def allowed_algorithms(self, engine: str, op: str) -> tuple[str, ...]:
         """Return the algorithms that may be used: where `deterministic`, those in rank order."""

@@ -7,6 +7,7 @@ node and on several. `host.HostCollectives` moves the data.
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from dataclasses import replace
@@ -15,7 +16,7 @@ from zlib import crc32
 
 import torch
 
-from ..._nccl import DTYPES, SHRINK_ABORT, ErrorInfo
+from ..._nccl import DTYPES, OPS, SHRINK_ABORT, ErrorInfo
 from ...arrays import ITEMSIZE
 from ...errors import Aborted, CollectivesError, CollectiveTimeout, InternalError, InvalidUsage, RemoteError
 from ..engine import Engine
@@ -26,10 +27,12 @@ from .host import HostCollectives
 from .library import Call, CallOrder, MultiNodeLibrary
 from .messages import NodeMismatch
 from .p2p import P2POp, list_messages
-from .reduction import PremulSums
+from .reduction import ReduceSpec
 from .topology import Topology, group_ranks_by_node
 
 __all__ = ["MultiNodeComm", "NoFastPath", "open_multinode"]
+
+_FIRST_CREATED_OP = 1 << 20  # the numbers of premultiplied sums
 
 
 def open_multinode(engine: Engine, rendezvous, rank: int, seconds: float) -> tuple[Engine, MultiNodeComm]:
@@ -76,7 +79,8 @@ class MultiNodeComm:
         self._timeout: float | None = None
         self._init_timeout = seconds
         self._num_splits = self._num_shrinks = 0
-        self._premul_sums = PremulSums()
+        self._premul_factors: dict[int, float | int] = {}  # by the op's number
+        self._new_ops = itertools.count(_FIRST_CREATED_OP)
         topology = Topology(group_ranks_by_node(peer.node for peer in self.peers), rank)
         self.local_rank, self.local_size = topology.local_rank, len(topology.local_ranks)
         self.num_nodes = len(topology.nodes)
@@ -226,17 +230,20 @@ class MultiNodeComm:
 
     def _describe_reduction(self, kind: str, dtype: int, count: int, op: int, root: int = -1):
         """Return (`ReduceSpec`, fingerprint). Raises `InvalidUsage` for an unknown op."""
-        spec = self._premul_sums.find_spec(dtype, op)
-        if spec is None:
+        scalar = self._premul_factors.get(op)
+        if scalar is None and op not in OPS.values():
             raise InvalidUsage(f"op {op} is none of this communicator's", op=kind, rank=self.rank)
-        compared_op = op if spec.scalar is None else PREMUL
-        return spec, _make_fingerprint(self.library, kind, dtype, count, compared_op, root)
+        compared_op = op if scalar is None else PREMUL
+        fingerprint = _make_fingerprint(self.library, kind, dtype, count, compared_op, root)
+        return ReduceSpec(dtype, op if scalar is None else OPS["sum"], scalar), fingerprint
 
     def create_premul_sum(self, value, dtype: int) -> int:
-        return self._premul_sums.create(value)
+        op = next(self._new_ops)
+        self._premul_factors[op] = value
+        return op
 
     def destroy_op(self, op: int) -> None:
-        self._premul_sums.destroy(op)
+        self._premul_factors.pop(op, None)
 
     # ---- State and settings.
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ... import errors
 from ...errors import CollectivesError, RemoteError
-from ..liveness import describe_exit, has_ended
+from ..liveness import exit_reason
 from ..waiting import RankWait, first_line
 
 __all__ = ["ErrorStore"]
@@ -72,8 +72,7 @@ class ErrorStore:
             pause = min(1.5 * pause, 0.05)
 
     def _exit_reason(self, peer: int) -> str:
-        process = self.processes[peer] if peer < len(self.processes) else ""
-        return describe_exit(process) if has_ended(process) else ""
+        return exit_reason(self.processes[peer]) if peer < len(self.processes) else ""
 
     def post_error(self, error: CollectivesError) -> None:
         """Post the cause of a failure to all ranks, unless a rank has posted one before.
@@ -88,9 +87,9 @@ class ErrorStore:
             if not self.store.check(["failed"]):
                 self.store.set("failed", json.dumps(posted))
 
-    def fetch_error(self, seconds: float = _FETCH_S) -> CollectivesError | None:
-        """Return the error that a rank has posted; None if there is none after ``seconds``."""
-        until = time.monotonic() + seconds
+    def fetch_error(self) -> CollectivesError | None:
+        """Return the error that a rank has posted; None if there is none after a second."""
+        until = time.monotonic() + _FETCH_S
         try:
             while not self.store.check(["failed"]):
                 if time.monotonic() >= until:

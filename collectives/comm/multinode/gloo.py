@@ -81,23 +81,18 @@ class GlooConnections:
         self._jobs: queue.SimpleQueue | None = None
         self._broken = False
 
-    def start_transfers(self, sends: Sequence, recvs: Sequence) -> list:
-        """Start transfers, each (peer, address, bytes), and return what `wait` takes.
+    def start_transfer(self, is_send: bool, peer: int, address: int, nbytes: int) -> list:
+        """Start a send or a receive, and return what `wait` takes; nothing for 0 bytes.
 
-        Empty ones are left out. Transfers between two ranks arrive in order. One may be shorter
-        than its receive buffer.
+        Transfers between two ranks arrive in order. One may be shorter than its receive buffer.
         """
-        started = []
-        for incoming, transfers in ((True, recvs), (False, sends)):
-            method = self._gloo.recv if incoming else self._gloo.send
-            for peer, address, nbytes in transfers:
-                if nbytes:
-                    memory = _as_byte_tensor(address, nbytes)
-                    try:
-                        started.append((peer, method([memory], peer, _DATA_TAG), memory))
-                    except RuntimeError as error:
-                        raise TransferError(peer, False, _reason_of(error)) from error
-        return started
+        if not nbytes:
+            return []
+        memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+        try:
+            return [(peer, (self._gloo.send if is_send else self._gloo.recv)([memory], peer, _DATA_TAG), memory)]
+        except RuntimeError as error:
+            raise TransferError(peer, False, _reason_of(error)) from error
 
     def run_waits(self, waits: Callable[[], None], peers: Sequence[int]) -> None:
         """Run a function that calls `wait`, and block until it returns.
@@ -162,7 +157,7 @@ class GlooConnections:
 def wait(started: list, seconds: float | None) -> None:
     """Block until transfers are complete, at most ``seconds`` (None: no limit).
 
-    ``started``: what `GlooConnections.start_transfers` has returned. Raises `TransferError`.
+    ``started``: what `GlooConnections.start_transfer` has returned. Raises `TransferError`.
     """
     until = None if seconds is None else time.monotonic() + seconds
     for peer, work, _ in started:
@@ -188,11 +183,6 @@ def _run_jobs(jobs: queue.SimpleQueue) -> None:
             outcome.append(error)
         del job, waits
         done.release()
-
-
-def _as_byte_tensor(address: int, nbytes: int) -> torch.Tensor:
-    """Return a uint8 tensor over memory that the caller keeps alive."""
-    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
 # ---- Addresses.

@@ -187,38 +187,42 @@ class HierarchicalCollectives:
     def _reduce_to_leaders(self, send: int, sums: int, count: int, what: LevelReduction, stream: int) -> None:
         """Reduce inside of the node; each leader gets its shard, at its place in ``sums``."""
         topology, width = self._topology, ITEMSIZE[what.dtype]
-        shards = [topology.shard(count, leader) for leader in range(topology.num_leaders)]
         calls = []
-        if topology.all_leaders:  # all shards but for the rest in the last one
+        if topology.all_leaders:
             numel = topology.shard_numel(count)
             own = sums + topology.local_rank * numel * width
             calls.append((self._intra_node.reduce_scatter, (send, own, numel, what.dtype, what.intra_op, stream)))
-            rest = numel * topology.num_leaders
-            shards = [(rest, 0)] * (len(shards) - 1) + [(rest, count - rest)]
-        for leader, (start, length) in enumerate(shards):
-            if length:
-                dst = sums + start * width if leader == topology.local_rank else 0
-                block = send + start * width
-                calls.append((self._intra_node.reduce, (block, dst, length, what.dtype, what.intra_op, leader, stream)))
+        for leader, start, length in self._unequal_shards(count):
+            dst = sums + start * width if leader == topology.local_rank else 0
+            block = send + start * width
+            calls.append((self._intra_node.reduce, (block, dst, length, what.dtype, what.intra_op, leader, stream)))
         self._run(calls)
 
     def _gather_from_leaders(self, out: int, count: int, dtype: int, stream: int) -> None:
         """Gather the leaders' shards, each at its place, on all ranks of the node."""
         topology, width = self._topology, ITEMSIZE[dtype]
-        shards = [topology.shard(count, leader) for leader in range(topology.num_leaders)]
         calls = []
         if topology.all_leaders:
             numel = topology.shard_numel(count)
-            calls.append(
-                (self._intra_node.all_gather, (out + topology.local_rank * numel * width, out, numel, dtype, stream))
-            )
-            rest = numel * topology.num_leaders
-            shards = [(rest, 0)] * (len(shards) - 1) + [(rest, count - rest)]
-        for leader, (start, length) in enumerate(shards):
-            if length:
-                address = out + start * width
-                calls.append((self._intra_node.broadcast, (address, address, length, dtype, leader, stream)))
+            own = out + topology.local_rank * numel * width
+            calls.append((self._intra_node.all_gather, (own, out, numel, dtype, stream)))
+        for leader, start, length in self._unequal_shards(count):
+            address = out + start * width
+            calls.append((self._intra_node.broadcast, (address, address, length, dtype, leader, stream)))
         self._run(calls)
+
+    def _unequal_shards(self, count: int) -> list[tuple[int, int, int]]:
+        """Return (leader, start, length) of what one reduce-scatter or all-gather does not move: all
+        leaders' shards, or, where all ranks are leaders, the last one's elements over the others'.
+        """
+        topology = self._topology
+        last = topology.num_leaders - 1
+        if topology.all_leaders:
+            rest = topology.shard_numel(count) * topology.num_leaders
+            shards = [(last, rest, count - rest)]
+        else:
+            shards = [(leader, *topology.shard(count, leader)) for leader in range(last + 1)]
+        return [shard for shard in shards if shard[2]]
 
     def _gather_blocks(
         self, nodes: Sequence[Sequence[int]], recv: int, nbytes: int, blocks: dict[int, int], holders: dict[int, int],

@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 from ..._nccl import DTYPES, OPS
 from ...arrays import ITEMSIZE
+from ..algorithms.plan import sums_in_fp32
 from .gloo import GlooConnections
 from .hierarchical import HierarchicalCollectives, LevelReduction
 from .inter_node import ScheduledInterNode
 from .messages import EAGER_BYTES, MessageTransport
-from .p2p import P2POp, PointToPoint
+from .p2p import P2POp, send_and_receive
 from .reduction import ReduceSpec, add_stats, widen
 from .scratch import Scratch
 from .topology import Topology
@@ -51,7 +52,6 @@ class HostCollectives:
             peers = [ranks[topology.local_rank] for ranks in topology.nodes]
             self._leaders = MessageTransport(connections, peers, topology.rank)
             inter_node = ScheduledInterNode(self._leaders, topology)
-        self._p2p = PointToPoint(intra_node, self._everyone, topology)
         self._levels = HierarchicalCollectives(
             intra_node, inter_node, topology, self._scratch, replicated_bytes=EAGER_BYTES,
             before_inter_node=self._extend_intra_node_timeout,
@@ -88,17 +88,14 @@ class HostCollectives:
         ``stats_out``: address of two doubles, to which the sum of squares and the count of
         non-finite elements of this rank's share of the result are added; 0 for none.
         """
-        width = ITEMSIZE[spec.dtype]
-        out = self._align("out", recv, count * width, width)
-        source, what, created_op = self._prepare_source(send, count, spec)
-        sums = source if what.dtype != spec.dtype else out
-        try:
-            start, numel = self._run(fingerprint, self._levels.all_reduce, source, sums, out, count, what)
-        finally:
-            self._destroy_op(created_op)
-        _copy(out, recv, count * width)
+
+        def reduce(source: int, out: int, count: int, what: LevelReduction) -> tuple[int, int]:
+            sums = source if what.dtype != what.out_dtype else out
+            return self._levels.all_reduce(source, sums, out, count, what)
+
+        out, (start, numel) = self._reduce(fingerprint, reduce, send, count, recv, count, spec)
         if stats_out:
-            add_stats(out + start * width, numel, spec.dtype, stats_out)
+            add_stats(out + start * ITEMSIZE[spec.dtype], numel, spec.dtype, stats_out)
 
     def reduce(self, fingerprint, send: int, recv: int, count: int, spec: ReduceSpec, root: int) -> None:
         """Reduce ``count`` elements of all ranks to rank ``root``."""
@@ -113,14 +110,8 @@ class HostCollectives:
 
         ``stats_out``: as in `all_reduce`, of this rank's result.
         """
-        width = ITEMSIZE[spec.dtype]
-        out = self._align("out", recv, count * width, width)
-        source, what, created_op = self._prepare_source(send, count * len(self._topology.locations), spec)
-        try:
-            self._run(fingerprint, self._levels.reduce_scatter, source, out, count, what)
-        finally:
-            self._destroy_op(created_op)
-        _copy(out, recv, count * width)
+        total = count * len(self._topology.locations)
+        out, _ = self._reduce(fingerprint, self._levels.reduce_scatter, send, total, recv, count, spec)
         if stats_out:
             add_stats(out, count, spec.dtype, stats_out)
 
@@ -133,15 +124,28 @@ class HostCollectives:
         self._run(fingerprint, self._levels.all_gather, send, recv, nbytes)
 
     def send_and_receive(self, ops: list[P2POp]) -> None:
-        """Run sends and receives between any two ranks; see `p2p.PointToPoint.run`."""
-        self._p2p.run(ops)
+        """Run sends and receives between any two ranks; see `p2p.send_and_receive`."""
+        send_and_receive(ops, self.intra_node, self._everyone, self._topology)
 
     # ---- Sources and results of reductions.
+
+    def _reduce(self, fingerprint, call: Callable, send: int, send_count: int, recv: int, count: int, spec: ReduceSpec):
+        """Run a reduction; return (address of a copy of the result, what the level's call returns)."""
+        width = ITEMSIZE[spec.dtype]
+        out = self._align("out", recv, count * width, width)
+        source, what, created_op = self._prepare_source(send, send_count, spec)
+        try:
+            found = self._run(fingerprint, call, source, out, count, what)
+        finally:
+            if created_op is not None and self.intra_node.handle:
+                self.intra_node.destroy_op(created_op)
+        _copy(out, recv, count * width)
+        return out, found
 
     def _prepare_source(self, send: int, count: int, spec: ReduceSpec) -> tuple[int, LevelReduction, int | None]:
         """Return (source, reduction on both levels, op to destroy or None)."""
         intra_op = _SUM if spec.op == _AVG else spec.op
-        if spec.needs_float32:
+        if sums_in_fp32(spec.dtype, spec.op):
             width = ITEMSIZE[spec.dtype]
             wide = self._scratch.get("wide", 4 * count).data_ptr()
             source = self._align("source", send, count * width, width)
@@ -152,10 +156,6 @@ class HostCollectives:
             return send, LevelReduction(spec.dtype, spec.dtype, intra_op, spec.op), None
         created_op = self.intra_node.create_premul_sum(spec.scalar, spec.dtype)
         return send, LevelReduction(spec.dtype, spec.dtype, created_op, _SUM), created_op
-
-    def _destroy_op(self, op: int | None) -> None:
-        if op is not None and self.intra_node.handle:
-            self.intra_node.destroy_op(op)
 
     def _align(self, name: str, address: int, nbytes: int, width: int) -> int:
         """Return an address that the kernels can use: the caller's, or scratch."""

@@ -196,22 +196,18 @@ class _Queue:
 
     def put(self, run: Callable[[], None]) -> None:
         """Queue a function. `wait` and `done` of its ticket raise what it raises."""
-        task: dict = {"ticket": None, "error": None}
+        ticket = None
 
         def work():
             try:
                 run()
             except BaseException as error:
-                with self._lock:
-                    task["error"] = error
-                    if task["ticket"] is not None:
-                        self._errors[task["ticket"]] = error
+                with self._lock:  # so the ticket is known
+                    self._errors[ticket] = error
 
         with self._lock:
             self._queue.call(work)
-            task["ticket"] = self._queue.record()
-            if task["error"] is not None:
-                self._errors[task["ticket"]] = task["error"]
+            ticket = self._queue.record()
 
     def wait(self, ticket: int, timeout: float | None = None) -> bool:
         """Wait for a task; see `_nccl.Queue.wait`."""

@@ -137,7 +137,7 @@ class MessageTransport:
 
     def _exchange(self, sends, receives, meanwhile, verify) -> None:
         heads, payloads, places = [], [], []
-        start = self._connections.start_transfers
+        start = self._connections.start_transfer
         memory = self._scratch.get("slots", _ROOM * (len(sends) + len(receives)))
         slot = memory.data_ptr()
         for message in receives:
@@ -145,20 +145,20 @@ class MessageTransport:
             if head is not None:
                 # Where calls differ, what comes may be longer than what is expected: there is room.
                 ctypes.memset(slot, 0, _HEAD_BYTES)
-                heads += start([], [(rank, slot, _ROOM)])
+                heads += start(False, rank, slot, _ROOM)
                 places.append((slot, message))
                 slot += _ROOM
             if head is None or nbytes > EAGER_BYTES:
-                payloads += start([], [(rank, address, nbytes)])
+                payloads += start(False, rank, address, nbytes)
         for rank, address, nbytes, head in sends:
             if head is not None:
                 ctypes.memmove(slot, _Head(*head), _HEAD_BYTES)
                 eager = nbytes if nbytes <= EAGER_BYTES else 0
                 ctypes.memmove(slot + _HEAD_BYTES, address, eager)
-                payloads += start([(rank, slot, _HEAD_BYTES + eager)], [])
+                payloads += start(True, rank, slot, _HEAD_BYTES + eager)
                 slot += _ROOM
             if head is None or nbytes > EAGER_BYTES:
-                payloads += start([(rank, address, nbytes)], [])
+                payloads += start(True, rank, address, nbytes)
         if meanwhile is not None:
             meanwhile()
         if not heads and not payloads:

@@ -14,7 +14,7 @@ import torch
 
 from ..._nccl import DTYPES, OPS
 from ...arrays import ITEMSIZE
-from ...errors import CollectivesError
+from ..closing import call_all
 from .comm import NoFastPath
 from .hierarchical import HierarchicalCollectives, LevelReduction
 from .scratch import Scratch
@@ -153,12 +153,4 @@ class HierarchicalComm:
 
     def destroy(self) -> None:
         """Free all levels, then raise the first error."""
-        failed = None
-        for native in self._levels:
-            try:
-                native.destroy()
-            except CollectivesError as error:
-                failed = failed or error
-        self._scratch.clear()
-        if failed is not None:
-            raise failed
+        call_all([*(native.destroy for native in self._levels), self._scratch.clear])

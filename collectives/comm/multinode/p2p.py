@@ -11,7 +11,7 @@ from ..group import run_grouped
 from .messages import MessageTransport
 from .topology import Topology
 
-__all__ = ["P2POp", "PointToPoint", "list_messages"]
+__all__ = ["P2POp", "list_messages", "send_and_receive"]
 
 
 class P2POp(NamedTuple):
@@ -29,43 +29,27 @@ class P2POp(NamedTuple):
     label: str | None = None
 
 
-class PointToPoint:
-    """Runs batches of sends and receives.
+def send_and_receive(ops: list[P2POp], intra_node, transport: MessageTransport, topology: Topology) -> None:
+    """Run sends and receives, and wait for them.
 
     ``intra_node``: the engine's communicator of this node's ranks; ``transport``: to all ranks.
+    Those between two ranks are matched in order. Those to other nodes are started first, so that no
+    node waits for what another one has yet to send. Raises `NodeMismatch` where the two sides
+    differ, and `TransferError`.
     """
-
-    def __init__(self, intra_node, transport: MessageTransport, topology: Topology):
-        self._intra_node = intra_node
-        self._transport = transport
-        self._topology = topology
-
-    def run(self, ops: list[P2POp]) -> None:
-        """Run sends and receives, and wait for them.
-
-        Those between two ranks are matched in order. Those to other nodes are started first, so
-        that no node waits for what another one has yet to send. Raises `NodeMismatch` where the two
-        sides differ, and `TransferError`.
-        """
-        transport, local = self._transport, []
-        transport.group_start()
-        for op in ops:
-            if self._topology.locations[op.peer][0] == self._topology.node:
-                local.append(op)
-                continue
+    calls = []  # inside of the node
+    transport.group_start()
+    for op in ops:
+        node, local_rank = topology.locations[op.peer]
+        if node != topology.node:
             move = transport.send if op.is_send else transport.recv
             move(op.address, op.count, op.dtype, op.peer, fingerprint=op.fingerprint)
-        transport.group_end(meanwhile=lambda: self._run_local(local))
-
-    def _run_local(self, ops: list[P2POp]) -> None:
-        calls = []
-        for op in ops:
-            if op.label is not None:
-                calls.append((self._intra_node.library.label, (None, op.label)))
-            move = self._intra_node.send if op.is_send else self._intra_node.recv
-            calls.append((move, (op.address, op.count, op.dtype, self._topology.locations[op.peer][1])))
-        if calls:
-            run_grouped(self._intra_node.library, calls)
+            continue
+        if op.label is not None:
+            calls.append((intra_node.library.label, (None, op.label)))
+        move = intra_node.send if op.is_send else intra_node.recv
+        calls.append((move, (op.address, op.count, op.dtype, local_rank)))
+    transport.group_end(meanwhile=lambda: run_grouped(intra_node.library, calls) if calls else None)
 
 
 def list_messages(

@@ -5,24 +5,17 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
-import torch
-
 from ..._nccl import DTYPES, OPS
-from ...arrays import ITEMSIZE, TORCH_CODES
 from ...kernels import abi
 from ...kernels.execution import Statistics, run_on_host
 from ...kernels.reduction import kernel_of
 from ...layout import TILE
+from ..algorithms.plan import round_to_dtype
 
-__all__ = ["PremulSums", "ReduceSpec", "add_stats", "widen"]
+__all__ = ["ReduceSpec", "add_stats", "widen"]
 
 _F32 = DTYPES["float32"]
 _SUM = OPS["sum"]
-_TORCH = {code: dtype for dtype, code in TORCH_CODES.items()}
-_FLOATING = {code for code, dtype in _TORCH.items() if dtype.is_floating_point}
-_EXACT = (OPS["max"], OPS["min"])  # they round nothing, so 16-bit types need no wider type between nodes
-_OP_CODES = tuple(OPS.values())
-_FIRST_CREATED_OP = 1 << 20  # op numbers of premultiplied sums
 
 
 class ReduceSpec(NamedTuple):
@@ -35,40 +28,10 @@ class ReduceSpec(NamedTuple):
     op: int
     scalar: float | int | None = None
 
-    @property
-    def needs_float32(self) -> bool:
-        """Whether the nodes' sums are exchanged as fp32: narrower types whose op rounds."""
-        return self.dtype in _FLOATING and ITEMSIZE[self.dtype] < 4 and self.op not in _EXACT
-
-
-class PremulSums:
-    """The premultiplied sums that a communicator has created, with op numbers of its own."""
-
-    def __init__(self):
-        self._scalars: dict[int, float | int] = {}
-        self._created = 0
-
-    def create(self, scalar: float | int) -> int:
-        """Create a premultiplied sum with this rank's factor. Return its op number."""
-        self._created += 1
-        self._scalars[_FIRST_CREATED_OP + self._created] = scalar
-        return _FIRST_CREATED_OP + self._created
-
-    def destroy(self, op: int) -> None:
-        """Free an op of `create`."""
-        self._scalars.pop(op, None)
-
-    def find_spec(self, dtype: int, op: int) -> ReduceSpec | None:
-        """Return the `ReduceSpec` of an op of NCCL's or of `create`; None for an unknown op."""
-        scalar = self._scalars.get(op)
-        if scalar is not None:
-            return ReduceSpec(dtype, _SUM, scalar)
-        return ReduceSpec(dtype, op) if op in _OP_CODES else None
-
 
 def widen(source: int, out: int, count: int, spec: ReduceSpec) -> None:
     """Convert ``count`` elements to fp32, times the factor of a premultiplied sum."""
-    factor = 1.0 if spec.scalar is None else torch.tensor(spec.scalar, dtype=_TORCH[spec.dtype]).item()
+    factor = 1.0 if spec.scalar is None else round_to_dtype(spec.scalar, spec.dtype)
     _run_kernel(source, out, count, spec.dtype, _F32, factor)
 
 

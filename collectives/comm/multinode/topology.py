@@ -10,7 +10,6 @@ import ipaddress
 import os
 import socket
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 
 from ...environment import read_label
 from ...errors import InvalidUsage
@@ -103,7 +102,6 @@ def group_ranks_by_node(nodes: Iterable[Hashable]) -> tuple[tuple[int, ...], ...
     return tuple(map(tuple, found.values()))
 
 
-@dataclass(frozen=True)
 class Topology:
     """Which rank of a communicator is on which node, and which ranks are leaders.
 
@@ -118,22 +116,16 @@ class Topology:
     consecutive numbers.
     """
 
-    nodes: tuple[tuple[int, ...], ...]
-    rank: int
-
-    def __post_init__(self):
-        locations = {rank: (node, i) for node, ranks in enumerate(self.nodes) for i, rank in enumerate(ranks)}
-        put = object.__setattr__
-        put(self, "locations", locations)
-        put(self, "node", locations[self.rank][0])
-        put(self, "local_rank", locations[self.rank][1])
-        put(self, "local_ranks", self.nodes[self.node])
-        put(self, "num_leaders", min(MAX_LEADERS, *map(len, self.nodes)))
-        put(self, "is_leader", self.local_rank < self.num_leaders)
-        put(self, "all_leaders", len(self.local_ranks) == self.num_leaders)
+    def __init__(self, nodes: tuple[tuple[int, ...], ...], rank: int):
+        self.nodes, self.rank = nodes, rank
+        self.locations = {each: (node, i) for node, ranks in enumerate(nodes) for i, each in enumerate(ranks)}
+        self.node, self.local_rank = self.locations[rank]
+        self.local_ranks = nodes[self.node]
+        self.num_leaders = min(MAX_LEADERS, *map(len, nodes))
+        self.is_leader = self.local_rank < self.num_leaders
+        self.all_leaders = len(self.local_ranks) == self.num_leaders
         # Whole blocks can be moved at once where this holds.
-        contiguous = all(ranks == tuple(range(ranks[0], ranks[0] + self.num_leaders)) for ranks in self.nodes)
-        put(self, "is_contiguous", contiguous)
+        self.is_contiguous = all(ranks == tuple(range(ranks[0], ranks[0] + self.num_leaders)) for ranks in nodes)
 
     def ranks_of_leader(self, node: int) -> tuple[int, ...]:
         """Return the ranks of a node whose data this leader, or the one there, sends and receives."""
