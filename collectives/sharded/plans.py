@@ -50,6 +50,7 @@ class PassPlanner:
 
     def __init__(self, agreement: Agreement, registry: UnitRegistry):
         self._agreement = agreement
+        self._follower = agreement.follower
         self._registry = registry
         self.forward = ForwardPlan([], [])  # of the last outermost forward
         self.backward = BackwardPlan([], [])  # of the last backward
@@ -71,9 +72,9 @@ class PassPlanner:
             kind = ("forward", unit.index, number, unit.module().training)
             if 0 <= number < _MAX_FORWARDS:
                 self._forward_kinds.append(kind)
-            self._agreement.begin_pass(kind, FORWARD << KIND_SHIFT | unit.index << 1)
-        self.forward = self._agreement.plan or ForwardPlan(order, kept)
-        self._agreement.record_plan(self.forward)
+            self._follower.begin_pass(kind, FORWARD << KIND_SHIFT | unit.index << 1)
+        self.forward = self._follower.plan or ForwardPlan(order, kept)
+        self._follower.record_plan(self.forward)
 
     def _find_units_inside(self, unit: Unit) -> list[Unit]:
         """Return a unit and the units of this communicator in its module."""
@@ -93,13 +94,13 @@ class PassPlanner:
         settings = tuple((each.index, each.gradients.requires_grad_bits, each.reduce_grads) for each in units)
         if in_forward:
             self._agreement.end_pass()
-        self._agreement.begin_pass(("backward", kinds, settings, is_last), BACKWARD << KIND_SHIFT)
-        plan, before = self._agreement.plan, self.backward
+        self._follower.begin_pass(("backward", kinds, settings, is_last), BACKWARD << KIND_SHIFT)
+        plan, before = self._follower.plan, self.backward
         if plan is None:
             units = self._registry.living()
             expected = [(weakref.ref(unit), tuple(param.expects_grad for param in unit.params)) for unit in units]
             self.backward = BackwardPlan(order, expected)
-            self._agreement.record_plan(self.backward)
+            self._follower.record_plan(self.backward)
         elif plan is not before or self._expectation_changes:
             self.backward = plan
             for reference, expected in plan.expected:
@@ -110,4 +111,4 @@ class PassPlanner:
 
     def resume_forward(self) -> None:
         """Go on with the forward in which a backward has run, as a pass of its own."""
-        self._agreement.begin_pass(("rest of a forward",), FORWARD << KIND_SHIFT)
+        self._follower.begin_pass(("rest of a forward",), FORWARD << KIND_SHIFT)

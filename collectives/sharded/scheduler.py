@@ -107,10 +107,10 @@ class Scheduler:
         in `Unit.unshard`.
         """
         if unit.state is State.SHARDED:
-            post_forward, alone = unit.is_sharded_post_forward, unit.gathers and not self.agreement.in_pass
+            post_forward, alone = unit.is_sharded_post_forward, unit.gathers and not self.agreement.follower.in_pass
             if unit.gathers:
                 if alone:
-                    self.agreement.begin_pass(("unshard", unit.index), gather_code(unit))
+                    self.agreement.follower.begin_pass(("unshard", unit.index), gather_code(unit))
                 post_forward = self.agreement.gather(unit, post_forward=post_forward) and post_forward
             unit.unshard(async_op=async_op, post_forward=post_forward)
             if alone:
