@@ -54,8 +54,7 @@ class Agreement:
     """Agrees on the collectives of a communicator's units; see the module.
 
     `join`: a function that takes part in the collective of a code, for the others. `reset`: one
-    that drops the forward or backward in progress; it is called before an error. `follower` has the
-    pass in progress.
+    that drops the forward or backward in progress; it is called before an error.
     """
 
     def __init__(self, comm: Communicator, units: UnitRegistry, join: Callable[[int], None], reset: Callable[[], None]):

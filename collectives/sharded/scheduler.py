@@ -15,6 +15,7 @@ from ..gradients.streams import should_overlap
 from ..torch_compat import current_graph_task_id
 from .agreement import Agreement
 from .buffer_pool import BufferPool
+from .managed_params import units_in
 from .negotiation import known_to_all
 from .plans import PassPlanner
 from .streams import HostCopies
@@ -29,7 +30,7 @@ from .unit_registry import (
     living,
 )
 
-__all__ = ["Scheduler", "find_schedulers", "find_units", "get_scheduler", "open_schedulers"]
+__all__ = ["Scheduler", "find_schedulers", "find_units", "get_scheduler", "open_schedulers", "schedulers_in"]
 
 # id of a communicator -> its scheduler, which holds the communicator
 _schedulers: dict[int, Scheduler] = {}
@@ -352,7 +353,7 @@ class Scheduler:
 
 def _reducers(units: list[Unit]) -> list:
     """Return the units' gradient reducers, each once, in the same order on all ranks."""
-    return list({id(unit.reducer): unit.reducer for unit in units if unit.reducer is not None}.values())
+    return list(dict.fromkeys(unit.reducer for unit in units if unit.reducer is not None))
 
 
 def open_schedulers() -> list[Scheduler]:
@@ -362,8 +363,13 @@ def open_schedulers() -> list[Scheduler]:
 
 def find_schedulers(params) -> list[Scheduler]:
     """Return the schedulers of the units whose shards are among these parameters."""
-    schedulers = {id(unit.scheduler): unit.scheduler for unit in find_units(params)}
-    return [scheduler for scheduler in schedulers.values() if not scheduler.comm.closed]
+    schedulers = dict.fromkeys(unit.scheduler for unit in find_units(params))
+    return [scheduler for scheduler in schedulers if not scheduler.comm.closed]
+
+
+def schedulers_in(module: torch.nn.Module) -> list[Scheduler]:
+    """Return the schedulers of a module's units, and of those inside."""
+    return list(dict.fromkeys(unit.scheduler for unit in units_in(module)))
 
 
 def find_units(params) -> list[Unit]:

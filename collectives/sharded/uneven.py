@@ -9,6 +9,7 @@ from torch import nn
 
 from ..arrays import kind_of
 from ..errors import InvalidArgument
+from .scheduler import schedulers_in
 
 __all__ = ["uneven"]
 
@@ -25,11 +26,10 @@ def uneven(module: nn.Module) -> Iterator[None]:
     communicator's other units are meant, too. Raises `InvalidArgument` where nothing in it is
     sharded.
     """
-    members = module.modules() if isinstance(module, nn.Module) else ()
-    schedulers = {id(each._scheduler): each._scheduler for each in members if hasattr(each, "_scheduler")}
+    schedulers = schedulers_in(module) if isinstance(module, nn.Module) else []
     if not schedulers:
         raise InvalidArgument(f"uneven() takes a sharded module, not {kind_of(module)}", op="uneven")
     with contextlib.ExitStack() as stack:
-        for scheduler in schedulers.values():
+        for scheduler in schedulers:
             stack.enter_context(scheduler.agreement.uneven())
         yield

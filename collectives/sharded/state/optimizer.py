@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ...errors import InvalidArgument, InvalidUsage
 from ...optim import FusedOptimizer
@@ -25,7 +24,7 @@ from .dist_wrapper import DistWrapper, get_module_scheduler
 from .dtensor import as_dtensor, as_full_tensor, shard_mesh
 from .fqns import NamedParam, params_by_id
 from .shard_tensor import ShardTensor
-from .state_dict import GetOptions, read_options
+from .state_dict import GetOptions, read_options, to_cpu
 
 __all__ = [
     "gather_full_state", "get_optimizer_state_dict", "local_state_dict", "on_cpu", "optimizers_of",
@@ -73,12 +72,8 @@ def get_optimizer_state_dict(
 
 def on_cpu(made: dict[str, Any]) -> dict[str, Any]:
     """Return state by names with its tensors on the host."""
-    states = {name: {key: _on_cpu(v) for key, v in state.items()} for name, state in made["state"].items()}
+    states = {name: {key: to_cpu(v) for key, v in state.items()} for name, state in made["state"].items()}
     return {**made, "state": states}
-
-
-def _on_cpu(value):
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def sharded_state(
@@ -233,7 +228,7 @@ def _describe_entry(named: NamedParam, key: str, value):
     """
     if named.is_per_element(key, value):
         return value.dtype
-    return _on_cpu(value.detach()) if isinstance(value, torch.Tensor) else value
+    return to_cpu(value.detach()) if isinstance(value, torch.Tensor) else value
 
 
 def _scalar(value):
@@ -266,8 +261,7 @@ def _gather_entries(model, by_id, here, merged, form: GetOptions, keeps: bool):
                 flat = group.all_gather_like_shards(values, members[0][2])
                 if keeps:
                     for param, name, _ in members:
-                        full = flat[param.offset : param.offset + param.count].view(param.shape)
-                        yield (name, key), copied(full, group.store, unit.ranks, mesh)
+                        yield (name, key), copied(param.full_view(flat), group.store, unit.ranks, mesh)
     for named in by_id.values():
         if named.sharded is None and keeps:
             for key, entry in merged.get(named.name, {}).items():
@@ -302,41 +296,25 @@ def set_optimizer_state_dict(
 
 def scatter_from_rank0(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Any]:
     """Return each rank's shards of the full state, by names, that rank 0 has. A collective."""
-    ranks = DistWrapper(get_module_scheduler(model), "set_optimizer_state_dict")
     by_name = {named.name: named for named in params_by_id(model).values()}
 
-    def outline() -> dict[str, Any]:
-        return {
-            "param_groups": given["param_groups"],
-            "state": {
-                name: {key: _outline(value) for key, value in state.items()} for name, state in given["state"].items()
-            },
-        }
+    def read() -> dict[tuple, Any]:
+        entries = {(name, key): value for name, state in given["state"].items() for key, value in state.items()}
+        return {(): (given["param_groups"], list(given["state"])), **entries}
 
-    made = ranks.run_on_rank0("read the state dict", outline)
-    for name, state in made["state"].items():
-        for key, entry in state.items():
-            if isinstance(entry, _Outline):
-                mine = given["state"][name][key] if ranks.rank == 0 else torch.empty(entry.shape, dtype=entry.dtype)
-                whole = ranks.broadcast(mine)
-                named = by_name.get(name)
-                if named is not None and named.sharded is not None and key != "step" and whole.shape == named.shape:
-                    whole = named.as_entry(named.load_entry(key, whole))
-                state[key] = whole
-    return made
+    def take(place: tuple[str, str], whole: torch.Tensor) -> torch.Tensor:
+        named, key = by_name.get(place[0]), place[1]
+        if named is not None and named.sharded is not None and key != "step" and whole.shape == named.shape:
+            return named.as_entry(named.load_entry(key, whole))
+        return whole
 
-
-class _Outline:
-    """A tensor's shape and dtype."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-
-def _outline(value):
-    if isinstance(value, ShardTensor | DTensor):
-        raise InvalidUsage("broadcast_from_rank0 takes full tensors, and these are one rank's pieces")
-    return _Outline(value) if isinstance(value, torch.Tensor) else value
+    ranks = DistWrapper(get_module_scheduler(model), "set_optimizer_state_dict")
+    entries = ranks.scatter_from_rank0(read, take)
+    groups, names = entries.pop(())
+    state: dict[Any, dict] = {name: {} for name in names}
+    for (name, key), value in entries.items():
+        state[name][key] = value
+    return {"param_groups": groups, "state": state}
 
 
 def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ __all__ = [
     "post_load_state_dict",
     "pre_load_state_dict",
     "read_options",
+    "to_cpu",
     "unsharded_params",
     "use_get_options",
     "write_back_params",
@@ -76,7 +77,15 @@ def use_get_options(form: GetOptions):
 
 def get_options_of(unit: Unit) -> GetOptions:
     """Return the options with which a unit's state dict is to be made now."""
-    return getattr(_now, "form", None) or unit.state_dict_options or GetOptions()
+    form, settings = getattr(_now, "form", None), unit.state_dict_settings
+    if form is None and settings is not None:
+        return GetOptions.of(settings.state_dict_type, settings.state_dict_config)
+    return form or GetOptions()
+
+
+def to_cpu(value):
+    """Return a tensor on the host, and anything else as it is."""
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def as_shard_tensor(param, tensor: torch.Tensor | None = None) -> ShardTensor:
@@ -99,8 +108,8 @@ def _substitute_full_params(unit: Unit, convert: Callable[[torch.Tensor], torch.
     """
     for group, flat in zip(unit.groups, unit.scheduler.all_gather_master_shards(unit), strict=True):
         for param in group.params:
-            full = flat[param.offset : param.offset + param.count].view(param.shape)
-            param.substitute = nn.Parameter(convert(full), requires_grad=param.shard.requires_grad)
+            full = convert(param.full_view(flat))
+            param.substitute = nn.Parameter(full, requires_grad=param.shard.requires_grad)
     unit.registration.register_substitutes()
 
 
@@ -187,8 +196,8 @@ def make_state_dict(unit: Unit, make, args: tuple, kwargs: dict):
             del made[key]
     elif form.on_cpu:
         for key, value in made.items():
-            if key.startswith(prefix) and isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                made[key] = value.cpu()
+            if key.startswith(prefix):
+                made[key] = to_cpu(value)
     return made
 
 
