@@ -229,11 +229,9 @@ class Agreement:
 
     def set_static_graph(self, static_graph: bool) -> None:
         """Set whether schedules are followed outside of `uneven`. A collective, which blocks."""
-        if static_graph and self._is_dynamic:
-            self.end_uneven()
-        elif not static_graph and not self._is_dynamic:
-            self.begin_uneven()
-        self._is_dynamic = not static_graph
+        if static_graph == self._is_dynamic:
+            self.end_uneven() if static_graph else self.begin_uneven()
+            self._is_dynamic = not static_graph
 
     # ---- Leaving the schedule, and errors.
 

@@ -132,10 +132,8 @@ class GradientShard:
     def _alloc_flat(self) -> torch.Tensor:
         """Return the memory of the flat shard of gradients; allocate it if there is none."""
         if self.flat is None or self.flat.numel() != self.shard_numel:
-            if self.ranks.shard is None:  # reduced where it lies
-                self.flat = self.buffers.alloc_stored(self.shard_numel, self.dtype, shared=self.ranks.world._on_host)
-            else:
-                self.flat = self.buffers.alloc_stored(self.shard_numel, self.dtype, shared=False)
+            shared = self.ranks.shard is None and self.ranks.world._on_host  # reduced where it lies
+            self.flat = self.buffers.alloc_stored(self.shard_numel, self.dtype, shared=shared)
         return self.flat
 
     def reduce_output(self) -> tuple[torch.Tensor, bool]:

@@ -53,13 +53,13 @@ class ParamGroup:
     def __init__(
         self, params: list[ShardedParam], originals: list[nn.Parameter], ranks: Ranks, pool: BufferPool, *,
         device: torch.device, store: torch.device, pinned: bool, gather_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None, persistent: bool, align: int = 0,
-        quantized_gather: QuantizedAllGather | None = None, host_copies: HostCopies | None = None,
+        reduce_dtype: torch.dtype | None, persistent: bool, align: int,
+        quantized_gather: QuantizedAllGather | None, host_copies: HostCopies,
     ):  # fmt: skip
         self.params = params
         self.ranks = ranks
         self.buffers = GroupBuffers(ranks, pool, device=device, store=store, pinned=pinned)
-        self.host_copies = HostCopies() if host_copies is None else host_copies
+        self.host_copies = host_copies
         self.device = device
         self.store = store
         first = originals[0]

@@ -72,9 +72,14 @@ class DistWrapper:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self._control is not None:
-            self._in_step = False
-            self._control.barrier()
-            self._in_step = True
+            self._exchange(self._control.barrier)
+
+    def _exchange(self, function: Callable, *args) -> Any:
+        """Call a collective, and note whether it has succeeded."""
+        self._in_step = False
+        result = function(*args)
+        self._in_step = True
+        return result
 
     def run_on_all(self, what: str, function: Callable[[], Any]) -> list:
         """Call a function on each rank and return all results. Where it raises on one rank, all
@@ -102,9 +107,7 @@ class DistWrapper:
         if failed is not None:
             kind = type(failed).__name__ if isinstance(failed, CollectivesError) else None
             problem = kind, failed.message if kind else f"{type(failed).__name__}: {failed}"
-        self._in_step = False
-        problems = all_gather_object(self._control, problem)
-        self._in_step = True
+        problems = self._exchange(all_gather_object, self._control, problem)
         self.failed = any(each is not None for each in problems)
         if failed is not None:
             raise failed
@@ -114,10 +117,7 @@ class DistWrapper:
                 text = f"on rank {rank}: {text}" if kind else f"rank {rank} could not {what}: {text}"
                 kind = getattr(errors, kind) if kind in errors.__all__ else RemoteError
                 raise kind(text, op=self.op, rank=self.rank, peers=(rank,))
-        self._in_step = False
-        table = all_gather_bytes(self._control, data)
-        self._in_step = True
-        return [pickle.loads(each) for each in table]
+        return [pickle.loads(each) for each in self._exchange(all_gather_bytes, self._control, data)]
 
     def run_on_rank0(self, what: str, function: Callable[[], Any]) -> Any:
         """Call a function on rank 0 alone and return its result on all ranks; raises as

@@ -11,7 +11,7 @@ from torch import nn
 
 from .dist_wrapper import DistWrapper, get_module_scheduler
 from .fqns import clean_tensor_name, sharded_params_by_fqn
-from .state_dict import as_shard_tensor, read_options, to_cpu, use_get_options
+from .state_dict import GetOptions, as_shard_tensor, read_options, to_cpu, use_get_options
 
 __all__ = ["get_model_state_dict", "set_model_state_dict"]
 
@@ -32,7 +32,7 @@ def get_model_state_dict(
     other ranks. `options`: torch's StateDictOptions instead of the first three. Infixes that
     torch.compile, checkpoint wrappers and DistributedDataParallel put into names are left out.
     """
-    form, taking = read_options(options, full_state_dict, cpu_offload, rank0_only, use_dtensor)
+    form = read_options(options, full_state_dict, cpu_offload, rank0_only, use_dtensor)
     inner = _unwrapped(model)
     with use_get_options(form):
         made = inner.state_dict()
@@ -43,7 +43,7 @@ def get_model_state_dict(
     if form.on_cpu:
         made = {key: to_cpu(value) for key, value in made.items()}
     frozen = set()
-    if taking.ignore_frozen:
+    if options is not None and options.ignore_frozen_params:
         frozen = {
             clean_tensor_name(name) for name, p in inner.named_parameters(remove_duplicate=False) if not p.requires_grad
         }
@@ -73,8 +73,8 @@ def set_model_state_dict(
     and other shapes.
     """
     if options is not None:
-        _, taking = read_options(options, True, False, False)
-        strict, broadcast_from_rank0 = taking.strict, taking.broadcast
+        read_options(options, True, False, False)
+        strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
     inner = _unwrapped(model)
     if broadcast_from_rank0:
         model_state_dict = _scatter_from_rank0(model, model_state_dict)
@@ -84,7 +84,7 @@ def set_model_state_dict(
 
 def _keys(module: nn.Module) -> list[str]:
     """Return the keys of a module's state dict; nothing is gathered."""
-    with use_get_options(read_options(None, False, False, False)[0]):
+    with use_get_options(GetOptions(full=False)):
         return list(module.state_dict())
 
 

@@ -59,7 +59,7 @@ def get_optimizer_state_dict(
     that a checkpoint can be loaded into it. Raises `InvalidUsage` for parameters that aren't the
     model's, and `InvalidArgument` for state that is neither per element nor a number.
     """
-    form, _ = read_options(options, full_state_dict, cpu_offload, rank0_only, use_dtensor)
+    form = read_options(options, full_state_dict, cpu_offload, rank0_only, use_dtensor)
     optimizers = optimizers_of(optimizers)
     if form.dtensor:
         for each in optimizers:
@@ -207,16 +207,14 @@ def gather_full_state(
 
     ranks.run_on_all("find all of its state", check_complete)
     keeps = ranks.rank == 0 or not form.rank0_only
-    state: dict[str, dict] = {}
-    for key_of, full in _gather_entries(model, by_id, here, merged, form, keeps):
-        state.setdefault(key_of[0], {})[key_of[1]] = full
+    full = dict(_gather_entries(model, by_id, here, merged, form, keeps))
     if not keeps:
         return {}
     made = {}
     for name in (name for group in groups for name in group["params"]):
         if name in merged:
             made[name] = {
-                key: state[name][key] if isinstance(entry, torch.dtype) else _scalar(here.get(name, {}).get(key, entry))
+                key: full[name, key] if isinstance(entry, torch.dtype) else _scalar(here.get(name, {}).get(key, entry))
                 for key, entry in merged[name].items()
             }
     return {"state": made, "param_groups": groups}
@@ -285,9 +283,9 @@ def set_optimizer_state_dict(
     by tensor, as with DTensors. Otherwise a local call, to be made on each rank. Raises
     `InvalidArgument` for the state of another model, by name.
     """
-    _, settings = read_options(options, True, False, False)
+    read_options(options, True, False, False)
     optimizers = optimizers_of(optimizers)
-    if broadcast_from_rank0 or settings.broadcast:
+    if broadcast_from_rank0 or (options is not None and options.broadcast_from_rank0):
         optim_state_dict = scatter_from_rank0(model, optim_state_dict)
     loads = [local_state_dict(model, each, optim_state_dict) for each in optimizers]
     for optimizer, local in zip(optimizers, loads, strict=True):
@@ -324,7 +322,8 @@ def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: 
     if not isinstance(given, dict) or not {"state", "param_groups"} <= given.keys():
         raise InvalidArgument('an optimizer\'s state dict has "state" and "param_groups"')
     by_id = params_by_id(model)
-    _, own_groups = _state_by_fqn(optimizer, by_id, {**optimizer.state_dict(), "state": {}})
+    packed = optimizer.state_dict()["param_groups"]
+    _, own_groups = _state_by_fqn(optimizer, by_id, {"state": {}, "param_groups": packed})
     own_names = [name for group in own_groups for name in group["params"]]
     by_name = {named.name: named for named in by_id.values()}
     given = _fqns_from_numbers(given, own_names)
@@ -337,7 +336,6 @@ def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: 
             + (f"; it has none of {', '.join(missing[:5])}" if missing else "")
             + (f"; the model has no {', '.join(unknown[:5])}" if unknown else "")
         )
-    packed = optimizer.state_dict()["param_groups"]
     groups = []
     for own, numbers in zip(own_groups, packed, strict=True):
         options = saved[own["params"][0]] if own["params"] else {}

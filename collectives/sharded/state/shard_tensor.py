@@ -134,15 +134,12 @@ class ShardTensor(torch.Tensor):
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, offsets),
+                index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), properties=properties,
-                    size=self.shape,
-                ),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for offsets, sizes in self._boxes()
-        ]  # fmt: skip
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self._boxes()]

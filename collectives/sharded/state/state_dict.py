@@ -24,7 +24,6 @@ from .shard_tensor import ShardTensor
 
 __all__ = [
     "GetOptions",
-    "LoadOptions",
     "as_shard_tensor",
     "get_options_of",
     "make_state_dict",
@@ -244,20 +243,9 @@ def post_load_state_dict(unit: Unit) -> None:
 # ---- Torch's options.
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadOptions:
-    """The part of torch's StateDictOptions that is about loading, or about which entries are
-    returned.
-    """
-
-    strict: bool = True
-    broadcast: bool = False
-    ignore_frozen: bool = False
-
-
 def read_options(
     options, full_state_dict: bool, cpu_offload: bool, rank0_only: bool, use_dtensor: bool = False
-) -> tuple[GetOptions, LoadOptions]:
+) -> GetOptions:
     """Convert keyword arguments, or torch's StateDictOptions instead of the first three.
 
     With torch's options, full state on the host is for rank 0 only.
@@ -268,12 +256,10 @@ def read_options(
         if rank0_only and not full_state_dict:
             raise InvalidArgument("rank0_only gives full tensors to rank 0: give full_state_dict=True, too")
         full, on_cpu = bool(full_state_dict), bool(cpu_offload)
-        return GetOptions(full, on_cpu, bool(rank0_only), bool(use_dtensor)), LoadOptions()
+        return GetOptions(full, on_cpu, bool(rank0_only), bool(use_dtensor))
     if not hasattr(options, "full_state_dict"):
         raise InvalidArgument(f"options must be a StateDictOptions, not {type(options).__name__}")
     if getattr(options, "flatten_optimizer_state_dict", False):
         raise InvalidArgument("flatten_optimizer_state_dict is not offered: leave it out")
     full, on_cpu = options.full_state_dict, options.cpu_offload
-    return GetOptions(full, on_cpu, full and on_cpu, bool(use_dtensor)), LoadOptions(
-        options.strict, options.broadcast_from_rank0, options.ignore_frozen_params
-    )
+    return GetOptions(full, on_cpu, full and on_cpu, bool(use_dtensor))
