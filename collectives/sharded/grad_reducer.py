@@ -248,9 +248,7 @@ class ShardedGradReducer:
                 sent = self.wire.reduce_scatter(
                     comm, bucket, scaling, send.numel() // ranks.size, grad_stats=grad_stats
                 )
-            in_place = flat is group.gradients.flat
-            own = slice(ranks.rank * group.shard_numel, (ranks.rank + 1) * group.shard_numel)
-            end = functools.partial(group.gradients.set_gradients, flat if in_place else flat[own], in_place)
+            end = functools.partial(group.gradients.set_gradients, flat, flat is group.gradients.flat)
         pipeline.count(1, sent, as_fp32)
         return end
 

@@ -146,13 +146,19 @@ class GradientShard:
         return torch.empty(self.shard_numel, dtype=self.reduce_dtype, device=self.buffers.device), False
 
     @torch.no_grad()
-    def set_gradients(self, part: torch.Tensor, in_place: bool) -> None:
+    def set_gradients(self, reduced: torch.Tensor, in_place: bool) -> None:
         """Make this rank's part of the reduced gradients the shards' gradients, or add it to those
         they have.
 
-        Where the shards lie on the host, the values are there after `host_copies.wait()`.
+        `reduced`: that part, or all ranks' parts. `in_place`: it is the flat shard itself, which
+        `free_dropped` may have let go since. Where the shards lie on the host, the values are there
+        after `host_copies.wait()`.
         """
-        grad = self._alloc_flat()
+        if in_place:
+            self.flat = reduced
+        grad, part = self._alloc_flat(), reduced
+        if part.numel() != self.shard_numel:
+            part = part[self.ranks.rank * self.shard_numel :][: self.shard_numel]
         if self.buffers.offloads:
             self._offload(part, grad)
             return

@@ -206,6 +206,19 @@ def checkpointing(ctx):
                 backward(model, ctx.rank)
             found["blocks", reentrant, reshard] = equal(gradients(model), expected(make, backward))
 
+    def make_repeated():
+        model = Checkpointed(True, True)
+        model.blocks = nn.ModuleList([model.blocks[0]] * 3)
+        return model
+
+    # Each of its backwards inside the backward adds to gradients whose reduction may be in progress.
+    model = make_repeated()
+    sharded(model, model.blocks[0])
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, ctx.rank)
+    found["repeated"] = equal(gradients(model), expected(make_repeated, backward), close=True)
+
     def make_inner():
         return nn.Sequential(Inner(), nn.Tanh(), Inner())
 
