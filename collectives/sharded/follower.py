@@ -81,7 +81,8 @@ class Follower:
     @property
     def plan(self) -> Any:
         """The plan with which the schedule was recorded that is followed; None where none is."""
-        return None if self.schedule is None else self.schedule.plan
+        schedule = self.schedule
+        return None if schedule is None else schedule.plan
 
     def record_plan(self, plan: Any) -> None:
         """Keep a plan with the schedule of the pass in progress, if that is recorded."""

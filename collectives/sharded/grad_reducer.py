@@ -144,11 +144,6 @@ class ShardedGradReducer:
         self._unnamed.append(weakref.ref(unit))
         unit.reducer = self
 
-    @property
-    def units(self) -> list:
-        """The units that are alive."""
-        return living(self._units)
-
     def _register_names(self) -> None:
         """Register the full parameters' names, by which residuals are saved: those of the outermost
         module.
@@ -173,7 +168,7 @@ class ShardedGradReducer:
 
     def make_step(self, optimizer) -> UnitStep:
         """Return an object that steps an optimizer inside the backward."""
-        return UnitStep(optimizer, lambda: self.units)
+        return UnitStep(optimizer, lambda: living(self._units))
 
     @property
     def steps(self) -> bool:

@@ -40,15 +40,15 @@ def wrap_init_methods(unit: Unit) -> None:
 def _on_full(module: nn.Module, method: Callable, unit: Unit) -> Callable:
     @functools.wraps(method)
     def call(*args, **kwargs):
-        units = {id(each): each for each in (unit, *units_in(module))}
-        missing = [each for each in units.values() if any(group.flat.is_meta for group in each.groups)]
+        units = dict.fromkeys((unit, *units_in(module)))
+        missing = [each for each in units if any(group.flat.is_meta for group in each.groups)]
         if missing:
             raise InvalidUsage(
                 f"{missing[0].params[0].name} of {missing[0].name} is on the meta device: module.to_empty(device=...) "
                 "gives it memory, or materialize() memory and values",
                 op=method.__name__,
             )
-        with unsharded_params([each for each in units.values() if not each.registration.has_substitutes]):
+        with unsharded_params([each for each in units if not each.registration.has_substitutes]):
             return method(*args, **kwargs)
 
     call._runs_on_full = True

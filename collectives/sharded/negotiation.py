@@ -24,17 +24,7 @@ from ..comm.communicator import Communicator
 from ..comm.consensus import all_gather_object
 from ..errors import InvalidUsage, RemoteError
 from .schedule import Pass
-from .unit_registry import (
-    BARRIER,
-    CREATE,
-    END,
-    GATHER,
-    KIND_SHIFT,
-    REDUCE,
-    UnitRegistry,
-    gathers_masters,
-    kind_of,
-)
+from .unit_registry import BARRIER, CREATE, END, GATHER, KIND_SHIFT, REDUCE, UnitRegistry, gathers_masters, kind_of
 
 __all__ = ["AGREED", "DEFERRED", "FAILED", "INTERRUPTED", "PARTIAL", "Negotiation", "known_to_all", "remote_error"]
 

@@ -197,7 +197,7 @@ class ParamGroup:
 
     def unshard(self, *, async_op: bool = False, custom=None):
         """Begin the all-gather into `gathered`; return a Work, or None where it is done."""
-        if self.awaits_memory:
+        if self.flat.device.type != self.store.type:
             raise InvalidArgument(
                 f"{self.params[0].name} is on the meta device: give it memory first, by module.to_empty(device=...) "
                 "and its initialisation, param_init_fn, or a checkpoint"

@@ -20,15 +20,7 @@ from .negotiation import known_to_all
 from .plans import PassPlanner
 from .streams import HostCopies
 from .unit import State, Unit
-from .unit_registry import (
-    GATHER,
-    UnitRegistry,
-    gather_code,
-    gathers_masters,
-    is_post_forward,
-    kind_of,
-    living,
-)
+from .unit_registry import GATHER, UnitRegistry, gather_code, gathers_masters, is_post_forward, kind_of, living
 
 __all__ = ["Scheduler", "find_schedulers", "find_units", "get_scheduler", "open_schedulers", "schedulers_in"]
 
@@ -353,7 +345,7 @@ class Scheduler:
 
 def _reducers(units: list[Unit]) -> list:
     """Return the units' gradient reducers, each once, in the same order on all ranks."""
-    return list(dict.fromkeys(unit.reducer for unit in units if unit.reducer is not None))
+    return list({unit.reducer: None for unit in units if unit.reducer is not None})
 
 
 def open_schedulers() -> list[Scheduler]:

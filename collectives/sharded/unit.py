@@ -288,11 +288,6 @@ class Unit:
             group.free_unsharded()
         self.state = State.SHARDED
 
-    def write_back(self) -> None:
-        """Copy to the shards what was written to the full parameters."""
-        for group in self.groups:
-            group.write_back()
-
     @contextlib.contextmanager
     def unsharded(self, *, write_back: bool = False):
         """Unshard inside a ``with`` block; reshard after it, if the unit was sharded before."""
@@ -304,7 +299,8 @@ class Unit:
             if before is State.SHARDED:
                 self.reshard(write_back=write_back)
             elif write_back:
-                self.write_back()
+                for group in self.groups:
+                    group.write_back()
 
     # ---- Gradients.
 

@@ -141,23 +141,20 @@ def _init_optim_state(optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if optimizer.state or any(param.grad is not None for param in params):
         return
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
+    options = ("lr", "weight_decay")
+    before = [(group, key, group[key]) for group in optimizer.param_groups for key in options if key in group]
     try:
         for param in params:
             param.grad = torch.zeros_like(param)
-        for group, rate in rates:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        for group, _ in decays:
-            group["weight_decay"] = 0.0
+        for group, key, value in before:
+            group[key] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0
         if isinstance(optimizer, FusedOptimizer):
             optimizer._step_params(None)  # also where a HookState steps it inside of the backward
         else:
             optimizer.step(closure=None)
     finally:
-        for key, before in (("lr", rates), ("weight_decay", decays)):
-            for group, value in before:
-                group[key] = value
+        for group, key, value in before:
+            group[key] = value
         for param in params:
             param.grad = None
     for state in optimizer.state.values():

@@ -25,7 +25,6 @@ from .shard_tensor import ShardTensor
 __all__ = [
     "GetOptions",
     "as_shard_tensor",
-    "get_options_of",
     "make_state_dict",
     "post_load_state_dict",
     "pre_load_state_dict",
@@ -74,7 +73,7 @@ def use_get_options(form: GetOptions):
         _now.form = before
 
 
-def get_options_of(unit: Unit) -> GetOptions:
+def _get_options_of(unit: Unit) -> GetOptions:
     """Return the options with which a unit's state dict is to be made now."""
     form, settings = getattr(_now, "form", None), unit.state_dict_settings
     if form is None and settings is not None:
@@ -174,7 +173,7 @@ def make_state_dict(unit: Unit, make, args: tuple, kwargs: dict):
     """Call a module's own `state_dict` with substitutes for its unit's parameters, as the options
     say.
     """
-    form = get_options_of(unit)
+    form = _get_options_of(unit)
     first = unit.ranks.world.rank == 0
     if form.dtensor:
         mesh = shard_mesh(unit.ranks, unit.device)
