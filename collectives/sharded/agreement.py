@@ -38,7 +38,6 @@ import numpy
 from ..comm.communicator import Communicator
 from ..environment import read_switch
 from ..errors import CollectivesError, Mismatch
-from ..rendezvous.control import open_control
 from ..rendezvous.progress_board import Status, open_board
 from .follower import Follower
 from .negotiation import AGREED, DEFERRED, Negotiation
@@ -53,13 +52,17 @@ _END, _DONE = END << KIND_SHIFT, DONE << KIND_SHIFT
 class Agreement:
     """Agrees on the collectives of a communicator's units; see the module.
 
-    `join`: a function that takes part in the collective of a code, for the others. `reset`: one
-    that drops the forward or backward in progress; it is called before an error.
+    `control`: a communicator of the same ranks on host memory, which `close` closes; None: all
+    collectives are agreed on. `join`: a function that takes part in the collective of a code, for
+    the others. `reset`: one that drops the forward or backward in progress; it is called before an error.
     """
 
-    def __init__(self, comm: Communicator, units: UnitRegistry, join: Callable[[int], None], reset: Callable[[], None]):
+    def __init__(
+        self, comm: Communicator, control: Communicator | None, units: UnitRegistry, join: Callable[[int], None],
+        reset: Callable[[], None],
+    ):  # fmt: skip
         self.comm = comm
-        self.control = open_control(comm)
+        self.control = control
         self._units = units
         self._reset = reset
         self._is_dynamic = False  # set_static_graph(False) was called

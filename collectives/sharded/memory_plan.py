@@ -5,7 +5,6 @@ anything is started.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable
 
 import torch
@@ -15,10 +14,12 @@ from ..arrays import kind_of
 from ..errors import InvalidArgument
 from .fsdp1.api import ShardingStrategy
 from .managed_params import managed_parameters
+from .mesh import Ranks
 from .module import ShardedModule
 from .optimizer_cost import OptimizerCosts
 from .policies import MixedPrecisionPolicy
-from .step_simulation import GroupPlan, StepSimulation, UnitPlan
+from .rehearsal import CUDA_BLOCK, NoOpCommunicator, Rehearsal, Skeleton
+from .unit import Unit
 from .wrap import units_of
 
 __all__ = ["MemoryPlan", "memory_plan"]
@@ -137,73 +138,63 @@ def memory_plan(
     sharding = _ShardingPlan(
         module, ranks, strategy, mp_policy, reshard_after_forward, replicas, offload, device, sharded
     )
-    root, flats, everything = sharding.units(module, units, set(map(id, ignored_params)))
-    gpu = sharding.device.type == "cuda"
+    rehearsal, everything, sources = sharding.rehearse(module, units, set(map(id, ignored_params)), overlap)
+    gpu = rehearsal.on_gpu
     costs = OptimizerCosts(optimizer, master_weights=master_weights, gpu=gpu)
-    params = [param for flat in flats if flat.trainable for param in flat.params]
-    state, host_bytes, work = _optimizer(costs, [flat for flat in flats if flat.trainable], params, gpu)
-    shards = sum(
-        _block_bytes(flat.dtype, flat.unsharded_numel if flat.persistent else flat.shard_numel, gpu) for flat in flats
-    )
-    own = sum(_block_bytes(flat.dtype, flat.shard_numel, gpu) for flat in flats if flat.trainable)
-    stubs = sum(_block_bytes(flat.gather_dtype, 1, gpu) for flat in flats)
-    buffers = sum(_block_bytes(each.dtype, each.numel(), gpu) for each in module.buffers()) + stubs
+    groups = [group for unit in everything for group in unit.groups]
+    trainable = [group for group in groups if group.requires_grad]
+    params = [(sources[param], param.shard.numel()) for group in trainable for param in group.params]
+    state, host_bytes, work = _optimizer(costs, params, gpu)
+    shards = _sum_blocks(gpu, ((g.dtype, g.unsharded_numel if g.persistent else g.shard_numel) for g in groups))
+    own = _sum_blocks(gpu, ((group.dtype, group.shard_numel) for group in trainable))
+    buffers = _sum_blocks(gpu, ((each.dtype, each.numel()) for each in module.buffers()))
+    buffers += _sum_blocks(gpu, ((group.gather_dtype, 1) for group in groups))  # the placeholders
     on_host = host_bytes if gpu else 0
     kept = {"parameters": shards, "optimizer": state + (0 if gpu else host_bytes), "buffers": buffers}
     gradients = own
     if sharding.offloads:
         on_host += shards + own + state
-        kept.update(parameters=0, optimizer=0)
-        gradients = work = 0
-    overlaps = _overlaps(module, ranks, gpu, sharded) if overlap is None else bool(overlap)
-    simulation = StepSimulation(root, gpu=gpu, overlaps=overlaps, kept=kept, activations=activations)
-    for _ in range(_STEPS):
-        simulation.step(work, accumulate=accumulate)
-    phase = max(simulation.peaks, key=lambda each: simulation.peaks[each][0])
-    peak, where, what = simulation.peaks[phase]
+        kept["parameters"] = kept["optimizer"] = gradients = work = 0
+    rehearsal.run(_STEPS, work=work, accumulate=accumulate, kept=sum(kept.values()), activations=activations)
+    peaks = rehearsal.counter.peaks
+    phase = max(peaks, key=lambda each: peaks[each][0])
+    peak, where, what = peaks[phase]
     return MemoryPlan(
         ranks=ranks, strategy=sharding.named, parameters=kept["parameters"], gradients=gradients,
         optimizer=kept["optimizer"], buffers=buffers, gathered=what["gathered"], full_gradients=what["full_gradients"],
         flat=what["flat"], idle=what["idle"], work=what["work"], activations=what["activations"],
-        replicas=ranks // (1 if sharding.shards == 1 else sharding.shards), on_host=on_host, peak=peak, peak_in=phase,
-        peak_at=where, peaks={each: found[0] for each, found in simulation.peaks.items()},
-        units=[(unit.name, sum(sum(flat.counts) for flat in unit.flats), _gathered(unit)) for unit in everything],
+        replicas=ranks // sharding.shards, on_host=on_host, peak=peak, peak_in=phase, peak_at=where,
+        peaks={each: found[0] for each, found in peaks.items()},
+        units=[(unit.name, sum(param.count for param in unit.params), _gathered(unit)) for unit in everything],
     )  # fmt: skip
 
 
-def _gathered(unit: UnitPlan) -> int:
-    return sum(flat.unsharded_numel * flat.gather_dtype.itemsize for flat in unit.flats)
+def _gathered(unit: Unit) -> int:
+    return sum(group.unsharded_numel * group.gather_dtype.itemsize for group in unit.groups)
 
 
-def _block_bytes(dtype: torch.dtype, count: int, gpu: bool) -> int:
-    nbytes = count * dtype.itemsize
-    return -(-nbytes // 512) * 512 if gpu else nbytes
+def _sum_blocks(gpu: bool, sizes: Iterable[tuple[torch.dtype, int]]) -> int:
+    """Return the bytes of tensors of these dtypes and counts, as the device allocates them."""
+    block = CUDA_BLOCK if gpu else 1
+    return sum(-(-dtype.itemsize * count // block) * block for dtype, count in sizes)
 
 
-def _optimizer(costs: OptimizerCosts, flats: list[GroupPlan], params, gpu: bool) -> tuple[int, int, int]:
+def _optimizer(costs: OptimizerCosts, params: list[tuple[nn.Parameter, int]], gpu: bool) -> tuple[int, int, int]:
     """Return the bytes of the optimizer's state, those on the host in any case, and those of its
     temporaries.
+
+    `params`: parameters, with the elements that this rank has of each.
     """
-    known = costs.has(params)
+    known = costs.has(param for param, _ in params)
     state = host_bytes = of_all = one = last = 0
-    for flat in flats:
-        for param, count in zip(flat.params, flat.shard_counts(), strict=True):
-            cost = costs.of(param, known=known)
-            state += sum(_block_bytes(torch.uint8, each * count, gpu) for each in cost.states)
-            host_bytes += cost.host_bytes
-            of_all += cost.of_all * count
-            one = max(one, last + cost.of_each * count)
-            last = cost.of_last * count
+    for param, count in params:
+        cost = costs.of(param, known=known)
+        state += _sum_blocks(gpu, ((torch.uint8, each * count) for each in cost.states))
+        host_bytes += cost.host_bytes
+        of_all += cost.of_all * count
+        one = max(one, last + cost.of_each * count)
+        last = cost.of_last * count
     return state, host_bytes, int(of_all + one)
-
-
-def _overlaps(module, ranks: int, gpu: bool, sharded: bool) -> bool:
-    if sharded and module._scheduler.comm.size == ranks:
-        return module._scheduler.should_overlap
-    named = os.environ.get("COLLECTIVES_OVERLAP", "").strip()
-    if gpu or named:
-        return gpu or named == "1"
-    return len(os.sched_getaffinity(0)) // ranks > torch.get_num_threads()
 
 
 class _ShardingPlan:
@@ -229,7 +220,7 @@ class _ShardingPlan:
                 op="memory_plan",
             )
         self.named = strategy.name
-        self.replicas = replicas
+        self.ranks, self.replicas = ranks, replicas
         self.shards = 1 if strategy is ShardingStrategy.NO_SHARD else ranks // replicas
         self.persistent = strategy is ShardingStrategy.SHARD_OPTIMIZER
         later = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -249,83 +240,113 @@ class _ShardingPlan:
             offload or (first is not None and any(group.store.type == "cpu" for group in first.groups))
         )
 
-    def units(self, module: nn.Module, given, ignored: set[int]) -> tuple[UnitPlan, list[GroupPlan], list[UnitPlan]]:
-        """Return the root unit, all groups, and all units, outermost first."""
-        names = {each: name for name, each in module.named_modules()}
-        if isinstance(module, ShardedModule) or given is None:
-            chosen = [each for each in module.modules() if isinstance(each, ShardedModule)]
-        elif isinstance(given, list | tuple | set | frozenset):
-            chosen = list(given)
-            if not all(each in names for each in chosen):
-                raise InvalidArgument("units must be submodules of the module, or a wrap policy", op="memory_plan")
-        else:
-            chosen = [each for each, _ in units_of(module, given)]
-        chosen = {*chosen, module}
-        found = {each: self._unit(each, names[each], chosen, ignored) for each in names if each in chosen}
-        places = {place: (unit, use) for unit, holders in found.values() for place, use in holders.items()}
-        seen: set[nn.Module] = set()
-        flows = False
+    def rehearse(self, module: nn.Module, given, ignored: set[int], overlap: bool | None):
+        """Return the rehearsal of the module's units; the units, outermost first; and the module's
+        own parameters, by those of the units.
+        """
+        chosen = _chosen_units(module, given)
+        members = {each: _parameters_of(each, chosen, ignored) for each in chosen}
+        skeletons = _skeletons_of(module, members)
+        if overlap is None and isinstance(module, ShardedModule) and module._scheduler.comm.size == self.ranks:
+            overlap = module._scheduler.should_overlap
+        rehearsal = Rehearsal(skeletons[module], self._make_ranks(), overlap=overlap)
+        units = []
+        for each, found in reversed(members.items()):
+            its = [
+                (names, [(skeletons[holder], attribute) for holder, attribute in places])
+                for names, places, _, _ in found
+            ]
+            its = [(names, places, places[0][0]._parameters[places[0][1]]) for names, places in its]
+            units.append(self._shard(rehearsal, each, skeletons[each], its))
+        sources = {
+            (skeletons[places[0][0]], places[0][1]): source
+            for found in members.values()
+            for _, places, source, _ in found
+        }
+        return (
+            rehearsal,
+            units[::-1],
+            {param: sources[param.places[0]] for unit in units for param in unit.params},
+        )
 
-        def visit(each: nn.Module, unit: UnitPlan) -> None:
-            nonlocal flows
-            seen.add(each)
-            for attribute in each._parameters:
-                if (id(each), attribute) in places:
-                    owner, use = places[id(each), attribute]
-                    owner.uses.append(use)
-                    flows |= use[0].trainable
-            for child in each._modules.values():
-                if child is not None and child not in seen:
-                    inner = found[child][0] if child in found else unit
-                    if inner is not unit:
-                        unit.uses.append(inner)
-                        inner.continues_backward = flows
-                    visit(child, inner)
-                    if inner is not unit:
-                        inner.reaches_backward = flows
+    def _make_ranks(self) -> Ranks:
+        def make(size: int) -> NoOpCommunicator:
+            return NoOpCommunicator(size, on_host=self.device.type == "cpu")
 
-        root = found[module][0]
-        root.continues_backward = False
-        visit(module, root)
-        root.reaches_backward = flows
-        everything = [unit for unit, _ in found.values()]
-        return root, [flat for unit in everything for flat in unit.flats], everything
+        return Ranks(
+            make(self.shards) if self.shards > 1 else None, make(self.replicas) if self.replicas > 1 else None,
+            make(self.ranks),
+        )  # fmt: skip
 
-    def _unit(self, module, name, chosen, ignored) -> tuple[UnitPlan, dict]:
-        plan = UnitPlan(name or type(module).__name__, reshards=bool(self.reshard), replicas=self.replicas)
-        plan.post_forward_size = self.reshard if not isinstance(self.reshard, bool) else 0
-        policy, persistent = self.policy, self.persistent
-        if isinstance(module, ShardedModule):
-            unit = module._unit
-            found = [(param.names, param.places, param.shard, param.count) for param in unit.params]
-            policy = unit.mp_policy if policy is None else policy
-            if self.as_is:
-                persistent = unit.persistent
+    def _shard(self, rehearsal: Rehearsal, module: nn.Module, skeleton: Skeleton, parameters: list) -> Unit:
+        reshards, policy, persistent = self.reshard, self.policy, self.persistent
+        before = module._unit if isinstance(module, ShardedModule) else None
+        if before is not None:
+            policy = before.mp_policy if policy is None else policy
+            persistent = before.persistent if self.as_is else persistent
             if not self.reshard_given:
-                plan.reshards = unit.reshard_after_forward
-                plan.post_forward_size = 0 if unit.post_forward_comm is None else unit.post_forward_comm.size
-            plan.prefetch_in_forward, plan.prefetch_in_backward = unit.prefetch_in_forward, unit.prefetch_in_backward
-            plan.prefetch_post_backward = unit.prefetch_post_backward
-        else:
-            managed = managed_parameters(module, stop=lambda each: each in chosen)
-            found = [(names, places, param, param.numel()) for names, places, param in managed]
-            found = [each for each in found if id(each[2]) not in ignored]
-        policy = MixedPrecisionPolicy() if policy is None else policy
-        kinds: dict[tuple, list] = {}
-        for _, places, param, count in found:
-            kinds.setdefault((param.dtype, param.requires_grad), []).append((places, param, count))
-        holders = {}
-        for (dtype, trainable), members in kinds.items():
-            casts = dtype.is_floating_point
-            gather = policy.param_dtype if casts and policy.param_dtype is not None else dtype
-            flat = GroupPlan(
-                counts=[count for _, _, count in members], params=[param for _, param, _ in members], dtype=dtype,
-                gather_dtype=gather, trainable=trainable, persistent=persistent, ranks=self.shards,
-                offloaded=self.offloads,
-                reduce_dtype=policy.reduce_dtype if casts and policy.reduce_dtype is not None else gather,
-            )  # fmt: skip
-            plan.flats.append(flat)
-            for number, (places, _, _) in enumerate(members):
-                for holder, attribute in places:
-                    holders[id(holder), attribute] = (flat, number)
-        return plan, holders
+                reshards = before.reshard_after_forward
+                if before.post_forward_comm is not None:
+                    reshards = before.post_forward_comm.size
+        unit = rehearsal.shard(
+            skeleton, parameters, mp_policy=policy, offloads=self.offloads, persistent=persistent,
+            reshard_after_forward=reshards,
+        )  # fmt: skip
+        if before is not None:
+            unit.prefetch_in_forward, unit.prefetch_in_backward = (
+                before.prefetch_in_forward,
+                before.prefetch_in_backward,
+            )
+            unit.prefetch_post_backward = before.prefetch_post_backward
+        return unit
+
+
+def _chosen_units(module: nn.Module, given) -> list[nn.Module]:
+    """Return the modules that are units, outermost first, the module itself among them."""
+    if isinstance(module, ShardedModule) or given is None:
+        chosen = [each for each in module.modules() if isinstance(each, ShardedModule)]
+    elif isinstance(given, list | tuple | set | frozenset):
+        chosen = list(given)
+        if not set(chosen) <= set(module.modules()):
+            raise InvalidArgument("units must be submodules of the module, or a wrap policy", op="memory_plan")
+    else:
+        chosen = [each for each, _ in units_of(module, given)]
+    chosen = {*chosen, module}
+    return [each for each in module.modules() if each in chosen]
+
+
+def _parameters_of(module: nn.Module, chosen: list[nn.Module], ignored: set[int]) -> list[tuple]:
+    """Return (names, places, parameter or shard, shape) of a unit's parameters."""
+    if isinstance(module, ShardedModule):
+        return [(param.names, param.places, param.shard, param.shape) for param in module._unit.params]
+    found = managed_parameters(module, stop=lambda each: each in chosen)
+    return [(names, places, param, param.shape) for names, places, param in found if id(param) not in ignored]
+
+
+def _skeletons_of(module: nn.Module, members: dict[nn.Module, list[tuple]]) -> dict[nn.Module, Skeleton]:
+    """Return the skeletons of a module and of those inside, with parameters on the meta device.
+
+    A module that is there twice is in its first place only.
+    """
+    skeletons: dict[nn.Module, Skeleton] = {}
+    params = {}
+    for found in members.values():
+        for _, places, source, shape in found:
+            data = torch.empty(shape, dtype=source.dtype, device="meta")
+            params |= dict.fromkeys(places, nn.Parameter(data, requires_grad=source.requires_grad))
+
+    def visit(each: nn.Module, name: str, unit_name: str) -> Skeleton:
+        if each in members:
+            unit_name = name or type(each).__name__
+        skeleton = skeletons[each] = Skeleton(unit_name)
+        for attribute in each._parameters:
+            if (each, attribute) in params:
+                skeleton.register_parameter(attribute, params[each, attribute])
+        for attribute, child in each._modules.items():
+            if child is not None and child not in skeletons:
+                path = f"{name}.{attribute}" if name else attribute
+                skeleton.add_module(attribute, visit(child, path, unit_name))
+        return skeleton
+
+    visit(module, "", "")
+    return skeletons

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import optim
 from ..errors import InvalidArgument
-from ..torch_compat import TorchDispatchMode, tree_leaves
+from .live_bytes import LiveBytes
 
 __all__ = ["Cost", "OptimizerCosts"]
 
@@ -146,31 +145,6 @@ def _step(make: Callable, count: int, dtype: torch.dtype):
     for _ in range(2):
         for param in params:
             param.grad = torch.ones_like(param)
-        with _LiveBytes() as made:
+        with LiveBytes(min_bytes=_COUNT) as made:
             optimizer.step()
     return optimizer, made.max_allocated
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors that were made inside it; `max_allocated`: the most at one
-    time.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.max_allocated = 0
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)}
-        result = function(*args, **(kwargs or {}))
-        self._live = {key: live for key, live in self._live.items() if not live[0].expired()}
-        for leaf in tree_leaves(result):
-            if _is_plain(leaf) and (storage := leaf.untyped_storage())._cdata not in given and leaf.numel() >= _COUNT:
-                self._live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self.max_allocated = max(self.max_allocated, sum(nbytes for _, nbytes in self._live.values()))
-        return result
-
-
-def _is_plain(leaf) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided

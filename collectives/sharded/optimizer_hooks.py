@@ -19,9 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidUsage
 from ..optim import FusedOptimizer
-from .scheduler import find_schedulers, find_units, open_schedulers
+from .scheduler import Scheduler, find_schedulers, find_units, open_schedulers
 
-__all__ = ["check_elementwise", "register_optimizer_hooks", "replaced"]
+__all__ = ["check_elementwise", "register_optimizer_hooks", "replaced", "trim_pool"]
 
 # Parts of the names of such classes, in lower case and without "_"...
 _PARTS = re.compile("adafactor|muon|shampoo|novograd|lbfgs|adammini|dadapt|prodigy|galore")
@@ -77,9 +77,7 @@ replaced = WeakIdKeyDictionary()
 
 
 def _before_step(optimizer, _args, _kwargs) -> None:
-    """Refuse optimizers that can't step shards, and free the pool's idle blocks for torch's
-    optimizers.
-    """
+    """Refuse optimizers that can't step shards, and trim the pool for torch's optimizers."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param in replaced:
@@ -93,10 +91,15 @@ def _before_step(optimizer, _args, _kwargs) -> None:
         scheduler.host_copies.wait()  # with offloading, all-gathers may still read what the step writes
     if not isinstance(optimizer, FusedOptimizer):  # torch's, whose temporaries are as large as the parameters
         for scheduler in find_schedulers(param for group in optimizer.param_groups for param in group["params"]):
-            # Where parameters stay gathered until the backward, the blocks are many, and the peak
-            # has passed.
-            if any(unit.reshard_after_forward and unit.gathers and not unit.persistent for unit in scheduler.units):
-                scheduler.pool.trim()
+            trim_pool(scheduler)
+
+
+def trim_pool(scheduler: Scheduler) -> None:
+    """Unmap the pool's idle blocks, where parameters are resharded after the forward. Elsewhere the
+    blocks are many, and the peak of memory has passed.
+    """
+    if any(unit.reshard_after_forward and unit.gathers and not unit.persistent for unit in scheduler.units):
+        scheduler.pool.trim()
 
 
 def _after_step(optimizer, _args, _kwargs) -> None:

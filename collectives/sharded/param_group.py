@@ -101,7 +101,7 @@ class ParamGroup:
 
     @property
     def offloads(self) -> bool:
-        """Whether the flat shard lies on another device than the one where the unit computes."""
+        """As `GroupBuffers.offloads`."""
         return self.buffers.offloads
 
     @property
@@ -181,9 +181,7 @@ class ParamGroup:
         self._replaced.record()
 
     def allocate(self) -> None:
-        """Allocate a flat shard that is on the meta device, as zeros. The shards stay the same
-        objects.
-        """
+        """Allocate a flat shard that is on the meta device, as zeros, and keep the shards' identity."""
         if not self.awaits_memory:
             return
         self.flat = self._new_shard(self.store).zero_()

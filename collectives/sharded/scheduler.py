@@ -12,6 +12,7 @@ import torch
 from ..comm.communicator import Communicator
 from ..errors import InvalidUsage
 from ..gradients.streams import should_overlap
+from ..rendezvous.control import open_control
 from ..torch_compat import current_graph_task_id
 from .agreement import Agreement
 from .buffer_pool import BufferPool
@@ -37,7 +38,7 @@ def get_scheduler(comm: Communicator) -> Scheduler:
             del _schedulers[key]
             scheduler.agreement.close()
     if id(comm) not in _schedulers:
-        _schedulers[id(comm)] = Scheduler(comm)
+        _schedulers[id(comm)] = Scheduler(comm, open_control(comm))
     return _schedulers[id(comm)]
 
 
@@ -46,13 +47,13 @@ class Scheduler:
     backward.
 
     Before each collective it calls its `agreement` with the other ranks, which calls it back for
-    collectives that only others need.
+    collectives that only others need. `control`: the communicator over which they agree, or None.
     """
 
-    def __init__(self, comm: Communicator):
+    def __init__(self, comm: Communicator, control: Communicator | None):
         self.comm = comm
         self.registry = UnitRegistry()
-        self.agreement = Agreement(comm, self.registry, self._join, self._reset)
+        self.agreement = Agreement(comm, control, self.registry, self._join, self._reset)
         self._planner = PassPlanner(self.agreement, self.registry)
         self.pool = BufferPool()
         self.host_copies = HostCopies()

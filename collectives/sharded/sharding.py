@@ -31,12 +31,12 @@ from .optimizer_hooks import register_optimizer_hooks, replaced
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .post_forward import parse_reshard_after_forward, set_reshard_after_forward
 from .scaler import patch_grad_scaler
-from .scheduler import get_scheduler
+from .scheduler import Scheduler, get_scheduler
 from .state.state_dict import post_load_state_dict
 from .state.torch_state_dict import patch_torch_state_dict
 from .unit import Unit
 
-__all__ = ["fully_shard", "shard"]
+__all__ = ["attach", "fully_shard", "shard"]
 
 _classes: dict[tuple[type, type], type] = {}
 
@@ -160,28 +160,31 @@ def shard(
     if reducer is not None:
         reducer.add(unit)
     set_reshard_after_forward(unit, keep)
-    unit.module = weakref.ref(module)
-    unit.scheduler = scheduler
     for names, _, param in found:
         replaced[param] = f"{names[0]} of {type(module).__name__}"
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-    register_grad_hooks(unit, scheduler)
-    unit.added_params = AddedParamCheck(module, _own_parameters, ignored_params)
     for buffer_holder in module.modules():
         for name, buffer in buffer_holder._buffers.items():
             if buffer is not None and buffer.device.type != "meta" and buffer.device != unit.device:
                 buffer_holder._buffers[name] = buffer.to(unit.device)
-    module.__class__ = _class_of(base, type(module))
-    object.__setattr__(module, "_unit", unit)
+    attach(unit, module, base, scheduler, ignored_params)
     if any(param.is_meta for _, _, param in found):
         wrap_init_methods(unit)
     module.register_load_state_dict_post_hook(lambda module, _keys: post_load_state_dict(module._unit))
-    object.__setattr__(module, "_scheduler", scheduler)
     return unit
 
 
-def _own_parameters(module: nn.Module) -> list:
-    return managed_parameters(module, stop=lambda each: isinstance(each, ShardedModule))
+def attach(unit: Unit, module: nn.Module, base: type, scheduler: Scheduler, ignored_params=()) -> None:
+    """Let a module's forward and backward run a unit of its parameters: its class becomes one that
+    derives from `base`. A local call.
+    """
+    unit.module = weakref.ref(module)
+    unit.scheduler = scheduler
+    register_grad_hooks(unit, scheduler)
+    unit.added_params = AddedParamCheck(module, ignored_params)
+    module.__class__ = _class_of(base, type(module))
+    object.__setattr__(module, "_unit", unit)
+    object.__setattr__(module, "_scheduler", scheduler)
 
 
 def _checksum(param: torch.Tensor) -> int:

@@ -11,7 +11,14 @@ import torch
 
 from ..comm.work import Work
 
-__all__ = ["HostCopies", "current_stream", "on_side_stream", "release"]
+__all__ = ["HostCopies", "current_stream", "host_of", "on_side_stream", "release"]
+
+
+def host_of(device: torch.device) -> torch.device:
+    """Return the device of a unit's shards on the host; beside the meta device, it has no memory
+    either.
+    """
+    return torch.device("meta", 1) if device.type == "meta" else torch.device("cpu")
 
 
 def current_stream(device: torch.device):

@@ -23,7 +23,7 @@ from .param_registration import ParamRegistration
 from .policies import MixedPrecisionPolicy, parse_mp_policy, parse_offload_policy
 from .quantized_gather import QuantizedAllGather
 from .reduction import start_average
-from .streams import HostCopies, current_stream, release
+from .streams import HostCopies, current_stream, host_of, release
 from .unit_gradients import UnitGradients
 
 __all__ = ["State", "Unit"]
@@ -94,7 +94,7 @@ class Unit:
         self.post_forward_comm: Communicator | None = None
         self._works: list = []
         offload = parse_offload_policy(offload_policy)
-        store = torch.device("cpu") if offload else self.device
+        store = self.device if offload is None else host_of(self.device)
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
         self.groups = make_groups(
             found, ranks, self.pool, device=self.device, store=store, gather_dtype=self.mp_policy.param_dtype,
