@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy
 
@@ -42,7 +41,6 @@ from ..errors import CollectivesError, Mismatch
 from ..rendezvous.progress_board import Status, open_board
 from .follower import Follower
 from .negotiation import AGREED, DEFERRED, Negotiation
-from .schedule import Pass
 from .unit import Unit
 from .unit_registry import BARRIER, CREATE, DONE, END, KIND_SHIFT, UnitRegistry, gather_code, reduce_code
 
@@ -71,79 +69,27 @@ class Agreement:
         self._checks = read_switch("COLLECTIVES_CHECK")
         board = None if self.control is None else open_board(self.control, lambda: comm.timeout)
         self._join = join
-        self._follower = Follower(board, comm.rank, units, self._join_collective, reset, self.fail)
+        self.follower = Follower(board, comm.rank, units, self._join_collective, reset, self.fail)
         self._negotiation = None
         if self.control is not None:
-            self._negotiation = Negotiation(self.control, units, self._follower.join, reset)
+            self._negotiation = Negotiation(self.control, units, self.follower.join, reset)
 
     def close(self) -> None:
         """Close the control communicator and the board."""
         if self.control is not None:
             self.control.close()
-            if self._follower.board is not None:
-                self._follower.board.close()
-
-    @property
-    def in_pass(self) -> bool:
-        """Whether a pass is in progress; always where the ranks negotiate each collective."""
-        return self._follower.current is not None or self.control is None or self._follower.uneven_blocks > 0
-
-    # ---- Passes.
-
-    def begin_pass(self, kind: tuple, code: int) -> None:
-        """Begin a pass, whose kind all ranks should give alike. `code`: for errors."""
-        if self.control is None or self._follower.uneven_blocks:
-            return
-        self._follower.recover()
-        self._follower.reduced.clear()
-        key = self._follower.book.number(kind)
-        if not self._follower.is_following:
-            self._follower.current = Pass(key, None, clean=False)
-            return
-        schedule = self._follower.book.find(key)
-        if schedule is None or self._follower.book.next != key:
-            wants = self._follower.leave(key, code)
-            if wants is None:
-                self._follower.raise_divergence(code)
-            if any(want != key for want in wants):
-                self._follower.is_following, self._follower.current = False, Pass(key, None, clean=False)
-                return
-            self._follower.is_following = schedule is not None
-        self._follower.book.begin(key)
-        self._follower.current = Pass(key, schedule)
-
-    @property
-    def plan(self) -> Any:
-        """The plan with which the schedule was recorded that is followed; None where none is."""
-        schedule = self._follower.schedule
-        return None if schedule is None else schedule.plan
-
-    def record_plan(self, plan: Any) -> None:
-        """Keep a plan with the schedule of the pass in progress, if that is recorded."""
-        if self._follower.current is not None:
-            self._follower.current.plan = plan
+            if self.follower.board is not None:
+                self.follower.board.close()
 
     def end_pass(self) -> bool:
         """End a pass that has no gradients to agree on: take part in what is left of it. Return
         whether its schedule was followed.
         """
-        if self.control is None or self._follower.uneven_blocks or self._follower.current is None:
+        if self.follower.current is None:
             return False
         if self._reach(_END) == AGREED:
-            return self._finish_pass()
-        self._follower.current = None
-        return False
-
-    def _finish_pass(self) -> bool:
-        """Record the pass, at whose end all ranks are; return whether its schedule was followed."""
-        made, self._follower.current = self._follower.current, None
-        if self._follower.is_following:
-            return made is not None
-        if made is not None and made.clean:
-            self._follower.book.store(made)
-            self._follower.is_following = True
-        else:
-            self._follower.follow_again()
+            return self.follower.end_pass()
+        self.follower.current = None
         return False
 
     # ---- Collectives.
@@ -156,52 +102,45 @@ class Agreement:
 
     def reduce(self, unit: Unit) -> bool:
         """Agree on a unit's reduction; return False where it must wait for the end of the backward."""
-        if unit.index in self._follower.reduced:
-            self._follower.raise_reduced(unit)
+        if unit.index in self.follower.reduced:
+            self.follower.raise_reduced(unit)
         return self._reach(reduce_code(unit)) != DEFERRED
 
     def reduce_at_end(self, unit: Unit) -> None:
         """Note that all ranks reduce a unit now, after the end of a backward."""
-        code = reduce_code(unit)
-        if self._follower.current is None or self.control is None:
-            return
-        if self._follower.is_following:
-            self._follower.enter()
-        self._follower.current.record(code, True)
+        if self.follower.is_following and self.follower.current is not None:
+            self.follower.enter(reduce_code(unit), True)
+        elif self.follower.current is not None:
+            self.follower.current.record(reduce_code(unit), True)
 
     def _reach(self, code: int, described: str = "") -> int:
         """Agree on the collective that this rank has reached, as `Negotiation.negotiate`."""
         if self.control is None:
             return AGREED
-        if self._follower.is_following:
-            outcome = self._follower.follow(code)
+        if self.follower.is_following:
+            outcome = self.follower.follow(code)
             if outcome is not None:
                 return outcome
         return self._negotiate(code, described)
 
     def _negotiate(self, code: int, described: str = "") -> int:
         try:
-            outcome = self._negotiation.negotiate(code, self._follower.current, described)
+            outcome = self._negotiation.negotiate(code, self.follower.current, described)
         except CollectivesError as error:
             if getattr(error, "known_to_all", False):
-                self._follower.follow_again(after_error=True)  # all ranks raise it in one round
+                self.follower.follow_again(after_error=True)  # all ranks raise it in one round
             raise
-        if (
-            outcome == AGREED
-            and self._follower.current is None
-            and self._negotiation.are_idle
-            and not self._follower.uneven_blocks
-        ):
-            self._follower.follow_again()
+        if outcome == AGREED and self.follower.current is None and self._negotiation.are_idle:
+            self.follower.follow_again()
         return outcome
 
     # ---- The end of a backward.
 
     def reach_end(self) -> None:
         """Take part in the collectives before the end of a backward that this rank leaves out."""
-        schedule = self._follower.schedule
+        schedule = self.follower.schedule
         if schedule is not None and schedule.flags is not None:
-            self._follower.skip(schedule.end, _DONE)
+            self.follower.skip(schedule.end, _DONE)
 
     def end_backward(self, flags: numpy.ndarray) -> numpy.ndarray:
         """Return the element-wise maximum of all ranks' flags at the end of a backward.
@@ -212,32 +151,28 @@ class Agreement:
         """
         if self.control is None:
             return flags
-        late = sorted({int(index) for index in numpy.flatnonzero(flags[: len(self._units)])} & self._follower.reduced)
+        late = sorted({int(index) for index in numpy.flatnonzero(flags[: len(self._units)])} & self.follower.reduced)
         if late:
-            self._follower.raise_reduced(self._units.get(late[0]))
+            self.follower.raise_reduced(self._units.get(late[0]))
         known = self._units.flags_of_used_units(flags)
-        found = self._follower.end_backward(known) if self._follower.is_following else None
+        found = self.follower.end_backward(known) if self.follower.is_following else None
         if found is None:
             self._negotiate(_DONE)
             found = flags
             self.control.all_reduce(found, "max")
-            if self._follower.current is not None:
-                self._follower.current.flags, self._follower.current.own_flags = (
-                    self._units.flags_of_used_units(found),
-                    known,
-                )
-        self._follower.reduced.clear()
+            made = self.follower.current
+            if made is not None:
+                made.flags, made.own_flags = self._units.flags_of_used_units(found), known
+        self.follower.reduced.clear()
         return found
 
     def finish_backward(self) -> bool:
         """End the pass of a backward, after its last reduction; return whether its schedule was
         followed.
         """
-        if self.control is None or self._follower.uneven_blocks:
-            return False
-        if self._checks and self._follower.is_following and self._follower.current is not None:
+        if self._checks and self.follower.schedule is not None:
             self._check_order()
-        return self._finish_pass()
+        return self.follower.end_pass()
 
     def _join_collective(self, code: int) -> None:
         if code == _DONE and self._checks:
@@ -246,7 +181,7 @@ class Agreement:
 
     def _check_order(self) -> None:
         """Raise `Mismatch` unless all ranks have made the same collectives in this backward."""
-        digest = zlib.crc32(numpy.array(self._follower.current.codes, dtype=numpy.int64).tobytes())
+        digest = zlib.crc32(numpy.array(self.follower.current.codes, dtype=numpy.int64).tobytes())
         if not self.same_number(digest):
             raise Mismatch(
                 "the ranks have made other collectives, or in another order, in this backward", op="fully_shard",
@@ -259,9 +194,8 @@ class Agreement:
         """Register a unit. Raises `InvalidUsage` on all ranks where they don't make the same one
         now.
         """
-        if self.control is not None:
-            self._reach(CREATE << KIND_SHIFT | zlib.crc32(described.encode()) << 1, f"shards {described}")
-            self._follower.book.clear()
+        self._reach(CREATE << KIND_SHIFT | zlib.crc32(described.encode()) << 1, f"shards {described}")
+        self.follower.book.clear()
         self._units.add(unit)
 
     def barrier(self, described: str) -> None:
@@ -282,17 +216,15 @@ class Agreement:
 
     def begin_uneven(self) -> None:
         """Negotiate before each collective from now on. A collective, which blocks."""
-        if self.control is not None:
-            self.barrier("uneven")
-            self._follower.uneven_blocks += 1
-            self._follower.is_following, self._follower.current = False, None
+        self.barrier("uneven")
+        self.follower.uneven_blocks += 1
+        self.follower.is_following, self.follower.current = False, None
 
     def end_uneven(self) -> None:
         """End what `begin_uneven` has begun, once all ranks do. A collective, which blocks."""
-        if self.control is not None:
-            self.barrier("the end of uneven")
-            self._follower.uneven_blocks -= 1
-            self._follower.follow_again()
+        self.barrier("the end of uneven")
+        self.follower.uneven_blocks -= 1
+        self.follower.follow_again()
 
     @contextlib.contextmanager
     def uneven(self) -> Iterator[None]:
@@ -302,26 +234,26 @@ class Agreement:
         their next calls, and so does this rank. An error of all ranks ends it, too.
         """
         self.begin_uneven()
-        errors = self._follower.errors
+        errors = self.follower.errors
         interrupted = 0 if self._negotiation is None else self._negotiation.interrupted
         try:
             yield
         except BaseException:
-            if self.control is not None and self._follower.errors == errors:
-                self._follower.uneven_blocks -= 1
+            if self.control is not None and self.follower.errors == errors:
+                self.follower.uneven_blocks -= 1
                 self._negotiation.interrupted = interrupted + 1  # as that of each rank that leaves it so
             raise
-        if self._follower.errors == errors:
+        if self.follower.errors == errors:
             self.end_uneven()
 
     def set_static_graph(self, static_graph: bool) -> None:
         """Set whether schedules are followed outside of `uneven`. A collective, which blocks."""
         if static_graph and self._is_dynamic:
             self.end_uneven()
-            self._follower.lasting_blocks -= 1
+            self.follower.lasting_blocks -= 1
         elif not static_graph and not self._is_dynamic:
             self.begin_uneven()
-            self._follower.lasting_blocks += 1
+            self.follower.lasting_blocks += 1
         self._is_dynamic = not static_graph
 
     # ---- Leaving the schedule, and errors.
@@ -333,11 +265,11 @@ class Agreement:
         """
         if self.control is None:
             pass
-        elif self._follower.is_following:
-            self._follower.announce(Status.FAILED, reason)
+        elif self.follower.is_following:
+            self.follower.announce(Status.FAILED, reason)
         else:
             self._negotiation.fail()
-            self._follower.follow_again(after_error=True)
+            self.follower.follow_again(after_error=True)
         self._reset()
 
     def interrupt(self, computes_gradients: bool) -> None:
@@ -346,8 +278,8 @@ class Agreement:
         """
         if self.control is None:
             return
-        if not self._follower.is_following:
+        if not self.follower.is_following:
             self._negotiation.interrupted += computes_gradients
-            self._follower.current = None
-        elif self._follower.failed is None and (computes_gradients or self._follower.current is not None):
-            self._follower.announce(Status.INTERRUPTED, 0)
+            self.follower.current = None
+        elif self.follower.failed is None and (computes_gradients or self.follower.current is not None):
+            self.follower.announce(Status.INTERRUPTED, 0)

@@ -21,17 +21,7 @@ from ..torch_compat import is_traceable_wrapper_subclass as is_wrapper
 from ..torch_patches import patch_total_norm
 from .scheduler import open_schedulers
 
-__all__ = ["clip_grad_norm_", "owns_shard", "patch_clip_grad_norm"]
-
-
-def owns_shard(unit) -> bool:
-    """Whether this rank counts a unit's shards: of shards that several ranks hold, one rank's
-    count.
-    """
-    ranks = unit.ranks
-    if ranks.shard is None:
-        return ranks.world.rank == 0
-    return ranks.replicas is None or ranks.replicas.rank == 0
+__all__ = ["clip_grad_norm_", "patch_clip_grad_norm"]
 
 
 def total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -> torch.Tensor | None:
@@ -88,7 +78,7 @@ def _group_by_scheduler(tensors) -> list[tuple]:
             continue
         scheduler, unit = known
         members = found.setdefault(id(scheduler), (scheduler, []))[1]
-        if owns_shard(unit):
+        if unit.ranks.is_first_replica:
             members.append(tensor)
     rows = list(found.values())
     if rows and rows[0][0].comm.rank == 0:

@@ -1,16 +1,17 @@
-"""Follower: makes the collectives of recorded schedules, and finds out on the progress board what
-the others do where this rank can't; see `agreement`.
+"""Follower: begins and records passes, makes the collectives of recorded schedules, and finds out on
+the progress board what the others do where this rank can't; see `agreement`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 
-from ..errors import CollectivesError, InvalidUsage, RemoteError
+from ..errors import CollectivesError, InvalidUsage
 from ..rendezvous.progress_board import ProgressBoard, Status
-from .negotiation import AGREED, DEFERRED, known_to_all
+from .negotiation import AGREED, DEFERRED, FAILED, INTERRUPTED, known_to_all, remote_error
 from .schedule import Pass, Schedule, ScheduleBook
 from .unit import Unit
 from .unit_registry import DONE, END, KIND_SHIFT, REDUCE, REMOTE, UnitRegistry, is_post_forward, kind_of, reduce_code
@@ -21,7 +22,8 @@ _DONE = DONE << KIND_SHIFT
 
 
 class Follower:
-    """Follows schedules. `board`: None where the ranks share no memory; it follows none then.
+    """Holds the pass in progress, and follows schedules. `board`: None where the ranks share no
+    memory; it follows none then.
 
     `join`: a function that takes part in the collective of a code, for the others; of DONE: in what
     follows the last reduction of a backward. `reset`: one that is called before an error.
@@ -52,6 +54,55 @@ class Follower:
         """The schedule that is followed now."""
         return None if self.current is None else self.current.schedule
 
+    # ---- Passes.
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a pass is in progress; always where the ranks negotiate each collective."""
+        return self.current is not None or self.uneven_blocks > 0
+
+    def begin_pass(self, kind: tuple, code: int) -> None:
+        """Begin a pass, whose kind all ranks should give alike. `code`: for errors."""
+        if self.uneven_blocks:
+            return
+        self.recover()
+        self.reduced.clear()
+        key = self.book.number(kind)
+        if not self.is_following:
+            self.current = Pass(key=key, clean=False)
+            return
+        schedule = self.book.find(key)
+        if schedule is None or self.book.next != key:
+            if any(want != key for want in self._leave_with_all(key, code)):
+                self.is_following, self.current = False, Pass(key=key, clean=False)
+                return
+            self.is_following = schedule is not None
+        self.book.begin(key)
+        self.current = Pass(key=key, schedule=schedule)
+
+    @property
+    def plan(self) -> Any:
+        """The plan with which the schedule was recorded that is followed; None where none is."""
+        schedule = self.schedule
+        return None if schedule is None else schedule.plan
+
+    def record_plan(self, plan: Any) -> None:
+        """Keep a plan with the schedule of the pass in progress, if that is recorded."""
+        if self.current is not None:
+            self.current.plan = plan
+
+    def end_pass(self) -> bool:
+        """Record the pass, at whose end all ranks are; return whether its schedule was followed."""
+        made, self.current = self.current, None
+        if self.is_following:
+            return made is not None
+        if made is not None and made.clean:
+            self.book.store(made)
+            self.is_following = True
+        else:
+            self.follow_again()
+        return False
+
     # ---- Collectives.
 
     def follow(self, code: int) -> int | None:
@@ -61,8 +112,7 @@ class Follower:
         current = self.current
         if current is None or current.schedule is None:
             self.recover()
-            if self.leave(code, code) is None:
-                self.raise_divergence(code)
+            self._leave_with_all(code, code)
             self.is_following = False
             return None
         schedule = current.schedule
@@ -72,14 +122,12 @@ class Follower:
             if to is None:
                 if schedule.reduces_at_end(code):
                     return DEFERRED
-                if self.leave(code, code) is None:
-                    self.raise_divergence(code)
-                self.negotiate_rest()
+                self._leave_with_all(code, code)
+                self._negotiate_rest()
                 return None
             if not self.skip(to, code):
                 return None
-        self.enter()
-        current.record(code, True)
+        self.enter(code, True)
         return AGREED
 
     def skip(self, to: int, code: int) -> bool:
@@ -89,8 +137,8 @@ class Follower:
         schedule, made = self.current.schedule, self.current.codes
         for at in range(len(made), to):
             if schedule.mine[at]:
-                if self.leave(code, code) is not None:
-                    self.negotiate_rest()
+                if self._leave(code, code) is not None:
+                    self._negotiate_rest()
                     return False
                 unit = self._units.of(schedule.codes[at])
                 if is_post_forward(schedule.codes[at]) and (unit is None or not unit.is_sharded_post_forward):
@@ -99,17 +147,12 @@ class Follower:
                         f"this rank has left {unit!r} out in its forward, and the others gather what each rank keeps "
                         "after one (an int as reshard_after_forward)",
                     )
-            self.enter()
-            self._take_part()
+            self.enter(schedule.codes[at], False)
+            self.join(schedule.codes[at])
         return True
 
-    def _take_part(self) -> None:
-        """Take part in the schedule's next collective, which this rank has entered."""
-        code = self.current.schedule.codes[len(self.current.codes)]
-        self.current.record(code, False)
-        self.join(code)
-
     def join(self, code: int) -> None:
+        """Take part in a collective for the others."""
         if kind_of(code) in (END, DONE):
             return
         unit = self._units.of(code)
@@ -125,18 +168,27 @@ class Follower:
             self.reduced.add(unit.index)
         self._join_collective(code)
 
-    def negotiate_rest(self) -> None:
+    def _negotiate_rest(self) -> None:
         """Negotiate the rest of the pass, and record it: all ranks have left its schedule."""
         self.is_following = False
         self.current.schedule = None
         self.current.departed = True
 
-    def enter(self) -> None:
+    def enter(self, code: int, mine: bool) -> None:
+        """Enter the schedule's next collective, and record it."""
         failed = self.board.enter()
         if failed is not None:
             self._raise_remote(failed)
+        self.current.record(code, mine)
 
-    def leave(self, want: int, code: int) -> list[int] | None:
+    def _leave_with_all(self, want: int, code: int) -> list[int]:
+        """Leave the schedule; return what each rank wants. Raises where not all ranks leave it."""
+        wants = self._leave(want, code)
+        if wants is None:
+            self.raise_divergence(code)
+        return wants
+
+    def _leave(self, want: int, code: int) -> list[int] | None:
         """Leave the schedule; return what each rank wants where all ranks do, else None."""
         try:
             wants, failed = self.board.leave(want, code)
@@ -167,13 +219,12 @@ class Follower:
             self.follow(_DONE)
             return None
         if not numpy.array_equal(flags, schedule.own_flags):
-            if self.leave(_DONE, _DONE) is not None:
-                self.negotiate_rest()
+            if self._leave(_DONE, _DONE) is not None:
+                self._negotiate_rest()
                 return None
             if len(flags) != len(schedule.flags) or (flags > schedule.flags).any():
-                self.raise_new_gradients(flags, schedule.flags)
-        self.enter()
-        self.current.record(_DONE, True)
+                self._raise_new_gradients(flags, schedule.flags)
+        self.enter(_DONE, True)
         return schedule.flags.copy()
 
     # ---- Errors.
@@ -186,8 +237,10 @@ class Follower:
             while self.current is None or len(self.current.codes) == len(self.current.schedule.codes):
                 key = self.book.next  # others have begun the passes that all expected
                 self.book.begin(key)
-                self.current = Pass(key, self.book.find(key))
-            self._take_part()
+                self.current = Pass(key=key, schedule=self.book.find(key))
+            code = self.current.schedule.codes[len(self.current.codes)]
+            self.current.record(code, False)
+            self.join(code)
             schedule = self.current.schedule
             if schedule.flags is not None and len(self.current.codes) == len(schedule.codes):
                 self._join_collective(_DONE)  # what follows the last reduction
@@ -202,13 +255,7 @@ class Follower:
         failed, self.failed = self.failed, None
         self.follow_again(after_error=True)
         if failed is Status.INTERRUPTED and Status.FAILED in found:
-            raise known_to_all(
-                RemoteError(
-                    "a forward or backward was interrupted by an exception here and not on all ranks: their gradients "
-                    "would be of different batches; catch exceptions on all ranks, or on none",
-                    op="fully_shard", rank=self._rank,
-                )
-            )  # fmt: skip
+            raise remote_error(INTERRUPTED.format("here"), self._rank)
 
     def _raise_remote(self, rank: int) -> None:
         """Raise the error of another rank's failure."""
@@ -217,19 +264,16 @@ class Follower:
             rank = self._units.index_of(reason)
             status, reason = self.board.reason_of(rank)
         if status is Status.INTERRUPTED:
-            text = (
-                f"a forward or backward was interrupted by an exception on rank {rank} and not on all ranks: their "
-                "gradients would be of different batches; catch exceptions on all ranks, or on none"
-            )
+            text = INTERRUPTED.format(f"on rank {rank}")
         elif reason:
             text = (
                 f"rank {rank} {self._units.describe(reason)}, which the others don't, and raised an error there: "
                 "their gradients would be of different steps"
             )
         else:
-            text = f"rank {rank} could not go on, in its forward, and raised the reason there"
+            text = FAILED.format(rank)
         self._fail_all(REMOTE << KIND_SHIFT | rank << 1)
-        raise known_to_all(RemoteError(text, op="fully_shard", rank=self._rank, peers=(rank,)))
+        raise remote_error(text, self._rank, rank)
 
     def raise_divergence(self, code: int, what: str = "") -> None:
         """Raise `InvalidUsage`, and have the others raise, where this rank alone has left the
@@ -251,7 +295,7 @@ class Follower:
     def raise_reduced(self, unit: Unit) -> None:
         self.raise_divergence(reduce_code(unit), f"{unit!r} has gradients here, and the others have reduced it before")
 
-    def raise_new_gradients(self, flags: numpy.ndarray, expected: numpy.ndarray) -> None:
+    def _raise_new_gradients(self, flags: numpy.ndarray, expected: numpy.ndarray) -> None:
         count = len(self._units)
         names = []
         for at in numpy.flatnonzero(flags[count:] > expected[count:])[:4].tolist():

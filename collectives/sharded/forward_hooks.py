@@ -26,7 +26,9 @@ def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
     in_backward = current_graph_task_id() != -1  # activation checkpointing recomputes a forward
     scheduler.enter_forward(unit, in_backward)
     try:
-        args, kwargs = _cast_inputs(unit, args, kwargs)
+        policy = unit.mp_policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
         scheduler.pre_forward(unit, in_backward)
         registers_hook = torch.is_grad_enabled() and (not in_backward or not unit.pending_backwards)
         if registers_hook:
@@ -46,20 +48,13 @@ def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
             unit.reshard(post_forward=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             _register_pre_backward_hook(unit, scheduler, output)
-        if unit.mp_policy.output_dtype is not None:
-            output = _cast(output, unit.mp_policy.output_dtype)
+        if policy.output_dtype is not None:
+            output = _cast(output, policy.output_dtype)
     except BaseException as error:
         scheduler.abort_forward(error, in_backward)
         raise
     scheduler.post_forward(unit, in_backward)
     return output
-
-
-def _cast_inputs(unit: Unit, args, kwargs):
-    policy = unit.mp_policy
-    if policy.param_dtype is None or not policy.cast_forward_inputs:
-        return args, kwargs
-    return _cast((args, kwargs), policy.param_dtype)
 
 
 def _cast(tree, dtype: torch.dtype):

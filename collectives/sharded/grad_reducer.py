@@ -28,10 +28,10 @@ from ..gradients.grad_norm import norm_over_ranks
 from ..gradients.options import parse_streams
 from ..gradients.state import HookState
 from ..rendezvous.process_groups import get_communicator
-from .clip import owns_shard
 from .optimizer_in_backward import UnitStep
 from .quantized_gather import QuantizedAllGather
 from .reduction import as_real, start_reduction
+from .unit_registry import living
 
 __all__ = ["ShardedGradReducer", "get_reducer"]
 
@@ -144,11 +144,6 @@ class ShardedGradReducer:
         self._unnamed.append(weakref.ref(unit))
         unit.reducer = self
 
-    @property
-    def units(self) -> list:
-        """The units that are alive."""
-        return [unit for unit in (reference() for reference in self._units) if unit is not None]
-
     def _register_names(self) -> None:
         """Register the full parameters' names, by which residuals are saved: those of the outermost
         module.
@@ -173,7 +168,7 @@ class ShardedGradReducer:
 
     def make_step(self, optimizer) -> UnitStep:
         """Return an object that steps an optimizer inside the backward."""
-        return UnitStep(optimizer, lambda: self.units)
+        return UnitStep(optimizer, lambda: living(self._units))
 
     @property
     def steps(self) -> bool:
@@ -248,9 +243,7 @@ class ShardedGradReducer:
                 sent = self.wire.reduce_scatter(
                     comm, bucket, scaling, send.numel() // ranks.size, grad_stats=grad_stats
                 )
-            in_place = flat is group.gradients.flat
-            own = slice(ranks.rank * group.shard_numel, (ranks.rank + 1) * group.shard_numel)
-            end = functools.partial(group.gradients.set_gradients, flat if in_place else flat[own], in_place)
+            end = functools.partial(group.gradients.set_gradients, flat, flat is group.gradients.flat)
         pipeline.count(1, sent, as_fp32)
         return end
 
@@ -314,7 +307,7 @@ class ShardedGradReducer:
         return [
             param.shard.grad
             for unit, group in self._reduced.values()
-            if not here or owns_shard(unit)
+            if not here or unit.ranks.is_first_replica
             for param in group.params
             if param.shard.grad is not None
         ]
@@ -327,7 +320,7 @@ class ShardedGradReducer:
             grad_stats = self._grad_stats[number]
             if number in self._accumulated:  # the statistics are of the sum
                 grad_stats = torch.zeros_like(grad_stats)
-                for param in group.params if owns_shard(unit) else ():
+                for param in group.params if unit.ranks.is_first_replica else ():
                     if param.shard.grad is not None:
                         on_its_device = torch.zeros(2, dtype=torch.float64, device=param.shard.grad.device)
                         add_grad_stats(as_real(param.shard.grad.reshape(-1)), on_its_device)
@@ -348,7 +341,7 @@ class ShardedGradReducer:
             torch._foreach_mul_(grads, factor if isinstance(factor, float) else factor.to(device))
 
     def _units_reduced(self) -> list:
-        return list({id(unit): unit for unit, _ in self._reduced.values()}.values())
+        return list(dict.fromkeys(unit for unit, _ in self._reduced.values()))
 
     def step(self, *, clip, found) -> None:
         """Step the optimizer for the units that the backward has not stepped."""

@@ -54,25 +54,17 @@ class GradientShard:
 
     # ---- Gathered, for summon_full_params.
 
-    def gather(self) -> None:
-        """All-gather the shards' gradients for the substitutes, except for parameters that have
-        none on any rank.
+    def set_substitute_grads(self, flat: torch.Tensor) -> None:
+        """Set the substitutes' gradients to parts of a flat buffer of all shards' gradients, except
+        for parameters that have none on any rank. A collective.
         """
         there = [param.shard.grad is not None and (param.shard.numel() > 0 or not param.count) for param in self.params]
         there = torch.tensor(there, dtype=torch.uint8, device=self.buffers.device)
-        flat = torch.zeros(self.shard_numel, dtype=self.dtype, device=self.buffers.device)
-        for param in self.params:
-            if param.shard.grad is not None:
-                param.shard_view(flat).copy_(param.shard.grad)
-        whole = flat
         if self.ranks.shard is not None:
-            whole = torch.empty(self.unsharded_numel, dtype=self.dtype, device=self.buffers.device)
-            self.ranks.shard.all_gather(whole, flat)
             self.ranks.shard.all_reduce(there, "max")
         for param, has in zip(self.params, there.tolist(), strict=True):
             if has and param.substitute is not None:
-                part = whole[param.offset : param.offset + param.count].view(param.shape)
-                param.substitute.grad = part.to(param.substitute.device)
+                param.substitute.grad = param.full_view(flat).to(param.substitute.device)
 
     def write_back(self) -> None:
         """Copy this rank's part of the substitutes' gradients to the shards' gradients."""
@@ -109,7 +101,7 @@ class GradientShard:
             flat = self._alloc_flat() if all(param.shard.grad is None for param in self.params) else None
         if flat is None:
             flat = self.buffers.alloc(self.unsharded_numel, self.reduce_dtype, custom)
-        tensors, offsets = [], []
+        params, tensors = [], []
         for param in self.params:
             grad = param.full.grad
             if param.accumulated_grad is not None:
@@ -117,8 +109,8 @@ class GradientShard:
                 param.accumulated_grad = None
             param.full.grad = None
             if grad is not None:
+                params.append(param)
                 tensors.append(grad.to_dense() if grad.layout != torch.strided else grad)
-                offsets.append(param.offset)
         if not flat.is_cuda or self.dtype.is_complex:
             # The kernel's table takes longer to read a new list each time than the host takes to
             # copy.
@@ -126,25 +118,22 @@ class GradientShard:
                 flat.zero_()
             for begin, end in self._gaps:
                 flat[begin:end].zero_()
-            views = [flat[at : at + each.numel()].view(each.shape) for at, each in zip(offsets, tensors, strict=True)]
-            if views:
-                torch._foreach_copy_(views, tensors)
+            if tensors:
+                torch._foreach_copy_([param.full_view(flat) for param in params], tensors)
         elif len(tensors) == len(self.params) and self._default_padding:
             pack([each.contiguous() for each in tensors], flat)
             flat[self.layout.total :].zero_()
         else:
             flat.zero_()
             if tensors:
-                pack([each.contiguous() for each in tensors], flat, offsets=offsets)
+                pack([each.contiguous() for each in tensors], flat, offsets=[param.offset for param in params])
         return flat
 
     def _alloc_flat(self) -> torch.Tensor:
         """Return the memory of the flat shard of gradients; allocate it if there is none."""
         if self.flat is None or self.flat.numel() != self.shard_numel:
-            if self.ranks.shard is None:  # reduced where it lies
-                self.flat = self.buffers.alloc_stored(self.shard_numel, self.dtype, shared=self.ranks.world._on_host)
-            else:
-                self.flat = self.buffers.alloc_stored(self.shard_numel, self.dtype, shared=False)
+            shared = self.ranks.shard is None and self.ranks.world._on_host  # reduced where it lies
+            self.flat = self.buffers.alloc_stored(self.shard_numel, self.dtype, shared=shared)
         return self.flat
 
     def reduce_output(self) -> tuple[torch.Tensor, bool]:
@@ -157,16 +146,19 @@ class GradientShard:
         return torch.empty(self.shard_numel, dtype=self.reduce_dtype, device=self.buffers.device), False
 
     @torch.no_grad()
-    def set_gradients(self, part: torch.Tensor, in_place: bool) -> None:
+    def set_gradients(self, reduced: torch.Tensor, in_place: bool) -> None:
         """Make this rank's part of the reduced gradients the shards' gradients, or add it to those
         they have.
 
-        `in_place`: `part` is the flat shard of gradients. Where the shards lie on the host, the
-        values are there after `host_copies.wait()`.
+        `reduced`: that part, or all ranks' parts. `in_place`: it is the flat shard itself, which
+        `free_dropped` may have let go since. Where the shards lie on the host, the values are there
+        after `host_copies.wait()`.
         """
-        if in_place:  # a forward during the reduction, as a checkpoint's second one, has dropped it
-            self.flat = part
-        grad = self._alloc_flat()
+        if in_place:
+            self.flat = reduced
+        grad, part = self._alloc_flat(), reduced
+        if part.numel() != self.shard_numel:
+            part = part[self.ranks.rank * self.shard_numel :][: self.shard_numel]
         if self.buffers.offloads:
             self._offload(part, grad)
             return

@@ -9,7 +9,8 @@ FSDP2's programs call them after ``module.to_empty(device=...)``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Container
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from .managed_params import units_in
 from .state.state_dict import unsharded_params, write_back_params
 from .unit import Unit
 
-__all__ = ["INIT_METHODS", "materialize", "wrap_init_methods"]
+__all__ = ["INIT_METHODS", "has_meta", "initialise", "materialize", "wrap_init_methods"]
 
 # Methods that users call to initialise a module's parameters.
 INIT_METHODS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights", "initialize_weights")
@@ -39,15 +40,15 @@ def wrap_init_methods(unit: Unit) -> None:
 def _on_full(module: nn.Module, method: Callable, unit: Unit) -> Callable:
     @functools.wraps(method)
     def call(*args, **kwargs):
-        units = {id(each): each for each in (unit, *units_in(module))}
-        missing = [each for each in units.values() if any(group.flat.is_meta for group in each.groups)]
+        units = dict.fromkeys((unit, *units_in(module)))
+        missing = [each for each in units if any(group.flat.is_meta for group in each.groups)]
         if missing:
             raise InvalidUsage(
                 f"{missing[0].params[0].name} of {missing[0].name} is on the meta device: module.to_empty(device=...) "
                 "gives it memory, or materialize() memory and values",
                 op=method.__name__,
             )
-        with unsharded_params([each for each in units.values() if not each.registration.has_substitutes]):
+        with unsharded_params([each for each in units if not each.registration.has_substitutes]):
             return method(*args, **kwargs)
 
     call._runs_on_full = True
@@ -80,7 +81,8 @@ def materialize(
         for param in unit.params if any(group.flat.is_meta for group in unit.groups) else ():
             for holder, _ in param.places:
                 params.setdefault(id(holder), []).append((unit, param))
-    todo = [each for each in module.modules() if id(each) in params or _has_meta(each, units)]
+    of_units = {id(param.shard) for unit in units for param in unit.params}
+    todo = [each for each in module.modules() if id(each) in params or has_meta(each, of_units)]
     for unit in units:
         for group in unit.groups:
             group.allocate()
@@ -89,10 +91,28 @@ def materialize(
     return module
 
 
-def _has_meta(module: nn.Module, units: list[Unit]) -> bool:
-    own = [*module._parameters.values(), *module._buffers.values()]
-    of_units = {id(param.shard) for unit in units for param in unit.params}
-    return any(tensor is not None and tensor.is_meta and id(tensor) not in of_units for tensor in own)
+def has_meta(module: nn.Module, excluded: Container[int] = ()) -> bool:
+    """Whether a module itself holds parameters or buffers on the meta device, besides those of
+    these ids.
+    """
+    held = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
+    return any(tensor.is_meta and id(tensor) not in excluded for tensor in held)
+
+
+def initialise(module: nn.Module, device: torch.device, init, error: Callable[[str], Exception]) -> None:
+    """Allocate and initialise what a module itself holds: by `init`, or its `reset_parameters`.
+
+    `error` makes the error for a module that has none.
+    """
+    if init is not None:
+        init(module)
+        return
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        raise error(f"{type(module).__name__} is on the meta device and has no reset_parameters(): give param_init_fn")
+    module.to_empty(device=device, recurse=False)
+    with torch.no_grad():
+        reset()
 
 
 def _initialise(module: nn.Module, held: list, device: torch.device, init) -> None:
@@ -104,18 +124,7 @@ def _initialise(module: nn.Module, held: list, device: torch.device, init) -> No
         for unit, param in held:
             unit.registration.register_substitutes([param])
         with torch.no_grad():
-            if init is not None:
-                init(module)
-            else:
-                reset = getattr(module, "reset_parameters", None)
-                if not callable(reset):
-                    raise InvalidUsage(
-                        f"{type(module).__name__} is on the meta device and has no reset_parameters(): give "
-                        "param_init_fn",
-                        op="materialize",
-                    )
-                module.to_empty(device=device, recurse=False)
-                reset()
+            initialise(module, device, init, functools.partial(InvalidUsage, op="materialize"))
         write_back_params([param for _, param in held], module)
         if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             raise InvalidUsage(f"param_init_fn left a buffer of {type(module).__name__} on the meta device")

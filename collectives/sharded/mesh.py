@@ -91,5 +91,11 @@ class Ranks(NamedTuple):
         return 0 if self.shard is None else self.shard.rank
 
     @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank is the first one that holds its shard, where several ranks hold the same."""
+        replicas = self.world if self.shard is None else self.replicas
+        return replicas is None or replicas.rank == 0
+
+    @property
     def size(self) -> int:
         return 1 if self.shard is None else self.shard.size

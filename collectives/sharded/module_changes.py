@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import TensorBase
+from .managed_params import managed_parameters
 
 __all__ = [
     "AddedParamCheck", "ReplacedShardCheck", "check_not_written", "copy_hooks", "managed_modules", "param_versions",
@@ -73,9 +74,8 @@ def sync_attributes(unit) -> None:
 class AddedParamCheck:
     """Finds trainable parameters that were added to a unit's modules after they were sharded."""
 
-    def __init__(self, module: nn.Module, find, ignored):
+    def __init__(self, module: nn.Module, ignored):
         self._module = weakref.ref(module)
-        self._find = find  # returns (names, places, parameter) of the module's own parameters
         self._ignored = {id(param) for param in ignored}
         self._record()
 
@@ -90,7 +90,7 @@ class AddedParamCheck:
         if list(map(_held, self._modules)) == self._held_before:
             return
         known = self._ignored | {id(form) for param in params for form in (param.shard, param.full)}
-        for names, _, param in self._find(self._module()):
+        for names, _, param in managed_parameters(self._module(), stop=lambda each: hasattr(each, "_unit")):
             if param.requires_grad and id(param) not in known:
                 raise InvalidUsage(
                     f"{names[0]} of this {type(self._module()).__name__} was added after it was sharded, so that each "

@@ -24,19 +24,9 @@ from ..comm.communicator import Communicator
 from ..comm.consensus import all_gather_object
 from ..errors import InvalidUsage, RemoteError
 from .schedule import Pass
-from .unit_registry import (
-    BARRIER,
-    CREATE,
-    END,
-    GATHER,
-    KIND_SHIFT,
-    REDUCE,
-    UnitRegistry,
-    gathers_masters,
-    kind_of,
-)
+from .unit_registry import BARRIER, CREATE, END, GATHER, KIND_SHIFT, REDUCE, UnitRegistry, gathers_masters, kind_of
 
-__all__ = ["AGREED", "DEFERRED", "PARTIAL", "Negotiation", "known_to_all"]
+__all__ = ["AGREED", "DEFERRED", "FAILED", "INTERRUPTED", "PARTIAL", "Negotiation", "known_to_all", "remote_error"]
 
 DEFERRED, AGREED, PARTIAL = range(3)
 _COUNT = 20  # bits below
@@ -47,6 +37,12 @@ _DIFFERENT_MODULES = (
     "build the same model, and give all ranks the same wrap policy and arguments",
 )
 _DIFFERENT_CALLS = ("the ranks don't make the same call", "all ranks must make it, at the same place of the training")
+# Texts of `remote_error`.
+FAILED = "rank {} could not go on, in its forward, and raised the reason there"
+INTERRUPTED = (
+    "a forward or backward was interrupted by an exception {} and not on all ranks: their gradients would be of "
+    "different batches; catch exceptions on all ranks, or on none"
+)
 
 
 def known_to_all(error: Exception) -> Exception:
@@ -55,6 +51,11 @@ def known_to_all(error: Exception) -> Exception:
     """
     error.known_to_all = True
     return error
+
+
+def remote_error(text: str, rank: int, *peers: int) -> RemoteError:
+    """Return an error that all ranks raise because of one rank's failure."""
+    return known_to_all(RemoteError(text, op="fully_shard", rank=rank, peers=peers))
 
 
 class Negotiation:
@@ -94,9 +95,7 @@ class Negotiation:
             most, least, lowest, newest, oldest, failed, highest_key, lowest_key = row.tolist()
             if failed:
                 self._reset()
-                raise self._remote_error(
-                    f"rank {failed - 1} could not go on, in its forward, and raised the reason there", failed - 1
-                )
+                raise remote_error(FAILED.format(failed - 1), self._rank, failed - 1)
             if newest >> _COUNT != -oldest >> _COUNT:
                 self._raise_interrupted(newest)
             self.are_idle = highest_key == lowest_key == 0
@@ -133,19 +132,12 @@ class Negotiation:
 
     # ---- Errors that all ranks raise in one round.
 
-    def _remote_error(self, text: str, rank: int) -> RemoteError:
-        return known_to_all(RemoteError(text, op="fully_shard", rank=self._rank, peers=(rank,)))
-
     def _raise_interrupted(self, newest: int) -> None:
         self._reset()
         self.interrupted = newest >> _COUNT
         ahead = newest & (1 << _COUNT) - 1
         where = "here" if ahead == self._rank else f"on rank {ahead}"
-        raise self._remote_error(
-            f"a forward or backward was interrupted by an exception {where} and not on all ranks: their gradients "
-            "would be of different batches; catch exceptions on all ranks, or on none",
-            ahead,
-        )
+        raise remote_error(INTERRUPTED.format(where), self._rank, ahead)
 
     def _raise_mismatch(self, described: str, what: tuple[str, str]) -> None:
         """Raise an error that says which ranks do what."""

@@ -29,13 +29,10 @@ _PARTS = re.compile("adafactor|muon|shampoo|novograd|lbfgs|adammini|dadapt|prodi
 _WORDS = {"lamb", "lars", "larc", "soap", "came", "sm3", "kfac", "psgd", "sgdp", "adamp", "spam", "ranger"}
 
 
-# Parts of the names of classes that exchange parameters between the ranks.
-_EXCHANGING = re.compile("zeroredundancy")
-
-
 @functools.cache
 def _exchanges(cls: type) -> bool:
-    return any(_EXCHANGING.search(each.__name__.replace("_", "").lower()) for each in cls.__mro__)
+    """Whether a class exchanges parameters between the ranks."""
+    return any("zeroredundancy" in each.__name__.replace("_", "").lower() for each in cls.__mro__)
 
 
 @functools.cache
@@ -60,20 +57,18 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         return
     units = find_units(param for group in optimizer.param_groups for param in group["params"])
     split = [unit for unit in units if unit.ranks.shard is not None]
-    if split and exchanges:
-        raise InvalidUsage(
-            f"{type(optimizer).__name__} takes parameters to be equal on all ranks, and each rank has other pieces of "
-            f"{split[0]!r}: step with the optimizer inside of it; each rank steps its pieces alone already",
-            op=f"{type(optimizer).__name__}.step", rank=split[0].ranks.world.rank,
-        )  # fmt: skip
-    if split:
-        raise InvalidUsage(
-            f"{type(optimizer).__name__} looks at a parameter as a whole (its rows, its norm, or all parameters at "
-            "once), and this rank has a piece of it: use an optimizer that works element by element (SGD, Adam, AdamW, "
-            f"...), give the parameters of {split[0]!r} to another one, or keep them whole by ignored_params or "
-            "ShardingStrategy.NO_SHARD",
-            op=f"{type(optimizer).__name__}.step", rank=split[0].ranks.world.rank,
-        )  # fmt: skip
+    if not split:
+        return
+    name = type(optimizer).__name__
+    problem = (
+        f"takes parameters to be equal on all ranks, and each rank has other pieces of {split[0]!r}: step with the "
+        "optimizer inside of it; each rank steps its pieces alone already"
+        if exchanges
+        else "looks at a parameter as a whole (its rows, its norm, or all parameters at once), and this rank has a "
+        "piece of it: use an optimizer that works element by element (SGD, Adam, AdamW, ...), give the parameters of "
+        f"{split[0]!r} to another one, or keep them whole by ignored_params or ShardingStrategy.NO_SHARD"
+    )
+    raise InvalidUsage(f"{name} {problem}", op=f"{name}.step", rank=split[0].ranks.world.rank)
 
 
 # Parameters that were replaced by shards -> their names. An optimizer, or another module, may still

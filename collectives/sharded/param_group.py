@@ -53,13 +53,13 @@ class ParamGroup:
     def __init__(
         self, params: list[ShardedParam], originals: list[nn.Parameter], ranks: Ranks, pool: BufferPool, *,
         device: torch.device, store: torch.device, pinned: bool, gather_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None, persistent: bool, align: int = 0,
-        quantized_gather: QuantizedAllGather | None = None, host_copies: HostCopies | None = None,
+        reduce_dtype: torch.dtype | None, persistent: bool, align: int,
+        quantized_gather: QuantizedAllGather | None, host_copies: HostCopies,
     ):  # fmt: skip
         self.params = params
         self.ranks = ranks
         self.buffers = GroupBuffers(ranks, pool, device=device, store=store, pinned=pinned)
-        self.host_copies = HostCopies() if host_copies is None else host_copies
+        self.host_copies = host_copies
         self.device = device
         self.store = store
         first = originals[0]
@@ -95,8 +95,7 @@ class ParamGroup:
             params, ranks, self.buffers, self.layout, self.shard_numel, dtype=self.dtype,
             gather_dtype=self.gather_dtype, reduce_dtype=self.reduce_dtype, host_copies=self.host_copies,
         )  # fmt: skip
-        self._make_shard([original.detach() for original in originals], first.device)
-        self._make_forms(originals)
+        self._make_shard(originals, first.device)
 
     # ---- Making it.
 
@@ -128,25 +127,19 @@ class ParamGroup:
             return self.persistent_buffer[self.ranks.rank * self.shard_numel :][: self.shard_numel]
         return self.buffers.alloc_stored(self.shard_numel, self.dtype, **options)
 
-    def _make_shard(self, data: list[torch.Tensor], device: torch.device) -> None:
+    def _make_shard(self, originals: list[nn.Parameter], device: torch.device) -> None:
+        """Make the flat shard, and both forms of each parameter, from the original parameters."""
         self.flat = self._new_shard(device if device.type == "meta" else self.store)
         if not self.awaits_memory:
             self.flat.zero_()  # padding is sent, too, and in 8 bits it shares a scale with its neighbours
         low = self.ranks.rank * self.shard_numel
-        for param, values in zip(self.params, data, strict=True):
-            begin, end = self._range_here(param)
+        for param, original, placeholder in zip(self.params, originals, self._placeholders, strict=True):
+            begin = min(max(param.offset, low), low + self.shard_numel)
+            end = min(max(param.offset + param.count, low), low + self.shard_numel)
             param.shard_offset, param.start = begin - low, begin - param.offset if end > begin else 0
             if not self.awaits_memory and end > begin:
-                own = values.reshape(-1)[param.start : param.start + end - begin]
-                self.flat[param.shard_offset : end - low].copy_(own)
-
-    def _range_here(self, param: ShardedParam) -> list[int]:
-        low = self.ranks.rank * self.shard_numel
-        return [min(max(at, low), low + self.shard_numel) for at in (param.offset, param.offset + param.count)]
-
-    def _make_forms(self, originals: list[nn.Parameter]) -> None:
-        for param, original, placeholder in zip(self.params, originals, self._placeholders, strict=True):
-            begin, end = self._range_here(param)
+                values = original.detach().reshape(-1)[param.start : param.start + end - begin]
+                self.flat[param.shard_offset : end - low].copy_(values)
             data = param.shard_view(self.flat, end - begin)
             param.shard = nn.Parameter(data, requires_grad=self.requires_grad)
             param.full = nn.Parameter(placeholder, requires_grad=self.requires_grad)
@@ -202,21 +195,16 @@ class ParamGroup:
 
     def unshard(self, *, async_op: bool = False, custom=None):
         """Begin the all-gather into `gathered`; return a Work, or None where it is done."""
-        ranks = self.ranks
-        if self.awaits_memory:
+        if self.flat.device.type != self.store.type:
             raise InvalidArgument(
                 f"{self.params[0].name} is on the meta device: give it memory first, by module.to_empty(device=...) "
                 "and its initialisation, param_init_fn, or a checkpoint"
             )
-        if ranks.shard is None and self.shares_memory:
+        if self.ranks.shard is None and self.shares_memory:
             self.gathered = self.flat
             return None
-        self.gathered = (
-            self.persistent_buffer
-            if self.persistent
-            else self.buffers.alloc(self.unsharded_numel, self.gather_dtype, custom)
-        )
-        return self._gather(self.gathered, async_op, custom)
+        self.gathered, work = self._all_gather(async_op, custom)
+        return work
 
     def to_sharded_post_forward(self, post_forward_comm: Communicator) -> None:
         """Keep the post-forward shard: this rank's part, among the ranks of a communicator, of the
@@ -241,17 +229,16 @@ class ParamGroup:
     def join_all_gather(self, custom=None) -> None:
         """Take part in an all-gather that only other ranks need."""
         if self.ranks.shard is not None:
-            out = (
-                self.persistent_buffer
-                if self.persistent
-                else self.buffers.alloc(self.unsharded_numel, self.gather_dtype, custom)
-            )
-            work = self._gather(out, False, custom)
+            _, work = self._all_gather(False, custom)
             if work is not None:
                 work.wait()
 
-    def _gather(self, out: torch.Tensor, async_op: bool, custom):
+    def _all_gather(self, async_op: bool, custom) -> tuple:
+        """Begin the all-gather into a buffer; return the buffer and a Work, or None where it is done."""
         ranks, inp = self.ranks, self.flat
+        out = self.persistent_buffer
+        if out is None:
+            out = self.buffers.alloc(self.unsharded_numel, self.gather_dtype, custom)
         if self.quantized_gather is not None and ranks.shard is not None:
             if custom is not None:
                 raise InvalidUsage("a custom all-gather sends parameters as they are: leave HookState's gather out")
@@ -260,18 +247,18 @@ class ParamGroup:
                 shard = self.host_copies.to_device(
                     torch.empty(self.shard_numel, dtype=self.dtype, device=self.device), shard
                 )
-            return self.quantized_gather.gather(ranks.shard, shard, out, self.buffers.alloc, async_op=async_op)
-        if not self.persistent and (self.gather_dtype != self.dtype or self.store != self.device):
+            return out, self.quantized_gather.gather(ranks.shard, shard, out, self.buffers.alloc, async_op=async_op)
+        if self.gather_dtype != self.dtype or self.store != self.device:
             inp = out[ranks.rank * self.shard_numel :][: self.shard_numel]
             if self.offloads:
                 self.host_copies.to_device(inp, self.flat)
             else:
                 inp.copy_(self.flat)
         if ranks.shard is None:
-            return None
+            return out, None
         if custom is not None:
-            return custom(out, inp, ranks.group or ranks.shard, async_op)
-        return ranks.shard.all_gather(out, inp, async_op=async_op)
+            return out, custom(out, inp, ranks.group or ranks.shard, async_op)
+        return out, ranks.shard.all_gather(out, inp, async_op=async_op)
 
     def all_gather_master_shards(self) -> torch.Tensor:
         """All-gather the shards in their own dtype; return the flat buffer. A collective of
@@ -281,17 +268,7 @@ class ParamGroup:
         """
         if self.awaits_memory:
             raise InvalidUsage(f"{self.params[0].name} is on the meta device and has no values yet: materialize() it")
-        ranks = self.ranks
-        if ranks.shard is None:
-            return self.flat
-        out, inp = (
-            self.persistent_buffer if self.persistent else self.buffers.alloc(self.unsharded_numel, self.dtype),
-            self.flat,
-        )
-        if self.store != self.device:
-            inp = out[ranks.rank * self.shard_numel :][: self.shard_numel].copy_(self.flat)
-        ranks.shard.all_gather(out.view(torch.uint8), inp.view(torch.uint8))
-        return out
+        return self._all_gather_flat(self.flat, self.persistent_buffer)
 
     def all_gather_like_shards(self, values, dtype: torch.dtype) -> torch.Tensor:
         """All-gather tensors that are laid out as the shards are; return the flat buffer, as
@@ -299,15 +276,21 @@ class ParamGroup:
 
         `values`: pairs of a parameter and its tensor; None stands for zeros.
         """
-        ranks = self.ranks
         own = torch.zeros(self.shard_numel, dtype=dtype, device=self.device)
         for param, value in values:
             if value is not None:
                 own[param.shard_offset : param.shard_offset + value.numel()].copy_(value.detach().reshape(-1))
-        if ranks.shard is None:
+        return self._all_gather_flat(own)
+
+    def _all_gather_flat(self, own: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """All-gather flat tensors of `shard_numel` elements, of any dtype; return the flat buffer."""
+        if self.ranks.shard is None:
             return own
-        out = self.buffers.alloc(self.unsharded_numel, dtype)
-        ranks.shard.all_gather(out.view(torch.uint8), own.view(torch.uint8))
+        if out is None:
+            out = self.buffers.alloc(self.unsharded_numel, own.dtype)
+        if own.device != self.device:
+            own = out[self.ranks.rank * self.shard_numel :][: self.shard_numel].copy_(own)
+        self.ranks.shard.all_gather(out.view(torch.uint8), own.view(torch.uint8))
         return out
 
     def to_unsharded(self) -> None:

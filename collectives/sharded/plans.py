@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
+from collections.abc import Iterator
 
 import torch
 
@@ -50,7 +52,11 @@ class PassPlanner:
 
     def __init__(self, agreement: Agreement, registry: UnitRegistry):
         self._agreement = agreement
+        self._follower = agreement.follower
         self._registry = registry
+        self._forward_order: list[weakref.ref] = []  # the units of the last forward, each once
+        self._backward_order: list[weakref.ref] = []  # the units of the last backward, each once
+        self.units_before_reshard = 0  # of these, before the first one that was resharded
         self.forward = ForwardPlan([], [])  # of the last outermost forward
         self.backward = BackwardPlan([], [])  # of the last backward
         self._expectation_changes = True  # since the last backward's plan was made
@@ -61,19 +67,37 @@ class PassPlanner:
         """Drop the forwards that wait for a backward."""
         self._forward_kinds = []
 
-    def begin_forward(self, unit: Unit, order: list[weakref.ref], kept: list[weakref.ref]) -> None:
-        """Begin the pass of an outermost unit's forward, if all-gathers can be a part of it.
-
-        `order`, `kept`: those of a new plan.
+    @contextlib.contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Let the ranks run other units inside the block; see `Agreement.uneven`. No plan is made of
+        what they do there, since plans must be the same on all ranks.
         """
+        before = self._forward_order, self._backward_order, self.units_before_reshard
+        try:
+            with self._agreement.uneven():
+                yield
+        finally:
+            self._forward_order, self._backward_order, self.units_before_reshard = before
+
+    def begin_forward(self, unit: Unit, overlaps: bool) -> None:
+        """Begin the pass of an outermost unit's forward, if all-gathers can be a part of it."""
         if any(each.gathers for each in self._find_units_inside(unit)):
             number = len(self._forward_kinds) if torch.is_grad_enabled() else -1
             kind = ("forward", unit.index, number, unit.module().training)
             if 0 <= number < _MAX_FORWARDS:
                 self._forward_kinds.append(kind)
-            self._agreement.begin_pass(kind, FORWARD << KIND_SHIFT | unit.index << 1)
-        self.forward = self._agreement.plan or ForwardPlan(order, kept)
-        self._agreement.record_plan(self.forward)
+            self._follower.begin_pass(kind, FORWARD << KIND_SHIFT | unit.index << 1)
+        kept = self._backward_order[: self.units_before_reshard + overlaps]
+        self.forward = self._follower.plan or ForwardPlan(self._forward_order, kept)
+        self._follower.record_plan(self.forward)
+
+    def end_forward(self, units: list[Unit]) -> None:
+        """Note the units of a forward, each once."""
+        self._forward_order = list(map(weakref.ref, units))
+
+    def end_backward(self, units: list[Unit]) -> None:
+        """Note the units of a backward, each once."""
+        self._backward_order = list(map(weakref.ref, units))
 
     def _find_units_inside(self, unit: Unit) -> list[Unit]:
         """Return a unit and the units of this communicator in its module."""
@@ -83,23 +107,24 @@ class PassPlanner:
             self._units_inside[unit.index] = len(self._registry), found
         return living(found)
 
-    def begin_backward(self, order: list[weakref.ref], *, in_forward: bool, is_last: bool) -> None:
-        """Begin the pass of a backward. `order`: that of a new plan. `in_forward`: inside of a
-        forward, whose pass ends. `is_last`: the last one of a step.
+    def begin_backward(self, *, in_forward: bool, is_last: bool) -> None:
+        """Begin the pass of a backward. `in_forward`: inside of a forward, whose pass ends.
+        `is_last`: the last one of a step.
         """
+        self.units_before_reshard = 0
         kinds, self._forward_kinds = tuple(self._forward_kinds), []
         roots = {kind[1]: self._registry.get(kind[1]) for kind in kinds}
         units = [each for root in roots.values() if root is not None for each in self._find_units_inside(root)]
         settings = tuple((each.index, each.gradients.requires_grad_bits, each.reduce_grads) for each in units)
         if in_forward:
             self._agreement.end_pass()
-        self._agreement.begin_pass(("backward", kinds, settings, is_last), BACKWARD << KIND_SHIFT)
-        plan, before = self._agreement.plan, self.backward
+        self._follower.begin_pass(("backward", kinds, settings, is_last), BACKWARD << KIND_SHIFT)
+        plan, before = self._follower.plan, self.backward
         if plan is None:
             units = self._registry.living()
             expected = [(weakref.ref(unit), tuple(param.expects_grad for param in unit.params)) for unit in units]
-            self.backward = BackwardPlan(order, expected)
-            self._agreement.record_plan(self.backward)
+            self.backward = BackwardPlan(self._backward_order, expected)
+            self._follower.record_plan(self.backward)
         elif plan is not before or self._expectation_changes:
             self.backward = plan
             for reference, expected in plan.expected:
@@ -110,4 +135,4 @@ class PassPlanner:
 
     def resume_forward(self) -> None:
         """Go on with the forward in which a backward has run, as a pass of its own."""
-        self._agreement.begin_pass(("rest of a forward",), FORWARD << KIND_SHIFT)
+        self._follower.begin_pass(("rest of a forward",), FORWARD << KIND_SHIFT)

@@ -58,8 +58,7 @@ def start_reduction(
             release(work, home, unit.device)
         if finish is not None:
             finish(reduced)
-        own = slice(ranks.rank * group.shard_numel, (ranks.rank + 1) * group.shard_numel)
-        group.gradients.set_gradients(reduced[own] if whole and not in_place else reduced, in_place)
+        group.gradients.set_gradients(reduced, in_place)
 
     return end
 

@@ -7,6 +7,7 @@ is a key of what a rank knows by itself, as the unit, the grad mode and the trai
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from typing import Any
 
@@ -31,14 +32,21 @@ class Schedule:
     order, for the scheduler.
     """
 
-    codes: list[int]
-    mine: list[bool]
-    flags: numpy.ndarray | None
-    own_flags: numpy.ndarray | None
-    plan: Any
+    codes: list[int] = dataclasses.field(default_factory=list)
+    mine: list[bool] = dataclasses.field(default_factory=list)
+    flags: numpy.ndarray | None = None
+    own_flags: numpy.ndarray | None = None
+    plan: Any = None
 
-    def __post_init__(self):
-        self.end = self.codes.index(DONE << KIND_SHIFT) if self.flags is not None else len(self.codes) - 1
+    def record(self, code: int, mine: bool) -> None:
+        """Note a collective that was made. `mine`: this rank needed it."""
+        self.codes.append(code)
+        self.mine.append(mine)
+
+    @functools.cached_property
+    def end(self) -> int:
+        """Position of a recorded pass's last collective, before the reductions at a backward's end."""
+        return self.codes.index(DONE << KIND_SHIFT) if self.flags is not None else len(self.codes) - 1
 
     def find(self, code: int, begin: int) -> int | None:
         """Return where this rank makes a collective, from `begin` to the pass's end; None: nowhere."""
@@ -50,28 +58,18 @@ class Schedule:
         return code in self.codes[self.end + 1 :]
 
 
-@dataclasses.dataclass
-class Pass:
-    """The pass in progress: what was made of it, and the schedule that is followed, if one is.
+@dataclasses.dataclass(kw_only=True)
+class Pass(Schedule):
+    """The pass in progress: what was made of it so far.
 
-    `clean`: so far all ranks are in this pass, so that it can be recorded. `departed`: all ranks
-    have left the schedule. `plan`: as in `Schedule`.
+    `schedule`: the one that is followed, if one is. `clean`: so far all ranks are in this pass, so
+    that it can be recorded. `departed`: all ranks have left the schedule.
     """
 
     key: int
-    schedule: Schedule | None
+    schedule: Schedule | None = None
     clean: bool = True
     departed: bool = False
-    plan: Any = None
-    codes: list[int] = dataclasses.field(default_factory=list)
-    mine: list[bool] = dataclasses.field(default_factory=list)
-    flags: numpy.ndarray | None = None
-    own_flags: numpy.ndarray | None = None
-
-    def record(self, code: int, mine: bool) -> None:
-        """Note a collective that was made. `mine`: this rank needed it."""
-        self.codes.append(code)
-        self.mine.append(mine)
 
 
 class ScheduleBook:
@@ -111,8 +109,7 @@ class ScheduleBook:
     def store(self, made: Pass) -> None:
         """Record the pass that has ended."""
         count = self._schedules.pop(made.key, (0, None))[0]
-        schedule = Schedule(made.codes, made.mine, made.flags, made.own_flags, made.plan)
-        self._schedules[made.key] = 1 if made.departed else count + 1, schedule
+        self._schedules[made.key] = 1 if made.departed else count + 1, made
         if len(self._schedules) > _KINDS:
             del self._schedules[next(iter(self._schedules))]
 

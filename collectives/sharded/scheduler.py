@@ -16,6 +16,7 @@ from ..rendezvous.control import open_control
 from ..torch_compat import current_graph_task_id
 from .agreement import Agreement
 from .buffer_pool import BufferPool
+from .managed_params import units_in
 from .negotiation import known_to_all
 from .plans import PassPlanner
 from .streams import HostCopies
@@ -31,7 +32,7 @@ from .unit_registry import (
     living,
 )
 
-__all__ = ["Scheduler", "find_schedulers", "find_units", "get_scheduler", "open_schedulers"]
+__all__ = ["Scheduler", "find_schedulers", "find_units", "get_scheduler", "open_schedulers", "schedulers_in"]
 
 # id of a communicator -> its scheduler, which holds the communicator
 _schedulers: dict[int, Scheduler] = {}
@@ -62,18 +63,14 @@ class Scheduler:
         self.comm = comm
         self.registry = UnitRegistry()
         self.agreement = Agreement(comm, control, self.registry, self._join, self._reset)
-        self._planner = PassPlanner(self.agreement, self.registry)
+        self.planner = PassPlanner(self.agreement, self.registry)
         self.pool = BufferPool()
         self.host_copies = HostCopies()
         # Whether collectives overlap with the computation: on a GPU, or on spare cores.
         self.should_overlap = not comm._on_host or should_overlap(comm)
         self.depth = 0  # nesting of units' forwards
         self.is_last_backward = True
-        # A unit holds its modules, so what lasts from one step to the next refers weakly to units.
-        self._backward_order: list[weakref.ref] = []  # the units of the last backward, each once
-        self._units_before_reshard = 0  # of these, before the first one that was resharded
         self._resharded_in_backward = False  # in the backward in progress
-        self._forward_order: list[weakref.ref] = []  # the units of the last forward, each once
         self._current_forward: list[Unit] = []
         self._current_backward: list[Unit] = []
         self.graph_task: int | None = None  # id of the backward in progress
@@ -109,10 +106,10 @@ class Scheduler:
         in `Unit.unshard`.
         """
         if unit.state is State.SHARDED:
-            post_forward, alone = unit.is_sharded_post_forward, unit.gathers and not self.agreement.in_pass
+            post_forward, alone = unit.is_sharded_post_forward, unit.gathers and not self.agreement.follower.in_pass
             if unit.gathers:
                 if alone:
-                    self.agreement.begin_pass(("unshard", unit.index), gather_code(unit))
+                    self.agreement.follower.begin_pass(("unshard", unit.index), gather_code(unit))
                 post_forward = self.agreement.gather(unit, post_forward=post_forward) and post_forward
             unit.unshard(async_op=async_op, post_forward=post_forward)
             if alone:
@@ -169,8 +166,7 @@ class Scheduler:
             self._reset()
         if self.depth == 0 and not in_backward:
             self._current_forward = []
-            kept = self._backward_order[: self._units_before_reshard + self.should_overlap]
-            self._planner.begin_forward(unit, self._forward_order, kept)
+            self.planner.begin_forward(unit, self.should_overlap)
         self.depth += 1
 
     def pre_forward(self, unit: Unit, in_backward: bool) -> None:
@@ -185,7 +181,7 @@ class Scheduler:
             self._current_forward.append(unit)
         self.unshard_for_backward(unit) if in_backward else self.ensure_unsharded(unit)
         if not in_backward:
-            self._prefetch(unit, unit.forward_prefetch, self._planner.forward.order if unit.prefetch_in_forward else [])
+            self._prefetch(unit, unit.forward_prefetch, self.planner.forward.order if unit.prefetch_in_forward else [])
 
     def post_forward(self, unit: Unit, in_backward: bool) -> None:
         """Note that a unit's forward has ended; after the outermost one, register the shards on all
@@ -194,7 +190,7 @@ class Scheduler:
         self.depth -= 1
         if self.depth == 0 and not in_backward:
             seen, self._current_forward = self._current_forward, []
-            self._forward_order = list(map(weakref.ref, seen))
+            self.planner.end_forward(seen)
             # Outside a forward, the modules hold shards, and users may write to them: buffers stay
             # gathered only for a backward.
             for each in seen:
@@ -210,7 +206,7 @@ class Scheduler:
         """Whether a unit is resharded after its forward; the backward's first units are not."""
         if not unit.reshard_after_forward:
             return False
-        return not torch.is_grad_enabled() or unit not in living(self._planner.forward.kept)
+        return not torch.is_grad_enabled() or unit not in living(self.planner.forward.kept)
 
     def abort_forward(self, error: BaseException, in_backward: bool) -> None:
         """Reset to a state in which a forward can begin, after an exception has left one."""
@@ -224,7 +220,7 @@ class Scheduler:
         """Drop the forward or backward in progress, and reshard all units."""
         self.graph_task = None
         self._params_with_accumulate_hooks = []
-        self._planner.reset()
+        self.planner.reset()
         self._wait_for_reductions()
         self.host_copies.wait()
         for reducer in _reducers(self.units):
@@ -243,8 +239,7 @@ class Scheduler:
             self.graph_task = current_graph_task_id()
             self._current_backward = []
             self._resharded_in_backward = False
-            self._units_before_reshard = 0
-            self._planner.begin_backward(self._backward_order, in_forward=self.depth > 0, is_last=self.is_last_backward)
+            self.planner.begin_backward(in_forward=self.depth > 0, is_last=self.is_last_backward)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def pre_backward(self, unit: Unit) -> None:
@@ -253,7 +248,7 @@ class Scheduler:
         is_first = unit.groups and unit not in self._current_backward
         if is_first:
             self._current_backward.append(unit)
-            self._units_before_reshard += not self._resharded_in_backward
+            self.planner.units_before_reshard += not self._resharded_in_backward
         self.ensure_unsharded(unit)
         if is_first and not unit.prefetch_post_backward:
             self._prefetch_in_backward(unit)
@@ -280,7 +275,7 @@ class Scheduler:
             self._prefetch_in_backward(unit)
 
     def _prefetch_in_backward(self, unit: Unit) -> None:
-        self._prefetch(unit, unit.backward_prefetch, self._planner.backward.order if unit.prefetch_in_backward else [])
+        self._prefetch(unit, unit.backward_prefetch, self.planner.backward.order if unit.prefetch_in_backward else [])
 
     def _reduce(self, unit: Unit) -> None:
         """Begin to reduce a unit's gradients, after the reduction before has ended."""
@@ -300,20 +295,20 @@ class Scheduler:
         if self.graph_task is None:
             return  # it was aborted
         units = self.units
-        self._backward_order = list(map(weakref.ref, self._current_backward))
+        self.planner.end_backward(self._current_backward)
         self._current_backward = []
         if not self.is_last_backward:
             self.agreement.end_pass()
             self.graph_task = None
             if self.depth:
-                self._planner.resume_forward()
+                self.planner.resume_forward()
             return
         if any(unit.reduce_grads for unit in units):
             repeated = self._reduce_remaining(units)
         else:
             repeated = self.agreement.end_pass()
         if self.depth:
-            self._planner.resume_forward()
+            self.planner.resume_forward()
         self._wait_for_reductions()
         self.host_copies.wait()
         for reducer in _reducers(self.units):
@@ -361,7 +356,7 @@ class Scheduler:
 
 def _reducers(units: list[Unit]) -> list:
     """Return the units' gradient reducers, each once, in the same order on all ranks."""
-    return list({id(unit.reducer): unit.reducer for unit in units if unit.reducer is not None}.values())
+    return list({unit.reducer: None for unit in units if unit.reducer is not None})
 
 
 def open_schedulers() -> list[Scheduler]:
@@ -371,8 +366,13 @@ def open_schedulers() -> list[Scheduler]:
 
 def find_schedulers(params) -> list[Scheduler]:
     """Return the schedulers of the units whose shards are among these parameters."""
-    schedulers = {id(unit.scheduler): unit.scheduler for unit in find_units(params)}
-    return [scheduler for scheduler in schedulers.values() if not scheduler.comm.closed]
+    schedulers = dict.fromkeys(unit.scheduler for unit in find_units(params))
+    return [scheduler for scheduler in schedulers if not scheduler.comm.closed]
+
+
+def schedulers_in(module: torch.nn.Module) -> list[Scheduler]:
+    """Return the schedulers of a module's units, and of those inside."""
+    return list(dict.fromkeys(unit.scheduler for unit in units_in(module)))
 
 
 def find_units(params) -> list[Unit]:

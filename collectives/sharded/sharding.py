@@ -181,14 +181,10 @@ def attach(unit: Unit, module: nn.Module, base: type, scheduler: Scheduler, igno
     unit.module = weakref.ref(module)
     unit.scheduler = scheduler
     register_grad_hooks(unit, scheduler)
-    unit.added_params = AddedParamCheck(module, _own_parameters, ignored_params)
+    unit.added_params = AddedParamCheck(module, ignored_params)
     module.__class__ = _class_of(base, type(module))
     object.__setattr__(module, "_unit", unit)
     object.__setattr__(module, "_scheduler", scheduler)
-
-
-def _own_parameters(module: nn.Module) -> list:
-    return managed_parameters(module, stop=lambda each: isinstance(each, ShardedModule))
 
 
 def _checksum(param: torch.Tensor) -> int:

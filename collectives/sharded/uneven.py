@@ -9,6 +9,7 @@ from torch import nn
 
 from ..arrays import kind_of
 from ..errors import InvalidArgument
+from .scheduler import schedulers_in
 
 __all__ = ["uneven"]
 
@@ -26,11 +27,10 @@ def uneven(module: nn.Module) -> Iterator[None]:
     an exception ends the block on some ranks only, all raise `RemoteError` in their next calls, and
     no rank is in the block any more. Raises `InvalidArgument` where nothing in it is sharded.
     """
-    members = module.modules() if isinstance(module, nn.Module) else ()
-    schedulers = {id(each._scheduler): each._scheduler for each in members if hasattr(each, "_scheduler")}
+    schedulers = schedulers_in(module) if isinstance(module, nn.Module) else []
     if not schedulers:
         raise InvalidArgument(f"uneven() takes a sharded module, not {kind_of(module)}", op="uneven")
     with contextlib.ExitStack() as stack:
-        for scheduler in schedulers.values():
-            stack.enter_context(scheduler.agreement.uneven())
+        for scheduler in schedulers:
+            stack.enter_context(scheduler.planner.uneven())
         yield

@@ -88,8 +88,7 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.scheduler = self.module = None
         self._alloc_stream = None  # the stream on which the gathered buffer was allocated
-        # How state dicts are returned, and the settings of `set_state_dict_type`; None: full tensors.
-        self.state_dict_options = self.state_dict_settings = None
+        self.state_dict_settings = None  # those of `set_state_dict_type`; None: full tensors
         self.pending_backwards = 0  # forwards whose backward has not ended
         # Ranks that keep all parameters between them after a forward.
         self.post_forward_comm: Communicator | None = None
@@ -114,15 +113,6 @@ class Unit:
         return f"<Unit {self.name or self.index} of {len(self.params)} parameters, {count} elements, {self.state.name}>"
 
     # ---- What it is.
-
-    def describe(self) -> str:
-        """Return a description of the parameters, which must be the same on all ranks."""
-        kinds = [
-            f"{group.dtype}{'' if group.requires_grad else ' frozen'}: "
-            + ", ".join(f"{'='.join(param.names)}{list(param.shape)}" for param in group.params)
-            for group in self.groups
-        ]
-        return "; ".join(kinds)
 
     @property
     def gathers(self) -> bool:
@@ -298,11 +288,6 @@ class Unit:
             group.free_unsharded()
         self.state = State.SHARDED
 
-    def write_back(self) -> None:
-        """Copy to the shards what was written to the full parameters."""
-        for group in self.groups:
-            group.write_back()
-
     @contextlib.contextmanager
     def unsharded(self, *, write_back: bool = False):
         """Unshard inside a ``with`` block; reshard after it, if the unit was sharded before."""
@@ -314,7 +299,8 @@ class Unit:
             if before is State.SHARDED:
                 self.reshard(write_back=write_back)
             elif write_back:
-                self.write_back()
+                for group in self.groups:
+                    group.write_back()
 
     # ---- Gradients.
 

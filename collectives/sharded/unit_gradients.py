@@ -75,7 +75,8 @@ class UnitGradients:
         collective.
         """
         for group in self.trainable:
-            group.gradients.gather()
+            values = [(param, param.shard.grad) for param in group.params]
+            group.gradients.set_substitute_grads(group.all_gather_like_shards(values, group.dtype))
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -28,7 +28,7 @@ class Messages:
 
     def __init__(self, model):
         agreement = model._scheduler.agreement
-        self.control, self.board = agreement.control, agreement._follower.board
+        self.control, self.board = agreement.control, agreement.follower.board
         self.sent = self.waits = 0
         for name in ("all_reduce", "all_gather", "broadcast"):
             setattr(self.control, name, self._counting(getattr(self.control, name)))
@@ -460,7 +460,7 @@ def test_the_next_pass_is_predicted():
 def test_schedules_are_bounded():
     book = ScheduleBook()
     for each in range(200):
-        made = Pass(book.number(("pass", each)), None, codes=[1], mine=[True])
+        made = Pass(key=book.number(("pass", each)), codes=[1], mine=[True])
         book.store(made)
         assert book.find(made.key) is None
         book.store(made)

@@ -216,6 +216,19 @@ def checkpointing(ctx):
             theirs = expected(make, two_forwards)
             found["two forwards", reentrant, reshard] = equal(gradients(model), theirs, close=True)
 
+    def make_repeated():
+        model = Checkpointed(True, True)
+        model.blocks = nn.ModuleList([model.blocks[0]] * 3)
+        return model
+
+    # Each of its backwards inside the backward adds to gradients whose reduction may be in progress.
+    model = make_repeated()
+    sharded(model, model.blocks[0])
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, ctx.rank)
+    found["repeated"] = equal(gradients(model), expected(make_repeated, backward), close=True)
+
     def make_inner():
         return nn.Sequential(Inner(), nn.Tanh(), Inner())
 

@@ -24,7 +24,6 @@ from collectives.sharded import (
     set_optimizer_state_dict,
 )
 from collectives.sharded.fsdp1 import state_dict_type as settings
-from collectives.sharded.state.model import sync_unsharded_states
 from collectives.sharded.state.shard_tensor import ShardTensor
 from tests.ddp.training import run
 from tests.sharded.states import IDS, Net, differences, optimizer_of, sharded, train
@@ -246,13 +245,7 @@ def from_meta(ctx):
         materialize(sharded(comm=comm, device="meta"))
     with pytest.raises(InvalidUsage, match="left on the meta device"):
         materialize(made(), param_init_fn=lambda each: None)
-    torch.manual_seed(ctx.rank)
-    model = Deep()
-    model.norm.running_mean += ctx.rank
-    sync_unsharded_states(model, comm)
-    return {key: value.clone() for key, value in model.state_dict().items()}
 
 
 def test_from_the_meta_device():
-    first, other = run(from_meta, 2)
-    assert not differences(first, other)
+    run(from_meta, 2)

@@ -164,7 +164,7 @@ class PrecisionPolicies:
         if given.param_dtype is not None:
             self.exempt = tuple(given._module_classes_to_ignore or ())
 
-    def own_dtype_policy(self, module: nn.Module) -> MixedPrecisionPolicy:
+    def exempt_policy(self, module: nn.Module) -> MixedPrecisionPolicy:
         """Return the policy of a unit that computes in its own dtype, between other units."""
         own = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
         return MixedPrecisionPolicy(own, output_dtype=self.inner.param_dtype)
@@ -180,6 +180,6 @@ def select_units(
         for each in module.modules():
             if isinstance(each, precision.exempt) and each is not module and each not in modules:
                 if any(True for _ in each.parameters()) and not isinstance(each, ShardedModule):
-                    how[each] = {**how.get(each, {}), "mp_policy": precision.own_dtype_policy(each)}
+                    how[each] = {**how.get(each, {}), "mp_policy": precision.exempt_policy(each)}
     inside_first = units_of(module, lambda module, recurse, nonwrapped_numel: recurse or module in how, modules)
     return [(each, how[each]) for each, _ in inside_first]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 from torch import nn
@@ -15,10 +16,11 @@ from ...comm.communicator import Communicator
 from ...errors import InvalidArgument, InvalidUsage
 from ...torch_compat import current_graph_task_id
 from ..managed_params import managed_parameters, units_in
+from ..materialize import has_meta, initialise
 from ..module import ShardedModule
 from ..module_changes import managed_modules
 from ..sharding import shard
-from ..state.model import broadcast_tensors
+from ..state.dist_wrapper import broadcast_from_rank0
 from ..state.state_dict import unsharded_params
 from . import state_dict_type as settings
 from .api import ShardingStrategy
@@ -177,22 +179,10 @@ def materialize_meta_params(module: nn.Module, device: torch.device, init, ignor
     """Allocate and initialise what of a unit is on the meta device."""
     ignored = set(map(id, ignored))
     for each in managed_modules(module):
-        own = [*each._parameters.values(), *each._buffers.values()]
-        if not any(tensor is not None and tensor.is_meta and id(tensor) not in ignored for tensor in own):
+        if not has_meta(each, ignored):
             continue
-        if init is not None:
-            init(each)
-        else:
-            if not hasattr(each, "reset_parameters"):
-                raise InvalidArgument(
-                    f"{type(each).__name__} is on the meta device and has no reset_parameters(): give param_init_fn",
-                    op="ShardedDataParallel",
-                )
-            each.to_empty(device=device, recurse=False)
-            with torch.no_grad():
-                each.reset_parameters()
-        own = [*each._parameters.values(), *each._buffers.values()]
-        if any(tensor is not None and tensor.is_meta for tensor in own):
+        initialise(each, device, init, functools.partial(InvalidArgument, op="ShardedDataParallel"))
+        if has_meta(each):
             raise InvalidArgument(
                 f"param_init_fn left parameters or buffers of {type(each).__name__} on the meta device",
                 op="ShardedDataParallel",
@@ -206,7 +196,11 @@ def broadcast_module_states(module: nn.Module, world: Communicator, ignored) -> 
     tensors = [param.data for _, _, param in found if id(param) not in ignored]
     for each in managed_modules(module):
         tensors += [buffer for buffer in each._buffers.values() if buffer is not None]
-    broadcast_tensors(tensors, world)
+    with torch.no_grad():
+        for tensor in tensors:
+            whole = broadcast_from_rank0(tensor, world)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype, ignored: set[nn.Module]) -> None:

@@ -69,7 +69,6 @@ def set_state_dict_type(
     before = get_state_dict_type(module)
     for unit in units_in(module):
         unit.state_dict_settings = settings
-        unit.state_dict_options = GetOptions.of(settings.state_dict_type, settings.state_dict_config)
     return before
 
 
@@ -80,13 +79,13 @@ def state_dict_type(
 ):  # fmt: skip
     """Call `set_state_dict_type` for the time of a block."""
     units = units_in(module)
-    before = [(unit.state_dict_settings, unit.state_dict_options) for unit in units]
+    before = [unit.state_dict_settings for unit in units]
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
-        for unit, (settings, form) in zip(units, before, strict=True):
-            unit.state_dict_settings, unit.state_dict_options = settings, form
+        for unit, settings in zip(units, before, strict=True):
+            unit.state_dict_settings = settings
 
 
 def optim_state_dict(

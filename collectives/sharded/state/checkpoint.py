@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ...errors import InvalidUsage
+from ..managed_params import units_in
 from .checkpoint_reader import PARTIAL, CheckpointReader
 from .checkpoint_writer import CHECKSUMS, ChecksumWriter, RanksSavePlanner
 from .dist_wrapper import DistWrapper, get_module_scheduler, no_dist
@@ -182,18 +183,14 @@ def _check_buffers(model: nn.Module) -> None:
 
 def _allocate_meta(model: nn.Module, device: torch.device | None) -> None:
     """Allocate what is on the meta device, uninitialised."""
-    of_units = set()
-    for module in model.modules():
-        unit = getattr(module, "_unit", None)
-        if unit is not None:
-            unit.reshard()
-            for group in unit.groups:
-                group.allocate()
-            of_units |= {id(param.shard) for param in unit.params}
+    for unit in units_in(model):
+        unit.reshard()
+        for group in unit.groups:
+            group.allocate()
     device = torch.device("cpu") if device is None else device
     for module in model.modules():
         for name, param in module._parameters.items():
-            if param is not None and param.is_meta and id(param) not in of_units:
+            if param is not None and param.is_meta:
                 module._parameters[name] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:

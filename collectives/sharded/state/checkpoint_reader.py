@@ -4,6 +4,7 @@ model's, and reads it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = ["METADATA", "PARTIAL", "CheckpointReader", "sha256_of"]
 
 METADATA = ".metadata"
 PARTIAL = ".partial"
+_load_error = functools.partial(InvalidArgument, op="load")
 _NAMED = 5  # the most keys that an error names
 
 
@@ -32,10 +34,6 @@ def sha256_of(path: Path) -> str:
         while part := file.read(1 << 20):
             digest.update(part)
     return digest.hexdigest()
-
-
-def _load_error(message: str) -> InvalidArgument:
-    return InvalidArgument(message, op="load")
 
 
 def _list_names(names: Iterable[str]) -> str:

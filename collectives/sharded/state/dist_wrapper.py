@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from ... import errors
 from ...comm.consensus import all_gather_bytes, all_gather_object
 from ...errors import CollectivesError, InvalidUsage, RemoteError
-from ..scheduler import Scheduler
+from ..scheduler import Scheduler, schedulers_in
+from .shard_tensor import ShardTensor
 
-__all__ = ["DistWrapper", "get_module_scheduler", "no_dist"]
+__all__ = ["DistWrapper", "broadcast_from_rank0", "get_module_scheduler", "no_dist"]
 
 
 def get_module_scheduler(module: nn.Module) -> Scheduler | None:
@@ -27,10 +29,10 @@ def get_module_scheduler(module: nn.Module) -> Scheduler | None:
 
     Raises `InvalidUsage` where its units are over several communicators.
     """
-    schedulers = {id(each._scheduler): each._scheduler for each in module.modules() if hasattr(each, "_scheduler")}
+    schedulers = schedulers_in(module)
     if len(schedulers) > 1:
         raise InvalidUsage("its units are over different communicators: call this for each part by itself")
-    return next(iter(schedulers.values()), None)
+    return next(iter(schedulers), None)
 
 
 @contextlib.contextmanager
@@ -70,9 +72,14 @@ class DistWrapper:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self._control is not None:
-            self._in_step = False
-            self._control.barrier()
-            self._in_step = True
+            self._exchange(self._control.barrier)
+
+    def _exchange(self, function: Callable, *args) -> Any:
+        """Call a collective, and note whether it has succeeded."""
+        self._in_step = False
+        result = function(*args)
+        self._in_step = True
+        return result
 
     def run_on_all(self, what: str, function: Callable[[], Any]) -> list:
         """Call a function on each rank and return all results. Where it raises on one rank, all
@@ -100,9 +107,7 @@ class DistWrapper:
         if failed is not None:
             kind = type(failed).__name__ if isinstance(failed, CollectivesError) else None
             problem = kind, failed.message if kind else f"{type(failed).__name__}: {failed}"
-        self._in_step = False
-        problems = all_gather_object(self._control, problem)
-        self._in_step = True
+        problems = self._exchange(all_gather_object, self._control, problem)
         self.failed = any(each is not None for each in problems)
         if failed is not None:
             raise failed
@@ -112,10 +117,7 @@ class DistWrapper:
                 text = f"on rank {rank}: {text}" if kind else f"rank {rank} could not {what}: {text}"
                 kind = getattr(errors, kind) if kind in errors.__all__ else RemoteError
                 raise kind(text, op=self.op, rank=self.rank, peers=(rank,))
-        self._in_step = False
-        table = all_gather_bytes(self._control, data)
-        self._in_step = True
-        return [pickle.loads(each) for each in table]
+        return [pickle.loads(each) for each in self._exchange(all_gather_bytes, self._control, data)]
 
     def run_on_rank0(self, what: str, function: Callable[[], Any]) -> Any:
         """Call a function on rank 0 alone and return its result on all ranks; raises as
@@ -123,11 +125,36 @@ class DistWrapper:
         """
         return self.run_on_all(what, function if self.rank == 0 else lambda: None)[0]
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return rank 0's tensor, of this shape and dtype, on the communicator's device."""
-        if self.comm is None:
-            return tensor
-        there = tensor.detach().to(self.comm.device).contiguous()
-        if there.numel():
-            self.comm.broadcast(there.view(-1).view(torch.uint8))
-        return there
+    def scatter_from_rank0(self, read: Callable[[], dict], take: Callable[[Any, torch.Tensor], Any]) -> dict:
+        """Return on all ranks the entries that `read` returns on rank 0, of each tensor what
+        ``take(key, tensor)`` makes of it here. The tensors are broadcast one by one.
+        """
+        given: dict = {}
+
+        def outline() -> dict:
+            given.update(read())
+            if any(isinstance(value, ShardTensor | DTensor) for value in given.values()):
+                raise InvalidUsage("broadcast_from_rank0 takes full tensors, and these are one rank's pieces")
+            return {
+                key: torch.empty(value.shape, dtype=value.dtype, device="meta")
+                if isinstance(value, torch.Tensor)
+                else value
+                for key, value in given.items()
+            }
+
+        made = self.run_on_rank0("read the state dict", outline)
+        for key, entry in made.items():
+            if isinstance(entry, torch.Tensor):
+                whole = given[key] if self.rank == 0 else torch.empty_like(entry, device="cpu")
+                made[key] = take(key, whole if self.comm is None else broadcast_from_rank0(whole, self.comm))
+        return made
+
+
+def broadcast_from_rank0(tensor: torch.Tensor, comm) -> torch.Tensor:
+    """Return the tensor of a communicator's rank 0, of this shape and dtype, on the communicator's
+    device. A collective.
+    """
+    there = tensor.detach().to(comm.device).contiguous()
+    if there.numel():
+        comm.broadcast(there.view(-1).view(torch.uint8))
+    return there

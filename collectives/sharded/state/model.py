@@ -8,15 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ...errors import InvalidUsage
 from .dist_wrapper import DistWrapper, get_module_scheduler
 from .fqns import clean_tensor_name, sharded_params_by_fqn
-from .shard_tensor import ShardTensor
-from .state_dict import as_shard_tensor, read_options, use_get_options
+from .state_dict import GetOptions, as_shard_tensor, read_options, to_cpu, use_get_options
 
-__all__ = ["broadcast_tensors", "get_model_state_dict", "set_model_state_dict", "sync_unsharded_states"]
+__all__ = ["get_model_state_dict", "set_model_state_dict"]
 
 
 def get_model_state_dict(
@@ -35,7 +32,7 @@ def get_model_state_dict(
     other ranks. `options`: torch's StateDictOptions instead of the first three. Infixes that
     torch.compile, checkpoint wrappers and DistributedDataParallel put into names are left out.
     """
-    form, taking = read_options(options, full_state_dict, cpu_offload, rank0_only, use_dtensor)
+    form = read_options(options, full_state_dict, cpu_offload, rank0_only, use_dtensor)
     inner = _unwrapped(model)
     with use_get_options(form):
         made = inner.state_dict()
@@ -44,9 +41,9 @@ def get_model_state_dict(
         if scheduler is not None and scheduler.comm.rank:
             return {}
     if form.on_cpu:
-        made = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in made.items()}
+        made = {key: to_cpu(value) for key, value in made.items()}
     frozen = set()
-    if taking.ignore_frozen:
+    if options is not None and options.ignore_frozen_params:
         frozen = {
             clean_tensor_name(name) for name, p in inner.named_parameters(remove_duplicate=False) if not p.requires_grad
         }
@@ -76,67 +73,32 @@ def set_model_state_dict(
     and other shapes.
     """
     if options is not None:
-        _, taking = read_options(options, True, False, False)
-        strict, broadcast_from_rank0 = taking.strict, taking.broadcast
+        read_options(options, True, False, False)
+        strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
     inner = _unwrapped(model)
     if broadcast_from_rank0:
-        model_state_dict = _broadcast_from_rank0(model, model_state_dict)
+        model_state_dict = _scatter_from_rank0(model, model_state_dict)
     keys = {clean_tensor_name(key): key for key in _keys(inner)}
     return inner.load_state_dict({keys.get(name, name): v for name, v in model_state_dict.items()}, strict=strict)
 
 
 def _keys(module: nn.Module) -> list[str]:
     """Return the keys of a module's state dict; nothing is gathered."""
-    with use_get_options(read_options(None, False, False, False)[0]):
+    with use_get_options(GetOptions(full=False)):
         return list(module.state_dict())
 
 
-def _broadcast_from_rank0(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    ranks = DistWrapper(get_module_scheduler(model), "set_model_state_dict")
+def _scatter_from_rank0(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """Return each rank's shards of the full tensors that rank 0 has. A collective."""
     params = sharded_params_by_fqn(model)
 
-    def outline() -> dict[str, Any]:
-        if any(isinstance(value, ShardTensor | DTensor) for value in given.values()):
-            raise InvalidUsage("broadcast_from_rank0 takes full tensors, and these are one rank's pieces")
-        return {
-            name: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else (None, v) for name, v in given.items()
-        }
-
-    made = {}
-    for name, (shape, rest) in ranks.run_on_rank0("read the state dict", outline).items():
-        if shape is None:
-            made[name] = rest
-            continue
-        whole = ranks.broadcast(given[name] if ranks.rank == 0 else torch.empty(shape, dtype=rest))
+    def take(name: str, whole: torch.Tensor) -> torch.Tensor:
         param = params.get(name)
-        if param is not None and whole.shape == param.shape:
-            mine = as_shard_tensor(param, torch.empty(param.shard.shape, dtype=rest, device=whole.device))
-            whole = mine.copy_(whole)
-        elif param is not None:
-            whole = torch.empty(shape, dtype=rest, device="meta")  # of another model: torch raises, and names it
-        made[name] = whole
-    return made
+        if param is None:
+            return whole
+        if whole.shape != param.shape:  # of another model: torch raises, and names it
+            return torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+        here = torch.empty(param.shard.shape, dtype=whole.dtype, device=whole.device)
+        return as_shard_tensor(param, here).copy_(whole)
 
-
-def sync_unsharded_states(module: nn.Module, comm) -> None:
-    """Broadcast the buffers, and the parameters that are in no unit, from a communicator's rank 0.
-    A collective.
-
-    Units' shards need no broadcast: each is on one rank alone. Before a module is sharded, all its
-    parameters are in no unit.
-    """
-    of_units = {id(param.shard) for param in sharded_params_by_fqn(module).values()}
-    tensors = [param for param in module.parameters() if id(param) not in of_units]
-    tensors += list(module.buffers())
-    broadcast_tensors(tensors, comm)
-
-
-@torch.no_grad()
-def broadcast_tensors(tensors: list[torch.Tensor], comm) -> None:
-    """Broadcast tensors from a communicator's rank 0. A collective for each."""
-    for tensor in tensors:
-        there = tensor.detach().to(comm.device).contiguous()
-        if there.numel():
-            comm.broadcast(there.view(-1).view(torch.uint8))
-        if there.data_ptr() != tensor.data_ptr():
-            tensor.copy_(there)
+    return DistWrapper(get_module_scheduler(model), "set_model_state_dict").scatter_from_rank0(lambda: given, take)

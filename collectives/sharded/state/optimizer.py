@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ...errors import InvalidArgument, InvalidUsage
 from ...optim import FusedOptimizer
@@ -25,7 +24,7 @@ from .dist_wrapper import DistWrapper, get_module_scheduler
 from .dtensor import as_dtensor, as_full_tensor, shard_mesh
 from .fqns import NamedParam, params_by_id
 from .shard_tensor import ShardTensor
-from .state_dict import GetOptions, read_options
+from .state_dict import GetOptions, read_options, to_cpu
 
 __all__ = [
     "gather_full_state", "get_optimizer_state_dict", "local_state_dict", "on_cpu", "optimizers_of",
@@ -60,7 +59,7 @@ def get_optimizer_state_dict(
     that a checkpoint can be loaded into it. Raises `InvalidUsage` for parameters that aren't the
     model's, and `InvalidArgument` for state that is neither per element nor a number.
     """
-    form, _ = read_options(options, full_state_dict, cpu_offload, rank0_only, use_dtensor)
+    form = read_options(options, full_state_dict, cpu_offload, rank0_only, use_dtensor)
     optimizers = optimizers_of(optimizers)
     if form.dtensor:
         for each in optimizers:
@@ -73,12 +72,8 @@ def get_optimizer_state_dict(
 
 def on_cpu(made: dict[str, Any]) -> dict[str, Any]:
     """Return state by names with its tensors on the host."""
-    states = {name: {key: _on_cpu(v) for key, v in state.items()} for name, state in made["state"].items()}
+    states = {name: {key: to_cpu(v) for key, v in state.items()} for name, state in made["state"].items()}
     return {**made, "state": states}
-
-
-def _on_cpu(value):
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def sharded_state(
@@ -146,23 +141,20 @@ def _init_optim_state(optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if optimizer.state or any(param.grad is not None for param in params):
         return
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
+    options = ("lr", "weight_decay")
+    before = [(group, key, group[key]) for group in optimizer.param_groups for key in options if key in group]
     try:
         for param in params:
             param.grad = torch.zeros_like(param)
-        for group, rate in rates:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        for group, _ in decays:
-            group["weight_decay"] = 0.0
+        for group, key, value in before:
+            group[key] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0
         if isinstance(optimizer, FusedOptimizer):
             optimizer._step_params(None)  # also where a HookState steps it inside of the backward
         else:
             optimizer.step(closure=None)
     finally:
-        for key, before in (("lr", rates), ("weight_decay", decays)):
-            for group, value in before:
-                group[key] = value
+        for group, key, value in before:
+            group[key] = value
         for param in params:
             param.grad = None
     for state in optimizer.state.values():
@@ -212,16 +204,14 @@ def gather_full_state(
 
     ranks.run_on_all("find all of its state", check_complete)
     keeps = ranks.rank == 0 or not form.rank0_only
-    state: dict[str, dict] = {}
-    for key_of, full in _gather_entries(model, by_id, here, merged, form, keeps):
-        state.setdefault(key_of[0], {})[key_of[1]] = full
+    full = dict(_gather_entries(model, by_id, here, merged, form, keeps))
     if not keeps:
         return {}
     made = {}
     for name in (name for group in groups for name in group["params"]):
         if name in merged:
             made[name] = {
-                key: state[name][key] if isinstance(entry, torch.dtype) else _scalar(here.get(name, {}).get(key, entry))
+                key: full[name, key] if isinstance(entry, torch.dtype) else _scalar(here.get(name, {}).get(key, entry))
                 for key, entry in merged[name].items()
             }
     return {"state": made, "param_groups": groups}
@@ -233,7 +223,7 @@ def _describe_entry(named: NamedParam, key: str, value):
     """
     if named.is_per_element(key, value):
         return value.dtype
-    return _on_cpu(value.detach()) if isinstance(value, torch.Tensor) else value
+    return to_cpu(value.detach()) if isinstance(value, torch.Tensor) else value
 
 
 def _scalar(value):
@@ -266,8 +256,7 @@ def _gather_entries(model, by_id, here, merged, form: GetOptions, keeps: bool):
                 flat = group.all_gather_like_shards(values, members[0][2])
                 if keeps:
                     for param, name, _ in members:
-                        full = flat[param.offset : param.offset + param.count].view(param.shape)
-                        yield (name, key), copied(full, group.store, unit.ranks, mesh)
+                        yield (name, key), copied(param.full_view(flat), group.store, unit.ranks, mesh)
     for named in by_id.values():
         if named.sharded is None and keeps:
             for key, entry in merged.get(named.name, {}).items():
@@ -291,9 +280,9 @@ def set_optimizer_state_dict(
     by tensor, as with DTensors. Otherwise a local call, to be made on each rank. Raises
     `InvalidArgument` for the state of another model, by name.
     """
-    _, settings = read_options(options, True, False, False)
+    read_options(options, True, False, False)
     optimizers = optimizers_of(optimizers)
-    if broadcast_from_rank0 or settings.broadcast:
+    if broadcast_from_rank0 or (options is not None and options.broadcast_from_rank0):
         optim_state_dict = scatter_from_rank0(model, optim_state_dict)
     loads = [local_state_dict(model, each, optim_state_dict) for each in optimizers]
     for optimizer, local in zip(optimizers, loads, strict=True):
@@ -302,41 +291,25 @@ def set_optimizer_state_dict(
 
 def scatter_from_rank0(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Any]:
     """Return each rank's shards of the full state, by names, that rank 0 has. A collective."""
-    ranks = DistWrapper(get_module_scheduler(model), "set_optimizer_state_dict")
     by_name = {named.name: named for named in params_by_id(model).values()}
 
-    def outline() -> dict[str, Any]:
-        return {
-            "param_groups": given["param_groups"],
-            "state": {
-                name: {key: _outline(value) for key, value in state.items()} for name, state in given["state"].items()
-            },
-        }
+    def read() -> dict[tuple, Any]:
+        entries = {(name, key): value for name, state in given["state"].items() for key, value in state.items()}
+        return {(): (given["param_groups"], list(given["state"])), **entries}
 
-    made = ranks.run_on_rank0("read the state dict", outline)
-    for name, state in made["state"].items():
-        for key, entry in state.items():
-            if isinstance(entry, _Outline):
-                mine = given["state"][name][key] if ranks.rank == 0 else torch.empty(entry.shape, dtype=entry.dtype)
-                whole = ranks.broadcast(mine)
-                named = by_name.get(name)
-                if named is not None and named.sharded is not None and key != "step" and whole.shape == named.shape:
-                    whole = named.as_entry(named.load_entry(key, whole))
-                state[key] = whole
-    return made
+    def take(place: tuple[str, str], whole: torch.Tensor) -> torch.Tensor:
+        named, key = by_name.get(place[0]), place[1]
+        if named is not None and named.sharded is not None and key != "step" and whole.shape == named.shape:
+            return named.as_entry(named.load_entry(key, whole))
+        return whole
 
-
-class _Outline:
-    """A tensor's shape and dtype."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-
-def _outline(value):
-    if isinstance(value, ShardTensor | DTensor):
-        raise InvalidUsage("broadcast_from_rank0 takes full tensors, and these are one rank's pieces")
-    return _Outline(value) if isinstance(value, torch.Tensor) else value
+    ranks = DistWrapper(get_module_scheduler(model), "set_optimizer_state_dict")
+    entries = ranks.scatter_from_rank0(read, take)
+    groups, names = entries.pop(())
+    state: dict[Any, dict] = {name: {} for name in names}
+    for (name, key), value in entries.items():
+        state[name][key] = value
+    return {"param_groups": groups, "state": state}
 
 
 def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -346,7 +319,8 @@ def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: 
     if not isinstance(given, dict) or not {"state", "param_groups"} <= given.keys():
         raise InvalidArgument('an optimizer\'s state dict has "state" and "param_groups"')
     by_id = params_by_id(model)
-    _, own_groups = _state_by_fqn(optimizer, by_id, {**optimizer.state_dict(), "state": {}})
+    packed = optimizer.state_dict()["param_groups"]
+    _, own_groups = _state_by_fqn(optimizer, by_id, {"state": {}, "param_groups": packed})
     own_names = [name for group in own_groups for name in group["params"]]
     by_name = {named.name: named for named in by_id.values()}
     given = _fqns_from_numbers(given, own_names)
@@ -359,7 +333,6 @@ def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: 
             + (f"; it has none of {', '.join(missing[:5])}" if missing else "")
             + (f"; the model has no {', '.join(unknown[:5])}" if unknown else "")
         )
-    packed = optimizer.state_dict()["param_groups"]
     groups = []
     for own, numbers in zip(own_groups, packed, strict=True):
         options = saved[own["params"][0]] if own["params"] else {}

@@ -24,13 +24,12 @@ from .shard_tensor import ShardTensor
 
 __all__ = [
     "GetOptions",
-    "LoadOptions",
     "as_shard_tensor",
-    "get_options_of",
     "make_state_dict",
     "post_load_state_dict",
     "pre_load_state_dict",
     "read_options",
+    "to_cpu",
     "unsharded_params",
     "use_get_options",
     "write_back_params",
@@ -74,9 +73,17 @@ def use_get_options(form: GetOptions):
         _now.form = before
 
 
-def get_options_of(unit: Unit) -> GetOptions:
+def _get_options_of(unit: Unit) -> GetOptions:
     """Return the options with which a unit's state dict is to be made now."""
-    return getattr(_now, "form", None) or unit.state_dict_options or GetOptions()
+    form, settings = getattr(_now, "form", None), unit.state_dict_settings
+    if form is None and settings is not None:
+        return GetOptions.of(settings.state_dict_type, settings.state_dict_config)
+    return form or GetOptions()
+
+
+def to_cpu(value):
+    """Return a tensor on the host, and anything else as it is."""
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def as_shard_tensor(param, tensor: torch.Tensor | None = None) -> ShardTensor:
@@ -99,8 +106,8 @@ def _substitute_full_params(unit: Unit, convert: Callable[[torch.Tensor], torch.
     """
     for group, flat in zip(unit.groups, unit.scheduler.all_gather_master_shards(unit), strict=True):
         for param in group.params:
-            full = flat[param.offset : param.offset + param.count].view(param.shape)
-            param.substitute = nn.Parameter(convert(full), requires_grad=param.shard.requires_grad)
+            full = convert(param.full_view(flat))
+            param.substitute = nn.Parameter(full, requires_grad=param.shard.requires_grad)
     unit.registration.register_substitutes()
 
 
@@ -166,7 +173,7 @@ def make_state_dict(unit: Unit, make, args: tuple, kwargs: dict):
     """Call a module's own `state_dict` with substitutes for its unit's parameters, as the options
     say.
     """
-    form = get_options_of(unit)
+    form = _get_options_of(unit)
     first = unit.ranks.world.rank == 0
     if form.dtensor:
         mesh = shard_mesh(unit.ranks, unit.device)
@@ -187,8 +194,8 @@ def make_state_dict(unit: Unit, make, args: tuple, kwargs: dict):
             del made[key]
     elif form.on_cpu:
         for key, value in made.items():
-            if key.startswith(prefix) and isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                made[key] = value.cpu()
+            if key.startswith(prefix):
+                made[key] = to_cpu(value)
     return made
 
 
@@ -235,20 +242,9 @@ def post_load_state_dict(unit: Unit) -> None:
 # ---- Torch's options.
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadOptions:
-    """The part of torch's StateDictOptions that is about loading, or about which entries are
-    returned.
-    """
-
-    strict: bool = True
-    broadcast: bool = False
-    ignore_frozen: bool = False
-
-
 def read_options(
     options, full_state_dict: bool, cpu_offload: bool, rank0_only: bool, use_dtensor: bool = False
-) -> tuple[GetOptions, LoadOptions]:
+) -> GetOptions:
     """Convert keyword arguments, or torch's StateDictOptions instead of the first three.
 
     With torch's options, full state on the host is for rank 0 only.
@@ -259,12 +255,10 @@ def read_options(
         if rank0_only and not full_state_dict:
             raise InvalidArgument("rank0_only gives full tensors to rank 0: give full_state_dict=True, too")
         full, on_cpu = bool(full_state_dict), bool(cpu_offload)
-        return GetOptions(full, on_cpu, bool(rank0_only), bool(use_dtensor)), LoadOptions()
+        return GetOptions(full, on_cpu, bool(rank0_only), bool(use_dtensor))
     if not hasattr(options, "full_state_dict"):
         raise InvalidArgument(f"options must be a StateDictOptions, not {type(options).__name__}")
     if getattr(options, "flatten_optimizer_state_dict", False):
         raise InvalidArgument("flatten_optimizer_state_dict is not offered: leave it out")
     full, on_cpu = options.full_state_dict, options.cpu_offload
-    return GetOptions(full, on_cpu, full and on_cpu, bool(use_dtensor)), LoadOptions(
-        options.strict, options.broadcast_from_rank0, options.ignore_frozen_params
-    )
+    return GetOptions(full, on_cpu, full and on_cpu, bool(use_dtensor))
