@@ -13,6 +13,7 @@ from ..kernels import pack, unpack
 from ..optim import FusedOptimizer
 from ..optimizer_state import HALF_DTYPES, increment_steps, random_bit_offsets, same_objects, update_master
 from .bucket_state import BucketState, StepBatch
+from .found_inf import share_found_inf
 from .optimizer_in_backward import OptimizerInBackward
 from .shard_spec import ShardSpec, flat_view
 from .shard_state import check_shard_rank, full_state_dict, init_state, parse_shard, reshard_state
@@ -39,6 +40,7 @@ class ShardedStep(OptimizerInBackward):
 
     def __init__(self, optimizer: FusedOptimizer):
         super().__init__(optimizer)
+        share_found_inf(_find_comms)
         self._comm = None  # the newest
         self._buffers = weakref.WeakKeyDictionary()  # communicator -> buffer of the parameters' all-gather
 
@@ -59,17 +61,8 @@ class ShardedStep(OptimizerInBackward):
     def defer(self, comm, bucket, norm=None, max_norm=None, found=None, *, align=None) -> None:
         """Leave a bucket's update to ``optimizer.step()``, which then takes its gradients from
         ``param.grad``; see `_defer`.
-
-        If `found` isn't 0 the bucket's first element becomes NaN. The GradScalers of all ranks,
-        each of which checks its own rank's gradients, then find it and choose the same scale.
         """
         self._defer((comm, bucket, align), norm, max_norm, found)
-        found = FusedOptimizer._parse_found_nonfinite(found)
-        with torch.no_grad():
-            if found is True:
-                bucket.flat[:1].fill_(torch.nan)
-            elif found is not None:
-                bucket.flat[:1].masked_fill_(found.to(bucket.flat.device).reshape(1) != 0, torch.nan)
 
     def _step_item(self, item, *, scale, clip, found) -> None:
         comm, bucket, align = item
@@ -83,20 +76,6 @@ class ShardedStep(OptimizerInBackward):
             "scaler.unscale_(optimizer) was called, and a rank has only its part of the averaged gradients, so that a "
             "norm taken of them would be wrong: leave unscale_ out, and clip with the hook's max_norm"
         )
-
-    def _share_found(self, found):
-        """Return the maximum of all ranks: ranks that differed here would go on with different
-        parameters.
-        """
-        comm = self._pending[0][0]
-        if comm.size == 1:
-            return found
-        if isinstance(found, torch.Tensor):
-            found_anywhere = found.to(comm.device, torch.float32).reshape(1).clone()
-        else:
-            found_anywhere = torch.full((1,), float(found is True), device=comm.device)
-        comm.all_reduce(found_anywhere, "max")
-        return found_anywhere
 
     def _unreduced(self) -> list:
         if self._strays is None:
@@ -296,3 +275,9 @@ class ShardedStep(OptimizerInBackward):
                     part = flat_view(param, first, count)
                     update_master(master[at : at + count], part, group["stochastic_rounding"])
                     at += count
+
+
+def _find_comms(optimizer) -> list:
+    """Return the communicator of the buckets whose update waits for an optimizer's step."""
+    step = optimizer._sharded if isinstance(optimizer, FusedOptimizer) else None
+    return [comm for comm, _, _ in step._pending[:1]] if isinstance(step, ShardedStep) else []
