@@ -48,17 +48,15 @@ class CollectivesError(RuntimeError):
         return f"{where}: {self.message}" if where else self.message
 
     def __reduce__(self):
-        state = {
-            "message": self.message,
-            "code": self.code,
-            "op": self.op,
-            "rank": self.rank,
-            "peers": self.peers,
-            "seq": self.seq,
-            "nbytes": self.nbytes,
-            "detail": self.detail,
-        }
-        return _rebuild, (type(self), state)
+        return _rebuild, (type(self), self._state())
+
+    def _state(self) -> dict:
+        names = ("message", "code", "op", "rank", "peers", "seq", "nbytes", "detail")
+        return {name: getattr(self, name) for name in names}
+
+    def with_addition(self, text: str) -> CollectivesError:
+        """Return the same error with more text behind its message."""
+        return type(self)(**{**self._state(), "message": self.message + text})
 
 
 class EngineUnavailable(CollectivesError, ImportError):

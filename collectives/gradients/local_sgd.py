@@ -59,9 +59,6 @@ class LocalSGD:
     """
 
     def __init__(self, every: int, after: int = 0):
-        for name, value, least in (("every", every, 1), ("after", after, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidArgument(f"{name} must be an int from {least} up, not {value!r:.60}")
         self.every = every
         self.after = after
         self._modules: list[weakref.ref] = []  # in the order of their first backwards; their parameters hold them

@@ -117,8 +117,8 @@ class HookState:
         # Other compressors send from memory of their own.
         self.shares_memory = zero_copy and isinstance(self.compressor, NoCompression)
         self.pipeline = GradientPipeline(
-            options, self.compressor, SavedBuckets(self.parameter_names), local_sgd=self.local_sgd,
-            find_scaler=self.find_scaler, describe_options=self.describe_options,
+            options, self.compressor, SavedBuckets(self.parameter_names), find_scaler=self._scaler_lookup.find,
+            local_sgd=self.local_sgd,
         )  # fmt: skip
         self.reducer = DDPReducer(self.pipeline, self.parameter_names)
         self.grad_scaler = grad_scaler
@@ -137,14 +137,6 @@ class HookState:
         if "options" in self.__dict__ and name in vars(self.options):
             raise InvalidUsage(f"{name} is fixed when a HookState is made: make another one with {name}={value!r:.60}")
         super().__setattr__(name, value)
-
-    def describe_options(self) -> dict:
-        """Return the options that must be the same on all ranks, by name."""
-        described = {name: value for name, value in vars(self.options).items() if name != "zero_copy"}
-        described["optimizer"] = type(self.optimizer).__name__ if self.optimizer is not None else None
-        described["loaded from a saved state"] = self.pipeline.buckets.resumes
-        described["what the wire starts from"] = self.compressor.state_checksum()
-        return described
 
     # ---- Results of a step.
 
