@@ -74,7 +74,7 @@ class OptimizerInBackward:
 
     def refresh_masters(self) -> None:
         """Update this rank's masters from the parameters; see the optimizer's `refresh_masters`."""
-        raise NotImplementedError
+        self.optimizer._refresh_masters()
 
     # ---- A backward.
 

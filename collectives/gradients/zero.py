@@ -11,12 +11,12 @@ from torch.autograd.graph import increment_version
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import pack, unpack
 from ..optim import FusedOptimizer
-from ..optimizer_state import HALF_DTYPES, increment_steps, random_bit_offsets, same_objects, update_master
+from ..optimizer_state import increment_steps, random_bit_offsets, same_objects, update_master
 from .bucket_state import BucketState, StepBatch
 from .found_inf import share_found_inf
 from .optimizer_in_backward import OptimizerInBackward
 from .shard_spec import ShardSpec, flat_view
-from .shard_state import check_shard_rank, full_state_dict, init_state, parse_shard, reshard_state
+from .shard_state import check_shard_rank, full_state_dict, init_sharded_state, parse_shard, reshard_state
 
 __all__ = ["ShardedStep"]
 
@@ -198,8 +198,10 @@ class ShardedStep(OptimizerInBackward):
         batch = part.batches.get(key)
         if batch is None or not batch.is_current(params, keys, [optimizer.state[param] for param in params]):
             for param, at in zip(params, members, strict=True):
-                spans, name = bucket_state.spans[at], bucket_state.name(at)
-                init_state(param, optimizer.state[param], group, columns, bool(counts), spans, name)
+                init_sharded_state(
+                    param, optimizer.state[param], columns, bucket_state.spans[at], counts=bool(counts),
+                    masters=group["master_weights"],
+                )  # fmt: skip
             states = [optimizer.state[param] for param in params]
             positions = [0] * len(bucket_state.params)
             if group["stochastic_rounding"]:
@@ -258,23 +260,18 @@ class ShardedStep(OptimizerInBackward):
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Update this rank's masters from the parameters; see the optimizer's `refresh_masters`."""
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                state = self.optimizer.state[param] if param in self.optimizer.state else {}
-                master = state.get("master_param")
-                if master is None or param.dtype not in HALF_DTYPES:
-                    continue
-                spans = [(0, param.numel())]
-                if "shard" in state:
-                    offset, spec, _ = parse_shard(state["shard"])
-                    spans = spec.owned_spans(offset, param.numel())
-                else:
-                    master = flat_view(master, 0, param.numel())
-                at = 0
-                for first, count in spans:
-                    part = flat_view(param, first, count)
-                    update_master(master[at : at + count], part, group["stochastic_rounding"])
-                    at += count
+        self.optimizer._refresh_masters(_owned_parts)
+
+
+def _owned_parts(param, state) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parts of a parameter's master, each with the elements of the parameter."""
+    master = state["master_param"]
+    if "shard" not in state:
+        return [(master, param)]
+    offset, spec, _ = parse_shard(state["shard"])
+    spans = spec.owned_spans(offset, param.numel())
+    parts = master.split([count for _, count in spans])
+    return [(part, flat_view(param, *span)) for part, span in zip(parts, spans, strict=True)]
 
 
 def _find_comms(optimizer) -> list:

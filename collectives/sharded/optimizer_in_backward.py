@@ -100,10 +100,6 @@ class UnitStep(OptimizerInBackward):
         self._by_unit[unit] = {number: sorted(members) for number, members in found.items()}
         return self._by_unit[unit]
 
-    def refresh_masters(self) -> None:
-        """Copy this rank's shards to their master weights."""
-        self.optimizer._refresh_masters()
-
     # ---- State.
 
     @torch.no_grad()
