@@ -102,8 +102,8 @@ class OptimizerInBackward:
         self._nonfinite_counts: list = []
         self._norm = self._max_norm = None
 
-    def _defer(self, item, norm, max_norm, found) -> None:
-        """Leave an item's update to ``optimizer.step()``.
+    def defer(self, item, norm=None, max_norm=None, found=None) -> None:
+        """Leave an item's update to ``optimizer.step()``. A local call.
 
         `norm`: of all reduced gradients, before unscaling; with `max_norm` they are clipped by it.
         `found`: the number of non-finite gradients, over all ranks; if it isn't 0 the step is left

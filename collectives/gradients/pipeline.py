@@ -18,12 +18,13 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..comm.consensus import verify_same
-from ..compression import Bucket, Compressor, NoCompression, Scaling
+from ..compression import Bucket, NoCompression, Scaling
 from ..optimizer_state import clip_coefficient
+from ..parameter_names import ParameterNames
 from .hyperparameters import HyperparameterCheck
 from .local_sgd import LocalSGD
 from .optimizer_in_backward import OptimizerInBackward
-from .options import HookOptions
+from .options import HookOptions, parse_local_steps
 from .saved_layout import SavedBuckets
 from .streams import CommStream, get_comm_streams
 
@@ -98,18 +99,18 @@ def _count_local_step(pipeline: GradientPipeline, gradients: ReducedGradients) -
 class GradientPipeline:
     """Pipeline of the gradients of one `HookState`.
 
-    `find_scaler`: a function that returns the GradScaler in use, or None. `local_sgd`: post-local
-    SGD, or None. A front end calls `begin_backward`, reduces its buckets, and calls `end_backward`.
+    `parameter_names`: the names by which state is saved. `find_scaler`: a function that returns the
+    GradScaler in use, or None. A front end calls `begin_backward`, reduces its buckets, and calls
+    `end_backward`.
     """
 
-    def __init__(
-        self, options: HookOptions, compressor: Compressor, buckets: SavedBuckets, *,
-        find_scaler: Callable, local_sgd: LocalSGD | None = None,
-    ):  # fmt: skip
+    def __init__(self, options: HookOptions, parameter_names: ParameterNames, find_scaler: Callable):
         self.options = options
-        self.compressor = compressor
-        self.buckets = buckets  # of earlier backwards, and of a saved run
-        self.local_sgd = local_sgd
+        self.parameter_names = parameter_names
+        self.compressor = options.make_compressor(parameter_names)
+        self.buckets = SavedBuckets(parameter_names)  # of earlier backwards, and of a saved run
+        local_steps = options.local_steps
+        self.local_sgd = None if local_steps is None else LocalSGD(*parse_local_steps(local_steps))
         self.comm: Communicator | None = None  # of the newest backward
         self.comm_streams: list[CommStream] = []
         self.scaling = Scaling()

@@ -28,8 +28,9 @@ class ShardedStep(OptimizerInBackward):
     it owns.
 
     Parameters must be dense. For each bucket the hook leaves this rank's reduced gradients at
-    ``shard_spec(...).shard`` and ``.remainder`` of ``bucket.flat`` and calls `update`, or `defer`
-    where the update must wait for ``optimizer.step()``.
+    ``shard_spec(...).shard`` and ``.remainder`` of ``bucket.flat`` and calls `update`. Where the
+    update must wait for ``optimizer.step()``, which takes the gradients from ``param.grad``, it
+    calls `defer` with the item (communicator, bucket, `align`).
 
     ``optimizer.state`` and ``optimizer.state_dict()`` hold what this rank owns, as tensors of one
     dimension, and their layout under "shard". If the buckets change, as DDP's do after the first
@@ -52,17 +53,11 @@ class ShardedStep(OptimizerInBackward):
     def shard_spec(self, bucket, world_size: int, rank: int, align: int | None = None) -> ShardSpec:
         """Return what a rank owns of a bucket.
 
-        `align`: elements of which a shard is a multiple; None: 16 bytes.
+        `align`: elements of which a shard is a multiple; None or 0: 16 bytes.
         """
         return ShardSpec(bucket.flat.numel(), world_size, align or _ALIGNMENT // bucket.flat.element_size(), rank)
 
     # ---- What waits for optimizer.step().
-
-    def defer(self, comm, bucket, norm=None, max_norm=None, found=None, *, align=None) -> None:
-        """Leave a bucket's update to ``optimizer.step()``, which then takes its gradients from
-        ``param.grad``; see `_defer`.
-        """
-        self._defer((comm, bucket, align), norm, max_norm, found)
 
     def _step_item(self, item, *, scale, clip, found) -> None:
         comm, bucket, align = item

@@ -61,10 +61,6 @@ class UnitStep(OptimizerInBackward):
         self.applied = True
         self.optimizer._opt_called = True  # lr schedulers check it
 
-    def defer(self, unit, norm=None, max_norm=None, found=None) -> None:
-        """Leave a unit's update to ``optimizer.step()``; see `_defer`."""
-        self._defer(unit, norm, max_norm, found)
-
     def _step_item(self, item, *, scale, clip, found) -> None:
         self.update(item, clip=clip, found=found)  # the optimizer reads the scale itself
 

@@ -52,11 +52,12 @@ class Hook:
         self.found += (~torch.isfinite(mine)).sum()
         self.squares += mine.double().square().sum()
         if not last:
-            self.sharded.defer(self.comm, bucket)
+            self.sharded.defer((self.comm, bucket, None))
             return future
         self.comm.all_reduce(self.found)
         self.comm.all_reduce(self.squares)
-        self.sharded.defer(self.comm, bucket, self.squares.sqrt(), self.max_norm, self.found if self.reports else None)
+        found = self.found if self.reports else None
+        self.sharded.defer((self.comm, bucket, None), self.squares.sqrt(), self.max_norm, found)
         return future
 
 
