@@ -49,7 +49,14 @@ class CollectivesError(RuntimeError):
         return f"{where}: {self.message}" if where else self.message
 
     def __reduce__(self):
-        return partial(type(self), **{name: getattr(self, name) for name in _FIELDS}), ()
+        return partial(type(self), **self._state()), ()
+
+    def _state(self) -> dict:
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    def with_addition(self, text: str) -> CollectivesError:
+        """Return the same error with more text behind its message."""
+        return type(self)(**{**self._state(), "message": self.message + text})
 
 
 class EngineUnavailable(CollectivesError, ImportError):

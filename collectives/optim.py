@@ -16,6 +16,7 @@ betas as tensors are refused (``InvalidArgument``).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import numbers
@@ -32,7 +33,7 @@ from .optimizer_state import (
     HALF_DTYPES,
     clip_coefficient,
     increment_steps,
-    init_step_count,
+    init_state,
     new_state_tensor,
     random_bit_offsets,
     same_objects,
@@ -178,12 +179,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._refresh_masters()
 
     @torch.no_grad()
-    def _refresh_masters(self) -> None:
+    def _refresh_masters(self, parts=None) -> None:
+        """Update the masters. `parts(param, state)`: yields the memory of a master with that of its
+        parameter; None: both as a whole.
+        """
         for group in self.param_groups:
             for param in group["params"]:
-                master = self.state[param].get("master_param") if param in self.state else None
-                if master is not None and param.dtype in HALF_DTYPES:
-                    update_master(_local(master), _local(param), group["stochastic_rounding"])
+                state = self.state[param] if param in self.state else {}
+                if state.get("master_param") is not None and param.dtype in HALF_DTYPES:
+                    whole = [(_local(state["master_param"]), _local(param))]
+                    for master, memory in whole if parts is None else parts(param, state):
+                        update_master(master, memory, group["stochastic_rounding"])
 
     def _convert_loaded_state(self, loaded) -> None:
         """Convert loaded state to the dtypes, devices and strides that the kernels need."""
@@ -357,16 +363,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "the optimizer's state is one rank's shard: load the full one (HookState's or ShardedStep's "
                 "state_dict(full=True)), or step inside of the hook"
             )
-        if self._counts_steps(group):
-            init_step_count(param, state, columns)
-        for key in columns:
-            if state.get(key) is None:
-                state[key] = new_state_tensor(param)
-        if group["master_weights"]:
-            if param.dtype not in HALF_DTYPES:
-                state.pop("master_param", None)  # after model.float(): the parameter is as wide itself
-            elif state.get("master_param") is None:
-                state["master_param"] = new_state_tensor(param).copy_(param)
+        zeros = functools.partial(new_state_tensor, param)
+        init_state(
+            param, state, columns, counts=self._counts_steps(group), masters=group["master_weights"], zeros=zeros,
+            master=lambda: zeros().copy_(param),
+        )  # fmt: skip
         for key in (*columns, "master_param"):
             value = state.get(key)
             # After model.to(memory_format=...).

@@ -14,7 +14,7 @@ __all__ = [
     "HALF_DTYPES",
     "clip_coefficient",
     "increment_steps",
-    "init_step_count",
+    "init_state",
     "new_state_tensor",
     "random_bit_offsets",
     "same_objects",
@@ -71,6 +71,24 @@ def init_step_count(param, state, columns) -> None:
         state["step"] = step_count(param, 0 if all(state.get(key) is None for key in columns) else 1)
     elif not isinstance(step, torch.Tensor) or step.get_device() != param.get_device() or step.is_inference():
         state["step"] = step_count(param, step)
+
+
+def init_state(param, state, columns, *, counts: bool, masters: bool, zeros, master) -> None:
+    """Add what is missing in a parameter's state.
+
+    `columns`: keys of the tensors that ``zeros()`` makes; `counts`: it has the number of steps;
+    `masters`: a 16-bit parameter has a master, which ``master()`` makes.
+    """
+    if counts:
+        init_step_count(param, state, columns)
+    for key in columns:
+        if state.get(key) is None:
+            state[key] = zeros()
+    if masters:
+        if param.dtype not in HALF_DTYPES:
+            state.pop("master_param", None)  # after model.float(): the parameter is as wide itself
+        elif state.get("master_param") is None:
+            state["master_param"] = master()
 
 
 def increment_steps(steps, found, one=None) -> None:

@@ -1,5 +1,4 @@
-"""Compressors of gradient buckets: fp32, 16 and 8 bits with error feedback, PowerSGD, hierarchical.
-"""
+"""Compressors of gradient buckets: fp32, 16 and 8 bits with error feedback, PowerSGD, hierarchical."""
 
 from .base import Compressor, NoCompression, has_fused_stats, parse_wire, reduce_op, remaining_scale, ring_bytes
 from .bucket import Bucket, Scaling

@@ -8,12 +8,12 @@ the result and one subtracts it from the sum.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
+from ..optimizer_state import same_objects
 from .bucket import Bucket
 from .scratch import use_on_current_stream
 
@@ -101,8 +101,7 @@ class LowRankPlan:
         return (
             (flat.numel(), flat.dtype, flat.device) == (self.numel, self.dtype, self.device)
             and bucket.offsets == self.offsets
-            and len(bucket.params) == len(self.params)
-            and not any(map(operator.is_not, bucket.params, self.params))
+            and same_objects(bucket.params, self.params)
         )
 
     def row_chunks(self, matrix: Matrix) -> Iterator[tuple[slice, torch.Tensor]]:

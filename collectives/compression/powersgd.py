@@ -31,22 +31,19 @@ class PowerSGD(Compressor):
     A parameter is compressed if its factors have less than half of its elements. The matrix is its
     first dimension by all others, in the order of the gradient's memory. Everything is computed in
     fp32 (fp64 for fp64). `error_feedback`: keep what compression loses and add it to the next
-    gradient; without it training with a low rank mostly fails. `seed`: of the first step's Q, the
-    same on all ranks. All ranks get the same bits if their processors are of one kind.
+    gradient; without it training with a low rank mostly fails. All ranks get the same bits if their
+    processors are of one kind.
 
     If any rank's matrix isn't finite all ranks get NaN for it. Q and the residual stay as they were
     before the step; on the host the residual to within a rounding, and 0 where this rank's own
     gradient isn't finite.
     """
 
-    def __init__(
-        self, rank: int, *, error_feedback: bool = True, seed: int = 0, parameter_names: ParameterNames | None = None
-    ):
+    def __init__(self, rank: int, *, error_feedback: bool = True, parameter_names: ParameterNames | None = None):
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise InvalidArgument(f"the rank of PowerSGD must be an int from 1 up, not {rank!r:.60}")
         self.rank = rank
         self.error_feedback = error_feedback
-        self.seed = seed
         self._parameter_names = parameter_names or ParameterNames()
         self.residuals = Residuals(self._parameter_names)
         self._plans: dict[tuple, LowRankPlan] = {}  # by bucket
@@ -135,7 +132,7 @@ class PowerSGD(Compressor):
         """Return a random Q, which depends on the shape alone: a resumed run has the same one."""
         key = (width, columns, dtype, device)
         if key not in self._random:
-            generator = torch.Generator().manual_seed(self.seed)
+            generator = torch.Generator().manual_seed(0)
             drawn = torch.randn(1, width, columns, generator=generator, dtype=torch.float64)
             orthonormalise(drawn)
             self._random[key] = drawn[0].to(device, dtype)

@@ -126,9 +126,7 @@ def _flatten_dense(buffer: torch.Tensor) -> torch.Tensor:
 
 def _explain(error: CollectivesError, bucket: Bucket) -> CollectivesError:
     """Return the same error with its bucket and its consequence for DDP in the text."""
-    return type(error)(
-        f"{error.message} -- in gradient bucket {bucket.index}, of {bucket.describe()}. A DistributedDataParallel "
-        "object can't go on after its hook has failed: mend the cause and build it again",
-        code=error.code, op=error.op, rank=error.rank, peers=error.peers, seq=error.seq, nbytes=error.nbytes,
-        detail=error.detail,
-    )  # fmt: skip
+    return error.with_addition(
+        f" -- in gradient bucket {bucket.index}, of {bucket.describe()}. A DistributedDataParallel object can't go on "
+        "after its hook has failed: mend the cause and build it again"
+    )

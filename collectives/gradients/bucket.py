@@ -18,11 +18,11 @@ from ..arrays import kind_of
 from ..compression import Bucket
 from ..errors import InvalidArgument
 from ..kernels import Table, pack, unpack
+from ..kernels.parameter_arrays import dense_strides
 from ..kernels.tensor_list import TensorList
 from ..layout import bucket_layout
 from ..torch_compat import cuda_current_raw_stream, is_traceable_wrapper_subclass
 from .grad_memory import (
-    dense_strides,
     flat_memory,
     grad_dtype,
     overlaps_itself,
@@ -72,7 +72,7 @@ class _GradientTable(Table):
             self._ends = self._starts + self._lengths
             self._data[:] = self._starts
             self.rows.changed()
-            self._apart_from = None
+            self._checked_flat = None
         return True
 
     def spans(self) -> tuple[list[int], list[int]]:

@@ -28,7 +28,6 @@ class BucketGradients:
     def __init__(self, pipeline: GradientPipeline, counted: list[CommStream], *, finds_unused: bool = False):
         self.pipeline = pipeline
         self.buckets: list[Bucket] = []  # that the stages look at, in the order of their reduction
-        self.bytes_sent = 0  # by the stages
         self._finds_unused = finds_unused
         self._grad_stats = {each: torch.zeros(2, dtype=torch.float64, device=each.comm.device) for each in counted}
 
@@ -55,12 +54,9 @@ class BucketGradients:
             _end_trace(recorder, comm_stream, begun, name, bucket, nbytes)
         return nbytes
 
-    @property
-    def _align(self) -> int | None:
-        return self.pipeline.compressor.align or None
-
     def _shard_spec(self, comm, bucket):
-        return self.pipeline.optimizer_step.shard_spec(bucket, comm.size, comm.rank, self._align)
+        align = self.pipeline.compressor.align
+        return self.pipeline.optimizer_step.shard_spec(bucket, comm.size, comm.rank, align)
 
     def _step_bucket(self, comm, bucket: Bucket, **options) -> int:
         """Step the optimizer for a bucket, without the parameters that no rank has used.
@@ -69,7 +65,7 @@ class BucketGradients:
         """
         unused, maybe_unused = find_unused_parameters(comm, bucket) if self._finds_unused else ((), None)
         return self.pipeline.optimizer_step.update(
-            comm, bucket, align=self._align, unused=unused, maybe_unused=maybe_unused, **options
+            comm, bucket, align=self.pipeline.compressor.align, unused=unused, maybe_unused=maybe_unused, **options
         )
 
     # ---- What the stages read and change.
@@ -108,13 +104,14 @@ class BucketGradients:
         """Step the optimizer for all buckets, where their reduction has not."""
         if not self.pipeline.steps_at_once:
             for bucket in self.buckets:
-                self.bytes_sent += self._step_bucket(self.pipeline.comm, bucket, clip=clip, found=found)
+                self.pipeline.count(0, self._step_bucket(self.pipeline.comm, bucket, clip=clip, found=found), 0)
 
     def defer_step(self, *, norm, max_norm, found) -> None:
         """Leave the buckets' updates to ``optimizer.step()``."""
-        comm, step = self.pipeline.comm, self.pipeline.optimizer_step
+        pipeline = self.pipeline
         for bucket in self.buckets:
-            step.defer(comm, bucket, norm, max_norm, found, align=self._align)
+            item = pipeline.comm, bucket, pipeline.compressor.align
+            pipeline.optimizer_step.defer(item, norm, max_norm, found)
 
 
 # ---- Traces.

@@ -44,7 +44,7 @@ class BucketState:
         self.group_places = group_places
         self.device = self.params[0].device
         for at, param in enumerate(self.params):
-            if hasattr(param, "to_local") or not (param.is_contiguous() or is_dense(param)):
+            if hasattr(param, "to_local") or not is_dense(param):
                 raise InvalidArgument(
                     f"{self.name(at)} of shape {tuple(param.shape)} and strides {tuple(param.stride())} is not a dense "
                     "tensor of its own, as an optimizer inside of the hook needs: leave HookState's optimizer out, or "

@@ -355,11 +355,7 @@ def _naming_bucket(bucket: GradientBucket):
     try:
         yield
     except CollectivesError as error:
-        raise type(error)(
-            f"{error.message} -- in gradient bucket {bucket.index}, of {bucket.describe()}",
-            code=error.code, op=error.op, rank=error.rank, peers=error.peers, seq=error.seq, nbytes=error.nbytes,
-            detail=error.detail,
-        ) from error  # fmt: skip
+        raise error.with_addition(f" -- in gradient bucket {bucket.index}, of {bucket.describe()}") from error
 
 
 def _check_arguments(comm, process_group, average, overlap) -> None:

@@ -89,11 +89,7 @@ def _all_reduce(state, data: torch.Tensor) -> None:
     try:
         if comm is None:
             comm = opened = get_communicator(state.get_process_group(), data.device)
-        algorithm = state.algorithm
-        if state.deterministic:  # in rank order, as the host engine's native algorithm always sums
-            algorithm = "native" if data.is_cpu else "direct"
-        elif algorithm == "native":
-            algorithm = None  # what tuning or COLLECTIVES_ALGORITHM says
+        algorithm = state.compressor.choose_algorithm(comm)
         work = comm.all_reduce(data, "avg" if state.average else "sum", async_op=True, algorithm=algorithm)
         work.wait()  # on CUDA the stream waits, not the host
     except CollectivesError as error:

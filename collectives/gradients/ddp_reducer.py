@@ -18,7 +18,7 @@ import torch
 from ..comm.communicator import Communicator
 from ..compression import Bucket
 from ..errors import CollectivesError, InvalidUsage
-from ..parameter_names import ParameterNames, find_ddp
+from ..parameter_names import find_ddp
 from ..recorder import recording
 from ..torch_compat import current_graph_task_id
 from .bucket_gradients import BucketGradients
@@ -56,15 +56,11 @@ class PendingBucket:
 
 
 class DDPReducer:
-    """Reduces the buckets of DDP modules by a `GradientPipeline`.
+    """Reduces the buckets of DDP modules by a `GradientPipeline`."""
 
-    `parameter_names`: the names by which state is saved.
-    """
-
-    def __init__(self, pipeline: GradientPipeline, parameter_names: ParameterNames):
+    def __init__(self, pipeline: GradientPipeline):
         self.pipeline = pipeline
         self.gradients = BucketGradients(pipeline, [])  # of the newest backward
-        self.parameter_names = parameter_names
         self._pending: list[PendingBucket] = []
         self._owner = None  # weak reference to the first parameter of the backward under way
         self._task = -1  # id of its autograd graph task
@@ -214,7 +210,6 @@ class DDPReducer:
         self._join_streams()
         self.gradients.buckets = [pending.bucket for pending in self._pending]
         self.pipeline.end_backward(self.gradients)
-        self.pipeline.count(0, self.gradients.bytes_sent, 0)
         self.pipeline.buckets.remember([pending.bucket.params for pending in self._pending], self._saved)
         self._complete()
 
@@ -284,14 +279,15 @@ class DDPReducer:
             for pending in held
             for param, part in zip(pending.bucket.params, pending.bucket.parts(), strict=True)
         }
-        layout = self._saved.regroup([pending.bucket.params for pending in held], self.parameter_names)
+        parameter_names = self.pipeline.parameter_names
+        layout = self._saved.regroup([pending.bucket.params for pending in held], parameter_names)
         copies = []
         streams = self.pipeline.comm_streams
         for index, params in enumerate(layout):
             members = [gradients[id(param)] for param in params]
             flat = torch.cat([part for _, part in members])
             offsets = [0, *itertools.accumulate(part.numel() for _, part in members[:-1])]
-            bucket = Bucket(flat, [param for param, _ in members], offsets, index, self.parameter_names)
+            bucket = Bucket(flat, [param for param, _ in members], offsets, index, parameter_names)
             copies.append((bucket, [part for _, part in members]))
             pending = PendingBucket(bucket, None, streams[index % len(streams)])
             self._pending.append(pending)

@@ -9,7 +9,6 @@ import torch
 from ..torch_compat import TensorBase
 
 __all__ = [
-    "dense_strides",
     "flat_memory",
     "grad_dtype",
     "overlaps_itself",
@@ -27,22 +26,6 @@ def grad_dtype(param) -> torch.dtype:
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
-
-
-def dense_strides(tensor) -> tuple[int, ...] | None:
-    """Return the strides of a dense tensor in another order than a contiguous one's.
-
-    None for all others. A dimension of one element has a stride of 0 in the result.
-    """
-    if tensor.is_contiguous():
-        return None
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return None
-            expected *= size
-    return tuple(stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def overlaps_itself(tensor) -> bool:

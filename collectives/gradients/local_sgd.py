@@ -23,6 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import Table, pack, unpack
+from ..kernels.parameter_arrays import is_dense
+from ..optimizer_state import state_dtype
+from .grad_memory import flat_memory
 
 __all__ = ["LocalSGD"]
 
@@ -59,9 +62,6 @@ class LocalSGD:
     """
 
     def __init__(self, every: int, after: int = 0):
-        for name, value, least in (("every", every, 1), ("after", after, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidArgument(f"{name} must be an int from {least} up, not {value!r:.60}")
         self.every = every
         self.after = after
         self._modules: list[weakref.ref] = []  # in the order of their first backwards; their parameters hold them
@@ -80,7 +80,7 @@ class LocalSGD:
         if module.backwards < self.after:
             return True
         if self._average_due(module):
-            self._largest.append(torch.linalg.vector_norm(bucket.flat, torch.inf, dtype=_at_least_fp32(bucket.flat)))
+            self._largest.append(torch.linalg.vector_norm(bucket.flat, torch.inf, dtype=state_dtype(bucket.flat)))
         return False
 
     def end_backward(self) -> None:
@@ -206,16 +206,12 @@ def average_parameters(comm, params: list[torch.nn.Parameter]) -> None:
 
 def _memory(param: torch.nn.Parameter) -> torch.Tensor:
     """View a parameter's elements in the order of its memory, as reals."""
-    real = torch.view_as_real(param) if param.is_complex() else param
-    if real.is_contiguous():
-        return real.view(-1)
-    inward = real.permute(sorted(range(real.dim()), key=real.stride, reverse=True))  # of channels last, say
-    if not inward.is_contiguous():
+    if not is_dense(param):
         raise InvalidArgument(
             f"a parameter of shape {tuple(param.shape)} and strides {param.stride()} has gaps or overlaps in its "
             "memory and can't be averaged: make it from a contiguous tensor"
         )
-    return inward.view(-1)
+    return flat_memory(param)
 
 
 def _chunks(memory: list[torch.Tensor], most: int) -> Iterator[tuple[list[torch.Tensor], list[int]]]:
@@ -234,10 +230,6 @@ def _chunks(memory: list[torch.Tensor], most: int) -> Iterator[tuple[list[torch.
                 parts, offsets, used = [], [], 0
     if parts:
         yield parts, offsets
-
-
-def _at_least_fp32(values: torch.Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 # ---- The step post-hook of all optimizers.

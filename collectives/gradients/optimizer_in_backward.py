@@ -23,17 +23,12 @@ class OptimizerInBackward:
     ends the step; see `step`. A front end calls `begin` at the start of a backward. For each of its
     items (a DDP bucket, a sharded unit) it then steps at once, or defers the update to
     ``optimizer.step()``, as a GradScaler needs. A subclass steps an item and says which parameters
-    its items have. Raises `InvalidArgument` for another optimizer.
+    its items have.
     """
 
     items = ""  # what is stepped as a whole, in the plural
 
     def __init__(self, optimizer: FusedOptimizer):
-        if not isinstance(optimizer, FusedOptimizer):
-            raise InvalidArgument(
-                "the optimizer that a hook steps must be a collectives.optim.SGD, Adam or AdamW, not a "
-                f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-            )
         self.optimizer = optimizer
         self.applied = False  # whether an update was applied in the backward that has begun last
         self._divided = False  # whether the applied update undid a GradScaler's scale
@@ -59,10 +54,6 @@ class OptimizerInBackward:
     def _check_unscaled(self) -> None:
         """Raise `InvalidUsage` where ``scaler.unscale_`` must not be called before a deferred step."""
 
-    def _share_found(self, found):
-        """Return the ranks' common `found`, where a GradScaler has looked at this rank's gradients."""
-        return found
-
     def _unreduced(self) -> list[tuple[torch.nn.Parameter, str]]:
         """Return the optimizer's parameters that are in no item, each with its name for a message."""
         raise NotImplementedError
@@ -83,7 +74,7 @@ class OptimizerInBackward:
 
     def refresh_masters(self) -> None:
         """Update this rank's masters from the parameters; see the optimizer's `refresh_masters`."""
-        raise NotImplementedError
+        self.optimizer._refresh_masters()
 
     # ---- A backward.
 
@@ -111,8 +102,8 @@ class OptimizerInBackward:
         self._nonfinite_counts: list = []
         self._norm = self._max_norm = None
 
-    def _defer(self, item, norm, max_norm, found) -> None:
-        """Leave an item's update to ``optimizer.step()``.
+    def defer(self, item, norm=None, max_norm=None, found=None) -> None:
+        """Leave an item's update to ``optimizer.step()``. A local call.
 
         `norm`: of all reduced gradients, before unscaling; with `max_norm` they are clipped by it.
         `found`: the number of non-finite gradients, over all ranks; if it isn't 0 the step is left
@@ -179,8 +170,6 @@ class OptimizerInBackward:
             norm = norm if scale is None else norm / scale.to(norm.device, torch.float64)
             clip = clip_coefficient(norm, self._max_norm)
         found = FusedOptimizer._parse_found_nonfinite(*self._nonfinite_counts, found_inf)
-        if found_inf is not None:
-            found = self._share_found(found)
         pending = self._pending
         self.discard()
         for item in pending:

@@ -11,7 +11,7 @@ from ..arrays import kind_of
 from ..compression import Compressor, make_compressor, parse_wire
 from ..compression.hierarchical import Hierarchical
 from ..errors import InvalidArgument
-from ..layout import WIRE_BLOCKS, WIRE_FORMATS
+from ..layout import WIRE_FORMATS
 from ..optim import FusedOptimizer
 
 __all__ = ["HookOptions", "parse_local_steps", "parse_streams"]
@@ -50,8 +50,6 @@ class HookOptions:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"{name} must be True or False, not {getattr(self, name)!r}")
         wire, _ = parse_wire(self.wire)
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block not in WIRE_BLOCKS:
-            raise InvalidArgument(f"block must be one of {', '.join(map(str, WIRE_BLOCKS))}, not {self.block!r:.60}")
         if self.gather is not None and (not isinstance(self.gather, str) or self.gather not in WIRE_FORMATS):
             formats = ", ".join(map(repr, WIRE_FORMATS))
             raise InvalidArgument(f"gather must be None or one of {formats}, not {self.gather!r:.60}")

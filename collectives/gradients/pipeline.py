@@ -18,12 +18,13 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..comm.consensus import verify_same
-from ..compression import Bucket, Compressor, NoCompression, Scaling
+from ..compression import Bucket, NoCompression, Scaling
 from ..optimizer_state import clip_coefficient
+from ..parameter_names import ParameterNames
 from .hyperparameters import HyperparameterCheck
 from .local_sgd import LocalSGD
 from .optimizer_in_backward import OptimizerInBackward
-from .options import HookOptions
+from .options import HookOptions, parse_local_steps
 from .saved_layout import SavedBuckets
 from .streams import CommStream, get_comm_streams
 
@@ -55,99 +56,61 @@ class ReducedGradients(Protocol):
         """Leave the optimizer's updates to ``optimizer.step()``, which clips them."""
 
 
-class Stage(Protocol):
-    """Something to do after the last bucket of a backward."""
-
-    def end_backward(self, pipeline: GradientPipeline, gradients: ReducedGradients) -> None:
-        """Do it. All ranks do."""
+# ---- The stages: functions of a pipeline and what a backward has reduced. All ranks run them.
 
 
-class SumStatistics:
-    """Adds up the ranks' statistics: the gradient's norm, and the number of its non-finite values."""
-
-    def __init__(self, norm_type: float, deterministic: bool):
-        self.norm_type = norm_type
-        self.deterministic = deterministic
-
-    def end_backward(self, pipeline, gradients) -> None:
-        """Set the pipeline's `norm` and `nonfinite`."""
-        comm, total = pipeline.comm, gradients.sum_stats()
-        NoCompression().reduce(comm, Bucket(total, [], [], 0), Scaling())
-        found_on_the_way = self.norm_type == 2 and not (self.deterministic and gradients.whole)
-        norm = total[0].sqrt() if found_on_the_way else gradients.norm(float(self.norm_type))
-        pipeline.nonfinite = int(total[1]) if comm._on_host else total[1]
-        pipeline.norm = norm.item() if comm._on_host else norm
+def _sum_statistics(pipeline: GradientPipeline, gradients: ReducedGradients) -> None:
+    """Add up the ranks' statistics: set the pipeline's `norm` and `nonfinite`."""
+    comm, options, total = pipeline.comm, pipeline.options, gradients.sum_stats()
+    NoCompression().reduce(comm, Bucket(total, [], [], 0), Scaling())
+    found_on_the_way = options.norm_type == 2 and not (options.deterministic and gradients.whole)
+    norm = total[0].sqrt() if found_on_the_way else gradients.norm(float(options.norm_type))
+    pipeline.nonfinite = int(total[1]) if comm._on_host else total[1]
+    pipeline.norm = norm.item() if comm._on_host else norm
 
 
-class ClipGradients:
-    """Clips the gradients by their norm, from which a GradScaler's factor is divided out."""
-
-    def __init__(self, max_norm: float):
-        self.max_norm = max_norm
-
-    def end_backward(self, pipeline, gradients) -> None:
-        """Multiply the gradients, unless it would be by 1."""
-        if pipeline.scaler is not None:
-            scale = pipeline.scaler._scale
-            pipeline.norm = pipeline.norm / (scale.item() if pipeline.comm._on_host else scale.to(torch.float64))
-        clip = clip_coefficient(pipeline.norm, self.max_norm)
-        if not (isinstance(clip, float) and clip == 1.0):
-            gradients.multiply(clip)
+def _clip(pipeline: GradientPipeline, gradients: ReducedGradients) -> None:
+    """Clip the gradients by their norm, from which a GradScaler's factor is divided out."""
+    if pipeline.scaler is not None:
+        scale = pipeline.scaler._scale
+        pipeline.norm = pipeline.norm / (scale.item() if pipeline.comm._on_host else scale.to(torch.float64))
+    clip = clip_coefficient(pipeline.norm, pipeline.options.max_norm)
+    if not (isinstance(clip, float) and clip == 1.0):
+        gradients.multiply(clip)
 
 
-class StepOptimizer:
-    """Steps the optimizer with the clipped gradients; not where some aren't finite, if that is
-    checked.
-    """
-
-    def __init__(self, max_norm: float | None, check_finite: bool):
-        self.max_norm = max_norm
-        self.check_finite = check_finite
-
-    def end_backward(self, pipeline, gradients) -> None:
-        """Step what the backward has not stepped."""
-        clip = 1.0 if self.max_norm is None else clip_coefficient(pipeline.norm, self.max_norm)
-        gradients.step(clip=clip, found=pipeline.nonfinite if self.check_finite else None)
+def _step_optimizer(pipeline: GradientPipeline, gradients: ReducedGradients) -> None:
+    """Step with the clipped gradients; not where some aren't finite, if that is checked."""
+    options = pipeline.options
+    clip = 1.0 if options.max_norm is None else clip_coefficient(pipeline.norm, options.max_norm)
+    gradients.step(clip=clip, found=pipeline.nonfinite if options.check_finite else None)
 
 
-class DeferStep:
-    """Leaves the optimizer's step to its GradScaler."""
-
-    def __init__(self, max_norm: float | None):
-        self.max_norm = max_norm
-
-    def end_backward(self, pipeline, gradients) -> None:
-        """Leave what ``optimizer.step()`` needs."""
-        gradients.defer_step(norm=pipeline.norm, max_norm=self.max_norm, found=pipeline.nonfinite)
+def _defer_step(pipeline: GradientPipeline, gradients: ReducedGradients) -> None:
+    """Leave the optimizer's step to its GradScaler."""
+    gradients.defer_step(norm=pipeline.norm, max_norm=pipeline.options.max_norm, found=pipeline.nonfinite)
 
 
-class AverageModels:
-    """Counts the backwards of post-local SGD, which averages the models after some."""
-
-    def __init__(self, local_sgd: LocalSGD):
-        self.local_sgd = local_sgd
-
-    def end_backward(self, pipeline, gradients) -> None:
-        """Count a backward."""
-        self.local_sgd.end_backward()
+def _count_local_step(pipeline: GradientPipeline, gradients: ReducedGradients) -> None:
+    """Count a backward of post-local SGD, which averages the models after some."""
+    pipeline.local_sgd.end_backward()
 
 
 class GradientPipeline:
     """Pipeline of the gradients of one `HookState`.
 
-    `find_scaler`: a function that returns the GradScaler in use, or None. `describe_options`: a
-    function that returns, by name, what must be the same on all ranks. `local_sgd`: post-local SGD,
-    or None. A front end calls `begin_backward`, `reduce` for each bucket, and `end_backward`.
+    `parameter_names`: the names by which state is saved. `find_scaler`: a function that returns the
+    GradScaler in use, or None. A front end calls `begin_backward`, reduces its buckets, and calls
+    `end_backward`.
     """
 
-    def __init__(
-        self, options: HookOptions, compressor: Compressor, buckets: SavedBuckets, *,
-        find_scaler: Callable, describe_options: Callable, local_sgd: LocalSGD | None = None,
-    ):  # fmt: skip
+    def __init__(self, options: HookOptions, parameter_names: ParameterNames, find_scaler: Callable):
         self.options = options
-        self.compressor = compressor
-        self.buckets = buckets  # of earlier backwards, and of a saved run
-        self.local_sgd = local_sgd
+        self.parameter_names = parameter_names
+        self.compressor = options.make_compressor(parameter_names)
+        self.buckets = SavedBuckets(parameter_names)  # of earlier backwards, and of a saved run
+        local_steps = options.local_steps
+        self.local_sgd = None if local_steps is None else LocalSGD(*parse_local_steps(local_steps))
         self.comm: Communicator | None = None  # of the newest backward
         self.comm_streams: list[CommStream] = []
         self.scaling = Scaling()
@@ -158,7 +121,6 @@ class GradientPipeline:
         self.world_size = 0  # in the last backward
         self.totals = {"backwards": 0, "buckets": 0, "bytes_on_wire": 0, "bytes_as_fp32": 0, "seconds_in_hook": 0.0}
         self._find_scaler = find_scaler
-        self._describe_options = describe_options
         self._verified: weakref.WeakSet = weakref.WeakSet()  # communicators on which the ranks' options were compared
         self._hyperparameters = HyperparameterCheck()
         self.compose(None)
@@ -166,32 +128,23 @@ class GradientPipeline:
     # ---- The stages.
 
     def compose(self, step: OptimizerInBackward | None) -> None:
-        """Choose the stages of backwards with and without a GradScaler. `step`: what steps the
-        optimizer inside of the backward, or None.
-        """
+        """Choose the stages. `step`: what steps the optimizer inside of the backward, or None."""
         self.optimizer_step = step
         self._takes_scaler = self.options.max_norm is not None or step is not None
-        self._compositions = {scaled: self._stages(scaled) for scaled in (False, True)}
         self._choose(scaled=False)
 
-    def _stages(self, scaled: bool) -> tuple[Stage, ...]:
-        options, stages = self.options, []
-        if options.needs_stats or (scaled and self.optimizer_step is not None):
-            stages.append(SumStatistics(options.norm_type, options.deterministic))
-        if self.optimizer_step is None and options.max_norm is not None:
-            stages.append(ClipGradients(options.max_norm))
-        elif self.optimizer_step is not None and scaled:
-            stages.append(DeferStep(options.max_norm))
-        elif self.optimizer_step is not None:
-            stages.append(StepOptimizer(options.max_norm, options.check_finite))
-        if self.local_sgd is not None:
-            stages.append(AverageModels(self.local_sgd))
-        return tuple(stages)
-
     def _choose(self, *, scaled: bool) -> None:
-        self.stages = self._compositions[scaled]
-        self.needs_stats = self.options.needs_stats or (scaled and self.optimizer_step is not None)
-        self.steps_at_once = self.optimizer_step is not None and not self.needs_stats
+        steps = self.optimizer_step is not None
+        self.needs_stats = self.options.needs_stats or (scaled and steps)
+        self.steps_at_once = steps and not self.needs_stats
+        stages = [
+            (self.needs_stats, _sum_statistics),
+            (not steps and self.options.max_norm is not None, _clip),
+            (steps and scaled, _defer_step),
+            (steps and not scaled, _step_optimizer),
+            (self.local_sgd is not None, _count_local_step),
+        ]
+        self.stages = tuple(stage for wanted, stage in stages if wanted)
 
     # ---- A backward.
 
@@ -223,12 +176,21 @@ class GradientPipeline:
             if comm not in self._verified:
                 self.buckets.check_world_size(comm.size)
                 verify_same(
-                    comm, "the ranks' HookStates differ", self._describe_options(),
+                    comm, "the ranks' HookStates differ", self.describe_options(),
                     "give all ranks the same arguments, and the same COLLECTIVES_* variables",
                 )  # fmt: skip
                 self._verified.add(comm)
             self.comm, self.scaling = comm, self.get_scaling(comm.size)
         self.comm_streams = get_comm_streams(comm, streams)
+
+    def describe_options(self) -> dict:
+        """Return the options that must be the same on all ranks, by name."""
+        described = {name: value for name, value in vars(self.options).items() if name != "zero_copy"}
+        step = self.optimizer_step
+        described["optimizer"] = None if step is None else type(step.optimizer).__name__
+        described["loaded from a saved state"] = self.buckets.resumes
+        described["what the wire starts from"] = self.compressor.state_checksum()
+        return described
 
     def compare_hyperparameters(self) -> None:
         """Raise `Mismatch` where the ranks would step the optimizer with different learning rates
@@ -249,16 +211,15 @@ class GradientPipeline:
         """Run the stages after the last bucket. All ranks must call it; blocks as its collectives do."""
         self.norm = self.nonfinite = None
         for stage in self.stages:
-            stage.end_backward(self, gradients)
+            stage(self, gradients)
         self.scaler = None
         self.world_size = self.comm.size
         self.totals["backwards"] += 1
 
     def join_end_backward(self, gradients: ReducedGradients) -> None:
         """Take part in the collectives of `end_backward`, for the other ranks."""
-        for stage in self.stages:
-            if isinstance(stage, SumStatistics):
-                stage.end_backward(self, gradients)
+        if self.needs_stats:
+            _sum_statistics(self, gradients)
 
     def count(self, buckets: int, sent: int, as_fp32: int) -> None:
         """Add reduced buckets to the statistics: their number, the bytes that this rank has sent

@@ -40,8 +40,8 @@ def restore_pickled_state(state: HookState, saved: dict) -> None:
     state.pickled_size = saved["size"]
     state.compressor.load_state_dict(saved["wire"])
     state.saved_optimizer = saved["optimizer"]
-    if state.local_sgd is not None:
-        state.local_sgd.load_state_dict(saved["local"])
+    if state.pipeline.local_sgd is not None:
+        state.pipeline.local_sgd.load_state_dict(saved["local"])
     layouts = saved["layouts"] if "layouts" in saved else saved["layout"] and [saved["layout"]]  # of one module
     state.pipeline.buckets.load(layouts, saved["ranks"])
     state.pipeline.totals.update(saved["totals"])
@@ -77,8 +77,8 @@ def load_common_state(state: HookState, saved: dict) -> None:
         wire["residuals"] = {name: residual * factor for name, residual in wire["residuals"].items()}
     state.compressor.load_state_dict(wire)
     state.pipeline.buckets.schedule_warning()
-    if state.local_sgd is not None and saved["local"] is not None:
-        state.local_sgd.load_state_dict(saved["local"])
+    if state.pipeline.local_sgd is not None and saved["local"] is not None:
+        state.pipeline.local_sgd.load_state_dict(saved["local"])
     if saved["optimizer"] is not None:
         if state.optimizer is None:
             state.saved_optimizer = saved["optimizer"]
@@ -87,4 +87,5 @@ def load_common_state(state: HookState, saved: dict) -> None:
 
 
 def _local_state(state: HookState) -> dict | None:
-    return None if state.local_sgd is None else state.local_sgd.state_dict()
+    local_sgd = state.pipeline.local_sgd
+    return None if local_sgd is None else local_sgd.state_dict()

@@ -14,10 +14,10 @@ import torch
 
 from ..comm.consensus import verify_same
 from ..errors import InvalidArgument, InvalidUsage, Mismatch
-from ..optimizer_state import HALF_DTYPES, init_step_count, new_state_tensor, state_dtype
+from ..optimizer_state import init_state, new_state_tensor, state_dtype
 from .shard_spec import ShardSpec, flat_view
 
-__all__ = ["check_shard_rank", "full_state_dict", "init_state", "parse_shard", "reshard_state"]
+__all__ = ["check_shard_rank", "full_state_dict", "init_sharded_state", "parse_shard", "reshard_state"]
 
 _KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param")  # of state by element
 
@@ -41,23 +41,17 @@ def check_shard_rank(shard, world_size, rank, name) -> None:
 
 
 @torch.inference_mode(False)
-def init_state(param, state, group, columns, counts, spans, name) -> None:
-    """Create what is missing of a parameter's sharded state.
+def init_sharded_state(param, state, columns, spans, *, counts: bool, masters: bool) -> None:
+    """Add what is missing in a parameter's sharded state; see `optimizer_state.init_state`.
 
     `spans`: (first, count) of the elements that it owns.
     """
-    if counts:
-        init_step_count(param, state, columns)
-    for key in columns:
-        if state.get(key) is None:
-            total = sum(count for _, count in spans)
-            state[key] = torch.zeros(total, dtype=state_dtype(param), device=param.device)
-    if group["master_weights"]:
-        if param.dtype not in HALF_DTYPES:
-            state.pop("master_param", None)  # after model.float(): the parameter is as wide itself
-        elif state.get("master_param") is None:
-            parts = [flat_view(param, first, count) for first, count in spans]
-            state["master_param"] = (torch.cat(parts) if parts else param.new_empty(0)).to(torch.float32)
+    parts = [flat_view(param, first, count) for first, count in spans] or [param.new_empty(0)]
+    total = sum(count for _, count in spans)
+    init_state(
+        param, state, columns, counts=counts, masters=masters, master=lambda: torch.cat(parts).to(torch.float32),
+        zeros=lambda: torch.zeros(total, dtype=state_dtype(param), device=param.device),
+    )  # fmt: skip
 
 
 @torch.inference_mode(False)

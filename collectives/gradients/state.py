@@ -14,11 +14,9 @@ from ..parameter_names import ParameterNames
 from ..rendezvous.process_groups import get_default_group
 from .compiled import register_state
 from .ddp_reducer import DDPReducer
-from .local_sgd import LocalSGD
 from .optimizer_in_backward import OptimizerInBackward
-from .options import HookOptions, parse_local_steps
+from .options import HookOptions
 from .pipeline import GradientPipeline
-from .saved_layout import SavedBuckets
 from .saved_state import common_state, load_common_state, pickled_state, restore_pickled_state
 from .scaler_lookup import ScalerLookup
 from .zero import ShardedStep
@@ -112,15 +110,11 @@ class HookState:
         self._registrations = BufferRegistrationCache()
         self._scaler_lookup = ScalerLookup()
         self.saved_optimizer = None  # state that waits for its optimizer
-        self.local_sgd = None if local_steps is None else LocalSGD(*parse_local_steps(local_steps))
-        self.compressor = options.make_compressor(self.parameter_names)
+        self.pipeline = GradientPipeline(options, self.parameter_names, self._scaler_lookup.find)
+        self.compressor = self.pipeline.compressor
         # Other compressors send from memory of their own.
         self.shares_memory = zero_copy and isinstance(self.compressor, NoCompression)
-        self.pipeline = GradientPipeline(
-            options, self.compressor, SavedBuckets(self.parameter_names), local_sgd=self.local_sgd,
-            find_scaler=self.find_scaler, describe_options=self.describe_options,
-        )  # fmt: skip
-        self.reducer = DDPReducer(self.pipeline, self.parameter_names)
+        self.reducer = DDPReducer(self.pipeline)
         self.grad_scaler = grad_scaler
         if optimizer is not None:
             self.optimizer = optimizer
@@ -137,14 +131,6 @@ class HookState:
         if "options" in self.__dict__ and name in vars(self.options):
             raise InvalidUsage(f"{name} is fixed when a HookState is made: make another one with {name}={value!r:.60}")
         super().__setattr__(name, value)
-
-    def describe_options(self) -> dict:
-        """Return the options that must be the same on all ranks, by name."""
-        described = {name: value for name, value in vars(self.options).items() if name != "zero_copy"}
-        described["optimizer"] = type(self.optimizer).__name__ if self.optimizer is not None else None
-        described["loaded from a saved state"] = self.pipeline.buckets.resumes
-        described["what the wire starts from"] = self.compressor.state_checksum()
-        return described
 
     # ---- Results of a step.
 

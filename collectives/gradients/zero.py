@@ -11,11 +11,12 @@ from torch.autograd.graph import increment_version
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import pack, unpack
 from ..optim import FusedOptimizer
-from ..optimizer_state import HALF_DTYPES, increment_steps, random_bit_offsets, same_objects, update_master
+from ..optimizer_state import increment_steps, random_bit_offsets, same_objects, update_master
 from .bucket_state import BucketState, StepBatch
+from .found_inf import share_found_inf
 from .optimizer_in_backward import OptimizerInBackward
 from .shard_spec import ShardSpec, flat_view
-from .shard_state import check_shard_rank, full_state_dict, init_state, parse_shard, reshard_state
+from .shard_state import check_shard_rank, full_state_dict, init_sharded_state, parse_shard, reshard_state
 
 __all__ = ["ShardedStep"]
 
@@ -27,8 +28,9 @@ class ShardedStep(OptimizerInBackward):
     it owns.
 
     Parameters must be dense. For each bucket the hook leaves this rank's reduced gradients at
-    ``shard_spec(...).shard`` and ``.remainder`` of ``bucket.flat`` and calls `update`, or `defer`
-    where the update must wait for ``optimizer.step()``.
+    ``shard_spec(...).shard`` and ``.remainder`` of ``bucket.flat`` and calls `update`. Where the
+    update must wait for ``optimizer.step()``, which takes the gradients from ``param.grad``, it
+    calls `defer` with the item (communicator, bucket, `align`).
 
     ``optimizer.state`` and ``optimizer.state_dict()`` hold what this rank owns, as tensors of one
     dimension, and their layout under "shard". If the buckets change, as DDP's do after the first
@@ -39,6 +41,7 @@ class ShardedStep(OptimizerInBackward):
 
     def __init__(self, optimizer: FusedOptimizer):
         super().__init__(optimizer)
+        share_found_inf(_find_comms)
         self._comm = None  # the newest
         self._buffers = weakref.WeakKeyDictionary()  # communicator -> buffer of the parameters' all-gather
 
@@ -50,26 +53,11 @@ class ShardedStep(OptimizerInBackward):
     def shard_spec(self, bucket, world_size: int, rank: int, align: int | None = None) -> ShardSpec:
         """Return what a rank owns of a bucket.
 
-        `align`: elements of which a shard is a multiple; None: 16 bytes.
+        `align`: elements of which a shard is a multiple; None or 0: 16 bytes.
         """
         return ShardSpec(bucket.flat.numel(), world_size, align or _ALIGNMENT // bucket.flat.element_size(), rank)
 
     # ---- What waits for optimizer.step().
-
-    def defer(self, comm, bucket, norm=None, max_norm=None, found=None, *, align=None) -> None:
-        """Leave a bucket's update to ``optimizer.step()``, which then takes its gradients from
-        ``param.grad``; see `_defer`.
-
-        If `found` isn't 0 the bucket's first element becomes NaN. The GradScalers of all ranks,
-        each of which checks its own rank's gradients, then find it and choose the same scale.
-        """
-        self._defer((comm, bucket, align), norm, max_norm, found)
-        found = FusedOptimizer._parse_found_nonfinite(found)
-        with torch.no_grad():
-            if found is True:
-                bucket.flat[:1].fill_(torch.nan)
-            elif found is not None:
-                bucket.flat[:1].masked_fill_(found.to(bucket.flat.device).reshape(1) != 0, torch.nan)
 
     def _step_item(self, item, *, scale, clip, found) -> None:
         comm, bucket, align = item
@@ -83,20 +71,6 @@ class ShardedStep(OptimizerInBackward):
             "scaler.unscale_(optimizer) was called, and a rank has only its part of the averaged gradients, so that a "
             "norm taken of them would be wrong: leave unscale_ out, and clip with the hook's max_norm"
         )
-
-    def _share_found(self, found):
-        """Return the maximum of all ranks: ranks that differed here would go on with different
-        parameters.
-        """
-        comm = self._pending[0][0]
-        if comm.size == 1:
-            return found
-        if isinstance(found, torch.Tensor):
-            found_anywhere = found.to(comm.device, torch.float32).reshape(1).clone()
-        else:
-            found_anywhere = torch.full((1,), float(found is True), device=comm.device)
-        comm.all_reduce(found_anywhere, "max")
-        return found_anywhere
 
     def _unreduced(self) -> list:
         if self._strays is None:
@@ -219,8 +193,10 @@ class ShardedStep(OptimizerInBackward):
         batch = part.batches.get(key)
         if batch is None or not batch.is_current(params, keys, [optimizer.state[param] for param in params]):
             for param, at in zip(params, members, strict=True):
-                spans, name = bucket_state.spans[at], bucket_state.name(at)
-                init_state(param, optimizer.state[param], group, columns, bool(counts), spans, name)
+                init_sharded_state(
+                    param, optimizer.state[param], columns, bucket_state.spans[at], counts=bool(counts),
+                    masters=group["master_weights"],
+                )  # fmt: skip
             states = [optimizer.state[param] for param in params]
             positions = [0] * len(bucket_state.params)
             if group["stochastic_rounding"]:
@@ -279,20 +255,21 @@ class ShardedStep(OptimizerInBackward):
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Update this rank's masters from the parameters; see the optimizer's `refresh_masters`."""
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                state = self.optimizer.state[param] if param in self.optimizer.state else {}
-                master = state.get("master_param")
-                if master is None or param.dtype not in HALF_DTYPES:
-                    continue
-                spans = [(0, param.numel())]
-                if "shard" in state:
-                    offset, spec, _ = parse_shard(state["shard"])
-                    spans = spec.owned_spans(offset, param.numel())
-                else:
-                    master = flat_view(master, 0, param.numel())
-                at = 0
-                for first, count in spans:
-                    part = flat_view(param, first, count)
-                    update_master(master[at : at + count], part, group["stochastic_rounding"])
-                    at += count
+        self.optimizer._refresh_masters(_owned_parts)
+
+
+def _owned_parts(param, state) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parts of a parameter's master, each with the elements of the parameter."""
+    master = state["master_param"]
+    if "shard" not in state:
+        return [(master, param)]
+    offset, spec, _ = parse_shard(state["shard"])
+    spans = spec.owned_spans(offset, param.numel())
+    parts = master.split([count for _, count in spans])
+    return [(part, flat_view(param, *span)) for part, span in zip(parts, spans, strict=True)]
+
+
+def _find_comms(optimizer) -> list:
+    """Return the communicator of the buckets whose update waits for an optimizer's step."""
+    step = optimizer._sharded if isinstance(optimizer, FusedOptimizer) else None
+    return [comm for comm, _, _ in step._pending[:1]] if isinstance(step, ShardedStep) else []

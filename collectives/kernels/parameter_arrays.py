@@ -11,7 +11,7 @@ from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Buffer, Reader
 from ..errors import InvalidArgument
 from .tensor_list import TensorList, device_of
 
-__all__ = ["ArrayNames", "Column", "is_dense"]
+__all__ = ["ArrayNames", "Column", "dense_strides", "is_dense"]
 
 _OF_GRADIENTS = " and, where it is a Parameter's, assign the copy to p.grad"
 
@@ -170,13 +170,22 @@ def _strides(tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def is_dense(tensor) -> bool:
-    """Return whether a tensor's elements fill its memory without gaps and overlaps, in any order."""
+def dense_strides(tensor) -> tuple[int, ...] | None:
+    """Return the strides of a dense tensor in another order than a contiguous one's.
+
+    None for all others. A dimension of one element has a stride of 0 in the result.
+    """
+    if tensor.is_contiguous():
+        return None
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+        if size > 1:
+            if stride != expected:
+                return None
+            expected *= size
+    return tuple(stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def is_dense(tensor) -> bool:
+    """Return whether a tensor's elements fill its memory without gaps and overlaps, in any order."""
+    return tensor.is_contiguous() or dense_strides(tensor) is not None

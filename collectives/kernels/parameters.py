@@ -134,7 +134,7 @@ class ParameterTable:
         if at is not None:
             return self._params.label(at)
         # With the same address all else is still in bounds, as in the parameters.
-        at = None if self._states is None else self._states.find_exchanged()
+        at = None if self._states is None else self._states.find_moved(addresses_suffice=True)
         return None if at is None else self._states.label(at)
 
     # ---- Steps.

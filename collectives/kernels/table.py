@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import numpy
@@ -72,7 +73,8 @@ class Table:
 
     def __reduce__(self):
         # A copy's tensors lie elsewhere, so its addresses are other ones.
-        return _make_again, (type(self), self.tensors, self.dtype, None if self._pads else self.offsets)
+        offsets = None if self._pads else self.offsets
+        return functools.partial(type(self), offsets=offsets), (self.tensors, self.dtype)
 
     # ---- Construction.
     def _make(self, tensors, dtype, offsets, op, device) -> None:
@@ -232,10 +234,6 @@ class Table:
             return abi.CAST_WIDE
         pair = (self.type, self.common_type) if unpacks else (self.common_type, self.type)
         return _PAIRS.get(pair, abi.CAST)
-
-
-def _make_again(cls, tensors, dtype, offsets):
-    return cls(tensors, dtype, offsets=offsets)
 
 
 def _read_offsets(offsets, counts, op):

@@ -154,34 +154,27 @@ class TensorList:
 
     # ---- Checks of later uses.
 
-    def find_moved(self) -> int | None:
-        """Return the index of an array that was freed, moved, resized or restrided; None: none was."""
+    def find_moved(self, *, addresses_suffice: bool = False) -> int | None:
+        """Return the index of an array that was freed, moved, resized or restrided; None: none was.
+
+        ``addresses_suffice``: the same addresses are enough, which costs less: for arrays whose
+        sizes are those of others that are checked.
+        """
         arrays = self.arrays
         if self.all_torch:
             try:
-                if (
-                    list(map(_data_ptr, arrays)) == self.addresses
-                    and list(map(_numel, arrays)) == self.counts
-                    and (self._has_kept_strides() if self.strides else all(map(_is_contiguous, arrays)))
-                    and not any(map(lt, map(len, map(_storage, arrays)), self._needs))
+                if list(map(_data_ptr, arrays)) == self.addresses and (
+                    addresses_suffice
+                    or (
+                        list(map(_numel, arrays)) == self.counts
+                        and (self._has_kept_strides() if self.strides else all(map(_is_contiguous, arrays)))
+                        and not any(map(lt, map(len, map(_storage, arrays)), self._needs))
+                    )
                 ):
                     return None
             except RuntimeError:  # under vmap or grad
                 pass
         return next((index for index in range(len(arrays)) if not self._is_kept(index)), None)
-
-    def find_exchanged(self) -> int | None:
-        """Return the index of an array that lies at another address; None: none does.
-
-        Costs less than `find_moved`, for arrays whose sizes are those of others that it checks.
-        """
-        if self.all_torch:
-            try:
-                if list(map(_data_ptr, self.arrays)) == self.addresses:
-                    return None
-            except RuntimeError:  # under vmap or grad
-                pass
-        return next((index for index in range(len(self.arrays)) if not self._is_kept(index)), None)
 
     def _has_kept_strides(self) -> bool:
         contiguous = sum(map(_is_contiguous, self.arrays))

@@ -129,7 +129,7 @@ class ShardedGradReducer:
 
     def describe(self) -> str:
         """Return a description of the options, which must be the same on all ranks."""
-        return ", ".join(f"{name}={value!r:.60}" for name, value in self.state.describe_options().items())
+        return ", ".join(f"{name}={value!r:.60}" for name, value in self.pipeline.describe_options().items())
 
     def add(self, unit) -> None:
         """Add a unit whose gradients to reduce. A local call, in the same order on all ranks."""

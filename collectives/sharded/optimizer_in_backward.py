@@ -61,10 +61,6 @@ class UnitStep(OptimizerInBackward):
         self.applied = True
         self.optimizer._opt_called = True  # lr schedulers check it
 
-    def defer(self, unit, norm=None, max_norm=None, found=None) -> None:
-        """Leave a unit's update to ``optimizer.step()``; see `_defer`."""
-        self._defer(unit, norm, max_norm, found)
-
     def _step_item(self, item, *, scale, clip, found) -> None:
         self.update(item, clip=clip, found=found)  # the optimizer reads the scale itself
 
@@ -99,10 +95,6 @@ class UnitStep(OptimizerInBackward):
                 found.setdefault(place[0], []).append(place[1])
         self._by_unit[unit] = {number: sorted(members) for number, members in found.items()}
         return self._by_unit[unit]
-
-    def refresh_masters(self) -> None:
-        """Copy this rank's shards to their master weights."""
-        self.optimizer._refresh_masters()
 
     # ---- State.
 

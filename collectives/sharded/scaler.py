@@ -1,22 +1,14 @@
-"""GradScalers over shards: a non-finite gradient in one rank's shard counts on every rank.
+"""GradScalers over shards, whose ranks agree on non-finite gradients; see `gradients.found_inf`.
 
-A scaler looks at its own rank's gradients. Ranks with other findings would go on with other scales,
-and with a step that only some make. So from the first sharded module on torch's scalers exchange
-their findings, in one all-reduce of a number, where the optimizer holds shards: in ``unscale_``, or
-in ``step`` for optimizers that unscale themselves. Users need not do anything for that;
-`ShardedGradScaler` is for programs that name FSDP's, or whose scaler has more ranks than the
-shards.
+Users need not do anything for that; `ShardedGradScaler` is for programs that name FSDP's, or whose
+scaler has more ranks than the shards.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
-import torch.distributed as dist
 
-from ..rendezvous.process_groups import get_communicator
-from ..torch_patches import patch_scaler_checks
+from ..gradients.found_inf import share_found_inf
 from .scheduler import find_schedulers
 
 __all__ = ["ShardedGradScaler", "patch_grad_scaler"]
@@ -43,29 +35,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
 
-def _all_reduce_found_inf(scaler, optimizer) -> None:
-    """Make a scaler's findings in an optimizer's gradients the maximum of all ranks'."""
-    state = scaler._per_optimizer_states[id(optimizer)]
-    group = getattr(scaler, "process_group", None)
-    if isinstance(group, dist.ProcessGroup):
-        comms = [get_communicator(group, scaler._scale.device)]
-    else:
-        params = (param for each in optimizer.param_groups for param in each["params"])
-        comms = [scheduler.comm for scheduler in find_schedulers(params)]
-    comms = [comm for comm in comms if comm.size > 1]
-    if not comms:
-        return
-    found = state["found_inf_per_device"]
-    if not found:  # this rank has no gradients
-        found[scaler._scale.device] = torch.zeros((), dtype=torch.float32, device=scaler._scale.device)
-    for comm in comms:
-        each = torch.stack([one.to(comm.device).reshape(()) for one in found.values()]).max().reshape(1)
-        comm.all_reduce(each, "max", algorithm="native")
-        for one in found.values():
-            one.copy_(each[0].to(one.device))
-
-
-@functools.cache
 def patch_grad_scaler() -> None:
-    """Patch torch's scalers to exchange their findings in shards' gradients."""
-    patch_scaler_checks(_all_reduce_found_inf)
+    """Let torch's scalers exchange their findings in shards' gradients."""
+    share_found_inf(_find_comms)
+
+
+def _find_comms(optimizer) -> list:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return [scheduler.comm for scheduler in find_schedulers(params)]

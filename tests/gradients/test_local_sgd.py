@@ -290,9 +290,3 @@ def test_the_hook_of_all_optimizers_goes():
     assert len(hooks) == before + 1
     del second
     assert len(hooks) == before
-
-
-@pytest.mark.parametrize("steps", [(0,), (1.0,), (True,), (2, -1), (2, "1")])
-def test_steps_that_are_none(steps):
-    with pytest.raises(InvalidArgument, match="must be an int"):
-        LocalSGD(*steps)
