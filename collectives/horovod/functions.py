@@ -7,6 +7,7 @@ parameters, which the ranks compare, are JSON.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -62,11 +63,7 @@ def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
     """Return a function of one argument, the object, that calls `broadcast_object`."""
-
-    def broadcast(obj):
-        return broadcast_object(obj, root_rank, name, process_set)
-
-    return broadcast
+    return functools.partial(broadcast_object, root_rank=root_rank, name=name, process_set=process_set)
 
 
 def allgather_object(obj, name: str | None = None, process_set: ProcessSet = global_process_set) -> list:
