@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..arrays import TORCH_NAMES
 from ..comm.consensus import ComparedValue, verify_same
 from ..errors import Mismatch
 from ..torch_compat import tree_map
 from .basics import current
-from .messages import DTYPE_NAMES
 from .operations import ReduceOp, allgather_async, allreduce_async_, broadcast_async_, synchronize
 from .process_sets import ProcessSet, global_process_set
 
@@ -145,7 +145,7 @@ def _named_entries(params) -> list[tuple[str, Any]]:
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {DTYPE_NAMES[tensor.dtype]} on {tensor.device.type}"
+    return f"{list(tensor.shape)} {TORCH_NAMES[tensor.dtype]} on {tensor.device.type}"
 
 
 class NegotiatedComm:

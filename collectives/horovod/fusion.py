@@ -14,7 +14,7 @@ from ..layout import ALIGNMENT, bucket_layout
 from ..torch_compat import flatten_dense_tensors as flatten
 from .adasum import adasum_
 from .message_table import FusedResponse, Response
-from .messages import Request, TensorTableEntry, torch_dtype
+from .messages import CAST_DTYPES, Request, TensorTableEntry
 
 __all__ = ["Executor"]
 
@@ -123,7 +123,7 @@ class Executor:
     def _reduce(self, comm, request, inputs, outputs) -> None:
         """Reduce tensors of one dtype."""
         op, prescale, postscale = request.op, request.prescale, request.postscale
-        if op == "adasum" or inputs[0].dtype in (torch.bool, torch.int16):
+        if op == "adasum" or inputs[0].dtype in CAST_DTYPES:
             self._reduce_unsupported(comm, request, inputs, outputs)
             return
         if request.wire and inputs[0].dtype in (torch.float32, torch.float64):
@@ -279,7 +279,7 @@ class Executor:
         """Return the tensors with which a rank that has joined takes part."""
         device = self.comms[request.device].device
         return [
-            torch.zeros(shape if rows is None else (rows, *shape[1:]), dtype=torch_dtype(dtype), device=device)
+            torch.zeros(shape if rows is None else (rows, *shape[1:]), dtype=getattr(torch, dtype), device=device)
             for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
         ]
 

@@ -12,11 +12,12 @@ from enum import IntEnum
 
 import torch
 
+from ..arrays import TORCH_CODES, TORCH_NAMES
 from ..cuda_state import has_completed
 from .basics import World, current
 from .controller import Controller
 from .exceptions import HorovodInternalError
-from .messages import DTYPE_NAMES, CachedRequest, Request, TensorTableEntry, cached_request, can_reduce
+from .messages import CAST_DTYPES, CachedRequest, Request, TensorTableEntry, cached_request
 from .process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -180,7 +181,7 @@ def _make_request(kind: str, process_set, tensors, name, **rest) -> CachedReques
                 f"{kind}: the tensor is on {place}, this rank works on {there}: move it there (on GPUs "
                 "torch.cuda.set_device(hvd.local_rank()) before anything is made)"
             )
-    dtypes, shapes = tuple([DTYPE_NAMES[t.dtype] for t in tensors]), tuple([tuple(t.shape) for t in tensors])
+    dtypes, shapes = tuple([TORCH_NAMES[t.dtype] for t in tensors]), tuple([tuple(t.shape) for t in tensors])
     return cached_request(Request(kind, name or "", dtypes, shapes, device, **rest))
 
 
@@ -201,7 +202,7 @@ def _reduction_options(kind: str, tensors, average, op, prescale, postscale, com
     for tensor in tensors:
         if tensor.dtype is torch.float32:
             continue
-        if not can_reduce(tensor.dtype) or (kind == "reducescatter" and tensor.dtype in (torch.bool, torch.int16)):
+        if tensor.dtype not in TORCH_CODES and (kind == "reducescatter" or tensor.dtype not in CAST_DTYPES):
             raise ValueError(f"{kind}: elements of {tensor.dtype} can't be reduced")
         if ours == "adasum" and not tensor.dtype.is_floating_point:
             raise ValueError(f"{kind}: Adasum takes floating types, not {tensor.dtype}")
