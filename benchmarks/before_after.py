@@ -106,9 +106,9 @@ def main():
     checkouts = {"before": options.before.resolve(), "after": options.after.resolve()}
     commits = {which: version_of(checkout) for which, checkout in checkouts.items()}
     sys.path.insert(0, str(HERE))
-    from provenance import where_and_when
+    from rows import append_rows, provenance
 
-    row = {"benchmark": "before_after", "commits": commits, "turns": options.turns, **where_and_when(), "times": {}}
+    row = {"benchmark": "before_after", "commits": commits, "turns": options.turns, **provenance(), "times": {}}
     print(f"before: {commits['before']}   after: {commits['after']}   ratios: after / before")
     slower = []
     with tempfile.TemporaryDirectory() as folder:
@@ -129,9 +129,7 @@ def main():
                 print(f"{name:<12} {label:<44} {figures[0]:>12} {figures[1]:>12}  {figures[2]}  ({spread})", flush=True)
                 if ratios[0] > options.limit:
                     slower.append(f"{name}: {label}")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with options.output.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    append_rows([row], options.output)
     if slower:
         print(f"slower than {options.limit} times in every turn:", *slower, sep="\n  ", file=sys.stderr)
     return 1 if slower else 0
