@@ -13,7 +13,6 @@ turns of a time are slower than ``--limit`` (1.1).
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -21,8 +20,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+from rows import RESULTS, append_rows, provenance
+from scaling.measurements import read_rows
+
+ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 900.0  # of one run of a benchmark
 # Benchmark: its command, whose last argument is followed by the file that its rows go to.
 COMMANDS = {
@@ -36,16 +37,6 @@ COMMANDS = {
 UNITS = ("_ns", "_us", "_ms")
 PEERS = ("gloo_ms", "alone_ms")  # a row with one of them is compared by its times as multiples of that one
 OTHERS = ("gloo_ms", "alone_ms", "no_sync_ms")  # not ours
-
-
-def rows_in(path):
-    """Read a file of rows, be it one JSON object a line or one document with a list of them."""
-    text = path.read_text()
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        return [json.loads(line) for line in text.splitlines()]
-    return found.get("rows", [found])
 
 
 def times_of(row):
@@ -72,7 +63,7 @@ def run(name, checkout, folder):
     if not output.exists():
         raise SystemExit(f"{name} of {checkout} wrote no rows:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     times = {}
-    for row in rows_in(output):
+    for row in read_rows(output)[0]:
         times.update(times_of(row))
     return times
 
@@ -100,15 +91,12 @@ def main():
     parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS), help="default: all")
     parser.add_argument("--turns", type=int, default=3, help="of each (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=1.1, help="what is too slow (default: %(default)s)")
-    default = HERE / "results" / "before_after.jsonl"
+    default = RESULTS / "before_after.jsonl"
     parser.add_argument("--output", type=Path, default=default, help="file of rows (default: %(default)s)")
     options = parser.parse_args()
     checkouts = {"before": options.before.resolve(), "after": options.after.resolve()}
     commits = {which: version_of(checkout) for which, checkout in checkouts.items()}
-    sys.path.insert(0, str(HERE))
-    from provenance import where_and_when
-
-    row = {"benchmark": "before_after", "commits": commits, "turns": options.turns, **where_and_when(), "times": {}}
+    row = {"benchmark": "before_after", "commits": commits, "turns": options.turns, **provenance(), "times": {}}
     print(f"before: {commits['before']}   after: {commits['after']}   ratios: after / before")
     slower = []
     with tempfile.TemporaryDirectory() as folder:
@@ -129,9 +117,7 @@ def main():
                 print(f"{name:<12} {label:<44} {figures[0]:>12} {figures[1]:>12}  {figures[2]}  ({spread})", flush=True)
                 if ratios[0] > options.limit:
                     slower.append(f"{name}: {label}")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with options.output.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    append_rows([row], options.output)
     if slower:
         print(f"slower than {options.limit} times in every turn:", *slower, sep="\n  ", file=sys.stderr)
     return 1 if slower else 0

@@ -30,9 +30,9 @@ from pathlib import Path
 
 import numpy
 import torch
-from provenance import where_and_when
+from rows import RESULTS, append_rows, provenance
 
-from collectives import __version__, _nccl, arrays
+from collectives import _nccl, arrays
 from collectives.comm.communicator import Communicator
 from collectives.comm.engine import Engine
 
@@ -175,9 +175,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9, help="timings; the median and the least are shown")
     parser.add_argument("--limit", type=float, help="fail where the binding's median is above so many ns")
     parser.add_argument("--limit-communicator", type=float, help="the same for Communicator.all_reduce(tensor)")
-    default = ROOT / "benchmarks" / "results" / "call_cost.jsonl"
+    default = RESULTS / "call_cost.jsonl"
     parser.add_argument("--results", type=Path, default=default, help="where the row goes; an empty name: nowhere")
     options = parser.parse_args()
+    where = provenance()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(compile_stub(folder), options.rounds, options.repeats)
     print(f"{'way':<16} {'median ns':>10} {'least ns':>10}")
@@ -191,14 +192,11 @@ def main() -> int:
         "python_reader_over_communicator": round(median["python reader"] / median["communicator"], 2),
         "rounds": options.rounds,
         "repeats": options.repeats,
-        "collectives": __version__,
-        **where_and_when(),
+        **where,
     }
     print(json.dumps(row))
     if options.results.name:
-        options.results.parent.mkdir(parents=True, exist_ok=True)
-        with options.results.open("a") as rows_file:
-            rows_file.write(json.dumps(row) + "\n")
+        append_rows([row], options.results)
     late = 0
     for name, limit in (("binding", options.limit), ("communicator", options.limit_communicator)):
         if limit is not None and median[name] > limit:

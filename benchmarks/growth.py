@@ -24,10 +24,11 @@ import uuid
 from pathlib import Path
 
 import torch
-from provenance import where_and_when
 from rank_processes import next_result, running
+from rows import RESULTS, provenance
 
 import collectives
+from collectives.bench.plot import short_size as size
 
 HERE = Path(__file__).resolve().parent
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -268,13 +269,6 @@ def draw(rows, folder):
     one("growth_buckets", title, "buckets", by_way, where)
 
 
-def size(nbytes):
-    for unit, bits in (("G", 30), ("M", 20), ("K", 10)):
-        if nbytes >= 1 << bits:
-            return f"{nbytes >> bits}{unit}"
-    return str(nbytes)
-
-
 def numbers(text):
     return [int(word) for word in text.split(",")]
 
@@ -294,14 +288,13 @@ def main():
     parser.add_argument("--point-seconds", type=float, default=0.12, help="one point, about (default: %(default)s)")
     parser.add_argument("--zero-copy", action="store_true", help="arrays from comm.empty")
     parser.add_argument("--memory", type=int, default=256, help="MiB of all ranks' arrays, at most (default: 256)")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "growth.jsonl")
+    parser.add_argument("--output", type=Path, default=RESULTS / "growth.jsonl")
     parser.add_argument("--plots", type=Path, default=HERE.parent / "docs", help="folder of the plots")
     parser.add_argument("--plot-only", action="store_true", help="measure nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if not arguments.plot_only:
-        where, rows = {**where_and_when(), "torch": torch.__version__, "collectives": collectives.__version__}, []
-        where["load"] = round(os.getloadavg()[0], 2)  # before anything of ours ran
+        where, rows = provenance(), []
         for ranks in arguments.ranks:
             began = time.monotonic()
             rows += [{"benchmark": "growth", **row, **where} for row in run(ranks, arguments)]

@@ -9,23 +9,21 @@ place (mul_), as the all-reduce does. Medians of the slowest rank; the sums are 
 benchmarks/results/memory_limit.jsonl.
 """
 
-import argparse
 import json
-import multiprocessing
-import os
-import socket
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
-from provenance import where_and_when
 
-import collectives
+sys.path.insert(0, str(Path(__file__).resolve().parent / "ddp"))
+from launch import make_parser, run  # noqa: E402
+
+import collectives  # noqa: E402
 
 SIZES = [64 << 20, 256 << 20]
 TURNS = 9
-RUN_SECONDS = 300
 
 
 def timed(comm, call):
@@ -69,46 +67,20 @@ def measure(comm, nbytes):
         **{f"{name}_gbs": round(rate, 2) for name, rate in rates.items()},
         "fraction_zero_copy": round(rates["zero_copy"] / limit, 3),
         "fraction_staged": round(rates["staged"] / limit, 3),
-        **where_and_when(),
     }
 
 
-def rank_process(rank, ranks, port, sizes, rows):
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def work(rank, arguments):
+    """Yield a row for each size."""
     with collectives.init() as comm:
-        for nbytes in sizes:
-            row = measure(comm, nbytes)
-            if rank == 0:
-                rows.put(row)
+        for nbytes in arguments.sizes:
+            yield measure(comm, nbytes)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = make_parser(__doc__, "memory_limit.jsonl")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
-    parser.add_argument("--results", default=str(Path(__file__).parent / "results" / "memory_limit.jsonl"))
-    given = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    rows = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = (given.ranks, port, given.sizes, rows)
-    ranks = [context.Process(target=rank_process, args=(r, *arguments), daemon=True) for r in range(given.ranks)]
-    for process in ranks:
-        process.start()
-    until = time.monotonic() + RUN_SECONDS
-    for process in ranks:
-        process.join(max(0.0, until - time.monotonic()))
-    if any(process.exitcode != 0 for process in ranks):
-        raise SystemExit(f"ranks ended with {[process.exitcode for process in ranks]}")
-    for _ in given.sizes:
-        line = json.dumps(rows.get(timeout=10))
-        print(line)
-        if given.results:
-            with open(given.results, "a") as file:
-                file.write(line + "\n")
+    run(work, parser.parse_args(), lambda row: print(json.dumps(row), flush=True))
 
 
 if __name__ == "__main__":

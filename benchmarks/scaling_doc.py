@@ -9,10 +9,10 @@ model gives for NVLink and InfiniBand), and writes the text between the marks ``
 
 import argparse
 import itertools
-import re
 import sys
 from pathlib import Path
 
+from performance_doc import MARK, table
 from scaling.measurements import cache_bytes, cores_of, fits_of, points_of, read_rows
 from scaling.model import Point
 from scaling.predictions import NETWORKS, best, crossovers, predictions
@@ -43,23 +43,22 @@ def errors_of(fitted, points):
 
 def fit_table(fits, points, cores):
     """Return the fits' costs and errors; every error is that of the row's own points."""
-    lines = [
-        "| engine, algorithm | points | start (us) | alpha (us) | beta (ns/byte) | gamma (ns/byte) | rms error "
-        f"| largest | all-reduce | reduce-scatter | all-gather | <= {cores} ranks | more |",
-        "|---|" + "---|" * 12,
-    ]
+    header = [
+        "engine, algorithm", "points", "start (us)", "alpha (us)", "beta (ns/byte)", "gamma (ns/byte)", "rms error",
+        "largest", "all-reduce", "reduce-scatter", "all-gather", f"<= {cores} ranks", "more",
+    ]  # fmt: skip
+    rows = []
     for (engine, algorithm, part), one in fits.items():
         own = [p for p in points[engine, algorithm] if belongs_to(p, part)]
         cost = one.network.intra
-        columns = [
+        rows.append([
             f"{engine}, {algorithm}, {part}", str(one.points), f"{one.network.start_s * 1e6:.3g}",
             f"{cost.alpha_s * 1e6:.3g}", f"{cost.beta_s_per_byte * 1e9:.3g}", f"{cost.gamma_s_per_byte * 1e9:.3g}",
             f"{one.rms:.0%}", f"{one.largest:.0%}",
             *(errors_of(one, [p for p in own if p.op == op]) for op in ("all_reduce", "reduce_scatter", "all_gather")),
             errors_of(one, [p for p in own if p.ranks <= cores]), errors_of(one, [p for p in own if p.ranks > cores]),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(columns) + " |")
-    return "\n".join(lines)
+        ])  # fmt: skip
+    return table(header, rows)
 
 
 def belongs_to(point: Point, part: str) -> bool:
@@ -69,28 +68,25 @@ def belongs_to(point: Point, part: str) -> bool:
 
 def predicted_table(networks):
     """Return the predicted times of all-reduce; the fastest of a line in bold, and its busbw."""
-    lines = [
-        f"| ranks | size | {' | '.join(shown(name) for name in ALGORITHMS)} | busbw of the fastest |",
-        "|---|---|" + "---|" * (len(ALGORITHMS) + 1),
-    ]
+    lines = []
     for ranks, size in itertools.product(RANKS, SIZES):
         rows = predictions("all_reduce", ranks, size, networks, ALGORITHMS)
         times = [show_time(row["time_us"] / 1e6) for row in rows]
         cells = [f"**{text}**" if row["wins"] else text for text, row in zip(times, rows, strict=True)]
         busbw = max(row["busbw_gbs"] for row in rows)
-        lines.append(f"| {ranks:,} | {show_size(size)} | " + " | ".join(cells) + f" | {busbw:.3g} GB/s |")
-    return "\n".join(lines)
+        lines.append([f"{ranks:,}", show_size(size), *cells, f"{busbw:.3g} GB/s"])
+    return table(["ranks", "size", *map(shown, ALGORITHMS), "busbw of the fastest"], lines)
 
 
 def crossover_table(networks):
-    lines = ["| ranks | fastest all-reduce |", "|---|---|"]
+    lines = []
     for ranks in RANKS:
         parts = [
             f"{shown(name)} from {show_size(size)}"
             for size, name in crossovers("all_reduce", ranks, networks, ALGORITHMS)
         ]
-        lines.append(f"| {ranks:,} | {'; '.join(parts)} |")
-    return "\n".join(lines)
+        lines.append([f"{ranks:,}", "; ".join(parts)])
+    return table(["ranks", "fastest all-reduce"], lines)
 
 
 def draw(points, fits, where, folder):
@@ -158,16 +154,10 @@ def main():
     }
     page = arguments.docs / "scaling.md"
     text = page.read_text()
-    for name, body in texts.items():
-        text, count = re.subn(
-            rf"(<!-- {name} -->\n).*?(<!-- end -->)",
-            lambda m, body=body: f"{m[1]}{body}\n{m[2]}",
-            text,
-            flags=re.DOTALL,
-        )
-        if count != 1:
-            raise SystemExit(f"{page} has {count} places for {name}")
-    page.write_text(text)
+    places = [name for _, name, _ in MARK.findall(text)]
+    if sorted(places) != sorted(texts):
+        raise SystemExit(f"{page} has places for {', '.join(places)}, and not one each for {', '.join(texts)}")
+    page.write_text(MARK.sub(lambda mark: f"{mark[1]}{texts[mark[2]]}\n{mark[3]}", text))
     draw(points, fits, where, arguments.docs)
     return 0
 

@@ -28,6 +28,7 @@ __all__ = [
     "ITEMSIZE",
     "TORCH_CODES",
     "TORCH_DTYPES",
+    "TORCH_NAMES",
     "Buffer",
     "Reader",
     "dtype_name",
@@ -42,9 +43,7 @@ _CODES["float8_e5m2"] = DTYPES["float8e5m2"]
 DTYPE_NAMES = {code: name for name, code in _CODES.items()}
 
 TORCH_CODES = {getattr(torch, name): code for name, code in _CODES.items()}
-_TORCH_NAMES = {
-    dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if type(dtype) is torch.dtype
-}
+TORCH_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if type(dtype) is torch.dtype}
 TORCH_DTYPES = {code: dtype for dtype, code in TORCH_CODES.items()}
 ITEMSIZE = {code: dtype.itemsize for dtype, code in TORCH_CODES.items()}
 _UINT8 = DTYPES["uint8"]
@@ -206,7 +205,7 @@ class Reader:
             raise self._invalid(op, f"{what} ({kind_of(array)}) has no memory of its own: pass the plain local tensor")
         code = TORCH_CODES.get(array.dtype)
         nbytes = count * array.element_size()
-        name = _TORCH_NAMES.get(array.dtype) or str(array.dtype)
+        name = TORCH_NAMES.get(array.dtype) or str(array.dtype)
         return _make_buffer(ptr, count, nbytes, name, code)
 
     def _read_numpy(self, array, op, what, writes):
@@ -259,7 +258,7 @@ def dtype_name(tag: int) -> str:
     """Return the name of the dtype with a `Buffer.tag`, as far as this process knows it."""
     if tag in DTYPE_NAMES:
         return DTYPE_NAMES[tag]
-    names = {_FIRST_TAG + crc32(name.encode()): name for name in _TORCH_NAMES.values()}
+    names = {_FIRST_TAG + crc32(name.encode()): name for name in TORCH_NAMES.values()}
     return names.get(tag, "a dtype that torch doesn't have")
 
 

@@ -17,7 +17,6 @@ all ranks and keeps no sum in 8 bits), torch's PowerSGD hook of the same rank. O
 benchmarks/results/ddp_bucket.jsonl.
 """
 
-import argparse
 import contextlib
 import ctypes
 import statistics
@@ -27,7 +26,7 @@ import time
 import torch
 import torch.distributed as dist
 from expected import Expected, check
-from launch import add_options, end_on_signals, provenance, rows_of, slowest, write_rows
+from launch import make_parser, run, slowest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from ways import TORCH_POWERSGD_STARTS, powersgd_state, to_bf16
@@ -229,22 +228,18 @@ def work(rank, arguments):
         yield row
 
 
+def show(row):
+    line = f"  {row['times']:5.2f} times as fast as {row['peer']}" if "times" in row else ""
+    print(f"{row['way']:16s} {row['ms']:9.3f} ms  {row['of_fp32']:6.3f} of fp32's bytes{line}", flush=True)
+
+
 def main():
-    end_on_signals()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to start (default: %(default)s)")
+    parser = make_parser(__doc__, "ddp_bucket.jsonl")
     parser.add_argument("--mib", type=float, default=25, help="size of the bucket (default: %(default)s)")
     parser.add_argument("--ways", nargs="+", choices=ALL, default=list(ALL), help="default: all")
     parser.add_argument("--rounds", type=int, default=15, help="turns of every way (default: %(default)s)")
-    add_options(parser, "ddp_bucket.jsonl")
     arguments = parser.parse_args()
-    where = provenance()
-    rows = []
-    for row in rows_of(work, arguments.ranks, arguments):
-        rows.append({**row, **where})
-        line = f"  {row['times']:5.2f} times as fast as {row['peer']}" if "times" in row else ""
-        print(f"{row['way']:16s} {row['ms']:9.3f} ms  {row['of_fp32']:6.3f} of fp32's bytes{line}", flush=True)
-    write_rows(rows, arguments)
+    run(work, arguments, show)
     return 0
 
 

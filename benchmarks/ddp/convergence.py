@@ -16,7 +16,6 @@ After each run parameters must be the same bit for bit on all ranks, else it end
 Rows go to benchmarks/results/ddp_convergence.jsonl.
 """
 
-import argparse
 import copy
 import statistics
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from expected import same_everywhere
-from launch import add_options, end_on_signals, provenance, rows_of, write_rows
+from launch import make_parser, run
 from torch.nn import functional
 
 import collectives
@@ -98,29 +97,25 @@ def work(rank, arguments):
         yield row
 
 
+def show(row):
+    losses = ", ".join(
+        f"{short} loss {row[f'{short}_loss']:.5f} ({row[f'{short}_by_fp32']:.4f} +- {row[f'{short}_error']:.4f})"
+        for short in ("train", "test")
+    )
+    line = f"accuracy {row['test_accuracy']:.4f}, {row['of_fp32']:.4f} of fp32's bytes"
+    print(f"{row['wire']:8s} {losses}, {line}", flush=True)
+
+
 def main():
-    end_on_signals()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to start (default: %(default)s)")
+    parser = make_parser(__doc__, "ddp_convergence.jsonl")
     parser.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), help="beside fp32 (default: all)")
     parser.add_argument("--epochs", type=int, default=12, help="passes over the training set (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="stop after so many steps, whatever --epochs says")
     parser.add_argument("--hidden", type=int, default=512, help="width of the hidden layers (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: %(default)s")
-    add_options(parser, "ddp_convergence.jsonl")
     arguments = parser.parse_args()
     arguments.wires = list(dict.fromkeys(("fp32", *arguments.wires)))
-    where = provenance()
-    rows = []
-    for row in rows_of(work, arguments.ranks, arguments):
-        rows.append({**row, **where})
-        losses = ", ".join(
-            f"{short} loss {row[f'{short}_loss']:.5f} ({row[f'{short}_by_fp32']:.4f} +- {row[f'{short}_error']:.4f})"
-            for short in ("train", "test")
-        )
-        line = f"accuracy {row['test_accuracy']:.4f}, {row['of_fp32']:.4f} of fp32's bytes"
-        print(f"{row['wire']:8s} {losses}, {line}", flush=True)
-    write_rows(rows, arguments)
+    run(work, arguments, show)
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Rank processes over Gloo, rows and their provenance, for the benchmarks of DDP."""
+"""Rank processes over Gloo, options, and rows, for the benchmarks of front ends."""
 
+import argparse
 import gc
-import json
 import multiprocessing
 import os
 import signal
@@ -14,13 +14,9 @@ import torch
 import torch._dynamo  # DDP's constructor does, which takes seconds: once here, not in each rank
 import torch.distributed as dist
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE.parent / "results"
-sys.path.insert(0, str(HERE.parent))
-from provenance import where_and_when  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rank_processes import next_result, running  # noqa: E402
-
-import collectives  # noqa: E402
+from rows import RESULTS, append_rows, provenance  # noqa: E402
 
 RUN_SECONDS = 900.0
 
@@ -59,33 +55,29 @@ def _rank(rank, ranks, work, arguments, store, results):
         results.put(None)
 
 
-def provenance():
-    """Return the fields of every row.
+def run(work, arguments, show):
+    """Call `rows_of`, ``show`` each row, and append all to the file of results; return them."""
+    where = provenance()
+    rows = []
+    for row in rows_of(work, arguments.ranks, arguments):
+        rows.append({**row, **where})
+        show(row)
+    append_rows(rows, arguments.output)
+    return rows
 
-    Call it before anything of ours runs: one is the machine's load.
+
+def make_parser(text, output, *, ranks=True):
+    """Return the parser of a program, by its docstring, with the options that all of them have.
+
+    ``ranks``: whether --ranks is one of them. From here on SIGTERM ends the program as Ctrl-C does,
+    so that the ranks are ended, too.
     """
-    return {
-        "load": round(os.getloadavg()[0], 2), **where_and_when(), "torch": torch.__version__,
-        "collectives": collectives.__version__,
-    }  # fmt: skip
-
-
-def add_options(parser, output):
-    """Add the option that all these programs have."""
-    parser.add_argument("--output", type=Path, default=RESULTS / output, help="file of rows (default: %(default)s)")
-
-
-def write_rows(rows, arguments):
-    """Append the rows to the file of results."""
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.output.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    print(f"rows: {arguments.output}")
-
-
-def end_on_signals():
-    """Leave on SIGTERM as on Ctrl-C, so that the ranks are ended, too."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    parser = argparse.ArgumentParser(description=text.splitlines()[0])
+    if ranks:
+        parser.add_argument("--ranks", type=int, default=2, help="ranks to start (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS / output, help="file of rows (default: %(default)s)")
+    return parser
 
 
 def slowest(values):

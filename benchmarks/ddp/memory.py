@@ -17,14 +17,13 @@ and the padding, n elements' alignment a bucket. On 2 and 4 ranks. Rows go to
 benchmarks/results/ddp_memory.jsonl; the exit status is 1 where a setting takes more than it may.
 """
 
-import argparse
 import gc
 import sys
 
 import torch
 import torch.distributed as dist
 from expected import Expected, check, same_everywhere
-from launch import add_options, end_on_signals, provenance, rows_of, slowest, write_rows
+from launch import append_rows, make_parser, provenance, rows_of, slowest
 from process_memory import proportional_set_size, reset_peak, return_freed_memory, status_bytes
 from torch.nn.parallel import DistributedDataParallel
 from ways import nothing
@@ -155,8 +154,7 @@ def measure(arguments):
 
 
 def main():
-    end_on_signals()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, "ddp_memory.jsonl", ranks=False)
     parser.add_argument("--width", type=int, default=1024, help="of the model's Linears (default: %(default)s)")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="with optimizer= (default: %(default)s)")
     parser.add_argument("--settings", nargs="*", choices=list(KINDS), default=list(KINDS), help="default: all")
@@ -164,7 +162,6 @@ def main():
         "--gradients", nargs="*", choices=["copies", "views"], default=["copies", "views"],
         help="of the buckets: DDP's gradient_as_bucket_view (default: both)",
     )  # fmt: skip
-    add_options(parser, "ddp_memory.jsonl")
     arguments = parser.parse_args()
     where = provenance()
     rows = []
@@ -180,7 +177,7 @@ def main():
                 f"{mib['largest_bucket']:.1f} MiB"
             )
         print(f"{row['setting']:10s} {row['ranks']} ranks  {line}{'' if row['good'] else '  TOO MUCH'}", flush=True)
-    write_rows(rows, arguments)
+    append_rows(rows, arguments.output)
     return 0 if all(row["good"] for row in rows) else 1
 
 

@@ -33,7 +33,7 @@ import sys
 import torch
 import torch.distributed as dist
 from expected import Expected, Wrong, check, same_everywhere
-from launch import add_options, end_on_signals, provenance, rows_of, slowest, write_rows
+from launch import make_parser, run, slowest
 from ways import GROUPS, KINDS, LR, PEERS, POWERSGD, TORCH_POWERSGD_STARTS, Way
 
 MODELS = {  # name: Linears, width, batch
@@ -175,22 +175,17 @@ def pair(text):
 
 
 def main():
-    end_on_signals()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to start (default: %(default)s)")
+    parser = make_parser(__doc__, "ddp_step.jsonl")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all three")
     parser.add_argument("--ways", nargs="+", choices=[*GROUPS, *KINDS], default=["sync"], help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every way (default: %(default)s)")
     parser.add_argument("--block-seconds", type=float, default=BLOCK_SECONDS, help="one turn (default: %(default)s)")
     parser.add_argument("--state", type=pair, nargs="*", default=[], metavar="KEY=VALUE", help="of our HookStates")
-    add_options(parser, "ddp_step.jsonl")
     arguments = parser.parse_args()
     # By name, each once, in the order of the groups.
     arguments.ways = list(dict.fromkeys(way for named in arguments.ways for way in GROUPS.get(named, (named,))))
-    where = provenance()
-    rows = []
-    for row in rows_of(work, arguments.ranks, arguments):
-        rows.append({**row, **where})
+
+    def show(row):
         print(row["model"])
         for way in arguments.ways:
             line = f"  {way:16s} {row[f'{way}_ms']:9.2f} ms"
@@ -198,7 +193,8 @@ def main():
                 peer = PEERS.get(way, "gloo")
                 line += f"   adds {row['added'][way]:5.2f} of what {peer} adds, {row['times'][way]:5.2f} times as fast"
             print(line, flush=True)
-    write_rows(rows, arguments)
+
+    run(work, arguments, show)
     return 0
 
 

@@ -11,7 +11,6 @@ before. `times`: the peer's median by ours; peers: Gloo, and for many tensors th
 too (`of_sync`: our time by theirs). One row a way goes to benchmarks/results/horovod_ops.jsonl.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ddp"))
-from launch import add_options, end_on_signals, provenance, rows_of, slowest, write_rows  # noqa: E402
+from launch import make_parser, run, slowest  # noqa: E402
 
 import collectives.horovod as hvd  # noqa: E402
 
@@ -137,24 +136,20 @@ def work(rank, arguments):
     hvd.shutdown()
 
 
+def show(row):
+    line = f"  {row['times']:6.2f} times as fast as {row['peer']}" if "times" in row else ""
+    line += f"  {row['of_sync']:.3f} of the synchronous calls" if "of_sync" in row else ""
+    print(f"{row['tensors']:4d} x {row['nbytes']:9d} B  {row['way']:14s} {row['us']:10.1f} us{line}", flush=True)
+
+
 def main():
-    end_on_signals()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to start (default: %(default)s)")
+    parser = make_parser(__doc__, "horovod_ops.jsonl")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes of one tensor (default: 1K to 25M)")
     parser.add_argument("--count", type=int, default=100, help="of small tensors (default: %(default)s)")
     parser.add_argument("--small", type=int, default=1024, help="bytes of a small tensor (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=60, help="turns of every way (default: %(default)s)")
-    add_options(parser, "horovod_ops.jsonl")
     arguments = parser.parse_args()
-    where = provenance()
-    rows = []
-    for row in rows_of(work, arguments.ranks, arguments):
-        rows.append({**row, **where})
-        line = f"  {row['times']:6.2f} times as fast as {row['peer']}" if "times" in row else ""
-        line += f"  {row['of_sync']:.3f} of the synchronous calls" if "of_sync" in row else ""
-        print(f"{row['tensors']:4d} x {row['nbytes']:9d} B  {row['way']:14s} {row['us']:10.1f} us{line}", flush=True)
-    write_rows(rows, arguments)
+    run(work, arguments, show)
     return 0
 
 

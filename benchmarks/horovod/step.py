@@ -12,9 +12,6 @@ have made the same parameters, bit for bit on 2 ranks. ``added``: what a way add
 by what Gloo's adds. One row a model goes to benchmarks/results/horovod_step.jsonl.
 """
 
-import argparse
-import os
-import socket
 import statistics
 import sys
 import time
@@ -24,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "ddp"))
-from launch import add_options, end_on_signals, provenance, rows_of, slowest, write_rows  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ddp"))
+from launch import make_parser, run, slowest  # noqa: E402
 
 import collectives  # noqa: E402
 import collectives.horovod as hvd  # noqa: E402
@@ -124,10 +120,6 @@ def measure(name, rank, arguments):
 
 
 def work(rank, arguments):
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(arguments.ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(arguments.ranks),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(arguments.port),
-    )  # fmt: skip
     hvd.init()
     for name in arguments.models:
         yield measure(name, rank, arguments)
@@ -135,30 +127,23 @@ def work(rank, arguments):
 
 
 def main():
-    end_on_signals()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, "horovod_step.jsonl")
     models = ["8xLinear1024", "161 tensors"]
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to start (default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=models, default=models, help="default: both")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every way (default: %(default)s)")
     parser.add_argument("--block-seconds", type=float, default=0.5, help="one turn (default: %(default)s)")
-    add_options(parser, "horovod_step.jsonl")
     arguments = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        arguments.port = probe.getsockname()[1]
-    where = provenance()
-    rows = []
-    for row in rows_of(work, arguments.ranks, arguments):
-        rows.append({**row, **where})
+
+    def show(row):
         print(row["model"])
         for way in arguments.ways:
             print(
                 f"  {way:14s} {row[f'{way}_ms']:9.3f} ms   adds {row['added'].get(way, 0):6.3f} of what Gloo adds",
                 flush=True,
             )
-    write_rows(rows, arguments)
+
+    run(work, arguments, show)
     return 0
 
 

@@ -16,7 +16,7 @@ import argparse
 
 import torch
 from pack import SHAPES, tensors_of
-from timing import add_options, compared, in_turn, prepare, print_row, write_rows
+from timing import add_options, prepare, rows_of_lists, write_rows
 
 from collectives import kernels, optim
 
@@ -166,14 +166,8 @@ def main():
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     arguments = parser.parse_args()
     device, common = prepare(arguments)
-    rows = []
-    for case in arguments.cases:
-        for name in arguments.lists:
-            calls, nbytes = CASES[case](name, device)
-            row = compared(in_turn(calls, device, arguments.rounds), nbytes)
-            rows.append({**print_row({"benchmark": "kernels_adamw", "case": case, "list": name, **row}), **common})
-            del calls
-    write_rows(rows, arguments)
+    rows = rows_of_lists("kernels_adamw", CASES, device, arguments)
+    write_rows([{**row, **common} for row in rows], arguments)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import math
 import time
 
 import torch
-from timing import HERE, add_options, compared, in_turn, prepare, print_row, write_rows
+from timing import HERE, add_options, prepare, print_row, rows_of_lists, write_rows
 
 from collectives import kernels
 
@@ -185,13 +185,8 @@ def main():
     arguments = parser.parse_args()
     device, common = prepare(arguments)
     rows = [print_row({"benchmark": "kernels_pack", "case": "call_costs", **call_costs(device), **common})]
-    for case in arguments.cases:
-        for name in arguments.lists:
-            calls, nbytes = CASES[case](name, device)
-            row = compared(in_turn(calls, device, arguments.rounds), nbytes)
-            rows.append({**print_row({"benchmark": "kernels_pack", "case": case, "list": name, **row}), **common})
-            del calls
-    write_rows(rows, arguments)
+    rows += rows_of_lists("kernels_pack", CASES, device, arguments)
+    write_rows([{**row, **common} for row in rows], arguments)
 
 
 if __name__ == "__main__":

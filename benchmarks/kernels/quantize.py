@@ -13,7 +13,7 @@ import argparse
 import statistics
 
 import torch
-from timing import add_options, in_turn, prepare, print_row, write_rows
+from timing import add_options, in_turn, prepare, print_row, ratio, write_rows
 
 from collectives import kernels
 from collectives.layout import WIRE_FORMATS, wire_layout
@@ -181,13 +181,11 @@ def main():
             ours, chain, nbytes = CASES[case](format, x)
             times = in_turn({"ours": ours, "chain": chain, "copy": lambda: other.copy_(x)}, device, arguments.rounds)
             least = nbytes / (2 * x.nbytes)  # of the copy's bytes
-            rates = [copy / mine * least for mine, copy in zip(times["ours"], times["copy"], strict=True)]
-            ratios = [peer / mine for mine, peer in zip(times["ours"], times["chain"], strict=True)]
             row = {"benchmark": "kernels_quantize", "case": case, "format": format, "block": BLOCK, "count": x.numel()}
             row |= {f"{name}_ms": round(statistics.median(each) * 1e3, 4) for name, each in times.items()}
             row["gb_per_s"] = round(nbytes / statistics.median(times["ours"]) / 1e9, 2)
-            row["of_copy"] = round(statistics.median(rates), 3)
-            row["chain_ratio"] = round(statistics.median(ratios), 2)
+            row["of_copy"] = ratio([copy * least for copy in times["copy"]], times["ours"])
+            row["chain_ratio"] = ratio(times["chain"], times["ours"], 2)
             rows.append({**print_row(row), **common})
             del ours, chain
     write_rows(rows, arguments)

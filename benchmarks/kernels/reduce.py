@@ -12,18 +12,17 @@ count.
 """
 
 import argparse
-import ctypes
 import statistics
 import time
 
 import torch
-from timing import add_options, gpu_seconds, in_turn, prepare, print_row, write_rows
+from pack import memcpy
+from timing import add_options, gpu_seconds, in_turn, prepare, print_row, ratio, write_rows
 
 from collectives import kernels
 
 TYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 ROUND_SECONDS = 0.05  # one side's part of a round, about
-libc = ctypes.CDLL(None)
 
 
 def seconds_of(call, device):
@@ -39,14 +38,6 @@ def seconds_of(call, device):
             least, spent = min(least, took), spent + took
         return least
     return gpu_seconds(call, ROUND_SECONDS)
-
-
-def memcpy(to, source):
-    """Return a call that copies a tensor, and keeps both alive."""
-    if to.device.type == "cuda":
-        return lambda: to.copy_(source)
-    nbytes = ctypes.c_size_t(to.nbytes)
-    return lambda: libc.memcpy(ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr()), nbytes)
 
 
 def sides(sources, out, statistics_too):
@@ -116,12 +107,10 @@ def main():
                 row["ours_us"] = round(statistics.median(ours) * 1e6, 2)
                 row["gb_per_s"] = round((n + 1) * nbytes / statistics.median(ours) / 1e9, 2)
                 row["copy_gb_per_s"] = round((n + 1) * nbytes / statistics.median(copies) / 1e9, 2)
-                fractions = [copy / own for copy, own in zip(copies, ours, strict=True)]
-                row["fraction_of_copy"] = round(statistics.median(fractions), 3)
+                row["fraction_of_copy"] = ratio(copies, ours)
                 for peer, seconds in times.items():
                     row[f"{peer}_us"] = round(statistics.median(seconds) * 1e6, 2)
-                    ratios = [s / o for s, o in zip(seconds, ours, strict=True)]
-                    row[f"{peer}_ratio"] = round(statistics.median(ratios), 3)
+                    row[f"{peer}_ratio"] = ratio(seconds, ours)
                 rows.append({**print_row(row), **common})
     write_rows(rows, arguments)
 

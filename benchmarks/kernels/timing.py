@@ -1,7 +1,5 @@
 """Timing in turn, the fields of every row, and the file of rows, for the benchmarks of kernels."""
 
-import json
-import os
 import statistics
 import sys
 import time
@@ -10,11 +8,9 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE.parent / "results"
 sys.path.insert(0, str(HERE.parent))
-from provenance import where_and_when  # noqa: E402
+from rows import RESULTS, append_rows, provenance  # noqa: E402
 
-import collectives  # noqa: E402
 from collectives import kernels  # noqa: E402
 
 
@@ -59,6 +55,11 @@ def in_turn(calls, device, rounds, seconds=one_call):
     return times
 
 
+def ratio(seconds, ours, digits=3):
+    """Return the median of the rounds' ratios."""
+    return round(statistics.median(s / o for s, o in zip(seconds, ours, strict=True)), digits)
+
+
 def compared(times, nbytes):
     """Return a row's fields: our time and rate, each peer's time, and the median of each round's
     ratio to ours.
@@ -68,7 +69,7 @@ def compared(times, nbytes):
     row["ours_gb_per_s"] = round(nbytes / statistics.median(ours) / 1e9, 2)
     for peer, seconds in times.items():
         row[f"{peer}_ms"] = round(statistics.median(seconds) * 1e3, 4)
-        row[f"{peer}_ratio"] = round(statistics.median(s / o for s, o in zip(seconds, ours, strict=True)), 3)
+        row[f"{peer}_ratio"] = ratio(seconds, ours)
     return row
 
 
@@ -95,10 +96,7 @@ def prepare(arguments):
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "isa": kernels.use_isa(arguments.isa),
         "threads": 1,
-        "load": round(os.getloadavg()[0], 1),
-        **where_and_when(),
-        "torch": torch.__version__,
-        "collectives": collectives.__version__,
+        **provenance(),
     }
 
 
@@ -108,11 +106,19 @@ def print_row(row):
     return row
 
 
+def rows_of_lists(benchmark, cases, device, arguments):
+    """Return the row of each case and list of tensors; a case is a function of a list's name."""
+    rows = []
+    for case in arguments.cases:
+        for name in arguments.lists:
+            calls, nbytes = cases[case](name, device)
+            row = compared(in_turn(calls, device, arguments.rounds), nbytes)
+            rows.append(print_row({"benchmark": benchmark, "case": case, "list": name, **row}))
+            del calls
+    return rows
+
+
 def write_rows(rows, arguments):
     """Append the rows to the file of results."""
-    if arguments.no_output:
-        return
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.output.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    print(f"rows: {arguments.output}")
+    if not arguments.no_output:
+        append_rows(rows, arguments.output)

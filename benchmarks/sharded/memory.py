@@ -31,7 +31,6 @@ where `ours` takes more than `fsdp2`, or is not within 2% of the plan with the a
 between that and the plan without.
 """
 
-import argparse
 import gc
 import itertools
 import sys
@@ -39,15 +38,14 @@ import sys
 import torch
 import torch.distributed as dist
 from imports import (
-    add_options,
-    end_on_signals,
+    append_rows,
+    make_parser,
     proportional_set_size,
     provenance,
     reset_peak,
     return_freed_memory,
     rows_of,
     status_bytes,
-    write_rows,
 )
 from ways import GROUPS, MODELS, OPTIMIZERS, PARTS, WAYS, Way
 
@@ -151,16 +149,13 @@ def train(way, batches, meter):
 
 
 def main():
-    end_on_signals()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, "sharded_memory.jsonl")
     option = parser.add_argument
-    option("--ranks", type=int, default=2, help="ranks to start (default: %(default)s)")
     option("--models", nargs="+", choices=MODELS, default=["8xLinear1024", "gpt6x384"], help="(default: %(default)s)")
     option("--ways", nargs="+", choices=[*GROUPS, *WAYS], default=["all"], help="(default: %(default)s)")
     option(
         "--optimizers", nargs="+", choices=OPTIMIZERS, default=["torch", "ours"], help="AdamW's (default: %(default)s)"
     )
-    add_options(parser, "sharded_memory.jsonl")
     arguments = parser.parse_args()
     ways = list(dict.fromkeys(way for named in arguments.ways for way in GROUPS.get(named, (named,))))
     where = provenance()
@@ -176,7 +171,7 @@ def main():
             rows.append({**row, **where})
             show(row)
             good &= way != "ours" or within_limits(row)
-    write_rows(rows, arguments)
+    append_rows(rows, arguments.output)
     return 0 if good else 1
 
 

@@ -26,13 +26,12 @@ benchmarks/results/sharded_step.jsonl, one a model and optimizer; the exit statu
 is above what is asked.
 """
 
-import argparse
 import statistics
 import sys
 
 import torch
 import torch.distributed as dist
-from imports import Wrong, add_options, end_on_signals, provenance, rows_of, slowest, write_rows
+from imports import Wrong, make_parser, run, slowest
 from ways import GROUPS, MODELS, OPTIMIZERS, PARTS, WAYS, Way
 
 LR = 1e-4
@@ -144,7 +143,6 @@ def work(rank, arguments):
 
 
 def show(row):
-    """Print a row; return whether `ours` is as good as asked, or wasn't measured."""
     print(f"{row['model']}, AdamW of {row['optimizer']}, {row['ranks']} ranks")
     for way, parts in row["parts_ms"].items():
         line = f"  {way:20s} {row[f'{way}_ms']:8.2f} ms = " + " + ".join(f"{parts[part]:7.2f}" for part in PARTS)
@@ -154,32 +152,27 @@ def show(row):
         if way in row["to_ddp"]:
             line += f"   {row['to_ddp'][way][0]:5.2f} of ddp"
         print(line, flush=True)
+
+
+def within_limits(row):
+    """Return whether `ours` is as good as asked, or wasn't measured."""
     return row["added"].get("ours", [0])[0] <= MAX_ADDED and row["to_ddp"].get("ours", [0])[0] <= MAX_TO_DDP
 
 
 def main():
-    end_on_signals()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, "sharded_step.jsonl")
     option = parser.add_argument
-    option("--ranks", type=int, default=2, help="ranks to start (default: %(default)s)")
     option("--models", nargs="+", choices=MODELS, default=["8xLinear1024", "gpt6x384"], help="(default: %(default)s)")
     option("--ways", nargs="+", choices=[*GROUPS, *WAYS], default=["all"], help="(default: %(default)s)")
     option("--optimizers", nargs="+", choices=OPTIMIZERS, default=["torch"], help="AdamW's (default: %(default)s)")
     option("--rounds", type=int, default=20, help="turns of every way (default: %(default)s)")
     option("--turn-seconds", type=float, default=TURN_SECONDS, help="one turn (default: %(default)s)")
-    add_options(parser, "sharded_step.jsonl")
     arguments = parser.parse_args()
     # By name, each once, in the order of the groups.
     arguments.ways = list(dict.fromkeys(way for named in arguments.ways for way in GROUPS.get(named, (named,))))
     if arguments.ways == ["alone"]:
         parser.error("alone is compared with other ways: name some")
-    where = provenance()
-    rows, good = [], True
-    for row in rows_of(work, arguments.ranks, arguments):
-        rows.append({**row, **where})
-        good &= show(row)
-    write_rows(rows, arguments)
-    return 0 if good else 1
+    return 0 if all(map(within_limits, run(work, arguments, show))) else 1
 
 
 if __name__ == "__main__":

@@ -7,14 +7,11 @@ through a store and not by `comm.consensus`, whose collectives may spin while th
 from __future__ import annotations
 
 import json
-import os
-import socket
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ..comm.communicator import Communicator
-from ..comm.consensus import all_gather_object
 from ..rendezvous.job_store import connect_to_store, share_store
 
 __all__ = ["Control"]
@@ -32,12 +29,9 @@ class Control:
         self.store = None
         if self.size == 1:
             return
-        here = comm.local_size == comm.size
-        host = "127.0.0.1" if here else os.environ.get("MASTER_ADDR") or socket.gethostname()
-        host = all_gather_object(comm, host)[0]
-        self._server, name = share_store(comm, host)
+        self._server, name = share_store(comm)
         # A connection of its own: calls that block keep all others of a connection waiting.
-        self.store = dist.PrefixStore(name, connect_to_store(host, self._server.port))
+        self.store = dist.PrefixStore(name, connect_to_store(self._server.host, self._server.port))
         self.store.set_timeout(timedelta(seconds=limit))
 
     def gather(self, value) -> list:

@@ -18,7 +18,7 @@ import torch
 from .buffers import Buffers
 from .cases import Case
 
-__all__ = ["Implementation", "InProcessImplementation", "Plan", "time_on_host"]
+__all__ = ["Implementation", "InProcessImplementation", "PeerMissing", "Plan", "time_on_host"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,13 @@ class Plan:
     calls: int
     batches: int
     blocking: bool = False
+
+
+class PeerMissing(Exception):
+    """A peer is not installed, or can't be started here.
+
+    The text says why and how to install it.
+    """
 
 
 class Implementation:

@@ -282,35 +282,15 @@ def parse(argv: list[str]) -> Options:
     kinds = _chosen(arguments.datatype, _TYPE_NAMES, "-d", "data type", every=TYPES)
     if any(wires) and [k for k in kinds if k.name not in ("float32", "float64", "float16", "bfloat16")]:
         raise UsageError("--wire casts floating-point data: give -d float, double, half or bfloat16")
-    return Options(
-        sizes=_sizes(arguments),
-        ops=_ops(arguments.collective),
-        kinds=kinds,
-        redops=_chosen(arguments.redop, {name: name for name in REDOPS}, "-o", "reduction"),
-        root=_root(arguments.root),
-        iters=arguments.iters,
-        warmup=arguments.warmup_iters,
-        calls=arguments.agg_iters,
-        turns=arguments.turns or (1 if alone else 5),
-        check=arguments.check,
-        blocking=bool(arguments.blocking),
-        percentiles=arguments.percentiles,
-        engine=arguments.engine,
-        algorithms=algorithms,
-        zero_copy=zero_copy,
-        wires=wires,
-        peers=peers,
-        ranks=arguments.ranks,
-        hosts=arguments.hosts,
-        bind=arguments.bind,
-        timeout=arguments.timeout,
-        json=arguments.json,
-        csv=arguments.csv,
-        plot=arguments.plot,
-        compare=arguments.compare,
-        tolerance=arguments.tolerance,
-        rows_from=arguments.rows_from,
-    )
+    checked = {
+        "sizes": _sizes(arguments), "ops": _ops(arguments.collective), "kinds": kinds,
+        "redops": _chosen(arguments.redop, {name: name for name in REDOPS}, "-o", "reduction"),
+        "root": _root(arguments.root), "warmup": arguments.warmup_iters, "calls": arguments.agg_iters,
+        "turns": arguments.turns or (1 if alone else 5), "blocking": bool(arguments.blocking),
+        "algorithms": algorithms, "zero_copy": zero_copy, "wires": wires, "peers": peers,
+    }  # fmt: skip
+    values = vars(arguments) | checked
+    return Options(**{field.name: values[field.name] for field in dataclasses.fields(Options)})
 
 
 def _chosen(text: str, names: dict, option: str, what: str, every=None) -> list:

@@ -9,7 +9,7 @@ from pathlib import Path
 from .options import UsageError
 from .report import label
 
-__all__ = ["check", "draw"]
+__all__ = ["check", "draw", "short_size"]
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _MAX_PANELS = 12
@@ -53,7 +53,7 @@ def draw(rows: list[dict], path: Path) -> None:
             axis.set(xscale="log", yscale="log", xlabel="size (bytes)", ylabel=quantity, title=title)
             ticks = sorted({size for points in lines.values() for size in points})
             ticks = ticks[:: -(-len(ticks) // 10)]
-            axis.set_xticks(ticks, [_size(tick) for tick in ticks], minor=False)
+            axis.set_xticks(ticks, [short_size(tick) for tick in ticks], minor=False)
             axis.minorticks_off()
             axis.grid(True, which="both", color="#d0d0d0", linewidth=0.5)
         left.legend(fontsize=8)
@@ -89,6 +89,7 @@ def _styles(names: set[str]) -> dict[str, dict]:
     }  # fmt: skip
 
 
-def _size(nbytes: int) -> str:
+def short_size(nbytes: int) -> str:
+    """Return a number of bytes as a label: 65536 is 64K."""
     unit, letter = next(pair for pair in _UNITS if nbytes >= pair[0])
     return f"{nbytes / unit:.3g}{letter}"

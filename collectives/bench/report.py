@@ -14,7 +14,7 @@ from .cases import TYPES
 from .options import Options, UsageError
 from .provenance import where_and_when
 
-__all__ = ["Report", "check_writable", "label", "print_ratios", "read_rows", "speed", "write_csv", "write_json"]
+__all__ = ["Report", "check_writable", "label", "print_ratios", "read_rows", "write_csv", "write_json"]
 
 _OURS = ("host", "nccl")
 _BANDWIDTH_FIELDS = ("algbw_gbs", "busbw_gbs")
@@ -154,11 +154,6 @@ def is_ours(row: dict) -> bool:
     return row["engine"].split()[0] in _OURS and row.get("algorithm") is not None
 
 
-def speed(row: dict, other: dict) -> float:
-    """Return how many times as fast a row is as another."""
-    return other["time_us"] / row["time_us"]
-
-
 def print_ratios(rows: list[dict], show=print) -> None:
     """Print for each size our time, and each peer's as a multiple of it.
 
@@ -180,9 +175,11 @@ def print_ratios(rows: list[dict], show=print) -> None:
             show("#" + f"{'size':>13}{own + ' (us)':>{len(own) + 8}}" + "".join(f"{name:>12}" for name in peers))
             for nbytes, size in sizes.items():
                 if own in size:
-                    line = f"#{nbytes:>13}{_short(size[own]['time_us']):>{len(own) + 8}}"
+                    time = size[own]["time_us"]
+                    line = f"#{nbytes:>13}{_short(time):>{len(own) + 8}}"
                     for name in peers:
-                        line += f"{f'{speed(size[own], size[name]):.2f}x' if name in size else '-':>12}"
+                        ratio = f"{size[name]['time_us'] / time:.2f}x" if name in size else "-"
+                        line += f"{ratio:>12}"
                     show(line)
             show("#")
 

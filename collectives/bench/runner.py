@@ -11,10 +11,10 @@ from ..comm.multinode.topology import read_host_id
 from ..errors import InvalidArgument
 from .cases import Case
 from .control import Control
-from .implementation import Implementation, Plan
+from .implementation import Implementation, PeerMissing, Plan
 from .options import Options, UsageError
 from .ours import OurImplementation
-from .peers import PeerMissing, open_peer
+from .peers import open_peer
 from .processes import core_of
 from .provenance import where_and_when
 
@@ -57,7 +57,6 @@ class Session:
 
     def run(self) -> None:
         """Measure all cases. Raises our own errors; a peer's failure ends that peer."""
-        places = (False, True)
         cases = self.options.cases(self.comm.size)
         if self.report:
             self.report.begin(self.implementations, cases, self.bound)
@@ -65,7 +64,7 @@ class Session:
         for case in cases:
             rows = {}
             self._report_unsupported(case)
-            for in_place in places:
+            for in_place in (False, True):
                 for implementation, row in self._measure(case, in_place):
                     rows.setdefault(implementation.name, {})[in_place] = row
                     measured += not implementation.peer
@@ -108,15 +107,14 @@ class Session:
             for _ in range(options.check):
                 counts = self._call_on_all(implementation, implementation.check)
                 wrong = None if counts is None or wrong is None else wrong + sum(counts)
-            if implementation in self.implementations:
-                with contextlib.suppress(ChildProcessError):  # a peer's job has ended: its next call raises
-                    implementation.release()
-            if self.report and implementation in self.implementations:
-                found.append(
-                    (implementation, self._row(implementation, case, in_place, plan, times[implementation.name], wrong))
-                )
-            elif implementation in self.implementations:
-                found.append((implementation, {}))
+            if implementation not in self.implementations:
+                continue
+            with contextlib.suppress(ChildProcessError):  # a peer's job has ended: its next call raises
+                implementation.release()
+            row = {}
+            if self.report:
+                row = self._row(implementation, case, in_place, plan, times[implementation.name], wrong)
+            found.append((implementation, row))
         return found
 
     def _call_on_all(self, implementation: Implementation, call, *args, free: bool = False) -> list | None:

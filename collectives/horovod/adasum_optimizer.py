@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from .basics import current
-from .messages import DTYPE_NAMES, Request, TensorTableEntry, cached_request
-from .operations import Adasum
+from .operations import Adasum, grouped_allreduce_async_, synchronize
 
 __all__ = ["AdasumReducer"]
 
@@ -14,17 +13,13 @@ __all__ = ["AdasumReducer"]
 class AdasumReducer:
     """Reduces the changes that a step makes to parameters, instead of gradients.
 
-    Each rank keeps its optimizer state. ``names``: name of each parameter by its id. ``passes``:
-    backwards before a step; it is only stored.
+    Each rank keeps its optimizer state. ``names``: name of each parameter by its id.
     """
 
     steps_locally = True
-    op = Adasum
+    backward_ran = False  # as of `GradientReducer`; no reduction outlives a step
 
-    def __init__(self, names: dict, compression, passes: int, process_set):
-        self.passes = passes
-        self.skip_reduction = False
-        self.synchronized = False
+    def __init__(self, names: dict, compression, process_set):
         self._names = names
         self._compression = compression
         self._process_set = process_set
@@ -32,19 +27,11 @@ class AdasumReducer:
     def register_hooks(self, optimizer) -> None:
         """Do nothing: no gradient is reduced."""
 
-    @property
-    def backward_ran(self) -> bool:
-        """Whether a reduction is under way: none outlives a step."""
-        return False
-
-    def reset(self) -> None:
+    def drain(self) -> None:
         """Do nothing: no reduction is under way."""
 
-    drain = reset
-
     def set_passes(self, passes: int) -> None:
-        """Set the number of backwards."""
-        self.passes = passes
+        """Do nothing: any number of backwards may come before a step."""
 
     def synchronize(self, optimizer) -> None:
         """Do nothing, as in Horovod: `step` reduces."""
@@ -68,29 +55,21 @@ class AdasumReducer:
                 small, context = self._compression.compress(real.contiguous())
                 sent.append(small.contiguous())
                 contexts.append(context)
-            for controller, entry in self._reduce(params, sent):
-                controller.wait(entry)
+            self._reduce(params, sent)
             for param, old, small, context in zip(params, before, sent, contexts, strict=True):
                 change = self._compression.decompress(small, context)
                 param.copy_(old + (torch.view_as_complex(change.contiguous()) if old.is_complex() else change))
         return result
 
-    def _reduce(self, params, sent):
-        """Start one operation for each device, of all tensors there.
-
-        Return (controller, entry) of each.
-        """
-        controller = current().controller(self._process_set)
-        started = []
+    def _reduce(self, params, sent) -> None:
+        """Reduce the tensors in place, by one operation for each device."""
+        handles = []
         for device in dict.fromkeys(tensor.device for tensor in sent):
             chosen = [tensor for tensor in sent if tensor.device == device]
             first = next(param for param, tensor in zip(params, sent, strict=True) if tensor.device == device)
-            request = Request(
-                "allreduce", f"changes of {self._names.get(id(first), 'parameters')} and what follows",
-                tuple(DTYPE_NAMES[tensor.dtype] for tensor in chosen),
-                tuple(tuple(tensor.shape) for tensor in chosen), device.type, op="adasum",
-            )  # fmt: skip
-            entry = TensorTableEntry(cached_request(request), chosen, chosen)
-            controller.submit(entry, waits=True)
-            started.append((controller, entry))
-        return started
+            name = f"changes of {self._names.get(id(first), 'parameters')} and what follows"
+            handles.append(
+                grouped_allreduce_async_(chosen, name=name, op=Adasum, process_set=self._process_set, _waits=True)
+            )
+        for handle in handles:
+            synchronize(handle)

@@ -12,6 +12,7 @@ from ..comm.communicator import Communicator
 from ..comm.consensus import verify_same
 from ..comm.engine import engines
 from ..comm.malloc import keep_freed_memory
+from ..comm.multinode.topology import group_ranks_by_node
 from ..errors import InvalidArgument, Mismatch
 from ..recorder import recording
 from ..rendezvous import world as job
@@ -62,15 +63,12 @@ class World:
         self.owns = owns
         self.settings = settings
         self.rank, self.size = comm.rank, comm.size
-        nodes = [peer.node for peer in peers]
-        mine = nodes[self.rank]
-        here = [r for r in range(self.size) if nodes[r] == mine]
+        nodes = group_ranks_by_node(peer.node for peer in peers)
+        here = next(ranks for ranks in nodes if self.rank in ranks)
         self.local_rank, self.local_size = here.index(self.rank), len(here)
-        order = list(dict.fromkeys(nodes))
-        sizes = [nodes.count(node) for node in order]
-        with_local_rank = [node for node, count in zip(order, sizes, strict=True) if count > self.local_rank]
-        self.cross_rank, self.cross_size = with_local_rank.index(mine), len(with_local_rank)
-        self.homogeneous = len(set(sizes)) == 1
+        with_local_rank = [ranks for ranks in nodes if len(ranks) > self.local_rank]
+        self.cross_rank, self.cross_size = with_local_rank.index(here), len(with_local_rank)
+        self.homogeneous = len(set(map(len, nodes))) == 1
         self.process_sets: dict[int, ProcessSet] = {}
         self._controllers: dict[int, Controller] = {}
         self._stall_inspector = StallInspector(settings, self.rank)
@@ -355,8 +353,7 @@ def nccl_built() -> int:
     info = next((each for each in engines() if each.name == "nccl"), None)
     if info is None or not info.available or info.version is None:
         return 0
-    version = info.version
-    return version if isinstance(version, int) else int("".join(f"{int(part):02d}" for part in str(version).split(".")))
+    return int("".join(f"{int(part):02d}" for part in info.version.split(".")))
 
 
 def cuda_built() -> bool:

@@ -12,7 +12,7 @@ from ..layout import pad_count
 from .basics import current
 from .controller import Controller
 from .gradient_buckets import AllreduceBucket, CompressedGradient, SparseGradient, can_pack, wire_dtype
-from .operations import op_name
+from .operations import OP_NAMES
 from .process_sets import ProcessSet
 
 __all__ = ["BucketAssignment"]
@@ -39,7 +39,7 @@ class BucketAssignment:
         self._process_set = process_set
         self._views = views
         self._reduction = {
-            "op": op_name(op), "prescale": 1.0 / predivide, "postscale": float(predivide),
+            "op": OP_NAMES[op], "prescale": 1.0 / predivide, "postscale": float(predivide),
             "wire": getattr(compression, "wire", ""),
         }  # fmt: skip
 

@@ -24,7 +24,7 @@ from ..errors import CollectivesError, InvalidArgument
 from ..recorder import recording
 from .exceptions import HorovodInternalError
 from .fusion import Executor
-from .message_table import CachedPlan, FusedResponse, MessageTable, Response, fuse_responses, message_key
+from .message_table import CachedPlan, FusedResponse, MessageTable, fuse_responses, message_key
 from .messages import TensorTableEntry
 from .request_exchange import RequestExchange
 from .settings import Settings
@@ -215,8 +215,7 @@ class Controller:
                     self._perform_operation(item, [new[position] for position in positions])
                 self._negotiating = []
             for item in fuse_responses(self._message_table.pop_ready(), self.settings.fusion_threshold):
-                responses = item.responses if isinstance(item, FusedResponse) else [item]
-                self._perform_operation(item, [self.outstanding.get(response.key) for response in responses])
+                self._perform_operation(item, [self.outstanding.get(response.key) for response in item.responses])
             last = self._message_table.finish_join() if self._message_table.joined else None
             if last is not None:
                 self._unnamed_counts.clear()  # this rank hasn't counted the operations after its join
@@ -270,9 +269,9 @@ class Controller:
                 table.join(rank)
         return None
 
-    def _perform_operation(self, item: Response | FusedResponse, entries: list[TensorTableEntry | None]) -> None:
+    def _perform_operation(self, item: FusedResponse, entries: list[TensorTableEntry | None]) -> None:
         begun = time.perf_counter_ns()
-        error = None if isinstance(item, FusedResponse) else item.error
+        error = item.error
         if error is None:
             with torch.no_grad(), torch.inference_mode(False):
                 self._executor.run(item, entries)

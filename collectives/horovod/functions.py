@@ -7,6 +7,7 @@ parameters, which the ranks compare, are JSON.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..arrays import TORCH_NAMES
 from ..comm.consensus import ComparedValue, verify_same
 from ..errors import Mismatch
 from ..torch_compat import tree_map
 from .basics import current
-from .messages import DTYPE_NAMES
 from .operations import ReduceOp, allgather_async, allreduce_async_, broadcast_async_, synchronize
 from .process_sets import ProcessSet, global_process_set
 
@@ -62,11 +63,7 @@ def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
     """Return a function of one argument, the object, that calls `broadcast_object`."""
-
-    def broadcast(obj):
-        return broadcast_object(obj, root_rank, name, process_set)
-
-    return broadcast
+    return functools.partial(broadcast_object, root_rank=root_rank, name=name, process_set=process_set)
 
 
 def allgather_object(obj, name: str | None = None, process_set: ProcessSet = global_process_set) -> list:
@@ -148,7 +145,7 @@ def _named_entries(params) -> list[tuple[str, Any]]:
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {DTYPE_NAMES[tensor.dtype]} on {tensor.device.type}"
+    return f"{list(tensor.shape)} {TORCH_NAMES[tensor.dtype]} on {tensor.device.type}"
 
 
 class NegotiatedComm:

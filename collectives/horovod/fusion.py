@@ -14,17 +14,9 @@ from ..layout import ALIGNMENT, bucket_layout
 from ..torch_compat import flatten_dense_tensors as flatten
 from .adasum import adasum_
 from .message_table import FusedResponse, Response
-from .messages import Request, TensorTableEntry, torch_dtype
+from .messages import CAST_DTYPES, Request, TensorTableEntry
 
-__all__ = ["Executor", "contiguous_view", "rows_of_rank"]
-
-
-def rows_of_rank(rows: int, size: int, rank: int) -> int:
-    """Return a rank's number of rows of a reducescatter's result.
-
-    The first ranks have one more than the others.
-    """
-    return rows // size + (rank < rows % size)
+__all__ = ["Executor"]
 
 
 class Executor:
@@ -43,12 +35,12 @@ class Executor:
         self._compressors: dict[str, Compressor] = {}
         self._streams = {name: torch.cuda.Stream(comm.device) for name, comm in comms.items() if name == "cuda"}
 
-    def run(self, item: Response | FusedResponse, entries: list[TensorTableEntry | None]) -> None:
+    def run(self, item: FusedResponse, entries: list[TensorTableEntry | None]) -> None:
         """Carry out one item and set the results of this rank's entries.
 
         An entry is None where this rank has joined.
         """
-        device = (item.responses[0] if isinstance(item, FusedResponse) else item).request.device
+        device = item.request.device
         if device == "cpu":
             self._perform(item, entries)
             return
@@ -67,15 +59,12 @@ class Executor:
         for each in mine:
             each.finish_event = finished
 
-    def _perform(self, item: Response | FusedResponse, entries: list[TensorTableEntry | None]) -> None:
-        if isinstance(item, FusedResponse):
-            if not (item.small and self._allreduce_small(item.responses[0].request, entries)):
-                self._allreduce(item.responses, entries)
-        else:
-            getattr(self, f"_{item.request.kind}")([item], entries)
-
-    def _device(self, request) -> torch.device:
-        return self.comms[request.device].device
+    def _perform(self, item: FusedResponse, entries: list[TensorTableEntry | None]) -> None:
+        request = item.request
+        if request.kind != "allreduce":
+            getattr(self, f"_{request.kind}")(item.responses[0], entries[0])
+        elif not (item.small and self._allreduce_small(request, entries)):
+            self._allreduce(item.responses, entries)
 
     # ---- Reductions.
 
@@ -108,7 +97,7 @@ class Executor:
             return False
         inputs = [tensor for entry in entries for tensor in entry.inputs]
         in_place = [entry.outputs is not None for entry in entries]
-        if any(in_place) and (not all(in_place) or contiguous_view(inputs) is not None):
+        if any(in_place) and (not all(in_place) or _contiguous_view(inputs) is not None):
             return False
         flat = _scale(flatten(inputs), first.prescale)
         self.comms[first.device].all_reduce(flat, first.op)
@@ -134,7 +123,7 @@ class Executor:
     def _reduce(self, comm, request, inputs, outputs) -> None:
         """Reduce tensors of one dtype."""
         op, prescale, postscale = request.op, request.prescale, request.postscale
-        if op == "adasum" or inputs[0].dtype in (torch.bool, torch.int16):
+        if op == "adasum" or inputs[0].dtype in CAST_DTYPES:
             self._reduce_unsupported(comm, request, inputs, outputs)
             return
         if request.wire and inputs[0].dtype in (torch.float32, torch.float64):
@@ -153,7 +142,7 @@ class Executor:
             _scale(out, postscale)
 
     def _reduce_fused(self, comm, op, prescale, postscale, inputs, outputs) -> None:
-        flat = contiguous_view(inputs) if all(map(is_, inputs, outputs)) else None
+        flat = _contiguous_view(inputs) if all(map(is_, inputs, outputs)) else None
         if flat is not None:  # they are contiguous, as in a fusion buffer
             _scale(flat, prescale)
             comm.all_reduce(flat, op)
@@ -178,7 +167,7 @@ class Executor:
         total = bucket_layout([tensor.numel() for tensor in inputs], dtype.itemsize).total
         if not total:
             return
-        flat = contiguous_view(inputs) if len(inputs) > 1 and all(map(is_, inputs, outputs)) else None
+        flat = _contiguous_view(inputs) if len(inputs) > 1 and all(map(is_, inputs, outputs)) else None
         packed = flat is None
         if packed:
             flat = self._buffer(comm, total, dtype)
@@ -212,12 +201,13 @@ class Executor:
         for out in outputs:
             _scale(out, request.postscale)
 
-    def _reducescatter(self, responses, entries) -> None:
-        request, entry = responses[0].request, entries[0]
+    def _reducescatter(self, response: Response, entry: TensorTableEntry) -> None:
+        request = response.request
         comm = self.comms[request.device]
         entry.results = []
         for tensor in entry.inputs:
-            rows = [rows_of_rank(tensor.shape[0], self.size, rank) for rank in range(self.size)]
+            least, more = divmod(tensor.shape[0], self.size)
+            rows = [least + (rank < more) for rank in range(self.size)]
             inner = tensor.shape[1:]
             if min(rows) == max(rows):
                 whole = tensor if request.prescale == 1.0 else _scale(tensor.clone(), request.prescale)
@@ -235,8 +225,7 @@ class Executor:
 
     # ---- Copies.
 
-    def _allgather(self, responses, entries) -> None:
-        response, entry = responses[0], entries[0]
+    def _allgather(self, response: Response, entry: TensorTableEntry | None) -> None:
         comm = self.comms[response.request.device]
         inputs = self._zeros(response.request, rows=0) if entry is None else entry.inputs
         results = []
@@ -256,8 +245,8 @@ class Executor:
         if entry is not None:
             entry.results = results
 
-    def _broadcast(self, responses, entries) -> None:
-        request, entry = responses[0].request, entries[0]
+    def _broadcast(self, response: Response, entry: TensorTableEntry) -> None:
+        request = response.request
         comm = self.comms[request.device]
         if entry.outputs is None:
             entry.outputs = [torch.empty_like(tensor) for tensor in entry.inputs]
@@ -267,14 +256,12 @@ class Executor:
             comm.broadcast(out, request.root)
         entry.results = entry.outputs
 
-    def _alltoall(self, responses, entries) -> None:
-        response, entry = responses[0], entries[0]
+    def _alltoall(self, response: Response, entry: TensorTableEntry) -> None:
         comm = self.comms[response.request.device]
         tensor, splits = entry.inputs[0], entry.splits
-        sent = torch.zeros(self.size, dtype=torch.int64)
         if splits is None:
             splits = [tensor.shape[0] // self.size] * self.size
-        sent.copy_(torch.tensor(splits, dtype=torch.int64))
+        sent = torch.tensor(splits, dtype=torch.int64)
         received = torch.empty_like(sent)
         self.control.all_to_all(received, sent)
         rows = received.tolist()
@@ -282,17 +269,17 @@ class Executor:
         comm.all_to_all(out, tensor[: sum(splits)].contiguous(), rows, list(splits))
         entry.results = [out, received.int()]
 
-    def _barrier(self, responses, entries) -> None:
-        if entries[0] is not None:
-            entries[0].results = []  # nothing remains to be done once all ranks have submitted it
+    def _barrier(self, response: Response, entry: TensorTableEntry | None) -> None:
+        if entry is not None:
+            entry.results = []  # nothing remains to be done once all ranks have submitted it
 
     # ---- Memory.
 
     def _zeros(self, request, rows: int | None = None) -> list[torch.Tensor]:
         """Return the tensors with which a rank that has joined takes part."""
-        device = self._device(request)
+        device = self.comms[request.device].device
         return [
-            torch.zeros(shape if rows is None else (rows, *shape[1:]), dtype=torch_dtype(dtype), device=device)
+            torch.zeros(shape if rows is None else (rows, *shape[1:]), dtype=getattr(torch, dtype), device=device)
             for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
         ]
 
@@ -305,7 +292,7 @@ class Executor:
         return buffer[:nbytes].view(dtype)
 
 
-def contiguous_view(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+def _contiguous_view(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     """Return one flat view of tensors that are contiguous in memory as in a fusion buffer, else
     None.
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from ..arrays import TORCH_NAMES
 from ..gradients.bucket import GradientBucket
 from ..gradients.grad_memory import grad_dtype, real_dtype
 from .compression import BF16Compressor, Compressor, FP16Compressor, Int8Compressor, NoneCompressor
-from .messages import DTYPE_NAMES, CachedRequest, Request, TensorTableEntry, cached_request
+from .messages import CachedRequest, Request, TensorTableEntry, cached_request
 from .operations import sparse_allreduce_async
 
 __all__ = ["AllreduceBucket", "CompressedGradient", "SparseGradient", "can_pack", "wire_dtype"]
@@ -69,7 +70,7 @@ class AllreduceBucket(GradientBucket):
         return self._cached
 
     def _make_request(self, shape: tuple[int, ...]) -> CachedRequest:
-        dtypes, device = (DTYPE_NAMES[self.sending.dtype],), self.sending.device.type
+        dtypes, device = (TORCH_NAMES[self.sending.dtype],), self.sending.device.type
         return cached_request(Request("allreduce", self._name, dtypes, (shape,), device, **self._reduction))
 
     def submit(self, controller, *, waits: bool) -> None:

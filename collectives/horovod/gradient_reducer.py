@@ -21,8 +21,7 @@ from .bucket_assignment import BucketAssignment
 from .controller import Controller
 from .exceptions import HorovodInternalError
 from .gradient_buckets import AllreduceBucket
-from .messages import Request, TensorTableEntry, cached_request
-from .operations import Average, Sum, allreduce_async, synchronize
+from .operations import Average, Sum, allreduce_async, allreduce_async_, synchronize
 from .process_sets import ProcessSet
 
 __all__ = ["GradientReducer"]
@@ -173,11 +172,11 @@ class GradientReducer:
                 "optimizer.synchronize() first, then clip or unscale, then step inside of "
                 "`with optimizer.skip_synchronize():`"
             )
-        flags = self._sum_used_flags(controller) if buckets else None
+        flags = self._sum_used_flags() if buckets else None
         unknown = [state for state in self._states.values() if state not in self._kinds and state.param.requires_grad]
         temporary: list[AllreduceBucket] = []
         if unknown:
-            kinds, everybody = self._exchange_kinds(controller, unknown)
+            kinds, everybody = self._exchange_kinds(unknown)
             temporary = self._assignment.make_temporary_buckets(kinds)
         for bucket in (*buckets, *temporary):
             if bucket.work is None:
@@ -188,8 +187,7 @@ class GradientReducer:
         for bucket in (*buckets, *temporary):
             bucket.wait(controller)
         if flags is not None:
-            controller.wait(flags)
-            used = [count > 0 for count in flags.results[0].tolist()]
+            used = [count > 0 for count in synchronize(flags).tolist()]
             for bucket, part in zip(buckets, split_by_bucket(used, buckets), strict=True):
                 bucket.unpack(part)
         for bucket in temporary:
@@ -207,23 +205,18 @@ class GradientReducer:
         self._buckets = self._assignment.make_buckets(kinds, self._controller)
         self._filler.attach(self._buckets)
 
-    def _sum_numbers(self, controller: Controller, what: str, numbers: list[int]) -> TensorTableEntry:
-        """Start the sum of numbers over the ranks."""
+    def _sum_numbers(self, what: str, numbers: list[int]) -> int:
+        """Start the sum of numbers over the ranks; return its handle."""
         sent = torch.tensor(numbers, dtype=torch.int32, device="cpu")
         first = next(iter(self._states.values())).name
         name = f"{self._prefix}{what} gradients of {first} and {len(self._states) - 1} more"
-        request = Request("allreduce", name, ("int32",), ((len(numbers),),), op="sum")
-        entry = TensorTableEntry(cached_request(request), [sent], [sent])
-        controller.submit(entry, waits=True)
-        return entry
+        return allreduce_async_(sent, name=name, op=Sum, process_set=self._process_set, _waits=True)
 
-    def _sum_used_flags(self, controller: Controller) -> TensorTableEntry:
+    def _sum_used_flags(self) -> int:
         numbers = [int(param.grad is not None) for bucket in self._buckets for param in bucket.params]
-        return self._sum_numbers(controller, "used", numbers)
+        return self._sum_numbers("used", numbers)
 
-    def _exchange_kinds(
-        self, controller: Controller, unknown: list[ParameterState]
-    ) -> tuple[dict[ParameterState, bool], bool]:
+    def _exchange_kinds(self, unknown: list[ParameterState]) -> tuple[dict[ParameterState, bool], bool]:
         """Return the states of which some rank has a gradient, and whether all ranks took part.
 
         The states are keys of a dict, in the order in which their gradients came here; the value is
@@ -233,12 +226,10 @@ class GradientReducer:
         for state in unknown:
             grad = state.param.grad
             numbers.append(0 if grad is None else _SPARSE if grad.is_sparse and not self._sparse_as_dense else 1)
-        entry = self._sum_numbers(controller, "kinds of", numbers)
-        controller.wait(entry)
-        present, *found = entry.results[0].tolist()
+        present, *found = synchronize(self._sum_numbers("kinds of", numbers)).tolist()
         kinds = {state: kind >= _SPARSE for state, kind in zip(unknown, found, strict=True) if kind}
         arrived = {state: kinds[state] for state in self._filler.arrived if state in kinds}
-        return arrived | kinds, present == controller.size
+        return arrived | kinds, present == self._process_set.size()
 
     # ---- The loss of a closure.
 

@@ -44,13 +44,25 @@ class Response(NamedTuple):
 
 
 class FusedResponse:
-    """Allreduces that are carried out as one; all of one dtype, device, op and scale."""
+    """Allreduces that are carried out as one, all of one dtype, device, op and scale; or one
+    response of any kind.
+    """
 
     __slots__ = ("_small", "responses")
 
     def __init__(self, responses: list[Response]):
         self.responses = responses
         self._small: bool | None = None
+
+    @property
+    def request(self) -> Request:
+        """The request of the first response."""
+        return self.responses[0].request
+
+    @property
+    def error(self) -> str | None:
+        """Why it can't be carried out: such a response is alone."""
+        return self.responses[0].error
 
     @property
     def small(self) -> bool:
@@ -69,7 +81,7 @@ class CachedPlan(NamedTuple):
     of operations without a name, by kind.
     """
 
-    items: list[tuple[Response | FusedResponse, list[int]]]
+    items: list[tuple[FusedResponse, list[int]]]
     unnamed: dict[str, int]
 
 
@@ -126,10 +138,7 @@ class MessageTable:
         if plan is None:
             requests = [self._requests[0][number] for number in request_ids]
             ready = [Response(position, [cached] * self.size, None) for position, cached in enumerate(requests)]
-            items = [
-                (item, [each.key for each in item.responses] if isinstance(item, FusedResponse) else [item.key])
-                for item in fuse_responses(ready, threshold)
-            ]
+            items = [(item, [each.key for each in item.responses]) for item in fuse_responses(ready, threshold)]
             kinds = [cached.request.kind for cached in requests if not cached.key]
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
@@ -225,22 +234,17 @@ def _compared_fields(kind: str, first: Request, each: Request):
     )
 
 
-def fuse_responses(responses: list[Response], threshold: int) -> list[Response | FusedResponse]:
+def fuse_responses(responses: list[Response], threshold: int) -> list[FusedResponse]:
     """Fuse allreduces up to ``threshold`` bytes, in the same way on all ranks.
 
-    A fused response has the position of its first member. What isn't an allreduce and what has an
-    error stays as it is; a large allreduce on the host is fused with no other.
+    A fused response has the position of its first member. What isn't an allreduce, what has an
+    error, and a large allreduce on the host is fused with no other.
     """
-    items: list[Response | FusedResponse] = []
+    items: list[FusedResponse] = []
     open_fusions: dict[tuple, list] = {}  # fusion key -> responses, bytes
     for response in responses:
-        cached = response.cached
-        key = cached.fusion_key
-        if key is None or response.error is not None:
-            items.append(response)
-            continue
-        nbytes = cached.nbytes
-        if nbytes >= _MIN_UNFUSED_BYTES and key[1] == "cpu":
+        key, nbytes = response.cached.fusion_key, response.cached.nbytes
+        if key is None or response.error is not None or (nbytes >= _MIN_UNFUSED_BYTES and key[1] == "cpu"):
             items.append(FusedResponse([response]))
             continue
         fusion = open_fusions.get(key)

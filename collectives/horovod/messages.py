@@ -9,25 +9,22 @@ from typing import NamedTuple
 
 import torch
 
-from ..arrays import TORCH_CODES
+from ..arrays import TORCH_NAMES
 from ..errors import TransportError
 from ..layout import ALIGNMENT
 
 __all__ = [
-    "DTYPE_NAMES",
+    "CAST_DTYPES",
     "CachedRequest",
     "Request",
     "TensorTableEntry",
     "cached_request",
-    "can_reduce",
     "decode_requests",
     "encode_requests",
-    "torch_dtype",
 ]
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_UNFUSED_DTYPES = frozenset({"bool", "int16"})  # reduced in another dtype, each tensor by itself
+_DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
+CAST_DTYPES = (torch.bool, torch.int16)  # reduced in another dtype, each tensor by itself
 _MAX_BYTES = 1 << 26  # of one rank's encoded requests
 
 
@@ -69,7 +66,7 @@ class CachedRequest:
         sizes = [_DTYPES[d].itemsize * torch.Size(s).numel() for d, s in zip(dtypes, shapes, strict=True)]
         self.nbytes = sum(sizes)
         self.unpadded = not any(nbytes % ALIGNMENT for nbytes in sizes)
-        one_dtype = bool(dtypes) and dtypes.count(dtypes[0]) == len(dtypes) and dtypes[0] not in _UNFUSED_DTYPES
+        one_dtype = bool(dtypes) and dtypes.count(dtypes[0]) == len(dtypes) and _DTYPES[dtypes[0]] not in CAST_DTYPES
         fusible = kind == "allreduce" and op != "adasum" and one_dtype
         self.fusion_key = (dtypes[0], device, op, prescale, postscale, wire) if fusible else None
 
@@ -125,16 +122,6 @@ class TensorTableEntry:
     def request(self) -> Request:
         """What the ranks compare."""
         return self.cached.request
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a name such as "float32"."""
-    return _DTYPES[name]
-
-
-def can_reduce(dtype: torch.dtype) -> bool:
-    """Return whether a dtype can be reduced: NCCL's dtypes, bool, and int16 (by int32)."""
-    return dtype in TORCH_CODES or dtype in (torch.bool, torch.int16)
 
 
 def encode_requests(new: list[Request], request_ids: list[int] | None) -> bytes:

@@ -12,12 +12,12 @@ from enum import IntEnum
 
 import torch
 
+from ..arrays import TORCH_CODES, TORCH_NAMES
 from ..cuda_state import has_completed
 from .basics import World, current
 from .controller import Controller
 from .exceptions import HorovodInternalError
-from .messages import DTYPE_NAMES as _DTYPE_NAMES
-from .messages import CachedRequest, Request, TensorTableEntry, cached_request, can_reduce
+from .messages import CAST_DTYPES, CachedRequest, Request, TensorTableEntry, cached_request
 from .process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Average",
     "Max",
     "Min",
+    "OP_NAMES",
     "Product",
     "ReduceOp",
     "Sum",
@@ -41,7 +42,6 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter_async",
     "join",
-    "op_name",
     "poll",
     "reducescatter_async",
     "remove_process_set",
@@ -62,12 +62,8 @@ class ReduceOp(IntEnum):
 
 
 Average, Sum, Adasum, Min, Max, Product = ReduceOp
-_OP_NAMES = {Average: "avg", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "prod"}
-
-
-def op_name(op: ReduceOp) -> str:
-    """Return a reduction's name in a `Request`."""
-    return _OP_NAMES[op]
+# In a `Request`.
+OP_NAMES = {Average: "avg", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "prod"}
 
 
 # ---- Handles.
@@ -185,7 +181,7 @@ def _make_request(kind: str, process_set, tensors, name, **rest) -> CachedReques
                 f"{kind}: the tensor is on {place}, this rank works on {there}: move it there (on GPUs "
                 "torch.cuda.set_device(hvd.local_rank()) before anything is made)"
             )
-    dtypes, shapes = tuple([_DTYPE_NAMES[t.dtype] for t in tensors]), tuple([tuple(t.shape) for t in tensors])
+    dtypes, shapes = tuple([TORCH_NAMES[t.dtype] for t in tensors]), tuple([tuple(t.shape) for t in tensors])
     return cached_request(Request(kind, name or "", dtypes, shapes, device, **rest))
 
 
@@ -195,7 +191,7 @@ def _reduction_options(kind: str, tensors, average, op, prescale, postscale, com
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
         warnings.warn("average is deprecated: use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
         op = Average if average else Sum
-    ours = "avg" if op is None else _OP_NAMES.get(op) if isinstance(op, int) and not isinstance(op, bool) else None
+    ours = "avg" if op is None else OP_NAMES.get(op) if isinstance(op, int) and not isinstance(op, bool) else None
     if ours is None:
         raise ValueError(f"{kind}: op must be hvd.Average, Sum, Adasum, Min, Max or Product, not {op!r}")
     if kind == "reducescatter" and op == Adasum:
@@ -206,7 +202,7 @@ def _reduction_options(kind: str, tensors, average, op, prescale, postscale, com
     for tensor in tensors:
         if tensor.dtype is torch.float32:
             continue
-        if not can_reduce(tensor.dtype) or (kind == "reducescatter" and tensor.dtype in (torch.bool, torch.int16)):
+        if tensor.dtype not in TORCH_CODES and (kind == "reducescatter" or tensor.dtype not in CAST_DTYPES):
             raise ValueError(f"{kind}: elements of {tensor.dtype} can't be reduced")
         if ours == "adasum" and not tensor.dtype.is_floating_point:
             raise ValueError(f"{kind}: Adasum takes floating types, not {tensor.dtype}")

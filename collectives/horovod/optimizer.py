@@ -80,7 +80,7 @@ def DistributedOptimizer(
     if op == Adasum:
         if groups is not None or sparse_as_dense:
             raise ValueError("op=Adasum reduces what a step has changed: leave out groups and sparse_as_dense")
-        reducer = AdasumReducer(names, compression, backward_passes_per_step, process_set)
+        reducer = AdasumReducer(names, compression, process_set)
     else:
         reducer = GradientReducer(
             names, _prefix(named, process_set), compression, backward_passes_per_step, op,

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 
+from ..comm.waiting import format_ranks
 from ..errors import CollectiveTimeout
 from .controller import Controller
 from .settings import Settings
@@ -68,13 +69,7 @@ class StallInspector:
 
 
 def _format_stalled(late) -> str:
-    lines = [f"  {name} (missing: {_format_ranks(ranks)})" for _, name, ranks in late[:_SHOWN]]
+    lines = [f"  {name} (missing: {format_ranks(ranks) if ranks else 'not known'})" for _, name, ranks in late[:_SHOWN]]
     if len(late) > _SHOWN:
         lines.append(f"  and {len(late) - _SHOWN} more")
     return "\n".join(lines)
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    if not ranks:
-        return "not known"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:16]))}{' ...' if len(ranks) > 16 else ''}"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..comm.consensus import all_gather_object
+from ..comm.multinode.topology import find_own_address
 from ..comm.waiting import first_line
 from ..errors import TransportError
 
@@ -57,13 +58,14 @@ def connect_to_store(host: str, port: int, seconds: float = _SECONDS) -> dist.TC
     return store
 
 
-def share_store(comm: Communicator, host: str) -> tuple[dist.TCPStore, str]:
+def share_store(comm: Communicator) -> tuple[dist.TCPStore, str]:
     """Return a store of a communicator's ranks, and a prefix in it that nothing else has.
 
-    A collective, which blocks. Rank 0 serves it, as long as it holds the object; ``host``: rank 0's.
+    A collective, which blocks. Rank 0 serves it, as long as it holds the object.
     """
     store = serve_store() if comm.rank == 0 else None
-    port, name = all_gather_object(comm, store and (store.port, secrets.token_hex(8)))[0]
+    host = "127.0.0.1" if comm.local_size == comm.size else find_own_address()
+    host, port, name = all_gather_object(comm, store and (host, store.port, secrets.token_hex(8)))[0]
     return store or connect_to_store(host, port), name
 
 

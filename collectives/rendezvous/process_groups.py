@@ -48,9 +48,7 @@ def init_process_group(backend: str | None = None, *, comm: Communicator | None 
         dist.init_process_group(backend, rank=who.rank, world_size=who.size, **options)
         return
     comm = init() if comm is None else comm
-    is_single_node = comm.local_size == comm.size
-    address = "127.0.0.1" if is_single_node or comm.peers is None else comm.peers[0].host
-    store, name = share_store(comm, address)
+    store, name = share_store(comm)
     store = dist.PrefixStore(name, store)
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, **options)
 

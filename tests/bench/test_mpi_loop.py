@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from collectives.bench.cases import OPS, TYPES, Case
-from collectives.bench.implementation import Plan
+from collectives.bench.implementation import PeerMissing, Plan
 from collectives.bench.peers import mpi
-from collectives.bench.peers.missing import PeerMissing
 
 # One rank, MPICH's ABI. An all-reduce copies; out of place it also spoils the elements 5 and 2000.
 STUB = """

@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from collectives.horovod.message_table import FusedResponse, MessageTable, fuse_responses
+from collectives.horovod.message_table import MessageTable, fuse_responses
 from collectives.horovod.messages import Request
 from tests.ranks import Died, run_ranks
 
@@ -76,17 +76,10 @@ def test_fusion_is_by_size_and_kind():
     table.add_submitted(1, reversed(range(len(new))))  # complete in the order of the last rank
     ready = table.pop_ready()
     assert [each.request.name for each in ready] == ["other", "", "3", "2", "1", "0"]
-    names = [
-        [m.request.name for m in item.responses] if isinstance(item, FusedResponse) else item.key
-        for item in fuse_responses(ready, 16_000)
-    ]
-    assert names == [["other"], "barrier.noname.0", ["3"], ["2"], ["1", "0"]]
-    names = [
-        [m.request.name for m in item.responses]
-        for item in fuse_responses(ready, 1 << 20)
-        if isinstance(item, FusedResponse)
-    ]
-    assert names == [["other"], ["3", "1", "0"], ["2"]]  # the large one goes alone: copying it costs more
+    names = [[each.request.name for each in item.responses] for item in fuse_responses(ready, 16_000)]
+    assert names == [["other"], [""], ["3"], ["2"], ["1", "0"]]
+    names = [[each.request.name for each in item.responses] for item in fuse_responses(ready, 1 << 20)]
+    assert names == [["other"], [""], ["3", "1", "0"], ["2"]]  # the large one goes alone: copying it costs more
 
 
 def test_all_at_once_and_by_rank_give_the_same():

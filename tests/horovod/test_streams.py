@@ -192,17 +192,18 @@ def test_adasums_step_follows_its_reduction(gpu, controller, monkeypatch):
     """The optimizer reads what was reduced: its stream waits for hvd's."""
     params = [torch.nn.Parameter(torch.ones(2))]
 
-    def reduced(self, chosen, sent):
+    def reduce(sent, **options):
         changes = [tensor.as_subclass(OnGpu) for tensor in sent]
         changes[0].gpu, changes[0].label = gpu, "changes"
         there = entry(changes[0], "changes", changes, "sum")
         controller.submit(there, waits=True)
-        return [(controller, there)]
+        return there
 
-    monkeypatch.setattr(adasum_optimizer.AdasumReducer, "_reduce", reduced)
+    monkeypatch.setattr(adasum_optimizer, "grouped_allreduce_async_", reduce)
+    monkeypatch.setattr(adasum_optimizer, "synchronize", controller.wait)
     monkeypatch.setattr(adasum_optimizer, "current", lambda: types.SimpleNamespace(check_process_set=lambda _: None))
     process_set = types.SimpleNamespace(included=lambda: True, size=lambda: 2)
-    reducer = adasum_optimizer.AdasumReducer({}, Compression.none, 1, process_set)
+    reducer = adasum_optimizer.AdasumReducer({}, Compression.none, process_set)
 
     def step():
         with torch.no_grad():

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from ...comm.communicator import Communicator
 from ..control import Control
-from ..implementation import Implementation
+from ..implementation import Implementation, PeerMissing
 from .deepspeed import DeepSpeedPeer
-from .missing import PeerMissing
 from .mpi import FLAVOURS, MpiPeer
 from .process_group import ProcessGroupPeer
 
-__all__ = ["PeerMissing", "open_peer"]
+__all__ = ["open_peer"]
 
 
 def open_peer(name: str, comm: Communicator, control: Control, bound: bool) -> Implementation:

@@ -20,8 +20,7 @@ from ...comm.communicator import Communicator
 from ..buffers import Buffers
 from ..cases import Case
 from ..control import Control
-from ..implementation import InProcessImplementation, Plan, time_on_host
-from .missing import PeerMissing
+from ..implementation import InProcessImplementation, PeerMissing, Plan, time_on_host
 
 __all__ = ["DeepSpeedPeer"]
 
@@ -63,9 +62,8 @@ class DeepSpeedPeer(InProcessImplementation):
                 raise PeerMissing(failures[0])
         self.fields = {"engine": self.name, "versions": {self.name: version, "torch": torch.__version__}}
         self.level = self._module.vector_kernel_level()
-        job = control.broadcast_from_rank_0(
-            secrets.token_hex(8)
-        )  # part of its names in /dev/shm: old files would be used
+        # Part of its names in /dev/shm: old files would be used.
+        job = control.broadcast_from_rank_0(secrets.token_hex(8))
         with _environment(LOCAL_SIZE=str(comm.size), MASTER_ADDR="bench", MASTER_PORT=job):
             self._module.initialize(comm.size, comm.rank)
         control.gather(None)  # all ranks have mapped all files

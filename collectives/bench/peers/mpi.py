@@ -30,8 +30,7 @@ import torch
 from ...comm.communicator import Communicator
 from ..buffers import pattern_tensor
 from ..cases import PERIOD, Case
-from ..implementation import Implementation, Plan
-from .missing import PeerMissing
+from ..implementation import Implementation, PeerMissing, Plan
 
 __all__ = ["FLAVOURS", "MpiPeer"]
 

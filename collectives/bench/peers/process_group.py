@@ -13,8 +13,7 @@ from ...torch_compat import premul_sum
 from ..buffers import Buffers
 from ..cases import MULSUM, Case
 from ..control import Control
-from ..implementation import InProcessImplementation
-from .missing import PeerMissing
+from ..implementation import InProcessImplementation, PeerMissing
 
 __all__ = ["ProcessGroupPeer"]
 
@@ -34,9 +33,8 @@ class ProcessGroupPeer(InProcessImplementation):
         self.backend = backend
         self.name = "torch nccl" if backend == "nccl" else backend  # ours has that engine, too
         self.size = comm.size
-        self.binds = (
-            backend != "gloo"
-        )  # its own thread must run, too: bound to a core it was slower by a tenth to a third
+        # Gloo's own thread must run, too: bound to a core it was slower by a tenth to a third.
+        self.binds = backend != "gloo"
         self.device = comm.device
         if backend == "nccl" and comm.device.type != "cuda":
             raise PeerMissing(

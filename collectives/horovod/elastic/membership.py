@@ -11,13 +11,13 @@ done by `Communicator.shrink`, whose calls are numbered.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from dataclasses import dataclass, replace
 
 from ...comm.communicator import Communicator
 from ...comm.consensus import all_gather_object
+from ...comm.liveness import has_ended, this_process
 from ...comm.waiting import format_ranks
 from ...errors import CollectivesError, CollectiveTimeout, InvalidUsage
 from ...rendezvous.open import open_communicator
@@ -26,23 +26,11 @@ from ..basics import World
 from ..functions import NegotiatedComm
 from ..process_sets import global_process_set
 
-__all__ = ["Member", "Membership", "NotEnoughRanks", "Report"]
+__all__ = ["Membership", "NotEnoughRanks", "Report"]
 
 _ATTEMPT_SECONDS = 0.5  # of one attempt to connect, and so the time for which a death may stay undetected
 _INIT_SECONDS = 60.0  # the engine's default, which is restored
 _MAX_REPORT = 4096  # characters of an error
-
-
-@dataclass(frozen=True)
-class Member:
-    """A rank's process: its pid, and its start time in clock ticks since boot."""
-
-    pid: int
-    start_time: int
-
-    def is_alive(self) -> bool:
-        """Return whether the process exists, and isn't a zombie."""
-        return _start_time(self.pid) == self.start_time
 
 
 @dataclass(frozen=True)
@@ -61,13 +49,13 @@ class NotEnoughRanks(RuntimeError):
 
 @dataclass(frozen=True)
 class Membership:
-    """Processes of a world's ranks, by rank.
+    """Processes of a world's ranks, by rank, as `liveness.this_process` names them.
 
     ``token``: a secret of the job, part of the names for connections.
     """
 
     token: str
-    members: tuple[Member, ...]
+    processes: tuple[str, ...]
     rank: int
 
     @classmethod
@@ -76,15 +64,16 @@ class Membership:
 
         `InvalidUsage` where the ranks can't see each other's processes.
         """
-        own = os.getpid(), _start_time(os.getpid()), os.readlink("/proc/self/ns/pid"), secrets.token_hex(16)
-        rows = all_gather_object(NegotiatedComm(global_process_set), own)
-        if len({namespace for _, _, namespace, _ in rows}) > 1 or len({peer.node for peer in world.peers}) > 1:
+        rows = all_gather_object(NegotiatedComm(global_process_set), (this_process(), secrets.token_hex(16)))
+        processes, tokens = zip(*rows, strict=True)
+        namespaces = {process.rsplit("|", 2)[0] for process in processes}  # each with its node
+        if len(namespaces) > 1 or len({peer.node for peer in world.peers}) > 1:
             raise InvalidUsage("the ranks don't see each other's processes: they are in several containers or machines")
-        return cls(rows[0][3], tuple(Member(pid, start_time) for pid, start_time, _, _ in rows), world.rank)
+        return cls(tokens[0], processes, world.rank)
 
     def alive_ranks(self) -> list[int]:
         """Return the ranks that are alive."""
-        return [rank for rank, member in enumerate(self.members) if rank == self.rank or member.is_alive()]
+        return [rank for rank, process in enumerate(self.processes) if not has_ended(process)]
 
     def rebuild_world(
         self, world: World, report: Report, *, min_ranks: int, seconds: float
@@ -99,15 +88,16 @@ class Membership:
         while True:
             ranks = self.alive_ranks()
             if len(ranks) < min_ranks:
-                dead = sorted(set(range(len(self.members))) - set(ranks))
+                dead = sorted(set(range(len(self.processes))) - set(ranks))
                 raise NotEnoughRanks(
                     f"{format_ranks(dead)} died, and of the {min_ranks} ranks that it takes {len(ranks)} are left"
                 )
+            survivors = Membership(self.token, tuple(self.processes[rank] for rank in ranks), ranks.index(self.rank))
             comm = None
             try:
-                comm = self._connect(world, ranks)
+                comm = survivors._connect(world, ranks)
                 reports = _gather_reports(comm, report)
-                return _new_world(comm, world), self._survivors(ranks), reports
+                return World(comm, list(comm.peers), owns=True, settings=world.settings), survivors, reports
             except CollectivesError as error:  # a rank died, or hasn't connected yet
                 if comm is not None and not comm.closed:
                     comm.abort()
@@ -119,39 +109,22 @@ class Membership:
                     f"{who} live, and did not come within {seconds:g} s (HOROVOD_ELASTIC_TIMEOUT) to go on: {error}"
                 ) from error
 
-    def _survivors(self, ranks: list[int]) -> Membership:
-        return Membership(self.token, tuple(self.members[rank] for rank in ranks), ranks.index(self.rank))
-
     def _connect(self, world: World, ranks: list[int]) -> Communicator:
+        """Connect the members, which have these ranks in the old world."""
         engine, old = world.comm.engine, world.comm
-        name = json.dumps([self.token, [(self.members[rank].pid, self.members[rank].start_time) for rank in ranks]])
+        name = json.dumps([self.token, self.processes])
         peers = tuple(replace(world.peers[old], rank=new) for new, old in enumerate(ranks))
-        own = ranks.index(self.rank)
         try:
             return open_communicator(
-                Rendezvous(engine.library.named_unique_id(name.encode()), peers, own, own, len(ranks)), engine,
-                device=old.device, seconds=_ATTEMPT_SECONDS, timeout=old.timeout, deterministic=old.deterministic,
+                Rendezvous(engine.library.named_unique_id(name.encode()), peers, self.rank, self.rank, len(ranks)),
+                engine, device=old.device, seconds=_ATTEMPT_SECONDS, timeout=old.timeout,
+                deterministic=old.deterministic,
             )  # fmt: skip
         finally:
             engine.library.set_init_timeout(_INIT_SECONDS)
-
-
-def _new_world(comm: Communicator, old: World) -> World:
-    return World(comm, list(comm.peers), owns=True, settings=old.settings)
 
 
 def _gather_reports(comm: Communicator, report: Report) -> list[Report]:
     """Return all ranks' reports."""
     text = None if report.error is None else report.error[:_MAX_REPORT]
     return [Report(error, resets) for error, resets in all_gather_object(comm, (text, report.resets))]
-
-
-def _start_time(pid: int) -> int | None:
-    """Return the start time of a process; None where it doesn't exist or is a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
-    except OSError:
-        return None
-    fields = stat[stat.rfind(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -44,42 +44,21 @@ def run(func=None, *, reset_limit: int | None = None, min_np: int | None = None)
     surviving ranks. No rank joins later. With other engines, or several nodes, the first failure is
     raised as it is. See docs/elastic.md.
     """
-    limits = _Limits(reset_limit, min_np)
+    _check_count(reset_limit, "reset_limit", 0)
+    _check_count(min_np, "min_np", 1)
     if func is None:
-        return lambda function: _make_elastic(function, limits)
-    return _make_elastic(func, limits)
+        return functools.partial(run, reset_limit=reset_limit, min_np=min_np)
 
-
-def _make_elastic(func, limits: _Limits):
     @functools.wraps(func)
     def training(state, *args, **kwargs):
-        return _ElasticTraining(state, limits).call(func, args, kwargs)
+        return _ElasticTraining(state, reset_limit, min_np).call(func, args, kwargs)
 
     return training
 
 
-class _Limits:
-    """Limits of a training: the arguments of `run`, or the environment's when it begins."""
-
-    def __init__(self, reset_limit: int | None, min_np: int | None):
-        self._reset_limit = _check_count(reset_limit, "reset_limit", 0)
-        self._min_np = _check_count(min_np, "min_np", 1)
-
-    def read(self) -> tuple[int | None, int, float]:
-        """Return the limit of resets, the minimum number of ranks, and the seconds to wait for
-        ranks.
-        """
-        resets = self._reset_limit
-        if resets is None:
-            resets = _read_variable("HOROVOD_ELASTIC_RESET_LIMIT", 0)
-        min_ranks = self._min_np or _read_variable("HOROVOD_ELASTIC_MIN_NP", 1) or 1
-        return resets, min_ranks, float(_read_variable("HOROVOD_ELASTIC_TIMEOUT", 1) or _TIMEOUT)
-
-
-def _check_count(value, name: str, low: int) -> int | None:
+def _check_count(value, name: str, low: int) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
         raise InvalidArgument(f"{name} must be an int from {low} up, not {value!r}", op="elastic.run")
-    return value
 
 
 def _read_variable(name: str, low: int) -> int | None:
@@ -92,11 +71,15 @@ def _read_variable(name: str, low: int) -> int | None:
 
 
 class _ElasticTraining:
-    """A running elastic training."""
+    """A running elastic training; limits that are None are those of the environment."""
 
-    def __init__(self, state, limits: _Limits):
+    def __init__(self, state, reset_limit: int | None, min_np: int | None):
         self.state = state
-        self.reset_limit, self.min_ranks, self.seconds = limits.read()
+        self.reset_limit = reset_limit
+        if reset_limit is None:
+            self.reset_limit = _read_variable("HOROVOD_ELASTIC_RESET_LIMIT", 0)
+        self.min_ranks = min_np or _read_variable("HOROVOD_ELASTIC_MIN_NP", 1) or 1
+        self.seconds = float(_read_variable("HOROVOD_ELASTIC_TIMEOUT", 1) or _TIMEOUT)
         self.resets = 0
         self._retries = 0
         self._commits = 0
@@ -167,7 +150,7 @@ class _ElasticTraining:
             ended = [(rank, report.error) for rank, report in enumerate(reports) if report.error is not None]
             if ended:
                 rank, text = ended[0]
-                peer = before.members.index(self._membership.members[rank])
+                peer = before.processes.index(self._membership.processes[rank])
                 failure = HorovodInternalError(f"rank {peer} has ended the job by an error of its own: {text}")
                 raise failure from RemoteError(text, op="elastic.run", rank=before.rank, peers=(peer,))
             self._count_reset(max(report.resets for report in reports), cause)
@@ -177,7 +160,7 @@ class _ElasticTraining:
             except CollectivesError as error:  # another rank died
                 cause = error
         job._world = self._world.comm  # collectives.init() returns it
-        dead = [rank for rank, member in enumerate(before.members) if member not in self._membership.members]
+        dead = [rank for rank, process in enumerate(before.processes) if process not in self._membership.processes]
         commits = getattr(self.state, "_commits", 0)
         self._retries = 0 if dead or commits > self._commits else self._retries + 1
         self._commits = commits
