@@ -116,9 +116,7 @@ class Scheduler:
                 self.agreement.end_pass()
 
     def _join(self, code: int) -> None:
-        """Take part in a collective whose result only others need. DONE: in what their gradient
-        reducers exchange at the end of a backward.
-        """
+        """Take part in what only others need: a collective, or DONE, their reducers' last exchange."""
         if kind_of(code) == DONE:
             self._wait_for_reductions()
             for reducer in _reducers(self.units):
