@@ -132,7 +132,7 @@ class ShardedModule:
         collective, so that they may take other branches in any step. A collective, for all units
         over the same communicator.
         """
-        self._scheduler.agreement.set_static_graph(bool(static_graph))
+        self._scheduler.planner.set_static_graph(bool(static_graph))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradients by this factor instead of the number of ranks; on each rank, before the

@@ -69,8 +69,9 @@ class PassPlanner:
 
     @contextlib.contextmanager
     def uneven(self) -> Iterator[None]:
-        """Let the ranks run other units inside the block; see `Agreement.uneven`. No plan is made of
-        what they do there, since plans must be the same on all ranks.
+        """Let the ranks run other units inside the block; see `Agreement.uneven`. What they did there
+        has no effect on later passes, whose collectives must be the same on all ranks: no plan is
+        made of it, and what they have prefetched and not used is resharded.
         """
         before = self._forward_order, self._backward_order, self.units_before_reshard
         try:
@@ -78,6 +79,19 @@ class PassPlanner:
                 yield
         finally:
             self._forward_order, self._backward_order, self.units_before_reshard = before
+            self._reshard_prefetched()
+
+    def set_static_graph(self, static_graph: bool) -> None:
+        """As `Agreement.set_static_graph`; what the ranks did before has no effect on plans."""
+        self._agreement.set_static_graph(static_graph)
+        if static_graph:
+            self._forward_order, self._backward_order, self.units_before_reshard = [], [], 0
+            self._reshard_prefetched()
+
+    def _reshard_prefetched(self) -> None:
+        for unit in self._registry.living():
+            if not unit.is_unsharded_registered:
+                unit.reshard()
 
     def begin_forward(self, unit: Unit, overlaps: bool) -> None:
         """Begin the pass of an outermost unit's forward, if all-gathers can be a part of it."""

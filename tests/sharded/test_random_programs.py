@@ -105,7 +105,7 @@ class Program:
         self.net.train()
 
     def freezing(self, at, draw):
-        module = draw.choice([self.net.head, self.net.inp, self.net.blocks[0], self.net.blocks[2]])
+        module = draw.choice([self.net.inp, self.net.blocks[0], self.net.blocks[2]])  # the head gives a gradient always
         trains = draw.random() < 0.4
         for param in module.parameters():
             param.requires_grad_(trains)
