@@ -213,7 +213,7 @@ def test_programs(overlaps):
 
 
 def test_programs_on_three_ranks():
-    check(3, [200], overlaps=True)
+    check(3, [22], overlaps=True)
 
 
 @pytest.mark.thorough
