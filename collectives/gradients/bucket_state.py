@@ -54,7 +54,7 @@ class BucketState:
                 raise InvalidArgument("a bucket's parameters must have one dtype and lie on one device")
         self.memory = self._memory()
         self.spans = [
-            spec.owned_spans(offset, param.numel()) for offset, param in zip(self.offsets, self.params, strict=True)
+            spec.local_spans(offset, param.numel()) for offset, param in zip(self.offsets, self.params, strict=True)
         ]
         self.shard_fields = [  # of the states' "shard"
             [offset, spec.numel, spec.world_size, spec.align, spec.rank, *param.stride()]
@@ -72,7 +72,7 @@ class BucketState:
         self.gather_views = None  # the all-gather's buffer, and this bucket's views of it
         if spec.world_size > 1 and spec.shard_numel:
             own = ShardSpec(spec.sharded_numel, spec.world_size, spec.align, spec.rank)  # without the remainder
-            self.own_table = self._table(own.owned_spans)
+            self.own_table = self._table(own.local_spans)
             self.remote_table = self._table(spec.remote_spans)
 
     def _table(self, spans_of) -> Table:

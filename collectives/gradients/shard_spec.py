@@ -37,7 +37,7 @@ class ShardSpec(NamedTuple):
         """The elements after the last shard, which all ranks own."""
         return slice(self.sharded_numel, self.numel)
 
-    def owned_spans(self, offset: int, count: int) -> list[tuple[int, int]]:
+    def local_spans(self, offset: int, count: int) -> list[tuple[int, int]]:
         """Return (first, count) of each span that this rank owns of the `count` elements from
         `offset` on; `first` counts from `offset`.
         """

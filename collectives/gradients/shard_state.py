@@ -141,7 +141,7 @@ def _describe(param, state, spec, name) -> tuple:
     else:
         check_shard_rank(shard, spec.world_size, spec.rank, name)
         offset, known, strides = parse_shard(shard)
-        count = sum(count for _, count in known.owned_spans(offset, param.numel()))
+        count = sum(count for _, count in known.local_spans(offset, param.numel()))
         if len(strides) != param.dim() or any(state[key].shape != (count,) for key in here):
             raise InvalidArgument(f"the sharded state of {name} isn't of a parameter of shape {tuple(param.shape)}")
         layout = (offset, *known[:3], strides)
@@ -159,7 +159,7 @@ def _gather(comm, param, value, shard) -> torch.Tensor:
     offset, spec, strides = parse_shard(shard)
     full = torch.zeros(param.numel(), dtype=value.dtype, device=value.device)
     place = 0
-    for first, count in spec.owned_spans(offset, param.numel()):
+    for first, count in spec.local_spans(offset, param.numel()):
         # Of the remainder, which all ranks have, only rank 0 contributes.
         most = count if spec.rank == 0 else max(0, min(count, spec.sharded_numel - offset - first))
         full[first : first + most] = value[place : place + most]

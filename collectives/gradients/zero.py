@@ -255,16 +255,16 @@ class ShardedStep(OptimizerInBackward):
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Update this rank's masters from the parameters; see the optimizer's `refresh_masters`."""
-        self.optimizer._refresh_masters(_owned_parts)
+        self.optimizer._refresh_masters(_local_shards)
 
 
-def _owned_parts(param, state) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the parts of a parameter's master, each with the elements of the parameter."""
+def _local_shards(param, state) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parts of this rank's master shard, each with the parameter's elements at its place."""
     master = state["master_param"]
     if "shard" not in state:
         return [(master, param)]
     offset, spec, _ = parse_shard(state["shard"])
-    spans = spec.owned_spans(offset, param.numel())
+    spans = spec.local_spans(offset, param.numel())
     parts = master.split([count for _, count in spans])
     return [(part, flat_view(param, *span)) for part, span in zip(parts, spans, strict=True)]
 

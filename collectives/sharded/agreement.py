@@ -52,9 +52,10 @@ _END, _DONE = END << KIND_SHIFT, DONE << KIND_SHIFT
 class Agreement:
     """Agrees on the collectives of a communicator's units; see the module.
 
-    `control`: a communicator of the same ranks on host memory, which `close` closes; None: all
-    collectives are agreed on. `join`: a function that takes part in the collective of a code, for
-    the others. `reset`: one that drops the forward or backward in progress; it is called before an error.
+    `control`: a communicator of the same ranks on host memory, which `close` closes; None: no
+    other rank to agree with. `join`: a function that takes part in the collective of a code, for
+    the others. `reset`: one that drops the forward or backward in progress; it is called before an
+    error.
     """
 
     def __init__(

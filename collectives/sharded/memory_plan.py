@@ -12,13 +12,13 @@ from torch import nn
 
 from ..arrays import kind_of
 from ..errors import InvalidArgument
+from .dry_run import CUDA_BLOCK, DryRun, NoOpCommunicator, Skeleton
 from .fsdp1.api import ShardingStrategy
 from .managed_params import managed_parameters
 from .mesh import Ranks
 from .module import ShardedModule
 from .optimizer_cost import OptimizerCosts
 from .policies import MixedPrecisionPolicy
-from .rehearsal import CUDA_BLOCK, NoOpCommunicator, Rehearsal, Skeleton
 from .unit import Unit
 from .wrap import units_of
 
@@ -138,13 +138,13 @@ def memory_plan(
     sharding = _ShardingPlan(
         module, ranks, strategy, mp_policy, reshard_after_forward, replicas, offload, device, sharded
     )
-    rehearsal, everything, sources = sharding.rehearse(module, units, set(map(id, ignored_params)), overlap)
-    gpu = rehearsal.on_gpu
+    dry_run, planned, sources = sharding.make_dry_run(module, units, set(map(id, ignored_params)), overlap)
+    gpu = dry_run.on_gpu
     costs = OptimizerCosts(optimizer, master_weights=master_weights, gpu=gpu)
-    groups = [group for unit in everything for group in unit.groups]
+    groups = [group for unit in planned for group in unit.groups]
     trainable = [group for group in groups if group.requires_grad]
     params = [(sources[param], param.shard.numel()) for group in trainable for param in group.params]
-    state, host_bytes, work = _optimizer(costs, params, gpu)
+    state, host_bytes, work = _optimizer_bytes(costs, params, gpu)
     shards = _sum_blocks(gpu, ((g.dtype, g.unsharded_numel if g.persistent else g.shard_numel) for g in groups))
     own = _sum_blocks(gpu, ((group.dtype, group.shard_numel) for group in trainable))
     buffers = _sum_blocks(gpu, ((each.dtype, each.numel()) for each in module.buffers()))
@@ -155,8 +155,8 @@ def memory_plan(
     if sharding.offloads:
         on_host += shards + own + state
         kept["parameters"] = kept["optimizer"] = gradients = work = 0
-    rehearsal.run(_STEPS, work=work, accumulate=accumulate, kept=sum(kept.values()), activations=activations)
-    peaks = rehearsal.counter.peaks
+    dry_run.run(_STEPS, work=work, accumulate=accumulate, kept=sum(kept.values()), activations=activations)
+    peaks = dry_run.counter.peaks
     phase = max(peaks, key=lambda each: peaks[each][0])
     peak, where, what = peaks[phase]
     return MemoryPlan(
@@ -165,11 +165,11 @@ def memory_plan(
         flat=what["flat"], idle=what["idle"], work=what["work"], activations=what["activations"],
         replicas=ranks // sharding.shards, on_host=on_host, peak=peak, peak_in=phase, peak_at=where,
         peaks={each: found[0] for each, found in peaks.items()},
-        units=[(unit.name, sum(param.count for param in unit.params), _gathered(unit)) for unit in everything],
+        units=[(unit.name, sum(param.count for param in unit.params), _gathered_bytes(unit)) for unit in planned],
     )  # fmt: skip
 
 
-def _gathered(unit: Unit) -> int:
+def _gathered_bytes(unit: Unit) -> int:
     return sum(group.unsharded_numel * group.gather_dtype.itemsize for group in unit.groups)
 
 
@@ -179,7 +179,7 @@ def _sum_blocks(gpu: bool, sizes: Iterable[tuple[torch.dtype, int]]) -> int:
     return sum(-(-dtype.itemsize * count // block) * block for dtype, count in sizes)
 
 
-def _optimizer(costs: OptimizerCosts, params: list[tuple[nn.Parameter, int]], gpu: bool) -> tuple[int, int, int]:
+def _optimizer_bytes(costs: OptimizerCosts, params: list[tuple[nn.Parameter, int]], gpu: bool) -> tuple[int, int, int]:
     """Return the bytes of the optimizer's state, those on the host in any case, and those of its
     temporaries.
 
@@ -240,34 +240,26 @@ class _ShardingPlan:
             offload or (first is not None and any(group.store.type == "cpu" for group in first.groups))
         )
 
-    def rehearse(self, module: nn.Module, given, ignored: set[int], overlap: bool | None):
-        """Return the rehearsal of the module's units; the units, outermost first; and the module's
-        own parameters, by those of the units.
+    def make_dry_run(self, module: nn.Module, given, ignored: set[int], overlap: bool | None):
+        """Return the dry run of the module's units; the units, outermost first; and the module's own
+        parameters, by those of the units.
         """
         chosen = _chosen_units(module, given)
         members = {each: _parameters_of(each, chosen, ignored) for each in chosen}
         skeletons = _skeletons_of(module, members)
         if overlap is None and isinstance(module, ShardedModule) and module._scheduler.comm.size == self.ranks:
             overlap = module._scheduler.should_overlap
-        rehearsal = Rehearsal(skeletons[module], self._make_ranks(), overlap=overlap)
-        units = []
+        dry_run = DryRun(skeletons[module], self._make_ranks(), overlap=overlap)
+        units, sources = [], {}  # sources: by the first place of each parameter in the skeletons
         for each, found in reversed(members.items()):
-            its = [
-                (names, [(skeletons[holder], attribute) for holder, attribute in places])
-                for names, places, _, _ in found
-            ]
-            its = [(names, places, places[0][0]._parameters[places[0][1]]) for names, places in its]
-            units.append(self._shard(rehearsal, each, skeletons[each], its))
-        sources = {
-            (skeletons[places[0][0]], places[0][1]): source
-            for found in members.values()
-            for _, places, source, _ in found
-        }
-        return (
-            rehearsal,
-            units[::-1],
-            {param: sources[param.places[0]] for unit in units for param in unit.params},
-        )
+            parameters = []
+            for names, places, source, _ in found:
+                places = [(skeletons[holder], attribute) for holder, attribute in places]
+                holder, attribute = places[0]
+                sources[holder, attribute] = source
+                parameters.append((names, places, holder._parameters[attribute]))
+            units.append(self._shard(dry_run, each, skeletons[each], parameters))
+        return dry_run, units[::-1], {param: sources[param.places[0]] for unit in units for param in unit.params}
 
     def _make_ranks(self) -> Ranks:
         def make(size: int) -> NoOpCommunicator:
@@ -278,7 +270,7 @@ class _ShardingPlan:
             make(self.ranks),
         )  # fmt: skip
 
-    def _shard(self, rehearsal: Rehearsal, module: nn.Module, skeleton: Skeleton, parameters: list) -> Unit:
+    def _shard(self, dry_run: DryRun, module: nn.Module, skeleton: Skeleton, parameters: list) -> Unit:
         reshards, policy, persistent = self.reshard, self.policy, self.persistent
         before = module._unit if isinstance(module, ShardedModule) else None
         if before is not None:
@@ -288,15 +280,13 @@ class _ShardingPlan:
                 reshards = before.reshard_after_forward
                 if before.post_forward_comm is not None:
                     reshards = before.post_forward_comm.size
-        unit = rehearsal.shard(
+        unit = dry_run.shard(
             skeleton, parameters, mp_policy=policy, offloads=self.offloads, persistent=persistent,
             reshard_after_forward=reshards,
         )  # fmt: skip
         if before is not None:
-            unit.prefetch_in_forward, unit.prefetch_in_backward = (
-                before.prefetch_in_forward,
-                before.prefetch_in_backward,
-            )
+            unit.prefetch_in_forward = before.prefetch_in_forward
+            unit.prefetch_in_backward = before.prefetch_in_backward
             unit.prefetch_post_backward = before.prefetch_post_backward
         return unit
 

@@ -75,7 +75,8 @@ class Pass(Schedule):
 class ScheduleBook:
     """The schedules of all kinds of passes, and which kind comes next.
 
-    All ranks make the same calls of `begin`, `store`, `forget` and `clear`, so that they predict the same.
+    All ranks make the same calls of `begin`, `store`, `forget` and `clear`, so that they predict the
+    same.
     """
 
     def __init__(self):

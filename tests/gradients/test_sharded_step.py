@@ -441,7 +441,7 @@ def test_shard_spec(size, ranks, align):
         spec = ShardSpec(size, ranks, align, rank)
         assert spec.shard_numel % align == 0 and spec.remainder.stop - spec.remainder.start < ranks * align
         for first, end in zip(cuts, cuts[1:], strict=False):
-            mine = [first + at + i for at, count in spec.owned_spans(first, end - first) for i in range(count)]
+            mine = [first + at + i for at, count in spec.local_spans(first, end - first) for i in range(count)]
             theirs = [first + at + i for at, count in spec.remote_spans(first, end - first) for i in range(count)]
             assert sorted(mine + theirs) == list(range(first, end))
             for element in mine:

@@ -1,4 +1,4 @@
-"""Rehearsal of a sharded module's steps on the meta device, to count the memory that they take.
+"""Dry run of a sharded module's steps on the meta device, to count the memory that they take.
 
 The units, their scheduler and autograd are the real ones. Only the modules' computation is left
 out: a forward uses each parameter once, in the order in which the modules hold them, and a backward
@@ -27,7 +27,7 @@ from .sharding import attach
 from .streams import HostCopies
 from .unit import Unit
 
-__all__ = ["CUDA_BLOCK", "NoOpCommunicator", "Rehearsal", "Skeleton"]
+__all__ = ["CUDA_BLOCK", "DryRun", "NoOpCommunicator", "Skeleton"]
 
 CUDA_BLOCK = 512  # bytes; torch's allocator counts in these
 _META = torch.device("meta")
@@ -90,7 +90,7 @@ class _Counter(LiveBytes):
     the most bytes at one time, the unit, and the bytes by kind.
     """
 
-    def __init__(self, pool: _PlannedPool, *, block: int):
+    def __init__(self, pool: _MetaPool, *, block: int):
         super().__init__(block=block)
         self._pool = pool
         self.kept = self.activations = 0
@@ -138,10 +138,8 @@ class _Counter(LiveBytes):
             self.peaks[self.phase] = total, self.where, what
 
 
-class _PlannedPool(BufferPool):
-    """Buffer pool whose blocks have no memory. Its tensors are looked at to see whether they were
-    freed.
-    """
+class _MetaPool(BufferPool):
+    """Buffer pool on the meta device. It looks at its tensors to see which were freed."""
 
     def __init__(self):
         super().__init__()
@@ -203,7 +201,7 @@ class _CountedBuffers(GroupBuffers):
 class _CountedScheduler(Scheduler):
     """Scheduler that tells the counter at which unit it is."""
 
-    def __init__(self, comm: NoOpCommunicator, counter: _Counter, pool: _PlannedPool):
+    def __init__(self, comm: NoOpCommunicator, counter: _Counter, pool: _MetaPool):
         super().__init__(comm, None)
         self._counter = counter
         self.pool = pool
@@ -219,9 +217,7 @@ class _CountedScheduler(Scheduler):
 
 
 class _Use(torch.autograd.Function):
-    """The use of a parameter by its module: a function of the input and the parameter, whose values
-    nobody needs.
-    """
+    """Stands for a module's use of a parameter: its backward makes a gradient of the parameter's size."""
 
     @staticmethod
     def forward(ctx, x, param, counter, where):
@@ -256,8 +252,8 @@ class Skeleton(nn.Module):
         return x
 
 
-class Rehearsal:
-    """Steps of a module of `Skeleton`s, on the meta device.
+class DryRun:
+    """Steps of a module of `Skeleton`s on the meta device.
 
     `ranks`: of `NoOpCommunicator`s. `overlap`: whether collectives overlap with the computation;
     None: as on these ranks.
@@ -267,7 +263,7 @@ class Rehearsal:
         self.root = root
         self.ranks = ranks
         self.on_gpu = not ranks.world._on_host
-        self.pool = _PlannedPool()
+        self.pool = _MetaPool()
         self.counter = _Counter(self.pool, block=CUDA_BLOCK if self.on_gpu else 1)
         for module in root.modules():
             module.counter = self.counter
@@ -298,11 +294,10 @@ class Rehearsal:
         return unit
 
     def run(self, steps: int, *, work: int, accumulate: bool, kept: int, activations: int) -> None:
-        """Make steps of an optimizer with `work` bytes of temporaries. `accumulate`: of several backwards
-        each. The counter then has the peaks of the last one.
+        """Make steps, after which the counter has the peaks of the last one.
 
-        `kept`: bytes that are always there; `activations`: those there through forward and
-        backward.
+        `work`: bytes of the optimizer's temporaries; `accumulate`: several backwards a step; `kept`:
+        bytes that are always there; `activations`: those there through forward and backward.
         """
         counter = self.counter
         counter.kept, counter.activations = kept, activations
