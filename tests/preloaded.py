@@ -1,5 +1,8 @@
 """What the fork server of tests/ranks.py has imported before it forks rank processes: libraries, nothing of ours."""
 
+import importlib
+import importlib.util
+
 import numpy
 import pytest
 import torch
@@ -11,3 +14,15 @@ import torch.distributed.fsdp
 import torch.nn.parallel
 
 __all__ = ["numpy", "pytest", "torch"]
+
+# The examples' libraries. Tests on a GPU need none of them, and are run where they aren't installed.
+EXAMPLES = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "sklearn.datasets",
+    "sklearn.model_selection",
+    "tqdm",
+)
+for name in EXAMPLES:
+    if importlib.util.find_spec(name.partition(".")[0]) is not None:
+        importlib.import_module(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -10,6 +11,7 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
 import sys
 import traceback
@@ -274,19 +276,37 @@ def main(pipe: Connection) -> None:
     os._exit(0)
 
 
-def main_in_fork(pipe: Connection, log: str, env: dict[str, str]) -> None:
-    """Go on as a rank process in a child of the fork server, which ends with the process that runs the tests."""
+def become_forked(env: dict[str, str], stdout: str, stderr: str) -> None:
+    """Make a child of the fork server a process with this environment and these files; it may have children."""
     if "torch" not in sys.modules:
         raise RuntimeError("the fork server has not imported torch (tests/preloaded.py)")
     os.environ.clear()
     os.environ.update(env)
-    for path, flags, fds in ((os.devnull, os.O_RDONLY, (0,)), (log, os.O_WRONLY | os.O_APPEND, (1, 2))):
+    written = os.O_WRONLY | os.O_APPEND
+    for fd, (path, flags) in enumerate(((os.devnull, os.O_RDONLY), (stdout, written), (stderr, written))):
         file = os.open(path, flags)
-        for fd in fds:
-            os.dup2(file, fd)
+        os.dup2(file, fd)
         os.close(file)
-    multiprocessing.current_process()._config["daemon"] = False  # a rank may have children of its own
+    multiprocessing.current_process()._config["daemon"] = False
+
+
+def main_in_fork(pipe: Connection, log: str, env: dict[str, str]) -> None:
+    """Go on as a rank process in a child of the fork server, which ends with the process that runs the tests."""
+    become_forked(env, log, log)
     main(pipe)
+
+
+def program_in_fork(words: list[str], cwd: str, env: dict[str, str], stdout: str, stderr: str) -> None:
+    """Go on as ``python words...`` in a child of the fork server."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    become_forked(env, stdout, stderr)
+    os.chdir(cwd)
+    sys.argv[:] = words
+    sys.path[:0] = [str(Path(words[0]).parent)]
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing's children leave out
 
 
 if __name__ == "__main__":

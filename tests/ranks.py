@@ -34,7 +34,7 @@ from pathlib import Path
 
 from tests import rank_process
 
-__all__ = ["Died", "RankFailure", "run_ranks"]
+__all__ = ["ONE_THREAD", "Died", "RankFailure", "fork_server", "run_ranks"]
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY = Path(__file__).with_name("rank_process.py")
@@ -72,7 +72,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 @functools.cache
-def _fork_server():
+def fork_server():
     """Start the fork server; return its multiprocessing context."""
     context = multiprocessing.get_context("forkserver")
     multiprocessing.set_forkserver_preload(["tests.preloaded"])
@@ -104,7 +104,7 @@ class Worker:
         self._forked = all(map(_is_read_by_collectives_alone, env))
         if self._forked:
             log = f"/proc/{os.getpid()}/fd/{self.log.fileno()}"
-            self.process = _fork_server().Process(
+            self.process = fork_server().Process(
                 target=rank_process.main_in_fork, args=(child, log, settings), daemon=True
             )
             self.process.start()

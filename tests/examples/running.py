@@ -6,11 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 from tests import launching
+from tests.launch.srun import variables
+from tests.rank_process import program_in_fork
+from tests.ranks import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -59,6 +64,39 @@ def run_example(launcher, name, *options, cwd):
                 os.killpg(process.pid, signal.SIGKILL)
             pytest.fail(f"{words} did not end within {SECONDS} s")
     return process.returncode, out, err
+
+
+def torchrun_variables(rank, ranks, port):
+    """What torchrun gives a rank of one machine."""
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in given.items()}
+
+
+def fork_example(name, *options, cwd, ranks=2, variables=variables):
+    """Run an example as srun would, on ranks that are forked with their imports done; give what `run_example` gives.
+
+    The imports take longer than most examples. One of them is run under each launcher, the others so.
+    `variables`: a launcher's, as a function of the rank, their number, and a port that is free.
+    """
+    words, job = [str(EXAMPLES / name), *options], launching.free_port()  # any number for srun
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        processes = []
+        try:
+            for rank in range(ranks):
+                env = {**login_environment(), **variables(rank, ranks, job)}
+                arguments = (words, str(cwd), env, out.name, err.name)
+                processes.append(fork_server().Process(target=program_in_fork, args=arguments, daemon=True))
+                processes[-1].start()
+            deadline = time.monotonic() + SECONDS
+            for process in processes:
+                process.join(max(0, deadline - time.monotonic()))
+            if any(process.is_alive() for process in processes):
+                pytest.fail(f"{words} did not end within {SECONDS} s:\n{out.read()}{err.read()}")
+            return max(abs(process.exitcode) for process in processes), out.read(), err.read()
+        finally:
+            for process in processes:
+                process.kill()
 
 
 def torchrun(ranks):

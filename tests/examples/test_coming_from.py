@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.examples import page_blocks
-from tests.examples.running import EXAMPLES, run_example, torchrun
+from tests.examples.running import EXAMPLES, fork_example, torchrun_variables
 
 ROOT = EXAMPLES.parent
 PAGE = page_blocks.PAGE.read_text()
@@ -16,7 +16,9 @@ BLOCKS = page_blocks.blocks_of(PAGE)
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    code, out, err = run_example(torchrun(2), page_blocks.__file__, cwd=tmp_path_factory.mktemp("page"))
+    code, out, err = fork_example(
+        page_blocks.__file__, variables=torchrun_variables, cwd=tmp_path_factory.mktemp("page")
+    )
     assert code == 0, out + err
     return json.loads(out.splitlines()[-1])
 

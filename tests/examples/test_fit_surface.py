@@ -1,12 +1,13 @@
-"""The fit of a surface, under both mpiruns, with no change."""
+"""The fit of a surface, under srun and both mpiruns, with no change."""
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
 
-from tests.examples.running import run_example
+from tests.examples.running import fork_example, run_example
 
 LAUNCHERS = {
     "openmpi": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"],
@@ -14,12 +15,20 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.sampled(one_in=2)
+def test_both_ranks_find_the_surface_and_write_their_checkpoints(tmp_path):
+    check_fit(fork_example, tmp_path)
+
+
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
-def test_both_ranks_find_the_surface_and_write_their_checkpoints(launcher, tmp_path):
+def test_under_mpirun(launcher, tmp_path):
     if shutil.which(launcher[0]) is None:
         pytest.skip(f"{launcher[0]} is not installed")
-    code, out, err = run_example(launcher, "fit_surface.py", cwd=tmp_path)
+    check_fit(partial(run_example, launcher), tmp_path)
+
+
+def check_fit(start, tmp_path):
+    code, out, err = start("fit_surface.py", cwd=tmp_path)
     assert code == 0, out + err
     *_, plot, last = out.splitlines()
     assert plot == "plot: out/fit_surface.png" and (tmp_path / "out" / "fit_surface.png").exists()

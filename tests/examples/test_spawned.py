@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.examples.running import login_environment, run_example, start_two
+from tests.examples.running import fork_example, login_environment, run_example
 
 NAME = "spawned_all_reduce.py"
 
@@ -30,7 +30,7 @@ def test_a_rank_that_raises_ends_the_program_with_its_traceback(tmp_path):
 
 
 def test_under_a_launcher_it_says_how_to_start_it(tmp_path):
-    code, _, err = run_example(start_two(), NAME, cwd=tmp_path)
+    code, _, err = fork_example(NAME, cwd=tmp_path)
     assert code != 0 and "run it with python alone, not under a launcher (slurm)" in err
 
 

@@ -77,7 +77,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.sampled(one_in=2)  # tests/launch starts ranks under each of them
+@pytest.mark.sampled(one_in=4)  # tests/launch starts ranks under each of them
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_the_same_parameters_under_every_launcher(two_ranks, launcher, tmp_path):
     if shutil.which(launcher[0]) is None:
@@ -103,7 +103,7 @@ def test_alone_on_a_terminal_shows_a_bar_and_fails_below_the_threshold(tmp_path)
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        words = [sys.executable, str(EXAMPLES / NAME), "--steps", "2"]
+        words = [sys.executable, str(EXAMPLES / NAME), "--steps", "2", "--blocks", "1"]
         environment = {**login_environment(), "TERM": "xterm"}
         process = subprocess.Popen(words, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
         try:
