@@ -1,4 +1,4 @@
-"""Launchers and processes of their own for tests: environments, ports, command lines, a hard time limit."""
+"""Launchers and ranks of their own for tests: environments, ports, command lines, a hard time limit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.programs import ForkedProgram
+
 ROOT = str(Path(__file__).resolve().parents[1])
 LAUNCH = Path(__file__).with_name("launch")
 WORKER = str(LAUNCH / "worker.py")  # a rank of tests/launch
-FORKED = str(LAUNCH / "forked.py")
 SRUN = str(LAUNCH / "srun.py")  # stands for Slurm's
 LIMIT_S = 90
 _LAUNCHERS = re.compile(
@@ -41,10 +42,13 @@ def worker(*arguments) -> list[str]:
     return [sys.executable, WORKER, *map(str, arguments)]
 
 
-def forked(*commands) -> tuple[list[str], dict[str, str]]:
-    """One (command line, environment) pair for those of several workers, which share the time of the imports."""
-    ranks = json.dumps([[command[2:], env] for command, env in commands])
-    return [sys.executable, FORKED, ranks], clean_environment()
+def _start(command, env, out):
+    """Start a command line; what runs no launcher, and so is a worker's, in a process that has torch already."""
+    if command[:2] == [sys.executable, WORKER]:
+        return ForkedProgram(command[1:], env, out, out, tempfile.gettempdir())
+    return subprocess.Popen(
+        command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, cwd=tempfile.gettempdir()
+    )
 
 
 def torchrun(ranks: int, *arguments) -> list[str]:
@@ -67,15 +71,7 @@ def started(*commands):
         try:
             for command, env in commands:
                 out = stack.enter_context(tempfile.TemporaryFile("w+"))
-                process = subprocess.Popen(
-                    command,
-                    env=env,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    cwd=tempfile.gettempdir(),
-                )
-                running.append((process, out))
+                running.append((_start(command, env, out), out))
             yield running
         finally:
             for process, _ in running:

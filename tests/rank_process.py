@@ -299,6 +299,7 @@ def main_in_fork(pipe: Connection, log: str, env: dict[str, str]) -> None:
 def program_in_fork(words: list[str], cwd: str, env: dict[str, str], stdout: str, stderr: str) -> None:
     """Go on as ``python words...`` in a child of the fork server."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
     become_forked(env, stdout, stderr)
     os.chdir(cwd)
     sys.argv[:] = words

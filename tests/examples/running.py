@@ -14,8 +14,7 @@ import pytest
 
 from tests import launching
 from tests.launch.srun import variables
-from tests.rank_process import program_in_fork
-from tests.ranks import fork_server
+from tests.programs import ForkedProgram
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -80,20 +79,20 @@ def fork_example(name, *options, cwd, ranks=2, variables=variables):
     `variables`: a launcher's, as a function of the rank, their number, and a port that is free.
     """
     words, job = [str(EXAMPLES / name), *options], launching.free_port()  # any number for srun
-    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-        processes = []
+    processes = []
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         try:
             for rank in range(ranks):
                 env = {**login_environment(), **variables(rank, ranks, job)}
-                arguments = (words, str(cwd), env, out.name, err.name)
-                processes.append(fork_server().Process(target=program_in_fork, args=arguments, daemon=True))
-                processes[-1].start()
+                processes.append(ForkedProgram(words, env, out, err, cwd))
             deadline = time.monotonic() + SECONDS
-            for process in processes:
-                process.join(max(0, deadline - time.monotonic()))
-            if any(process.is_alive() for process in processes):
-                pytest.fail(f"{words} did not end within {SECONDS} s:\n{out.read()}{err.read()}")
-            return max(abs(process.exitcode) for process in processes), out.read(), err.read()
+            codes = [process.wait(max(0, deadline - time.monotonic())) for process in processes]
+            out.seek(0)
+            err.seek(0)
+            return max(map(abs, codes)), out.read(), err.read()
+        except subprocess.TimeoutExpired:
+            err.seek(0)
+            pytest.fail(f"{words} did not end within {SECONDS} s:\n{err.read()}")
         finally:
             for process in processes:
                 process.kill()

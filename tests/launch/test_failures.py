@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.launching import clean_environment, finish, forked, free_port, run, started, worker
+from tests.launching import clean_environment, finish, free_port, run, started, worker
 
 # Seconds beyond the limit of init() that a rank may take on a loaded machine to raise.
 SLACK_S = 10
@@ -34,7 +34,7 @@ def variables(way):
 
 @WAYS
 def test_a_rank_that_never_comes(way):
-    results = run(forked(*ranks((0, 2), 4, 2, **variables(way))), results=2, succeed=False)
+    results = run(*ranks((0, 2), 4, 2, **variables(way)), results=2, succeed=False)
     for result in results:
         assert result["error"] == "CollectiveTimeout" and result["peers"] == [1, 3]
         assert re.search("ranks 1(, | and )3 ", result["text"]) and result["seconds"] < 2 + SLACK_S
@@ -42,7 +42,7 @@ def test_a_rank_that_never_comes(way):
 
 @WAYS
 def test_two_ranks_with_one_number(way):
-    results = run(forked(*ranks((0, 1, 1), 3, 20, **variables(way))), results=3, succeed=False)
+    results = run(*ranks((0, 1, 1), 3, 20, **variables(way)), results=3, succeed=False)
     for result in results:
         assert result["error"] == "InvalidUsage", result
         assert re.search("two processes .* rank.* 1 ?[:(]", result["text"]) and result["seconds"] < SLACK_S
@@ -50,7 +50,7 @@ def test_two_ranks_with_one_number(way):
 
 @WAYS
 def test_two_ranks_0(way):
-    results = run(forked(*ranks((0, 0, 1), 3, 20, **variables(way))), results=3, succeed=False)
+    results = run(*ranks((0, 0, 1), 3, 20, **variables(way)), results=3, succeed=False)
     for result in results:
         assert result["error"] == "InvalidUsage", result
         assert re.search("two processes .* rank.* 0 ?[:(]", result["text"]) and result["seconds"] < SLACK_S
@@ -58,7 +58,7 @@ def test_two_ranks_0(way):
 
 def test_nobody_is_rank_0():
     port = free_port()
-    results = run(forked(*ranks((1,), 2, 2, **at_port(port))), results=1, succeed=False)
+    results = run(*ranks((1,), 2, 2, **at_port(port)), results=1, succeed=False)
     assert results[0]["error"] == "CollectiveTimeout" and results[0]["peers"] == [0]
     assert f"127.0.0.1:{port}" in results[0]["text"] and results[0]["seconds"] < 2 + SLACK_S
 
@@ -68,7 +68,7 @@ def test_a_port_in_use():
         other.bind(("0.0.0.0", 0))
         other.listen()
         port = other.getsockname()[1]
-        results = run(forked(*ranks((0, 1), 2, 2, **at_port(port))), results=2, succeed=False)
+        results = run(*ranks((0, 1), 2, 2, **at_port(port)), results=2, succeed=False)
     assert sorted(result["error"] for result in results) == ["CollectiveTimeout", "TransportError"]
     for result in results:
         assert f"127.0.0.1:{port}" in result["text"] and result["seconds"] < 2 + SLACK_S
@@ -91,7 +91,7 @@ def test_variables_that_contradict_each_other():
 def test_sizes_that_differ():
     port = free_port()
     commands = ranks((0,), 2, 2, **at_port(port)) + ranks((1,), 3, 2, **at_port(port))
-    results = run(forked(*commands), results=2, succeed=False)
+    results = run(*commands, results=2, succeed=False)
     assert any("same number of ranks" in result["text"] for result in results)
     assert all("error" in result for result in results)
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.launching import SRUN, clean_environment, forked, free_port, run, torchrun, worker
+from tests.launching import SRUN, clean_environment, free_port, run, torchrun, worker
 
 
 def check(results, size, launcher, *, sums=1, local_size=None):
@@ -38,17 +38,20 @@ def test_torchrun():
     assert all(result["same"] and result["groups"] == [3.0] for result in results)
 
 
+@pytest.mark.sampled(one_in=2)
 def test_torchrun_starts_the_ranks_again():
     command = torchrun(2, "--standalone", "--max-restarts", "1", *worker(30, "init", "restart", "reopen")[1:])
     results = run((command, clean_environment()), results=2)
     check(results, 2, "torchrun", sums=2)
 
 
+@pytest.mark.sampled(one_in=2)
 def test_torchrun_with_the_process_group_first():
     command = torchrun(2, "--master-port", str(free_port()), *worker(30, "group-first", "init", "reopen")[1:])
     check(run((command, clean_environment()), results=2), 2, "torchrun", sums=2)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
 def test_mpi_without_an_address_two_jobs_at_once(program):
     """They keep apart; the ranks of one stand behind shells that stay, and have no parent in common."""
@@ -60,6 +63,7 @@ def test_mpi_without_an_address_two_jobs_at_once(program):
     assert all(result["same"] and result["groups"] == [3.0] for result in results)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
 def test_mpi_with_an_address_a_hostfile_and_more_ranks_than_slots(program, tmp_path):
     hosts = tmp_path / "hosts"
@@ -84,6 +88,7 @@ def test_open_mpi_refuses_more_ranks_than_slots_by_itself(tmp_path):
     assert done.returncode != 0 and "not enough slots" in done.stderr and "RESULT" not in done.stdout
 
 
+@pytest.mark.sampled(one_in=2)
 def test_torchrun_started_by_srun_and_mpirun_in_a_batch_script():
     batch = {"SLURM_NTASKS": 4, "SLURM_PROCID": 0, "ENVIRONMENT": "BATCH"}
     command = [*mpi("mpirun.openmpi", 1), sys.executable, SRUN, "-n", "1"]
@@ -124,7 +129,7 @@ def test_srun_with_an_address_from_the_list_of_machines():
     step |= {"SLURM_STEP_NUM_NODES": 2, "SLURM_STEP_NODELIST": "localhost,other", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     step |= {"MASTER_PORT": free_port()}
     ranks = [clean_environment(SLURM_PROCID=rank, SLURM_LOCALID=0, SLURM_NODEID=rank, **step) for rank in range(2)]
-    results = run(forked(*((worker(30, "init"), env) for env in ranks)), results=2)
+    results = run(*((worker(30, "init"), env) for env in ranks), results=2)
     assert [result["sums"] for result in results] == [[3.0], [3.0]]
     assert [(result["local_rank"], result["local_size"]) for result in results] == [(0, 1), (0, 1)]
 
@@ -134,6 +139,7 @@ def test_rank_and_world_size_alone():
     check(run(*((worker(30, "init", "reopen"), env) for env in ranks), results=3), 3, "env", sums=2)
 
 
+@pytest.mark.sampled(one_in=2)
 def test_rank_and_world_size_behind_shells_with_a_job_id():
     ranks = [clean_environment(COLLECTIVES_JOB_ID=f"test {os.getpid()}") for _ in range(2)]
     command = 'export RANK=$0 WORLD_SIZE=2; "$@"; exit $?'
@@ -149,7 +155,7 @@ def test_alone():
 def test_the_process_group_after_us_on_the_same_port():
     port = free_port()
     ranks = [clean_environment(RANK=r, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=port) for r in range(2)]
-    results = run(forked(*((worker(30, "init", "group", "reopen", "group"), env) for env in ranks)), results=2)
+    results = run(*((worker(30, "init", "group", "reopen", "group"), env) for env in ranks), results=2)
     check(results, 2, "env", sums=2)
     assert all(result["groups"] == [3.0] * 2 for result in results)
 
@@ -157,7 +163,7 @@ def test_the_process_group_after_us_on_the_same_port():
 def test_a_process_group_that_was_given_its_numbers_by_hand():
     url = f"tcp://127.0.0.1:{free_port()}"
     ranks = [clean_environment(TEST_GROUP=f"{url} {rank} 2") for rank in range(2)]
-    results = run(forked(*((worker(30, "group-first", "init", "reopen"), env) for env in ranks)), results=2)
+    results = run(*((worker(30, "group-first", "init", "reopen"), env) for env in ranks), results=2)
     assert [result["launcher"] for result in results] == ["alone", "alone"], "what it was before the group"
     for rank, result in enumerate(results):
         assert (result["rank"], result["local_rank"], result["local_size"]) == (rank, rank, 2)

@@ -1,0 +1,38 @@
+"""Programs in processes that are forked with their imports done: what `subprocess` starts, without the seconds that
+importing torch takes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from tests.rank_process import program_in_fork
+from tests.ranks import fork_server
+
+__all__ = ["ForkedProgram"]
+
+
+class ForkedProgram:
+    """``python words...`` in a session of its own, forked from the server; it ends with this process.
+
+    `env`: all of its environment. `stdout` and `stderr`: open files of this process.
+    """
+
+    def __init__(self, words: list[str], env: dict[str, str], stdout, stderr, cwd):
+        logs = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (stdout, stderr)]
+        arguments = (words, str(cwd), env, *logs)
+        self._words = words
+        self._process = fork_server().Process(target=program_in_fork, args=arguments, daemon=True)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; return the exit code, negative for a signal. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._words, timeout)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
