@@ -34,6 +34,7 @@ demo: $(VENV)/.built
 # --foreground: Ctrl-C reaches pytest. It gets the same signal at the end of its time, and can then end its rank processes.
 LIMITED = timeout --foreground --signal=INT --kill-after=30 $(TEST_SECONDS)
 test: lint mpi
+	$(BIN)/python -m compileall -q collectives tests benchmarks examples  # else each process does it where Python writes no .pyc
 	$(LIMITED) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not thorough" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 thorough: setup

@@ -103,6 +103,7 @@ def test_no_progress_bar_in_a_pipe(whole):
     assert "turn/s" not in err and "%|" not in err
 
 
+@pytest.mark.sampled(one_in=2)
 def test_every_dtype_and_reduction_is_right_on_three_ranks(tmp_path):
     words = "--ranks 3 --op all_reduce -d all -o all --sizes 1000 -n 1 -w 0 -m 1 --json"
     code, out, err = run(BENCH, *words.split(), tmp_path / "rows.json")
@@ -111,6 +112,7 @@ def test_every_dtype_and_reduction_is_right_on_three_ranks(tmp_path):
     assert len(rows) == 12 * (6 + 5) and not any(row["wrong"] for row in rows)
 
 
+@pytest.mark.sampled(one_in=2)
 def test_wires_and_percentiles(tmp_path):
     words = "--ranks 2 --op all_reduce,all_gather,broadcast,gather --wire none,bf16,fp8 --sizes 4K -n 2 -m 1 --json"
     code, out, err = run(BENCH, *words.split(), tmp_path / "rows.json", "--percentiles")
@@ -131,6 +133,7 @@ def test_under_torchrun_corrupted_results_are_counted(tmp_path):
     assert [(row["in_place"], row["wrong"]) for row in rows] == [(False, 0), (True, 6)]
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
 def test_under_mpirun(program):
     path = shutil.which(program)
@@ -172,6 +175,7 @@ def gone(pid):
     )
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("end", ["a rank is killed", "Ctrl-C", "killed itself"])
 def test_all_end_together(end):
     command = [*BENCH, "--ranks", "2", "--sizes", "1M", "-n", "10000000"]

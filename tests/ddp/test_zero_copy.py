@@ -54,8 +54,8 @@ def trained(ctx, zero_copy, views):
 
 @pytest.mark.parametrize("views", [False, True])
 def test_buckets_are_shared_and_given_back(tmp_path, views):
-    shared = run(trained, 2, tmp_path / "a", True, views, env=MALLOC, fresh=True)
-    staged = run(trained, 2, tmp_path / "b", False, views, env=MALLOC, fresh=True)
+    shared = run(trained, 2, tmp_path / "a", True, views, start_env=MALLOC)
+    staged = run(trained, 2, tmp_path / "b", False, views, start_env=MALLOC)
     for got, want in zip(shared, staged, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(*shared, strict=True))
@@ -80,7 +80,7 @@ def built_again(ctx):
 
 
 def test_built_again(tmp_path):
-    run(built_again, 2, tmp_path / "a", env=MALLOC, fresh=True)
+    run(built_again, 2, tmp_path / "a", start_env=MALLOC)
 
 
 def test_the_state_takes_it_along():

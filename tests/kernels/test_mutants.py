@@ -1,7 +1,7 @@
 """The test of the tests: errors planted in the launchers, each of which the comparison of the two texts must catch.
 
 A new family adds its cases and its rows. A row must change what the kernel does: no slower way to the same memory.
-`make test` plants a tenth of them, chosen by the commit's hash, `make thorough` the others (tests/conftest.py).
+`make test` plants a few of them, chosen by the commit's hash, `make thorough` the others (tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def compile_ahead(request):
             compile_soon(item.callspec.params["mutant"])
 
 
-@pytest.mark.sampled(one_in=10)
+@pytest.mark.sampled(one_in=25)
 @pytest.mark.parametrize(
     ("mutant", "cases"), ROWS, ids=lambda value: str(value) if isinstance(value, Mutant) else "by"
 )
