@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 
 from tests.rank_process import program_in_fork
 from tests.ranks import fork_server
 
-__all__ = ["ForkedProgram"]
+__all__ = ["ForkedProgram", "run_python"]
 
 
 class ForkedProgram:
@@ -36,3 +37,22 @@ class ForkedProgram:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+def run_python(text: str, *, timeout: float = 120, **env: str) -> subprocess.CompletedProcess:
+    """Run a program's text to its end, with these variables beside this process's."""
+    with (
+        tempfile.NamedTemporaryFile("w", suffix=".py") as program,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
+        program.write(text)
+        program.flush()
+        process = ForkedProgram([program.name], {**os.environ, **env}, out, err, tempfile.gettempdir())
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(text, code, out.read(), err.read())

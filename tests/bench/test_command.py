@@ -103,7 +103,7 @@ def test_no_progress_bar_in_a_pipe(whole):
     assert "turn/s" not in err and "%|" not in err
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 def test_every_dtype_and_reduction_is_right_on_three_ranks(tmp_path):
     words = "--ranks 3 --op all_reduce -d all -o all --sizes 1000 -n 1 -w 0 -m 1 --json"
     code, out, err = run(BENCH, *words.split(), tmp_path / "rows.json")

@@ -26,7 +26,7 @@ def gpu_command(*options, timeout=580, **variables):
     )  # fmt: skip
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("part", stages.PARTS)
 def test_the_dry_run(tmp_path, part):
     """Every stage's own program is executed: none runs for the first time on a GPU."""

@@ -113,9 +113,11 @@ def communicators(ctx):
 _kept: dict = {}
 
 
-@pytest.mark.parametrize("n", [2, 3, MAX_RANKS])
-def test_sequences(n):
-    @hypothesis.settings(max_examples=150, suppress_health_check=list(hypothesis.HealthCheck))
+@pytest.mark.parametrize(
+    "n, examples", [(2, 50), (3, 50), (MAX_RANKS, 50), pytest.param(3, 500, marks=pytest.mark.thorough)]
+)
+def test_sequences(n, examples):
+    @hypothesis.settings(max_examples=examples, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(programs)
     def same_as_the_oracle(program):
         check(run_program, "host", n, program, timeout=15)

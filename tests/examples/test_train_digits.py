@@ -15,7 +15,7 @@ import threading
 
 import pytest
 
-from tests.examples.running import EXAMPLES, SECONDS, login_environment, run_example, start_two, torchrun
+from tests.examples.running import EXAMPLES, SECONDS, fork_example, login_environment, run_example, start_two, torchrun
 
 NAME = "train_digits.py"
 SHORT = ("--epochs", "3", "--blocks", "1")
@@ -25,7 +25,7 @@ KEYS = ["ranks", "engine", "test_accuracy", "identical_parameters", "step_ms_glo
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("digits")
-    code, out, err = run_example(torchrun(2), NAME, *SHORT, "--plot", "plots/digits.png", cwd=folder)
+    code, out, err = fork_example(NAME, *SHORT, "--plot", "plots/digits.png", cwd=folder)
     assert code == 0, out + err
     return folder, out, err
 
@@ -70,6 +70,7 @@ def test_the_plot_is_saved_and_its_path_printed(two_ranks):
 
 
 LAUNCHERS = {
+    "torchrun": torchrun(2),
     "openmpi": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"],
     "mpich": ["mpiexec.hydra", "-n", "2"],
     "srun": start_two(),
@@ -77,7 +78,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.sampled(one_in=4)  # tests/launch starts ranks under each of them
+@pytest.mark.sampled(one_in=5)  # tests/launch starts ranks under each of them
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_the_same_parameters_under_every_launcher(two_ranks, launcher, tmp_path):
     if shutil.which(launcher[0]) is None:

@@ -45,7 +45,8 @@ def everywhere(cases=None, *, everyday=None, ranks=(1, 2), devices=DEVICES):
     """Parametrize a test by ``device, ranks`` and, where there are `cases`, ``case``.
 
     Without a GPU the cases of `everyday` (all of them, where it isn't given) run with the largest number of ranks in
-    the everyday suite; the others, and fewer ranks, are marked thorough. With a GPU all of them run.
+    the everyday suite, on the host engine a third of them; the others, and fewer ranks, are marked thorough. With a
+    GPU all of them run.
     """
     names = [None] if cases is None else list(cases)
     unknown = set(everyday or ()) - set(names)
@@ -60,6 +61,8 @@ def everywhere(cases=None, *, everyday=None, ranks=(1, 2), devices=DEVICES):
                     marks.append(pytest.mark.gpu)
                 if device == "simulated":
                     marks.append(needs_simulation)
+                if device == "host":  # what other folders test, with the oracle that these have
+                    marks.append(pytest.mark.sampled(one_in=3))
                 if device != "cuda" and (count != max(ranks) or (everyday is not None and case not in everyday)):
                     marks.append(pytest.mark.thorough)
                 name = f"{device}-{count}{'rank' if count == 1 else 'ranks'}" + (f"-{case}" if case is not None else "")

@@ -87,6 +87,7 @@ def same(one, other):
     )
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("wire, shared", [("int8", False), ("bf16", False), ("int8", True)])
 def test_two_models_with_equal_names_go_on_bit_for_bit(tmp_path, wire, shared):
     whole = run(resumed, 2, tmp_path / "whole", wire, False, False, False, shared)

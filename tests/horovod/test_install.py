@@ -32,19 +32,25 @@ def results_of(command, env, count):
 
 
 def test_an_unchanged_program():
-    """By srun and mpirun, as a file and as a module, with workers that are spawned: the same
-    losses.
-    """
+    """By srun, as a file, with workers that are spawned."""
     srun = [sys.executable, launching.SRUN, "-n", "2"]
     env = launching.clean_environment()
     first = results_of([*srun, *SHORT, str(PROGRAM), "--workers", "1"], env, 2)
-    assert first["losses"][0] > 2 * first["losses"][-1] and first["accuracy"] > 0.8
-    assert first["size"] == 2 and first["local"] == [True, 2]
+    check_program(first)
+
+
+@pytest.mark.sampled(one_in=4)
+def test_an_unchanged_program_under_mpirun():
+    """As a module, with no worker."""
     if shutil.which("mpirun.openmpi") is None:
-        pytest.skip("mpirun.openmpi is not installed: by srun alone")
+        pytest.skip("mpirun.openmpi is not installed")
     mpirun = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    second = results_of([*mpirun, *SHORT, "-m", "tests.horovod.mnist_program"], env, 2)
-    assert first == second
+    check_program(results_of([*mpirun, *SHORT, "-m", "tests.horovod.mnist_program"], launching.clean_environment(), 2))
+
+
+def check_program(found):
+    assert found["losses"][0] > 2 * found["losses"][-1] and found["accuracy"] > 0.8
+    assert found["size"] == 2 and found["local"] == [True, 2]
 
 
 def test_whose_name_it_is(tmp_path):

@@ -25,7 +25,7 @@ def compile_ahead(request):
             compile_soon(item.callspec.params["mutant"])
 
 
-@pytest.mark.sampled(one_in=25)
+@pytest.mark.sampled(one_in=50)
 @pytest.mark.parametrize(
     ("mutant", "cases"), ROWS, ids=lambda value: str(value) if isinstance(value, Mutant) else "by"
 )
@@ -35,6 +35,7 @@ def test_mutants_are_caught(mutant, cases):
     assert not found.same, "nothing noticed this error"
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_what_is_not_changed_passes(launcher):
     """Each case, on each text that it is used for: what is caught above is caught because of the change."""

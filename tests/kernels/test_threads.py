@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from collectives import kernels
 from collectives.errors import InvalidArgument
+from tests.programs import run_python
 
 BIG = 300 * 4096 + 7  # elements: past the size from which a kernel is shared out
 
@@ -92,12 +92,6 @@ for generation in range(3):  # a child, its child, and that one's
     workers = len(os.listdir("/proc/self/task"))
     assert workers == 2, workers  # a worker of its own
 """
-
-
-def run_python(text: str, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", text], env={**os.environ, **env}, capture_output=True, text=True, timeout=120
-    )
 
 
 def test_a_forked_child_starts_threads_of_its_own():

@@ -14,19 +14,19 @@ STRATEGIES = [each for each in ShardingStrategy if not each.name.startswith("_")
 def train_all_ways(ctx, rules):
     found = {}
     for rule in rules:
-        expected, losses = by_ddp(make_model, rule, ctx.rank)
+        expected, losses = by_ddp(make_model, rule, ctx.rank, 8)
         for strategy in STRATEGIES:
             model = ShardedDataParallel(
                 make_model(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
             )
             # test_storage.test_hybrid has replicas.
-            got = steps_of(model, RULES[rule](model.parameters()), 20, ctx.rank)
+            got = steps_of(model, RULES[rule](model.parameters()), 8, ctx.rank)
             found[rule, strategy.name] = same(full(model), expected), got == losses
         model = make_model()
         for each in (model[0], model[2], model[4]):
             fully_shard(each, reshard_after_forward=ctx.size // 2 if ctx.size > 2 else True)
         fully_shard(model, reshard_after_forward=False)
-        got = steps_of(model, RULES[rule](model.parameters()), 20, ctx.rank)
+        got = steps_of(model, RULES[rule](model.parameters()), 8, ctx.rank)
         found[rule, "fully_shard"] = same(full(model), expected), got == losses
     return found
 
