@@ -175,7 +175,7 @@ def gone(pid):
     )
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("end", ["a rank is killed", "Ctrl-C", "killed itself"])
 def test_all_end_together(end):
     command = [*BENCH, "--ranks", "2", "--sizes", "1M", "-n", "10000000"]
@@ -202,6 +202,7 @@ def test_all_end_together(end):
     assert not left
 
 
+@pytest.mark.sampled(one_in=2)
 def test_the_time_limit_is_hard():
     code, out, err = run(BENCH, "--ranks", "2", "--sizes", "1K", "-n", "100000000", "-T", "5")
     assert code == 4 and "not done after --timeout 5 s" in err

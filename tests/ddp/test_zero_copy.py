@@ -1,5 +1,6 @@
 """DDP's own buckets as memory that the ranks share."""
 
+import ctypes
 import gc
 import pickle
 
@@ -11,8 +12,12 @@ import collectives
 from tests.ddp.training import over_gloo, run, wrap
 
 WIDTH = 3000  # 36 MB in one bucket
-# Malloc gives what is larger than this a mapping of its own. Without it, what was freed before would decide.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
+M_MMAP_THRESHOLD = -3
+
+
+def map_large_memory():
+    """Have malloc give what is larger than 1 MiB a mapping of its own. Else what was freed before would decide."""
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20) == 1
 
 
 def steps(ddp, rank, count):
@@ -27,6 +32,7 @@ def steps(ddp, rank, count):
 
 @over_gloo
 def trained(ctx, zero_copy, views):
+    map_large_memory()
     torch.manual_seed(3)
     model = nn.Linear(WIDTH, WIDTH)
     comm = ctx.communicator()
@@ -54,8 +60,8 @@ def trained(ctx, zero_copy, views):
 
 @pytest.mark.parametrize("views", [False, True])
 def test_buckets_are_shared_and_given_back(tmp_path, views):
-    shared = run(trained, 2, tmp_path / "a", True, views, start_env=MALLOC)
-    staged = run(trained, 2, tmp_path / "b", False, views, start_env=MALLOC)
+    shared = run(trained, 2, tmp_path / "a", True, views, fresh=True)
+    staged = run(trained, 2, tmp_path / "b", False, views, fresh=True)
     for got, want in zip(shared, staged, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(*shared, strict=True))
@@ -64,6 +70,7 @@ def test_buckets_are_shared_and_given_back(tmp_path, views):
 @over_gloo
 def built_again(ctx):
     """The buckets of a dead module are released, though its parameters live on."""
+    map_large_memory()
     torch.manual_seed(3)
     model = nn.Linear(WIDTH, WIDTH)
     comm = ctx.communicator()
@@ -80,7 +87,7 @@ def built_again(ctx):
 
 
 def test_built_again(tmp_path):
-    run(built_again, 2, tmp_path / "a", start_env=MALLOC)
+    run(built_again, 2, tmp_path / "a", fresh=True)
 
 
 def test_the_state_takes_it_along():

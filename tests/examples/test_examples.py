@@ -93,6 +93,7 @@ def test_sharded_digits(tmp_path):
     assert peak["DDP"] > kept and peak["DDP"] > peak["wrap policy"] > kept / 2
 
 
+@pytest.mark.sampled(one_in=2)
 def test_sharded_t5(tmp_path):
     model = ("--layers", "1", "--width", "64", "--limit", "2000000", "--learning-rate", "0.01", "--samples", "1")
     result = result_of("sharded_t5.py", *model, "--steps", "50", "--batch-size", "4", cwd=tmp_path)

@@ -78,7 +78,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.sampled(one_in=5)  # tests/launch starts ranks under each of them
+@pytest.mark.sampled(one_in=10)  # tests/launch starts ranks under each of them
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_the_same_parameters_under_every_launcher(two_ranks, launcher, tmp_path):
     if shutil.which(launcher[0]) is None:

@@ -59,6 +59,7 @@ def every_pair() -> list:
     return found
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("mode", "source", "to"), every_pair(), indirect=["mode"])
 def test_pack_all_types(mode, source, to):
     sizes = SIZES if mode in HOST else SIZES[:-2]
@@ -75,6 +76,7 @@ def test_pack_all_types(mode, source, to):
         check_packed(sources, flat, table.offsets, SCALE, None)
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("mode", "source", "to"), every_pair(), indirect=["mode"])
 @pytest.mark.parametrize("add, specials", [(False, True), (True, False), (True, True)])
 def test_unpack_all_types(mode, source, to, add, specials):

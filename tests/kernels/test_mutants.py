@@ -25,10 +25,8 @@ def compile_ahead(request):
             compile_soon(item.callspec.params["mutant"])
 
 
-@pytest.mark.sampled(one_in=50)
-@pytest.mark.parametrize(
-    ("mutant", "cases"), ROWS, ids=lambda value: str(value) if isinstance(value, Mutant) else "by"
-)
+@pytest.mark.sampled(one_in=100)
+@pytest.mark.parametrize(("mutant", "cases"), ROWS, ids=lambda value: str(value) if isinstance(value, Mutant) else "by")
 def test_mutants_are_caught(mutant, cases):
     found = outcome(compile_soon(mutant).result(), cases)
     print(found.detail)

@@ -278,6 +278,7 @@ def spoil(a):
             tensor[i] = odd[(i // len(odd) if shift % 2 else i) % len(odd)]
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("param_type, grad_type, master", TYPES, ids=str)
 @pytest.mark.parametrize("rule", ["sgd", "sgd dampening", "adam decay", "adam betas", "adamw", "adamw amsgrad"])
 def test_all_paths_give_the_same_bits(rule, param_type, grad_type, master):
@@ -322,9 +323,7 @@ def test_sizes_and_unaligned_views(count, path):
         zones[key] = guarded(tensor, (number + 1) * tensor.element_size() % 64)
     views = {key: view for key, (_, view) in zones.items()}
     states = [views[i] for i in range(3)]
-    call = functools.partial(
-        step_ours, rule, views["param"], views["grad"], states, step=2, master=views["master"]
-    )
+    call = functools.partial(step_ours, rule, views["param"], views["grad"], states, step=2, master=views["master"])
     if count or not path.startswith("shim"):
         on_path(path, call)
     else:

@@ -32,6 +32,7 @@ from .wire_cases import (
 
 
 # ---- Dequantize, reduce_wires.
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("add", [False, True], ids=["set", "add"])
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
@@ -175,9 +176,7 @@ def test_on_a_gpu(format, seed, residual):
                 table, middle, count=count, format=format, block=block, average_over=3, residual=left, seed=seed
             )
             statistics = kernels.Statistics(own.device)
-            kernels.reduce_wires(
-                table, out, format=format, block=block, add=True, statistics=statistics
-            )
+            kernels.reduce_wires(table, out, format=format, block=block, add=True, statistics=statistics)
             place.check()
             sent = [bits(each) for each in (*wires, middle)]
             kept = None if left is None else bits(left)

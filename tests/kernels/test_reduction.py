@@ -193,6 +193,7 @@ def cases_of(source: str) -> list[Case]:
     return cases
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("way", HOST + TEXT, ids=str)
 def test_bits(way, source):

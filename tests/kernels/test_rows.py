@@ -73,6 +73,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("more", [None, 0, 1], ids=["one", "all that fit", "one more"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_bits_by_value_and_through_memory(family, more, monkeypatch):

@@ -99,8 +99,8 @@ def test_sizes_that_differ():
 @WAYS
 def test_ctrl_c_ends_the_wait(way):
     with started(*ranks((0,), 2, 60, **variables(way))) as running:
-        process, _ = running[0]
-        wait_until_it_waits(process.pid)
+        process, out = running[0]
+        wait_until_it_waits(out)
         began = time.monotonic()
         os.kill(process.pid, signal.SIGINT)
         results, codes, output = finish(running, 15)
@@ -108,18 +108,12 @@ def test_ctrl_c_ends_the_wait(way):
     assert codes == [1] and time.monotonic() - began < 5
 
 
-def wait_until_it_waits(pid):
-    """Until the process holds a listening or abstract socket: it has begun to wait for the others."""
+def wait_until_it_waits(out):
+    """Until the process that writes to this file waits for the others, most likely."""
     until = time.monotonic() + 40
     while time.monotonic() < until:
-        links = []
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            try:
-                links.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-            except FileNotFoundError:
-                continue
-        if any(link.startswith("socket:") for link in links):
-            time.sleep(0.5)
+        if b"BEGUN" in os.pread(out.fileno(), 1000, 0):
+            time.sleep(1)
             return
         time.sleep(0.05)
     raise AssertionError("the rank never began to wait")

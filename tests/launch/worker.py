@@ -4,7 +4,7 @@
 of torch.distributed, its sum, and its end; ``group-first`` the same, left open; ``ours`` as group, by
 ``collectives.init_process_group``; ``control`` a communicator on host memory over a subgroup; ``restart`` fail in the
 first life of rank 1. The first argument is the time limit of ``init()`` in seconds. What ``init()`` raises becomes the
-result.
+result. ``BEGUN`` is printed once all is imported.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1)
     result: dict = {}
     began = time.monotonic()
+    sys.stdout.write("BEGUN\n")
+    sys.stdout.flush()
     try:
         result["launcher"] = identify_process().launcher
         result["address"] = [os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")]
