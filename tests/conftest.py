@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import faulthandler
 import functools
 import os
@@ -62,10 +63,15 @@ def pytest_report_header(config):
 def pytest_collection_modifyitems(config, items):
     """Mark the sampled tests that weren't chosen as thorough, before pytest deselects. The longest files go first."""
     commit = config.getoption("sample_of")
+    places = collections.Counter()  # function -> how many of its tests came before
     for item in items:
+        function = item.nodeid.partition("[")[0]
         sampled = item.get_closest_marker("sampled")
-        if sampled and zlib.crc32(f"{commit} {item.nodeid}".encode()) % sampled.kwargs["one_in"]:
-            item.add_marker(pytest.mark.thorough)
+        if sampled:
+            first = zlib.crc32(f"{commit} {function}".encode())
+            if (first + places[function]) % sampled.kwargs["one_in"]:  # every so many-th of a function's tests
+                item.add_marker(pytest.mark.thorough)
+            places[function] += 1
     items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in LONG)
 
 
