@@ -75,8 +75,15 @@ void add_access(std::vector<Access>& accesses, const at::Tensor& t, bool writes,
   accesses.push_back(access);
 }
 
+// A pointer that keeps another storage, and with it the memory.
+c10::DataPtr holding(void* data, const c10::Storage& storage) {
+  auto* held = new c10::Storage(storage);
+  return {data, held, [](void* context) { delete static_cast<c10::Storage*>(context); }, c10::Device(c10::kCPU)};
+}
+
 // The CPU tensors that stand for the CUDA tensors of one call.
 struct Aliases {
+  bool outlive_call = false;  // whether they hold the memory: a collective of torch's goes on in a thread
   struct Pair { at::Tensor cuda, cpu; bool writes; };
   std::vector<Pair> pairs;
   std::unordered_map<c10::StorageImpl*, c10::Storage> to_cpu;
@@ -91,7 +98,8 @@ struct Aliases {
     if (found == to_cpu.end()) {
       void* data = impl->mutable_data();
       c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
-          c10::StorageImpl::use_byte_size_t(), impl->nbytes(), c10::DataPtr(data, c10::Device(c10::kCPU)),
+          c10::StorageImpl::use_byte_size_t(), impl->nbytes(),
+          outlive_call ? holding(data, t.storage()) : c10::DataPtr(data, c10::Device(c10::kCPU)),
           c10::GetAllocator(c10::kCPU), true));
       to_cuda.emplace(storage.unsafeGetStorageImpl(), t.storage());
       found = to_cpu.emplace(impl, storage).first;
@@ -170,7 +178,9 @@ void operation(const c10::OperatorHandle& op, Stack* stack) {
   Inside guard;
   const auto& schema = op.schema();
   const size_t n = schema.arguments().size(), first = stack->size() - n;
+  const bool is_collective = schema.name().rfind("c10d::", 0) == 0;
   Aliases aliases;
+  aliases.outlive_call = is_collective;
   std::vector<at::Tensor> hosts;  // CPU tensors among the arguments
   std::vector<bool> host_writes;
   int device = -1;
@@ -179,7 +189,7 @@ void operation(const c10::OperatorHandle& op, Stack* stack) {
   Stack arguments;
   for (size_t i = 0; i < n; ++i) {
     const auto& about = schema.arguments()[i];
-    const bool writes = (about.alias_info() && about.alias_info()->isWrite()) || schema.name().rfind("c10d::", 0) == 0;
+    const bool writes = (about.alias_info() && about.alias_info()->isWrite()) || is_collective;
     const IValue& value = (*stack)[first + i];
     if (value.isDevice() && value.toDevice().is_cuda()) {
       if (device < 0) device = value.toDevice().has_index() ? value.toDevice().index() : current_device();
@@ -208,7 +218,7 @@ void operation(const c10::OperatorHandle& op, Stack* stack) {
     const auto& t = hosts[i];
     if (!t.is_cpu() || !t.unsafeGetTensorImpl()->has_storage()) continue;
     const bool moves = mixed().count(schema.name()) != 0;
-    TORCH_CHECK(moves || t.dim() == 0 || schema.name().rfind("c10d::", 0) == 0 || aliases.pairs.empty(),
+    TORCH_CHECK(moves || t.dim() == 0 || is_collective || aliases.pairs.empty(),
                 "Expected all tensors to be on the same device, but found at least two devices, cuda:", device, " and cpu! (",
                 schema.name(), ")");
     if (!moves || !t.numel()) continue;
