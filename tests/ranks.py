@@ -170,8 +170,9 @@ class Pool:
         self.owner = os.getpid()
 
     def take(self, n: int) -> list[Worker]:
-        if any(not w.alive() for w in self.workers[:n]) and len(self.start_env) > 1:
-            self.drop(list(self.workers))  # each has the variables of its rank
+        of_its_rank = len(self.start_env) > 1 or SIMULATED.items() <= self.start_env[0].items()
+        if of_its_rank and any(not w.alive() for w in self.workers):
+            self.drop(list(self.workers))  # each has its rank's variables, or its GPU, and can't become another rank
         self.drop([w for w in self.workers if not w.alive()])
         while len(self.workers) < n:
             self.workers.append(Worker(_of_rank(self.start_env, len(self.workers))))
