@@ -19,6 +19,8 @@ from .store import StoreRendezvous
 
 __all__ = ["exchange_over_tcp"]
 
+_FIRST_ATTEMPT = 10.0  # seconds for a store to answer; each further attempt has twice as many
+
 
 def exchange_over_tcp(
     identity: Identity, prefix: str, participant: Participant, deadline: float, timeout: float
@@ -117,7 +119,16 @@ def _connect(identity: Identity, server: int | None, where: str, deadline: float
     def connect(_: threading.Event) -> dist.TCPStore:
         return dist.TCPStore(address, port, None, False, _remaining(deadline), wait_for_workers=False)
 
-    return call_with_timeout(connect, deadline, timed_out)
+    seconds = _FIRST_ATTEMPT
+    while True:
+        until = min(deadline, time.monotonic() + seconds)
+        try:
+            return call_with_timeout(connect, until, timed_out)
+        except CollectiveTimeout:
+            if until >= deadline:
+                raise
+            # The store that ended just then may have taken the connection; another one listens now.
+            seconds *= 2
 
 
 def _connect_to_duplicate(
