@@ -34,7 +34,7 @@ from pathlib import Path
 
 from tests import rank_process
 
-__all__ = ["ONE_THREAD", "Died", "RankFailure", "fork_server", "run_ranks"]
+__all__ = ["Died", "RankFailure", "fork_server", "run_ranks"]
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY = Path(__file__).with_name("rank_process.py")

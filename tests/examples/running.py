@@ -78,12 +78,12 @@ def fork_example(name, *options, cwd, ranks=2, variables=variables):
     The imports take longer than most examples. One of them is run under each launcher, the others so.
     `variables`: a launcher's, as a function of the rank, their number, and a port that is free.
     """
-    words, job = [str(EXAMPLES / name), *options], launching.free_port()  # any number for srun
+    words, port = [str(EXAMPLES / name), *options], launching.free_port()  # to srun's it is the number of the job
     processes = []
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         try:
             for rank in range(ranks):
-                env = {**login_environment(), **variables(rank, ranks, job)}
+                env = {**login_environment(), **variables(rank, ranks, port)}
                 processes.append(ForkedProgram(words, env, out, err, cwd))
             deadline = time.monotonic() + SECONDS
             codes = [process.wait(max(0, deadline - time.monotonic())) for process in processes]

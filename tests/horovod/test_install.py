@@ -31,26 +31,26 @@ def results_of(command, env, count):
     return found[0]
 
 
-def test_an_unchanged_program():
-    """By srun, as a file, with workers that are spawned."""
+@pytest.fixture(scope="module")
+def by_srun():
+    """What the program found by srun, as a file, with workers that are spawned."""
     srun = [sys.executable, launching.SRUN, "-n", "2"]
-    env = launching.clean_environment()
-    first = results_of([*srun, *SHORT, str(PROGRAM), "--workers", "1"], env, 2)
-    check_program(first)
+    return results_of([*srun, *SHORT, str(PROGRAM), "--workers", "1"], launching.clean_environment(), 2)
+
+
+def test_an_unchanged_program(by_srun):
+    assert by_srun["losses"][0] > 2 * by_srun["losses"][-1] and by_srun["accuracy"] > 0.8
+    assert by_srun["size"] == 2 and by_srun["local"] == [True, 2]
 
 
 @pytest.mark.sampled(one_in=4)
-def test_an_unchanged_program_under_mpirun():
-    """As a module, with no worker."""
+def test_an_unchanged_program_under_mpirun(by_srun):
+    """As a module, with no worker: the same losses."""
     if shutil.which("mpirun.openmpi") is None:
         pytest.skip("mpirun.openmpi is not installed")
     mpirun = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    check_program(results_of([*mpirun, *SHORT, "-m", "tests.horovod.mnist_program"], launching.clean_environment(), 2))
-
-
-def check_program(found):
-    assert found["losses"][0] > 2 * found["losses"][-1] and found["accuracy"] > 0.8
-    assert found["size"] == 2 and found["local"] == [True, 2]
+    by_mpirun = results_of([*mpirun, *SHORT, "-m", "tests.horovod.mnist_program"], launching.clean_environment(), 2)
+    assert by_mpirun == by_srun
 
 
 def test_whose_name_it_is(tmp_path):
