@@ -33,6 +33,7 @@ __all__ = [
     "open_process_groups",
     "premul_sum",
     "sequence_number",
+    "storage_use_count",
     "top_saved_tensors_hooks",
     "tree_flatten",
     "tree_leaves",
@@ -95,6 +96,11 @@ def cuda_get_device():
 def cuda_current_raw_stream(index: int) -> int:
     """Return the address of the current stream of a device."""
     return torch._C._cuda_getCurrentRawStream(index)
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """Return how many tensors and other objects share a tensor's storage."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 # ---- torch.distributed. Builds without it have none of these.
