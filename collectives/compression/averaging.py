@@ -3,7 +3,7 @@ divided by before or after it.
 
 The host engine divides in the pass that sums, and so do the ring and direct algorithms. NCCL's own
 average multiplies each rank's values before it sums (ncclDevPreMulSum), and such a sum is never taken
-by NVSwitches: for floats `ncclNvlsSupported` of NCCL's src/include/device.h has plain sums alone. So
+by NVSwitches: for floats NCCL's src/include/device.h (ncclNvlsSupported) has plain sums alone. So
 with NCCL the values are summed, and divided after the sum, by the number of ranks in fp32 as
 elsewhere. fp16 is divided before, since a sum of it may overflow.
 """

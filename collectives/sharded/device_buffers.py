@@ -38,9 +38,10 @@ class _Buffer:
 class DeviceBuffers:
     """Buffers of one communicator's units for one purpose.
 
-    `at_least`: so many are taken in turn; more where they are in use at the same time. A buffer's
-    size is that of the largest request, or half of it, or a quarter, and so on. `crosses_streams`:
-    whether another stream than the next user's releases them.
+    `at_least`: so many are taken in turn; more where they are in use at the same time.
+    `crosses_streams`: whether another stream than the next user's releases them. Then each is as
+    large as the largest request; else it may be half as large, or a quarter, and so on, for smaller
+    requests.
     """
 
     def __init__(self, purpose: str, *, at_least: int, crosses_streams: bool):
@@ -73,7 +74,7 @@ class DeviceBuffers:
         nbytes = n * dtype.itemsize
         self.reserve(nbytes)
         size = self._largest
-        while size // 2 >= nbytes and size > _ALIGNMENT:
+        while not self._crosses_streams and size // 2 >= nbytes and size > _ALIGNMENT:
             size = -(-size // 2 // _ALIGNMENT) * _ALIGNMENT
         self._drop_viewed(comm)
         buffer = self._take(size)
