@@ -10,6 +10,7 @@ import functools
 import torch
 
 from ..comm.work import Work
+from ..cuda_state import new_comm_stream
 
 __all__ = ["HostCopies", "current_stream", "host_of", "on_side_stream", "release"]
 
@@ -40,7 +41,7 @@ def release(work, home, device: torch.device) -> None:
 
 @functools.cache
 def _side_stream(device: torch.device):
-    return torch.cuda.Stream(device)
+    return new_comm_stream(device)
 
 
 @contextlib.contextmanager

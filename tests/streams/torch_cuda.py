@@ -12,6 +12,7 @@ from . import device, graphs
 from .checker import checker, site
 
 CUDA = 1  # c10::DeviceType::CUDA
+priorities: dict[int, int] = {}  # of the streams that were made with another one than 0, by number
 
 
 class Stream(torch.Stream):
@@ -22,7 +23,14 @@ class Stream(torch.Stream):
             return super().__new__(cls, stream_id=kwargs["stream_ptr"], device_index=_index(device), device_type=CUDA)
         if "stream_id" in kwargs:
             return super().__new__(cls, **kwargs)
-        return super().__new__(cls, device=torch.device("cuda", _index(device)), priority=priority)
+        made = super().__new__(cls, device=torch.device("cuda", _index(device)), priority=priority)
+        if priority:
+            priorities[made.stream_id] = priority
+        return made
+
+    @property
+    def priority(self) -> int:
+        return priorities.get(self.stream_id, 0)
 
     @property
     def cuda_stream(self) -> int:
