@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 DTYPES: dict[str, int]
 OPS: dict[str, int]
 FUNCTIONS: dict[str, int]
+CONFIG_FIELDS: dict[str, int]
 HOST_FUNCTIONS: tuple[str, ...]
 VERSION: int
 UNIQUE_ID_BYTES: int

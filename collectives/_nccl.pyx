@@ -55,6 +55,7 @@ cdef extern from "Python.h":
 __all__ = [
     "ArrayCalls",
     "ArrayReader",
+    "CONFIG_FIELDS",
     "Comm",
     "DTYPES",
     "ErrorInfo",
@@ -98,9 +99,8 @@ SPLIT_NOCOLOR = NCCL_SPLIT_NOCOLOR
 SHRINK_ABORT = NCCL_SHRINK_ABORT
 
 
-cdef dict listed(bint host):
+cdef dict listed(const collEntry_t* entry, bint host):
     cdef dict names = {}
-    cdef const collEntry_t* entry = collFunctions
     while entry.name is not NULL:
         if (entry.since == 0) == host:
             names[entry.name.decode()] = entry.since
@@ -108,8 +108,9 @@ cdef dict listed(bint host):
     return names
 
 
-FUNCTIONS = listed(False)               # function of NCCL -> the first version code that has it
-HOST_FUNCTIONS = tuple(listed(True))    # functions that only the host engine has
+FUNCTIONS = listed(collFunctions, False)            # function of NCCL -> the first version code that has it
+HOST_FUNCTIONS = tuple(listed(collFunctions, True))  # functions that only the host engine has
+CONFIG_FIELDS = listed(collConfigFields, False)     # field of ncclConfig_t -> the first version code that has it
 
 if collWatchForks() != 0:
     raise MemoryError("no memory to register the fork handler")

@@ -1,6 +1,7 @@
 """Communicator and its parts: engines, asynchronous work, groups, memory, algorithms, watchdog."""
 
 from .communicator import Communicator
+from .config import CommConfig, gather_config
 from .consensus import ComparedValue, all_gather_bytes, all_gather_object, verify_same
 from .engine import Engine, EngineInfo, engines, get_engine, parse_device, resolve_device
 from .liveness import RankExits, describe_exit, has_ended, publish_process, this_process
@@ -12,6 +13,7 @@ from .work import Work
 
 __all__ = [
     "BufferRegistrationCache",
+    "CommConfig",
     "Communicator",
     "ComparedValue",
     "Engine",
@@ -29,6 +31,7 @@ __all__ = [
     "engines",
     "first_line",
     "format_ranks",
+    "gather_config",
     "get_engine",
     "has_ended",
     "keep_freed_memory",
