@@ -63,6 +63,7 @@ __all__ = [
     "HOST_FUNCTIONS",
     "Library",
     "OPS",
+    "POOL_FUNCTIONS",
     "QUEUE_CPU",
     "QUEUE_PENDING",
     "QUEUE_THREAD_ID",
@@ -74,6 +75,8 @@ __all__ = [
     "VERSION",
     "check",
     "format_version",
+    "pool_holds",
+    "use_in_pools",
 ]
 
 DTYPES = {
@@ -603,4 +606,5 @@ cdef int leave_group(Library library, ncclResult_t code) except -1:
 
 include "_nccl_comm.pxi"
 include "_nccl_arrays.pxi"
+include "_nccl_pool.pxi"
 include "_nccl_queue.pxi"

@@ -6,6 +6,7 @@ from .consensus import ComparedValue, all_gather_bytes, all_gather_object, verif
 from .engine import Engine, EngineInfo, engines, get_engine, parse_device, resolve_device
 from .liveness import RankExits, describe_exit, has_ended, publish_process, this_process
 from .malloc import allocate_with_mmap, keep_freed_memory
+from .mem_pool import use_mem_pool
 from .registration import BufferRegistrationCache, Registration
 from .waiting import RankWait, call_with_timeout, first_line, format_ranks, log_while_waiting
 from .watchdog import StatusStore, watch
@@ -40,6 +41,7 @@ __all__ = [
     "publish_process",
     "resolve_device",
     "this_process",
+    "use_mem_pool",
     "verify_same",
     "watch",
 ]

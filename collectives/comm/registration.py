@@ -7,12 +7,14 @@ from threading import get_ident
 
 import torch
 
+from ..cuda_state import is_capturing
 from ..errors import InvalidUsage
 from .arguments import invalid
 from .closing import end_registration, refuse_in_capture
 from .consensus import verify_same
 from .group import open_groups
 from .malloc import MIN_SHARED_BYTES
+from .mem_pool import is_pooled, missing_pool_reason
 from .memory import allocate, allocation_of, is_window_memory, storage_of
 
 __all__ = ["BufferRegistrationCache", "CommMemory", "Registration"]
@@ -164,7 +166,8 @@ class BufferRegistrationCache:
     A buffer is registered when it is observed for the second time: DDP frees its first buckets
     after one backward, and later ones keep their addresses. A registration holds the buffer's
     memory until the buffer is absent for some rounds, or its `owner` (a parameter) or the cache is
-    freed. Host engine only.
+    freed. On the host a buffer is registered if it can be shared, on CUDA if it lies in a
+    `mem_pool`.
     """
 
     def __init__(self):
@@ -185,9 +188,15 @@ class BufferRegistrationCache:
                 _end(self._entries, key, entry.registration)
 
     def describe(self) -> str:
-        """Return how many of the buffers that came back are shared, in words."""
-        shared = [e.registration is not None for e in list(self._entries.values()) if e.comm is not None]
-        return f"{sum(shared)} of {len(shared)} buckets shared" if shared else "no bucket has come back yet"
+        """Return how many of the buffers that came back are shared, or registered, in words."""
+        entries = [entry for entry in list(self._entries.values()) if entry.comm is not None]
+        if not entries:
+            return "no bucket has come back yet"
+        count = f"{sum(entry.registration is not None for entry in entries)} of {len(entries)} buckets"
+        if entries[0].comm._on_host:
+            return f"{count} shared"
+        reason = missing_pool_reason()
+        return f"{count} registered" + (f" ({reason})" if reason else "")
 
     def observe(self, comm, buffer: torch.Tensor, owner) -> None:
         """Register a buffer that was observed in an earlier round. A local call.
@@ -208,14 +217,25 @@ class BufferRegistrationCache:
             return
         if entry.comm is None and entry.last_round != self._round:
             entry.comm = comm
-            registration = comm.register(buffer)
-            if registration.zero_copy:
+            registration = _register_in_place(comm, buffer)
+            if registration is not None:
                 entry.registration = registration
                 entry.finalizer = weakref.finalize(owner(), _end, self._entries, key, registration)
                 entry.finalizer.atexit = False
-            else:
-                comm.deregister(registration)  # a staged buffer has no use for it
         entry.last_round = self._round
+
+
+def _register_in_place(comm, buffer: torch.Tensor) -> Registration | None:
+    """Register a buffer that another library allocated; None where that has no use."""
+    if not comm._on_host:
+        if not is_pooled(buffer) or not comm.engine.library.has("ncclCommRegister"):
+            return None
+        return comm.register(buffer)
+    registration = comm.register(buffer)
+    if registration.zero_copy:
+        return registration
+    comm.deregister(registration)  # a staged buffer has no use for it
+    return None
 
 
 def _end_all(entries: dict) -> None:
@@ -229,10 +249,15 @@ def _end(entries: dict, key, registration) -> None:
     if entry is None or entry.registration is not registration:
         return
     comm, finalizer = entry.comm, entry.finalizer
-    if registration is not None and not comm.closed and not comm._queue.all_ended():
+    if registration is not None and not comm.closed and (not comm._queue.all_ended() or _captures(comm)):
         return  # peers may use it, too: a later round ends it, or close()
     del entries[key]
     if finalizer is not None:
         finalizer.detach()  # it holds the registration, and so the memory, as long as the owner lives
     if registration is not None and registration in comm._registrations and not comm.closed:
         comm.deregister(registration)
+
+
+def _captures(comm) -> bool:
+    """Return whether a CUDA graph is being captured, in which nothing can be deregistered."""
+    return not comm._on_host and is_capturing(None)
