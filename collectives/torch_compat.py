@@ -144,7 +144,7 @@ def fsdp_collectives():
 ATTRIBUTES = {
     "torch.nn.parallel.DistributedDataParallel": (
         "_join_config", "_divide_by_initial_world_size", "_comm_hooks", "_use_python_reducer",
-        "_delay_all_reduce_params",
+        "_delay_all_reduce_params", "_ddp_init_helper",
     ),
     "torch.distributed.Reducer": ("_rebuild_buckets",),
     "torch.amp.GradScaler": ("_scale", "_per_optimizer_states", "_unscale_grads_"),

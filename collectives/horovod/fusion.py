@@ -9,6 +9,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..compression import Bucket, Compressor, ReductionPlan, Scaling, make_compressor, plan_average
+from ..cuda_state import new_comm_stream
 from ..kernels import pack, unpack
 from ..layout import ALIGNMENT, bucket_layout
 from ..torch_compat import flatten_dense_tensors as flatten
@@ -33,7 +34,7 @@ class Executor:
         self.rank = control.rank
         self._fusion_buffers: dict[str, torch.Tensor] = {}  # by device type: bytes
         self._compressors: dict[str, Compressor] = {}
-        self._streams = {name: torch.cuda.Stream(comm.device) for name, comm in comms.items() if name == "cuda"}
+        self._streams = {name: new_comm_stream(comm.device) for name, comm in comms.items() if name == "cuda"}
 
     def run(self, item: FusedResponse, entries: list[TensorTableEntry | None]) -> None:
         """Carry out one item and set the results of this rank's entries.

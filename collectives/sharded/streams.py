@@ -10,6 +10,7 @@ import functools
 import torch
 
 from ..comm.work import Work
+from ..cuda_state import new_comm_stream
 
 __all__ = [
     "HostCopies",
@@ -48,7 +49,7 @@ def release(work, home, device: torch.device) -> None:
 
 @functools.cache
 def _side_stream(device: torch.device, purpose: str):
-    return torch.cuda.Stream(device)
+    return new_comm_stream(device)
 
 
 @contextlib.contextmanager
