@@ -11,7 +11,15 @@ from .._nccl import CONFIG_FIELDS, Library, format_version
 from ..arrays import kind_of
 from ..errors import InvalidArgument
 
-__all__ = ["CommConfig", "gather_config", "merge_config", "order_launches", "parse_config", "to_nccl"]
+__all__ = [
+    "CommConfig",
+    "gather_config",
+    "launches_in_order",
+    "merge_config",
+    "order_launches",
+    "parse_config",
+    "to_nccl",
+]
 
 _CTA_POLICIES = ("default", "efficiency", "zero")  # NCCL's codes 0, 1, 2
 _ZERO_CTA_SINCE = 22803
@@ -202,6 +210,13 @@ def order_launches(library: Library) -> None:
     """
     if _LAUNCH_ORDER_SINCE <= library.version < CONFIG_FIELDS["launchOrderImplicit"]:
         os.environ.setdefault(_LAUNCH_ORDER, "1")
+
+
+def launches_in_order(library: Library) -> bool:
+    """Return whether NCCL keeps the kernels of several communicators in the order in which the host
+    launches them, as `order_launches` and `to_nccl` ask it to.
+    """
+    return library.version >= _LAUNCH_ORDER_SINCE and os.environ.get(_LAUNCH_ORDER, "1").strip() != "0"
 
 
 def gather_config(library: Library) -> CommConfig | None:

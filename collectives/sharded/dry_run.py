@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -34,12 +35,22 @@ _META = torch.device("meta")
 _ON_HOST = "on the host"  # the kind of memory beside a GPU's, which isn't counted
 
 
+class _NewestLibrary:
+    """Stands for an NCCL with all functions, which gathers by the communicator itself."""
+
+    version = 0
+
+    def has(self, function: str) -> bool:
+        return True
+
+
 class NoOpCommunicator:
     """Communicator of rank 0 of `size` ranks on the meta device. Its operations do nothing."""
 
     rank = 0
     device = _META
     closed = False
+    engine = SimpleNamespace(library=_NewestLibrary())
 
     def __init__(self, size: int, *, on_host: bool):
         self.size = self.local_size = size
@@ -54,11 +65,15 @@ class NoOpCommunicator:
     def all_reduce(self, tensor, op, async_op: bool = False):
         return self._work(async_op, tensor)
 
-    def empty(self, n: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, n: int, dtype: torch.dtype, *, window: bool = False) -> torch.Tensor:
+        if window:  # the counter knows them by this operation
+            return torch.empty_strided((n,), (1,), dtype=dtype, device=_META)
         return torch.empty(n, dtype=dtype, device=_META)
 
     def register(self, tensor: torch.Tensor) -> None:
         pass
+
+    register_window = register
 
     def deregister(self, registration: None) -> None:
         pass
@@ -79,6 +94,9 @@ class _NoOpWork:
     def wait(self) -> None:
         if self._ends_in_wait:
             self._tensors = ()
+
+    def release(self) -> None:
+        self._tensors = ()
 
 
 class _NoOpCopies(HostCopies):
@@ -126,13 +144,13 @@ class _Counter(LiveBytes):
 
     def kind_of(self, function) -> str:
         """Return the kind of memory that an operation of the units allocates: a post-forward shard
-        is a clone, the output of a reduction is empty, and all else comes from adding and casting
-        gradients.
+        is a clone, a window has strides, the output of a reduction is empty, and all else comes from
+        adding and casting gradients.
         """
         if self._kind is not None:
             return self._kind
         name = function.overloadpacket.__name__
-        return {"clone": "gathered", "empty": "flat"}.get(name, "full_gradients")
+        return {"clone": "gathered", "empty_strided": "gathered", "empty": "flat"}.get(name, "full_gradients")
 
     def record_peak(self, work: int = 0) -> None:
         """Count what is live now, and `work` bytes of an optimizer's temporaries."""

@@ -7,12 +7,15 @@ shard_numel)``, its flat shard.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import nn
 
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from .buffer_pool import BufferPool
+from .gather_windows import get_gather_comm
 from .gradient_shard import GradientShard
 from .group_buffers import GroupBuffers
 from .managed_params import check_parameter
@@ -20,7 +23,7 @@ from .mesh import Ranks
 from .module_changes import ReplacedShardCheck, copy_hooks
 from .param import ShardedParam, shard_layout
 from .quantized_gather import QuantizedAllGather
-from .streams import HostCopies
+from .streams import HostCopies, beside_current
 
 __all__ = ["ParamGroup", "make_groups"]
 
@@ -95,9 +98,7 @@ class ParamGroup:
             params, ranks, self.buffers, self.layout, self.shard_numel, dtype=self.dtype,
             gather_dtype=self.gather_dtype, reduce_dtype=self.reduce_dtype, host_copies=self.host_copies,
         )  # fmt: skip
-        self.buffers.reserve(
-            self.unsharded_numel * self.gather_dtype.itemsize, self.unsharded_numel * self.reduce_dtype.itemsize
-        )
+        self.buffers.reserve(self.gathered_bytes, self.unsharded_numel * self.reduce_dtype.itemsize)
         self._make_shard(originals, first.device)
 
     # ---- Making it.
@@ -196,8 +197,16 @@ class ParamGroup:
 
     # ---- Gathering.
 
-    def unshard(self, *, async_op: bool = False, custom=None):
-        """Begin the all-gather into `gathered`; return a Work, or None where it is done."""
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the gathered buffer."""
+        return self.unsharded_numel * self.gather_dtype.itemsize
+
+    def unshard(self, *, async_op: bool = False, custom=None, out: torch.Tensor | None = None):
+        """Begin the all-gather into `gathered`; return a Work, or None where it is done.
+
+        `out`: a window's part, which becomes `gathered`; None: memory of the group's own.
+        """
         if self.flat.device.type != self.store.type:
             raise InvalidArgument(
                 f"{self.params[0].name} is on the meta device: give it memory first, by module.to_empty(device=...) "
@@ -206,8 +215,13 @@ class ParamGroup:
         if self.ranks.shard is None and self.shares_memory:
             self.gathered = self.flat
             return None
-        self.gathered, work = self._all_gather(async_op, custom)
+        self.gathered, work = self._all_gather(async_op, custom, out)
         return work
+
+    def move_gathered(self) -> None:
+        """Move what is gathered to memory of the group's own."""
+        moved = self.buffers.alloc_gathered(self.unsharded_numel, self.gather_dtype)
+        self.gathered = moved.copy_(self.gathered)
 
     def to_sharded_post_forward(self, post_forward_comm: Communicator) -> None:
         """Keep the post-forward shard: this rank's part, among the ranks of a communicator, of the
@@ -229,40 +243,50 @@ class ParamGroup:
             shard = torch.zeros(numel, dtype=self.gather_dtype, device=self.device)
         post_forward_comm.all_gather(self.buffers.alloc(self.unsharded_numel, self.gather_dtype), shard)
 
-    def join_all_gather(self, custom=None) -> None:
+    def join_all_gather(self, custom=None, out: torch.Tensor | None = None) -> None:
         """Take part in an all-gather that only other ranks need."""
         if self.ranks.shard is not None:
-            out, work = self._all_gather(False, custom)
+            out, work = self._all_gather(False, custom, out)
             if work is not None:
                 work.wait()
             self.buffers.free_gathered(out)
 
-    def _all_gather(self, async_op: bool, custom) -> tuple:
+    def _all_gather(self, async_op: bool, custom, out: torch.Tensor | None) -> tuple:
         """Begin the all-gather into a buffer; return the buffer and a Work, or None where it is done."""
-        ranks, inp = self.ranks, self.flat
-        out = self.persistent_buffer
+        ranks, in_window = self.ranks, out is not None
+        if out is None:
+            out = self.persistent_buffer
         if out is None:
             out = self.buffers.alloc_gathered(self.unsharded_numel, self.gather_dtype, custom)
         if self.quantized_gather is not None and ranks.shard is not None:
-            if custom is not None:
-                raise InvalidUsage("a custom all-gather sends parameters as they are: leave HookState's gather out")
-            shard = self.flat
-            if self.offloads:
-                shard = self.host_copies.to_device(
-                    torch.empty(self.shard_numel, dtype=self.dtype, device=self.device), shard
-                )
-            return out, self.quantized_gather.gather(ranks.shard, shard, out, self.buffers.alloc, async_op=async_op)
-        if self.gather_dtype != self.dtype or self.store != self.device:
+            return out, self._quantized_all_gather(out, custom, async_op)
+        if in_window or self.gather_dtype != self.dtype or self.store != self.device:
             inp = out[ranks.rank * self.shard_numel :][: self.shard_numel]
-            if self.offloads:
+        else:
+            inp = self.flat
+        # Beside the computation, which doesn't wait for the shard's cast or copy.
+        beside = async_op and custom is None and ranks.shard is not None
+        with beside_current(self.device, "gather") if beside else contextlib.nullcontext():
+            if inp is not self.flat and self.offloads:
                 self.host_copies.to_device(inp, self.flat)
-            else:
+            elif inp is not self.flat:
                 inp.copy_(self.flat)
-        if ranks.shard is None:
-            return out, None
+            if ranks.shard is None:
+                return out, None
+            if custom is not None:
+                return out, custom(out, inp, ranks.group or ranks.shard, async_op)
+            return out, get_gather_comm(ranks.shard).all_gather(out, inp, async_op=async_op)
+
+    def _quantized_all_gather(self, out: torch.Tensor, custom, async_op: bool):
         if custom is not None:
-            return out, custom(out, inp, ranks.group or ranks.shard, async_op)
-        return out, ranks.shard.all_gather(out, inp, async_op=async_op)
+            raise InvalidUsage("a custom all-gather sends parameters as they are: leave HookState's gather out")
+        shard = self.flat
+        if self.offloads:
+            shard = self.host_copies.to_device(
+                torch.empty(self.shard_numel, dtype=self.dtype, device=self.device), shard
+            )
+        comm = get_gather_comm(self.ranks.shard)
+        return self.quantized_gather.gather(comm, shard, out, self.buffers.alloc, async_op=async_op)
 
     def all_gather_master_shards(self) -> torch.Tensor:
         """All-gather the shards in their own dtype; return the flat buffer. A collective of

@@ -13,7 +13,7 @@ from ..comm.communicator import Communicator
 from ..compression import ReductionPlan, plan_division
 from ..torch_compat import premul_sum
 from .param_group import ParamGroup
-from .streams import current_stream, on_side_stream, release, use_on_current, wait_for_side_stream
+from .streams import beside_current, current_stream, on_side_stream, release, use_on_current, wait_for_side_stream
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -117,14 +117,11 @@ def start_compressed(
     Returns the bytes that it sends, and the function that stores the result, as `start_reduction`.
     """
     home, gradients = current_stream(unit.device), group.gradients
-    here = None
     if home is not None:
         gradients.alloc_flat()  # here, not on the stream that stores the result
-    with on_side_stream(unit.device, "compressed") if async_op else contextlib.nullcontext():
-        if home is not None:
-            here = current_stream(unit.device)
-            here.wait_stream(home)
-            use_on_current(home, flat)
+    with beside_current(unit.device, "compressed") if async_op else contextlib.nullcontext():
+        here = current_stream(unit.device)
+        use_on_current(home, flat)
         sent = reduce()
 
     def end():

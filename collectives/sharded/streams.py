@@ -14,6 +14,7 @@ from ..cuda_state import new_comm_stream
 
 __all__ = [
     "HostCopies",
+    "beside_current",
     "current_stream",
     "host_of",
     "on_side_stream",
@@ -62,6 +63,18 @@ def on_side_stream(device: torch.device, purpose: str):
         yield
         return
     with torch.cuda.stream(_side_stream(device, purpose)):
+        yield
+
+
+@contextlib.contextmanager
+def beside_current(device: torch.device, purpose: str):
+    """Run the block on the device's side stream for a purpose, after what the current stream was
+    given until now; on the host just run it.
+    """
+    home = current_stream(device)
+    with on_side_stream(device, purpose):
+        if home is not None:
+            current_stream(device).wait_stream(home)
         yield
 
 

@@ -1,4 +1,4 @@
-"""The functions of a torch.cuda.MemPool over ncclMemAlloc, called as torch calls them, with the host engine's memory."""
+"""The functions of a torch.cuda.MemPool over ncclMemAlloc, called as torch calls them, on host memory."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from collectives.comm import communicator
+from collectives.comm import registration
 
 
 class Counted(TorchDispatchMode):
@@ -23,14 +23,14 @@ class Counted(TorchDispatchMode):
         self._known = {}
 
     def __enter__(self):
-        allocate = communicator.allocate
+        allocate = registration.allocate
 
         def counted(*args):
             tensor = allocate(*args)
             self._take(tensor.untyped_storage())
             return tensor
 
-        self._patch = mock.patch.object(communicator, "allocate", counted)
+        self._patch = mock.patch.object(registration, "allocate", counted)
         self._patch.start()
         return super().__enter__()
 

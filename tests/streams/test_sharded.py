@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import collectives
+from collectives.errors import InvalidUsage
 from collectives.sharded import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -16,6 +17,7 @@ from collectives.sharded import (
     ShardingStrategy,
     fully_shard,
 )
+from collectives.sharded.gather_windows import get_gather_comm, get_windows
 from tests.ddp.training import make_model, over_gloo, run
 from tests.streams.simulated import needs_simulation, steps
 from tests.streams.test_ddp import batches_on, compare, loss_of, nearly, on_host
@@ -122,38 +124,84 @@ def test_hybrid(tmp_path):
 
 
 # ---- Buffers that units use in turn.
+PURPOSES = ("gathered parameters", "gradients")
+
+
 @over_gloo
-def in_turn(ctx):
-    """Bytes of the device's buffers after each step, and whether a view that is kept stays as it was."""
+def in_turn(ctx, keeps):
+    """Count the device's buffers after each step. `keeps`: hold a view of a gathered parameter from the first on."""
     model = units_of(make_model().to(ctx.device))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    kept, counts = [], []
+    kept, counts, first = [], [], None
 
     def keep(module, args, out):
-        if not kept:
+        if keeps and not kept:
             kept.append(module.weight.detach())
 
     model[2].register_forward_hook(keep)
-    first = None
+    pool, comm = model[0]._unit.pool, model[0]._unit.ranks.shard
     for number, (x, y) in enumerate(batches_on(ctx, WARM + 2)):
         with steps(ctx, number >= WARM):
             optimizer.zero_grad()
             loss_of(model, x, y).backward()
             optimizer.step()
-        first = kept[0].clone() if first is None else first
-        pool = model[0]._unit.pool
-        comm = model[0]._unit.ranks.shard
-        counts.append([(len(each), each.nbytes) for each in map(lambda name: pool.in_turn(comm, name), PURPOSES)])
-    assert torch.equal(first, kept[0])
-    return counts
-
-
-PURPOSES = ("gathered parameters", "gradients")
+        if keeps:
+            first = kept[0].clone() if first is None else first
+            assert torch.equal(first, kept[0])
+        windows = get_windows(comm)
+        counts.append((*(len(pool.in_turn(comm, name)) for name in PURPOSES), 0 if windows is None else len(windows)))
+    return counts, comm is get_gather_comm(comm)
 
 
 def test_buffers_in_turn(tmp_path):
-    """Steady from the second step on; two buffers of gradients; a buffer that is viewed is given to its user."""
-    for counts in run(in_turn, 2, tmp_path / "simulated", device="simulated"):
-        assert len(set(map(str, counts[1:]))) == 1, counts
-        (gathered, _), (gradients, _) = counts[-1]
-        assert gradients == 2 and gathered <= 4
+    """Three windows, two buffers of gradients, one for the outermost unit's parameters, a communicator for gathers."""
+    for counts, shared in run(in_turn, 2, tmp_path / "simulated", False, device="simulated"):
+        assert counts == [(1, 2, 3)] * (WARM + 2) and not shared
+
+
+def test_without_windows(tmp_path):
+    """A buffer that a view of the user's is of is the user's; another one takes its place."""
+    options = {"env": {"COLLECTIVES_NO_WINDOWS": "1"}, "device": "simulated"}
+    for counts, _ in run(in_turn, 2, tmp_path / "simulated", True, **options):
+        assert len(set(counts[1:])) == 1 and counts[-1][1:] == (2, 0) and counts[-1][0] <= 4
+
+
+@over_gloo
+def kept_view(ctx):
+    """Hold a view of what a window holds, which the next unit in the window must not overwrite."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).to(ctx.device)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    kept = []
+    model[0].register_forward_hook(lambda module, args, out: kept.append(module.weight.detach()))
+    with pytest.raises(InvalidUsage, match="still views gathered parameters"):
+        model(torch.ones(2, 8, device=ctx.device))
+    return []
+
+
+def test_a_view_of_a_window(tmp_path):
+    run(kept_view, 2, tmp_path / "simulated", device="simulated")
+
+
+@over_gloo
+def prefetched(ctx):
+    """Gather four units at once, two of them in one window: the first moves out."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)]).to(ctx.device)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model[0].set_modules_to_forward_prefetch([model[1], model[2], model[3]])
+    model[4].set_modules_to_backward_prefetch([model[3], model[2], model[1]])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in range(WARM + 1):
+        optimizer.zero_grad()
+        model(torch.full((2, 8), number + ctx.rank + 1.0, device=ctx.device)).sum().backward()
+        optimizer.step()
+    with ShardedDataParallel.summon_full_params(model, writeback=False):
+        return on_host(model.parameters())
+
+
+def test_units_that_need_one_window(tmp_path):
+    compare(prefetched, tmp_path)
