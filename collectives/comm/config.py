@@ -24,7 +24,7 @@ __all__ = [
 _CTA_POLICIES = ("default", "efficiency", "zero")  # NCCL's codes 0, 1, 2
 _ZERO_CTA_SINCE = 22803
 _MAX_CTAS = 64  # NCCL's MAXCHANNELS; versions with a lower limit cap what is above it
-_MAX_TEXT = 128  # characters of a name
+_MAX_TEXT = 64  # characters of a name: a config is part of the records of a rendezvous
 _END = 2**31
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
@@ -101,7 +101,7 @@ class CommConfig:
     (NCCL 2.17). `cga_cluster_size`: CTAs in a cluster on Hopper and newer, 0 to 8 (2.17).
     `net_name`: the network module, such as "IB" or "Socket" (2.17). `split_share`, `shrink_share`:
     whether children share this communicator's resources; the abort of one then ends all (2.18,
-    2.27). `traffic_class`: the network's traffic class (2.22). `comm_name`: the name in logs and
+    2.27). `traffic_class`: the network's traffic class (2.26). `comm_name`: the name in logs and
     profiles (2.27). `collnet_enable`: use IB SHARP (2.27). `cta_policy`: "default", "efficiency"
     (few CTAs) (2.27), or "zero", copy engines in place of CTAs where they can be used (2.28.3); see
     `gather_config`. `nvls_ctas`: CTAs of NVLS kernels, 1 to 64 (2.27). `n_channels_per_net_peer`:

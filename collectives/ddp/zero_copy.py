@@ -35,7 +35,7 @@ class BucketRebuild:
     def __init__(self):
         self._forwards = 0
 
-    @disable_dynamo(recursive=False)
+    @disable_dynamo
     def __call__(self, ddp, inputs=()) -> None:
         """Make the buckets if they are due.
 

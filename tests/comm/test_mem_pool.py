@@ -1,4 +1,4 @@
-"""The functions of a torch.cuda.MemPool over ncclMemAlloc, called as torch calls them, on host memory."""
+"""The functions of a torch.cuda.MemPool over ncclMemAlloc, called as torch calls them, on the host engine's memory."""
 
 from __future__ import annotations
 

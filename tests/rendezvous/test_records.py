@@ -7,8 +7,10 @@ import os
 
 import pytest
 
+from collectives import CommConfig
 from collectives.errors import InvalidUsage, TransportError
-from collectives.rendezvous.peers import Participant, PeerInfo, parse_record, validate
+from collectives.rendezvous.peers import RECORD_BYTES, Participant, PeerInfo, parse_record, validate
+from tests.comm.test_config import EVERY
 from tests.rendezvous.joining import nccl_like, over, threads
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -84,6 +86,19 @@ def test_a_foreign_value_in_the_store_is_an_error_and_is_not_unpickled(store, ho
     store.set("other/error", b"\x80\x04N.")
     (error,) = threads(*over(store, host, (0,), 2, prefix="other"))
     assert type(error) is TransportError
+
+
+def test_the_ranks_config(host):
+    """All have the same, and the longest fits into a record."""
+    data = records(host, 3, config=["CommConfig(max_ctas=1)", "CommConfig()", "CommConfig()"])
+    with pytest.raises(InvalidUsage, match=r"same config: CommConfig\(max_ctas=1\) on rank 0; CommConfig\(\) on rank"):
+        validate(data, Participant(1, 3, host))
+    large = {name: 2**31 - 1 for name in ("traffic_class", "num_rma_ctx", "max_p2p_peers", "num_rma_sig")}
+    modes = {name: 2**31 - 1 for name in ("host_cft_mode", "nvls_host_mode")}
+    config = CommConfig(**{**EVERY, **large, **modes, "net_name": "\\" * 64, "comm_name": "\\" * 64})
+    written = Participant(0, 1, host, "cuda:" + "7" * 59, config=repr(config)).make_record()
+    assert len(written) < RECORD_BYTES - 300  # the names of hosts are short here
+    assert parse_record(written, 0)["config"] == repr(config)
 
 
 def test_the_host_engine_on_several_machines(host):
