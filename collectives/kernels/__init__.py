@@ -9,12 +9,14 @@ from .optimizers import adam_step, sgd_step
 from .parameters import ParameterTable
 from .quantization import WireTable, dequantize, quantize, reduce_wires, requantize
 from .reduction import Sources, reduce_n
+from .wire_parts import WireParts
 
 __all__ = [
     "ParameterTable",
     "Sources",
     "Statistics",
     "Table",
+    "WireParts",
     "WireTable",
     "adam_step",
     "dequantize",

@@ -1,6 +1,7 @@
-// The CUDA launchers of the wire formats. A block takes one tile at a time: its values pass through
-// shared memory, so that the source is read once, whatever the number of threads; in between the
-// largest magnitude of each block of values is found.
+// The CUDA launchers of the wire formats. A block takes one tile at a time, a thread a column of its
+// packs, 16 elements, whose loads are all on their way before the first value is used. Where values
+// share scales they pass through shared memory while the largest magnitude of each block of values
+// is found, so that the source is read once, whatever the number of threads.
 #include "coll/quantize.h"
 #include "tile.cuh"
 
@@ -16,86 +17,134 @@ struct alignas(16) coll_encode_space {
   coll_block_scale scales[COLL_TILE_BLOCKS];
 };
 
-// 4 elements side by side, in one load or store where the address allows it; `live` of them are
-// there, from 1 to 4.
-template <class T>
-struct alignas(sizeof(T) * COLL_PACK) coll_four {
-  T at[COLL_PACK];
-};
+// ---- Columns: the packs from element `first` of a tile on, COLL_LANES elements apart, of `count`
+// elements that the tile has.
 
 template <class T>
-static __device__ __forceinline__ coll_four<T> load_four(const T* from, int live) {
-  if (live == COLL_PACK && (uint64_t)from % sizeof(coll_four<T>) == 0) return *(const coll_four<T>*)from;
-  coll_four<T> four = {};
-  COLL_UNROLL
-  for (int j = 0; j < COLL_PACK; ++j) {
-    if (j < live) four.at[j] = from[j];
-  }
-  return four;
+static __device__ __forceinline__ bool takes_packs(const T* tile, int first, int count) {
+  return (uint64_t)tile % sizeof(coll_pack_of<T>) == 0 && first + (COLL_ROWS - 1) * COLL_LANES + COLL_PACK <= count;
 }
 
+// As they lie in memory; what isn't there is 0.
 template <class T>
-static __device__ __forceinline__ void store_four(T* to, const coll_four<T>& four, int live) {
-  if (live == COLL_PACK && (uint64_t)to % sizeof(coll_four<T>) == 0) {
-    *(coll_four<T>*)to = four;
+static __device__ __forceinline__ void load_packs(coll_pack_of<T>* packs, const T* tile, int first, int count) {
+  if (takes_packs(tile, first, count)) {
+    COLL_UNROLL
+    for (int row = 0; row < COLL_ROWS; ++row) packs[row] = *(const coll_pack_of<T>*)(tile + first + row * COLL_LANES);
+    return;
+  }
+  COLL_UNROLL
+  for (int row = 0; row < COLL_ROWS; ++row) {
+    COLL_UNROLL
+    for (int j = 0; j < COLL_PACK; ++j) {
+      int i = first + row * COLL_LANES + j;
+      packs[row].at[j] = i < count ? tile[i] : T();
+    }
+  }
+}
+
+// One pack, of which `live` elements are there; none where that is 0 or less.
+template <class T>
+static __device__ __forceinline__ void store_pack(T* to, const coll_pack_of<T>& pack, int live) {
+  if (live >= COLL_PACK && (uint64_t)to % sizeof(coll_pack_of<T>) == 0) {
+    *(coll_pack_of<T>*)to = pack;
     return;
   }
   COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) {
-    if (j < live) to[j] = four.at[j];
+    if (j < live) to[j] = pack.at[j];
   }
 }
 
-// ---- Values in, 4 at a time: `at` is the first's index.
+// ---- Values in: a column of the tile whose first element is `tile`.
+typedef float coll_column[COLL_ROWS][COLL_PACK];
+
 struct coll_from_tensor {
-  const coll_quantize_args& a;
+  const void* source;
   double scale;
+  int type;
 
   template <class S>
-  __device__ __forceinline__ void load_typed(float* x, int64_t at, int live) const {
-    coll_four<S> four = load_four((const S*)a.source + at, live);
+  __device__ __forceinline__ void load_typed(coll_column& x, int64_t tile, int first, int count) const {
+    coll_pack_of<S> packs[COLL_ROWS];
+    load_packs(packs, (const S*)source + tile, first, count);
     COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) x[j] = coll_scaled(four.at[j], scale);
+    for (int row = 0; row < COLL_ROWS; ++row) {
+      COLL_UNROLL
+      for (int j = 0; j < COLL_PACK; ++j) x[row][j] = coll_scaled(packs[row].at[j], scale);
+    }
   }
 
   template <class F>
-  __device__ __forceinline__ void load(float* x, int64_t at, int live) const {
-    switch (a.source_type) {
-      case COLL_F32: load_typed<float>(x, at, live); break;
-      case COLL_F16: load_typed<coll_fp16>(x, at, live); break;
-      case COLL_BF16: load_typed<coll_bf16>(x, at, live); break;
-      case COLL_F64: load_typed<double>(x, at, live); break;
-      case COLL_E4M3: load_typed<coll_e4m3>(x, at, live); break;
-      default: load_typed<coll_e5m2>(x, at, live); break;
+  __device__ __forceinline__ void load(coll_column& x, int64_t tile, int first, int count) const {
+    switch (type) {
+      case COLL_F32: load_typed<float>(x, tile, first, count); break;
+      case COLL_F16: load_typed<coll_fp16>(x, tile, first, count); break;
+      case COLL_BF16: load_typed<coll_bf16>(x, tile, first, count); break;
+      case COLL_F64: load_typed<double>(x, tile, first, count); break;
+      case COLL_E4M3: load_typed<coll_e4m3>(x, tile, first, count); break;
+      default: load_typed<coll_e5m2>(x, tile, first, count); break;
     }
   }
 };
 
-// The sum of the wires' elements, in the order of the wires, scaled.
-template <class F>
-static __device__ __forceinline__ void decode(const coll_decoder& from, float scale, float* x, int64_t at, int live) {
-  int64_t scales_at = coll_wire_scales_at(from.count, from.format) + at / from.block * 4;
-#pragma unroll 4
-  for (int64_t k = 0; k < from.wire_count; ++k) {
-    const char* wire = (const char*)from.wires[k];
-    coll_four<typename F::element> four = load_four((const typename F::element*)wire + at, live);
-    float factor = F::kScaled ? *(const float*)(wire + scales_at) : 1.0f;
-    COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) {
-      float value = F::kScaled ? F::value(four.at[j]) * factor : F::value(four.at[j]);
-      x[j] = k == 0 ? value : x[j] + value;
-    }
-  }
-  COLL_UNROLL
-  for (int j = 0; j < COLL_PACK; ++j) x[j] = coll_decoded(x[j], from.average_over, scale);
+static __device__ __forceinline__ const void* wire_of(const coll_decoder& from, int64_t k) {
+  return from.wires ? from.wires[k] : from.wire;
 }
 
-// What is read, with the address of the wires' addresses.
+// Add kWires wires from wire k on, in their order.
+template <class F, int kWires>
+static __device__ __forceinline__ void add_wires(coll_column& x, const coll_decoder& from, int64_t k, int64_t tile, int first,
+                                                 int count) {
+  typedef typename F::element E;
+  coll_pack_of<E> packs[kWires][COLL_ROWS];
+  COLL_UNROLL
+  for (int w = 0; w < kWires; ++w) load_packs(packs[w], (const E*)wire_of(from, k + w) + tile, first, count);
+  int64_t scales_at = coll_wire_scales_at(from.count, from.format) + tile / from.block * 4 + first / from.block * 4;
+  int scales_of_row = COLL_LANES / from.block * 4;  // bytes
+  COLL_UNROLL
+  for (int row = 0; row < COLL_ROWS; ++row) {
+    int64_t scale_at = scales_at + (first + row * COLL_LANES < count ? row * scales_of_row : 0);  // of one that is there
+    COLL_UNROLL
+    for (int w = 0; w < kWires; ++w) {
+      float factor = F::kScaled ? *(const float*)((const char*)wire_of(from, k + w) + scale_at) : 1.0f;
+      COLL_UNROLL
+      for (int j = 0; j < COLL_PACK; ++j) {
+        float value = F::value(packs[w][row].at[j]);
+        x[row][j] += F::kScaled ? value * factor : value;
+      }
+    }
+  }
+}
+
+// The sum of the wires' elements, in the order of the wires, scaled.
+template <class F>
+static __device__ __forceinline__ void decode(const coll_decoder& from, float scale, coll_column& x, int64_t tile, int first,
+                                              int count) {
+  COLL_UNROLL
+  for (int row = 0; row < COLL_ROWS; ++row) {
+    COLL_UNROLL
+    for (int j = 0; j < COLL_PACK; ++j) x[row][j] = -0.0f;  // to which any value can be added and stays what it is
+  }
+  int64_t k = 0;
+  if (F::kScaled) {
+    COLL_KEEP_LOOP
+    for (; k + 4 <= from.wire_count; k += 4) add_wires<F, 4>(x, from, k, tile, first, count);
+  }
+  COLL_KEEP_LOOP
+  for (; k + 2 <= from.wire_count; k += 2) add_wires<F, 2>(x, from, k, tile, first, count);
+  if (k < from.wire_count) add_wires<F, 1>(x, from, k, tile, first, count);
+  COLL_UNROLL
+  for (int row = 0; row < COLL_ROWS; ++row) {
+    COLL_UNROLL
+    for (int j = 0; j < COLL_PACK; ++j) x[row][j] = coll_decoded(x[row][j], from.average_over, scale);
+  }
+}
+
+// The address of the wires' addresses; of a single wire NULL.
 template <class Args>
-static __device__ __forceinline__ coll_decoder decoder_of(const coll_launch<Args>& launch) {
-  coll_decoder from = launch.args.from;
-  from.wires = from.wire_count > 1 ? coll_rows_of(launch, from.wires) : &launch.args.from.wire;
-  return from;
+static __device__ __forceinline__ const void* const* wires_of(const coll_launch<Args>& launch) {
+  return launch.args.from.wire_count > 1 ? coll_rows_of(launch, launch.args.from.wires) : nullptr;
 }
 
 struct coll_from_wires {
@@ -103,21 +152,35 @@ struct coll_from_wires {
   float scale;
 
   template <class F>
-  __device__ __forceinline__ void load(float* x, int64_t at, int live) const {
-    decode<F>(from, scale, x, at, live);
+  __device__ __forceinline__ void load(coll_column& x, int64_t tile, int first, int count) const {
+    decode<F>(from, scale, x, tile, first, count);
   }
 };
 
-static __device__ __forceinline__ void add_residual(const coll_encoder& to, float* x, int64_t at, int live) {
-  if (!to.residual) return;
+// A column of the residual as it lies in memory: a pack of bf16 has half of the bytes.
+static __device__ __forceinline__ void load_residual(coll_pack_of<float>* kept, const coll_encoder& to, int64_t tile, int first,
+                                                     int count) {
   if (to.residual_type == COLL_F32) {
-    coll_four<float> four = load_four((const float*)to.residual + at, live);
+    load_packs(kept, (const float*)to.residual + tile, first, count);
+    return;
+  }
+  coll_pack_of<coll_bf16> packs[COLL_ROWS];
+  load_packs(packs, (const coll_bf16*)to.residual + tile, first, count);
+  COLL_UNROLL
+  for (int row = 0; row < COLL_ROWS; ++row) {
     COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) x[j] += four.at[j];
-  } else {
-    coll_four<coll_bf16> four = load_four((const coll_bf16*)to.residual + at, live);
+    for (int j = 0; j < COLL_PACK; ++j) kept[row].at[j] = coll_bits_float(packs[row].at[j].bits);
+  }
+}
+
+static __device__ __forceinline__ void add_residual(coll_column& x, const coll_pack_of<float>* kept, int type) {
+  COLL_UNROLL
+  for (int row = 0; row < COLL_ROWS; ++row) {
     COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) x[j] += coll_element<coll_bf16>::load(four.at[j]);
+    for (int j = 0; j < COLL_PACK; ++j) {
+      float value = kept[row].at[j];
+      x[row][j] += type == COLL_F32 ? value : coll_bf16_to_float((uint16_t)coll_float_bits(value));
+    }
   }
 }
 
@@ -129,19 +192,20 @@ static __device__ __forceinline__ void leave_residual(T* residual, const float* 
   bool finite = true;
   COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) finite = finite && coll_finite_bits(coll_magnitude_bits(carried[j]));
-  coll_four<T> four;
+  coll_pack_of<T> pack;
   COLL_UNROLL
-  for (int j = 0; j < COLL_PACK; ++j) four.at[j] = coll_element<T>::store(x[j] - carried[j]);
+  for (int j = 0; j < COLL_PACK; ++j) pack.at[j] = coll_element<T>::store(x[j] - carried[j]);
   if (finite) {
-    store_four(residual, four, live);
+    store_pack(residual, pack, live);
     return;
   }
   COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) {
-    if (j < live && coll_finite_bits(coll_magnitude_bits(carried[j]))) residual[j] = four.at[j];
+    if (j < live && coll_finite_bits(coll_magnitude_bits(carried[j]))) residual[j] = pack.at[j];
   }
 }
 
+// The pack at `at`, of which `live` elements are there.
 template <class F>
 static __device__ __forceinline__ void encode_pack(const coll_encoder& to, const float* x, coll_block_scale s, int64_t at,
                                                    int live) {
@@ -149,54 +213,81 @@ static __device__ __forceinline__ void encode_pack(const coll_encoder& to, const
   float t[COLL_PACK];
   COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) t[j] = !F::kScaled ? x[j] : s.inverse != 0.0f ? x[j] * s.inverse : 0.0f;
-  coll_four<E> four;
+  coll_pack_of<E> pack;
   if (to.stochastic) {
     coll_philox_words random = coll_philox_pack(to.seed, (uint64_t)(to.position + at));
-    four.at[0] = (E)F::at_random(t[0], random.w0);
-    four.at[1] = (E)F::at_random(t[1], random.w1);
-    four.at[2] = (E)F::at_random(t[2], random.w2);
-    four.at[3] = (E)F::at_random(t[3], random.w3);
+    pack.at[0] = (E)F::at_random(t[0], random.w0);
+    pack.at[1] = (E)F::at_random(t[1], random.w1);
+    pack.at[2] = (E)F::at_random(t[2], random.w2);
+    pack.at[3] = (E)F::at_random(t[3], random.w3);
   } else {
     COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) four.at[j] = (E)F::nearest(t[j]);
+    for (int j = 0; j < COLL_PACK; j += 2) {
+      uint32_t two = coll_nearest_two(F(), t[j], t[j + 1]);
+      pack.at[j] = (E)two;
+      pack.at[j + 1] = (E)(two >> 8 * sizeof(E));
+    }
   }
-  store_four((E*)to.wire + at, four, live);
+  store_pack((E*)to.wire + at, pack, live);
   if (!to.residual) return;
   float carried[COLL_PACK];
   COLL_UNROLL
-  for (int j = 0; j < COLL_PACK; ++j) carried[j] = F::kScaled ? F::value(four.at[j]) * s.scale : F::value(four.at[j]);
+  for (int j = 0; j < COLL_PACK; ++j) carried[j] = F::kScaled ? F::value(pack.at[j]) * s.scale : F::value(pack.at[j]);
   if (to.residual_type == COLL_F32) leave_residual((float*)to.residual + at, x, carried, live);
   else leave_residual((coll_bf16*)to.residual + at, x, carried, live);
 }
 
-// A thread stores those packs that it has loaded, so that no other thread may have changed the
-// residual in between.
+// Without scales a value needs to know no other one.
 template <class F, class Source>
-static __device__ __forceinline__ void encode_tile(const Source& source, const coll_encoder& to, int64_t first, int count,
-                                                   coll_encode_space* space) {
-  int packs = (count + COLL_PACK - 1) / COLL_PACK;
-  for (int pack = threadIdx.x; pack < packs; pack += blockDim.x) {
-    int live = count - pack * COLL_PACK < COLL_PACK ? count - pack * COLL_PACK : COLL_PACK;
-    coll_four<float> x;
-    source.template load<F>(x.at, first + pack * COLL_PACK, live);
-    add_residual(to, x.at, first + pack * COLL_PACK, live);
-    if (F::kScaled) {
-      int32_t amax = 0;
-      COLL_UNROLL
-      for (int j = 0; j < COLL_PACK; ++j) {
-        int32_t magnitude = j < live ? coll_magnitude_bits(x.at[j]) : 0;
-        amax = magnitude > amax ? magnitude : amax;
-      }
-      space->pack_amax[pack] = amax;
-      *(coll_four<float>*)&space->values[pack * COLL_PACK] = x;
-    } else {
-      encode_pack<F>(to, x.at, coll_block_scale{1.0f, 1.0f}, first + pack * COLL_PACK, live);
+static __device__ __forceinline__ void encode_plain(const Source& source, const coll_encoder& to, int64_t tile, int count) {
+  COLL_KEEP_LOOP
+  for (int first = threadIdx.x * COLL_PACK; first < COLL_LANES && first < count; first += blockDim.x * COLL_PACK) {
+    coll_column x;
+    coll_pack_of<float> kept[COLL_ROWS];
+    if (to.residual) load_residual(kept, to, tile, first, count);
+    source.template load<F>(x, tile, first, count);
+    if (to.residual) add_residual(x, kept, to.residual_type);
+    COLL_UNROLL
+    for (int row = 0; row < COLL_ROWS; ++row) {
+      int at = first + row * COLL_LANES;
+      encode_pack<F>(to, x[row], coll_block_scale{1.0f, 1.0f}, tile + at, count - at);
     }
   }
-  if (!F::kScaled) return;
+}
 
+// Values into `space`, and the largest magnitude of each pack.
+template <class F, class Source>
+static __device__ __forceinline__ void gather_tile(const Source& source, const coll_encoder& to, int64_t tile, int count,
+                                                   coll_encode_space* space) {
+  COLL_KEEP_LOOP
+  for (int first = threadIdx.x * COLL_PACK; first < COLL_LANES && first < count; first += blockDim.x * COLL_PACK) {
+    coll_column x;
+    coll_pack_of<float> kept[COLL_ROWS];
+    if (to.residual) load_residual(kept, to, tile, first, count);
+    source.template load<F>(x, tile, first, count);
+    if (to.residual) add_residual(x, kept, to.residual_type);
+    COLL_UNROLL
+    for (int row = 0; row < COLL_ROWS; ++row) {
+      int at = first + row * COLL_LANES;
+      int32_t amax = 0;
+      coll_pack_of<float> pack;
+      COLL_UNROLL
+      for (int j = 0; j < COLL_PACK; ++j) {
+        pack.at[j] = x[row][j];
+        int32_t magnitude = at + j < count ? coll_magnitude_bits(x[row][j]) : 0;
+        amax = magnitude > amax ? magnitude : amax;
+      }
+      space->pack_amax[at / COLL_PACK] = amax;
+      *(coll_pack_of<float>*)&space->values[at] = pack;
+    }
+  }
+}
+
+// The blocks' scales, into `space` and into the wire. Starts and ends at a barrier.
+template <class F>
+static __device__ __forceinline__ void find_scales(const coll_encoder& to, int64_t tile, int count, coll_encode_space* space) {
+  int packs = (count + COLL_PACK - 1) / COLL_PACK, groups = (packs + COLL_GROUP - 1) / COLL_GROUP;
   __syncthreads();
-  int groups = (packs + COLL_GROUP - 1) / COLL_GROUP;
   for (int group = threadIdx.x; group < groups; group += blockDim.x) {
     int32_t amax = 0;
     for (int pack = group * COLL_GROUP; pack < (group + 1) * COLL_GROUP && pack < packs; ++pack) {
@@ -206,7 +297,7 @@ static __device__ __forceinline__ void encode_tile(const Source& source, const c
   }
   __syncthreads();
   int blocks = (count + to.block - 1) / to.block, groups_of_block = to.block / (COLL_PACK * COLL_GROUP);
-  float* scales = (float*)((char*)to.wire + coll_wire_scales_at(to.count, to.format)) + first / to.block;
+  float* scales = (float*)((char*)to.wire + coll_wire_scales_at(to.count, to.format)) + tile / to.block;
   for (int block = threadIdx.x; block < blocks; block += blockDim.x) {
     int32_t amax = 0;
     for (int group = block * groups_of_block; group < (block + 1) * groups_of_block && group < groups; ++group) {
@@ -217,11 +308,30 @@ static __device__ __forceinline__ void encode_tile(const Source& source, const c
     scales[block] = s.scale;
   }
   __syncthreads();
-  for (int pack = threadIdx.x; pack < packs; pack += blockDim.x) {
-    int live = count - pack * COLL_PACK < COLL_PACK ? count - pack * COLL_PACK : COLL_PACK;
-    coll_four<float> x = *(const coll_four<float>*)&space->values[pack * COLL_PACK];
-    encode_pack<F>(to, x.at, space->scales[pack * COLL_PACK / to.block], first + pack * COLL_PACK, live);
+}
+
+// A thread stores those packs that it has loaded, so that no other thread may have changed the
+// residual in between.
+template <class F, class Source>
+static __device__ __forceinline__ void encode_scaled(const Source& source, const coll_encoder& to, int64_t tile, int count,
+                                                     coll_encode_space* space) {
+  gather_tile<F>(source, to, tile, count, space);
+  find_scales<F>(to, tile, count, space);
+  COLL_KEEP_LOOP
+  for (int first = threadIdx.x * COLL_PACK; first < COLL_LANES; first += blockDim.x * COLL_PACK) {
+    COLL_KEEP_LOOP
+    for (int at = first; at < count; at += COLL_LANES) {
+      coll_pack_of<float> x = *(const coll_pack_of<float>*)&space->values[at];
+      encode_pack<F>(to, x.at, space->scales[at / to.block], tile + at, count - at);
+    }
   }
+}
+
+template <class F, class Source>
+static __device__ __forceinline__ void encode_tile(const Source& source, const coll_encoder& to, int64_t tile, int count,
+                                                   coll_encode_space* space) {
+  if (F::kScaled) encode_scaled<F>(source, to, tile, count, space);
+  else encode_plain<F>(source, to, tile, count);
 }
 
 // What lies between the payload and the scales, and behind them: at most 15 bytes and 3 scales.
@@ -235,11 +345,11 @@ static __device__ __forceinline__ void clear_padding(const coll_encoder& to) {
   for (int64_t i = blocks; i % 4 != 0; ++i) scales[i] = 0.0f;
 }
 
+// Tiles [first_tile, last_tile) of a wire that has `tiles`.
 template <class Source>
-static __device__ __forceinline__ void encode(const Source& source, const coll_encoder& to, int64_t tiles,
-                                              coll_encode_space* space) {
-  int64_t first_tile = tiles * (int64_t)blockIdx.x / gridDim.x;
-  int64_t last_tile = tiles * ((int64_t)blockIdx.x + 1) / gridDim.x;
+static __device__ __forceinline__ void encode(const Source& source, const coll_encoder& to, int64_t tiles, int64_t first_tile,
+                                              int64_t last_tile, coll_encode_space* space) {
+  COLL_KEEP_LOOP
   for (int64_t tile = first_tile; tile < last_tile; ++tile) {
     int64_t first = tile * COLL_TILE, left = to.count - first;
     int count = (int)(left < COLL_TILE ? left : COLL_TILE);
@@ -250,92 +360,109 @@ static __device__ __forceinline__ void encode(const Source& source, const coll_e
   }
 }
 
-COLL_KERNEL coll_quantize(const coll_quantize_args a) {
+// This block's run of tiles.
+static __device__ __forceinline__ int64_t tiles_before(int64_t tiles, int64_t block) { return tiles * block / gridDim.x; }
+
+COLL_KERNEL_HELD(4) coll_quantize(const __grid_constant__ coll_quantize_args a) {
   __shared__ coll_encode_space space;
-  coll_from_tensor source = {a, coll_factor(a.scale, a.scale_at)};
-  encode(source, a.to, a.work.tiles, &space);
+  double scale = coll_factor(a.scale, a.scale_at);
+  int64_t first = tiles_before(a.work.tiles, blockIdx.x), last = tiles_before(a.work.tiles, blockIdx.x + (int64_t)1);
+  coll_for_each_part(first, last, a.to.count, [&](int64_t part, int64_t first_tile, int64_t last_tile) {
+    coll_quantize_args own = coll_part_of(a, part);
+    coll_from_tensor source = {own.source, scale, a.source_type};
+    encode(source, own.to, own.work.tiles, first_tile, last_tile, &space);
+  });
 }
 
-// 2: without a number the compiler spills registers for sm_100.
-COLL_KERNEL_HELD(2) coll_requantize(COLL_WITH_ROWS(coll_requantize_args) launch) {
+COLL_KERNEL_HELD(4) coll_requantize(COLL_WITH_ROWS(coll_requantize_args) launch) {
   __shared__ coll_encode_space space;
   const coll_requantize_args& a = launch.args;
-  coll_decoder from = decoder_of(launch);
+  coll_decoder from = a.from;
+  from.wires = wires_of(launch);
   coll_from_wires source = {from, (float)coll_factor(from.scale, from.scale_at)};
-  encode(source, a.to, a.work.tiles, &space);
+  int64_t first = tiles_before(a.work.tiles, blockIdx.x), last = tiles_before(a.work.tiles, blockIdx.x + (int64_t)1);
+  encode(source, a.to, a.work.tiles, first, last, &space);
 }
 
 // ---- A tensor out.
 template <class D>
-static __device__ __forceinline__ void store_typed(void* out, const float* x, int64_t at, int live, bool add) {
+static __device__ __forceinline__ void store_typed(void* out, const coll_column& x, int64_t tile, int first, int count, bool add) {
   typedef coll_element<D> E;
-  D* to = (D*)out + at;
-  coll_four<D> four;
-  if (add) {
-    four = load_four(to, live);
+  D* to = (D*)out + tile;
+  coll_pack_of<D> old[COLL_ROWS];
+  if (add) load_packs(old, (const D*)to, first, count);
+  COLL_UNROLL
+  for (int row = 0; row < COLL_ROWS; ++row) {
+    coll_pack_of<D> pack;
     COLL_UNROLL
     for (int j = 0; j < COLL_PACK; ++j) {
-      four.at[j] = E::store((typename E::acc)(E::load(four.at[j]) + (typename E::acc)x[j]));
+      typename E::acc value = (typename E::acc)x[row][j];
+      if (add) value = (typename E::acc)(E::load(old[row].at[j]) + value);
+      pack.at[j] = E::store(value);
     }
-  } else {
-    COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) four.at[j] = E::store((typename E::acc)x[j]);
+    store_pack(to + first + row * COLL_LANES, pack, count - first - row * COLL_LANES);
   }
-  store_four(to, four, live);
 }
 
-static __device__ __forceinline__ void store(const coll_dequantize_args& a, const float* x, int64_t at, int live) {
+static __device__ __forceinline__ void store(const coll_dequantize_args& a, const coll_column& x, int64_t tile, int first,
+                                             int count) {
   bool add = a.flags & COLL_ADD;
   switch (a.out_type) {
-    case COLL_F32: store_typed<float>(a.out, x, at, live, add); break;
-    case COLL_F16: store_typed<coll_fp16>(a.out, x, at, live, add); break;
-    case COLL_BF16: store_typed<coll_bf16>(a.out, x, at, live, add); break;
-    case COLL_F64: store_typed<double>(a.out, x, at, live, add); break;
-    case COLL_E4M3: store_typed<coll_e4m3>(a.out, x, at, live, add); break;
-    default: store_typed<coll_e5m2>(a.out, x, at, live, add); break;
+    case COLL_F32: store_typed<float>(a.out, x, tile, first, count, add); break;
+    case COLL_F16: store_typed<coll_fp16>(a.out, x, tile, first, count, add); break;
+    case COLL_BF16: store_typed<coll_bf16>(a.out, x, tile, first, count, add); break;
+    case COLL_F64: store_typed<double>(a.out, x, tile, first, count, add); break;
+    case COLL_E4M3: store_typed<coll_e4m3>(a.out, x, tile, first, count, add); break;
+    default: store_typed<coll_e5m2>(a.out, x, tile, first, count, add); break;
   }
 }
 
-template <class F>
-static __device__ __forceinline__ void decode_tile(const coll_dequantize_args& a, const coll_decoder& from, float scale,
-                                                   float limit, int64_t first, int count, coll_four<float>* lanes,
-                                                   uint32_t* bad) {
-  for (int column = threadIdx.x; column < COLL_PACKS; column += blockDim.x) {
-    coll_four<float> sums = {};
-#pragma unroll 1
-    for (int at = column * COLL_PACK; at < count; at += COLL_LANES) {
-      int live = count - at < COLL_PACK ? count - at : COLL_PACK;
-      float x[COLL_PACK];
-      decode<F>(from, scale, x, first + at, live);
-      if (a.work.sums) {
-        COLL_UNROLL
-        for (int j = 0; j < COLL_PACK; ++j) {
-          if (j >= live) continue;
-          sums.at[j] += x[j] * x[j];
-          *bad += coll_is_bad(x[j], limit);
-        }
-      }
-      store(a, x, first + at, live);
+static __device__ __forceinline__ void sum_lanes(const coll_column& x, int first, int count, float limit, float* lanes,
+                                                 uint32_t* bad) {
+  coll_pack_of<float> sums = {};
+  COLL_UNROLL
+  for (int row = 0; row < COLL_ROWS; ++row) {
+    COLL_UNROLL
+    for (int j = 0; j < COLL_PACK; ++j) {
+      if (first + row * COLL_LANES + j >= count) continue;
+      sums.at[j] += x[row][j] * x[row][j];
+      *bad += coll_is_bad(x[row][j], limit);
     }
-    if (a.work.sums) lanes[column] = sums;
   }
+  *(coll_pack_of<float>*)&lanes[first] = sums;
 }
 
-COLL_KERNEL coll_dequantize(COLL_WITH_ROWS(coll_dequantize_args) launch) {
-  const coll_dequantize_args& a = launch.args;
-  coll_decoder from = decoder_of(launch);
-  __shared__ coll_four<float> lanes[COLL_PACKS];
-  __shared__ uint32_t bad;
-  float scale = (float)coll_factor(a.from.scale, a.from.scale_at), limit = (float)coll_limit(a.out_type);
-  int64_t first_tile = a.work.tiles * (int64_t)blockIdx.x / gridDim.x;
-  int64_t last_tile = a.work.tiles * ((int64_t)blockIdx.x + 1) / gridDim.x;
-  for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-    int64_t first = tile * COLL_TILE, left = a.from.count - first;
-    int count = (int)(left < COLL_TILE ? left : COLL_TILE);
-    uint32_t own_bad = 0;
-#define COLL_DO(F) decode_tile<F>(a, from, scale, limit, first, count, lanes, &own_bad)
-    COLL_FOR_WIRE(a.from.format, COLL_DO)
+static __device__ __forceinline__ void decode_tile(const coll_dequantize_args& a, const coll_decoder& from, float scale,
+                                                   int64_t tile, float* lanes, uint32_t* bad) {
+  int64_t first_element = tile * COLL_TILE, left = from.count - first_element;
+  int count = (int)(left < COLL_TILE ? left : COLL_TILE);
+  uint32_t own_bad = 0;
+  COLL_KEEP_LOOP
+  for (int first = threadIdx.x * COLL_PACK; first < COLL_LANES; first += blockDim.x * COLL_PACK) {
+    coll_column x;
+    if (first < count) {
+#define COLL_DO(F) decode<F>(from, scale, x, first_element, first, count)
+      COLL_FOR_WIRE(from.format, COLL_DO)
 #undef COLL_DO
-    if (a.work.sums) coll_leave_share(a.work, tile, (float*)lanes, &bad, own_bad);
+      store(a, x, first_element, first, count);
+    }
+    if (a.work.sums) sum_lanes(x, first, count, (float)coll_limit(a.out_type), lanes, &own_bad);
   }
+  if (a.work.sums) coll_leave_share(a.work, tile, lanes, bad, own_bad);
+}
+
+COLL_KERNEL_HELD(4) coll_dequantize(COLL_WITH_ROWS(coll_dequantize_args) launch) {
+  const coll_dequantize_args& a = launch.args;
+  __shared__ coll_pack_of<float> lanes[COLL_PACKS];
+  __shared__ uint32_t bad;
+  float scale = (float)coll_factor(a.from.scale, a.from.scale_at);
+  const void* const* wires = wires_of(launch);
+  int64_t first = tiles_before(a.work.tiles, blockIdx.x), last = tiles_before(a.work.tiles, blockIdx.x + (int64_t)1);
+  coll_for_each_part(first, last, a.from.count, [&](int64_t part, int64_t first_tile, int64_t last_tile) {
+    coll_dequantize_args own = coll_part_of(a, part);
+    coll_decoder from = own.from;
+    from.wires = wires;
+    COLL_KEEP_LOOP
+    for (int64_t tile = first_tile; tile < last_tile; ++tile) decode_tile(own, from, scale, tile, (float*)lanes, &bad);
+  });
 }
