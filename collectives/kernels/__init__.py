@@ -4,6 +4,7 @@
 """
 
 from .bucketing import Table, pack, unpack
+from .compilation import KERNEL_FAMILIES, compile_kernels
 from .execution import Statistics, get_num_threads, set_num_threads, use_isa
 from .optimizers import adam_step, sgd_step
 from .parameters import ParameterTable
@@ -12,6 +13,7 @@ from .reduction import Sources, reduce_n
 from .wire_parts import WireParts
 
 __all__ = [
+    "KERNEL_FAMILIES",
     "ParameterTable",
     "Sources",
     "Statistics",
@@ -19,6 +21,7 @@ __all__ = [
     "WireParts",
     "WireTable",
     "adam_step",
+    "compile_kernels",
     "dequantize",
     "get_num_threads",
     "pack",

@@ -35,13 +35,16 @@ class WireParts:
         named = {"count": self.count, "numel": self.numel, "wire_stride": self.wire_stride, "stride": stride}
         for name, value in named.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < (name == "count"):
-                raise InvalidArgument(f"parts.{name} must be a whole number from {name == 'count':d}, not {value!r:.60}", op=op)
+                raise InvalidArgument(
+                    f"parts.{name} must be a whole number from {name == 'count':d}, not {value!r:.60}", op=op
+                )
         if stride < self.numel:
             raise InvalidArgument(f"parts.stride is {stride} elements, less than the {self.numel} of a part", op=op)
         most = (self.count - 1) * stride + self.numel
         if total > most:
             raise InvalidArgument(
-                f"the array has {total} elements, {self.count} parts of {self.numel}, {stride} apart, end at {most}", op=op
+                f"the array has {total} elements, {self.count} parts of {self.numel}, {stride} apart, end at {most}",
+                op=op,
             )
         needed = wire_layout(self.numel, format, block).nbytes
         if self.wire_stride < needed or self.wire_stride % 4:

@@ -43,9 +43,7 @@ def count_launches(ctx):
         quantized = Quantized(wire, **options)
         found[wire] = launches(lambda: quantized.reduce(comm, bucket, Scaling(divisor=ctx.size)))
         shard_numel = COUNT // ctx.size // 512 * 512
-        found[f"{wire}, scatter"] = launches(
-            lambda: quantized.reduce_scatter(comm, bucket, Scaling(), shard_numel)
-        )
+        found[f"{wire}, scatter"] = launches(lambda: quantized.reduce_scatter(comm, bucket, Scaling(), shard_numel))
     shard = torch.randn(5000).to(ctx.device)
     out = torch.empty(ctx.size * 5000, device=ctx.device)
     gather = QuantizedAllGather("int8")

@@ -47,7 +47,10 @@ def converted(x: np.ndarray, format: str) -> np.ndarray:
     digits = np.rint(np.ldexp(wide, mantissa_bits - exponent))  # ties to even
     over = np.ldexp(digits, exponent - mantissa_bits) > most
     bits = (digits + (exponent + bias - 1) * (1 << mantissa_bits)).astype(np.int64)
-    largest = int(round(np.ldexp(most, mantissa_bits - int(np.log2(most)))) + (int(np.log2(most)) + bias - 1) * (1 << mantissa_bits))
+    largest = int(
+        round(np.ldexp(most, mantissa_bits - int(np.log2(most))))
+        + (int(np.log2(most)) + bias - 1) * (1 << mantissa_bits)
+    )
     bits = np.where(over | np.isinf(x), largest, bits) | np.where(np.signbit(x), 0x80, 0)
     return np.where(np.isnan(x), 0x7F, bits).astype(np.uint8)
 
@@ -65,7 +68,9 @@ def test_the_instruction_and_the_cast_differ_in_the_sign_of_nan_alone(format):
     assert set(cast[nan]) == {0x7F, 0xFF} and set(instruction[nan]) == {0x7F}
     if format == "fp8_e4m3":  # torch's E5M2 has infinities
         inside = np.abs(x) <= FORMATS[format][2]
-        assert np.array_equal(torch.from_numpy(x[inside]).to(FORMATS[format][3]).view(torch.uint8).numpy(), cast[inside])
+        assert np.array_equal(
+            torch.from_numpy(x[inside]).to(FORMATS[format][3]).view(torch.uint8).numpy(), cast[inside]
+        )
 
 
 CHECK = """
@@ -144,4 +149,3 @@ def test_wires_by_the_instruction(format, text):
 
     for count, residual in ((4097, None), (8192 + 3, torch.float32)):
         check_quantize(way, made(count), format, 128, scale=0.37, residual=residual_of(count, residual))
-

@@ -12,7 +12,7 @@ from collectives.kernels import WireParts
 from collectives.layout import wire_layout
 
 from .ways import HOSTS, TEXTS, Place, bits, made
-from .wire_cases import FORMATS, SEED, residual_of
+from .wire_cases import SEED, residual_of
 
 FILL = 0xA5
 # Parts, elements of one, elements from one to the next, elements of the array.
@@ -57,9 +57,7 @@ def test_parts_are_calls_of_their_own(shape, way):
         for p, (first, last) in enumerate(spans(shape)):
             wire = want[p * width : p * width + wire_layout(last - first, format, 128).nbytes]
             kept = None if residual is None else residual[first:last]
-            kernels.quantize(
-                source[first:last], wire, scale=0.37, residual=kept, seed=seed, position=5 + first, **how
-            )
+            kernels.quantize(source[first:last], wire, scale=0.37, residual=kept, seed=seed, position=5 + first, **how)
             own = kernels.Statistics()
             kernels.dequantize(wire, one[first:last], scale=0.5, add=True, statistics=own, **how)
             sums += torch.cat([own.sum_of_squares, own.nonfinite.double()])

@@ -183,6 +183,17 @@ def text_of(source: str):
         return shim.Text(source)
 
 
+loads: list[str] = []  # the kernels that this process would have compiled and loaded into a GPU, in order
+_loaded: set[tuple[str, int]] = set()
+
+
+def load(kernel, index: int) -> None:
+    """Stand for collectives.kernels.cuda.load: note a kernel that isn't on this GPU yet."""
+    if (kernel.name, index) not in _loaded:
+        _loaded.add((kernel.name, index))
+        loads.append(kernel.name)
+
+
 def launch(kernel, args, on, rows=None) -> None:
     """Stand for collectives.kernels.cuda.launch: run a kernel's CUDA text on the CPU, on torch's current stream."""
     import torch
@@ -190,6 +201,7 @@ def launch(kernel, args, on, rows=None) -> None:
     from collectives.kernels import cuda
 
     index = torch.cuda.current_device() if on.index is None else on.index
+    load(kernel, index)
     stream = (index << 40) | device.library.simulated_current_stream(index)
     where, held = site(), []
 
@@ -221,7 +233,7 @@ def install() -> None:
     """Send the package's launches here, and note what its kernels on the host do with pinned memory."""
     from collectives.kernels import cuda, execution
 
-    cuda.launch = launch
+    cuda.launch, cuda.load = launch, load
     on_host = execution.run_on_host
 
     def run_on_host(kernel, args, rows=None):
