@@ -1,4 +1,4 @@
-"""compile_kernels: compiles and loads CUDA kernels ahead of their first use, which may be in a backward or a capture."""
+"""compile_kernels: compiles and loads CUDA kernels ahead of their first use, which may be in a backward."""
 
 from __future__ import annotations
 

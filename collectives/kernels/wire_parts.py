@@ -1,4 +1,4 @@
-"""WireParts: the parts of one array that each have a wire buffer of their own, as one kernel takes them all."""
+"""WireParts: parts of one array with a wire buffer each, which one kernel takes all."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class WireParts:
         needed = wire_layout(self.numel, format, block).nbytes
         if self.wire_stride < needed or self.wire_stride % 4:
             raise InvalidArgument(
-                f"parts.wire_stride is {self.wire_stride} bytes: it must be a multiple of 4, and {self.numel} values as "
-                f"{format} need {needed}",
+                f"parts.wire_stride is {self.wire_stride} bytes: it must be a multiple of 4, and {self.numel} values "
+                f"as {format} need {needed}",
                 op=op,
             )
         if not total or not self.numel:

@@ -52,10 +52,10 @@ static __device__ __forceinline__ const Row* coll_rows_of(const coll_launch<Args
 #define COLL_KEEP_LOOP
 #endif
 
-// A pack, in one load or store where the address allows it.
-template <class T>
-struct alignas(sizeof(T) * COLL_PACK) coll_pack_of {
-  T at[COLL_PACK];
+// Elements side by side, in one load or store where the address allows it.
+template <class T, int kPack = COLL_PACK>
+struct alignas(sizeof(T) * kPack) coll_pack_of {
+  T at[kPack];
 };
 
 // Fold COLL_LANES lanes in shared memory in halves, all threads of the block together; the result

@@ -1,6 +1,7 @@
 """How many kernels a compressed reduction and a quantized gather launch: no more with more ranks."""
 
 from collections import Counter
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -37,20 +38,17 @@ def launches(call) -> dict:
 
 def count_launches(ctx):
     comm, found = ctx.communicator(), {}
+    shard_numel, scaling = COUNT // ctx.size // 512 * 512, Scaling(divisor=ctx.size)
     for wire, options in (("int8", {"error_feedback": True, "seed": 3}), ("bf16", {"seed": 1}), ("fp8_e4m3", {})):
         flat = torch.randn(COUNT).to(ctx.device)
-        bucket = Bucket(flat, [flat], [0], 0)
-        quantized = Quantized(wire, **options)
-        found[wire] = launches(lambda: quantized.reduce(comm, bucket, Scaling(divisor=ctx.size)))
-        shard_numel = COUNT // ctx.size // 512 * 512
-        found[f"{wire}, scatter"] = launches(lambda: quantized.reduce_scatter(comm, bucket, Scaling(), shard_numel))
-    shard = torch.randn(5000).to(ctx.device)
-    out = torch.empty(ctx.size * 5000, device=ctx.device)
+        bucket, quantized = Bucket(flat, [flat], [0], 0), Quantized(wire, **options)
+        found[wire] = launches(partial(quantized.reduce, comm, bucket, scaling))
+        found[f"{wire}, scatter"] = launches(partial(quantized.reduce_scatter, comm, bucket, scaling, shard_numel))
+    shard, out = torch.randn(5000).to(ctx.device), torch.empty(ctx.size * 5000, device=ctx.device)
+    alloc_buffer = partial(torch.empty, device=ctx.device)
     gather = QuantizedAllGather("int8")
     found["gather"] = launches(
-        lambda: gather.gather(
-            comm, shard, out, lambda n, dtype: torch.empty(n, dtype=dtype, device=ctx.device), async_op=False
-        )
+        lambda: gather.gather(comm, shard, out, lambda numel, dtype: alloc_buffer(numel, dtype=dtype), async_op=False)
     )
     return found
 

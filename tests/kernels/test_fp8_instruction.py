@@ -27,8 +27,9 @@ FORMATS = {  # bits of the exponent and of the mantissa, the largest number, tor
 
 
 def patterns() -> np.ndarray:
-    """fp32 patterns of all classes: each sign and exponent (0 and 255 too) with 16 upper bits of the mantissa, and below
-    them nothing, a single bit at any place, that less and that plus one, all ones: every tie and its two neighbours.
+    """fp32 patterns of all classes: each sign and exponent (0 and 255 too) with all upper 4 bits of the mantissa.
+
+    Below them nothing, a single bit at any place, one less and one more, all ones: every tie and its two neighbours.
     """
     lows = {0, (1 << 19) - 1}
     for bit in range(20):
@@ -57,7 +58,7 @@ def converted(x: np.ndarray, format: str) -> np.ndarray:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_instruction_and_the_cast_differ_in_the_sign_of_nan_alone(format):
-    """That is why casts, whose values may be NaN, keep the functor, while wires, whose values can't, take the instruction."""
+    """So casts, whose values may be NaN, keep the functor, and wires, whose values can't, take the instruction."""
     x = patterns()
     flat = torch.empty(len(x), dtype=FORMATS[format][3])
     kernels.pack([torch.from_numpy(x)], flat)

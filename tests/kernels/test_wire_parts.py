@@ -39,7 +39,8 @@ def test_parts_are_calls_of_their_own(shape, way):
     n, numel, stride, total = shape
     for format, seed, kept_in, dtype in (
         ("int8", None, torch.float32, torch.float32), ("fp8_e4m3", SEED, torch.bfloat16, torch.bfloat16),
-        ("fp8_e5m2", None, None, torch.float64), ("bf16", SEED, torch.float32, torch.float32), ("fp16", None, None, torch.float16),
+        ("fp8_e5m2", None, None, torch.float64), ("bf16", SEED, torch.float32, torch.float32),
+        ("fp16", None, None, torch.float16),
     ):  # fmt: skip
         width = wire_layout(numel, format, 128).nbytes + 16
         place, parts = Place(), WireParts(n, numel, width, stride)

@@ -8,6 +8,7 @@ import torch
 import collectives
 from collectives.sharded import MixedPrecisionPolicy, fully_shard
 from tests.ddp.training import make_model, over_gloo, run, wrap
+from tests.ranks import run_ranks
 from tests.streams.simulated import needs_simulation
 from tests.streams.test_ddp import batches_on, loss_of
 
@@ -68,12 +69,11 @@ def loads_in_steps(ctx, front_end, options):
     ids=str,
 )
 def test_no_kernel_is_loaded_in_a_step(tmp_path, front_end, options, expected):
-    for before, later in run(loads_in_steps, 2, tmp_path, front_end, options, device="simulated"):
+    for before, later in run(loads_in_steps, 2, tmp_path / "group", front_end, options, device="simulated"):
         assert later == []
         assert expected <= set(before) and bool(before) == bool(expected)
 
 
-@over_gloo
 def loads_of_horovod(ctx):
     from collectives import horovod as hvd
     from tests.horovod.optimizer_training import a_job
@@ -92,6 +92,6 @@ def loads_of_horovod(ctx):
     return before, kernels.loads[len(before) :]
 
 
-def test_no_kernel_is_loaded_in_a_step_of_horovods(tmp_path):
-    for before, later in run(loads_of_horovod, 2, tmp_path, device="simulated"):
+def test_no_kernel_is_loaded_in_a_step_of_horovods():
+    for before, later in run_ranks(loads_of_horovod, 2, device="simulated"):
         assert later == [] and "coll_cast_f32_bf16" in before
