@@ -8,7 +8,6 @@ has the same memory, as DDP's buckets do.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 
 import torch
@@ -16,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from .._nccl import DTYPES, OPS
 from ..errors import InvalidArgument
-from ..kernels import dequantize, reduce_wires
+from ..kernels import WireParts, dequantize, reduce_wires
 from ..kernels.quantization import plan_dequantize, plan_quantize, plan_requantize
 from ..layout import WIRE_FORMATS, wire_layout
 from ..parameter_names import ParameterNames
@@ -152,8 +151,7 @@ class Quantized(Compressor):
             plan.set_seeds((self.seed + self.steps * (size + 1)) % (1 << 62), comm.rank, size)
         found = None if grad_stats is None else get_statistics(flat.device)
         for step in plan.steps:
-            for launch in step.quantize:
-                launch()
+            step.quantize()
             comm.all_to_all(step.received, step.sent)
             if not gather:
                 if step.own.numel():
@@ -167,8 +165,7 @@ class Quantized(Compressor):
                 if step.sum_error is not None:  # scaled up: the sum takes only a part of this rank's gradient
                     step.residual.add_(step.sum_error, alpha=plan.error_scale)
             comm.all_gather(step.sent, step.own_sent)
-            for launch in step.dequantize:
-                launch()
+            step.dequantize()
             if found is not None and step.own.numel():
                 dequantize(step.sum_wire, step.own, statistics=found, **plan.format_options)
                 add_statistics(found, grad_stats)
@@ -251,29 +248,21 @@ class _Plan:
             most = min(step, shard_numel - first)
             made = _Step(comm, bucket.flat, shard_numel, end, first, most, memory, format_options)
             if residual is not None:
-                made.residual = residual[made.begins[comm.rank] :][: made.own.numel()]
+                made.residual = residual[made.begin :][: made.own.numel()]
                 made.sum_error = scratch.view(torch.float32)[: made.own.numel()] if gather else None
-            for begin, part, wire in zip(made.begins, made.parts, made.sent_wires, strict=True):
-                if part.numel():
-                    kept = None if residual is None else residual[begin : begin + part.numel()]
-                    made.quantize.append(
-                        plan_quantize(
-                            part, wire, scale=scaling.prescale, residual=kept, seed=seed, position=position + begin,
-                            **format_options,
-                        )
-                    )  # fmt: skip
-            self._seeded[0].extend(made.quantize)
+            made.quantize = plan_quantize(
+                made.all, made.sent, scale=scaling.prescale, seed=seed, position=position + first, parts=made.parts,
+                residual=None if residual is None else residual[first : first + made.all.numel()], **format_options,
+            )  # fmt: skip
+            self._seeded[0].append(made.quantize)
             if gather and made.own.numel():
                 made.requantize = plan_requantize(
                     made.wires, made.sum_wire, count=made.own.numel(), residual=made.sum_error, seed=seed,
-                    position=position + made.begins[comm.rank], **self.sum_options,
+                    position=position + made.begin, **self.sum_options,
                 )  # fmt: skip
                 self._seeded[1].append(made.requantize)
             if gather:
-                pairs = zip(made.parts, made.sent_wires, strict=True)
-                made.dequantize = [
-                    plan_dequantize(wire, part, **format_options) for part, wire in pairs if part.numel()
-                ]
+                made.dequantize = plan_dequantize(made.sent, made.all, parts=made.parts, **format_options)
             self.steps.append(made)
             self.nbytes_sent += (size - 1) * made.nbytes * (2 if gather else 1)
 
@@ -285,21 +274,23 @@ class _Plan:
 
 
 class _Step:
-    """One step of an exchange: elements [first, first + most) of each rank's shard."""
+    """One step of an exchange: elements [first, first + most) of each rank's shard.
+
+    One kernel quantizes all of them and one dequantizes them, whatever the number of ranks.
+    """
 
     def __init__(self, comm, flat, shard_numel, end, first, most, memory, format_options):
         size, rank = comm.size, comm.rank
         self.nbytes = width = wire_layout(most, **format_options).nbytes
         self.sent = memory[: size * width]
         self.received = memory[size * width : 2 * size * width]
-        self.begins = [min(r * shard_numel + first, end) for r in range(size)]
-        self.parts = [flat[a : min(r * shard_numel + first + most, end)] for r, a in enumerate(self.begins)]
-        sizes = [wire_layout(part.numel(), **format_options).nbytes for part in self.parts]
-        places = list(itertools.accumulate([width] * (size - 1), initial=0))
-        self.sent_wires = [self.sent[at : at + nbytes] for at, nbytes in zip(places, sizes, strict=True)]
-        self.wires = [self.received[at : at + sizes[rank]] for at in places]
-        self.own = self.parts[rank]
+        self.all = flat[first : min((size - 1) * shard_numel + first + most, end)]
+        self.parts = WireParts(size, most, width, shard_numel)
+        self.begin = min(rank * shard_numel + first, end)
+        self.own = flat[self.begin : min(rank * shard_numel + first + most, end)]
+        nbytes = wire_layout(self.own.numel(), **format_options).nbytes
+        self.wires = [self.received[r * width : r * width + nbytes] for r in range(size)]
         self.own_sent = self.sent[rank * width : (rank + 1) * width]
-        self.sum_wire = self.sent_wires[rank]
-        self.quantize, self.dequantize = [], []
-        self.requantize = self.sum_error = self.residual = None
+        self.sum_wire = self.own_sent[:nbytes]
+        self.quantize = self.requantize = self.dequantize = None
+        self.sum_error = self.residual = None

@@ -16,6 +16,7 @@ from ..comm.communicator import Communicator
 from ..comm.liveness import publish_process
 from ..compression import Bucket
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
+from ..gradients.compilation import compile_gradient_kernels
 from ..gradients.compiled import reduce_tuple
 from ..gradients.ddp_checks import check_group
 from ..gradients.ddp_reducer import BucketError
@@ -107,6 +108,7 @@ def _on_register(ddp, state, hook) -> None:
     publish_process()  # so that the others notice the end of this process before its first gradients, too
     if state is None:
         check_group(ddp)
+        compile_gradient_kernels(ddp.parameters(), options=_default_state.options)
     elif isinstance(state, HookState):
         if state.comm is None and state.process_group is None:
             check_group(ddp)

@@ -30,6 +30,7 @@ from .bucket_assignment import assign_buckets, check_devices, check_no_overlap, 
 from .bucket_comms import BucketComms
 from .bucket_consensus import verify_same_buckets
 from .bucket_filler import BucketFiller
+from .compilation import compile_gradient_kernels
 from .round_flags import RoundFlags
 
 __all__ = ["BucketInfo", "GradientBuckets"]
@@ -97,6 +98,7 @@ class GradientBuckets:
         self._wanted_overlap = False if compressor is not None else overlap
         self._buckets = assign_buckets(members, caps)
         self._params = [param for _, param in members]
+        compile_gradient_kernels(self._params, packs=True, wire=wire)
         self._settings = f"bucket caps {caps} bytes, average={average}, overlap={overlap}, wire {wire}"
         devices = list(dict.fromkeys(bucket.device for bucket in self._buckets))
         self._comms = BucketComms(self, devices, comm, process_group)

@@ -12,6 +12,7 @@ from ..compression import Bucket, NoCompression
 from ..errors import InvalidArgument, InvalidUsage
 from ..parameter_names import ParameterNames
 from ..rendezvous.process_groups import get_default_group
+from .compilation import compile_gradient_kernels
 from .compiled import register_state
 from .ddp_reducer import DDPReducer
 from .optimizer_in_backward import OptimizerInBackward
@@ -221,6 +222,7 @@ class HookState:
         """
         module = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
         self.parameter_names.register(module)
+        compile_gradient_kernels(module.parameters(), options=self.options, steps=self.optimizer is not None)
 
     # ---- The optimizer and the scaler.
 
@@ -238,6 +240,8 @@ class HookState:
             step.load_state_dict(self.saved_optimizer)
             self.saved_optimizer = None
         self.pipeline.compose(step)
+        params = [each for group in optimizer.param_groups for each in group["params"]]
+        compile_gradient_kernels(params, options=self.options, steps=True)
 
     def optimizer_state_dict(self, *, full: bool = True) -> dict:
         """Return the state of `optimizer`: all of it, as torch's optimizers do, or this rank's

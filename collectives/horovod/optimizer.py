@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from ..gradients.compilation import compile_gradient_kernels
 from ..torch_patches import patch_unscale
 from .adasum_optimizer import AdasumReducer
 from .basics import current
@@ -93,6 +94,10 @@ def DistributedOptimizer(
     wrapped = class_.__new__(class_)
     wrapped.__dict__ = _share_attributes(optimizer, wrapped)
     wrapped._reducer = reducer
+    compile_gradient_kernels(
+        [param for _, param in named], packs=True, wire=getattr(compression, "wire", "fp32"),
+        dtypes=[getattr(compression, "dtype", None)],
+    )  # fmt: skip
     reducer.register_hooks(wrapped)
     patch_unscale(_reduce_for_scaler)
     return wrapped

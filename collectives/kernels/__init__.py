@@ -4,19 +4,24 @@
 """
 
 from .bucketing import Table, measure, pack, unpack
+from .compilation import KERNEL_FAMILIES, compile_kernels
 from .execution import Statistics, get_num_threads, set_num_threads, use_isa
 from .optimizers import adam_step, sgd_step
 from .parameters import ParameterTable
 from .quantization import WireTable, dequantize, quantize, reduce_wires, requantize
 from .reduction import Sources, reduce_n
+from .wire_parts import WireParts
 
 __all__ = [
+    "KERNEL_FAMILIES",
     "ParameterTable",
     "Sources",
     "Statistics",
     "Table",
+    "WireParts",
     "WireTable",
     "adam_step",
+    "compile_kernels",
     "dequantize",
     "get_num_threads",
     "measure",

@@ -58,6 +58,7 @@ __all__ = [
     "FinishArgs",
     "Kernel",
     "Number",
+    "Parts",
     "QuantizeArgs",
     "ReduceArgs",
     "RequantizeArgs",
@@ -209,12 +210,19 @@ class Decoder(Structure):
     ]
 
 
+class Parts(Structure):
+    """coll_parts: parts of one array, each with a wire buffer of its own"""
+
+    _fields_ = [("total", c_int64), ("stride", c_int64), ("wire_stride", c_int64)]
+
+
 class QuantizeArgs(Structure):
     """coll_quantize_args"""
 
     _fields_ = [
         ("work", Work),
         ("to", Encoder),
+        ("parts", Parts),
         ("source", _pointer),
         ("scale_at", _pointer),
         ("scale", c_double),
@@ -226,7 +234,14 @@ class QuantizeArgs(Structure):
 class DequantizeArgs(Structure):
     """coll_dequantize_args"""
 
-    _fields_ = [("work", Work), ("from", Decoder), ("out", _pointer), ("out_type", c_int32), ("flags", c_int32)]
+    _fields_ = [
+        ("work", Work),
+        ("from", Decoder),
+        ("parts", Parts),
+        ("out", _pointer),
+        ("out_type", c_int32),
+        ("flags", c_int32),
+    ]
 
 
 class RequantizeArgs(Structure):

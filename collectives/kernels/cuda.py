@@ -30,7 +30,7 @@ from ..errors import CudaError, EngineUnavailable, InvalidUsage
 from . import abi
 from .rows import Rows
 
-__all__ = ["BLOCK", "OPTIONS", "arguments", "compile_source", "launch", "source_text"]
+__all__ = ["BLOCK", "OPTIONS", "arguments", "compile_source", "launch", "load", "source_text"]
 
 # No contraction, IEEE division and square root, subnormals kept: the same bits as on the host.
 OPTIONS = ("-std=c++17", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-diag-suppress=177")
@@ -221,8 +221,8 @@ def _on(index: int):
         yield
 
 
-def _load(kernel: abi.Kernel, index: int) -> _Loaded:
-    """Compile a kernel's source and load it into a GPU, once."""
+def load(kernel: abi.Kernel, index: int) -> _Loaded:
+    """Compile a kernel's source and load it into a GPU, once; blocks. Not while a CUDA graph is captured."""
     with _lock:
         if (kernel.name, index) in _loaded:
             return _loaded[kernel.name, index]
@@ -288,7 +288,7 @@ def launch(kernel: abi.Kernel, args, device: torch.device, rows: Rows | None = N
     earlier kernel on that GPU, as CUDA does.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    loaded = _loaded.get((kernel.name, index)) or _load(kernel, index)
+    loaded = _loaded.get((kernel.name, index)) or load(kernel, index)
     held = []
 
     def place() -> int:

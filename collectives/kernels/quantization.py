@@ -21,6 +21,7 @@ from .dtypes import FLOATING, FP32_OVERFLOW
 from .execution import Launch, Statistics, bump_versions
 from .rows import Rows
 from .tensor_list import TensorList, device_of, read_array
+from .wire_parts import WireParts
 
 __all__ = [
     "WireTable",
@@ -130,6 +131,7 @@ def quantize(
     residual=None,
     seed: int | None = None,
     position: int = 0,
+    parts: WireParts | None = None,
 ) -> None:
     """Round values to a wire format, with error feedback.
 
@@ -151,6 +153,10 @@ def quantize(
     quantized apart draw what the whole would. The same bits on all devices. Take another seed in
     each step.
 
+    ``parts``: those of ``source`` (and of ``residual``) that each get a wire buffer of their own in
+    ``wire``, by one kernel, with the bits that a call for each of them would give. ``wire`` then has
+    at least the bytes up to the end of the last part's; what lies between two wires isn't written.
+
     Bounds: |x - carried| <= s / 2 (int8), |x| / 16 + s / 1,024 (e4m3), |x| / 8 + s / 131,072
     (e5m2), |x| / 2,048 + 2^-25 (fp16), |x| / 256 + 2^-134 (bf16), each times 1 + 2^-14, plus
     2^-149; at random twice that. Zero stays zero. A block whose s would be below 2^-126 is sent as
@@ -162,13 +168,16 @@ def quantize(
     ``InvalidArgument``.
     """
     launch = plan_quantize(
-        source, wire, format=format, block=block, scale=scale, residual=residual, seed=seed, position=position
-    )
+        source, wire, format=format, block=block, scale=scale, residual=residual, seed=seed, position=position,
+        parts=parts,
+    )  # fmt: skip
     if launch.args.work.tiles:
         launch()
 
 
-def plan_quantize(source, wire, *, format, block=256, scale=1.0, residual=None, seed=None, position=0) -> Launch:
+def plan_quantize(
+    source, wire, *, format, block=256, scale=1.0, residual=None, seed=None, position=0, parts=None
+) -> Launch:
     """Check everything and return the quantization as a `Launch`; another seed may be set in
     ``launch.args.to``.
     """
@@ -176,30 +185,39 @@ def plan_quantize(source, wire, *, format, block=256, scale=1.0, residual=None, 
     device = _device_of(source, op)
     reader = Reader(device, owner="source")
     values = _floating_place(reader, source, op, "source", writes=False)
-    layout = _layout(values.count, format, block, op)
+    where = _parts(parts, values.count, format, block, op)
     factor = _scale(scale, reader, op)
-    to, places = _encoder(wire, residual, values.count, layout, format, block, seed, position, reader, op)
+    to, places = _encoder(wire, residual, values.count, where, format, block, seed, position, reader, op)
     _check_overlaps(places, {"source": values} | factor.read, op)
     args = abi.QuantizeArgs(
-        abi.Work(count_tiles(values.count), 0, 0), to, values.ptr, factor.ptr, factor.value, values.code, 0
+        abi.Work(where.tiles, 0, 0), to, where.args, values.ptr, factor.ptr, factor.value, values.code, 0
     )
     return Launch(abi.QUANTIZE, args, device, (source, wire, scale, residual))
 
 
 def dequantize(
-    wire, out, *, format: str, block: int = 256, scale=1.0, add: bool = False, statistics: Statistics | None = None
+    wire,
+    out,
+    *,
+    format: str,
+    block: int = 256,
+    scale=1.0,
+    add: bool = False,
+    statistics: Statistics | None = None,
+    parts: WireParts | None = None,
 ) -> None:
     """Decode a wire buffer into an array.
 
     out = element * s * scale, in fp32, rounded once to ``out``'s dtype (any floating one); with
     ``add`` it is added to what is there. ``wire``: as `quantize` wrote it for as many values as
     ``out`` has. ``statistics``: see `Statistics`; a block that was sent with a value that isn't
-    finite counts as a whole. It is `reduce_wires` of one wire.
+    finite counts as a whole. It is `reduce_wires` of one wire. ``parts``: those of ``out`` that each
+    have a wire buffer of their own in ``wire``, see `quantize`; one kernel decodes them all.
 
     On the host it is done on return; on a GPU it is queued on torch's current stream. Raises
     ``InvalidArgument``.
     """
-    _decode([wire], out, format, block, scale, None, add, statistics, "dequantize")
+    _decode([wire], out, format, block, scale, None, add, statistics, "dequantize", parts)
 
 
 def reduce_wires(
@@ -258,23 +276,23 @@ def plan_requantize(
     """Check everything and return the requantization as a `Launch`, as `plan_quantize` does."""
     op = "requantize"
     count = _whole(count, "count", 0, _POSITIONS - 1, op)
-    layout = _layout(count, format, block, op)
-    table, reader, read, from_ = _decoder(wires, count, layout, format, block, scale, average_over, op)
-    to, places = _encoder(out, residual, count, layout, format, block, seed, position, reader, op, wire_is="out")
+    where = _parts(None, count, format, block, op)
+    table, reader, read, from_ = _decoder(wires, count, where, format, block, scale, average_over, op)
+    to, places = _encoder(out, residual, count, where, format, block, seed, position, reader, op, wire_is="out")
     _check_overlaps(places, read, op, in_place="out")
-    args = abi.RequantizeArgs(abi.Work(count_tiles(count), 0, 0), from_, to)
+    args = abi.RequantizeArgs(abi.Work(where.tiles, 0, 0), from_, to)
     return Launch(abi.REQUANTIZE, args, table.device, (table, out, scale, residual), table.rows)
 
 
-def plan_dequantize(wire, out, *, format, block=256, scale=1.0) -> Launch:
+def plan_dequantize(wire, out, *, format, block=256, scale=1.0, parts=None) -> Launch:
     """Check everything and return the dequantization as a `Launch`, which doesn't move ``out``'s
     version counter.
     """
-    return _plan_decode([wire], out, format, block, scale, None, False, None, "dequantize")[0]
+    return _plan_decode([wire], out, format, block, scale, None, False, None, "dequantize", parts)[0]
 
 
-def _decode(wires, out, format, block, scale, average_over, add, statistics, op):
-    launch, device, values = _plan_decode(wires, out, format, block, scale, average_over, add, statistics, op)
+def _decode(wires, out, format, block, scale, average_over, add, statistics, op, parts=None):
+    launch, device, values = _plan_decode(wires, out, format, block, scale, average_over, add, statistics, op, parts)
     args = launch.args
     tiles = args.work.tiles
     if statistics is not None:
@@ -286,29 +304,51 @@ def _decode(wires, out, format, block, scale, average_over, add, statistics, op)
         statistics.finish(tiles)
 
 
-def _plan_decode(wires, out, format, block, scale, average_over, add, statistics, op):
+def _plan_decode(wires, out, format, block, scale, average_over, add, statistics, op, parts):
     device = _device_of(out, op)
     values = _floating_place(Reader(device, owner="out"), out, op, "out", writes=True)
-    layout = _layout(values.count, format, block, op)
-    table, _, read, from_ = _decoder(wires, values.count, layout, format, block, scale, average_over, op)
+    where = _parts(parts, values.count, format, block, op)
+    table, _, read, from_ = _decoder(wires, values.count, where, format, block, scale, average_over, op)
     if table.device != device:
         raise InvalidArgument(f"out is on {device}, the wires on {table.device}: they must be on one device", op=op)
     _check_overlaps({"out": values}, read, op)
     if statistics is not None and not isinstance(statistics, Statistics):
         raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)
-    work = abi.Work(count_tiles(values.count), 0, 0)
-    args = abi.DequantizeArgs(work, from_, values.ptr, values.code, abi.ADD if add else 0)
+    work = abi.Work(where.tiles, 0, 0)
+    args = abi.DequantizeArgs(work, from_, where.args, values.ptr, values.code, abi.ADD if add else 0)
     return Launch(abi.DEQUANTIZE, args, device, (table, out, scale), table.rows), device, values
 
 
-def _decoder(wires, count, layout: WireLayout, format, block, scale, average_over, op):
+class _Parts(NamedTuple):
+    """What a kernel is told of the parts; of an array in one piece, too."""
+
+    args: abi.Parts
+    numel: int  # of part 0
+    nbytes: int  # of all wires
+    tiles: int
+    several: bool
+
+    def check_size(self, nbytes: int, what: str, count: int, format, block, op) -> None:
+        """Refuse a wire buffer of another size, or which is too small for all parts' wires."""
+        if nbytes < self.nbytes or (nbytes > self.nbytes and not self.several):
+            raise InvalidArgument(_wrong_size(what, nbytes, count, self.nbytes, format, block), op=op)
+
+
+def _parts(parts: WireParts | None, count: int, format, block, op) -> _Parts:
+    layout = _layout(count, format, block, op)
+    if parts is None:
+        return _Parts(abi.Parts(count, count, 0), count, layout.nbytes, count_tiles(count), False)
+    if not isinstance(parts, WireParts):
+        raise InvalidArgument(f"parts must be a WireParts, not {type(parts).__name__}", op=op)
+    return _Parts(*parts.read(count, format, block, op), True)
+
+
+def _decoder(wires, count, where: _Parts, format, block, scale, average_over, op):
     """Return the table of the wires, a reader for their device, what is read, and the kernel's
     arguments about that.
     """
     table = WireTable._of(wires, op)
-    if table.nbytes != layout.nbytes:
-        which = "wire" if op == "dequantize" else "wire 0"
-        raise InvalidArgument(_wrong_size(which, table.nbytes, count, layout, format, block), op=op)
+    where.check_size(table.nbytes, "wire" if op == "dequantize" else "wire 0", count, format, block, op)
     reader = Reader(table.device, owner="wire 0")
     factor = _scale(scale, reader, op)
     over = 0 if average_over is None else _whole(average_over, "average_over", 1, (1 << 31) - 1, op)
@@ -317,17 +357,16 @@ def _decoder(wires, count, layout: WireLayout, format, block, scale, average_ove
     first = table._places[0].ptr
     code = _CODES[format]
     at = table.rows.address if table.rows is not None else 0
-    args = abi.Decoder(at, first, len(table), count, factor.ptr, factor.value, code, block, over, 0)
+    args = abi.Decoder(at, first, len(table), where.numel, factor.ptr, factor.value, code, block, over, 0)
     return table, reader, read, args
 
 
-def _encoder(wire, residual, count, layout, format, block, seed, position, reader, op, wire_is="wire"):
+def _encoder(wire, residual, count, where: _Parts, format, block, seed, position, reader, op, wire_is="wire"):
     """Return the kernel's arguments about the wire that is written, and the places that they
     cover.
     """
     place = _check_wire(read_array(reader, wire, op, wire_is, writes=True), op, wire_is)
-    if place.nbytes != layout.nbytes:
-        raise InvalidArgument(_wrong_size(wire_is, place.nbytes, count, layout, format, block), op=op)
+    where.check_size(place.nbytes, wire_is, count, format, block, op)
     places = {wire_is: place}
     left = None
     if residual is not None:
@@ -345,7 +384,7 @@ def _encoder(wire, residual, count, layout, format, block, seed, position, reade
         abi.Encoder(
             place.ptr,
             left.ptr if left else 0,
-            count,
+            where.numel,
             seed or 0,
             position,
             _CODES[format],
@@ -367,9 +406,9 @@ def _layout(count, format, block, op) -> WireLayout:
         raise InvalidArgument(getattr(error, "message", message), op=op) from None
 
 
-def _wrong_size(what, nbytes, count, layout: WireLayout, format, block):
+def _wrong_size(what, nbytes, count, needed: int, format, block):
     blocks = f" in blocks of {block}" if WIRE_FORMATS[format].scaled else ""
-    return f"{what} has {nbytes} bytes, {count} values as {format}{blocks} need {layout.nbytes} (layout.wire_layout)"
+    return f"{what} has {nbytes} bytes, {count} values as {format}{blocks} need {needed} (layout.wire_layout)"
 
 
 def _check_wire(place: Buffer, op, what) -> Buffer:

@@ -16,7 +16,7 @@ from .dtypes import CODES, FLOATING, WIDTHS, name_and_width
 from .rows import Rows
 from .tensor_list import TensorList, device_of, read_array
 
-__all__ = ["Table"]
+__all__ = ["Table", "casts_between"]
 
 _BYTE, _DOUBLE = CODES["uint8"], CODES["float64"]
 
@@ -232,8 +232,17 @@ class Table:
             return abi.CAST_COPY
         if self.wide:
             return abi.CAST_WIDE
-        pair = (self.type, self.common_type) if unpacks else (self.common_type, self.type)
-        return _PAIRS.get(pair, abi.CAST)
+        return _cast(self.type, self.common_type) if unpacks else _cast(self.common_type, self.type)
+
+
+def _cast(source: int | None, to: int | None) -> abi.Kernel:
+    """Return the kernel for tensors of one type, NCCL's code; None: they are of several types."""
+    return _PAIRS.get((source, to), abi.CAST)
+
+
+def casts_between(one: int, other: int) -> set[abi.Kernel]:
+    """Return the kernels that tables may need whose tensors and flat buffer are of two floating types."""
+    return {abi.CAST_WIDE} if _DOUBLE in (one, other) else {_cast(one, other), _cast(other, one)}
 
 
 def _read_offsets(offsets, counts, op):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels import dequantize, quantize
+from ..kernels import WireParts, dequantize, quantize
 from ..layout import WIRE_FORMATS, wire_layout
 from .streams import current_stream, release
 
@@ -82,6 +82,4 @@ class _PendingDequantize:
         if here != self._alloc_stream:
             wires.record_stream(here)
         shard_numel, width = out.numel() // size, wires.numel() // size
-        for rank in range(size if shard_numel else 0):
-            shard = out[rank * shard_numel : (rank + 1) * shard_numel]
-            dequantize(wires[rank * width : (rank + 1) * width], shard, **how)
+        dequantize(wires, out, parts=WireParts(size, shard_numel, width), **how)

@@ -17,6 +17,7 @@ from torch import nn
 from ..arrays import kind_of
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
+from ..gradients.compilation import compile_gradient_kernels
 from ..gradients.state import HookState
 from ..rendezvous.process_groups import get_communicator
 from .clip import patch_clip_grad_norm
@@ -148,6 +149,11 @@ def shard(
         persistent=persistent, pool=scheduler.pool, host_copies=scheduler.host_copies,
         align=0 if reducer is None else reducer.align,
         quantized_gather=None if reducer is None else reducer.quantized_gather,
+    )  # fmt: skip
+    compile_gradient_kernels(
+        (param for _, _, param in found), options=None if hook_state is None else hook_state.options, packs=True,
+        steps=hook_state is not None and hook_state.optimizer is not None, device=unit.device,
+        dtypes=() if mp_policy is None else (mp_policy.param_dtype, mp_policy.reduce_dtype),
     )  # fmt: skip
     scheduler.agreement.create(unit, described)
     if not scheduler.agreement.same_number(values):

@@ -6,12 +6,6 @@
 #include "coll/cast.h"
 #include "tile.cuh"
 
-// Elements side by side that one load or store takes.
-template <class S>
-struct alignas(sizeof(S) * COLL_PACK) coll_pack_of {
-  S at[COLL_PACK];
-};
-
 // The packs of one column of a tile, COLL_ROWS of them: all loads are on their way before the first
 // value is used. A pack that the tensor's end cuts off, and one at an address that no single load
 // takes, goes element by element.

@@ -3,11 +3,6 @@
 #include "coll/optim.h"
 #include "tile.cuh"
 
-template <class S, int kPack>
-struct alignas(sizeof(S) * kPack) coll_pack_of {
-  S at[kPack];
-};
-
 // The `n` elements from `from` on, 1 to kPack: one load where there are kPack and the address
 // allows it.
 template <class S, class A, int kPack>

@@ -3,14 +3,6 @@
 #include "coll/reduce.h"
 #include "tile.cuh"
 
-// Before each loop round those over a thread's own arrays: unrolled, they would take twice the
-// registers and leave a processor half its threads.
-#if defined(__CUDACC_RTC__)
-#define COLL_KEEP_LOOP _Pragma("unroll 1")
-#else
-#define COLL_KEEP_LOOP
-#endif
-
 // kPack elements as they lie in memory: one load or store, two for a pack of 8-byte types. Packs of
 // COLL_PACK are for full tiles whose addresses allow it, packs of one element for all others.
 template <class S, int kPack>

@@ -44,6 +44,20 @@ static __device__ __forceinline__ const Row* coll_rows_of(const coll_launch<Args
 #define COLL_PACKS (COLL_LANES / COLL_PACK)
 #define COLL_ROWS (COLL_TILE / COLL_LANES)
 
+// Before a loop round those over a thread's own arrays: unrolled, they would take twice the
+// registers and leave a multiprocessor half its threads.
+#if defined(__CUDACC_RTC__)
+#define COLL_KEEP_LOOP _Pragma("unroll 1")
+#else
+#define COLL_KEEP_LOOP
+#endif
+
+// Elements side by side, in one load or store where the address allows it.
+template <class T, int kPack = COLL_PACK>
+struct alignas(sizeof(T) * kPack) coll_pack_of {
+  T at[kPack];
+};
+
 // Fold COLL_LANES lanes in shared memory in halves, all threads of the block together; the result
 // is lanes[0].
 template <class A>

@@ -308,8 +308,11 @@ void decode_tile(const coll_dequantize_args& a, float scale, int64_t tile) {
 
 void COLL_HOST_NAME(quantize)(const void* args, int64_t first, int64_t last) {
   const coll_quantize_args& a = *static_cast<const coll_quantize_args*>(args);
-  int width = a.source_type == COLL_F64 ? 8 : a.source_type == COLL_F32 ? 4 : coll_wire_width(a.source_type);
-  encode(FromTensor{a, coll_factor(a.scale, a.scale_at), width}, a.to, a.work.tiles, first, last);
+  double scale = coll_factor(a.scale, a.scale_at);
+  coll_for_each_part(first, last, a.to.count, [&](int64_t part, int64_t first_tile, int64_t last_tile) {
+    coll_quantize_args own = coll_part_of(a, part);
+    encode(FromTensor{own, scale, coll_width(a.source_type)}, own.to, own.work.tiles, first_tile, last_tile);
+  });
 }
 
 void COLL_HOST_NAME(requantize)(const void* args, int64_t first, int64_t last) {
@@ -320,5 +323,8 @@ void COLL_HOST_NAME(requantize)(const void* args, int64_t first, int64_t last) {
 void COLL_HOST_NAME(dequantize)(const void* args, int64_t first, int64_t last) {
   const coll_dequantize_args& a = *static_cast<const coll_dequantize_args*>(args);
   float scale = (float)coll_factor(a.from.scale, a.from.scale_at);
-  for (int64_t tile = first; tile < last; ++tile) decode_tile(a, scale, tile);
+  coll_for_each_part(first, last, a.from.count, [&](int64_t part, int64_t first_tile, int64_t last_tile) {
+    coll_dequantize_args own = coll_part_of(a, part);
+    for (int64_t tile = first_tile; tile < last_tile; ++tile) decode_tile(own, scale, tile);
+  });
 }

@@ -149,29 +149,45 @@ def reduce_wires(arena: Arena) -> None:
         kernels.requantize(wires, out, count=TAIL, format=format, block=128, average_over=over, residual=left)
 
 
-WIRE = (quantize_scaled, quantize_plain, dequantize, reduce_wires)
+def wire_parts(arena: Arena) -> None:
+    numel, stride = 4096 + 300, 4096 + 308
+    count = 2 * stride + 77
+    for format, seed in (("int8", 3), ("bf16", None)):
+        width = wire_layout(numel, format, 128).nbytes
+        parts = kernels.WireParts(3, numel, width, stride)
+        wires, left = arena.empty(3 * width, torch.uint8), arena.normal(count)
+        kernels.quantize(arena.normal(count), wires, format=format, block=128, residual=left, seed=seed, parts=parts)
+        kernels.dequantize(wires, arena.normal(count), format=format, block=128, add=True, parts=parts)
+
+
+WIRE = (quantize_scaled, quantize_plain, dequantize, reduce_wires, wire_parts)
 
 
 def wire_formats() -> Rows:
     return [
         *plant(
             "cuda/quantize.cu", "", WIRE,
-            ("if (live == COLL_PACK && (uint64_t)to", "if ((uint64_t)to"),
-            ("(uint64_t)from % sizeof(coll_four<T>)", "(uint64_t)from % sizeof(T)"),
+            ("if (live >= COLL_PACK && (uint64_t)to", "if ((uint64_t)to"),
+            ("(uint64_t)(coll_width(type) * COLL_PACK)", "(uint64_t)coll_width(type)"),
             ("if (j < live) to[j]", "if (j <= live) to[j]"),
-            ("if (!F::kScaled) return;\n\n  __syncthreads();", "if (!F::kScaled) return;\n"),
+            ("groups = (packs + COLL_GROUP - 1) / COLL_GROUP;\n  __syncthreads();", "groups = packs / COLL_GROUP + 1;"),
             ("group_amax[group] = amax;\n  }\n  __syncthreads();", "group_amax[group] = amax;\n  }\n"),
             ("scales[block] = s.scale;\n  }\n  __syncthreads();", "scales[block] = s.scale;\n  }\n"),
             ("pack < (group + 1) * COLL_GROUP && pack < packs", "pack < (group + 1) * COLL_GROUP"),
             ("group < (block + 1) * groups_of_block && group < groups", "group < (block + 1) * groups_of_block"),
-            ("space->scales[pack * COLL_PACK / to.block]", "space->scales[pack * COLL_PACK / 256]"),
-            ("if (tile == tiles - 1) clear_padding", "if (tile == tiles) clear_padding"),
+            ("space->scales[at >> block_shift(to.block)]", "space->scales[at >> 8]"),
+            ("if (left <= COLL_TILE) clear_padding", "if (left < 0) clear_padding"),
             ("i % 4 != 0; ++i) scales[i]", "i % 2 != 0; ++i) scales[i]"),
-            ("at / from.block * 4", "at / 256 * 4"),
-            ("x[j] = k == 0 ? value : x[j] + value;", "x[j] = value;"),
+            ("(tile + at) >> block_shift(from.block)", "(tile + at) >> 8"),
+            ("COLL_LANES >> block_shift(from.block) << 2", "COLL_LANES >> 8 << 2"),
+            ("x[row][j] += F::kScaled ? value", "x[row][j] = F::kScaled ? value"),
             ("(uint64_t)(to.position + at)", "(uint64_t)at"),
             ("lanes[column] = sums;", "lanes[0] = sums;"),
-            ("at < count; at += COLL_LANES", "at < count - COLL_LANES; at += COLL_LANES"),
+            ("if (!packs || count < COLL_TILE) gather_tile<1>", "if (!packs) gather_tile<1>"),
+            ("coll_quantize_args own = coll_part_of(a, part);", "coll_quantize_args own = coll_part_of(a, 0);"),
+            ("(int64_t)(tile - part * tiles) * COLL_TILE", "(int64_t)tile * COLL_TILE"),
+            ("k + 2 <= from.wire_count; k += 2", "k + 2 <= from.wire_count; k += 3"),
+            ("tile += gridDim.x", "tile += gridDim.x + 1"),
         ),
         *plant(
             "host/quantize.cpp", "", WIRE,
@@ -186,7 +202,15 @@ def wire_formats() -> Rows:
             ("a.from.count - first < COLL_TILE ? a.from.count : first + COLL_TILE", "first + COLL_TILE"),
             ("if (direct) continue;", "if (direct) break;"),
             ("a.out_type == COLL_F32 && !add", "a.out_type == COLL_F32"),
-            ("tile = first; tile < last; ++tile) decode_tile", "tile = 0; tile < last; ++tile) decode_tile"),
+            ("tile = first_tile; tile < last_tile; ++tile) decode", "tile = 0; tile < last_tile; ++tile) decode"),
+        ),
+        *plant(
+            "include/coll/quantize.h", "host/quantize.cpp", (wire_parts,),
+            ("return left < count ? left : count;", "return count;"),
+            ("a.to.position += first;", ""),
+            ("+ first * coll_width(a.to.residual_type)", "+ first"),
+            ("(const char*)a.from.wire + part", "(const char*)a.from.wire + 0 * part"),
+            ("end = last - begin < tiles ? last - begin : tiles;", "end = last - begin;"),
         ),
     ]  # fmt: skip
 

@@ -39,7 +39,7 @@ LIMIT_S = 60.0  # of processor time for one launch
 # As on the device: no contraction, and no assumption about types behind pointers.
 FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -fno-strict-aliasing -w".split()
 CHECKS = ["-fsanitize=alignment,null,bounds,shift,float-cast-overflow,integer-divide-by-zero"]
-KERNEL = re.compile(r"^COLL_KERNEL(?:_HELD\(\d\))?\s+(\w+)\s*\(", re.MULTILINE)
+KERNEL = re.compile(r"^COLL_KERNEL(?:_HELD\(\w+\))?\s+(\w+)\s*\(", re.MULTILINE)
 
 
 _running = threading.Lock()  # a library runs one kernel at a time

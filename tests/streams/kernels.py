@@ -105,16 +105,32 @@ def _wire_nbytes(count: int, code: int, block: int) -> int:
     return payload if width(code) > 1 else payload + -(-4 * -(-count // block) // 16) * 16
 
 
+def _parts(parts, count: int):
+    """Give each part's first element, the bytes to its wire, and its number of elements."""
+    first = wire_at = 0
+    while first < parts.total and count:
+        yield first, wire_at, min(count, parts.total - first)
+        first, wire_at = first + parts.stride, wire_at + parts.wire_stride
+
+
 def _quantize(uses, args, abi):
     uses.scale(args)
-    uses.array(args.source, args.to.count, args.source_type, READS)
-    _encoder(uses, args.to)
+    to = args.to
+    for first, wire_at, count in _parts(args.parts, to.count):
+        uses.array(args.source + first * width(args.source_type), count, args.source_type, READS)
+        residual = to.residual and to.residual + first * width(to.residual_type)
+        _encoder(uses, abi.Encoder(to.wire + wire_at, residual, count, 0, 0, to.format, to.block, to.residual_type))
 
 
 def _dequantize(uses, args, abi):
     source = getattr(args, "from")
-    _decoder(uses, source)
-    uses.array(args.out, source.count, args.out_type, WRITES)
+    if args.parts.wire_stride == 0:
+        _decoder(uses, source)
+    for first, wire_at, count in _parts(args.parts, source.count):
+        if args.parts.wire_stride:
+            own = abi.Decoder(0, source.wire + wire_at, 1, count, source.scale_at, 1.0, source.format, source.block)
+            _decoder(uses, own)
+        uses.array(args.out + first * width(args.out_type), count, args.out_type, WRITES)
 
 
 def _requantize(uses, args, abi):
@@ -168,6 +184,17 @@ def text_of(source: str):
         return shim.Text(source)
 
 
+loads: list[str] = []  # the kernels that this process would have compiled and loaded into a GPU, in order
+_loaded: set[tuple[str, int]] = set()
+
+
+def load(kernel, index: int) -> None:
+    """Stand for collectives.kernels.cuda.load: note a kernel that isn't on this GPU yet."""
+    if (kernel.name, index) not in _loaded:
+        _loaded.add((kernel.name, index))
+        loads.append(kernel.name)
+
+
 def launch(kernel, args, on, rows=None) -> None:
     """Stand for collectives.kernels.cuda.launch: run a kernel's CUDA text on the CPU, on torch's current stream."""
     import torch
@@ -175,6 +202,7 @@ def launch(kernel, args, on, rows=None) -> None:
     from collectives.kernels import cuda
 
     index = torch.cuda.current_device() if on.index is None else on.index
+    load(kernel, index)
     stream = (index << 40) | device.library.simulated_current_stream(index)
     where, held = site(), []
 
@@ -206,7 +234,7 @@ def install() -> None:
     """Send the package's launches here, and note what its kernels on the host do with pinned memory."""
     from collectives.kernels import cuda, execution
 
-    cuda.launch = launch
+    cuda.launch, cuda.load = launch, load
     on_host = execution.run_on_host
 
     def run_on_host(kernel, args, rows=None):

@@ -5,16 +5,6 @@
 
 #include "tile.h"
 
-COLL_FN int coll_width(int type) {
-  switch (type) {
-    case COLL_I8: case COLL_U8: case COLL_E4M3: case COLL_E5M2: return 1;
-    case COLL_F16: case COLL_BF16: return 2;
-    case COLL_I32: case COLL_U32: case COLL_F32: return 4;
-    case COLL_I64: case COLL_U64: case COLL_F64: return 8;
-    default: return type - COLL_OPAQUE;
-  }
-}
-
 // Neighbouring tiles of one tensor: where they come from and go to.
 struct coll_cast_span {
   const char* from;

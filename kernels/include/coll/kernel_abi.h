@@ -123,6 +123,16 @@ typedef struct {
   int32_t stochastic;     // 0: round to nearest even, 1: at random
 } coll_encoder;
 
+// The parts of one array, each with a wire buffer of its own: part p begins p * stride elements behind
+// part 0, and its wire p * wire_stride bytes behind part 0's. The encoder's or decoder's count,
+// position and addresses are those of part 0. A part has as many elements as part 0, the last ones
+// what is left of the array. Tiles count through the parts; a part begins with a tile of its own.
+typedef struct {
+  int64_t total;        // elements from part 0's first one to the array's end; at least count
+  int64_t stride;       // elements; at least count
+  int64_t wire_stride;  // bytes
+} coll_parts;
+
 // Which wire buffers are summed, in order, and what becomes of the sum.
 typedef struct {
   const void* const* wires;  // NULL: only `wire`
@@ -140,6 +150,7 @@ typedef struct {
 typedef struct {
   coll_work work;
   coll_encoder to;
+  coll_parts parts;
   const void* source;
   const float* scale_at;
   double scale;
@@ -150,6 +161,7 @@ typedef struct {
 typedef struct {
   coll_work work;
   coll_decoder from;
+  coll_parts parts;  // several: of one wire each
   void* out;
   int32_t out_type;
   int32_t flags;  // COLL_ADD

@@ -96,6 +96,29 @@ struct coll_bf16_wire {
   COLL_FN float value(uint32_t element) { return coll_bf16_to_float((uint16_t)element); }
 };
 
+// Two elements, the first of them in the lower bits.
+template <class F>
+COLL_FN uint32_t coll_nearest_two(F, float low, float high) {
+  return F::nearest(low) | F::nearest(high) << 8 * sizeof(typename F::element);
+}
+
+// Since sm_89 an instruction converts two. Of the numbers that F::nearest takes it makes the same
+// bits; it would make the one NaN without a sign of every NaN, which is why it isn't used where a
+// value may be one.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+COLL_FN uint32_t coll_nearest_two(coll_e4m3_wire, float low, float high) {
+  uint16_t two;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
+  return two;
+}
+
+COLL_FN uint32_t coll_nearest_two(coll_e5m2_wire, float low, float high) {
+  uint16_t two;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
+  return two;
+}
+#endif
+
 // DO(format's struct) for a format that is known when the kernel runs.
 #define COLL_FOR_WIRE(format, DO)            \
   switch (format) {                          \
@@ -139,6 +162,47 @@ COLL_FN float coll_scaled(double value, double scale) { return (float)(value * s
 // The sum of wires on its way out.
 COLL_FN float coll_decoded(float sum, int average_over, float scale) {
   return (average_over > 0 ? sum / (float)average_over : sum) * scale;
+}
+
+// ---- Parts. Each launcher takes the tiles of one part with arguments as if it were the only one.
+
+// f(part, first, last) for the tiles [first, last) of all parts, as tiles of each part in turn;
+// `count`: elements of part 0.
+template <class F>
+COLL_FN void coll_for_each_part(int64_t first, int64_t last, int64_t count, F f) {
+  if (first >= last) return;
+  int64_t tiles = coll_tiles_of(count);
+  for (int64_t part = first / tiles; first < last; ++part) {
+    int64_t begin = part * tiles, end = last - begin < tiles ? last - begin : tiles;
+    f(part, first - begin, end);
+    first = begin + end;
+  }
+}
+
+COLL_FN int64_t coll_count_of(const coll_parts& parts, int64_t count, int64_t part) {
+  int64_t left = parts.total - part * parts.stride;
+  return left < count ? left : count;
+}
+
+COLL_FN coll_quantize_args coll_part_of(coll_quantize_args a, int64_t part) {
+  int64_t first = part * a.parts.stride;
+  a.to.wire = (char*)a.to.wire + part * a.parts.wire_stride;
+  if (a.to.residual) a.to.residual = (char*)a.to.residual + first * coll_width(a.to.residual_type);
+  a.to.position += first;
+  a.to.count = coll_count_of(a.parts, a.to.count, part);
+  a.source = (const char*)a.source + first * coll_width(a.source_type);
+  a.work.tiles = coll_tiles_of(a.to.count);
+  return a;
+}
+
+COLL_FN coll_dequantize_args coll_part_of(coll_dequantize_args a, int64_t part) {
+  int64_t first = part * a.parts.stride, tiles = part * coll_tiles_of(a.from.count);
+  a.from.wire = (const char*)a.from.wire + part * a.parts.wire_stride;
+  a.out = (char*)a.out + first * coll_width(a.out_type);
+  if (a.work.sums) a.work.sums += tiles, a.work.bad += tiles;
+  a.from.count = coll_count_of(a.parts, a.from.count, part);
+  a.work.tiles = coll_tiles_of(a.from.count);
+  return a;
 }
 
 COLL_FN double coll_factor(double scale, const float* scale_at) { return scale_at ? scale * (double)*scale_at : scale; }

@@ -12,6 +12,17 @@
 #include "numeric.h"
 #include "ops.h"
 
+// Bytes of an element.
+COLL_FN int coll_width(int type) {
+  switch (type) {
+    case COLL_I8: case COLL_U8: case COLL_E4M3: case COLL_E5M2: return 1;
+    case COLL_F16: case COLL_BF16: return 2;
+    case COLL_I32: case COLL_U32: case COLL_F32: return 4;
+    case COLL_I64: case COLL_U64: case COLL_F64: return 8;
+    default: return type - COLL_OPAQUE;
+  }
+}
+
 COLL_FN int64_t coll_tiles_of(int64_t count) { return (count + COLL_TILE - 1) / COLL_TILE; }
 
 // The tensor (the row of a table) that a tile belongs to: the last one whose first tile is not
