@@ -22,9 +22,10 @@ def compile_kernels(device: torch.device | str, families: Iterable[str], dtypes:
     """Compile what a program will launch on a GPU, and load it, so that no later launch has to.
 
     ``families``: of `KERNEL_FAMILIES`. "cast" is `pack` and `unpack` between any two of ``dtypes``;
-    "reduce" is `reduce_n` of arrays of one of them; "statistics" is what adds up a kernel's
-    `Statistics`; "wire" quantizes, dequantizes and requantizes every wire format, and "optimizer" is
-    the fused SGD, Adam and AdamW, both for all dtypes. What is loaded already stays as it is.
+    "reduce" is `reduce_n` of arrays of one of them; "statistics" is `measure`, and what adds up a
+    kernel's `Statistics`; "wire" quantizes, dequantizes and requantizes every wire format, and
+    "optimizer" is the fused SGD, Adam and AdamW, both for all dtypes. What is loaded already stays
+    as it is.
 
     Compiling takes seconds for each family; the binaries are kept on disk, and later processes load
     them in milliseconds. Blocks until all is loaded; on the CPU there is nothing to do. Not while a
@@ -50,7 +51,7 @@ def _kernels_of(family: str, dtypes: tuple[torch.dtype, ...]) -> set[abi.Kernel]
     if family == "reduce":
         return {kernel_of(code, code) for code in codes}
     if family == "statistics":
-        return {abi.FINISH}
+        return {abi.FINISH, abi.CAST, *({abi.CAST_WIDE} if torch.float64 in dtypes else ())}
     if family == "wire":
         return {abi.QUANTIZE, abi.DEQUANTIZE, abi.REQUANTIZE}
     if family == "optimizer":

@@ -8,11 +8,13 @@ dequantizes all shards, its own too, so all ranks compute with the same values. 
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from ..kernels import WireParts, dequantize, quantize
 from ..layout import WIRE_FORMATS, wire_layout
-from .streams import current_stream, release
+from .streams import beside_current, current_stream, use_on_current
 
 __all__ = ["QuantizedAllGather"]
 
@@ -38,20 +40,26 @@ class QuantizedAllGather:
         """Gather every rank's `shard` into `out`, in rank order. A collective.
 
         `shard` and `out`: of any floating dtype. `alloc_buffer(n, dtype)`: allocates memory for the
-        bytes. `async_op`: return a handle, whose ``wait()`` dequantizes.
+        bytes. `async_op`: return a handle, whose ``wait()`` makes `out` ready: on the host it
+        dequantizes, on CUDA it waits for a side stream, on which all of it runs.
         """
         width = wire_layout(shard.numel(), **self.how).nbytes
         wires = alloc_buffer(comm.size * width, torch.uint8)
         own = wires[comm.rank * width : (comm.rank + 1) * width]
-        if shard.numel():
-            quantize(shard, own, **self.how)
-        work = comm.all_gather(wires, own, async_op=async_op)
-        self.sent += (comm.size - 1) * width
-        pending = _PendingDequantize(self.how, work, wires, out, comm.size)
-        if async_op:
-            return pending
-        pending.wait()
-        return None
+        home = current_stream(out.device)
+        beside = async_op and home is not None
+        with beside_current(out.device, "gather") if beside else contextlib.nullcontext():
+            if beside:
+                use_on_current(home, wires, out)
+            if shard.numel():
+                quantize(shard, own, **self.how)
+            work = comm.all_gather(wires, own, async_op=async_op and not beside)
+            self.sent += (comm.size - 1) * width
+            pending = _PendingDequantize(self.how, work, wires, out, comm.size)
+            if async_op and not beside:
+                return pending
+            pending.wait()
+            return _SideStreamWork(current_stream(out.device), out) if beside else None
 
     def rounded(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a shard's values as the other ranks get them."""
@@ -63,12 +71,22 @@ class QuantizedAllGather:
         return out
 
 
+class _SideStreamWork:
+    """What a side stream was given until now."""
+
+    def __init__(self, stream, out: torch.Tensor):
+        self._event = stream.record_event()
+        self._device = out.device
+
+    def wait(self) -> None:
+        current_stream(self._device).wait_event(self._event)
+
+
 class _PendingDequantize:
     """An all-gather in progress, whose bytes `wait` dequantizes."""
 
     def __init__(self, how, work, wires, out, size):
         self._pending = (how, work, wires, out, size)
-        self._alloc_stream = current_stream(out.device)
 
     def wait(self) -> None:
         if self._pending is None:
@@ -77,9 +95,5 @@ class _PendingDequantize:
         self._pending = None
         if work is not None:
             work.wait()
-            release(work, self._alloc_stream, out.device)
-        here = current_stream(out.device)
-        if here != self._alloc_stream:
-            wires.record_stream(here)
         shard_numel, width = out.numel() // size, wires.numel() // size
         dequantize(wires, out, parts=WireParts(size, shard_numel, width), **how)

@@ -217,8 +217,6 @@ SUPERFLUOUS = {
     "message of the same call, and so the transfers before it; the second one is for a capture's own memory",
     ("collectives/gradients/round_flags.py", "RoundFlags._copy_async"): _NOT_RUN
     + "rounds in which a rank's flags are unusual",
-    ("collectives/sharded/quantized_gather.py", "_PendingDequantize.wait"): _NOT_RUN
-    + "a gather begun on one stream and used on another",
     ("collectives/sharded/unit.py", "Unit._record_stream"): _NOT_RUN
     + "a gather begun on one stream and used on another",
     ("collectives/sharded/device_buffers.py", "DeviceBuffers._wait_for_last_user", "here.wait_stream(buffer.stream)"): (
