@@ -41,7 +41,7 @@ def compile_gradient_kernels(
         if options.wire in WIRE_FORMATS or options.gather is not None:
             families.add("wire")
         if options.max_norm is not None or options.check_finite:
-            families |= {"reduce", "statistics"}
+            families.add("statistics")
         if options.local_steps is not None:
             families.add("cast")
         named.add("direct" if options.deterministic else options.algorithm)
