@@ -25,6 +25,11 @@ KINDS = (
 )  # fmt: skip  # of tests/streams/library/simulated.h
 WAITS = ("sync event", "sync stream", "sync device")
 
+# Of one call to NCCL: function, elements, bytes of one, reduction, ranks, stream.
+OPERATION = ctypes.CFUNCTYPE(
+    None, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64
+)
+
 _library: ctypes.CDLL | None = None
 
 
@@ -41,8 +46,12 @@ def build() -> tuple[Path, Path]:
     )
 
 
-def start(size: int) -> None:
-    """Make this process rank 0 of `size`; before anything imports torch."""
+def start(size: int, report=None, operation=None) -> None:
+    """Make this process rank 0 of `size`; before anything imports torch.
+
+    `report`: a `tests.streams.device.CALLBACK` that gets the simulated GPU's reports, None: they are
+    counted alone. `operation`: an `OPERATION` that gets NCCL's calls.
+    """
     global _library
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already: the simulated GPU must be registered before")
@@ -55,7 +64,12 @@ def start(size: int) -> None:
     device.load(1)
     _library = ctypes.CDLL(str(nccl))
     _library.echo_reports.restype = ctypes.c_int64
-    device.library.simulated_set_native_callback(_library.echo_report)
+    if report is None:
+        device.library.simulated_set_native_callback(_library.echo_report)
+    else:
+        device.library.simulated_set_callback(report)
+    if operation is not None:
+        _library.echo_set_recorder(operation)
     sys.modules["cupy"] = _cupy()
     os.environ.update(
         CUPY_CACHE_IN_MEMORY="1", RANK="0", WORLD_SIZE=str(size), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(size),
@@ -63,7 +77,7 @@ def start(size: int) -> None:
     )  # fmt: skip
     import torch
     import torch.distributed as dist
-    from torch.testing._internal.distributed import fake_pg
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
 
     from tests.streams import torch_cuda
 
@@ -73,7 +87,7 @@ def start(size: int) -> None:
     torch.cuda.is_current_stream_capturing = torch.cuda.graphs.is_current_stream_capturing = lambda: False
     device.library.simulated_take_c10d()
     torch.cuda.set_device(0)
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)
     _open_communicators(nccl, host, size)
 
 
@@ -82,6 +96,8 @@ def _open_communicators(nccl: Path, host: Path, size: int) -> None:
     import torch
     import torch.distributed as dist
 
+    import collectives.horovod  # noqa: F401  all modules that open communicators
+    import collectives.sharded  # noqa: F401
     from collectives.comm.communicator import Communicator
     from collectives.comm.engine import get_engine
     from collectives.kernels import execution
@@ -93,14 +109,15 @@ def _open_communicators(nccl: Path, host: Path, size: int) -> None:
     class Board(ProgressBoard):
         """A board on which each other rank's line is this rank's."""
 
-        def __init__(self, timeout):
+        def __init__(self, size, timeout):
             super().__init__(bytearray(self.size_of(size)), 0, [""] * size, timeout)
+            self._size = size
             self._lines = dict.fromkeys(range(1, size), self._own)
 
         def _write_notes(self, want: int, reason: int) -> None:
             super()._write_notes(want, reason)
-            line = (self.size_of(size) - self.size_of(size - 1)) // 8
-            for rank in range(1, size):
+            line = (self.size_of(2) - self.size_of(1)) // 8
+            for rank in range(1, self._size):
                 self._words[self._own + rank * line : self._own + (rank + 1) * line] = self._words[
                     self._own : self._own + line
                 ]
@@ -113,14 +130,26 @@ def _open_communicators(nccl: Path, host: Path, size: int) -> None:
     device = torch.device("cuda", 0)
     peers = tuple(PeerInfo(rank, "echo", "echo") for rank in range(size))
 
-    def opened(engine: str, on) -> Communicator:
-        return Communicator(get_engine(engine), bytes(128), 0, size, device=on, local_size=size, peers=peers)
+    def opened(engine: str, on, ranks: int = size) -> Communicator:
+        return Communicator(
+            get_engine(engine), bytes(128), 0, ranks, device=on, local_size=ranks, peers=peers[:ranks]
+        )  # fmt: skip
 
-    agreement.open_board = lambda control, timeout: Board(timeout)
-    control.bootstrap_on_host = lambda comm, seconds=None: opened("host", "cpu")
+    agreement.open_board = lambda control, timeout: Board(control.size, timeout)
+
+    def of_group(group, on) -> Communicator:
+        known = communicators.get((id(group), on))
+        if known is None:
+            known = communicators[id(group), on] = (weakref.ref(group), opened("nccl", on, group.size()))
+        return known[1]
+
+    communicators, theirs = process_groups._communicators, process_groups.get_communicator
+    for module in [each for name, each in sys.modules.items() if name.startswith("collectives.")]:
+        if getattr(module, "get_communicator", None) is theirs:
+            module.get_communicator = of_group
+    control.bootstrap_on_host = lambda comm, seconds=None: opened("host", "cpu", comm.size)
     world._world = opened("nccl", device)
-    group = dist.group.WORLD
-    process_groups._communicators[id(group), device] = (weakref.ref(group), opened("nccl", device))
+    of_group(dist.group.WORLD, device)
 
 
 def carry_out(on: bool) -> None:

@@ -12,9 +12,12 @@
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 struct ncclComm { int ranks, rank; };
+// What is called, for a program that counts: the function's name, the elements and their bytes, the operation, the ranks.
+using Recorder = void (*)(const char* function, int64_t count, int64_t width, int32_t op, int32_t ranks, int64_t stream);
 
 namespace {
 std::atomic<int> carries_out{1};
+std::atomic<Recorder> recorder{nullptr};
 
 size_t width(ncclDataType_t type) {
   static const size_t widths[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
@@ -36,30 +39,39 @@ void repeat(void* out, const void* part, size_t nbytes, const ncclComm* c) {
   for (int rank = 0; rank < c->ranks; ++rank)
     if (rank != c->rank) memcpy(at + rank * nbytes, at + c->rank * nbytes, nbytes);
 }
+void note(const char* function, size_t n, ncclDataType_t t, int op, ncclComm_t c, cudaStream_t q) {
+  if (Recorder call = recorder.load(std::memory_order_relaxed))
+    call(function, static_cast<int64_t>(n), static_cast<int64_t>(width(t)), op, c ? c->ranks : 0, reinterpret_cast<int64_t>(q));
+}
 bool idle() { return !carries_out.load(std::memory_order_relaxed); }
 ncclComm_t made(int ranks, int rank) { return new ncclComm{ranks, rank}; }
 }  // namespace
 
+EXPORTED void echo_set_recorder(Recorder function) { recorder = function; }
 EXPORTED void echo_carry_out(int on) { carries_out = on; }
 
 // ---- Operations.
-ncclResult_t ncclAllReduce(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t) {
+ncclResult_t ncclAllReduce(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t q) {
+  note("all_reduce", n, t, op, c, q);
   if (idle()) return ncclSuccess;
   if (s != r) memcpy(r, s, n * width(t));
   reduced(r, n, t, op, c->ranks);
   return ncclSuccess;
 }
-ncclResult_t ncclReduceScatter(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t) {
+ncclResult_t ncclReduceScatter(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t q) {
+  note("reduce_scatter", n, t, op, c, q);
   if (idle()) return ncclSuccess;
   memmove(r, static_cast<const char*>(s) + c->rank * n * width(t), n * width(t));
   reduced(r, n, t, op, c->ranks);
   return ncclSuccess;
 }
-ncclResult_t ncclAllGather(const void* s, void* r, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t) {
+ncclResult_t ncclAllGather(const void* s, void* r, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t q) {
+  note("all_gather", n, t, 0, c, q);
   if (!idle()) repeat(r, s, n * width(t), c);
   return ncclSuccess;
 }
-ncclResult_t ncclAlltoAll(const void* s, void* r, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t) {
+ncclResult_t ncclAlltoAll(const void* s, void* r, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t q) {
+  note("all_to_all", n, t, 0, c, q);
   if (!idle()) repeat(r, static_cast<const char*>(s) + c->rank * n * width(t), n * width(t), c);
   return ncclSuccess;
 }
@@ -74,12 +86,16 @@ ncclResult_t ncclScatter(const void* s, void* r, size_t n, ncclDataType_t t, int
 ncclResult_t ncclReduce(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, int root, ncclComm_t c, cudaStream_t q) {
   return c->rank == root ? ncclAllReduce(s, r, n, t, op, c, q) : ncclSuccess;
 }
-ncclResult_t ncclBroadcast(const void* s, void* r, size_t n, ncclDataType_t t, int, ncclComm_t, cudaStream_t) {
+ncclResult_t ncclBroadcast(const void* s, void* r, size_t n, ncclDataType_t t, int, ncclComm_t c, cudaStream_t q) {
+  note("broadcast", n, t, 0, c, q);
   if (!idle() && s != r) memcpy(r, s, n * width(t));
   return ncclSuccess;
 }
 ncclResult_t ncclBcast(void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) { return ncclSuccess; }
-ncclResult_t ncclSend(const void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) { return ncclSuccess; }
+ncclResult_t ncclSend(const void*, size_t n, ncclDataType_t t, int, ncclComm_t c, cudaStream_t q) {
+  note("send", n, t, 0, c, q);
+  return ncclSuccess;
+}
 ncclResult_t ncclRecv(void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) { return ncclSuccess; }
 ncclResult_t ncclAllReduceConfig(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t q,
                                  const ncclCollConfig_t*) {
@@ -103,6 +119,7 @@ ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuccess; }
 
 // ---- Memory.
 ncclResult_t ncclMemAlloc(void** at, size_t size) {
+  note("ncclMemAlloc", size, ncclInt8, 0, nullptr, nullptr);
   return posix_memalign(at, 4096, size ? size : 1) ? ncclSystemError : ncclSuccess;
 }
 ncclResult_t ncclMemFree(void* at) {
@@ -110,11 +127,13 @@ ncclResult_t ncclMemFree(void* at) {
   return ncclSuccess;
 }
 ncclResult_t ncclCommRegister(const ncclComm_t, void* at, size_t, void** handle) {
+  note("ncclCommRegister", 0, ncclInt8, 0, nullptr, nullptr);
   *handle = at;
   return ncclSuccess;
 }
 ncclResult_t ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
 ncclResult_t ncclCommWindowRegister(ncclComm_t, void* at, size_t, ncclWindow_t* window, int) {
+  note("ncclCommWindowRegister", 0, ncclInt8, 0, nullptr, nullptr);
   *window = reinterpret_cast<ncclWindow_t>(at);
   return ncclSuccess;
 }
@@ -216,11 +235,12 @@ ncclResult_t collHostMemoryShared(const void*, size_t, int* shared) {
 }
 ncclResult_t collHostGroupCancel(void) { return ncclSuccess; }
 #else
-// ---- The simulated GPU's reports: counted by kind, and answered as by a device that has done all it was given.
-static std::atomic<int64_t> reports[32];
+// ---- The simulated GPU's reports: counted by kind, and answered as by a device that is behind the host.
+static std::atomic<int64_t> reports[32], asked{0};
 EXPORTED int64_t echo_report(int kind, int64_t, int64_t, int64_t, const char*, const void*, int64_t) {
   reports[kind & 31].fetch_add(1, std::memory_order_relaxed);
-  return kind == 5 || kind == 6;  // an event, a stream: completed
+  if (kind != 5 && kind != 6) return 0;
+  return !idle() || ++asked % 3 == 0;  // an event, a stream: in a step it has mostly not completed
 }
 EXPORTED int64_t echo_reports(int kind) { return reports[kind & 31].load(); }
 #endif
