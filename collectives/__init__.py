@@ -3,6 +3,7 @@
 from . import errors
 from .comm.algorithms.tune import tune
 from .comm.communicator import Communicator
+from .comm.config import CommConfig
 from .comm.engine import EngineInfo, engines
 from .comm.work import Work
 from .ddp import DistributedDataParallel, HookState, fused_allreduce
@@ -14,6 +15,7 @@ from .tracing import timeline
 __version__ = "0.1.0"
 
 __all__ = [
+    "CommConfig",
     "Communicator",
     "DistributedDataParallel",
     "EngineInfo",

@@ -5,12 +5,14 @@ from typing import Any, NamedTuple
 DTYPES: dict[str, int]
 OPS: dict[str, int]
 FUNCTIONS: dict[str, int]
+CONFIG_FIELDS: dict[str, int]
 HOST_FUNCTIONS: tuple[str, ...]
 VERSION: int
 UNIQUE_ID_BYTES: int
 UNDEF_INT: int
 SPLIT_NOCOLOR: int
 SHRINK_ABORT: int
+POOL_FUNCTIONS: tuple[str, str]
 QUEUE_PENDING: int
 QUEUE_CPU: int
 QUEUE_THREAD_ID: int
@@ -18,6 +20,8 @@ QUEUE_THREAD_ID: int
 Config = dict[str, Any] | None
 
 def format_version(code: int) -> str: ...
+def use_in_pools(library: Library) -> None: ...
+def pool_holds(address: int) -> bool: ...
 def check(code: int, library: Library, comm: Comm | None = None) -> None: ...
 
 class ErrorInfo(NamedTuple):

@@ -55,6 +55,7 @@ cdef extern from "Python.h":
 __all__ = [
     "ArrayCalls",
     "ArrayReader",
+    "CONFIG_FIELDS",
     "Comm",
     "DTYPES",
     "ErrorInfo",
@@ -62,6 +63,7 @@ __all__ = [
     "HOST_FUNCTIONS",
     "Library",
     "OPS",
+    "POOL_FUNCTIONS",
     "QUEUE_CPU",
     "QUEUE_PENDING",
     "QUEUE_THREAD_ID",
@@ -73,6 +75,8 @@ __all__ = [
     "VERSION",
     "check",
     "format_version",
+    "pool_holds",
+    "use_in_pools",
 ]
 
 DTYPES = {
@@ -98,9 +102,8 @@ SPLIT_NOCOLOR = NCCL_SPLIT_NOCOLOR
 SHRINK_ABORT = NCCL_SHRINK_ABORT
 
 
-cdef dict listed(bint host):
+cdef dict listed(const collEntry_t* entry, bint host):
     cdef dict names = {}
-    cdef const collEntry_t* entry = collFunctions
     while entry.name is not NULL:
         if (entry.since == 0) == host:
             names[entry.name.decode()] = entry.since
@@ -108,8 +111,9 @@ cdef dict listed(bint host):
     return names
 
 
-FUNCTIONS = listed(False)               # function of NCCL -> the first version code that has it
-HOST_FUNCTIONS = tuple(listed(True))    # functions that only the host engine has
+FUNCTIONS = listed(collFunctions, False)            # function of NCCL -> the first version code that has it
+HOST_FUNCTIONS = tuple(listed(collFunctions, True))  # functions that only the host engine has
+CONFIG_FIELDS = listed(collConfigFields, False)     # field of ncclConfig_t -> the first version code that has it
 
 if collWatchForks() != 0:
     raise MemoryError("no memory to register the fork handler")
@@ -602,4 +606,5 @@ cdef int leave_group(Library library, ncclResult_t code) except -1:
 
 include "_nccl_comm.pxi"
 include "_nccl_arrays.pxi"
+include "_nccl_pool.pxi"
 include "_nccl_queue.pxi"

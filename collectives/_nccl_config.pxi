@@ -1,12 +1,16 @@
 # NCCL's versioned structs, filled from dicts for the version that is loaded.
 
-cdef size_t fill(char* base, size_t size, const collEntry_t* field, object settings, Library library, list strings,
+# NCCL keeps the addresses of some strings, commName's for one, as long as a communicator or its
+# children live: each text that was passed is kept, once.
+cdef dict texts = {}
+
+
+cdef size_t fill(char* base, size_t size, const collEntry_t* field, object settings, Library library,
                  str struct_name) except 0:
     """Set every field of a struct from ``settings``, or to "undefined"; return the struct's size.
 
     ``base``: the struct's address. The size is that of the struct in the loaded version, which ends
-    where the first newer field begins. ``strings`` gets the bytes objects that the struct points
-    to.
+    where the first newer field begins.
     """
     cdef size_t end = size
     cdef bytes text
@@ -30,7 +34,7 @@ cdef size_t fill(char* base, size_t size, const collEntry_t* field, object setti
                 (<const char**> (base + field.offset))[0] = NULL
                 if value is not None:
                     text = value.encode() if isinstance(value, str) else value
-                    strings.append(text)
+                    text = texts.setdefault(text, text)
                     (<const char**> (base + field.offset))[0] = text
             elif field.kind == c'u':
                 (<uint64_t*> (base + field.offset))[0] = 0 if value is None else index(value)
@@ -47,14 +51,11 @@ cdef size_t fill(char* base, size_t size, const collEntry_t* field, object setti
 
 @cython.internal
 cdef class _Config:
-    """An ``ncclConfig_t``; holds the strings that it points to."""
+    """An ``ncclConfig_t``."""
     cdef ncclConfig_t c
-    cdef list strings
 
     def __cinit__(self, Library library not None, settings):
-        self.strings = []
-        self.c.size = fill(<char*> &self.c, sizeof(self.c), collConfigFields, settings, library, self.strings,
-                           "ncclConfig_t")
+        self.c.size = fill(<char*> &self.c, sizeof(self.c), collConfigFields, settings, library, "ncclConfig_t")
         self.c.magic = NCCL_API_MAGIC
         self.c.version = min(library.version, NCCL_VERSION_CODE)
 
@@ -63,14 +64,11 @@ cdef class _Config:
 cdef class _CallConfig:
     """An ``ncclCollConfig_t`` for one call of a function that the library must have."""
     cdef ncclCollConfig_t c
-    cdef list strings
 
     def __cinit__(self, Library library not None, settings):
         if isinstance(settings, dict):
             settings = {"forceAlgSelection": 1, **settings}     # as in NCCL_COLLCONFIG_INITIALIZER
-        self.strings = []
-        self.c.size = fill(<char*> &self.c, sizeof(self.c), collCollConfigFields, settings, library, self.strings,
-                           "ncclCollConfig_t")
+        self.c.size = fill(<char*> &self.c, sizeof(self.c), collCollConfigFields, settings, library, "ncclCollConfig_t")
         self.c.magic = NCCL_API_MAGIC
         self.c.version = min(library.version, NCCL_VERSION_CODE)
 

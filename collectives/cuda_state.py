@@ -22,6 +22,7 @@ __all__ = [
     "capture_id",
     "has_completed",
     "is_capturing",
+    "new_comm_stream",
     "queries_allowed",
     "set_first_device",
     "set_thread_device",
@@ -30,6 +31,7 @@ __all__ = [
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+_HIGH_PRIORITY = -1  # 0 is the default; the lower the number, the higher the priority
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _state = threading.local()
 
@@ -69,6 +71,16 @@ def stream_from_address(address: int, device: torch.device):
     ``ExternalStream(0)`` would make a new one.
     """
     return torch.cuda.ExternalStream(address, device) if address else torch.cuda.default_stream(device)
+
+
+def new_comm_stream(device: torch.device):
+    """Return a new CUDA stream for communication on a device, of high priority.
+
+    The GPU starts waiting blocks of its kernels before those of streams of the default priority, so
+    that a collective begins while a kernel of the computation fills the GPU, and does not wait for
+    that kernel's last block. What runs already is not interrupted.
+    """
+    return torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
 
 
 def is_capturing(stream) -> bool:

@@ -33,6 +33,7 @@ __all__ = [
     "open_process_groups",
     "premul_sum",
     "sequence_number",
+    "storage_use_count",
     "top_saved_tensors_hooks",
     "tree_flatten",
     "tree_leaves",
@@ -97,6 +98,11 @@ def cuda_current_raw_stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """Return how many tensors and other objects share a tensor's storage."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 # ---- torch.distributed. Builds without it have none of these.
 def default_store():
     """Return the store of the default process group."""
@@ -138,7 +144,7 @@ def fsdp_collectives():
 ATTRIBUTES = {
     "torch.nn.parallel.DistributedDataParallel": (
         "_join_config", "_divide_by_initial_world_size", "_comm_hooks", "_use_python_reducer",
-        "_delay_all_reduce_params",
+        "_delay_all_reduce_params", "_ddp_init_helper",
     ),
     "torch.distributed.Reducer": ("_rebuild_buckets",),
     "torch.amp.GradScaler": ("_scale", "_per_optimizer_states", "_unscale_grads_"),

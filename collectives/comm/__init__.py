@@ -1,10 +1,12 @@
 """Communicator and its parts: engines, asynchronous work, groups, memory, algorithms, watchdog."""
 
 from .communicator import Communicator
+from .config import CommConfig, gather_config
 from .consensus import ComparedValue, all_gather_bytes, all_gather_object, verify_same
 from .engine import Engine, EngineInfo, engines, get_engine, parse_device, resolve_device
 from .liveness import RankExits, describe_exit, has_ended, publish_process, this_process
 from .malloc import allocate_with_mmap, keep_freed_memory
+from .mem_pool import use_mem_pool
 from .registration import BufferRegistrationCache, Registration
 from .waiting import RankWait, call_with_timeout, first_line, format_ranks, log_while_waiting
 from .watchdog import StatusStore, watch
@@ -12,6 +14,7 @@ from .work import Work
 
 __all__ = [
     "BufferRegistrationCache",
+    "CommConfig",
     "Communicator",
     "ComparedValue",
     "Engine",
@@ -29,6 +32,7 @@ __all__ = [
     "engines",
     "first_line",
     "format_ranks",
+    "gather_config",
     "get_engine",
     "has_ended",
     "keep_freed_memory",
@@ -37,6 +41,7 @@ __all__ = [
     "publish_process",
     "resolve_device",
     "this_process",
+    "use_mem_pool",
     "verify_same",
     "watch",
 ]

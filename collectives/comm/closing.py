@@ -19,7 +19,7 @@ from .memory import free_dropped
 from .multinode.comm import NoFastPath
 from .watchdog import unwatch
 
-__all__ = ["abort", "abort_with_error", "call_all", "close", "leave", "refuse_in_capture"]
+__all__ = ["abort", "abort_with_error", "call_all", "close", "end_registration", "leave", "refuse_in_capture"]
 
 _ABORT_SECONDS = 1.0  # how long abort() waits for its queue, which fails what is in it at once
 
@@ -153,10 +153,18 @@ def _free(comm, native) -> None:
 
     Raise the first error after all of them were freed.
     """
-    steps = [partial(native.deregister, registration.handle) for registration in comm._registrations]
+    steps = [partial(end_registration, native, registration) for registration in comm._registrations]
     if comm._algorithms is not None:
         steps.append(comm._algorithms.close)
     call_all([*steps, native.destroy, comm._registrations.clear])
+
+
+def end_registration(native, registration) -> None:
+    """Deregister memory from a binding object, as what it was registered."""
+    if registration.kind == "window":
+        native.window_deregister(registration.handle)
+    elif registration.kind == "buffer":
+        native.deregister(registration.handle)
 
 
 def call_all(functions) -> None:

@@ -20,13 +20,13 @@ from .algorithms.executor import AlgorithmExecutor
 from .algorithms.policy import Policy, use_policy
 from .arguments import parse_timeout
 from .barrier import barrier
+from .config import CommConfig, parse_config
 from .cuda_queue import CudaQueue
 from .engine import Engine
 from .group import Group
 from .host_queue import HostQueue
 from .lifetime import ClosedHandle, open_comms
-from .memory import allocate
-from .registration import Registration, deregister, register
+from .registration import CommMemory, Registration
 from .watchdog import watch, watch_child
 from .work import Work
 
@@ -35,7 +35,7 @@ __all__ = ["Communicator"]
 _NO_GUARD = contextlib.nullcontext()
 
 
-class Communicator:
+class Communicator(CommMemory):
     """A set of ranks that call the same operations in the same order.
 
     `engine`: from `collectives.comm.engine.get_engine`; `unique_id`: 128 bytes, the same on all
@@ -57,19 +57,21 @@ class Communicator:
     "direct", not in groups; None: what `collectives.tune` found best, or COLLECTIVES_ALGORITHM's,
     else native. `deterministic`: these reduce in rank order, so that the bits depend on the arrays
     alone: native or direct on the host, direct on NCCL; the same on all ranks; children inherit it.
+    `config`: a `CommConfig` or a dict of its fields, which children inherit; the same on all ranks.
     """
 
     def __init__(
         self, engine: Engine, unique_id: bytes, rank: int, size: int, *,
         device, local_rank: int = 0, local_size: int | None = None, timeout: float | None = 1800.0, peers=None,
-        deterministic: bool = False, native=None,
+        deterministic: bool = False, config: CommConfig | dict | None = None, native=None,
     ):  # fmt: skip
-        native, device = opening.open_native(engine, unique_id, rank, size, device, native)
-        self._initialize(native, engine, device, local_rank, local_size, timeout, Policy(False, 0, {}, {}), peers)
+        config, policy = parse_config(config), Policy(False, 0, {}, {})
+        native, device = opening.open_native(engine, unique_id, rank, size, device, config, native)
+        self._initialize(native, engine, device, local_rank, local_size, timeout, policy, config, peers)
         opening.agree(self, bool(deterministic))
 
-    def _initialize(self, native, engine, device, local_rank, local_size, timeout, policy, peers=None):
-        self.engine, self.device, self.peers = engine, device, peers
+    def _initialize(self, native, engine, device, local_rank, local_size, timeout, policy, config, peers=None):
+        self.engine, self.device, self.config, self.peers = engine, device, config, peers
         self.rank, self.size = native.rank, native.size
         self._native = native
         self._on_host = engine.device_type == "cpu"
@@ -251,50 +253,22 @@ class Communicator:
         """
         return Group(self)
 
-    def split(self, color: int | None, key: int | None = None) -> Communicator | None:
+    def split(self, color: int | None, key: int | None = None, *, config=None) -> Communicator | None:
         """Make one communicator for each color; `key` orders its ranks (None: as in this one).
 
-        All ranks call it; a rank with the color None or -1 gets None. C: ncclCommSplit (NCCL 2.18).
+        All ranks call it; a rank with the color None or -1 gets None. `config`: a `CommConfig` or a
+        dict, the same on all ranks of a color and None on all or none; what it leaves out is this
+        communicator's. Raises `Mismatch` where it differs. C: ncclCommSplit (NCCL 2.18).
         """
-        return _open_child(self, *opening.split(self, color, key))
+        return _open_child(self, *opening.split(self, color, key, config))
 
-    def shrink(self, exclude, *, abort: bool = False) -> Communicator:
+    def shrink(self, exclude, *, abort: bool = False, config=None) -> Communicator:
         """Make a communicator without the ranks in `exclude`; all others call it, and those don't.
 
-        `abort`: abort what is in flight first, as it must be where an excluded rank died.
-        C: ncclCommShrink (NCCL 2.27).
+        `abort`: abort what is in flight first, as it must be where an excluded rank died. `config`:
+        as in `split`, but not compared. C: ncclCommShrink (NCCL 2.27).
         """
-        return _open_child(self, *opening.shrink(self, exclude, abort))
-
-    def empty(self, n: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Allocate a tensor of `n` elements in memory that the engine uses with no staging copy.
-
-        A local call. `dtype` None: torch's default. The contents are undefined. The memory lives as
-        long as a tensor views it, also after `close()`. On the host it is freed then. On CUDA it is
-        freed by the next `empty` or `close()` of this process, which wait for the GPU first. On the
-        host the other ranks share it. A forked child (a DataLoader's worker) can't change the
-        parent's contents, and sees what the parent writes later to pages that the child has not
-        written: the memory is no snapshot for it. C: ncclMemAlloc (NCCL 2.19).
-        """
-        return allocate(self, n, dtype)
-
-    def register(self, array) -> Registration:
-        """Register an array's memory, so that the engine may use it with no staging copy.
-
-        The array is held alive until `deregister` or `close()`. A local call, and no other thread
-        may write to the array meanwhile. On the host the allocation becomes shared memory at its
-        address where that can be done (the result's `zero_copy`). C: ncclCommRegister (NCCL 2.19).
-        """
-        return register(self, array)
-
-    def deregister(self, registration: Registration) -> None:
-        """End a registration; no operation that uses the array may be in flight.
-
-        C: ncclCommDeregister. On the host `InvalidUsage` is raised while asynchronous operations
-        are in flight: the peers may use the array's memory, which becomes this process's own again.
-        On CUDA it waits for the GPU.
-        """
-        deregister(self, registration)
+        return _open_child(self, *opening.shrink(self, exclude, abort, config))
 
     def abort(self) -> None:
         """End everything in flight on this rank, from any thread, and close: waits raise `Aborted`.
@@ -337,11 +311,11 @@ class Communicator:
         return torch.cuda.device(self.device)
 
 
-def _open_child(comm: Communicator, native, name: str) -> Communicator | None:
+def _open_child(comm: Communicator, native, name: str, config: CommConfig) -> Communicator | None:
     """Make the communicator of a binding object that `split` or `shrink` has returned."""
     if native is None:
         return None
     child = Communicator.__new__(Communicator)
-    child._initialize(native, *opening.inherit(comm, native))
+    child._initialize(native, *opening.inherit(comm, native, config))
     watch_child(child, comm, name)
     return child

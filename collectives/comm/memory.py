@@ -1,4 +1,7 @@
-"""Memory that an engine uses with no staging copy (ncclMemAlloc), as torch tensors that free it."""
+"""Memory that an engine uses with no staging copy (ncclMemAlloc), as torch tensors that free it.
+
+On CUDA an allocation takes at least 2 MiB, so small tensors share blocks of that size.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import sys
+import threading
 import weakref
 from collections import deque
 
@@ -15,7 +19,11 @@ from ..cuda_state import is_capturing
 from ..errors import CollectivesError
 from .arguments import parse_allocation
 
-__all__ = ["allocate", "allocation_of", "free_dropped", "storage_of"]
+__all__ = ["allocate", "allocation_of", "free_dropped", "is_window_memory", "storage_of"]
+
+_BLOCK_BYTES = 2 << 20  # what ncclMemAlloc takes at least on CUDA
+_SHARED_BELOW = 1 << 20  # bytes of a tensor; a larger one has an allocation of its own
+_ALIGNMENT = 512  # of a tensor in a shared block, as of torch's own
 
 
 def storage_of(array):
@@ -33,8 +41,8 @@ def allocation_of(array, ptr: int, nbytes: int) -> tuple[int, int]:
     return ptr, nbytes
 
 
-class _CudaBlock:
-    """CUDA allocation as torch reads it.
+class _CudaArray:
+    """CUDA memory as torch reads it.
 
     Torch keeps this object alive as long as a tensor views the memory.
     """
@@ -45,8 +53,88 @@ class _CudaBlock:
         }  # fmt: skip
 
 
-def allocate(comm, n: int, dtype: torch.dtype | None) -> torch.Tensor:
-    """Allocate a tensor of `n` elements by ``ncclMemAlloc``; see `Communicator.empty`.
+class _SharedBlock:
+    """An allocation of ``ncclMemAlloc`` on CUDA that small tensors share."""
+
+    def __init__(self, ptr: int):
+        self.ptr = ptr
+        self._free = [(0, _BLOCK_BYTES)]  # (begin, end) in bytes, in order, none next to another
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no tensor has a part of it."""
+        return self._free == [(0, _BLOCK_BYTES)]
+
+    def take(self, nbytes: int) -> int | None:
+        """Take the first free part of so many bytes; return its address, None where there is none."""
+        for number, (begin, end) in enumerate(self._free):
+            if end - begin >= nbytes:
+                self._free[number : number + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
+                return self.ptr + begin
+        return None
+
+    def give_back(self, ptr: int, nbytes: int) -> None:
+        """Give a part back, of the size with which it was taken."""
+        merged = []
+        for begin, end in sorted([*self._free, (ptr - self.ptr, ptr - self.ptr + nbytes)]):
+            if merged and merged[-1][1] == begin:
+                merged[-1] = merged[-1][0], end
+            else:
+                merged.append((begin, end))
+        self._free = merged
+
+
+class _SharedBlocks:
+    """The shared blocks of this process, by library and device."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._blocks: dict[tuple, list[_SharedBlock]] = {}
+
+    def take(self, library, device: torch.device, nbytes: int) -> tuple[int, _SharedBlock]:
+        """Return the address of a part, and its block; the device is the current one."""
+        with self._lock:
+            blocks = self._blocks.setdefault((library, device), [])
+            for block in blocks:
+                ptr = block.take(nbytes)
+                if ptr is not None:
+                    return ptr, block
+            block = _SharedBlock(library.mem_alloc(_BLOCK_BYTES))
+            blocks.append(block)
+            return block.take(nbytes), block
+
+    def give_back(self, library, device: torch.device, part: tuple[int, int, _SharedBlock]) -> None:
+        """Give back a part that nothing uses any more; a block without parts is freed."""
+        ptr, nbytes, block = part
+        with self._lock:
+            block.give_back(ptr, nbytes)
+            if block.is_empty:
+                self._blocks[library, device].remove(block)
+                _free(library, block.ptr)
+
+
+_shared_blocks = _SharedBlocks()
+
+
+def _after_fork() -> None:
+    """Leave the parent's blocks to it, with a lock that another thread of it may hold."""
+    global _shared_blocks
+    _shared_blocks = _SharedBlocks()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+# Addresses of allocations that were made for `register_window`.
+_window_memory: set[int] = set()
+
+
+def is_window_memory(ptr: int) -> bool:
+    """Return whether an allocation was made for `register_window`."""
+    return ptr in _window_memory
+
+
+def allocate(comm, n: int, dtype: torch.dtype | None, window: bool) -> torch.Tensor:
+    """Allocate a tensor of `n` elements by ``ncclMemAlloc``; see `CommMemory.empty`.
 
     On the host it is freed with the last tensor that views it, on CUDA by the next `free_dropped`.
     """
@@ -57,32 +145,41 @@ def allocate(comm, n: int, dtype: torch.dtype | None) -> torch.Tensor:
     if not nbytes:
         return torch.empty(n, dtype=dtype, device=device)
     if device.type == "cpu":
-        ptr = library.mem_alloc(nbytes)
-        block = (ctypes.c_char * nbytes).from_address(ptr)
-        _free_with(block, library, ptr, None)
-        return torch.frombuffer(block, dtype=dtype)
-    with torch.cuda.device(device):
-        free_dropped()
-        ptr = library.mem_alloc(nbytes)
-    block = _CudaBlock(ptr, nbytes)
-    _free_with(block, library, ptr, device)
-    return torch.as_tensor(block, device=device).view(dtype)
-
-
-def _free_with(block, library, ptr: int, device: torch.device | None) -> None:
-    """Free memory when an object is freed: at once on the host, by `free_dropped` on CUDA."""
+        ptr, part = library.mem_alloc(nbytes), None
+        array = (ctypes.c_char * nbytes).from_address(ptr)
+    else:
+        with torch.cuda.device(device):
+            free_dropped()
+            ptr, part = _allocate_on_cuda(library, device, nbytes, window)
+        array = _CudaArray(ptr, nbytes)
+    if window:
+        _window_memory.add(ptr)
     # Not at interpreter exit: tensors may still be in use by then, and the system takes the memory
     # back anyway.
-    weakref.finalize(block, _drop, library, ptr, device, os.getpid()).atexit = False
+    weakref.finalize(array, _drop, library, ptr, device, part, os.getpid()).atexit = False
+    if device.type == "cpu":
+        return torch.frombuffer(array, dtype=dtype)
+    return torch.as_tensor(array, device=device).view(dtype)
 
 
-def _drop(library, ptr: int, device: torch.device | None, owner: int) -> None:
+def _allocate_on_cuda(library, device: torch.device, nbytes: int, window: bool):
+    """Return an address and, where it is part of a shared block, (address, bytes, block)."""
+    if window or nbytes >= _SHARED_BELOW:
+        return library.mem_alloc(nbytes), None
+    rounded = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    ptr, block = _shared_blocks.take(library, device, rounded)
+    return ptr, (ptr, rounded, block)
+
+
+def _drop(library, ptr: int, device: torch.device, part, owner: int) -> None:
+    """Free memory that no tensor views any more: at once on the host, by `free_dropped` on CUDA."""
     if os.getpid() != owner:  # a forked child has the mapping, but the parent owns the memory
         return
-    if device is None:
+    _window_memory.discard(ptr)
+    if device.type == "cpu":
         _free(library, ptr)
     else:
-        _dropped.append((library, ptr, device))
+        _dropped.append((library, ptr, device, part))
 
 
 def _free(library, ptr: int) -> None:
@@ -111,11 +208,14 @@ def free_dropped() -> None:
         while True:
             blocks.append(_dropped.popleft())
     try:
-        for device in {device for _, _, device in blocks}:
+        for device in {device for _, _, device, _ in blocks}:
             torch.cuda.synchronize(device)
     except RuntimeError:
         _dropped.extend(blocks)
         raise
-    for library, ptr, device in blocks:
+    for library, ptr, device, part in blocks:
         with torch.cuda.device(device):
-            _free(library, ptr)
+            if part is None:
+                _free(library, ptr)
+            else:
+                _shared_blocks.give_back(library, device, part)

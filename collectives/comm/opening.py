@@ -8,10 +8,12 @@ import torch
 
 from .._nccl import SHRINK_ABORT, ArrayCalls, Comm
 from ..environment import check_variables
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, Mismatch
 from ..torch_compat import cuda_get_device
 from .algorithms.policy import agree_on_policy, use_policy
 from .arguments import invalid, parse_int, parse_rank, parse_size
+from .config import CommConfig, merge_config, order_launches, parse_config, to_nccl
+from .consensus import all_gather_object
 from .engine import Engine, resolve_device
 from .group import open_groups
 from .multinode.comm import MultiNodeComm, NoFastPath
@@ -20,7 +22,7 @@ from .multinode.topology import group_ranks_by_node
 __all__ = ["agree", "inherit", "open_array_calls", "open_native", "ranks_by_node", "shrink", "split"]
 
 
-def open_native(engine, unique_id: bytes, rank: int, size: int, device, native):
+def open_native(engine, unique_id: bytes, rank: int, size: int, device, config: CommConfig, native):
     """Return the binding object, the one that is given or a new one, and the device; see
     `Communicator`. A new one blocks until all ranks have come.
     """
@@ -31,10 +33,12 @@ def open_native(engine, unique_id: bytes, rank: int, size: int, device, native):
     check_variables()
     device = resolve_device(engine, device)
     if native is None and device.type == "cuda":
-        config = {"blocking": 1} if engine.library.has("ncclCommInitRankConfig") else None
+        library = engine.library
+        settings = to_nccl(config, library) if config.given() or library.has("ncclCommInitRankConfig") else None
+        order_launches(library)
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # creates torch's CUDA context, which NCCL then uses
-            native = engine.library.comm_init_rank(size, unique_id, rank, config=config)
+            native = library.comm_init_rank(size, unique_id, rank, config=settings)
     elif native is None:
         native = engine.library.comm_init_rank(size, unique_id, rank)
     return native, device
@@ -70,30 +74,58 @@ def ranks_by_node(comm) -> tuple[tuple[int, ...], ...] | None:
 # ---- Children.
 
 
-def split(comm, color: int | None, key: int | None):
-    """Return the binding object of this rank's part, None where it has none, and the part's name."""
+def split(comm, color: int | None, key: int | None, config):
+    """Return this rank's part: its binding object, None where it has none, its name, its config."""
     color = -1 if color is None else parse_int(comm, color, "color", -1, "split", 2**31)
     key = comm.rank if key is None else parse_int(comm, key, "key", -(2**31), "split", 2**31)
+    merged, settings = _child_config(comm, config)
+    if config is not None:
+        comm._check_open("split")
+        _compare_configs(comm, color, merged)
     with comm._device_guard():
-        native = comm._native.split(color, key)
+        native = comm._native.split(color, key, config=settings)
     comm._child_count += 1
-    return native, f"split{comm._child_count}/{color}"
+    return native, f"split{comm._child_count}/{color}", merged
 
 
-def shrink(comm, exclude, abort: bool):
-    """Return the binding object of the ranks that are left, and its name."""
+def _child_config(comm, config) -> tuple[CommConfig, dict | None]:
+    """Return the config of a communicator's child, and what its binding call takes: None to inherit."""
+    if config is None:
+        return comm.config, None
+    merged = merge_config(comm.config, parse_config(config))
+    return merged, None if comm._on_host else to_nccl(merged, comm.engine.library)
+
+
+def _compare_configs(comm, color: int, config: CommConfig) -> None:
+    """Raise `Mismatch` unless the ranks of each color give the same config; blocks.
+
+    Before the split: NCCL's ranks that differ may hang while they connect.
+    """
+    values = all_gather_object(comm, [color, config.given()])
+    others = [rank for rank, value in enumerate(values) if value[0] == color and value[1] != config.given()]
+    if others and color >= 0:
+        raise Mismatch(
+            f"config={config!r} here, and not on rank {', '.join(map(str, others))}: it must be the same on all ranks "
+            f"of color {color}",
+            op="split", rank=comm.rank, peers=others,
+        )  # fmt: skip
+
+
+def shrink(comm, exclude, abort: bool, config):
+    """Return the communicator of the ranks that are left: its binding object, its name, its config."""
     excluded = sorted({parse_rank(r, comm.size, "exclude", rank=comm.rank, name="shrink") for r in exclude})
     if comm.rank in excluded:
         raise invalid(comm, "shrink", f"rank {comm.rank} is to be left out, so it must not call shrink")
+    merged, settings = _child_config(comm, config)
     if abort and comm._algorithms is not None:
         comm._algorithms.abort()
     with comm._device_guard():
-        native = comm._native.shrink(excluded, flags=SHRINK_ABORT if abort else 0)
+        native = comm._native.shrink(excluded, flags=SHRINK_ABORT if abort else 0, config=settings)
     comm._child_count += 1
-    return native, f"shrink{comm._child_count}"
+    return native, f"shrink{comm._child_count}", merged
 
 
-def inherit(comm, native) -> tuple:
+def inherit(comm, native, config: CommConfig) -> tuple:
     """Return what `Communicator._initialize` takes for a communicator's child, after `native`."""
     engine, peers = comm.engine, None
     if isinstance(native, MultiNodeComm):
@@ -103,4 +135,4 @@ def inherit(comm, native) -> tuple:
         engine = engine if native.library is engine.library else replace(engine, library=native.library)
     else:  # NCCL's ranks keep the local rank that the launcher gave
         local_rank, local_size = comm.local_rank, comm.local_size
-    return engine, comm.device, local_rank, local_size, comm.timeout, comm._policy, peers
+    return engine, comm.device, local_rank, local_size, comm.timeout, comm._policy, config, peers

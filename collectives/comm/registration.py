@@ -1,57 +1,138 @@
-"""Registration of arrays, so that an engine needs no staging copy (ncclCommRegister)."""
+"""Registration of arrays, so that an engine needs no staging copy (ncclCommRegister and windows)."""
 
 from __future__ import annotations
 
 import weakref
+from threading import get_ident
 
 import torch
 
+from ..cuda_state import is_capturing
 from ..errors import InvalidUsage
 from .arguments import invalid
-from .closing import refuse_in_capture
+from .closing import end_registration, refuse_in_capture
+from .consensus import verify_same
+from .group import open_groups
 from .malloc import MIN_SHARED_BYTES
-from .memory import allocation_of, storage_of
+from .mem_pool import is_pooled, missing_pool_reason
+from .memory import allocate, allocation_of, is_window_memory, storage_of
 
-__all__ = ["BufferRegistrationCache", "Registration", "deregister", "register"]
+__all__ = ["BufferRegistrationCache", "CommMemory", "Registration"]
 
 _MAX_ABSENT_ROUNDS = 3  # rounds without a buffer after which its registration ends
+_WIN_COLL_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC: the ranks use the same offset in it
 
 
 class Registration:
-    """A registered array, held alive until it is deregistered. Made by `Communicator.register()`.
+    """A registered array, held alive until it is deregistered. Made by `Communicator.register()`
+    and `Communicator.register_window()`.
 
     `zero_copy`: whether the engine uses the array in place. On the host that needs memory that can
     be shared: of `Communicator.empty()`, or an allocation so large that malloc gave it a mapping of
-    its own; an array in malloc's heap is staged. NCCL decides for each operation: None.
+    its own; an array in malloc's heap is staged. NCCL decides for each operation: None. `kind`:
+    "buffer" (ncclCommRegister), "window" (ncclCommWindowRegister, symmetric), or None where the
+    library has neither and nothing is registered.
     """
 
-    __slots__ = ("_storage", "array", "handle", "nbytes", "zero_copy")
+    __slots__ = ("_storage", "address", "array", "handle", "kind", "nbytes", "zero_copy")
 
-    def __init__(self, array, handle: int, nbytes: int, zero_copy: bool | None):
+    def __init__(self, array, address: int, nbytes: int, handle: int, kind: str | None, zero_copy: bool | None):
         self.array = array
         self._storage = storage_of(array)
-        self.handle = handle
+        self.address = address
         self.nbytes = nbytes
+        self.handle = handle
+        self.kind = kind
         self.zero_copy = zero_copy
 
     def __repr__(self):
         how = {True: ", used in place", False: ", staged", None: ""}[self.zero_copy]
-        return f"<Registration of {self.nbytes} bytes{how}>"
+        return f"<Registration of {self.nbytes} bytes{f' as {self.kind}' if self.kind else ''}{how}>"
 
 
-def register(comm, array) -> Registration:
-    """Register an array's allocation with a communicator; see `Communicator.register`."""
-    buffer = comm._reader.read(array, "register", writes=True)
-    with comm._device_guard():
-        handle = comm._native.register(*allocation_of(array, buffer.ptr, buffer.nbytes))
+class CommMemory:
+    """The memory of a communicator: what it allocates and registers. Base of `Communicator`."""
+
+    def empty(self, n: int, dtype: torch.dtype | None = None, *, window: bool = False) -> torch.Tensor:
+        """Allocate a tensor of `n` elements in memory that the engine uses with no staging copy.
+
+        A local call. `dtype` None: torch's default. The contents are undefined. The memory lives as
+        long as a tensor views it, also after `close()`. On the host it is freed then. On CUDA it is
+        freed by the next `empty` or `close()` of this process, which wait for the GPU first. An
+        allocation takes at least 2 MiB on CUDA: tensors below 1 MiB share such blocks, at addresses
+        that are multiples of 512. `window`: the tensor has an allocation of its own, whatever its
+        size, as `register_window` needs. On the host the other ranks share the memory. A forked
+        child (a DataLoader's worker) can't change the parent's contents, and sees what the parent
+        writes later to pages that the child has not written: the memory is no snapshot for it. C:
+        ncclMemAlloc (NCCL 2.19).
+        """
+        return allocate(self, n, dtype, bool(window))
+
+    def register(self, array) -> Registration:
+        """Register an array's memory, so that the engine may use it with no staging copy.
+
+        The array is held alive until `deregister` or `close()`. A local call, and no other thread
+        may write to the array meanwhile. On the host the allocation becomes shared memory at its
+        address where that can be done (the result's `zero_copy`). C: ncclCommRegister (NCCL 2.19).
+        """
+        buffer = self._reader.read(array, "register", writes=True)
+        place = allocation_of(array, buffer.ptr, buffer.nbytes)
+        with self._device_guard():
+            handle = self._native.register(*place)
+        return _add(self, array, buffer, place[0], handle, "buffer")
+
+    def register_window(self, tensor: torch.Tensor) -> Registration:
+        """Register a tensor's memory as a symmetric window, which all ranks' kernels and copy engines
+        can address.
+
+        A collective, which blocks: all ranks call it with memory of one size. `tensor`: from
+        ``empty(n, dtype, window=True)``; all of its allocation becomes the window, once for each
+        communicator. The tensors of an operation must begin at the same offset in it on all ranks.
+        The tensor is held alive until `deregister` or `close()`. Raises `Mismatch` where the sizes
+        differ. Where the library has no windows the memory is registered as by `register`, and
+        where it has neither it is not; the result's `kind` says which. The host engine registers as
+        `register` does. C: ncclCommWindowRegister (NCCL 2.27).
+        """
+        self._check_open("register_window")
+        buffer = self._reader.read(tensor, "register_window", writes=True)
+        if open_groups and get_ident() in open_groups:
+            raise InvalidUsage("a window can't be registered in a group", op="register_window", rank=self.rank)
+        refuse_in_capture(self, "register_window")
+        place = address, nbytes = allocation_of(tensor, buffer.ptr, buffer.nbytes)
+        if not is_window_memory(address):
+            raise invalid(
+                self, "register_window", "a window's memory comes from empty(n, dtype, window=True), and this doesn't"
+            )
+        if any(known.address == address for known in self._registrations):
+            raise invalid(self, "register_window", "this memory is registered with this communicator already")
+        verify_same(self, "the ranks' windows differ", {"bytes": nbytes}, "give them one size", op="register_window")
+        library, handle, kind = self.engine.library, 0, None
+        with self._device_guard():
+            if not self._on_host and library.has("ncclCommWindowRegister"):
+                handle, kind = self._native.window_register(*place, _WIN_COLL_SYMMETRIC), "window"
+            elif self._on_host or library.has("ncclCommRegister"):
+                handle, kind = self._native.register(*place), "buffer"
+        # NCCL gives no window where its variables turn registration off.
+        return _add(self, tensor, buffer, address, handle, kind if handle else None)
+
+    def deregister(self, registration: Registration) -> None:
+        """End a registration; no operation that uses the array may be in flight, on any rank.
+
+        A local call. C: ncclCommDeregister, ncclCommWindowDeregister. On the host `InvalidUsage` is
+        raised while asynchronous operations are in flight: the peers may use the array's memory,
+        which becomes this process's own again. On CUDA it waits for the GPU.
+        """
+        _deregister(self, registration)
+
+
+def _add(comm, array, buffer, address: int, handle: int, kind: str | None) -> Registration:
     shared = comm.engine.library.memory_shared(buffer.ptr, buffer.nbytes) if comm._on_host else None
-    registration = Registration(array, handle, buffer.nbytes, shared)
+    registration = Registration(array, address, buffer.nbytes, handle, kind, shared)
     comm._registrations.add(registration)
     return registration
 
 
-def deregister(comm, registration: Registration) -> None:
-    """End a registration of a communicator's; see `Communicator.deregister`."""
+def _deregister(comm, registration: Registration) -> None:
     if registration not in comm._registrations:
         raise invalid(comm, "deregister", f"{registration!r} isn't one of this communicator's, or ended before")
     if registration.zero_copy and comm._queue.busy():
@@ -63,7 +144,7 @@ def deregister(comm, registration: Registration) -> None:
     with comm._device_guard():
         if not comm._on_host:
             torch.cuda.synchronize(comm.device)
-        comm._native.deregister(registration.handle)
+        end_registration(comm._native, registration)
     comm._registrations.discard(registration)
 
 
@@ -85,7 +166,8 @@ class BufferRegistrationCache:
     A buffer is registered when it is observed for the second time: DDP frees its first buckets
     after one backward, and later ones keep their addresses. A registration holds the buffer's
     memory until the buffer is absent for some rounds, or its `owner` (a parameter) or the cache is
-    freed. Host engine only.
+    freed. On the host a buffer is registered if it can be shared, on CUDA if it lies in a
+    `mem_pool`.
     """
 
     def __init__(self):
@@ -106,9 +188,15 @@ class BufferRegistrationCache:
                 _end(self._entries, key, entry.registration)
 
     def describe(self) -> str:
-        """Return how many of the buffers that came back are shared, in words."""
-        shared = [e.registration is not None for e in list(self._entries.values()) if e.comm is not None]
-        return f"{sum(shared)} of {len(shared)} buckets shared" if shared else "no bucket has come back yet"
+        """Return how many of the buffers that came back are shared, or registered, in words."""
+        entries = [entry for entry in list(self._entries.values()) if entry.comm is not None]
+        if not entries:
+            return "no bucket has come back yet"
+        count = f"{sum(entry.registration is not None for entry in entries)} of {len(entries)} buckets"
+        if entries[0].comm._on_host:
+            return f"{count} shared"
+        reason = missing_pool_reason()
+        return f"{count} registered" + (f" ({reason})" if reason else "")
 
     def observe(self, comm, buffer: torch.Tensor, owner) -> None:
         """Register a buffer that was observed in an earlier round. A local call.
@@ -129,14 +217,25 @@ class BufferRegistrationCache:
             return
         if entry.comm is None and entry.last_round != self._round:
             entry.comm = comm
-            registration = comm.register(buffer)
-            if registration.zero_copy:
+            registration = _register_in_place(comm, buffer)
+            if registration is not None:
                 entry.registration = registration
                 entry.finalizer = weakref.finalize(owner(), _end, self._entries, key, registration)
                 entry.finalizer.atexit = False
-            else:
-                comm.deregister(registration)  # a staged buffer has no use for it
         entry.last_round = self._round
+
+
+def _register_in_place(comm, buffer: torch.Tensor) -> Registration | None:
+    """Register a buffer that another library allocated; None where that has no use."""
+    if not comm._on_host:
+        if not is_pooled(buffer) or not comm.engine.library.has("ncclCommRegister"):
+            return None
+        return comm.register(buffer)
+    registration = comm.register(buffer)
+    if registration.zero_copy:
+        return registration
+    comm.deregister(registration)  # a staged buffer has no use for it
+    return None
 
 
 def _end_all(entries: dict) -> None:
@@ -150,10 +249,15 @@ def _end(entries: dict, key, registration) -> None:
     if entry is None or entry.registration is not registration:
         return
     comm, finalizer = entry.comm, entry.finalizer
-    if registration is not None and not comm.closed and not comm._queue.all_ended():
+    if registration is not None and not comm.closed and (not comm._queue.all_ended() or _captures(comm)):
         return  # peers may use it, too: a later round ends it, or close()
     del entries[key]
     if finalizer is not None:
         finalizer.detach()  # it holds the registration, and so the memory, as long as the owner lives
     if registration is not None and registration in comm._registrations and not comm.closed:
         comm.deregister(registration)
+
+
+def _captures(comm) -> bool:
+    """Return whether a CUDA graph is being captured, in which nothing can be deregistered."""
+    return not comm._on_host and is_capturing(None)

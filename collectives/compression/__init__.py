@@ -1,20 +1,26 @@
 """Compressors of gradient buckets: fp32, 16 and 8 bits with error feedback, PowerSGD, hierarchical."""
 
-from .base import Compressor, NoCompression, has_fused_stats, parse_wire, reduce_op, remaining_scale, ring_bytes
+from .averaging import ReductionPlan, all_reduce_average, plan_average, plan_division, plan_reduction
+from .base import Compressor, NoCompression, has_fused_stats, parse_wire, ring_bytes
 from .bucket import Bucket, Scaling
 from .by_name import make_compressor
-from .grad_stats import add_grad_stats
+from .grad_stats import add_grad_stats, add_statistics, get_statistics
 
 __all__ = [
     "Bucket",
     "Compressor",
     "NoCompression",
+    "ReductionPlan",
     "Scaling",
     "add_grad_stats",
+    "add_statistics",
+    "all_reduce_average",
+    "get_statistics",
     "has_fused_stats",
     "make_compressor",
     "parse_wire",
-    "reduce_op",
-    "remaining_scale",
+    "plan_average",
+    "plan_division",
+    "plan_reduction",
     "ring_bytes",
 ]

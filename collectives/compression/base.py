@@ -15,6 +15,7 @@ import torch
 
 from ..errors import InvalidArgument
 from ..layout import WIRE_FORMATS
+from .averaging import plan_reduction
 from .bucket import Bucket, Scaling
 from .grad_stats import add_grad_stats
 
@@ -23,8 +24,6 @@ __all__ = [
     "NoCompression",
     "has_fused_stats",
     "parse_wire",
-    "reduce_op",
-    "remaining_scale",
     "ring_bytes",
 ]
 
@@ -115,66 +114,50 @@ class NoCompression(Compressor):
         return self.algorithm
 
     def reduce(self, comm, bucket, scaling, *, grad_stats=None):
-        flat, op, algorithm = bucket.flat, reduce_op(scaling, comm.size), self.choose_algorithm(comm)
-        scale = remaining_scale(scaling, comm.size)
-        found = grad_stats if grad_stats is None or scale == 1.0 else torch.zeros_like(grad_stats)
+        flat, algorithm = bucket.flat, self.choose_algorithm(comm)
+        plan = plan_reduction(comm, scaling, flat.dtype, algorithm)
+        plan.before(flat)
         if grad_stats is None:
-            comm.all_reduce(flat, op, algorithm=algorithm)
+            comm.all_reduce(flat, plan.op, algorithm=algorithm)
+            plan.after(flat)
         elif has_fused_stats(comm, algorithm):
-            comm.all_reduce(flat, op, share=found)
+            found = _before_factors(plan, grad_stats)
+            comm.all_reduce(flat, plan.op, share=found)
+            plan.after(flat)
+            _add_scaled(found, plan, grad_stats)
         else:
+            comm.all_reduce(flat, plan.op, algorithm=algorithm)
+            plan.after(flat)
             shard_numel = flat.numel() // comm.size // 16 * 16
-            self._reduce_scatter(comm, flat, op, shard_numel, found)
-            if shard_numel:
-                own = flat[comm.rank * shard_numel : (comm.rank + 1) * shard_numel]
-                comm.all_gather(flat[: comm.size * shard_numel], own, algorithm=algorithm)
-        _rescale(flat, scale, found, grad_stats)
+            self._add_own_stats(comm, flat, shard_numel, grad_stats)
         return ring_bytes(flat, comm.size, 2)
 
     def reduce_scatter(self, comm, bucket, scaling, shard_numel, *, grad_stats=None):
-        flat, op = bucket.flat, reduce_op(scaling, comm.size)
-        scale = remaining_scale(scaling, comm.size)
-        found = grad_stats if grad_stats is None or scale == 1.0 else torch.zeros_like(grad_stats)
-        self._reduce_scatter(comm, flat, op, shard_numel, found)
+        flat, algorithm = bucket.flat, self.choose_algorithm(comm)
+        plan = plan_reduction(comm, scaling, flat.dtype, algorithm)
+        plan.before(flat)
+        fused = grad_stats is not None and has_fused_stats(comm, algorithm)
+        found = _before_factors(plan, grad_stats) if fused else None
+        options = {"share": found} if fused else {"algorithm": algorithm}
         own = flat[comm.rank * shard_numel : (comm.rank + 1) * shard_numel]
-        remainder = flat[comm.size * shard_numel :]
-        for part in (own, remainder):
-            _rescale(part, scale, None, None)
-        if found is not grad_stats:
-            _rescale(flat[:0], scale, found, grad_stats)
-        sharded = flat[: comm.size * shard_numel]
+        sharded, remainder = flat[: comm.size * shard_numel], flat[comm.size * shard_numel :]
+        if shard_numel:
+            comm.reduce_scatter(own, sharded, plan.op, **options)
+            plan.after(own)
+        if remainder.numel():
+            comm.all_reduce(remainder, plan.op, **options)
+            plan.after(remainder)
+        if fused:
+            _add_scaled(found, plan, grad_stats)
+        elif grad_stats is not None:
+            self._add_own_stats(comm, flat, shard_numel, grad_stats)
         return ring_bytes(sharded, comm.size, 1) + ring_bytes(remainder, comm.size, 2)
 
-    def _reduce_scatter(self, comm, flat, op, shard_numel, grad_stats):
-        """Reduce shards and remainder, without `remaining_scale`, and add to `grad_stats`."""
-        algorithm = self.choose_algorithm(comm)
-        fused = grad_stats is not None and has_fused_stats(comm, algorithm)
-        options = {"share": grad_stats} if fused else {"algorithm": algorithm}
-        own = flat[comm.rank * shard_numel : (comm.rank + 1) * shard_numel]
-        remainder = flat[comm.size * shard_numel :]
-        if shard_numel:
-            comm.reduce_scatter(own, flat[: comm.size * shard_numel], op, **options)
-        if remainder.numel():
-            comm.all_reduce(remainder, op, **options)
-        if grad_stats is not None and not fused:
-            add_grad_stats(own, grad_stats)
-            if comm.rank == 0:
-                add_grad_stats(remainder, grad_stats)
-
-
-def reduce_op(scaling: Scaling, size: int):
-    """Return the communicator's reduction operation for a scaling: a prescale factor, "avg" or
-    "sum".
-    """
-    if scaling.prescale != 1.0:
-        return scaling.prescale
-    return "avg" if scaling.divisor == size else "sum"
-
-
-def remaining_scale(scaling: Scaling, size: int) -> float:
-    """Return the factor by which the result of `reduce_op` must still be multiplied."""
-    averaged = scaling.prescale == 1.0 and scaling.divisor == size
-    return scaling.postscale if averaged or not scaling.divisor else scaling.postscale / scaling.divisor
+    def _add_own_stats(self, comm, flat, shard_numel, grad_stats):
+        """Add the statistics of this rank's shard, and on rank 0 those of the remainder."""
+        add_grad_stats(flat[comm.rank * shard_numel : (comm.rank + 1) * shard_numel], grad_stats)
+        if comm.rank == 0:
+            add_grad_stats(flat[comm.size * shard_numel :], grad_stats)
 
 
 def has_fused_stats(comm, algorithm) -> bool:
@@ -192,12 +175,13 @@ def ring_bytes(flat, size: int, halves: int) -> int:
     return halves * (size - 1) * flat.numel() * flat.element_size() // size
 
 
-def _rescale(flat, scale: float, found, grad_stats) -> None:
-    """Multiply reduced values by `scale`, and add to `grad_stats` what was found before the
-    multiplication.
-    """
-    if scale != 1.0:
-        flat.mul_(scale)
-        if grad_stats is not None:
-            found[0] *= scale * scale
-            grad_stats += found
+def _before_factors(plan, grad_stats) -> torch.Tensor:
+    """Return where a reduction adds its statistics: apart, if factors come after it."""
+    return grad_stats if plan.statistics_factor == 1.0 else torch.zeros_like(grad_stats)
+
+
+def _add_scaled(found, plan, grad_stats) -> None:
+    """Add the statistics of `_before_factors`, times the factors."""
+    if found is not grad_stats:
+        found[0] *= plan.statistics_factor
+        grad_stats += found

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import InvalidArgument
 from ..parameter_names import ParameterNames
+from .averaging import all_reduce_average, plan_reduction
 from .base import Compressor
 from .bucket import Bucket, Scaling
 from .error_feedback import Residuals
@@ -70,7 +71,7 @@ class PowerSGD(Compressor):
             for stack in plan.p_stacks:
                 orthonormalise(view_stack(plan.p, stack))
             step.project_back()
-            comm.all_reduce(plan.q, "avg")  # NaN throughout where the sum of P isn't finite
+            all_reduce_average(comm, plan.q)  # NaN throughout where the sum of P isn't finite
             finite = step.finish(comm.size * scaling.postscale / (scaling.divisor or 1))
             self._keep_start(plan, finite)
             sent += 2 * (comm.size - 1) * (plan.p.nbytes + plan.q.nbytes) // comm.size
@@ -191,14 +192,10 @@ def _reduce_uncompressed(comm, plan: LowRankPlan, flat: torch.Tensor, scaling: S
         return 0
     parts = [flat[begin:end] for begin, end in plan.uncompressed]
     buffer = parts[0] if plan.uncompressed_buffer is None else torch.cat(parts, out=plan.uncompressed_buffer)
-    if scaling.prescale != 1.0:
-        buffer.mul_(scaling.prescale)
-    average = scaling.divisor == comm.size
-    comm.all_reduce(buffer, "avg" if average else "sum")
-    if scaling.divisor and not average:
-        buffer.div_(scaling.divisor)
-    if scaling.postscale != 1.0:
-        buffer.mul_(scaling.postscale)
+    reduction = plan_reduction(comm, scaling, buffer.dtype)
+    reduction.before(buffer)
+    comm.all_reduce(buffer, reduction.op)
+    reduction.after(buffer)
     if plan.uncompressed_buffer is not None:
         torch._foreach_copy_(parts, list(buffer.split([part.numel() for part in parts])))
     return 2 * (comm.size - 1) * buffer.nbytes // comm.size

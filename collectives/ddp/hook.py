@@ -23,6 +23,7 @@ from ..gradients.state import HookState
 from ..gradients.streams import close_comm_streams
 from ..rendezvous.process_groups import drop_communicator, get_communicator
 from ..torch_patches import find_hooked_ddps, observe_comm_hooks
+from .zero_copy import rebuild_in_pool
 
 __all__ = ["HookState", "fused_allreduce"]
 
@@ -70,10 +71,10 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
         if ours.index == 0 and comm is None and state.process_group is None:
             for ddp in find_hooked_ddps(ours.params[0])[-1:]:
                 check_group(ddp)
-        flat = ours.flat = _flatten_dense(buffer)
+        ours.flat = _flatten_dense(buffer)
         if comm is None:
             comm = get_communicator(state.get_process_group(), buffer.device)
-        if state.shares_memory and flat.is_cpu:
+        if state.shares_memory:
             state.share_memory(comm, ours)
         return state.reducer.reduce_bucket(comm, ours, buffer, bucket.is_last())
     except CollectivesError as error:
@@ -102,6 +103,7 @@ def _on_register(ddp, state, hook) -> None:
     """
     if hook is not fused_allreduce:
         return
+    rebuild_in_pool(ddp)
     publish_process()  # so that the others notice the end of this process before its first gradients, too
     if state is None:
         check_group(ddp)

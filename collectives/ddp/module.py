@@ -10,7 +10,7 @@ from ..gradients.state import HookState
 from ..torch_compat import disable_dynamo
 from .devices import add_device_note, check_device_ids
 from .hook import fused_allreduce
-from .zero_copy import FORWARDS_TO_FINAL, rebuild_buckets_mapped
+from .zero_copy import BucketRebuild, allocate_buckets
 
 __all__ = ["DistributedDataParallel"]
 
@@ -25,12 +25,21 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     a gradient can't be ``detach_()``-ed. The buckets are allocated outside of malloc's heap, so
     that they can be shared; see `zero_copy`. Raises `InvalidArgument` for `device_ids` that don't
     match the device of the module's parameters, with those that would.
+
+    On CUDA the buckets lie in a memory pool over ``ncclMemAlloc`` (``torch.cuda.MemPool``), and
+    `fused_allreduce` registers them with its communicator (``ncclCommRegister``), so that NCCL can
+    use them in place. The repr of the `HookState` says how many are, and why none is. A
+    DistributedDataParallel of torch's own gets this for its final buckets.
     """
 
     def __init__(self, module, *arguments, gradient_as_bucket_view: bool = True, **options):
         check_device_ids(arguments[0] if arguments else options.get("device_ids"), module)
         super().__init__(module, *arguments, gradient_as_bucket_view=gradient_as_bucket_view, **options)
-        self._forwards = 0
+        self.bucket_rebuild = BucketRebuild()
+
+    def _ddp_init_helper(self, *arguments, **options):
+        with allocate_buckets(self):
+            super()._ddp_init_helper(*arguments, **options)
 
     @disable_dynamo(recursive=False)
     def forward(self, *inputs, **arguments):
@@ -47,10 +56,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs, **arguments):
-        if self._forwards < FORWARDS_TO_FINAL and self.device_type == "cpu" and torch.is_grad_enabled():
-            self._forwards += 1
-            if rebuild_buckets_mapped(self):
-                self._forwards = FORWARDS_TO_FINAL
+        self.bucket_rebuild(self)
         return super()._pre_forward(*inputs, **arguments)
 
     def register_comm_hook(self, state, hook=None):

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..arrays import kind_of
-from ..compression import Bucket
+from ..compression import Bucket, ReductionPlan
 from ..errors import InvalidArgument
 from ..kernels import Table, pack, unpack
 from ..kernels.parameter_arrays import dense_strides
@@ -102,7 +102,8 @@ class GradientBucket(Bucket):
     complex number is two. ``missing``: indices of the parameters whose gradients have not come
     since the last round; hooks of a `BucketFiller` remove them. ``sending``: the tensor to reduce,
     from `pack` to `forget`: the flat buffer, or the memory of a gradient. ``work``: the operation
-    that reduces it, which the owner starts and waits for. ``has``: for each parameter, whether
+    that reduces it, which the owner starts and waits for. ``plan``: the factors of that reduction, of
+    which `unpack` applies those that come after it. ``has``: for each parameter, whether
     `read_grads` found a gradient.
     """
 
@@ -122,6 +123,7 @@ class GradientBucket(Bucket):
         self.on_cuda = device.type == "cuda"
         self.strides = [dense_strides(param) for param in params]
         self.work = None
+        self.plan = ReductionPlan()
         self._given_names = [name for name, _ in members]
         self._shapes = [param.shape for param in params]
         self._kinds = [grad_dtype(param) for param in params]
@@ -324,7 +326,9 @@ class GradientBucket(Bucket):
                         param.grad = view
             return
         if self.flat is not None:
-            unpack(self.flat, self._table)
+            plan, factor = self.plan.fold_after()
+            plan.after(self.flat)
+            unpack(self.flat, self._table, scale=factor)
         elif not self.sending.is_inference():
             increment_version(self.sending)
         for at, staged in self._staged.items():

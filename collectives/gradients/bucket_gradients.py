@@ -8,7 +8,8 @@ import time
 
 import torch
 
-from ..compression import Bucket
+from ..compression import Bucket, add_statistics, get_statistics
+from ..kernels import measure
 from ..recorder import recording
 from .grad_norm import norm_by_parameter, norm_over_ranks
 from .pipeline import GradientPipeline
@@ -21,15 +22,16 @@ __all__ = ["BucketGradients"]
 class BucketGradients:
     """Gradients in the buckets of one backward: the `ReducedGradients` of DDP.
 
-    `counted`: the streams whose statistics are needed. `finds_unused`: whether parameters may have
-    a gradient on no rank.
+    `counted`: the streams whose statistics are needed. On the host the reductions count them, on a
+    GPU one kernel at the end. `finds_unused`: whether parameters may have a gradient on no rank.
     """
 
     def __init__(self, pipeline: GradientPipeline, counted: list[CommStream], *, finds_unused: bool = False):
         self.pipeline = pipeline
         self.buckets: list[Bucket] = []  # that the stages look at, in the order of their reduction
         self._finds_unused = finds_unused
-        self._grad_stats = {each: torch.zeros(2, dtype=torch.float64, device=each.comm.device) for each in counted}
+        on_host = [each for each in counted if each.comm._on_host]
+        self._grad_stats = {each: torch.zeros(2, dtype=torch.float64) for each in on_host}
 
     # ---- One bucket.
 
@@ -77,7 +79,13 @@ class BucketGradients:
 
     def sum_stats(self) -> torch.Tensor:
         """Return this rank's statistics, of all streams."""
-        return sum(self._grad_stats.values())
+        comm = self.pipeline.comm
+        if comm._on_host:
+            return sum(self._grad_stats.values())
+        total, found = torch.zeros(2, dtype=torch.float64, device=comm.device), get_statistics(comm.device)
+        measure(self._own_parts(), found)
+        add_statistics(found, total)
+        return total
 
     def norm(self, p: float) -> torch.Tensor:
         """Return the p-norm of all buckets; where each rank has them all, the 2-norm takes the
@@ -85,16 +93,22 @@ class BucketGradients:
         """
         if p == 2:
             return norm_by_parameter(self.buckets)
-        comm, shards = self.pipeline.comm, []  # this rank's parts of the buckets
+        return norm_over_ranks(self.pipeline.comm, self._own_parts(), p, dtype=torch.float64)
+
+    def _own_parts(self) -> list[torch.Tensor]:
+        """Return this rank's parts of the buckets, which with those of all ranks are the whole
+        gradient: each element once.
+        """
+        comm, parts = self.pipeline.comm, []
         for bucket in self.buckets:
             flat = bucket.flat
-            shard_numel = -(-flat.numel() // comm.size)
+            shard_numel = -(-flat.numel() // (comm.size * 16)) * 16
             if not self.whole:
                 shard_numel = self._shard_spec(comm, bucket).shard_numel
                 if comm.rank == 0:
-                    shards.append(flat[comm.size * shard_numel :])
-            shards.append(flat[comm.rank * shard_numel : (comm.rank + 1) * shard_numel])
-        return norm_over_ranks(comm, shards, p, dtype=torch.float64)
+                    parts.append(flat[comm.size * shard_numel :])
+            parts.append(flat[comm.rank * shard_numel : (comm.rank + 1) * shard_numel])
+        return parts
 
     def multiply(self, factor) -> None:
         """Multiply all buckets."""

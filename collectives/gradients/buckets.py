@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..arrays import kind_of
 from ..comm.communicator import Communicator
 from ..comm.liveness import publish_process
-from ..compression import NoCompression, Scaling, make_compressor
+from ..compression import NoCompression, Scaling, make_compressor, plan_reduction
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from ..parameter_names import find_names
 from ..recorder import recording
@@ -93,7 +93,6 @@ class GradientBuckets:
         else:
             check_devices(members, comm)
         self._average = average
-        self._op = "avg" if average else "sum"
         self._compressor = compressor
         self._wanted_overlap = False if compressor is not None else overlap
         self._buckets = assign_buckets(members, caps)
@@ -313,10 +312,13 @@ class GradientBuckets:
 
     def _reduce_one(self, bucket: GradientBucket) -> None:
         comm = self._comms.reducing[bucket.device]
+        scaling = Scaling(divisor=comm.size if self._average else 0)
         if self._compressor is not None:
-            self._sent += self._compressor.reduce(comm, bucket, Scaling(divisor=comm.size if self._average else 0))
+            self._sent += self._compressor.reduce(comm, bucket, scaling)
             return
-        bucket.work = comm.all_reduce(bucket.sending, self._op, async_op=bool(self._overlap))
+        bucket.plan = plan_reduction(comm, scaling, bucket.dtype)
+        bucket.plan.before(bucket.sending)
+        bucket.work = comm.all_reduce(bucket.sending, bucket.plan.op, async_op=bool(self._overlap))
         self._sent += 2 * (comm.size - 1) * bucket.sending.nbytes // comm.size
 
     def _start_next(self) -> None:

@@ -15,6 +15,7 @@ import weakref
 
 import torch
 
+from ..compression import plan_reduction
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from ..rendezvous.process_groups import drop_communicator, get_communicator
 
@@ -90,8 +91,10 @@ def _all_reduce(state, data: torch.Tensor) -> None:
         if comm is None:
             comm = opened = get_communicator(state.get_process_group(), data.device)
         algorithm = state.compressor.choose_algorithm(comm)
-        work = comm.all_reduce(data, "avg" if state.average else "sum", async_op=True, algorithm=algorithm)
-        work.wait()  # on CUDA the stream waits, not the host
+        plan = plan_reduction(comm, state.pipeline.get_scaling(comm.size), data.dtype, algorithm)
+        plan.before(data)
+        comm.all_reduce(data, plan.op, async_op=True, algorithm=algorithm).wait()  # on CUDA the stream waits
+        plan.after(data)
     except CollectivesError as error:
         if opened is not None and not isinstance(error, InvalidArgument):
             drop_communicator(opened)

@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..compression import all_reduce_average
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import Table, pack, unpack
 from ..kernels.parameter_arrays import is_dense
@@ -200,7 +201,7 @@ def average_parameters(comm, params: list[torch.nn.Parameter]) -> None:
             table = Table(parts, real, offsets=offsets)
             flat = buffer[: offsets[-1] + parts[-1].numel()]
             pack(table, flat)
-            comm.all_reduce(flat, "avg")
+            all_reduce_average(comm, flat)
             unpack(flat, table)
 
 

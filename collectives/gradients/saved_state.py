@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ..compression import all_reduce_average
 from ..errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def common_state(state: HookState) -> dict:
         raise InvalidUsage("residuals that were loaded wait for their parameters: call it after a backward")
     for name in sorted(residuals):
         mean = residuals[name].to(comm_streams[0].comm.device)
-        comm_streams[0].comm.all_reduce(mean, "avg", algorithm="native")
+        all_reduce_average(comm_streams[0].comm, mean, algorithm="native")
         residuals[name] = mean.cpu()
     return {
         "wire": wire,

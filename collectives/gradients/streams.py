@@ -12,6 +12,7 @@ import weakref
 import torch
 
 from ..comm.communicator import Communicator
+from ..cuda_state import new_comm_stream
 from ..errors import InvalidArgument
 
 __all__ = ["CommStream", "close_comm_streams", "get_comm_streams", "has_spare_cores", "should_overlap"]
@@ -43,7 +44,7 @@ class CommStream:
     def __init__(self, comm: Communicator, trace_row: str):
         self.comm = comm
         self.trace_row = trace_row
-        self.stream = None if comm._on_host else torch.cuda.Stream(comm.device)
+        self.stream = None if comm._on_host else new_comm_stream(comm.device)
         self.stopped = False
         self._jobs: queue.SimpleQueue | None = None
         self._owner = 0  # process id

@@ -8,7 +8,8 @@ from operator import is_
 import torch
 
 from ..comm.communicator import Communicator
-from ..compression import Bucket, Compressor, Scaling, make_compressor
+from ..compression import Bucket, Compressor, ReductionPlan, Scaling, make_compressor, plan_average
+from ..cuda_state import new_comm_stream
 from ..kernels import pack, unpack
 from ..layout import ALIGNMENT, bucket_layout
 from ..torch_compat import flatten_dense_tensors as flatten
@@ -33,7 +34,7 @@ class Executor:
         self.rank = control.rank
         self._fusion_buffers: dict[str, torch.Tensor] = {}  # by device type: bytes
         self._compressors: dict[str, Compressor] = {}
-        self._streams = {name: torch.cuda.Stream(comm.device) for name, comm in comms.items() if name == "cuda"}
+        self._streams = {name: new_comm_stream(comm.device) for name, comm in comms.items() if name == "cuda"}
 
     def run(self, item: FusedResponse, entries: list[TensorTableEntry | None]) -> None:
         """Carry out one item and set the results of this rank's entries.
@@ -100,7 +101,7 @@ class Executor:
         if any(in_place) and (not all(in_place) or _contiguous_view(inputs) is not None):
             return False
         flat = _scale(flatten(inputs), first.prescale)
-        self.comms[first.device].all_reduce(flat, first.op)
+        _all_reduce(self.comms[first.device], flat, first.op)
         parts = _scale(flat, first.postscale).split([tensor.numel() for tensor in inputs])
         if in_place[0]:
             shaped = [part if to.dim() == 1 else part.view(to.shape) for part, to in zip(parts, inputs, strict=True)]
@@ -134,18 +135,18 @@ class Executor:
             return
         for tensor, out in zip(inputs, outputs, strict=True):
             if out is tensor:
-                comm.all_reduce(_scale(out, prescale), op)
+                _all_reduce(comm, _scale(out, prescale), op)
             elif prescale == 1.0:
-                comm.all_reduce(tensor, op, out=out)
+                _all_reduce(comm, tensor, op, out)
             else:
-                comm.all_reduce(_scale(out.copy_(tensor), prescale), op)
+                _all_reduce(comm, _scale(out.copy_(tensor), prescale), op)
             _scale(out, postscale)
 
     def _reduce_fused(self, comm, op, prescale, postscale, inputs, outputs) -> None:
         flat = _contiguous_view(inputs) if all(map(is_, inputs, outputs)) else None
         if flat is not None:  # they are contiguous, as in a fusion buffer
             _scale(flat, prescale)
-            comm.all_reduce(flat, op)
+            _all_reduce(comm, flat, op)
             _scale(flat, postscale)
             return
         dtype = inputs[0].dtype
@@ -154,10 +155,13 @@ class Executor:
         pack(inputs, flat, scale=prescale if floating else 1.0)
         if not floating:
             _scale(flat, prescale)
-        comm.all_reduce(flat, op)
+        plan, factor = _plan(comm, op, dtype).fold_after()
+        plan.before(flat)
+        comm.all_reduce(flat, plan.op)
+        plan.after(flat)
         if not floating:
             _scale(flat, postscale)
-        unpack(flat, outputs, scale=postscale if floating else 1.0)
+        unpack(flat, outputs, scale=postscale * factor if floating else 1.0)
 
     def _reduce_compressed(self, comm, request, inputs, outputs) -> None:
         """Reduce fp32 or fp64 by a compressed wire, on which the sum is taken in fp32."""
@@ -212,14 +216,14 @@ class Executor:
             if min(rows) == max(rows):
                 whole = tensor if request.prescale == 1.0 else _scale(tensor.clone(), request.prescale)
                 out = torch.empty((rows[0], *inner), dtype=tensor.dtype, device=tensor.device)
-                comm.reduce_scatter(out, whole.contiguous(), request.op)
+                _reduce_scatter(comm, out, whole.contiguous(), request.op)
             else:  # each rank's part is padded to the longest
                 whole = torch.zeros((self.size, rows[0], *inner), dtype=tensor.dtype, device=tensor.device)
                 for part, source in zip(whole, tensor.split(rows), strict=True):
                     part[: len(source)] = source
                 _scale(whole, request.prescale)
                 out = torch.empty((rows[0], *inner), dtype=tensor.dtype, device=tensor.device)
-                comm.reduce_scatter(out, whole, request.op)
+                _reduce_scatter(comm, out, whole, request.op)
                 out = out[: rows[self.rank]].clone()
             entry.results.append(_scale(out, request.postscale))
 
@@ -312,6 +316,28 @@ def _contiguous_view(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     if at > storage.data_ptr() + storage.nbytes():
         return None
     return first.as_strided(((at - begin) // itemsize,), (1,))
+
+
+def _plan(comm, op: str, dtype: torch.dtype) -> ReductionPlan:
+    return plan_average(comm, dtype) if op == "avg" else ReductionPlan(op)
+
+
+def _all_reduce(comm, tensor: torch.Tensor, op: str, out: torch.Tensor | None = None) -> None:
+    """All-reduce a tensor in place, or into `out`; averages as `plan_average` says."""
+    plan = _plan(comm, op, tensor.dtype)
+    if out is not None and plan.divisor_before != 1:
+        tensor, out = out.copy_(tensor), None
+    plan.before(tensor)
+    comm.all_reduce(tensor, plan.op, out=out)
+    plan.after(tensor if out is None else out)
+
+
+def _reduce_scatter(comm, out: torch.Tensor, whole: torch.Tensor, op: str) -> None:
+    plan = _plan(comm, op, whole.dtype)
+    if plan.divisor_before != 1:
+        whole = whole / plan.divisor_before
+    comm.reduce_scatter(out, whole, plan.op)
+    plan.after(out)
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:

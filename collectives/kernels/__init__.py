@@ -3,7 +3,7 @@
 `pack` and `unpack` of flat buffers, reductions, wire formats, and optimizer steps.
 """
 
-from .bucketing import Table, pack, unpack
+from .bucketing import Table, measure, pack, unpack
 from .execution import Statistics, get_num_threads, set_num_threads, use_isa
 from .optimizers import adam_step, sgd_step
 from .parameters import ParameterTable
@@ -19,6 +19,7 @@ __all__ = [
     "adam_step",
     "dequantize",
     "get_num_threads",
+    "measure",
     "pack",
     "quantize",
     "reduce_n",

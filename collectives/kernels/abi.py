@@ -29,6 +29,7 @@ __all__ = [
     "DIVIDE",
     "FINISH",
     "FROM_FLAT",
+    "MEASURE",
     "MAXIMIZE",
     "NESTEROV",
     "NUMBER",
@@ -66,7 +67,7 @@ __all__ = [
 ]
 
 OPAQUE = 32  # + bytes of an element that is only copied
-FROM_FLAT, ADD = 1, 2
+FROM_FLAT, ADD, MEASURE = 1, 2, 4
 ARGUMENTS = 4080  # bytes of a CUDA kernel's arguments where it reads a table
 
 # coll_tensor: one row of a table.

@@ -1,12 +1,14 @@
-"""pack and unpack: many tensors to and from one flat buffer in one launch.
+"""pack and unpack: many tensors to and from one flat buffer in one launch, and measure: their
+statistics alone.
 
-Both can scale, cast, and take the norm and the count of non-finite values.
+pack and unpack can scale, cast, and take the norm and the count of non-finite values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy
 import torch
 
 from ..arrays import Reader
@@ -18,7 +20,7 @@ from .scalars import read_scale
 from .table import Table
 from .tensor_list import device_of
 
-__all__ = ["Table", "pack", "unpack"]
+__all__ = ["Table", "measure", "pack", "unpack"]
 
 
 def pack(
@@ -70,6 +72,27 @@ def unpack(
     and the optimizers' master weights notice.
     """
     _cast("unpack", abi.FROM_FLAT | (abi.ADD if add else 0), tensors, flat, offsets, scale, statistics)
+
+
+def measure(tensors: Iterable, statistics: Statistics) -> None:
+    """Take the sum of squares and the count of non-finite elements of many tensors in one launch,
+    which reads each of them once and writes nothing else.
+
+    ``tensors``: as `pack` takes them, of floating types, which may differ. With fp64 among them all
+    are squared and added in fp64. On the host it is done when this returns; on a GPU it is queued on
+    torch's current stream. Raises ``InvalidArgument`` for what has no statistics.
+    """
+    tensors, op = list(tensors), "measure"
+    wide = any(each.dtype in (torch.float64, numpy.float64) for each in tensors if hasattr(each, "dtype"))
+    table = Table.of_call(tensors, torch.float64 if wide else torch.float32, None, op, statistics.device)
+    args = abi.CastArgs(
+        abi.Work(table.tiles, 0, 0), 0, len(table.tensors), 0, 0, 1.0, table.type, abi.MEASURE
+    )  # fmt: skip
+    statistics.begin(args.work, table.device, op)
+    if table.tiles:
+        args.tensors = table.rows.address
+        run(abi.CAST_WIDE if wide else abi.CAST, args, table.device, table.rows)
+    statistics.finish(table.tiles)
 
 
 def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:

@@ -54,13 +54,14 @@ def identify_process() -> Identity:
 
 def join_rendezvous(
     identity: Identity, *, engine: Engine, timeout: float = 60.0, generation: int = 0, device: object = None,
-    hierarchical: bool | None = None,
+    hierarchical: bool | None = None, config: str = "",
 ) -> Rendezvous:  # fmt: skip
     """Join the rendezvous of all ranks of the job, which agrees on a unique id.
 
     ``timeout``: seconds; ``generation``: how many rendezvous of this job there were before, the
     same on all ranks; ``device``: this rank's device, for the other ranks' information;
-    ``hierarchical``: False where ranks of the host engine on several nodes are an error. Blocks
+    ``hierarchical``: False where ranks of the host engine on several nodes are an error;
+    ``config``: the communicator's, in words, which all ranks must have. Blocks
     until all ranks have come, except where the job's name is enough: then the engine's init waits.
     The host engine's init gets the rest of the time as its limit. Raises ``CollectiveTimeout`` with
     the missing ranks in ``peers``, ``InvalidUsage`` for two processes with one rank and for ranks
@@ -69,7 +70,8 @@ def join_rendezvous(
     """
     deadline = _deadline_of(timeout)
     job = sha256(identity.job_key).hexdigest()[:16] if identity.job_key else ""
-    participant = Participant(identity.rank, identity.size, engine, device, job, hierarchical, *_store_place(identity))
+    place = _store_place(identity)
+    participant = Participant(identity.rank, identity.size, engine, device, job, hierarchical, *place, config)
     if participant.size == 1:
         return Rendezvous(engine.library.get_unique_id(), (participant.describe(),), 0, 0, 1)
     record_last_exception()

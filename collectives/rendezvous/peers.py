@@ -109,7 +109,8 @@ class Participant:
     ``job``: a digest of the job's name, by which a second process with this rank's number is
     distinguished from a rank of another job; ``hierarchical``: False where the host engine must not
     connect several nodes; ``master``: a host through which the ranks reach each other, "" for
-    MASTER_ADDR's; ``agent_port``: the port there of torchrun's agent's store, None without one.
+    MASTER_ADDR's; ``agent_port``: the port there of torchrun's agent's store, None without one;
+    ``config``: the communicator's, in words, which all ranks must have.
     """
 
     rank: int
@@ -120,6 +121,7 @@ class Participant:
     hierarchical: bool | None = None
     master: str = ""
     agent_port: int | None = None
+    config: str = ""
     _served: dist.Store | None = field(default=None, init=False)  # rank 0's, until `complete`
 
     def describe(self) -> PeerInfo:
@@ -133,7 +135,8 @@ class Participant:
         job's store.
         """
         fields: dict[str, Any] = {
-            "size": self.size, "engine": self.engine.name, "job": self.job, **vars(self.describe())
+            "size": self.size, "engine": self.engine.name, "config": self.config, "job": self.job,
+            **vars(self.describe()),
         }  # fmt: skip
         if self.rank == 0:
             fields["unique_id"] = self.engine.library.get_unique_id().hex()
@@ -167,6 +170,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "rank": (int,),
     "size": (int,),
     "engine": (str,),
+    "config": (str,),
     "job": (str,),
     "host": (str,),
     "boot_id": (str,),
@@ -228,11 +232,11 @@ def validate(data: Iterable[bytes], participant: Participant) -> Rendezvous:
     """Check that the ranks fit together, and return the outcome.
 
     All ranks have the same records, so all return or raise the same. ``data``: the records by rank.
-    Raises ``InvalidUsage`` where sizes or engines differ, where the host engine's ranks are on
+    Raises ``InvalidUsage`` where sizes, engines or configs differ, where the host engine's ranks are on
     several nodes and ``participant.hierarchical`` is False, or where NCCL's share a GPU.
     """
     records = [parse_record(record, rank) for rank, record in enumerate(data)]
-    for name, what in (("size", "number of ranks"), ("engine", "engine")):
+    for name, what in (("size", "number of ranks"), ("engine", "engine"), ("config", "config")):
         groups = _group_ranks((record[name], record["rank"]) for record in records)
         if len(groups) > 1:
             found = "; ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())

@@ -9,6 +9,7 @@ import time
 import torch
 
 from ..comm.communicator import Communicator
+from ..comm.config import CommConfig, parse_config
 from ..comm.engine import Engine, get_engine, parse_device, resolve_device
 from ..comm.waiting import log_while_waiting
 from ..cuda_state import set_first_device
@@ -26,7 +27,7 @@ _lock = threading.RLock()
 
 def init(
     engine: str | None = None, *, device=None, timeout: float = 60.0, deterministic: bool = False,
-    hierarchical: bool | None = None,
+    hierarchical: bool | None = None, config: CommConfig | dict | None = None,
 ) -> Communicator:  # fmt: skip
     """Open the communicator of all ranks of this job, or return the one that is open.
 
@@ -37,7 +38,8 @@ def init(
     for ``cuda:local_rank``, or the CPU. `timeout`: seconds. `deterministic`: reduce in rank order
     only, see `Communicator`. `hierarchical`: reduce and gather inside of each node first, then
     between nodes. CPUs on several nodes always do (Gloo carries the data between them), and False
-    is an error there; on GPUs NCCL chooses by itself unless it is True.
+    is an error there; on GPUs NCCL chooses by itself unless it is True. `config`: a `CommConfig` or
+    a dict of its fields, the same on all ranks: settings of NCCL, without effect on the host.
 
     Raises `CollectiveTimeout` naming the ranks that did not come, `InvalidUsage` where two
     processes have one rank, `EngineUnavailable`, `TransportError`. After `close()` it opens a new
@@ -50,9 +52,10 @@ def init(
     global _world, _generation
     with _lock:
         if _world is not None and (not _world.closed or _world.forked):
-            _verify_arguments(_world, engine, device, deterministic)
+            _verify_arguments(_world, engine, device, deterministic, config)
             return _world
         check_variables()
+        config = parse_config(config)
         chosen = get_engine(engine, None if device is None else parse_device(device).type)
         identity = identify_process()
         own_device = None
@@ -67,7 +70,7 @@ def init(
         began = time.monotonic()
         rendezvous = join_rendezvous(
             identity, engine=chosen, timeout=timeout, generation=generation, device=own_device,
-            hierarchical=hierarchical,
+            hierarchical=hierarchical, config=repr(config),
         )  # fmt: skip
         if own_device is None:
             own_device = _select_device(chosen, rendezvous.local_rank)
@@ -75,12 +78,12 @@ def init(
         with log_while_waiting("to open the job's communicator", identity.rank, timeout):
             _world = open_communicator(
                 rendezvous, chosen, device=own_device, seconds=remaining_seconds(began + timeout, timeout),
-                deterministic=deterministic, hierarchical=hierarchical,
+                deterministic=deterministic, hierarchical=hierarchical, config=config,
             )  # fmt: skip
         return _world
 
 
-def _verify_arguments(world: Communicator, engine, device, deterministic) -> None:
+def _verify_arguments(world: Communicator, engine, device, deterministic, config) -> None:
     """Raise `InvalidUsage` where the open communicator doesn't fit the arguments of `init`."""
     if world.forked:
         raise InvalidUsage(f"init(): {world._native.reason}", rank=world.rank)
@@ -96,6 +99,12 @@ def _verify_arguments(world: Communicator, engine, device, deterministic) -> Non
         )
     if deterministic and not world.deterministic:
         raise InvalidUsage("init(deterministic=True) after a communicator was opened without: close() it first")
+    if config is not None and parse_config(config) != world.config:
+        raise InvalidUsage(
+            f"init(config={parse_config(config)!r}) after a communicator was opened with {world.config!r}: close() it "
+            "first",
+            rank=world.rank,
+        )
 
 
 def _select_device(engine: Engine, local_rank: int) -> torch.device:

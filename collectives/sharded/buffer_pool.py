@@ -1,4 +1,6 @@
-"""Pool of shared host memory for gathered parameters, and for gradients that are being reduced."""
+"""Pool of memory for gathered parameters, and for gradients that are being reduced: shared memory on
+the host, and the device's own buffers.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from collections import deque
 import torch
 
 from ..comm.communicator import Communicator
+from .device_buffers import DeviceBuffers
 
 __all__ = ["MIN_POOLED_BYTES", "BufferPool"]
 
@@ -40,6 +43,21 @@ class BufferPool:
         self._free: list[torch.Tensor] = []  # by size
         self.reserved = self.allocated = self.max_allocated = 0
         self._owner = os.getpid()
+        # Those of a GPU: communicator -> purpose -> buffers
+        self._in_turn: weakref.WeakKeyDictionary[Communicator, dict[str, DeviceBuffers]] = weakref.WeakKeyDictionary()
+
+    def in_turn(self, comm: Communicator, purpose: str) -> DeviceBuffers:
+        """Return the buffers on a GPU that a communicator's units use in turn: "gathered parameters"
+        or "gradients".
+        """
+        found = self._in_turn.get(comm)
+        if found is None:
+            found = self._in_turn[comm] = {
+                # A gradient's buffer is released on the stream that stores the result of its reduction.
+                "gathered parameters": DeviceBuffers("gathered parameters", at_least=1, crosses_streams=False),
+                "gradients": DeviceBuffers("gradients", at_least=2, crosses_streams=True),
+            }
+        return found[purpose]
 
     def allocate(self, comm: Communicator, n: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor of `n` elements."""

@@ -54,6 +54,15 @@ class NoOpCommunicator:
     def all_reduce(self, tensor, op, async_op: bool = False):
         return self._work(async_op, tensor)
 
+    def empty(self, n: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(n, dtype=dtype, device=_META)
+
+    def register(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def deregister(self, registration: None) -> None:
+        pass
+
     def _work(self, async_op: bool, *tensors) -> _NoOpWork | None:
         return _NoOpWork(tensors, ends_in_wait=self._on_host) if async_op else None
 
@@ -80,6 +89,9 @@ class _NoOpCopies(HostCopies):
 
     def to_host(self, host, tensor, after=None) -> None:
         pass
+
+    def after_copies(self, device):
+        return contextlib.nullcontext()
 
 
 class _Counter(LiveBytes):
@@ -192,6 +204,14 @@ class _CountedBuffers(GroupBuffers):
     def alloc(self, n, dtype, custom=None):
         with self._counter.counting_as(self._kind):
             return super().alloc(n, dtype)
+
+    def alloc_gathered(self, n, dtype, custom=None):
+        with self._counter.counting_as(self._kind):
+            return super().alloc_gathered(n, dtype)
+
+    def alloc_gradients(self, n, dtype, custom=None):
+        with self._counter.counting_as(self._kind):
+            return super().alloc_gradients(n, dtype)
 
     def alloc_stored(self, n, dtype, *, shared, device=None):
         with self._counter.counting_as(_ON_HOST if self.offloads else "gradients"):

@@ -18,19 +18,21 @@ from ..compression import (
     NoCompression,
     Scaling,
     add_grad_stats,
+    add_statistics,
+    get_statistics,
     has_fused_stats,
-    reduce_op,
-    remaining_scale,
+    plan_reduction,
     ring_bytes,
 )
 from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.grad_norm import norm_over_ranks
 from ..gradients.options import parse_streams
 from ..gradients.state import HookState
+from ..kernels import measure
 from ..rendezvous.process_groups import get_communicator
 from .optimizer_in_backward import UnitStep
 from .quantized_gather import QuantizedAllGather
-from .reduction import as_real, start_reduction
+from .reduction import as_real, start_compressed, start_reduction
 from .unit_registry import living
 
 __all__ = ["ShardedGradReducer", "get_reducer"]
@@ -217,7 +219,9 @@ class ShardedGradReducer:
         result.
         """
         ranks, number, pipeline = unit.ranks, self._numbers[group], self.pipeline
-        grad_stats = torch.zeros(2, dtype=torch.float64, device=unit.device) if pipeline.needs_stats else None
+        # On a GPU one kernel at the end of the backward takes the statistics of all shards.
+        counts = pipeline.needs_stats and unit.device.type != "cuda"
+        grad_stats = torch.zeros(2, dtype=torch.float64, device=unit.device) if counts else None
         if any(param.shard.grad is not None for param in group.params):
             self._accumulated.add(number)
         self._reduced[number] = (unit, group)
@@ -237,13 +241,13 @@ class ShardedGradReducer:
         else:
             offsets = [param.offset << flat.is_complex() for param in group.params]
             bucket = Bucket(send, [param.full for param in group.params], offsets, number, self.state.parameter_names)
-            if whole:
-                sent = self.wire.reduce(comm, bucket, scaling, grad_stats=grad_stats)
-            else:
-                sent = self.wire.reduce_scatter(
-                    comm, bucket, scaling, send.numel() // ranks.size, grad_stats=grad_stats
+            reduce = functools.partial(self.wire.reduce, comm, bucket, scaling, grad_stats=grad_stats)
+            if not whole:
+                shard_numel = send.numel() // ranks.size
+                reduce = functools.partial(
+                    self.wire.reduce_scatter, comm, bucket, scaling, shard_numel, grad_stats=grad_stats
                 )
-            end = functools.partial(group.gradients.set_gradients, flat, flat is group.gradients.flat)
+            sent, end = start_compressed(unit, group, flat, reduce, async_op)
         pipeline.count(1, sent, as_fp32)
         return end
 
@@ -251,21 +255,19 @@ class ShardedGradReducer:
         """Reduce in the gradients' own dtype, into the memory of the shards' gradients, overlapped
         where possible.
         """
-        postscale = remaining_scale(scaling, comm.size)
         algorithm = self.wire.choose_algorithm(comm)
+        plan = plan_reduction(comm, scaling, as_real(flat).dtype, algorithm)
         counted = grad_stats is not None and has_fused_stats(comm, algorithm)
 
         def finish(reduced):
-            if postscale != 1.0:
-                reduced.mul_(postscale)
-                if counted:
-                    grad_stats[0] *= postscale * postscale
-            if grad_stats is not None and not counted:
+            if counted:
+                grad_stats[0] *= plan.statistics_factor
+            elif grad_stats is not None:
                 own = as_real(reduced)
                 add_grad_stats(own.tensor_split(comm.size)[comm.rank] if whole else own, grad_stats)
 
         return start_reduction(
-            unit, group, flat, reduce_op(scaling, comm.size), whole=whole, async_op=async_op, finish=finish,
+            unit, group, flat, plan, whole=whole, async_op=async_op, finish=finish,
             **({"share": grad_stats} if counted else {"algorithm": algorithm}),
         )  # fmt: skip
 
@@ -315,17 +317,19 @@ class ShardedGradReducer:
     def sum_stats(self) -> torch.Tensor:
         """Return this rank's statistics, of all groups."""
         total = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
+        to_measure = []
         for number in sorted(self._reduced):
             unit, group = self._reduced[number]
-            grad_stats = self._grad_stats[number]
-            if number in self._accumulated:  # the statistics are of the sum
-                grad_stats = torch.zeros_like(grad_stats)
-                for param in group.params if unit.ranks.is_first_replica else ():
-                    if param.shard.grad is not None:
-                        on_its_device = torch.zeros(2, dtype=torch.float64, device=param.shard.grad.device)
-                        add_grad_stats(as_real(param.shard.grad.reshape(-1)), on_its_device)
-                        grad_stats += on_its_device.to(grad_stats.device)
-            total += grad_stats.to(total.device)
+            if number not in self._accumulated and self._grad_stats[number] is not None:
+                total += self._grad_stats[number].to(total.device)
+            else:  # the statistics are of the sum
+                to_measure += group.gradients.own_parts(unit.ranks)
+        for device in dict.fromkeys(grad.device for grad in to_measure):
+            found = get_statistics(device)
+            measure([as_real(grad) for grad in to_measure if grad.device == device], found)
+            on_its_device = torch.zeros(2, dtype=torch.float64, device=device)
+            add_statistics(found, on_its_device)
+            total += on_its_device.to(total.device)
         return total
 
     def norm(self, p: float) -> torch.Tensor:

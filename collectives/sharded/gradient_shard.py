@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from ..kernels import pack
@@ -98,9 +100,9 @@ class GradientShard:
         """
         flat = None
         if self.ranks.shard is None and self.reduce_dtype == self.dtype and not self.buffers.offloads:
-            flat = self._alloc_flat() if all(param.shard.grad is None for param in self.params) else None
+            flat = self.alloc_flat() if all(param.shard.grad is None for param in self.params) else None
         if flat is None:
-            flat = self.buffers.alloc(self.unsharded_numel, self.reduce_dtype, custom)
+            flat = self.buffers.alloc_gradients(self.unsharded_numel, self.reduce_dtype, custom)
         params, tensors = [], []
         for param in self.params:
             grad = param.full.grad
@@ -129,21 +131,47 @@ class GradientShard:
                 pack([each.contiguous() for each in tensors], flat, offsets=[param.offset for param in params])
         return flat
 
-    def _alloc_flat(self) -> torch.Tensor:
+    def free_packed(self, flat: torch.Tensor) -> None:
+        """Give up the buffer of `pack`, once its values were stored."""
+        with self.host_copies.after_copies(flat.device) if self.buffers.offloads else contextlib.nullcontext():
+            self.buffers.free_gradients(flat)
+
+    def alloc_flat(self) -> torch.Tensor:
         """Return the memory of the flat shard of gradients; allocate it if there is none."""
         if self.flat is None or self.flat.numel() != self.shard_numel:
             shared = self.ranks.shard is None and self.ranks.world._on_host  # reduced where it lies
             self.flat = self.buffers.alloc_stored(self.shard_numel, self.dtype, shared=shared)
         return self.flat
 
-    def reduce_output(self) -> tuple[torch.Tensor, bool]:
-        """Return the output of the reduce-scatter, and whether it is the flat shard of gradients
-        itself.
+    def reduce_output(self, flat: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Return the output of the reduce-scatter of `flat`, and whether it is the flat shard of
+        gradients itself.
         """
         fits = self.reduce_dtype == self.dtype and not self.buffers.offloads
         if fits and all(param.shard.grad is None for param in self.params):
-            return self._alloc_flat(), True
+            return self.alloc_flat(), True
+        if flat.is_cuda:
+            return self.own_part(flat), False
         return torch.empty(self.shard_numel, dtype=self.reduce_dtype, device=self.buffers.device), False
+
+    def own_parts(self, ranks: Ranks) -> list[torch.Tensor]:
+        """Return parts of the shards' gradients, flat, which with those of all ranks are the whole
+        gradient: each element once.
+        """
+        grads = [param.shard.grad for param in self.params if param.shard.grad is not None]
+        in_flat = self.flat is not None and all(
+            grad.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr() for grad in grads
+        )
+        same = ranks.world if ranks.shard is None else ranks.replicas  # ranks with the same gradients
+        if in_flat and len(grads) == len(self.params):
+            return [self.flat if same is None else self.flat.tensor_split(same.size)[same.rank]]
+        return [grad.reshape(-1) for grad in grads] if ranks.is_first_replica else []
+
+    def own_part(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a flat buffer, which may have only that."""
+        if flat.numel() == self.shard_numel:
+            return flat
+        return flat[self.ranks.rank * self.shard_numel :][: self.shard_numel]
 
     @torch.no_grad()
     def set_gradients(self, reduced: torch.Tensor, in_place: bool) -> None:
@@ -156,9 +184,7 @@ class GradientShard:
         """
         if in_place:
             self.flat = reduced
-        grad, part = self._alloc_flat(), reduced
-        if part.numel() != self.shard_numel:
-            part = part[self.ranks.rank * self.shard_numel :][: self.shard_numel]
+        grad, part = self.alloc_flat(), self.own_part(reduced)
         if self.buffers.offloads:
             self._offload(part, grad)
             return

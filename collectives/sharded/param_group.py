@@ -95,6 +95,9 @@ class ParamGroup:
             params, ranks, self.buffers, self.layout, self.shard_numel, dtype=self.dtype,
             gather_dtype=self.gather_dtype, reduce_dtype=self.reduce_dtype, host_copies=self.host_copies,
         )  # fmt: skip
+        self.buffers.reserve(
+            self.unsharded_numel * self.gather_dtype.itemsize, self.unsharded_numel * self.reduce_dtype.itemsize
+        )
         self._make_shard(originals, first.device)
 
     # ---- Making it.
@@ -215,7 +218,7 @@ class ParamGroup:
 
     def unshard_post_forward(self, post_forward_comm: Communicator, async_op: bool):
         """Begin the all-gather of the post-forward shards."""
-        self.gathered = self.buffers.alloc(self.unsharded_numel, self.gather_dtype)
+        self.gathered = self.buffers.alloc_gathered(self.unsharded_numel, self.gather_dtype)
         return post_forward_comm.all_gather(self.gathered, self.post_forward_shard, async_op=async_op)
 
     def join_post_forward(self, post_forward_comm: Communicator) -> None:
@@ -229,16 +232,17 @@ class ParamGroup:
     def join_all_gather(self, custom=None) -> None:
         """Take part in an all-gather that only other ranks need."""
         if self.ranks.shard is not None:
-            _, work = self._all_gather(False, custom)
+            out, work = self._all_gather(False, custom)
             if work is not None:
                 work.wait()
+            self.buffers.free_gathered(out)
 
     def _all_gather(self, async_op: bool, custom) -> tuple:
         """Begin the all-gather into a buffer; return the buffer and a Work, or None where it is done."""
         ranks, inp = self.ranks, self.flat
         out = self.persistent_buffer
         if out is None:
-            out = self.buffers.alloc(self.unsharded_numel, self.gather_dtype, custom)
+            out = self.buffers.alloc_gathered(self.unsharded_numel, self.gather_dtype, custom)
         if self.quantized_gather is not None and ranks.shard is not None:
             if custom is not None:
                 raise InvalidUsage("a custom all-gather sends parameters as they are: leave HookState's gather out")
@@ -306,11 +310,13 @@ class ParamGroup:
 
     def free_unsharded(self) -> None:
         """Free the gathered buffer, unless it is memory that stays: then the full parameters keep it."""
-        self.gathered = None
+        gathered, self.gathered = self.gathered, None
         if self.shares_memory:
             return
         for param, placeholder in zip(self.params, self._placeholders, strict=True):
             param.full.data = placeholder
+        if gathered is not None:
+            self.buffers.free_gathered(gathered)
 
     @torch.no_grad()
     def write_back(self) -> None:

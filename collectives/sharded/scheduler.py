@@ -19,6 +19,7 @@ from .buffer_pool import BufferPool
 from .managed_params import units_in
 from .negotiation import known_to_all
 from .plans import PassPlanner
+from .reduction import PendingReductions
 from .streams import HostCopies
 from .unit import State, Unit
 from .unit_registry import (
@@ -75,7 +76,7 @@ class Scheduler:
         self._current_backward: list[Unit] = []
         self.graph_task: int | None = None  # id of the backward in progress
         self._params_with_accumulate_hooks: list = []  # shards with post-accumulate-grad hooks to call
-        self._pending_reductions: list = []  # functions that wait and store the results
+        self._reductions = PendingReductions(comm.device)
 
     @property
     def units(self) -> list[Unit]:
@@ -118,7 +119,7 @@ class Scheduler:
     def _join(self, code: int) -> None:
         """Take part in what only others need: a collective, or DONE, their reducers' last exchange."""
         if kind_of(code) == DONE:
-            self._wait_for_reductions()
+            self._reductions.wait()
             for reducer in _reducers(self.units):
                 reducer.join_end()
             return
@@ -219,7 +220,7 @@ class Scheduler:
         self.graph_task = None
         self._params_with_accumulate_hooks = []
         self.planner.reset()
-        self._wait_for_reductions()
+        self._reductions.wait()
         self.host_copies.wait()
         for reducer in _reducers(self.units):
             reducer.reset()
@@ -277,16 +278,10 @@ class Scheduler:
 
     def _reduce(self, unit: Unit) -> None:
         """Begin to reduce a unit's gradients, after the reduction before has ended."""
-        self._wait_for_reductions()  # one at a time, since each has a buffer
-        self._pending_reductions += unit.start_reduce(async_op=self.should_overlap)
+        self._reductions.finish()  # one at a time
+        self._reductions.pending = unit.start_reduce(async_op=self.should_overlap)
         if not self.should_overlap:
-            self._wait_for_reductions()
-
-    def _wait_for_reductions(self) -> None:
-        """Wait for the reductions in progress, and store their results."""
-        unfinished, self._pending_reductions = self._pending_reductions, []
-        for finish in unfinished:
-            finish()
+            self._reductions.wait()
 
     def _end_backward(self) -> None:
         """Final callback of a backward: reduce what is left, reshard, and call users' hooks."""
@@ -307,7 +302,7 @@ class Scheduler:
             repeated = self.agreement.end_pass()
         if self.depth:
             self.planner.resume_forward()
-        self._wait_for_reductions()
+        self._reductions.wait()
         self.host_copies.wait()
         for reducer in _reducers(self.units):
             reducer.end()
@@ -344,7 +339,7 @@ class Scheduler:
             self.agreement.reduce_at_end(unit)
             self._reduce(unit)
         repeated = self.agreement.finish_backward()
-        self._wait_for_reductions()
+        self._reductions.wait()
         self.host_copies.wait()
         for unit in units:
             flags = used[unit.first_param : unit.first_param + len(unit.params)]

@@ -10,8 +10,17 @@ import functools
 import torch
 
 from ..comm.work import Work
+from ..cuda_state import new_comm_stream
 
-__all__ = ["HostCopies", "current_stream", "host_of", "on_side_stream", "release"]
+__all__ = [
+    "HostCopies",
+    "current_stream",
+    "host_of",
+    "on_side_stream",
+    "release",
+    "use_on_current",
+    "wait_for_side_stream",
+]
 
 
 def host_of(device: torch.device) -> torch.device:
@@ -39,20 +48,36 @@ def release(work, home, device: torch.device) -> None:
 
 
 @functools.cache
-def _side_stream(device: torch.device):
-    return torch.cuda.Stream(device)
+def _side_stream(device: torch.device, purpose: str):
+    return new_comm_stream(device)
 
 
 @contextlib.contextmanager
-def on_side_stream(device: torch.device):
-    """Run the block on a side stream, after what the current stream has been given so far."""
+def on_side_stream(device: torch.device, purpose: str):
+    """Run the block on the device's side stream for a purpose; on the host just run it.
+
+    The stream is not ordered after the current one: what the block waits for orders it.
+    """
     if device.type != "cuda":
         yield
         return
-    side = _side_stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(_side_stream(device, purpose)):
         yield
+
+
+def wait_for_side_stream(device: torch.device, purpose: str) -> None:
+    """Make the current stream wait for what the device's side stream for a purpose was given."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_side_stream(device, purpose))
+
+
+def use_on_current(home, *tensors: torch.Tensor) -> None:
+    """Keep the allocator from using memory of the stream `home` again before the current stream is
+    done with it. None, for the host, does nothing.
+    """
+    if home is not None and (here := torch.cuda.current_stream(home.device)) != home:
+        for tensor in tensors:
+            tensor.record_stream(here)
 
 
 class HostCopies:
@@ -91,6 +116,10 @@ class HostCopies:
         self._record_event(side)
         if after is not None:
             self._after.append(after)
+
+    def after_copies(self, device: torch.device):
+        """Return a context on the stream of the copies to the host from a device."""
+        return self._cuda.stream(self._streams[device])
 
     def wait(self) -> None:
         """Wait on the host for all copies. With offloading, this is the only wait of the host in a

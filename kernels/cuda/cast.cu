@@ -21,6 +21,7 @@ static __device__ __forceinline__ void cast_tile(const coll_cast_args& a, const 
       default: load_column<coll_e5m2, A>(values, s.from, first, count, scale); break;
     }
     if (a.work.sums) sum_column(values, first, (A)coll_limit(s.to_type), lanes, &own_bad);
+    if (a.flags & COLL_MEASURE) continue;
     switch (s.to_type) {
       case COLL_F16: store_column<coll_fp16, A>(s.to, values, first, count, add); break;
       case COLL_F32: store_column<float, A>(s.to, values, first, count, add); break;

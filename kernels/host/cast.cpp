@@ -99,6 +99,18 @@ void store(char* to, A* values, int n, bool add, bool streams) {
 }
 
 template <class A>
+void store_as(int type, char* to, A* values, int n, bool add, bool streams) {
+  switch (type) {
+    case COLL_F16: store<coll_fp16, A>(to, values, n, add, streams); break;
+    case COLL_F32: store<float, A>(to, values, n, add, streams); break;
+    case COLL_F64: store<double, A>(to, values, n, add, streams); break;
+    case COLL_BF16: store<coll_bf16, A>(to, values, n, add, streams); break;
+    case COLL_E4M3: store<coll_e4m3, A>(to, values, n, add, streams); break;
+    case COLL_E5M2: store<coll_e5m2, A>(to, values, n, add, streams); break;
+  }
+}
+
+template <class A>
 void cast_any_span(const coll_cast_args& a, const coll_cast_span& s, int64_t tile, double scale, bool streams) {
   A values[COLL_LANES];
   const char* from = s.from;
@@ -119,14 +131,7 @@ void cast_any_span(const coll_cast_args& a, const coll_cast_span& s, int64_t til
         case COLL_E5M2: load<coll_e5m2, A>(values, from, n, (A)scale); break;
       }
       if (a.work.sums) sums.add(values, n);
-      switch (s.to_type) {
-        case COLL_F16: store<coll_fp16, A>(to, values, n, add, streams); break;
-        case COLL_F32: store<float, A>(to, values, n, add, streams); break;
-        case COLL_F64: store<double, A>(to, values, n, add, streams); break;
-        case COLL_BF16: store<coll_bf16, A>(to, values, n, add, streams); break;
-        case COLL_E4M3: store<coll_e4m3, A>(to, values, n, add, streams); break;
-        case COLL_E5M2: store<coll_e5m2, A>(to, values, n, add, streams); break;
-      }
+      if (!(a.flags & COLL_MEASURE)) store_as(s.to_type, to, values, n, add, streams);
       from += (int64_t)n * from_width;
       to += (int64_t)n * to_width;
     }

@@ -18,6 +18,7 @@ from collectives import cuda_state, errors
 from collectives.comm import closing, communicator, cuda_queue, launch, memory
 from collectives.comm.algorithms.policy import Policy
 from collectives.comm.communicator import Communicator
+from collectives.comm.config import CommConfig
 from collectives.comm.engine import Engine
 from collectives.comm.registration import Registration
 from collectives.horovod.controller import Controller
@@ -106,7 +107,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value, raising=False)
 
     put("current_stream", lambda device=None: gpu.current)
-    put("Stream", lambda device=None: Stream(gpu, 7))
+    put("Stream", lambda device=None, priority=0: Stream(gpu, 7))
     put("is_current_stream_capturing", lambda: gpu.capture is not None)
     put("current_device", lambda: DEVICE.index)
     put("device", lambda device: contextlib.nullcontext())
@@ -125,7 +126,7 @@ def gpu(monkeypatch):
 def comm(gpu):
     engine = Engine("nccl", "cuda", "2.29.7", "libnccl.so.2", Library(gpu.log))
     comm = Communicator.__new__(Communicator)
-    comm._initialize(Native(gpu.log), engine, DEVICE, 0, 1, 60.0, Policy(False, 1 << 20, {}, {}))
+    comm._initialize(Native(gpu.log), engine, DEVICE, 0, 1, 60.0, Policy(False, 1 << 20, {}, {}), CommConfig())
     yield comm
     for event in gpu.events:
         event.happened = True
@@ -274,19 +275,16 @@ def test_nccls_error_lets_go_of_no_array(gpu, comm):
     assert gone() is not None
 
 
-def test_close_releases_registered_memory_last(gpu, comm):
-    comm._registrations.add(Registration(Array(), 7, 4, None))
+@pytest.mark.parametrize("kind, call", [("buffer", ["deregister"]), ("window", ["window_deregister"]), (None, [])])
+def test_registered_memory_is_released_after_a_wait_and_before_the_communicator(gpu, comm, kind, call):
+    for number in range(2):
+        comm._registrations.add(Registration(Array(), 64 * number, 4, 7, kind, None))
+    gpu.log.clear()
+    comm.deregister(next(iter(comm._registrations)))
+    assert gpu.log == ["synchronize", *call]
     gpu.log.clear()
     comm.close()
-    assert gpu.log == ["synchronize", "wait_for_calls", "synchronize", "deregister", "destroy"]
-
-
-def test_deregister_waits_for_the_gpu(gpu, comm):
-    registration = Registration(Array(), 7, 4, None)
-    comm._registrations.add(registration)
-    gpu.log.clear()
-    comm.deregister(registration)
-    assert gpu.log == ["synchronize", "deregister"]
+    assert gpu.log == ["synchronize", "wait_for_calls", "synchronize", *call, "destroy"]
 
 
 def test_abort_lets_go_of_what_has_left_the_gpu(gpu, comm, monkeypatch):
@@ -295,7 +293,7 @@ def test_abort_lets_go_of_what_has_left_the_gpu(gpu, comm, monkeypatch):
     gone, freed = weakref.ref(array), weakref.ref(registered)
     pending = start(comm, array)
     done._pending_op.completion[0].happened = True
-    comm._registrations.add(Registration(registered, 7, 4, None))
+    comm._registrations.add(Registration(registered, 64, 4, 7, "buffer", None))
     pending._result = None
     del array, registered
     comm.abort()  # it waits for the event, but not for ever
@@ -312,8 +310,8 @@ def test_abort_lets_go_of_what_has_left_the_gpu(gpu, comm, monkeypatch):
 def test_memory_is_freed_after_a_wait_and_not_in_a_capture(gpu, monkeypatch):
     monkeypatch.setattr(memory, "is_capturing", lambda stream: gpu.capture is not None)
     library = Library(gpu.log)
-    memory._drop(library, 64, DEVICE, memory.os.getpid())
-    memory._drop(library, 128, DEVICE, memory.os.getpid())
+    memory._drop(library, 64, DEVICE, None, memory.os.getpid())
+    memory._drop(library, 128, DEVICE, None, memory.os.getpid())
     gpu.capture = 3
     memory.free_dropped()
     assert gpu.log == []
@@ -327,7 +325,7 @@ def test_memory_is_kept_where_the_wait_fails(gpu, monkeypatch):
     def fail(device):
         raise RuntimeError("the GPU is captured by another thread")
 
-    memory._drop(Library(gpu.log), 64, DEVICE, memory.os.getpid())
+    memory._drop(Library(gpu.log), 64, DEVICE, None, memory.os.getpid())
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="another thread"):
         patch.setattr(memory.torch.cuda, "synchronize", fail)
         memory.free_dropped()

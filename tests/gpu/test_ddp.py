@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 
 import collectives
 from collectives import HookState, optim
+from collectives.comm.mem_pool import is_pooled
 from tests.ddp.training import Branches, buckets_of, wrap
-from tests.gpu.devices import check, compare, everywhere, in_group
+from tests.gpu.devices import check, compare, everywhere, in_group, on
 from tests.gpu.training import RATE, STEPS, alone, batches, make_terms
 
 WIRES = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8")
@@ -290,3 +292,37 @@ def test_training_goes_on_from_a_saved_state(device, ranks, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     for whole, halves in check(device, whole_and_halves, ranks, str(folder)):
         compare(halves, whole)
+
+
+LARGE = ((300, 200), (300,), (64, 300))
+
+
+@in_group
+def pooled(rank, how):
+    """Train with DDP whose buckets NCCL has registered, or with plain DDP; give the parameters, and what was done."""
+    model = make_terms(rank.device, LARGE)
+    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.1}
+    state = None if how == "plain" else HookState(comm=rank.comm)
+    cls = collectives.DistributedDataParallel if how == "ours" else nn.parallel.DistributedDataParallel
+    ddp = cls(model, **options)
+    if state is not None:
+        ddp.register_comm_hook(state, collectives.fused_allreduce)
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    for step in range(STEPS + 3):
+        ddp.zero_grad()
+        ddp(batches(step, rank.rank, rank.device, LARGE)).backward()
+        optimizer.step()
+    in_pool = [is_pooled(param.grad) for param in model.parameters()]
+    params = [param.detach().clone() for param in model.parameters()]
+    rank.synchronize()
+    return params, in_pool, repr(state)
+
+
+@everywhere(["ours", "torch's"])
+def test_registered_buckets(device, ranks, case):
+    plain = on("host", pooled, ranks, "plain")
+    for (params, in_pool, text), (wanted, _, _) in zip(on(device, pooled, ranks, case), plain, strict=True):
+        compare(params, wanted)
+        if device != "host":
+            assert in_pool == [True] * 3
+            assert re.search(r"zero_copy: ([1-9]) of \1 buckets registered\)", text), text

@@ -1,9 +1,14 @@
-"""On which stream a call goes: what the binding's short way reads through DLPack is torch's current stream."""
+"""On which stream a call goes: what the binding's short way reads through DLPack is torch's current stream.
+
+And the priority of the streams that communicate.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from collectives.gradients.streams import CommStream
+from collectives.sharded.streams import on_side_stream
 from tests.gpu.devices import everywhere, on
 
 
@@ -62,3 +67,23 @@ def short_way(place):
 def test_plain_calls_take_the_short_way(device, ranks):
     for tensor in on(device, short_way, ranks):
         assert tensor.unique().tolist() == [ranks]
+
+
+def priorities(place):
+    """Give the priorities of the streams on which the package communicates, and of the one that computes."""
+    comm, tensor = place.new_communicator(), place.full(1.0, 64)
+    comm.all_reduce(tensor, async_op=True).wait()
+    comm.all_reduce(tensor, algorithm="ring")
+    streams = [comm._queue._side_stream, *comm._algorithms._streams, CommStream(comm, "lane 0").stream]
+    with on_side_stream(place.device):
+        streams.append(torch.cuda.current_stream())
+    found = [stream.priority for stream in streams], torch.cuda.current_stream().priority
+    comm.close()
+    return found
+
+
+@everywhere(devices=("simulated", "cuda"))
+def test_streams_that_communicate_have_a_high_priority(device, ranks):
+    for communicating, computing in on(device, priorities, ranks):
+        assert computing == 0 and len(communicating) == 5
+        assert all(priority < computing for priority in communicating)

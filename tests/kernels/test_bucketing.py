@@ -530,3 +530,29 @@ def test_a_kernel_for_each_pair():
     assert kernels.Table(floats, torch.float64).kernel(True, False) is abi.CAST_WIDE
     assert kernels.Table([*floats, torch.ones(3).half()], torch.float32).kernel(False, True) is abi.CAST
     assert kernels.Table([torch.ones(3, dtype=torch.bool)], torch.uint8).kernel(False, True) is abi.CAST_COPY
+
+
+# ---- Statistics alone.
+@pytest.mark.parametrize("wide", [False, True])
+def test_measure(mode, wide):
+    """Tensors of several types, read and not written; the rule of the sums is that of pack."""
+    names = [name for name in FLOATS if wide or name != "float64"]
+    made = [
+        array(name, make(DTYPES[name], size, 7 + size))
+        for name, size in zip(names, (10007, 4096, 3, 0, 1023, 5)[: len(names)], strict=True)
+    ]
+    to = DTYPES["float64" if wide else "float32"]
+    pieces = [values_of(each.dtype, each.bits, to, 1.0) for each in made]
+    before = [each.bits.tobytes() for each in made]
+    statistics = kernels.Statistics()
+    kernels.measure(tensors_of(made), statistics)
+    check_statistics(statistics, pieces, [to] * len(pieces))
+    assert all(old == each.bits.tobytes() and each.intact() for old, each in zip(before, made, strict=True))
+
+
+def test_measure_refuses():
+    with pytest.raises(kernels.execution.InvalidArgument, match="tensor 1 is int32"):
+        kernels.measure([torch.ones(2), torch.ones(2, dtype=torch.int32)], kernels.Statistics())
+    statistics = kernels.Statistics()
+    kernels.measure([], statistics)
+    assert statistics.sum_of_squares.item() == 0 and statistics.nonfinite.item() == 0

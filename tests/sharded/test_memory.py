@@ -145,9 +145,10 @@ def test_plan_for_any_number_of_ranks():
         4 * count // 1024,
         8 * count // 1024,
     )
-    # Beside a unit's parameters and gradients there are the next one's parameters, and gradients on their way.
-    assert (plan.peak_in, plan.gathered, plan.full_gradients, plan.flat) == ("backward", 2 * unit, unit, unit)
-    assert plan.peak == pytest.approx(16 * count / 1024 + 4 * unit, rel=0.02)
+    # Beside a unit's parameters and gradients there are the next one's parameters, and two buffers of gradients, from
+    # which units are reduced in turn.
+    assert (plan.peak_in, plan.gathered, plan.full_gradients, plan.flat) == ("backward", 2 * unit, unit, 2 * unit)
+    assert plan.peak == pytest.approx(16 * count / 1024 + 5 * unit, rel=0.02)
     assert len(plan.units) == 65 and plan.units[1] == ("0", 4096**2, unit)
     halves = memory_plan(model.to(torch.bfloat16), 8, "adamw", units=policy, master_weights=True, device="cpu")
     assert (halves.parameters, halves.optimizer) == (2 * count // 8, 12 * count // 8 + 64 * 4)

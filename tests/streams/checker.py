@@ -21,7 +21,7 @@ QUERIES = 2  # an event says this often that it hasn't completed
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One thing that is wrong. ``kind``: "race", "freed", "order", "host wait", "device" or "capture"."""
+    """One thing that is wrong. ``kind``: "race", "freed", "order", "window", "host wait", "device" or "capture"."""
 
     kind: str
     text: str
@@ -118,6 +118,7 @@ class Checker:
         self.thread = threading.local()
         self.blocks: dict[int, Block] = {}
         self.bases: list[int] = []
+        self.registered: dict[tuple[int, int], tuple[int, int, bool, tuple]] = {}  # by communicator and handle
         self.serial = 0
         self.steps = 0
         self.allowed = 0  # nested allow_waits
@@ -240,6 +241,14 @@ class Checker:
             return
         index = bisect.bisect_left(self.bases, base)
         del self.bases[index]
+        for low, high, window, its_site in self.registered.values():
+            if low < base + block.nbytes and base < high:
+                what = "window" if window else "buffer"
+                self.report(
+                    "window",
+                    f"{self.name_of(block)} is freed at {shown_site(where)} while it is registered as a {what} at "
+                    f"{shown_site(its_site)}",
+                )
         home = self.clock_of(block.home) if block.kind == "device" else {}
         for use in block.uses:
             if block.kind == "device" and (use.stream == block.home or use.stream in block.recorded):
@@ -253,6 +262,23 @@ class Checker:
                     f"{self.name_of(block)} is freed at {shown_site(where)} while {use.what} may still use it",
                 )
                 return
+
+    # ---- Registered memory.
+    def register(self, comm: int, handle: int, address: int, nbytes: int, window: bool, where) -> None:
+        self.registered[comm, handle] = (address, address + nbytes, window, where)
+
+    def deregister(self, comm: int, handle: int) -> None:
+        self.registered.pop((comm, handle), None)
+
+    def end_communicator(self, comm: int, aborted: bool, where) -> None:
+        for key in [key for key in self.registered if key[0] == comm]:
+            _, _, window, its_site = self.registered.pop(key)
+            if window and not aborted:
+                self.report(
+                    "window",
+                    f"a communicator is destroyed at {shown_site(where)} before the window that was registered at "
+                    f"{shown_site(its_site)}",
+                )
 
     def name_of(self, block: Block) -> str:
         home = "" if block.kind == "pinned" else f" of {stream_name(block.home)}"

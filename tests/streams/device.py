@@ -207,6 +207,7 @@ def load(devices: int) -> ctypes.CDLL:
         library.simulated_set_current_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
         library.simulated_replay.argtypes = library.simulated_forget.argtypes = [ctypes.c_int64]
         library.simulated_resize_storage.argtypes = [ctypes.c_int64, ctypes.c_int64]
+        library.simulated_use_pool.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         library.simulated_add_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
         library.simulated_remove_memory.argtypes = library.simulated_release.argtypes = [ctypes.c_void_p]
         library.simulated_set_device_count(devices)

@@ -60,8 +60,9 @@ def _cast(uses, args, abi):
         count, offset, code = int(row["count"]), int(row["offset"]), int(row["type"])
         unpacks = bool(args.flags & abi.FROM_FLAT)
         padding = 0 if unpacks else int(row["padding"])
-        at = args.flat + offset * width(args.flat_type)
-        uses.array(at, count + padding, args.flat_type, READS if unpacks else WRITES)
+        if not args.flags & abi.MEASURE:
+            at = args.flat + offset * width(args.flat_type)
+            uses.array(at, count + padding, args.flat_type, READS if unpacks else WRITES)
         uses.array(int(row["data"]), count, code, WRITES if unpacks else READS)
 
 

@@ -6,8 +6,10 @@ import ctypes
 import os
 import traceback
 
+from collectives._nccl import CONFIG_FIELDS, UNDEF_INT
+
 from . import build, device, graphs
-from .checker import checker, site
+from .checker import checker, shown_site, site
 
 KINDS = "reduce broadcast all_reduce reduce_scatter all_gather all_to_all gather scatter send recv".split()
 DTYPES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16 fp8_e4m3 fp8_e5m2".split()
@@ -36,10 +38,25 @@ class Operation(ctypes.Structure):
 OPERATIONS = ctypes.CFUNCTYPE(None, ctypes.POINTER(Operation), ctypes.c_int64)
 DEVICE = ctypes.CFUNCTYPE(ctypes.c_int)
 MEMORY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
+REGISTERED = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4, ctypes.c_int32)
+ENDED = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int32)
+WRONG = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
 class Recorder(ctypes.Structure):
-    _fields_ = [("operations", OPERATIONS), ("device", DEVICE), ("memory", MEMORY)]
+    _fields_ = [
+        ("operations", OPERATIONS), ("device", DEVICE), ("memory", MEMORY), ("registered", REGISTERED),
+        ("ended", ENDED), ("wrong", WRONG),
+    ]  # fmt: skip
+
+
+class Config(ctypes.Structure):
+    """ncclConfig_t"""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint),
+        *((name, ctypes.c_char_p if name in ("netName", "commName") else ctypes.c_int) for name in CONFIG_FIELDS),
+    ]  # fmt: skip
 
 
 _library: ctypes.CDLL | None = None
@@ -90,13 +107,41 @@ def _memory(address, nbytes):
     if nbytes:
         index = device.library.simulated_current_device()
         device.library.simulated_add_memory(address, nbytes, index)
+        allocations.append(nbytes)
         checker.submit(checker.allocate, address, nbytes, index << 40, "nccl", site())
     else:
         checker.submit(checker.free, address, site(), device.known())
         device.library.simulated_remove_memory(address)
 
 
-_recorder = Recorder(_operations, _device, _memory)
+@REGISTERED
+def _registered(comm, handle, address, nbytes, window):
+    if nbytes:
+        checker.submit(checker.register, comm, handle, address, nbytes, bool(window), site())
+    else:
+        checker.submit(checker.deregister, comm, handle)
+
+
+@ENDED
+def _ended(comm, aborted):
+    checker.submit(checker.end_communicator, comm, bool(aborted), site())
+
+
+@WRONG
+def _wrong(text):
+    checker.submit(checker.report, "window", f"{text.decode()}, at {shown_site(site())}")
+
+
+allocations: list[int] = []  # the bytes of each call of ncclMemAlloc
+_recorder = Recorder(_operations, _device, _memory, _registered, _ended, _wrong)
+
+
+def config_of(comm) -> dict:
+    """Give the fields of ncclConfig_t that were set when one of our communicators was made."""
+    config = Config()
+    _library.recorder_config(comm._native.handle, ctypes.byref(config))
+    found = {name: getattr(config, name) for name in CONFIG_FIELDS}
+    return {name: value for name, value in found.items() if value not in (UNDEF_INT, None)}
 
 
 def load(host_library: str) -> None:
@@ -104,6 +149,7 @@ def load(host_library: str) -> None:
     global _library
     path = build.nccl_library()
     _library = ctypes.CDLL(str(path))
+    _library.recorder_config.argtypes = [ctypes.c_size_t, ctypes.c_void_p]
     _library.recorder_run.argtypes = [ctypes.POINTER(Operation), ctypes.c_int64]
     if not _library.recorder_open(host_library.encode(), _recorder):
         raise RuntimeError(f"{host_library} could not be loaded")

@@ -77,6 +77,14 @@ def trained(ctx, options):
     return results
 
 
-@pytest.mark.parametrize("options", [{}, {"compression": "fp16"}, {"op": "Adasum"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"op": "Adasum"}], ids=str)
 def test_optimizer(options):
     both(trained, options)
+
+
+def test_optimizer_in_fp16():
+    """With NCCL fp16 is divided before the sum, where gradients below 6e-5 lose bits."""
+    there, here = (run_ranks(trained, 2, {"compression": "fp16"}, device=device) for device in ("simulated", None))
+    for ours, hosts in zip(there, here, strict=True):
+        for one, other in zip(ours, hosts, strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-4, atol=1e-6)

@@ -119,3 +119,41 @@ def hybrid(ctx):
 
 def test_hybrid(tmp_path):
     compare(hybrid, tmp_path, ranks=4, same=nearly)  # NCCL sums a part over shards, then over replicas
+
+
+# ---- Buffers that units use in turn.
+@over_gloo
+def in_turn(ctx):
+    """Bytes of the device's buffers after each step, and whether a view that is kept stays as it was."""
+    model = units_of(make_model().to(ctx.device))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    kept, counts = [], []
+
+    def keep(module, args, out):
+        if not kept:
+            kept.append(module.weight.detach())
+
+    model[2].register_forward_hook(keep)
+    first = None
+    for number, (x, y) in enumerate(batches_on(ctx, WARM + 2)):
+        with steps(ctx, number >= WARM):
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        first = kept[0].clone() if first is None else first
+        pool = model[0]._unit.pool
+        comm = model[0]._unit.ranks.shard
+        counts.append([(len(each), each.nbytes) for each in map(lambda name: pool.in_turn(comm, name), PURPOSES)])
+    assert torch.equal(first, kept[0])
+    return counts
+
+
+PURPOSES = ("gathered parameters", "gradients")
+
+
+def test_buffers_in_turn(tmp_path):
+    """Steady from the second step on; two buffers of gradients; a buffer that is viewed is given to its user."""
+    for counts in run(in_turn, 2, tmp_path / "simulated", device="simulated"):
+        assert len(set(map(str, counts[1:]))) == 1, counts
+        (gathered, _), (gradients, _) = counts[-1]
+        assert gradients == 2 and gathered <= 4

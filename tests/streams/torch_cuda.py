@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import types
@@ -12,6 +13,7 @@ from . import device, graphs
 from .checker import checker, site
 
 CUDA = 1  # c10::DeviceType::CUDA
+priorities: dict[int, int] = {}  # of the streams that were made with another one than 0, by number
 
 
 class Stream(torch.Stream):
@@ -22,7 +24,14 @@ class Stream(torch.Stream):
             return super().__new__(cls, stream_id=kwargs["stream_ptr"], device_index=_index(device), device_type=CUDA)
         if "stream_id" in kwargs:
             return super().__new__(cls, **kwargs)
-        return super().__new__(cls, device=torch.device("cuda", _index(device)), priority=priority)
+        made = super().__new__(cls, device=torch.device("cuda", _index(device)), priority=priority)
+        if priority:
+            priorities[made.stream_id] = priority
+        return made
+
+    @property
+    def priority(self) -> int:
+        return priorities.get(self.stream_id, 0)
 
     @property
     def cuda_stream(self) -> int:
@@ -114,6 +123,35 @@ class Graph:
 
     def __del__(self):
         self.reset()
+
+
+class PluggableAllocator:
+    """torch.cuda.memory.CUDAPluggableAllocator"""
+
+    def __init__(self, path_to_so_file, alloc_fn_name, free_fn_name):
+        library = ctypes.CDLL(path_to_so_file)
+        names = alloc_fn_name, free_fn_name
+        self.functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
+
+    def allocator(self):
+        return self
+
+
+class MemPool:
+    """torch.cuda.MemPool: each tensor is a segment, which is freed with it."""
+
+    def __init__(self, allocator=None, use_on_oom=False, no_split=False):
+        self.functions = allocator.functions
+
+
+@contextlib.contextmanager
+def use_mem_pool(pool, *_):
+    """torch.cuda.use_mem_pool"""
+    device.library.simulated_use_pool(*pool.functions)
+    try:
+        yield
+    finally:
+        device.library.simulated_use_pool(None, None)
 
 
 def _index(given) -> int:
@@ -232,6 +270,8 @@ def install() -> None:
         "Stream": Stream,
         "ExternalStream": ExternalStream,
         "Event": Event,
+        "MemPool": MemPool,
+        "use_mem_pool": use_mem_pool,
         "get_device_properties": lambda index=None: _properties(_index(index)),
         "get_device_name": lambda index=None: "simulated GPU",
         "get_device_capability": lambda index=None: (9, 0),
@@ -244,6 +284,7 @@ def install() -> None:
         setattr(cuda, name, value)
     for name in ("Stream", "ExternalStream", "Event"):
         setattr(cuda.streams, name, high[name])
+    cuda.memory.CUDAPluggableAllocator = PluggableAllocator
     cuda.graphs.is_current_stream_capturing = is_capturing
     cuda.graphs._cuda_isCurrentStreamCapturing = is_capturing
     cuda.graphs._graph_pool_handle = low["_graph_pool_handle"]

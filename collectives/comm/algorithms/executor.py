@@ -18,7 +18,7 @@ import torch
 
 from ..._nccl import DTYPES
 from ...arrays import ITEMSIZE, Buffer
-from ...cuda_state import is_capturing, stream_from_address
+from ...cuda_state import is_capturing, new_comm_stream, stream_from_address
 from ...errors import Aborted, CollectivesError, InternalError, InvalidArgument, InvalidUsage
 from ..arguments import parse_reduction, stream_handle
 from ..fingerprint import PREMUL, check_calls, fingerprint_of
@@ -223,7 +223,7 @@ class AlgorithmExecutor:
         comm = self._comm
         with self._lock, comm._device_guard():
             if self._streams is None:
-                self._streams = torch.cuda.Stream(comm.device), torch.cuda.Stream(comm.device)
+                self._streams = new_comm_stream(comm.device), new_comm_stream(comm.device)
             transfers, kernels = self._streams
             outer = stream_from_address(handle, comm.device)
             capturing = is_capturing(outer)

@@ -231,10 +231,11 @@ def _read_policy(deterministic: bool, engine: str, device: torch.device, in_file
 def agree_on_policy(comm, deterministic: bool) -> Policy:
     """Return the policy of rank 0, on all ranks of a communicator that is being opened; blocks.
 
-    Raises `Mismatch` where the ranks differ in `deterministic`, `InvalidArgument` on all ranks
-    where rank 0's variables or its file are invalid.
+    Raises `Mismatch` where the ranks differ in `deterministic` or in the communicator's config,
+    `InvalidArgument` on all ranks where rank 0's variables or its file are invalid.
     """
-    own: dict = {"deterministic": deterministic}
+    arguments = {"deterministic": deterministic, "config": comm.config.given()}
+    own: dict = dict(arguments)
     if comm.rank == 0:
         name = comm.engine.name
         try:
@@ -244,13 +245,14 @@ def agree_on_policy(comm, deterministic: bool) -> Policy:
         else:
             own.update(chunk=policy.chunk, fixed=policy.fixed, tables=policy.tables)
     values = all_gather_object(comm, own)
-    others = [rank for rank, value in enumerate(values) if value["deterministic"] != deterministic]
-    if others:
-        raise Mismatch(
-            f"deterministic={deterministic} here, and not on rank {', '.join(map(str, others))}: it must be the same "
-            "on all ranks",
-            op="init", rank=comm.rank, peers=others,
-        )  # fmt: skip
+    for name, argument in arguments.items():
+        others = [rank for rank, value in enumerate(values) if value[name] != argument]
+        if others:
+            raise Mismatch(
+                f"{name}={argument} here, and not on rank {', '.join(map(str, others))}: it must be the same on all "
+                "ranks",
+                op="init", rank=comm.rank, peers=others,
+            )  # fmt: skip
     received = values[0]
     if "error" in received:
         kind, message = received["error"]

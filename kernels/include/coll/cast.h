@@ -30,7 +30,8 @@ COLL_FN coll_cast_span coll_cast_at(const coll_cast_args& a, const coll_tensor& 
   int64_t first = (tile - tensor.first_tile) * COLL_TILE;
   int64_t left = tensor.count - first;
   char* own = (char*)tensor.data + first * coll_width(tensor.type);
-  char* flat = (char*)a.flat + (tensor.offset + first) * coll_width(a.flat_type);
+  bool measures = (a.flags & COLL_MEASURE) != 0;
+  char* flat = measures ? own : (char*)a.flat + (tensor.offset + first) * coll_width(a.flat_type);
   bool unpacks = (a.flags & COLL_FROM_FLAT) != 0;
   coll_cast_span s;
   s.from = unpacks ? flat : own;
@@ -38,7 +39,7 @@ COLL_FN coll_cast_span coll_cast_at(const coll_cast_args& a, const coll_tensor& 
   s.from_type = unpacks ? a.flat_type : tensor.type;
   s.to_type = unpacks ? tensor.type : a.flat_type;
   s.count = left < tiles * COLL_TILE ? left : tiles * COLL_TILE;
-  s.padding = !unpacks && s.count == left ? tensor.padding : 0;
+  s.padding = !unpacks && !measures && s.count == left ? tensor.padding : 0;
   s.copies = tensor.type == a.flat_type && a.scale == 1.0 && !a.scale_at && !a.work.sums && !(a.flags & COLL_ADD);
   return s;
 }

@@ -69,7 +69,8 @@ typedef struct {
 
 enum {
   COLL_FROM_FLAT = 1,  // unpack
-  COLL_ADD = 2         // add to what is in the destination
+  COLL_ADD = 2,        // add to what is in the destination
+  COLL_MEASURE = 4     // statistics of the tensors alone: there is no flat buffer, and nothing is written
 };
 
 typedef struct {

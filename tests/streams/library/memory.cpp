@@ -10,7 +10,7 @@
 
 namespace simulated {
 namespace {
-struct Block { int64_t nbytes; int device; };
+struct Block { int64_t nbytes; int device; void (*release)(void*, ssize_t, int, void*) = nullptr; };
 std::mutex lock;
 std::map<uintptr_t, Block>& blocks() { static auto* all = new std::map<uintptr_t, Block>(); return *all; }
 std::map<uintptr_t, Block>& pinned() { static auto* all = new std::map<uintptr_t, Block>(); return *all; }
@@ -37,10 +37,25 @@ void* aligned(size_t nbytes) {
   std::memset(address, 0xff, nbytes);  // NaN: what reads it before it is written shows
   return address;
 }
-void free_device(void* address) {
-  if (report(kFree, reinterpret_cast<int64_t>(address)) == 1) return;  // a graph keeps it
+// The pool of this thread's allocations: the functions of a CUDAPluggableAllocator, or none.
+struct Pool { void* (*allocate)(ssize_t, int, void*); void (*release)(void*, ssize_t, int, void*); };
+thread_local Pool pool{};
+
+void give_back(void* address) {
+  Block block{};
+  {
+    std::lock_guard<std::mutex> held(lock);
+    if (const Block* found = find(blocks(), address)) block = *found;
+  }
   take(blocks(), address);
-  std::free(address);
+  if (block.release) {
+    block.release(address, block.nbytes, block.device, nullptr);
+  } else {
+    std::free(address);
+  }
+}
+void free_device(void* address) {
+  if (report(kFree, reinterpret_cast<int64_t>(address)) != 1) give_back(address);  // else a graph keeps it
 }
 void free_pinned(void* address) {
   report(kUnpin, reinterpret_cast<int64_t>(address));
@@ -54,8 +69,10 @@ struct DeviceAllocator final : c10::Allocator {
     int index = current_device();
     c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
     if (!nbytes) return {nullptr, nullptr, &free_device, device};
-    void* address = aligned(nbytes);
-    put(blocks(), address, {static_cast<int64_t>(nbytes), index});
+    void* address = pool.allocate ? pool.allocate(static_cast<ssize_t>(nbytes), index, nullptr) : aligned(nbytes);
+    TORCH_CHECK(address, "CUDA out of memory: ", nbytes, " bytes of a pool");
+    if (pool.allocate) std::memset(address, 0xff, nbytes);
+    put(blocks(), address, {static_cast<int64_t>(nbytes), index, pool.release});
     report(kAllocate, reinterpret_cast<int64_t>(address), static_cast<int64_t>(nbytes), key_of(index, current_stream(index)));
     return {address, address, &free_device, device};
   }
@@ -99,11 +116,13 @@ EXPORTED void simulated_add_memory(void* address, int64_t nbytes, int device) {
   simulated::put(simulated::blocks(), address, {nbytes, device});
 }
 EXPORTED void simulated_remove_memory(void* address) { simulated::take(simulated::blocks(), address); }
-// Memory that a graph has kept.
-EXPORTED void simulated_release(void* address) {
-  simulated::take(simulated::blocks(), address);
-  std::free(address);
+// Has this thread's tensors allocated by these functions; NULL: no more. In torch the pool's segments outlive its tensors.
+EXPORTED void simulated_use_pool(void* allocate, void* release) {
+  simulated::pool = {reinterpret_cast<void* (*)(ssize_t, int, void*)>(allocate),
+                     reinterpret_cast<void (*)(void*, ssize_t, int, void*)>(release)};
 }
+// Memory that a graph has kept.
+EXPORTED void simulated_release(void* address) { simulated::give_back(address); }
 // torch.UntypedStorage.resize_ of a CPU build knows no CUDA.
 EXPORTED void simulated_resize_storage(int64_t storage, int64_t nbytes) {
   auto* impl = reinterpret_cast<c10::StorageImpl*>(storage);

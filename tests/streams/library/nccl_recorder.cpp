@@ -20,6 +20,10 @@ struct Recorder {
   void (*operations)(const Operation*, int64_t);      // one, or a group
   int (*device)();                                    // of the calling thread
   void (*memory)(int64_t address, int64_t nbytes);    // 0 bytes: it is freed
+  // A buffer or window of a communicator; 0 bytes: it is none any more.
+  void (*registered)(int64_t comm, int64_t handle, int64_t address, int64_t nbytes, int32_t window);
+  void (*ended)(int64_t comm, int32_t aborted);       // a communicator
+  void (*wrong)(const char* text);                    // what NCCL leaves undefined
 };
 
 namespace {
@@ -27,6 +31,8 @@ void* host = nullptr;
 Recorder recorder{};
 std::mutex lock;
 std::map<ncclComm_t, int> devices;
+std::map<ncclComm_t, ncclConfig_t> configs;
+std::map<uintptr_t, size_t> allocations;
 thread_local int depth = 0;
 thread_local std::vector<Operation> group;
 
@@ -37,12 +43,36 @@ int64_t width(ncclDataType_t type) {
   static const int widths[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
   return type >= 0 && type < 12 ? widths[type] : 0;
 }
-ncclResult_t made(ncclResult_t result, ncclComm_t* comm) {
+// config NULL: the parent's, as in NCCL.
+ncclResult_t made(ncclResult_t result, ncclComm_t* comm, const ncclConfig_t* config = nullptr, ncclComm_t parent = nullptr) {
   if (result == ncclSuccess && comm && *comm && recorder.device) {
     std::lock_guard<std::mutex> held(lock);
     devices[*comm] = recorder.device();
+    configs[*comm] = config ? *config : parent ? configs[parent] : ncclConfig_t{};
   }
   return result;
+}
+// Whether memory is part of an allocation of ncclMemAlloc, the only one that NCCL makes a window of.
+bool allocated(const void* at, size_t size) {
+  auto address = reinterpret_cast<uintptr_t>(at);
+  std::lock_guard<std::mutex> held(lock);
+  auto next = allocations.upper_bound(address);
+  if (next == allocations.begin()) return false;
+  --next;
+  return address + size <= next->first + next->second && (address - next->first) % 4096 == 0;
+}
+// Windows of one call lie beside each other: a rank's offset into its own is the offset into all.
+void compare_sizes(ncclComm_t comm, size_t size) {
+  int ranks = 1;
+  REAL(ncclCommCount)(comm, &ranks);
+  std::vector<uint64_t> sizes(ranks);
+  uint64_t own = size;
+  if (REAL(ncclAllGather)(&own, sizes.data(), 1, ncclUint64, comm, nullptr) != ncclSuccess) return;
+  for (uint64_t each : sizes)
+    if (each != own) {
+      recorder.wrong("the ranks register windows of different sizes");
+      return;
+    }
 }
 int device_of(ncclComm_t comm) {
   std::lock_guard<std::mutex> held(lock);
@@ -110,6 +140,12 @@ EXPORTED int recorder_run(const Operation* operations, int64_t count) {
   return result == ncclSuccess ? end : result;
 }
 
+// The config with which a communicator was made.
+EXPORTED void recorder_config(ncclComm_t comm, ncclConfig_t* config) {
+  std::lock_guard<std::mutex> held(lock);
+  *config = configs[comm];
+}
+
 // ---- Operations.
 #define CALL(name, ...) return REAL(name)(__VA_ARGS__)
 ncclResult_t ncclReduce(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, int root, ncclComm_t c, cudaStream_t q) {
@@ -172,10 +208,18 @@ ncclResult_t ncclGroupEnd(void) {
 // ---- Memory.
 ncclResult_t ncclMemAlloc(void** at, size_t size) {
   ncclResult_t result = REAL(ncclMemAlloc)(at, size);
-  if (result == ncclSuccess && recorder.memory) recorder.memory(reinterpret_cast<int64_t>(*at), static_cast<int64_t>(size));
+  if (result == ncclSuccess && recorder.memory) {
+    recorder.memory(reinterpret_cast<int64_t>(*at), static_cast<int64_t>(size));
+    std::lock_guard<std::mutex> held(lock);
+    allocations[reinterpret_cast<uintptr_t>(*at)] = size;
+  }
   return result;
 }
 ncclResult_t ncclMemFree(void* at) {
+  {
+    std::lock_guard<std::mutex> held(lock);
+    allocations.erase(reinterpret_cast<uintptr_t>(at));
+  }
   if (recorder.memory) recorder.memory(reinterpret_cast<int64_t>(at), 0);
   CALL(ncclMemFree, at);
 }
@@ -186,24 +230,30 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) { CALL(ncclGetUniqueId, id); }
 const char* ncclGetErrorString(ncclResult_t r) { CALL(ncclGetErrorString, r); }
 const char* ncclGetLastError(ncclComm_t c) { CALL(ncclGetLastError, c); }
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int n, ncclUniqueId id, int rank, ncclConfig_t* config) {
-  return made(REAL(ncclCommInitRankConfig)(c, n, id, rank, config), c);
+  return made(REAL(ncclCommInitRankConfig)(c, n, id, rank, config), c, config);
 }
 ncclResult_t ncclCommInitRank(ncclComm_t* c, int n, ncclUniqueId id, int rank) {
   return made(REAL(ncclCommInitRank)(c, n, id, rank), c);
 }
 ncclResult_t ncclCommInitRankScalable(ncclComm_t* c, int n, int rank, int ids, ncclUniqueId* id, ncclConfig_t* config) {
-  return made(REAL(ncclCommInitRankScalable)(c, n, rank, ids, id, config), c);
+  return made(REAL(ncclCommInitRankScalable)(c, n, rank, ids, id, config), c, config);
 }
 ncclResult_t ncclCommInitAll(ncclComm_t* c, int n, const int* list) { CALL(ncclCommInitAll, c, n, list); }
 ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t* made_one, ncclConfig_t* config) {
-  return made(REAL(ncclCommSplit)(c, color, key, made_one, config), made_one);
+  return made(REAL(ncclCommSplit)(c, color, key, made_one, config), made_one, config, c);
 }
 ncclResult_t ncclCommShrink(ncclComm_t c, int* list, int n, ncclComm_t* made_one, ncclConfig_t* config, int flags) {
-  return made(REAL(ncclCommShrink)(c, list, n, made_one, config, flags), made_one);
+  return made(REAL(ncclCommShrink)(c, list, n, made_one, config, flags), made_one, config, c);
 }
 ncclResult_t ncclCommFinalize(ncclComm_t c) { CALL(ncclCommFinalize, c); }
-ncclResult_t ncclCommDestroy(ncclComm_t c) { CALL(ncclCommDestroy, c); }
-ncclResult_t ncclCommAbort(ncclComm_t c) { CALL(ncclCommAbort, c); }
+ncclResult_t ncclCommDestroy(ncclComm_t c) {
+  if (recorder.ended) recorder.ended(reinterpret_cast<int64_t>(c), 0);
+  CALL(ncclCommDestroy, c);
+}
+ncclResult_t ncclCommAbort(ncclComm_t c) {
+  if (recorder.ended) recorder.ended(reinterpret_cast<int64_t>(c), 1);
+  CALL(ncclCommAbort, c);
+}
 ncclResult_t ncclCommRevoke(ncclComm_t c, int flags) { CALL(ncclCommRevoke, c, flags); }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* r) { CALL(ncclCommGetAsyncError, c, r); }
 ncclResult_t ncclCommCount(const ncclComm_t c, int* n) { CALL(ncclCommCount, c, n); }
@@ -212,12 +262,31 @@ ncclResult_t ncclCommCuDevice(const ncclComm_t c, int* device) {
   return ncclSuccess;
 }
 ncclResult_t ncclCommUserRank(const ncclComm_t c, int* rank) { CALL(ncclCommUserRank, c, rank); }
-ncclResult_t ncclCommRegister(const ncclComm_t c, void* at, size_t n, void** handle) { CALL(ncclCommRegister, c, at, n, handle); }
-ncclResult_t ncclCommDeregister(const ncclComm_t c, void* handle) { CALL(ncclCommDeregister, c, handle); }
-ncclResult_t ncclCommWindowRegister(ncclComm_t c, void* at, size_t n, ncclWindow_t* w, int flags) {
-  CALL(ncclCommWindowRegister, c, at, n, w, flags);
+ncclResult_t ncclCommRegister(const ncclComm_t c, void* at, size_t n, void** handle) {
+  ncclResult_t result = REAL(ncclCommRegister)(c, at, n, handle);
+  if (result == ncclSuccess && recorder.registered)
+    recorder.registered(reinterpret_cast<int64_t>(c), reinterpret_cast<int64_t>(*handle), reinterpret_cast<int64_t>(at),
+                        static_cast<int64_t>(n), 0);
+  return result;
 }
-ncclResult_t ncclCommWindowDeregister(ncclComm_t c, ncclWindow_t w) { CALL(ncclCommWindowDeregister, c, w); }
+ncclResult_t ncclCommDeregister(const ncclComm_t c, void* handle) {
+  if (recorder.registered) recorder.registered(reinterpret_cast<int64_t>(c), reinterpret_cast<int64_t>(handle), 0, 0, 0);
+  CALL(ncclCommDeregister, c, handle);
+}
+// A collective here as in NCCL: it compares what the ranks register.
+ncclResult_t ncclCommWindowRegister(ncclComm_t c, void* at, size_t n, ncclWindow_t* w, int flags) {
+  if (!allocated(at, n)) return ncclUnhandledCudaError;
+  if (recorder.wrong) compare_sizes(c, n);
+  ncclResult_t result = REAL(ncclCommWindowRegister)(c, at, n, w, flags);
+  if (result == ncclSuccess && recorder.registered)
+    recorder.registered(reinterpret_cast<int64_t>(c), reinterpret_cast<int64_t>(*w), reinterpret_cast<int64_t>(at),
+                        static_cast<int64_t>(n), 1);
+  return result;
+}
+ncclResult_t ncclCommWindowDeregister(ncclComm_t c, ncclWindow_t w) {
+  if (recorder.registered) recorder.registered(reinterpret_cast<int64_t>(c), reinterpret_cast<int64_t>(w), 0, 0, 1);
+  CALL(ncclCommWindowDeregister, c, w);
+}
 ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t t, ncclScalarResidence_t where, ncclComm_t c) {
   CALL(ncclRedOpCreatePreMulSum, op, scalar, t, where, c);
 }
