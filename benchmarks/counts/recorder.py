@@ -154,7 +154,9 @@ class Recorder:
                 counts.nccl[function] += 1
                 counts.wire += ring_bytes(function, whole, ranks)
             return
-        twice = short.endswith("_") and short not in OVERWRITES
+        # In place, or into an argument (out=), which is reported once: it is read and written.
+        in_place = short.endswith("_") or (made != MADE and all(writes for _, writes in used))
+        twice = in_place and short not in OVERWRITES
         moved = sum(nbytes * (1 + (writes and twice)) for nbytes, writes in used)
         if short.startswith("_fused_adam"):  # of parameters, gradients and two states the gradients are not written
             moved = moved * 7 // 8
