@@ -82,8 +82,7 @@ def start(size: int, report=None, operation=None) -> None:
     from tests.streams import torch_cuda
 
     torch_cuda.install()
-    for name in ("_cuda_isCurrentStreamCapturing",):
-        setattr(torch._C, name, lambda: False)
+    torch._C._cuda_isCurrentStreamCapturing = lambda: False
     torch.cuda.is_current_stream_capturing = torch.cuda.graphs.is_current_stream_capturing = lambda: False
     device.library.simulated_take_c10d()
     torch.cuda.set_device(0)
@@ -98,6 +97,7 @@ def _open_communicators(nccl: Path, host: Path, size: int) -> None:
 
     import collectives.horovod  # noqa: F401  all modules that open communicators
     import collectives.sharded  # noqa: F401
+    from collectives import cuda_state
     from collectives.comm.communicator import Communicator
     from collectives.comm.engine import get_engine
     from collectives.kernels import execution
@@ -125,6 +125,9 @@ def _open_communicators(nccl: Path, host: Path, size: int) -> None:
         def close(self) -> None:
             self._words.release()
 
+    for name, count in (("cuStreamGetCaptureInfo_v2", 6), ("cuThreadExchangeStreamCaptureMode", 1)):
+        getattr(_library, name).argtypes = [ctypes.c_void_p] * count
+    cuda_state._driver = lambda: _library
     execution.library()  # the kernels' own, before the path names the echo
     os.environ.update(COLLECTIVES_NCCL_LIBRARY=str(nccl), COLLECTIVES_HOST_LIBRARY=str(host))
     device = torch.device("cuda", 0)
