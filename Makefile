@@ -26,7 +26,7 @@ CUDA_EXTRA := import torch; print($(CUDA_EXTRA_OF))
 REQUIREMENTS := import sys; from importlib.metadata import requires; print(*(each.split(";")[0] for each in requires("collectives") if each.split("extra == ")[-1].strip("\" ") in sys.argv[1:]), sep="\n")
 
 .DELETE_ON_ERROR:
-.PHONY: demo test thorough matrix lint sanitize bench gpu docs mpi setup clean FORCE
+.PHONY: demo test thorough matrix lint sanitize bench counts gpu docs mpi setup clean FORCE
 
 demo: $(VENV)/.built
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_digits.py
@@ -58,6 +58,10 @@ sanitize: setup
 
 bench: setup
 	$(BIN)/python -m collectives.bench --ranks $(RANKS) $(BENCH_ARGS)
+
+# The table of docs/counts.md: launches, passes, bytes and waits of a step, on the simulated GPU.
+counts: setup
+	$(BIN)/python -m benchmarks.counts --write
 
 # What only a GPU can show, with the torch, CuPy, Cython, pytest and g++ that $(PYTHON) has: no virtual environment, no network.
 # GPU_PART=1, 2 or 3: at most nine minutes each. DRY=1: every stage without a GPU. The report: out/gpu/report.json.

@@ -1,6 +1,7 @@
 """Fit the cost model to the rows of growth.py, and put plots and tables into docs/scaling.md.
 
-    python benchmarks/scaling_doc.py
+    python benchmarks/scaling_doc.py            # needs matplotlib
+    python benchmarks/scaling_doc.py --steps    # the predicted steps alone
 
 Draws docs/scaling_fit.png (measured points and the fit) and docs/scaling_predicted.png (what the
 model gives for NVLink and InfiniBand), and writes the text between the marks ``<!-- NAME -->`` and
@@ -9,17 +10,24 @@ model gives for NVLink and InfiniBand), and writes the text between the marks ``
 
 import argparse
 import itertools
+import json
 import sys
 from pathlib import Path
 
 from performance_doc import MARK, table
 from scaling.measurements import cache_bytes, cores_of, fits_of, points_of, read_rows
 from scaling.model import Point
+from scaling.optimizer_in_hook import DERIVED, derivation, times
+from scaling.optimizer_in_hook import steps as steps_of_derivation
 from scaling.predictions import NETWORKS, best, crossovers, predictions
+from scaling.step import RATES, WAYS, predict_step
+from scaling.transformer import LLAMA_1B, LLAMA_7B
 from scaling.units import show_size, show_time
 
 HERE = Path(__file__).resolve().parent
 RANKS = (8, 64, 1024, 16384)
+STEP_RANKS = (1, 8, 64, 1024)
+PREDICTIONS = HERE / "results" / "predictions.json"
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
 ALGORITHMS = ("ring", "direct", "tree", "hierarchical", "hierarchical_tree")
 STYLES = (
@@ -89,6 +97,80 @@ def crossover_table(networks):
     return table(["ranks", "fastest all-reduce"], lines)
 
 
+def step_cell(found) -> str:
+    return f"{found.seconds * 1e3:.0f} ms" + ("" if 80e9 in found.fits else "*" if found.fits else "**")
+
+
+def step_table(model) -> str:
+    """Return the predicted steps of a model; what fits into no GPU's memory is said."""
+    header = ["step", *(f"{ranks:,} GPU{'s' if ranks > 1 else ''}" for ranks in STEP_RANKS),
+              "at 8: network", "of it the GPU waits", "copies, AdamW", "memory"]  # fmt: skip
+    rows = []
+    for way in WAYS:
+        found = {ranks: predict_step(way, model, ranks) for ranks in STEP_RANKS}
+        at = found[8]
+        fits = "" if 80e9 in at.fits else ": does not fit into 80 GB"
+        rows.append([way.name, *map(step_cell, found.values()), f"{at.network_seconds * 1e3:.0f} ms",
+                     f"{at.exposed * 1e3:.0f} ms", f"{at.memory_seconds * 1e3:.0f} ms",
+                     f"{at.bytes_needed / 1e9:.0f} GB{fits}"])  # fmt: skip
+    return table(header, rows)
+
+
+def steps_text() -> str:
+    parts = []
+    for model in (LLAMA_7B, LLAMA_1B):
+        arithmetic = 3 * sum(model.forward_flops()) / (RATES.flops * RATES.mfu)
+        what = f"{model.name} model, {model.parameters:,} parameters, {model.tokens:,} tokens a GPU"
+        parts.append(f"{what}: {arithmetic * 1e3:.0f} ms of arithmetic.\n\n{step_table(model)}")
+    return "\n\n".join(parts)
+
+
+def optimizer_text() -> str:
+    """Return the derivation of the optimizer inside of the hook, for 8 GPUs, and what follows from it."""
+    rows = [[way, what, *((f"{n:.2f}", "") if where == "wire" else ("", f"{n:.2f}"))]
+            for way, what, n, where in derivation(8)]  # fmt: skip
+    for way in DERIVED:
+        own = [(n, where) for name, _, n, where in derivation(8) if name == way]
+        wire, memory = (sum(n for n, where in own if where == on) for on in ("wire", "memory"))
+        rows.append([way, "**together**", f"**{wire:.2f}**", f"**{memory:.2f}**"])
+    parts = table(["step", "part", "wire, bytes a parameter", "memory, bytes a parameter"], rows)
+    body = []
+    for model in (LLAMA_1B, LLAMA_7B):
+        for way, found in steps_of_derivation(model, 8).items():
+            wire, memory = times(way, model.parameters, 8)
+            fits = "" if 80e9 in found.fits else " (does not fit into 80 GB)"
+            body.append([model.name, way, f"{wire * 1e3:.1f} ms", f"{memory * 1e3:.1f} ms",
+                         f"{found.seconds * 1e3:.1f} ms{fits}"])  # fmt: skip
+    return f"{parts}\n\n{table(['model', 'step', 'wire', 'memory', 'predicted step'], body)}"
+
+
+def write_predictions(path: Path) -> None:
+    """Write the predictions that `make gpu` prints beside its measurements."""
+    from scaling.one_gpu import predicted_on_one_gpu
+
+    steps = [
+        {"model": model.name, "way": found.way, "ranks": ranks, "ms": round(found.seconds * 1e3, 2),
+         "network_ms": round(found.network_seconds * 1e3, 2), "exposed_ms": round(found.exposed * 1e3, 2),
+         "gb": round(found.bytes_needed / 1e9, 1), "fits_80_gb": 80e9 in found.fits}
+        for model in (LLAMA_7B, LLAMA_1B) for way in WAYS for ranks in STEP_RANKS
+        for found in [predict_step(way, model, ranks)]
+    ]  # fmt: skip
+    path.write_text(json.dumps({"one_gpu": predicted_on_one_gpu(), "steps": steps}, indent=1) + "\n")
+    print(f"predictions: {path}")
+
+
+def write_page(page: Path, texts: dict[str, str]) -> None:
+    """Put texts into their places of the page; those of others stay."""
+    text = page.read_text()
+    places = [name for _, name, _ in MARK.findall(text)]
+    if lost := sorted(set(texts) - set(places)):
+        raise SystemExit(f"{page} has no place for {', '.join(lost)}")
+    def made(mark) -> str:
+        return f"{mark[1]}{texts[mark[2]]}\n{mark[3]}" if mark[2] in texts else mark[0]
+
+    page.write_text(MARK.sub(made, text))
+
+
 def draw(points, fits, where, folder):
     import matplotlib
 
@@ -138,7 +220,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measured", type=Path, default=HERE / "results" / "growth.jsonl")
     parser.add_argument("--docs", type=Path, default=HERE.parent / "docs")
+    parser.add_argument("--predictions", type=Path, default=PREDICTIONS)
+    parser.add_argument("--steps", action="store_true", help="the predicted steps alone, without the fit and plots")
     arguments = parser.parse_args()
+    page = arguments.docs / "scaling.md"
+    write_page(page, {"steps": steps_text(), "optimizer": optimizer_text()})
+    write_predictions(arguments.predictions)
+    if arguments.steps:
+        return 0
     rows, container = read_rows(arguments.measured)
     cores = cores_of(rows, container)
     points, fits = points_of(rows), fits_of(rows, cores, cache_bytes())
@@ -152,12 +241,7 @@ def main():
         "predicted": predicted_table(networks),
         "crossovers": crossover_table(networks),
     }
-    page = arguments.docs / "scaling.md"
-    text = page.read_text()
-    places = [name for _, name, _ in MARK.findall(text)]
-    if sorted(places) != sorted(texts):
-        raise SystemExit(f"{page} has places for {', '.join(places)}, and not one each for {', '.join(texts)}")
-    page.write_text(MARK.sub(lambda mark: f"{mark[1]}{texts[mark[2]]}\n{mark[3]}", text))
+    write_page(page, texts)
     draw(points, fits, where, arguments.docs)
     return 0
 

@@ -98,6 +98,28 @@ def hooked(**how):
     return lambda model, device: ddp(model, device, hook=True, **how)
 
 
+def _empty_hook(state, bucket):
+    """Return a bucket as it is: what a backward of DDP's costs beside its hook."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _allreduce_hook(state, bucket):
+    """Do what torch's own `allreduce_hook` does, for a process group whose futures hold nothing."""
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda _: buffer)
+
+
+def with_hook(hook):
+    def make(model, device):
+        module, *rest = ddp(model, device)
+        module.register_comm_hook(None, hook)
+        return module, *rest
+
+    return make
+
+
 def buckets(overlap):
     def make(model, device):
         made = collectives.GradientBuckets(model.parameters(), bucket_cap_mb=model.bucket_cap_mb, overlap=overlap)
@@ -106,7 +128,7 @@ def buckets(overlap):
     return make
 
 
-def fsdp2(ours):
+def fsdp2(ours, **how):
     def make(model, device):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule
@@ -114,7 +136,7 @@ def fsdp2(ours):
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for module in (*model, model):
-            torch_fully_shard(module, mesh=mesh)
+            torch_fully_shard(module, mesh=mesh, **how)
         if ours:
             from collectives.sharded.fsdp2 import AllGather, ReduceScatter
 
@@ -160,6 +182,8 @@ def horovod(**how):
 WAYS = {
     "alone": alone,
     "ddp": ddp,
+    "ddp, empty hook": with_hook(_empty_hook),
+    "ddp, allreduce_hook": with_hook(_allreduce_hook),
     "hook": hooked(),
     "hook, 2 streams": hooked(streams=2),
     "hook, max_norm": hooked(max_norm=MAX_NORM),
@@ -173,6 +197,7 @@ WAYS = {
     "buckets": buckets(False),
     "buckets, overlap": buckets(True),
     "fsdp2": fsdp2(False),
+    "fsdp2, kept": fsdp2(False, reshard_after_forward=False),
     "fsdp2 with ours": fsdp2(True),
     "sharded": sharded(),
     "sharded, kept": sharded(reshard_after_forward=False),
@@ -187,7 +212,7 @@ WAYS = {
 # compute.
 EXACT = [
     name for name in WAYS
-    if not any(word in name for word in ("alone", "bf16", "int8", "powersgd"))
+    if not any(word in name for word in ("alone", "empty", "bf16", "int8", "powersgd"))
 ]  # fmt: skip
 
 

@@ -87,6 +87,7 @@ STAGES = (
     program("kernel times", 3, 80, "kernel_times", lacks="small arrays, no graphs"),
     program("host times", 3, 50, "host_times", lacks="few calls"),
     program("steps, 1 rank", 3, 50, "steps", "--ranks", "1", lacks="few steps of a small model"),
-    program("steps, 2 ranks", 3, 60, "steps", "--ranks", "2", lacks="few steps of a small model"),
+    program("steps, 2 ranks", 3, 50, "steps", "--ranks", "2", lacks="few steps of a small model"),
+    program("predicted", 3, 10, "predicted", "--report", "{folder}/report.json", lacks="measurements of a GPU"),
     program("trace", 3, 20, "trace", "--trace", "{folder}/trace.json.gz", lacks="the GPU's own activities"),
 )

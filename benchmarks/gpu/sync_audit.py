@@ -80,7 +80,7 @@ def audit(program, name: str, device) -> None:
     if program.arguments.device == "simulated":
         program.row(case=name, result="simulated", reported=reports_of(way))
         return
-    is_torchs = name in ("alone", "ddp", "fsdp2", "fsdp2 with ours")
+    is_torchs = name == "alone" or name.startswith(("ddp", "fsdp2"))
     try:
         step_in_mode(way, "error", device)
     except RuntimeError as error:

@@ -275,7 +275,7 @@ void operation(const c10::OperatorHandle& op, Stack* stack) {
   }
   if (!made.empty()) {
     // The same operation again, for what it has made: its inputs were reported before it ran.
-    report(kOperation, key_of(device, current_stream(device)), 0, 0, schema.name().c_str(), made.data(), static_cast<int64_t>(made.size()));
+    report(kOperation, key_of(device, current_stream(device)), 0, kMade, schema.name().c_str(), made.data(), static_cast<int64_t>(made.size()));
   }
   if (answer == 1) {
     int64_t number;
@@ -387,6 +387,11 @@ EXPORTED void simulated_take_c10d() {
                            "_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "gather_", "scatter_",
                            "alltoall_", "alltoall_base_", "barrier"})
     library->impl(name, torch::CppFunction::makeFromBoxedFunction<&simulated::operation>());
+}
+// An operation that has a kernel of its own on CUDA, and is made of others on the CPU: from now on it is one.
+EXPORTED void simulated_take(const char* name) {
+  static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  library->impl(name, torch::CppFunction::makeFromBoxedFunction<&simulated::operation>());
 }
 EXPORTED void simulated_watch_host() {
   at::addGlobalCallback(at::RecordFunctionCallback(&simulated::on_host).needsInputs(true).scopes({at::RecordScope::FUNCTION}));

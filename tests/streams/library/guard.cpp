@@ -17,6 +17,7 @@ namespace simulated {
 namespace {
 constexpr int kMostDevices = 16;
 std::atomic<Callback> callback{nullptr};
+std::atomic<bool> of_python{true};  // whether the call back runs Python
 std::atomic<int64_t> streams{0x1000}, events{1};
 thread_local int device = 0;
 thread_local std::array<int64_t, kMostDevices> current{};
@@ -55,6 +56,7 @@ void set_device(int index) {
 int64_t report(Kind kind, int64_t a, int64_t b, int64_t c, const char* text, const Access* accesses, int64_t count) {
   Callback function = callback.load(std::memory_order_relaxed);
   if (!function) return 0;
+  if (!of_python.load(std::memory_order_relaxed)) return function(kind, a, b, c, text, accesses, count);
   PendingError error;
   return function(kind, a, b, c, text, accesses, count);
 }
@@ -174,6 +176,11 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 EXPORTED void simulated_set_callback(simulated::Callback function) { simulated::callback = function; }
+// A call back of C, which needs no lock of Python's.
+EXPORTED void simulated_set_native_callback(simulated::Callback function) {
+  simulated::of_python = false;
+  simulated::callback = function;
+}
 EXPORTED void simulated_set_device_count(int count) { simulated::devices = count; }
 EXPORTED int simulated_device_count() { return simulated::devices; }
 EXPORTED int simulated_current_device() { return simulated::device; }

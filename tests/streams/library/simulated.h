@@ -18,7 +18,7 @@ enum Kind : int {
   kRecordStream = 7,  // address, stream
   kAllocate = 8,      // address, bytes, stream
   kFree = 9,          // address
-  kOperation = 10,    // stream, whether the host waits, pageable copies; with accesses. Returns 1 where it is captured
+  kOperation = 10,    // stream, whether the host waits, pageable copies or kMade; with accesses. Returns 1 where it is captured
   kHost = 11,         // an operation of the host on pinned memory; with accesses
   kPin = 12,          // address, bytes
   kUnpin = 13,        // address
@@ -26,6 +26,8 @@ enum Kind : int {
   kDestroyEvent = 15, // event
   kCaptured = 16,     // the number of a call that was captured: comes after its kOperation
 };
+
+constexpr int64_t kMade = 2;  // in place of kOperation's third number: the operation of the report before, with what it has made
 
 struct Access {
   int64_t low, high;  // addresses

@@ -1,0 +1,3 @@
+// The echo as the host engine.
+#define ECHO_HOST
+#include "echo.cpp"

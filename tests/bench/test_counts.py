@@ -1,0 +1,42 @@
+"""Counts of a training step: docs/counts.md has them, the host never waits, and launches don't grow with the ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.counts import __main__ as counts
+from tests.streams.simulated import needs_simulation
+
+pytestmark = needs_simulation
+
+EVERY_TIME = [
+    "DDP, torch's", "DDP, hook", "DDP, hook, int8 with error feedback", "GradientBuckets",
+    "Horovod's DistributedOptimizer", "FSDP2, torch's", "fully_shard", "DDP, hook, AdamW inside",
+]  # fmt: skip
+# One kernel for each rank's part.
+GROW = {"DDP, hook, bf16", "DDP, hook, int8 with error feedback", "fully_shard, gathered as int8"}
+# The ranks agree on the host whether all of them step.
+WAIT = {"DDP, hook, local SGD, the averaging step"}
+
+
+def check(ways):
+    found = counts.measure(ways=ways)
+    rows = found[max(found)]["rows"]
+    names = {row["way"] for row in rows}
+    assert not ways or names == set(ways)
+    assert {row["way"] for row in rows if row["ours"] and row["host_waits"]} == WAIT & names
+    assert [row["way"] for row in rows if row["ours"] and row["nccl_memory"]] == []
+    assert set(counts.growing(found)) == GROW & names
+    table = counts.PAGE.read_text().splitlines()
+    assert [line for line in counts.lines_of(found) if line not in table] == [], "make counts"
+    return found
+
+
+def test_some_ways():
+    check(EVERY_TIME)
+
+
+@pytest.mark.sampled(one_in=4)
+def test_all_ways():
+    found = check([])
+    assert counts.page(found, counts.PAGE.read_text()) == counts.PAGE.read_text()
