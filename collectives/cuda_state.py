@@ -20,9 +20,11 @@ from .errors import CudaError
 
 __all__ = [
     "capture_id",
+    "current_stream",
     "has_completed",
     "is_capturing",
     "new_comm_stream",
+    "on_stream",
     "queries_allowed",
     "set_first_device",
     "set_thread_device",
@@ -81,6 +83,49 @@ def new_comm_stream(device: torch.device):
     that kernel's last block. What runs already is not interrupted.
     """
     return torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
+
+
+_known_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}  # by their numbers in torch
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the thread's current stream of a device that has an index, as torch.cuda.current_stream
+    does in several times the time: it makes a new object in each call.
+    """
+    numbers = torch._C._cuda_getCurrentStream(device.index)
+    stream = _known_streams.get(numbers)
+    if stream is None:
+        stream = _known_streams[numbers] = torch.cuda.current_stream(device)
+    return stream
+
+
+class on_stream:  # noqa: N801, as a function is called
+    """Context in which a stream is the current one, as torch.cuda.stream makes it in several times
+    the time.
+    """
+
+    __slots__ = ("_before", "_stream", "_torchs")
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self._stream = stream
+
+    def __enter__(self):
+        stream = self._stream
+        index = stream.device_index
+        self._torchs = None
+        if torch._C._cuda_getDevice() != index:  # then torch's own sets the former device again, too
+            self._torchs = torch.cuda.stream(stream)
+            self._torchs.__enter__()
+            return
+        self._before = torch._C._cuda_getCurrentStream(index)
+        torch._C._cuda_setStream(stream_id=stream.stream_id, device_index=index, device_type=stream.device_type)
+
+    def __exit__(self, *error):
+        if self._torchs is not None:
+            self._torchs.__exit__(*error)
+            return
+        number, index, kind = self._before
+        torch._C._cuda_setStream(stream_id=number, device_index=index, device_type=kind)
 
 
 def is_capturing(stream) -> bool:

@@ -8,7 +8,7 @@ import time
 import torch
 
 from .._nccl import check
-from ..cuda_state import capture_id, has_completed, is_capturing, new_comm_stream, stream_from_address
+from ..cuda_state import capture_id, current_stream, has_completed, is_capturing, new_comm_stream, stream_from_address
 from ..errors import CollectivesError, CollectiveTimeout, CudaError, InvalidUsage
 from .async_queue import AsyncQueue, fulfil_future
 from .work import PendingOp, Work
@@ -33,7 +33,7 @@ class CudaQueue(AsyncQueue):
         if self._side_stream is None:
             self._side_stream = new_comm_stream(device)
         self._stream = self._side_stream
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._stream.wait_stream(current_stream(device))
         return self._stream.cuda_stream
 
     def _record_end(self):

@@ -6,6 +6,8 @@ import weakref
 
 import torch
 
+from ..cuda_state import current_stream
+
 __all__ = ["get_wire_buffer", "use_on_current_stream"]
 
 _buffers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> its buffer, the last stream
@@ -23,7 +25,7 @@ def use_on_current_stream(last, *tensors):
     device = tensors[0].device
     if device.type != "cuda":
         return None
-    stream = torch.cuda.current_stream(device)
+    stream = current_stream(device)
     if last is not None and last != stream:
         if not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(last)

@@ -7,19 +7,18 @@ its own; those come to the hook as a ready-made `Bucket`.
 
 from __future__ import annotations
 
-import functools
 import operator
 
-import numpy
 import torch
 from torch.autograd.graph import increment_version
 
 from ..arrays import kind_of
 from ..compression import Bucket, ReductionPlan
+from ..cuda_state import current_stream
 from ..errors import InvalidArgument
-from ..kernels import Table, pack, unpack
+from ..kernels import pack, unpack
 from ..kernels.parameter_arrays import dense_strides
-from ..kernels.tensor_list import TensorList
+from ..kernels.reusable_table import ReusableTable
 from ..layout import bucket_layout
 from ..torch_compat import cuda_current_raw_stream, is_traceable_wrapper_subclass
 from .grad_memory import (
@@ -38,57 +37,6 @@ _OP = "GradientBuckets"
 # has made it: malloc then reuses its memory for the next one, and needn't get pages from the system.
 # Smaller ones are copied together.
 _COPY_EARLY_BYTES = 256 << 10
-
-
-class _GradientTable(Table):
-    """Table whose tensors can be replaced by others of the same sizes and dtypes, which costs less
-    than a new table.
-    """
-
-    def _fill(self, pointers, counts, types, op) -> None:
-        super()._fill(pointers, counts, types, op)
-        self._kinds = self._list.counts, self._list.codes
-        self._pointers = pointers
-        self._lengths = self._ends - self._starts
-        self._sizes = self._lengths.tolist()
-        self._data = self.rows.array["data"]
-
-    def replace(self, tensors: list) -> bool:
-        """Replace the tensors. False: that failed, and the table must not be used any more."""
-        found = TensorList.of_plain(tensors, self._list.reader, _OP, self._list.label)
-        if found is None or (found.counts, found.codes) != self._kinds:
-            return False
-        self._list, self.tensors, pointers = found, found.arrays, found.addresses
-        if pointers != self._pointers:
-            if 0 in self._sizes:
-                return False  # an empty tensor has no address
-            # Lists, since a call of NumPy's takes longer than a pass over the gradients of a small
-            # model.
-            ends = list(map(operator.add, pointers, self._sizes))
-            if functools.reduce(operator.or_, pointers) % self.itemsize:
-                return False
-            self._low, self._high = min(pointers), max(ends)
-            self._pointers, self._starts = pointers, numpy.array(pointers, dtype=numpy.int64)
-            self._ends = self._starts + self._lengths
-            self._data[:] = self._starts
-            self.rows.changed()
-            self._checked_flat = None
-        return True
-
-    def spans(self) -> tuple[list[int], list[int]]:
-        """Return the addresses where the tensors begin and end.
-
-        The caller checks that they don't overlap.
-        """
-        self._are_destinations = True
-        return self._pointers, list(map(operator.add, self._pointers, self._sizes))
-
-    def release(self) -> None:
-        """Release the tensors until `replace`: gradients that are set to None must be freed."""
-        self.tensors = self._list.arrays = ()
-
-    def verify(self, op: str = _OP) -> None:
-        """Do nothing: each use directly follows the bucket's `read_grads`."""
 
 
 class GradientBucket(Bucket):
@@ -128,7 +76,7 @@ class GradientBucket(Bucket):
         self._shapes = [param.shape for param in params]
         self._kinds = [grad_dtype(param) for param in params]
         self._simple = not any(self.strides) and not any(param.is_complex() for param in params)
-        self._table: _GradientTable | None = None
+        self._table: ReusableTable | None = None
         self._views: list[torch.Tensor] | None = None
         self._reader = None  # the CUDA stream that read the flat buffer last
         self.missing: set[int] = set()
@@ -192,7 +140,7 @@ class GradientBucket(Bucket):
             tensors = [self._grad_memory(at, grad) for at, grad in enumerate(grads)]
             if table is None or not table.replace(tensors):
                 self._table = None
-                self._table = _GradientTable(tensors, self.dtype)
+                self._table = ReusableTable(tensors, self.dtype)
 
     def _take_grads(self) -> list[torch.Tensor | None]:
         return [param.grad for param in self.params]
@@ -264,11 +212,11 @@ class GradientBucket(Bucket):
         """Record the CUDA stream on which a gradient was just made: that of its forward."""
         raw = cuda_current_raw_stream(self.device.index)
         if raw not in self._streams:
-            self._streams[raw] = torch.cuda.current_stream(self.device)
+            self._streams[raw] = current_stream(self.device)
 
     def _wait_for_backward(self) -> None:
         """Make the current stream wait for the other streams on which gradients were made."""
-        current = torch.cuda.current_stream(self.device)
+        current = current_stream(self.device)
         for stream in self._streams.values():
             if stream != current:
                 current.wait_stream(stream)
@@ -300,7 +248,7 @@ class GradientBucket(Bucket):
             return grad
         if not self._in_flat:
             if self._reader is not None:
-                current = torch.cuda.current_stream(self.device)
+                current = current_stream(self.device)
                 if self._reader != current:
                     current.wait_stream(self._reader)
             pack(self._table, self.flat)
@@ -317,7 +265,7 @@ class GradientBucket(Bucket):
         A parameter that is `used` on some rank and has no gradient here gets one.
         """
         if self.on_cuda:
-            self._reader = torch.cuda.current_stream(self.device)
+            self._reader = current_stream(self.device)
             self._use_grads_on(self._reader)
         if self._views is not None:
             if not all(self.has):

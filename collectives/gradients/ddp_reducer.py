@@ -17,6 +17,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..compression import Bucket
+from ..cuda_state import current_stream, on_stream
 from ..errors import CollectivesError, InvalidUsage
 from ..parameter_names import find_ddp
 from ..recorder import recording
@@ -178,8 +179,8 @@ class DDPReducer:
 
     def _reduce_on_stream(self, pending: PendingBucket) -> None:
         stream = pending.comm_stream.stream
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(current_stream(pending.comm_stream.comm.device))
+        with on_stream(stream):
             self._reduce_here(pending)
             if not self.pipeline.stages:
                 pending.future.set_result(pending.buffer)
@@ -240,7 +241,7 @@ class DDPReducer:
             self._wait_for_threads()
         else:
             for each in self.pipeline.comm_streams:
-                torch.cuda.current_stream(comm.device).wait_stream(each.stream)
+                current_stream(comm.device).wait_stream(each.stream)
 
     def _complete(self) -> None:
         """Count the buckets and complete their futures."""

@@ -9,7 +9,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..compression import Bucket, Compressor, ReductionPlan, Scaling, make_compressor, plan_average
-from ..cuda_state import new_comm_stream
+from ..cuda_state import new_comm_stream, on_stream
 from ..kernels import pack, unpack
 from ..layout import ALIGNMENT, bucket_layout
 from ..torch_compat import flatten_dense_tensors as flatten
@@ -49,7 +49,7 @@ class Executor:
         mine = [each for each in entries if each is not None]
         # The device is set, too: leaving a stream of another device sets the thread's former
         # device.
-        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        with torch.cuda.device(stream.device), on_stream(stream):
             for each in mine:
                 stream.wait_event(each.ready_event)
                 # The caller may drop them as soon as this is enqueued.

@@ -27,6 +27,7 @@ import numpy
 import torch
 
 from ..errors import CudaError, EngineUnavailable, InvalidUsage
+from ..torch_compat import cuda_current_raw_stream, cuda_get_device
 from . import abi
 from .rows import Rows
 
@@ -298,9 +299,9 @@ def launch(kernel: abi.Kernel, args, device: torch.device, rows: Rows | None = N
     # An array of one opaque element goes by value.
     values = (numpy.frombuffer(arguments(kernel, args, rows, place), loaded.value),)
     grid = (max(1, min(args.work.tiles, loaded.most_blocks)),)
-    stream = _Stream(torch.cuda.current_stream(index).cuda_stream)
+    stream = _Stream(cuda_current_raw_stream(index))
     try:
-        if torch.cuda.current_device() == index and loaded.current_device() == index:
+        if cuda_get_device()() == index and loaded.current_device() == index:
             loaded.function(grid, (BLOCK,), values, 0, stream)
         else:
             with _on(index):

@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from .._kernels import Library
 from ..arrays import shown
+from ..cuda_state import current_stream
 from ..errors import EngineUnavailable, InvalidArgument
 from ..launcher import detect_launcher
 from . import abi, cuda
@@ -216,7 +217,7 @@ class Statistics:
             self._sums = torch.empty(work.tiles, dtype=torch.float64, device=device)
             self._bad = torch.empty(work.tiles, dtype=torch.int32, device=device)
         if device.type == "cuda":
-            self._record(torch.cuda.current_stream(device))
+            self._record(current_stream(device))
         work.sums, work.bad = self._sums.data_ptr(), self._bad.data_ptr()
         if not work.tiles:
             work.sums = self.sum_of_squares.data_ptr()  # not NULL: statistics are wanted

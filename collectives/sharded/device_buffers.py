@@ -12,7 +12,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..comm.registration import Registration
-from ..cuda_state import capture_id
+from ..cuda_state import capture_id, current_stream
 from ..errors import InvalidUsage
 from ..torch_compat import storage_use_count
 
@@ -91,7 +91,7 @@ class DeviceBuffers:
         if buffer is None:
             return
         if tensor.is_cuda:
-            buffer.stream = torch.cuda.current_stream(tensor.device)
+            buffer.stream = current_stream(tensor.device)
             if self._crosses_streams:
                 buffer.capture = capture_id(buffer.stream)
                 buffer.event = buffer.stream.record_event()
@@ -131,7 +131,7 @@ class DeviceBuffers:
     def _wait_for_last_user(self, buffer: _Buffer) -> None:
         if buffer.stream is None:
             return
-        here = torch.cuda.current_stream(buffer.memory.device)
+        here = current_stream(buffer.memory.device)
         if here == buffer.stream:
             return
         capture = capture_id(here)

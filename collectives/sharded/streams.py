@@ -9,8 +9,8 @@ import functools
 
 import torch
 
+from .. import cuda_state
 from ..comm.work import Work
-from ..cuda_state import new_comm_stream
 
 __all__ = [
     "HostCopies",
@@ -33,7 +33,7 @@ def host_of(device: torch.device) -> torch.device:
 
 def current_stream(device: torch.device):
     """Return the stream on which this thread computes; None on the host."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return cuda_state.current_stream(device) if device.type == "cuda" else None
 
 
 def release(work, home, device: torch.device) -> None:
@@ -50,7 +50,7 @@ def release(work, home, device: torch.device) -> None:
 
 @functools.cache
 def _side_stream(device: torch.device, purpose: str):
-    return new_comm_stream(device)
+    return cuda_state.new_comm_stream(device)
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def on_side_stream(device: torch.device, purpose: str):
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.stream(_side_stream(device, purpose)):
+    with cuda_state.on_stream(_side_stream(device, purpose)):
         yield
 
 
@@ -81,14 +81,14 @@ def beside_current(device: torch.device, purpose: str):
 def wait_for_side_stream(device: torch.device, purpose: str) -> None:
     """Make the current stream wait for what the device's side stream for a purpose was given."""
     if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_side_stream(device, purpose))
+        cuda_state.current_stream(device).wait_stream(_side_stream(device, purpose))
 
 
 def use_on_current(home, *tensors: torch.Tensor) -> None:
     """Keep the allocator from using memory of the stream `home` again before the current stream is
     done with it. None, for the host, does nothing.
     """
-    if home is not None and (here := torch.cuda.current_stream(home.device)) != home:
+    if home is not None and (here := cuda_state.current_stream(home.device)) != home:
         for tensor in tensors:
             tensor.record_stream(here)
 
