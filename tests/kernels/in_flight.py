@@ -2,9 +2,9 @@
 
 By Little's law a GPU's memory is busy while a multiprocessor has latency times rate on its way: about 40 KB on GPUs of
 2 to 8 TB/s. A thread's part is what it loads before it first waits: in the PTX, the loads of one stretch with no store,
-no barrier and no jump, whose addresses depend on none of them. Blocks at a time follow from registers and shared memory.
-Stores wait for nobody, so a kernel that writes w bytes for each byte that it reads keeps 1 + w times as much busy.
-``python -m tests.kernels.in_flight`` prints the table.
+no barrier and no jump, whose addresses depend on none of them. Blocks at a time follow from registers and shared
+memory. Stores wait for nobody, so a kernel that writes w bytes for each byte that it reads keeps 1 + w times as much
+busy. ``python -m tests.kernels.in_flight`` prints the table.
 """
 
 from __future__ import annotations
