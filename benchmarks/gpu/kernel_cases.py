@@ -144,6 +144,34 @@ def dequantize(format: str, nbytes: int, device) -> Case:
     return Case(call, wire.nbytes + out.nbytes, lambda: within(out, x, format))
 
 
+def quantize_parts(format: str, nbytes: int, device) -> Case:
+    """All ranks' parts of a bucket by one kernel, as a compressed all-reduce sends them."""
+    x = noise(nbytes, device)
+    numel = -(-x.numel() // (SOURCES * BLOCK)) * BLOCK
+    width = wire_layout(numel, format, BLOCK).nbytes
+    parts = kernels.WireParts(SOURCES, numel, width)
+    sent = torch.zeros(SOURCES * width, dtype=torch.uint8, device=device)
+
+    def check():
+        out = torch.empty_like(x)
+        kernels.dequantize(sent, out, format=format, block=BLOCK, parts=parts)
+        within(out, x, format)
+
+    call = functools.partial(kernels.quantize, x, sent, format=format, block=BLOCK, parts=parts)
+    return Case(call, x.nbytes + sent.nbytes, check)
+
+
+def dequantize_parts(format: str, nbytes: int, device) -> Case:
+    x = noise(nbytes, device)
+    numel = -(-x.numel() // (SOURCES * BLOCK)) * BLOCK
+    width = wire_layout(numel, format, BLOCK).nbytes
+    parts = kernels.WireParts(SOURCES, numel, width)
+    sent, out = torch.zeros(SOURCES * width, dtype=torch.uint8, device=device), torch.empty_like(x)
+    kernels.quantize(x, sent, format=format, block=BLOCK, parts=parts)
+    call = functools.partial(kernels.dequantize, sent, out, format=format, block=BLOCK, parts=parts)
+    return Case(call, sent.nbytes + out.nbytes, lambda: within(out, x, format))
+
+
 def reduce_wires(format: str, nbytes: int, device) -> Case:
     sources = [noise(nbytes, device, number) for number in range(SOURCES)]
     sent = wires(format, sources)
@@ -232,6 +260,7 @@ CASES: dict[str, Callable[[int, torch.device], Case]] = {
             ("quantize", quantize), ("quantize with residual", functools.partial(quantize, feedback=True)),
             ("quantize at random", functools.partial(quantize, seed=7)),
             ("dequantize", dequantize), ("reduce wires", reduce_wires), ("requantize", requantize),
+            ("quantize parts", quantize_parts), ("dequantize parts", dequantize_parts),
         )
     },
     "SGD": functools.partial(stepped, "SGD"),

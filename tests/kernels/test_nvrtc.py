@@ -14,6 +14,7 @@ import pytest
 from collectives.kernels import cuda
 from collectives.kernels.execution import library_path
 
+from .in_flight import CASES, LEAST, TOO_FEW, bytes_in_flight, loads_of
 from .registers import ARCHITECTURES, KERNELS, SOURCES, usage
 
 PARAMETERS = 4096  # bytes of arguments that every CUDA takes
@@ -40,6 +41,30 @@ def test_registers(source, arch, record_property):
         # Two blocks on a multiprocessor at least, or nothing hides the memory's latency; of fp64 one block's loads do.
         blocks = 1 if each.kernel == "coll_cast_wide" else 2
         assert each.registers * cuda.BLOCK * blocks <= REGISTERS, each.row()
+        if each.kernel in CASES:
+            few = bytes_in_flight(each) < LEAST
+            assert few == ((each.kernel, arch) in TOO_FEW), f"{each.row()}: {bytes_in_flight(each)} bytes in flight"
+
+
+def test_every_kernel_but_the_last_step_of_the_statistics_has_its_bytes_counted():
+    assert {kernel.name for kernel in KERNELS} - set(CASES) == {"coll_finish"}  # one block, once a reduction
+    assert set(CASES) <= {kernel.name for kernel in KERNELS} and {kernel for kernel, _ in TOO_FEW} <= set(CASES)
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("source", SOURCES)
+def test_loads_of_a_thread(source):
+    """All that `in_flight` counts is on its way before a thread waits, by the PTX."""
+    for kernel, nbytes in loads_of(source).items():
+        assert kernel not in CASES or nbytes >= CASES[kernel].loads, f"{kernel}: {nbytes}"
+
+
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize("arch", ["compute_80", "compute_90"])
+def test_fp8_is_rounded_by_the_instruction_where_there_is_one(arch):
+    ptx = cuda.compile_source("quantize.cu", arch)[0].decode()
+    for name in ("e4m3x2", "e5m2x2"):
+        assert (f"cvt.rn.satfinite.{name}.f32" in ptx) == (arch == "compute_90")
 
 
 # What makes a device's bits differ from the host's: contraction, flushed subnormals, approximations.
