@@ -11,6 +11,7 @@ from ..comm.communicator import Communicator
 from ..compression import Bucket, Compressor, ReductionPlan, Scaling, make_compressor, plan_average
 from ..cuda_state import new_comm_stream, on_stream
 from ..kernels import pack, unpack
+from ..kernels.reusable_table import ReusableTable
 from ..layout import ALIGNMENT, bucket_layout
 from ..torch_compat import flatten_dense_tensors as flatten
 from .adasum import adasum_
@@ -18,6 +19,8 @@ from .message_table import FusedResponse, Response
 from .messages import CAST_DTYPES, Request, TensorTableEntry
 
 __all__ = ["Executor"]
+
+_MAX_TABLES = 256
 
 
 class Executor:
@@ -34,6 +37,7 @@ class Executor:
         self.rank = control.rank
         self._fusion_buffers: dict[str, torch.Tensor] = {}  # by device type: bytes
         self._compressors: dict[str, Compressor] = {}
+        self._tables: dict[tuple, ReusableTable] = {}  # by use, dtype and the tensors' sizes
         self._streams = {name: new_comm_stream(comm.device) for name, comm in comms.items() if name == "cuda"}
 
     def run(self, item: FusedResponse, entries: list[TensorTableEntry | None]) -> None:
@@ -152,7 +156,8 @@ class Executor:
         dtype = inputs[0].dtype
         floating = dtype.is_floating_point
         flat = self._buffer(comm, bucket_layout([tensor.numel() for tensor in inputs], dtype.itemsize).total, dtype)
-        pack(inputs, flat, scale=prescale if floating else 1.0)
+        source = table = self._table("inputs", inputs, dtype)
+        pack(source, flat, scale=prescale if floating else 1.0)
         if not floating:
             _scale(flat, prescale)
         plan, factor = _plan(comm, op, dtype).fold_after()
@@ -161,7 +166,21 @@ class Executor:
         plan.after(flat)
         if not floating:
             _scale(flat, postscale)
-        unpack(flat, outputs, scale=postscale * factor if floating else 1.0)
+        if not all(map(is_, inputs, outputs)):
+            table = self._table("outputs", outputs, dtype)
+        unpack(flat, table, scale=postscale * factor if floating else 1.0)
+        source.release()
+        table.release()
+
+    def _table(self, use: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> ReusableTable:
+        """Return the table of a batch's tensors; batches of the same sizes share one."""
+        key = use, dtype, *[tensor.numel() for tensor in tensors]
+        table = self._tables.get(key)
+        if table is None or not table.replace(tensors):
+            if len(self._tables) >= _MAX_TABLES:
+                self._tables.clear()
+            table = self._tables[key] = ReusableTable(tensors, dtype)
+        return table
 
     def _reduce_compressed(self, comm, request, inputs, outputs) -> None:
         """Reduce fp32 or fp64 by a compressed wire, on which the sum is taken in fp32."""

@@ -47,6 +47,7 @@ class ReusableTable(Table):
             self._data[:] = self._starts
             self.rows.changed()
             self._checked_flat = None
+            self._are_destinations = False
         return True
 
     def spans(self) -> tuple[list[int], list[int]]:

@@ -7,6 +7,7 @@ import contextlib
 import torch
 
 from ..kernels import pack
+from ..kernels.reusable_table import ReusableTable
 from ..layout import Layout
 from .group_buffers import GroupBuffers
 from .mesh import Ranks
@@ -40,6 +41,7 @@ class GradientShard:
         self.reduce_dtype = reduce_dtype
         self.host_copies = host_copies
         self.flat: torch.Tensor | None = None
+        self._table: ReusableTable | None = None  # of the full gradients, for `pack`
         # Whether the packing kernel's own padding is that of this layout.
         narrowest = min(each.itemsize for each in (dtype, gather_dtype, reduce_dtype))
         self._default_padding = reduce_dtype.itemsize == narrowest
@@ -123,7 +125,11 @@ class GradientShard:
             if tensors:
                 torch._foreach_copy_([param.full_view(flat) for param in params], tensors)
         elif len(tensors) == len(self.params) and self._default_padding:
-            pack([each.contiguous() for each in tensors], flat)
+            tensors = [each.contiguous() for each in tensors]
+            if self._table is None or self._table.dtype != flat.dtype or not self._table.replace(tensors):
+                self._table = ReusableTable(tensors, flat.dtype)
+            pack(self._table, flat)
+            self._table.release()
             flat[self.layout.total :].zero_()
         else:
             flat.zero_()

@@ -247,13 +247,15 @@ def test_ranks_that_decide_differently_do_not_hang():
 class Pair:
     """A communicator of one rank, whose average is known."""
 
+    size, _on_host = 1, True
+
     def __init__(self, factor):
         self.factor, self.sizes = factor, []
 
     def empty(self, n, dtype):
         return torch.empty(n, dtype=dtype)
 
-    def all_reduce(self, flat, op):
+    def all_reduce(self, flat, op, algorithm=None):
         self.sizes.append(flat.nbytes)
         flat.mul_(self.factor)
 

@@ -16,7 +16,7 @@ import torch
 
 from collectives.gradients import bucket as gradient_bucket
 from collectives.gradients.bucket_filler import BucketFiller
-from collectives.horovod import adasum_optimizer, sync_batch_norm
+from collectives.horovod import adasum_optimizer, fusion, sync_batch_norm
 from collectives.horovod.compression import Compression
 from collectives.horovod.controller import Controller
 from collectives.horovod.gradient_buckets import AllreduceBucket
@@ -37,13 +37,15 @@ class Gpu:
         self.local = threading.local()
         self.main, self.numbers = self.stream("main"), 0
         for name, value in {
-            "Stream": lambda device: self.stream("hvd", device),
+            "Stream": lambda device, priority: self.stream("hvd", device),
             "stream": self.on,
             "device": self.on_device,
             "current_stream": lambda device=None: getattr(self.local, "stream", self.main),
             "set_device": lambda device: self.note("set_device", None, device),
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(fusion, "on_stream", self.on)
+        monkeypatch.setattr(gradient_bucket, "current_stream", torch.cuda.current_stream)
 
     def note(self, what, stream, of):
         self.calls.append((what, stream, of))
@@ -95,6 +97,7 @@ class Comm:
 
     def __init__(self, gpu=None):
         self.gpu, self.size, self.rank, self.device, self.closed = gpu, 1, 0, GPU if gpu else torch.device("cpu"), False
+        self._on_host = gpu is None
 
     def all_reduce(self, tensor, op, out=None):
         out = tensor if out is None else out
@@ -225,7 +228,7 @@ def test_a_bucket_waits_for_all_streams_of_its_gradients(gpu, monkeypatch):
     )
     bucket.device, bucket.on_cuda = GPU, True
     bucket.flat = torch.empty(12)
-    monkeypatch.setattr(gradient_bucket, "_GradientTable", lambda tensors, dtype: None)
+    monkeypatch.setattr(gradient_bucket, "ReusableTable", lambda tensors, dtype: None)
 
     class Owner:
         def bucket_ready(self, bucket):
