@@ -65,7 +65,8 @@ class HookState:
     them, so that they are averaged with no staging copy. That needs malloc to have given them
     mappings of their own, which depends on their size (32 MiB is enough) and on what was freed
     before; the state's repr says how many are shared. A child process that is forked then can't
-    change them and must not read them: it may see what the parent writes later.
+    change them and must not read them: it may see what the parent writes later. On a GPU DDP's
+    buckets are made in memory of ncclMemAlloc (torch.cuda.MemPool) and registered with NCCL.
 
     ``fully_shard(module, hook_state=...)`` takes a state, too: its gradients go by that wire, and
     are clipped and stepped as above. Make `optimizer` from the sharded parameters and set it
