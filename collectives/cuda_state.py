@@ -92,7 +92,10 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the thread's current stream of a device that has an index, as torch.cuda.current_stream
     does in several times the time: it makes a new object in each call.
     """
-    numbers = torch._C._cuda_getCurrentStream(device.index)
+    numbers_of = getattr(torch._C, "_cuda_getCurrentStream", None)
+    if numbers_of is None:  # a build without CUDA
+        return torch.cuda.current_stream(device)
+    numbers = numbers_of(device.index)
     stream = _known_streams.get(numbers)
     if stream is None:
         stream = _known_streams[numbers] = torch.cuda.current_stream(device)

@@ -30,7 +30,7 @@ from .streams import current_stream
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["GatherWindows", "get_gather_comm", "get_windows"]
+__all__ = ["GatherWindows", "UnitWindow", "get_gather_comm", "get_windows"]
 
 _COUNT = 3
 _ALIGNMENT = 256  # bytes; of the groups' places in a window
@@ -148,6 +148,37 @@ class GatherWindows:
                 "window: clone() what is to stay (module.weight.detach().clone()), or set COLLECTIVES_NO_WINDOWS=1",
                 op="fully_shard",
             )
+
+
+class UnitWindow:
+    """The window of one unit, from `acquire` to `release`."""
+
+    def __init__(self, unit: Unit):
+        self._unit = weakref.ref(unit)
+        self._windows: GatherWindows | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the unit is gathered in its window."""
+        return self._windows is not None
+
+    def acquire(self, post_forward: bool) -> list[torch.Tensor | None]:
+        """Return the buffers in which the unit's groups are gathered; None for each where these are
+        not in a window.
+        """
+        unit = self._unit()
+        shard = unit.ranks.shard
+        windows = None if post_forward or shard is None or unit.scheduler is None else get_windows(shard)
+        if windows is None or not windows.takes(unit):
+            return [None] * len(unit.groups)
+        self._windows = windows
+        return windows.acquire(unit, get_gather_comm(shard))
+
+    def release(self) -> None:
+        """Take the window back, for what comes after the current stream's work."""
+        windows, self._windows = self._windows, None
+        if windows is not None:
+            windows.release(self._unit())
 
 
 def _places(unit: Unit) -> list[int]:

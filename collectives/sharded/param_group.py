@@ -203,9 +203,8 @@ class ParamGroup:
         return self.unsharded_numel * self.gather_dtype.itemsize
 
     def unshard(self, *, async_op: bool = False, custom=None, out: torch.Tensor | None = None):
-        """Begin the all-gather into `gathered`; return a Work, or None where it is done.
-
-        `out`: a window's part, which becomes `gathered`; None: memory of the group's own.
+        """Begin the all-gather into `gathered`; return a Work, or None where it is done. `out`: a
+        window's part, which becomes `gathered`; None: memory of the group's own.
         """
         if self.flat.device.type != self.store.type:
             raise InvalidArgument(
@@ -218,10 +217,12 @@ class ParamGroup:
         self.gathered, work = self._all_gather(async_op, custom, out)
         return work
 
-    def move_gathered(self) -> None:
-        """Move what is gathered to memory of the group's own."""
+    def move_gathered(self, *, registered: bool) -> None:
+        """Move what is gathered to memory of the group's own; `registered`: the full parameters too."""
         moved = self.buffers.alloc_gathered(self.unsharded_numel, self.gather_dtype)
         self.gathered = moved.copy_(self.gathered)
+        if registered:
+            self.to_unsharded()
 
     def to_sharded_post_forward(self, post_forward_comm: Communicator) -> None:
         """Keep the post-forward shard: this rank's part, among the ranks of a communicator, of the
@@ -259,7 +260,7 @@ class ParamGroup:
         if out is None:
             out = self.buffers.alloc_gathered(self.unsharded_numel, self.gather_dtype, custom)
         if self.quantized_gather is not None and ranks.shard is not None:
-            return out, self._quantized_all_gather(out, custom, async_op)
+            return out, _quantized_all_gather(self, out, custom, async_op)
         if in_window or self.gather_dtype != self.dtype or self.store != self.device:
             inp = out[ranks.rank * self.shard_numel :][: self.shard_numel]
         else:
@@ -276,17 +277,6 @@ class ParamGroup:
             if custom is not None:
                 return out, custom(out, inp, ranks.group or ranks.shard, async_op)
             return out, get_gather_comm(ranks.shard).all_gather(out, inp, async_op=async_op)
-
-    def _quantized_all_gather(self, out: torch.Tensor, custom, async_op: bool):
-        if custom is not None:
-            raise InvalidUsage("a custom all-gather sends parameters as they are: leave HookState's gather out")
-        shard = self.flat
-        if self.offloads:
-            shard = self.host_copies.to_device(
-                torch.empty(self.shard_numel, dtype=self.dtype, device=self.device), shard
-            )
-        comm = get_gather_comm(self.ranks.shard)
-        return self.quantized_gather.gather(comm, shard, out, self.buffers.alloc, async_op=async_op)
 
     def all_gather_master_shards(self) -> torch.Tensor:
         """All-gather the shards in their own dtype; return the flat buffer. A collective of
@@ -353,3 +343,15 @@ class ParamGroup:
             shard = self.flat.to(own.device)
             own = torch.where(own == self.quantized_gather.rounded(shard, own.dtype), shard, own.to(shard.dtype))
         self.flat.copy_(own)
+
+
+def _quantized_all_gather(group: ParamGroup, out: torch.Tensor, custom, async_op: bool):
+    """Begin a group's quantized all-gather into a buffer; return a Work, or None where it is done."""
+    if custom is not None:
+        raise InvalidUsage("a custom all-gather sends parameters as they are: leave HookState's gather out")
+    shard = group.flat
+    if group.offloads:
+        moved = torch.empty(group.shard_numel, dtype=group.dtype, device=group.device)
+        shard = group.host_copies.to_device(moved, shard)
+    comm = get_gather_comm(group.ranks.shard)
+    return group.quantized_gather.gather(comm, shard, out, group.buffers.alloc, async_op=async_op)

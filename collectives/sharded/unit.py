@@ -15,7 +15,7 @@ from torch import nn
 from ..comm.communicator import Communicator
 from ..errors import InvalidUsage
 from .buffer_pool import BufferPool
-from .gather_windows import GatherWindows, get_gather_comm, get_windows
+from .gather_windows import UnitWindow
 from .managed_params import managed_parameters
 from .mesh import Ranks
 from .module_changes import AddedParamCheck, sync_attributes
@@ -85,8 +85,7 @@ class Unit:
         self.reshard_after_forward = self.reshard_after_backward = self.reduce_grads = True
         self.prefetch_in_forward = self.prefetch_in_backward = True
         self.prefetch_post_backward = False  # BACKWARD_POST: prefetch after a unit's gradients
-        self.forward_prefetch: list[Unit] | None = None
-        self.backward_prefetch: list[Unit] | None = None
+        self.forward_prefetch = self.backward_prefetch = None  # lists of units; None: the next one
         self.scheduler = self.module = None
         self._alloc_stream = None  # the stream on which the gathered buffer was allocated
         self.state_dict_settings = None  # those of `set_state_dict_type`; None: full tensors
@@ -94,7 +93,7 @@ class Unit:
         # Ranks that keep all parameters between them after a forward.
         self.post_forward_comm: Communicator | None = None
         self._works: list = []
-        self._windows: GatherWindows | None = None  # in one of which the unit is gathered
+        self._window = UnitWindow(self)
         offload = parse_offload_policy(offload_policy)
         store = self.device if offload is None else host_of(self.device)
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
@@ -174,7 +173,7 @@ class Unit:
     def _start_all_gather(self, async_op: bool, post_forward: bool) -> None:
         works = []
         self._alloc_stream = current_stream(self.device)
-        for group, out in zip(self.groups, self._acquire_window(post_forward), strict=True):
+        for group, out in zip(self.groups, self._window.acquire(post_forward), strict=True):
             if post_forward:
                 work = group.unshard_post_forward(self.post_forward_comm, async_op)
             else:
@@ -184,39 +183,19 @@ class Unit:
         self._works = works
         self.state = State.GATHERING
 
-    def _acquire_window(self, post_forward: bool = False) -> list[torch.Tensor | None]:
-        """Return the parts of a window in which the groups are gathered, or None for each."""
-        shard = self.ranks.shard
-        if post_forward or shard is None or self.scheduler is None:
-            return [None] * len(self.groups)
-        windows = get_windows(shard)
-        if windows is None or not windows.takes(self):
-            return [None] * len(self.groups)
-        self._windows = windows
-        return windows.acquire(self, get_gather_comm(shard))
-
-    def _release_window(self) -> None:
-        windows, self._windows = self._windows, None
-        if windows is not None:
-            windows.release(self)
-
     @torch.no_grad()
     def move_gathered(self) -> None:
         """Move what is gathered in a window to memory of the unit's own."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        while self._works:
+            (work := self._works.pop(0)).wait()
             work.release()
         for group in self.groups:
-            group.move_gathered()
-            if self.state is State.UNSHARDED:
-                group.to_unsharded()
-        self._release_window()
+            group.move_gathered(registered=self.state is State.UNSHARDED)
+        self._window.release()
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gather of `unshard`, and register the full parameters on the modules.
-
-        Raises `InvalidUsage` where nothing is gathered.
+        """Wait for the all-gather of `unshard`, and register the full parameters on the modules; raise
+        `InvalidUsage` where nothing is gathered.
         """
         if self.state is State.UNSHARDED:
             if not self.is_unsharded_registered:
@@ -233,10 +212,7 @@ class Unit:
         works, self._works = self._works, []
         for work in works:
             work.wait()
-            if self._windows is None:
-                release(work, self._alloc_stream, self.device)
-            else:
-                work.release()  # a window stays
+            work.release() if self._window.is_used else release(work, self._alloc_stream, self.device)
         self._record_stream()
         for group in self.groups:
             group.to_unsharded()
@@ -285,9 +261,9 @@ class Unit:
         """Take part in an all-gather that only other ranks need, of `masters`, the shards in their
         own dtype, or of post-forward shards; this rank's parameters stay as they are.
         """
-        if self._windows is not None and not masters:
+        if self._window.is_used and not masters:
             self.move_gathered()
-        parts = [None] * len(self.groups) if masters else self._acquire_window(post_forward)
+        parts = self._window.acquire(post_forward or masters)
         for group, out in zip(self.groups, parts, strict=True):
             if masters:
                 group.all_gather_master_shards()
@@ -295,7 +271,7 @@ class Unit:
                 group.join_post_forward(self.post_forward_comm)
             else:
                 group.join_all_gather(self.custom_all_gather, out)
-        self._release_window()
+        self._window.release()
 
     @property
     def is_sharded_post_forward(self) -> bool:
@@ -324,7 +300,7 @@ class Unit:
         self._record_stream()
         for group in self.groups:
             group.free_unsharded()
-        self._release_window()
+        self._window.release()
         self.state = State.SHARDED
 
     @contextlib.contextmanager

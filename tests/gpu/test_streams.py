@@ -75,7 +75,7 @@ def priorities(place):
     comm.all_reduce(tensor, async_op=True).wait()
     comm.all_reduce(tensor, algorithm="ring")
     streams = [comm._queue._side_stream, *comm._algorithms._streams, CommStream(comm, "lane 0").stream]
-    with on_side_stream(place.device):
+    with on_side_stream(place.device, "store"):
         streams.append(torch.cuda.current_stream())
     found = [stream.priority for stream in streams], torch.cuda.current_stream().priority
     comm.close()

@@ -224,6 +224,8 @@ class Machine:
             "get_device_properties": lambda index: types.SimpleNamespace(multi_processor_count=3),
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.current, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
         machine = self
 
         class Module:
