@@ -55,6 +55,7 @@ def loads_in_steps(ctx, front_end, options):
     return before, kernels.loads[len(before) :]
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("front_end", "options", "expected"),
     [
