@@ -139,7 +139,7 @@ class CommConfig:
     nvls_host_mode: int | None = None
 
     def __post_init__(self):
-        for name, value in self.given().items():
+        for name, value in self.to_dict().items():
             try:
                 object.__setattr__(self, name, _FIELDS[name][1](value))
             except ValueError as error:
@@ -147,12 +147,12 @@ class CommConfig:
         if None not in (self.min_ctas, self.max_ctas) and self.min_ctas > self.max_ctas:
             raise InvalidArgument(f"config: min_ctas={self.min_ctas} is more than max_ctas={self.max_ctas}")
 
-    def given(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the fields that are not None, by name."""
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
 
     def __repr__(self):
-        return f"CommConfig({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
+        return f"CommConfig({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
 
 
 def parse_config(config) -> CommConfig:
@@ -173,7 +173,7 @@ def parse_config(config) -> CommConfig:
 
 def merge_config(parent: CommConfig, config: CommConfig) -> CommConfig:
     """Return the config of a child: its own fields, and its parent's where it gives none."""
-    return CommConfig(**{**parent.given(), **config.given()})
+    return CommConfig(**{**parent.to_dict(), **config.to_dict()})
 
 
 def to_nccl(config: CommConfig, library: Library) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def to_nccl(config: CommConfig, library: Library) -> dict[str, Any]:
     Raises `InvalidArgument` for a field, or a value of it, that the library does not know yet.
     """
     settings: dict[str, Any] = {"blocking": 1}
-    for name, value in config.given().items():
+    for name, value in config.to_dict().items():
         since = CONFIG_FIELDS[_FIELDS[name][0]]
         if name == "cta_policy":
             since = max(since, _ZERO_CTA_SINCE if value == "zero" else 0)

@@ -65,16 +65,16 @@ class _SharedBlock:
         """Whether no tensor has a part of it."""
         return self._free == [(0, _BLOCK_BYTES)]
 
-    def take(self, nbytes: int) -> int | None:
-        """Take the first free part of so many bytes; return its address, None where there is none."""
+    def allocate(self, nbytes: int) -> int | None:
+        """Allocate the first free part of so many bytes; return its address, None where there is none."""
         for number, (begin, end) in enumerate(self._free):
             if end - begin >= nbytes:
                 self._free[number : number + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
                 return self.ptr + begin
         return None
 
-    def give_back(self, ptr: int, nbytes: int) -> None:
-        """Give a part back, of the size with which it was taken."""
+    def free(self, ptr: int, nbytes: int) -> None:
+        """Free a part, of the size with which it was allocated."""
         merged = []
         for begin, end in sorted([*self._free, (ptr - self.ptr, ptr - self.ptr + nbytes)]):
             if merged and merged[-1][1] == begin:
@@ -91,23 +91,23 @@ class _SharedBlocks:
         self._lock = threading.Lock()
         self._blocks: dict[tuple, list[_SharedBlock]] = {}
 
-    def take(self, library, device: torch.device, nbytes: int) -> tuple[int, _SharedBlock]:
+    def allocate(self, library, device: torch.device, nbytes: int) -> tuple[int, _SharedBlock]:
         """Return the address of a part, and its block; the device is the current one."""
         with self._lock:
             blocks = self._blocks.setdefault((library, device), [])
             for block in blocks:
-                ptr = block.take(nbytes)
+                ptr = block.allocate(nbytes)
                 if ptr is not None:
                     return ptr, block
             block = _SharedBlock(library.mem_alloc(_BLOCK_BYTES))
             blocks.append(block)
-            return block.take(nbytes), block
+            return block.allocate(nbytes), block
 
-    def give_back(self, library, device: torch.device, part: tuple[int, int, _SharedBlock]) -> None:
-        """Give back a part that nothing uses any more; a block without parts is freed."""
+    def free(self, library, device: torch.device, part: tuple[int, int, _SharedBlock]) -> None:
+        """Free a part that nothing uses any more, and a block without parts."""
         ptr, nbytes, block = part
         with self._lock:
-            block.give_back(ptr, nbytes)
+            block.free(ptr, nbytes)
             if block.is_empty:
                 self._blocks[library, device].remove(block)
                 _free(library, block.ptr)
@@ -167,7 +167,7 @@ def _allocate_on_cuda(library, device: torch.device, nbytes: int, window: bool):
     if window or nbytes >= _SHARED_BELOW:
         return library.mem_alloc(nbytes), None
     rounded = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    ptr, block = _shared_blocks.take(library, device, rounded)
+    ptr, block = _shared_blocks.allocate(library, device, rounded)
     return ptr, (ptr, rounded, block)
 
 
@@ -218,4 +218,4 @@ def free_dropped() -> None:
             if part is None:
                 _free(library, ptr)
             else:
-                _shared_blocks.give_back(library, device, part)
+                _shared_blocks.free(library, device, part)

@@ -34,7 +34,7 @@ def open_native(engine, unique_id: bytes, rank: int, size: int, device, config: 
     device = resolve_device(engine, device)
     if native is None and device.type == "cuda":
         library = engine.library
-        settings = to_nccl(config, library) if config.given() or library.has("ncclCommInitRankConfig") else None
+        settings = to_nccl(config, library) if config.to_dict() or library.has("ncclCommInitRankConfig") else None
         order_launches(library)
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # creates torch's CUDA context, which NCCL then uses
@@ -101,8 +101,8 @@ def _compare_configs(comm, color: int, config: CommConfig) -> None:
 
     Before the split: NCCL's ranks that differ may hang while they connect.
     """
-    values = all_gather_object(comm, [color, config.given()])
-    others = [rank for rank, value in enumerate(values) if value[0] == color and value[1] != config.given()]
+    values = all_gather_object(comm, [color, config.to_dict()])
+    others = [rank for rank, value in enumerate(values) if value[0] == color and value[1] != config.to_dict()]
     if others and color >= 0:
         raise Mismatch(
             f"config={config!r} here, and not on rank {', '.join(map(str, others))}: it must be the same on all ranks "

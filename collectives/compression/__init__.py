@@ -4,7 +4,7 @@ from .averaging import ReductionPlan, all_reduce_average, plan_average, plan_div
 from .base import Compressor, NoCompression, has_fused_stats, parse_wire, ring_bytes
 from .bucket import Bucket, Scaling
 from .by_name import make_compressor
-from .grad_stats import add_grad_stats, add_statistics, get_statistics
+from .grad_stats import add_grad_stats, measure_grads
 
 __all__ = [
     "Bucket",
@@ -13,11 +13,10 @@ __all__ = [
     "ReductionPlan",
     "Scaling",
     "add_grad_stats",
-    "add_statistics",
     "all_reduce_average",
-    "get_statistics",
     "has_fused_stats",
     "make_compressor",
+    "measure_grads",
     "parse_wire",
     "plan_average",
     "plan_division",

@@ -8,9 +8,9 @@ import threading
 
 import torch
 
-from ..kernels import Statistics, reduce_n
+from ..kernels import Statistics, measure, reduce_n
 
-__all__ = ["add_grad_stats", "add_statistics", "get_statistics"]
+__all__ = ["add_grad_stats", "add_statistics", "get_statistics", "measure_grads"]
 
 _local = threading.local()
 
@@ -23,6 +23,16 @@ def add_grad_stats(values: torch.Tensor, grad_stats: torch.Tensor) -> None:
         found = get_statistics(values.device)
         reduce_n([values], values, statistics=found)
         add_statistics(found, grad_stats)
+
+
+def measure_grads(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the [sum of squares, count of non-finite values] of flat gradients on one device, of
+    any floating dtypes: float64, by one kernel, which writes to none of them.
+    """
+    total, found = torch.zeros(2, dtype=torch.float64, device=device), get_statistics(device)
+    measure(grads, found)
+    add_statistics(found, total)
+    return total
 
 
 def add_statistics(found: Statistics | None, grad_stats) -> None:

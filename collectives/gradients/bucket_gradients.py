@@ -8,8 +8,7 @@ import time
 
 import torch
 
-from ..compression import Bucket, add_statistics, get_statistics
-from ..kernels import measure
+from ..compression import Bucket, measure_grads
 from ..recorder import recording
 from .grad_norm import norm_by_parameter, norm_over_ranks
 from .pipeline import GradientPipeline
@@ -82,10 +81,7 @@ class BucketGradients:
         comm = self.pipeline.comm
         if comm._on_host:
             return sum(self._grad_stats.values())
-        total, found = torch.zeros(2, dtype=torch.float64, device=comm.device), get_statistics(comm.device)
-        measure(self._own_parts(), found)
-        add_statistics(found, total)
-        return total
+        return measure_grads(self._local_shards(), comm.device)
 
     def norm(self, p: float) -> torch.Tensor:
         """Return the p-norm of all buckets; where each rank has them all, the 2-norm takes the
@@ -93,9 +89,9 @@ class BucketGradients:
         """
         if p == 2:
             return norm_by_parameter(self.buckets)
-        return norm_over_ranks(self.pipeline.comm, self._own_parts(), p, dtype=torch.float64)
+        return norm_over_ranks(self.pipeline.comm, self._local_shards(), p, dtype=torch.float64)
 
-    def _own_parts(self) -> list[torch.Tensor]:
+    def _local_shards(self) -> list[torch.Tensor]:
         """Return this rank's parts of the buckets, which with those of all ranks are the whole
         gradient: each element once.
         """

@@ -55,11 +55,6 @@ class DeviceBuffers:
     def __len__(self) -> int:
         return len(self._free) + len(self._in_use)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.memory.numel() for buffer in (*self._free, *self._in_use.values()))
-
     def reserve(self, nbytes: int) -> None:
         """Announce a request of so many bytes, by which buffers are made from now on."""
         self._largest = max(self._largest, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)

@@ -18,9 +18,8 @@ from ..compression import (
     NoCompression,
     Scaling,
     add_grad_stats,
-    add_statistics,
-    get_statistics,
     has_fused_stats,
+    measure_grads,
     plan_reduction,
     ring_bytes,
 )
@@ -28,7 +27,6 @@ from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.grad_norm import norm_over_ranks
 from ..gradients.options import parse_streams
 from ..gradients.state import HookState
-from ..kernels import measure
 from ..rendezvous.process_groups import get_communicator
 from .optimizer_in_backward import UnitStep
 from .quantized_gather import QuantizedAllGather
@@ -323,13 +321,10 @@ class ShardedGradReducer:
             if number not in self._accumulated and self._grad_stats[number] is not None:
                 total += self._grad_stats[number].to(total.device)
             else:  # the statistics are of the sum
-                to_measure += group.gradients.own_parts(unit.ranks)
+                to_measure += group.gradients.unique_grads(unit.ranks)
         for device in dict.fromkeys(grad.device for grad in to_measure):
-            found = get_statistics(device)
-            measure([as_real(grad) for grad in to_measure if grad.device == device], found)
-            on_its_device = torch.zeros(2, dtype=torch.float64, device=device)
-            add_statistics(found, on_its_device)
-            total += on_its_device.to(total.device)
+            grads = [as_real(grad) for grad in to_measure if grad.device == device]
+            total += measure_grads(grads, device).to(total.device)
         return total
 
     def norm(self, p: float) -> torch.Tensor:

@@ -157,10 +157,10 @@ class GradientShard:
         if fits and all(param.shard.grad is None for param in self.params):
             return self.alloc_flat(), True
         if flat.is_cuda:
-            return self.own_part(flat), False
+            return self.local_shard(flat), False
         return torch.empty(self.shard_numel, dtype=self.reduce_dtype, device=self.buffers.device), False
 
-    def own_parts(self, ranks: Ranks) -> list[torch.Tensor]:
+    def unique_grads(self, ranks: Ranks) -> list[torch.Tensor]:
         """Return parts of the shards' gradients, flat, which with those of all ranks are the whole
         gradient: each element once.
         """
@@ -173,7 +173,7 @@ class GradientShard:
             return [self.flat if same is None else self.flat.tensor_split(same.size)[same.rank]]
         return [grad.reshape(-1) for grad in grads] if ranks.is_first_replica else []
 
-    def own_part(self, flat: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a flat buffer, which may have only that."""
         if flat.numel() == self.shard_numel:
             return flat
@@ -190,7 +190,7 @@ class GradientShard:
         """
         if in_place:
             self.flat = reduced
-        grad, part = self.alloc_flat(), self.own_part(reduced)
+        grad, part = self.alloc_flat(), self.local_shard(reduced)
         if self.buffers.offloads:
             self._offload(part, grad)
             return

@@ -98,7 +98,7 @@ def start_reduction(
             current_stream(unit.device).wait_stream(home)
         for work in works:
             release(work, home, unit.device)
-        plan.after(as_real(gradients.own_part(reduced)))
+        plan.after(as_real(gradients.local_shard(reduced)))
         if finish is not None:
             finish(reduced)
         use_on_current(home, reduced)

@@ -234,7 +234,7 @@ def agree_on_policy(comm, deterministic: bool) -> Policy:
     Raises `Mismatch` where the ranks differ in `deterministic` or in the communicator's config,
     `InvalidArgument` on all ranks where rank 0's variables or its file are invalid.
     """
-    arguments = {"deterministic": deterministic, "config": comm.config.given()}
+    arguments = {"deterministic": deterministic, "config": comm.config.to_dict()}
     own: dict = dict(arguments)
     if comm.rank == 0:
         name = comm.engine.name
