@@ -16,7 +16,9 @@ import torch
 from ..comm.communicator import Communicator
 from .device_buffers import DeviceBuffers
 
-__all__ = ["MIN_POOLED_BYTES", "BufferPool"]
+__all__ = ["GATHERED", "GRADIENTS", "MIN_POOLED_BYTES", "BufferPool"]
+
+GATHERED, GRADIENTS = "gathered parameters", "gradients"  # purposes of buffers
 
 # A smaller buffer shares malloc's pages, and its staging copy stays in the cache.
 MIN_POOLED_BYTES = 64 << 10
@@ -47,15 +49,13 @@ class BufferPool:
         self._in_turn: weakref.WeakKeyDictionary[Communicator, dict[str, DeviceBuffers]] = weakref.WeakKeyDictionary()
 
     def in_turn(self, comm: Communicator, purpose: str) -> DeviceBuffers:
-        """Return the buffers on a GPU that a communicator's units use in turn: "gathered parameters"
-        or "gradients".
-        """
+        """Return the buffers on a GPU that a communicator's units use in turn for a purpose."""
         found = self._in_turn.get(comm)
         if found is None:
             found = self._in_turn[comm] = {
                 # A gradient's buffer is released on the stream that stores the result of its reduction.
-                "gathered parameters": DeviceBuffers("gathered parameters", at_least=1, crosses_streams=False),
-                "gradients": DeviceBuffers("gradients", at_least=2, crosses_streams=True),
+                GATHERED: DeviceBuffers(GATHERED, at_least=1, crosses_streams=False),
+                GRADIENTS: DeviceBuffers(GRADIENTS, at_least=2, crosses_streams=True),
             }
         return found[purpose]
 

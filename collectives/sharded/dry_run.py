@@ -223,13 +223,9 @@ class _CountedBuffers(GroupBuffers):
         with self._counter.counting_as(self._kind):
             return super().alloc(n, dtype)
 
-    def alloc_gathered(self, n, dtype, custom=None):
+    def acquire(self, purpose, n, dtype, custom=None):
         with self._counter.counting_as(self._kind):
-            return super().alloc_gathered(n, dtype)
-
-    def alloc_gradients(self, n, dtype, custom=None):
-        with self._counter.counting_as(self._kind):
-            return super().alloc_gradients(n, dtype)
+            return super().acquire(purpose, n, dtype)
 
     def alloc_stored(self, n, dtype, *, shared, device=None):
         with self._counter.counting_as(_ON_HOST if self.offloads else "gradients"):

@@ -9,6 +9,7 @@ import torch
 from ..kernels import pack
 from ..kernels.reusable_table import ReusableTable
 from ..layout import Layout
+from .buffer_pool import GRADIENTS
 from .group_buffers import GroupBuffers
 from .mesh import Ranks
 from .param import ShardedParam
@@ -104,7 +105,7 @@ class GradientShard:
         if self.ranks.shard is None and self.reduce_dtype == self.dtype and not self.buffers.offloads:
             flat = self.alloc_flat() if all(param.shard.grad is None for param in self.params) else None
         if flat is None:
-            flat = self.buffers.alloc_gradients(self.unsharded_numel, self.reduce_dtype, custom)
+            flat = self.buffers.acquire(GRADIENTS, self.unsharded_numel, self.reduce_dtype, custom)
         params, tensors = [], []
         for param in self.params:
             grad = param.full.grad
@@ -140,7 +141,7 @@ class GradientShard:
     def free_packed(self, flat: torch.Tensor) -> None:
         """Give up the buffer of `pack`, once its values were stored."""
         with self.host_copies.after_copies(flat.device) if self.buffers.offloads else contextlib.nullcontext():
-            self.buffers.free_gradients(flat)
+            self.buffers.release(GRADIENTS, flat)
 
     def alloc_flat(self) -> torch.Tensor:
         """Return the memory of the flat shard of gradients; allocate it if there is none."""

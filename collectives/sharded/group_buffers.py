@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .buffer_pool import MIN_POOLED_BYTES, BufferPool
+from ..comm.communicator import Communicator
+from .buffer_pool import GATHERED, GRADIENTS, MIN_POOLED_BYTES, BufferPool
 from .device_buffers import DeviceBuffers
 from .mesh import Ranks
 
@@ -30,53 +31,30 @@ class GroupBuffers:
         """Whether the flat shard lies on another device than the one where the unit computes."""
         return self.store != self.device
 
-    # ---- Buffers that all units use in turn on a GPU.
-
     def reserve(self, gathered: int, gradients: int) -> None:
         """Announce the largest buffers of this group, in bytes."""
-        if self._in_turn:
-            self._gathered.reserve(gathered)
-            self._gradients.reserve(gradients)
+        for purpose, nbytes in ((GATHERED, gathered), (GRADIENTS, gradients)):
+            if (buffers := self._in_turn(purpose)) is not None:
+                buffers.reserve(nbytes)
 
-    def alloc_gathered(self, n: int, dtype: torch.dtype, custom=None) -> torch.Tensor:
-        """Return a buffer for gathered parameters, until `free_gathered`."""
-        if custom is None and self._in_turn:
-            return self._gathered.acquire(self._comm, n, dtype)
-        return self.alloc(n, dtype, custom)
+    def acquire(self, purpose: str, n: int, dtype: torch.dtype, custom=None) -> torch.Tensor:
+        """Return a buffer for a purpose, `GATHERED` or `GRADIENTS`, until `release`: on a GPU one of
+        those that all units use in turn.
+        """
+        buffers = self._in_turn(purpose) if custom is None else None
+        return self.alloc(n, dtype, custom) if buffers is None else buffers.acquire(self._comm, n, dtype)
 
-    def free_gathered(self, buffer: torch.Tensor) -> None:
-        """Give up a buffer of `alloc_gathered`, for what comes after the current stream's work."""
-        if self._in_turn:
-            self._gathered.release(buffer)
-
-    def alloc_gradients(self, n: int, dtype: torch.dtype, custom=None) -> torch.Tensor:
-        """Return a buffer for gradients to reduce, until `free_gradients`."""
-        if custom is None and self._in_turn:
-            return self._gradients.acquire(self._comm, n, dtype)
-        return self.alloc(n, dtype, custom)
-
-    def free_gradients(self, buffer: torch.Tensor) -> None:
-        """Give up a buffer of `alloc_gradients`, for what comes after the current stream's work."""
-        if self._in_turn:
-            self._gradients.release(buffer)
+    def release(self, purpose: str, buffer: torch.Tensor) -> None:
+        """Release a buffer of `acquire`, for what comes after the current stream's work."""
+        if (buffers := self._in_turn(purpose)) is not None:
+            buffers.release(buffer)
 
     @property
-    def _comm(self):
+    def _comm(self) -> Communicator:
         return self.ranks.world if self.ranks.shard is None else self.ranks.shard
 
-    @property
-    def _in_turn(self) -> bool:
-        return not self.ranks.world._on_host
-
-    @property
-    def _gathered(self) -> DeviceBuffers:
-        return self.pool.in_turn(self._comm, "gathered parameters")
-
-    @property
-    def _gradients(self) -> DeviceBuffers:
-        return self.pool.in_turn(self._comm, "gradients")
-
-    # ---- Others.
+    def _in_turn(self, purpose: str) -> DeviceBuffers | None:
+        return None if self.ranks.world._on_host else self.pool.in_turn(self._comm, purpose)
 
     def alloc(self, n: int, dtype: torch.dtype, custom=None) -> torch.Tensor:
         """Return an uninitialised buffer of `n` elements on the unit's device; a pool reuses it

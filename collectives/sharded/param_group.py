@@ -14,7 +14,7 @@ from torch import nn
 
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
-from .buffer_pool import BufferPool
+from .buffer_pool import GATHERED, BufferPool
 from .gather_windows import get_gather_comm
 from .gradient_shard import GradientShard
 from .group_buffers import GroupBuffers
@@ -219,7 +219,7 @@ class ParamGroup:
 
     def move_gathered(self, *, registered: bool) -> None:
         """Move what is gathered to memory of the group's own; `registered`: the full parameters too."""
-        moved = self.buffers.alloc_gathered(self.unsharded_numel, self.gather_dtype)
+        moved = self.buffers.acquire(GATHERED, self.unsharded_numel, self.gather_dtype)
         self.gathered = moved.copy_(self.gathered)
         if registered:
             self.to_unsharded()
@@ -233,7 +233,7 @@ class ParamGroup:
 
     def unshard_post_forward(self, post_forward_comm: Communicator, async_op: bool):
         """Begin the all-gather of the post-forward shards."""
-        self.gathered = self.buffers.alloc_gathered(self.unsharded_numel, self.gather_dtype)
+        self.gathered = self.buffers.acquire(GATHERED, self.unsharded_numel, self.gather_dtype)
         return post_forward_comm.all_gather(self.gathered, self.post_forward_shard, async_op=async_op)
 
     def join_post_forward(self, post_forward_comm: Communicator) -> None:
@@ -250,7 +250,7 @@ class ParamGroup:
             out, work = self._all_gather(False, custom, out)
             if work is not None:
                 work.wait()
-            self.buffers.free_gathered(out)
+            self.buffers.release(GATHERED, out)
 
     def _all_gather(self, async_op: bool, custom, out: torch.Tensor | None) -> tuple:
         """Begin the all-gather into a buffer; return the buffer and a Work, or None where it is done."""
@@ -258,7 +258,7 @@ class ParamGroup:
         if out is None:
             out = self.persistent_buffer
         if out is None:
-            out = self.buffers.alloc_gathered(self.unsharded_numel, self.gather_dtype, custom)
+            out = self.buffers.acquire(GATHERED, self.unsharded_numel, self.gather_dtype, custom)
         if self.quantized_gather is not None and ranks.shard is not None:
             return out, _quantized_all_gather(self, out, custom, async_op)
         if in_window or self.gather_dtype != self.dtype or self.store != self.device:
@@ -330,7 +330,7 @@ class ParamGroup:
         for param, placeholder in zip(self.params, self._placeholders, strict=True):
             param.full.data = placeholder
         if gathered is not None:
-            self.buffers.free_gathered(gathered)
+            self.buffers.release(GATHERED, gathered)
 
     @torch.no_grad()
     def write_back(self) -> None:
