@@ -16,7 +16,7 @@ import warnings
 
 import torch
 
-from .errors import CudaError
+from .errors import CudaError, InvalidUsage
 
 __all__ = [
     "capture_id",
@@ -26,9 +26,11 @@ __all__ = [
     "new_comm_stream",
     "on_stream",
     "queries_allowed",
+    "refuse_capture",
     "set_first_device",
     "set_thread_device",
     "stream_from_address",
+    "wait_for_last_user",
 ]
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -156,6 +158,29 @@ def capture_id(stream) -> int | None:
         code = driver.cuStreamGetCaptureInfo_v2(*asked)
     _check(code)
     return number.value if status.value == _ACTIVE else None
+
+
+def refuse_capture(device: torch.device, what: str) -> None:
+    """Raise `InvalidUsage` where the device's current stream is captured. `what`: the text's first
+    part, why it can't be, and its second, what to do.
+    """
+    if device.type == "cuda" and is_capturing(current_stream(device)):
+        raise InvalidUsage(f"this can't be captured in a CUDA graph: {what}")
+
+
+def wait_for_last_user(last) -> None:
+    """Have the current stream wait for what `last`, the stream that has used some memory last, was
+    given until now. No wait of the host.
+
+    A stream that is captured waits only for streams of the same capture: CUDA refuses the others,
+    and a capture begins when nothing runs.
+    """
+    here = current_stream(last.device)
+    if here == last:
+        return
+    capture = capture_id(here)
+    if capture is None or capture_id(last) == capture:
+        here.wait_stream(last)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from ..cuda_state import current_stream
+from ..cuda_state import current_stream, wait_for_last_user
 
 __all__ = ["get_wire_buffer", "use_on_current_stream"]
 
@@ -19,16 +19,14 @@ def use_on_current_stream(last, *tensors):
     Returns the current stream. Later kernels on the current stream run after all work that is
     queued on `last` now. The allocator doesn't reuse the memory before they are done, on whichever
     stream it was allocated. `last`: the stream that an earlier call returned, None at first. On the
-    host nothing happens and None is returned. A stream that is being captured doesn't wait: nothing
-    was running when the capture began.
+    host nothing happens and None is returned.
     """
     device = tensors[0].device
     if device.type != "cuda":
         return None
     stream = current_stream(device)
     if last is not None and last != stream:
-        if not torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(last)
+        wait_for_last_user(last)
         for tensor in tensors:
             tensor.record_stream(stream)
     return stream

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compression import all_reduce_average
+from ..cuda_state import refuse_capture
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import Table, pack, unpack
 from ..kernels.parameter_arrays import is_dense
@@ -76,6 +77,9 @@ class LocalSGD:
 
     def observe_bucket(self, comm, bucket) -> bool:
         """Record a bucket of a backward; return whether its gradients must be averaged."""
+        refuse_capture(
+            comm.device, "local_steps counts backwards on the host: capture with a HookState without local_steps"
+        )
         module = self._find_module(bucket)
         module.comm = comm
         if module.backwards < self.after:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..comm.communicator import Communicator
-from ..cuda_state import has_completed
+from ..cuda_state import has_completed, refuse_capture
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 
 __all__ = ["RoundFlags", "RoundResult"]
@@ -72,6 +72,12 @@ class RoundFlags:
         None where this rank's round is usual and it doesn't wait. A collective.
         """
         usual = self.is_async and not problem and not any(resend) and all(have)
+        if not usual or self._usual is None:
+            refuse_capture(
+                comm.device,
+                "the host reads the ranks' flags: make some steps before the capture, in the captured one give each "
+                "parameter a gradient, and with overlap run one backward alone",
+            )
         if usual:
             if self._usual is None:
                 self._write(comm, problem, usual, resend, have)

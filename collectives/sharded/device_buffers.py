@@ -12,7 +12,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..comm.registration import Registration
-from ..cuda_state import capture_id, current_stream
+from ..cuda_state import capture_id, current_stream, wait_for_last_user
 from ..errors import InvalidUsage
 from ..torch_compat import storage_use_count
 
@@ -129,9 +129,7 @@ class DeviceBuffers:
         here = current_stream(buffer.memory.device)
         if here == buffer.stream:
             return
-        capture = capture_id(here)
         if buffer.event is None:
-            if capture is None:
-                here.wait_stream(buffer.stream)
-        elif buffer.capture == capture:  # else one is captured and nothing was running as its capture began
+            wait_for_last_user(buffer.stream)
+        elif buffer.capture == capture_id(here):  # else one is captured and nothing was running as its capture began
             here.wait_event(buffer.event)

@@ -20,7 +20,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..comm.config import gather_config, launches_in_order
-from ..cuda_state import capture_id
+from ..cuda_state import wait_for_last_user
 from ..environment import read_switch
 from ..errors import InvalidUsage
 from ..torch_compat import storage_use_count
@@ -139,9 +139,8 @@ class GatherWindows:
         before = None if window.unit is None else window.unit()
         if before is not None and before is not unit:
             before.move_gathered()
-        here = current_stream(window.memory.device)
-        if window.stream is not None and window.stream != here and capture_id(here) is None:
-            here.wait_stream(window.stream)
+        if window.stream is not None:
+            wait_for_last_user(window.stream)
         if storage_use_count(window.memory) > window.users:
             raise InvalidUsage(
                 f"a tensor still views gathered parameters of a unit that was resharded, and {unit!r} needs their "
