@@ -135,7 +135,7 @@ class on_stream:  # noqa: N801, as a function is called
 
 def is_capturing(stream) -> bool:
     """Return whether a torch stream is part of a capture; None: the current stream."""
-    if stream is None:
+    if stream is None or stream == current_stream(torch.device("cuda", torch.cuda.current_device())):
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
@@ -160,12 +160,12 @@ def capture_id(stream) -> int | None:
     return number.value if status.value == _ACTIVE else None
 
 
-def refuse_capture(device: torch.device, what: str) -> None:
-    """Raise `InvalidUsage` where the device's current stream is captured. `what`: the text's first
-    part, why it can't be, and its second, what to do.
+def refuse_capture(device: torch.device, why: str, **about) -> None:
+    """Raise `InvalidUsage` where the device's current stream is captured; no-op on a CPU. `why`: the
+    text after the colon. `about`: the error's other arguments.
     """
     if device.type == "cuda" and is_capturing(current_stream(device)):
-        raise InvalidUsage(f"this can't be captured in a CUDA graph: {what}")
+        raise InvalidUsage(f"this can't be captured in a CUDA graph: {why}", **about)
 
 
 def wait_for_last_user(last) -> None:

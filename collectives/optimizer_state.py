@@ -10,6 +10,8 @@ import operator
 
 import torch
 
+from .cuda_state import refuse_capture
+
 __all__ = [
     "HALF_DTYPES",
     "clip_coefficient",
@@ -79,6 +81,9 @@ def init_state(param, state, columns, *, counts: bool, masters: bool, zeros, mas
     `columns`: keys of the tensors that ``zeros()`` makes; `counts`: it has the number of steps;
     `masters`: a 16-bit parameter has a master, which ``master()`` makes.
     """
+    missing = any(state.get(key) is None for key in [*columns, *(["step"] if counts else [])])
+    if missing or (masters and param.dtype in HALF_DTYPES and state.get("master_param") is None):
+        refuse_capture(param.device, "each replay would make the optimizer's state anew: make a step first")
     if counts:
         init_step_count(param, state, columns)
     for key in columns:

@@ -4,8 +4,9 @@
 implementations.
 
 Operations that are issued while a stream is captured become part of a CUDA graph and run when it is
-replayed. Their `PendingOp` has a `capture_id`. Its end is never queried, and its arrays are held as
-long as the communicator is open, since torch's graphs do not announce their end.
+replayed. Their `PendingOp` has a `capture_id`. Its end is never queried, and its arrays are held
+until `Work.release`, or as long as the communicator is open, since torch's graphs do not announce
+their end.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class AsyncQueue(ABC):
     def __init__(self, comm):
         self._comm = comm
         self._pending: deque[PendingOp] = deque()
-        self._held_until_close: list[tuple] = []  # arrays whose last use can't be observed
+        self._held_until_close: list[tuple | PendingOp] = []  # arrays whose last use can't be observed
         self._lock = threading.RLock()
         self._abort_error: CollectivesError | None = None
 
@@ -137,7 +138,7 @@ class AsyncQueue(ABC):
         if pending_op.capture_id is None:
             self._pending.append(pending_op)
         else:
-            self._held_until_close.append(pending_op.held)
+            self._held_until_close.append(pending_op)
 
     def _remove_ended(self) -> None:
         pending = self._pending

@@ -11,7 +11,7 @@ from threading import get_ident
 
 import torch
 
-from ..cuda_state import is_capturing
+from ..cuda_state import refuse_capture
 from ..errors import Aborted, CollectivesError, CudaError, InvalidUsage
 from .group import open_groups
 from .lifetime import ClosedHandle, never_freed, open_comms
@@ -102,13 +102,7 @@ def leave(comm, failed: bool) -> None:
 
 def refuse_in_capture(comm, name: str) -> None:
     """Raise `InvalidUsage` where a CUDA graph is being captured on the current stream."""
-    if not comm._on_host:
-        with comm._device_guard():
-            if is_capturing(None):
-                raise InvalidUsage(
-                    f"{name}() waits for the GPU, which can't be done while a CUDA graph is captured",
-                    op=name, rank=comm.rank,
-                )  # fmt: skip
+    refuse_capture(comm.device, f"{name}() waits for the GPU; call it before the capture", op=name, rank=comm.rank)
 
 
 def _take_native(comm, reason: str, error: CollectivesError | None = None):

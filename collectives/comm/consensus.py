@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..cuda_state import refuse_capture
 from ..errors import CollectiveTimeout, InvalidArgument, Mismatch, TransportError
 from .waiting import format_ranks
 
@@ -28,6 +29,10 @@ _MAX_DIFFERENCES = 8  # of one message
 _MAX_TEXT = 120  # characters of one value in a message
 _CONTEXT = 40  # of these, characters before the first one that differs
 _ABSENT = "absent"
+_IN_CAPTURE = (
+    "the host compares or exchanges something with the other ranks, as in a first step: make some steps (12 with DDP) "
+    "before the capture, with the options and shapes of the captured one"
+)
 
 
 # ---- Exchange.
@@ -66,6 +71,7 @@ def all_gather_bytes(comm, data: bytes, *, seconds: float | None = None, purpose
     """
     if comm.size == 1:
         return [data]
+    refuse_capture(comm.device, _IN_CAPTURE, op="all_gather_object", rank=comm.rank)
     head = len(data).to_bytes(_HEAD_BYTES, "little") + data[:_INLINE_BYTES]
     rows = _gather_rows(comm, head, _HEAD_BYTES + _INLINE_BYTES, seconds, purpose)
     lengths = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in rows]
@@ -138,6 +144,7 @@ def verify_same(
     """
     if comm.size == 1:
         return
+    refuse_capture(comm.device, _IN_CAPTURE, op=op or "verify_same", rank=comm.rank)
     if not isinstance(value, ComparedValue):
         value = ComparedValue(value.items() if isinstance(value, dict) else [("", value)])
     bounds = torch.tensor([value.digest, -value.digest], dtype=torch.int64).to(comm.device)

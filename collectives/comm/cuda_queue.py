@@ -66,9 +66,11 @@ class CudaQueue(AsyncQueue):
             elif self._abort_error is not None:
                 pending_op.reported = True
                 raise self._abort_error
-            elif pending_op.capture_id == capture:
-                event, _ = pending_op.completion
-                torch.cuda.current_stream().wait_event(event)
+            else:
+                event, stream = pending_op.completion
+                captured = pending_op.capture_id
+                if captured == capture or (stream is not None and captured == capture_id(stream)):
+                    torch.cuda.current_stream().wait_event(event)  # and joins the capture that goes on, if there is one
         return True
 
     def wait_blocking(self, pending_op: PendingOp, timeout: float | None) -> bool:

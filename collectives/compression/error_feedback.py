@@ -8,6 +8,7 @@ import weakref
 
 import torch
 
+from ..cuda_state import refuse_capture
 from ..errors import InvalidArgument
 from ..parameter_names import ParameterNames
 from .bucket import Bucket
@@ -59,6 +60,7 @@ class Residuals:
             known = zip(map(views.get, map(id, bucket.params)), bucket.params, bucket.offsets, strict=True)
             if all(v is not None and v[0]() is param and v[2] is home and v[3] == at for v, param, at in known):
                 return home.use()
+        refuse_capture(bucket.flat.device, "each replay would set a new bucket's residuals to 0: make steps first")
         flat = torch.zeros(count, dtype=torch.float32, device=bucket.flat.device)
         home = _FlatResiduals(flat)
         names = self._parameter_names.lookup(bucket.params) if self._loaded else [None] * len(bucket.params)

@@ -13,6 +13,7 @@ import zlib
 
 import torch
 
+from ..cuda_state import refuse_capture
 from ..errors import InvalidArgument
 from ..parameter_names import ParameterNames
 from .averaging import all_reduce_average, plan_reduction
@@ -103,6 +104,7 @@ class PowerSGD(Compressor):
         if plan is not None and plan.matches(bucket):
             plan.use()
             return plan
+        refuse_capture(bucket.flat.device, "each replay would start PowerSGD anew for a new bucket: make steps first")
         plan = LowRankPlan(bucket, self.rank, comm)
         members = set(map(id, plan.params))
         for other, old in list(self._plans.items()):

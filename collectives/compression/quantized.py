@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._nccl import DTYPES, OPS
+from ..cuda_state import refuse_capture
 from ..errors import InvalidArgument
 from ..kernels import WireParts, dequantize, reduce_wires
 from ..kernels.quantization import plan_dequantize, plan_quantize, plan_requantize
@@ -148,6 +149,7 @@ class Quantized(Compressor):
         residual = None if self.residuals is None else self.residuals.get(bucket)
         plan = self._get_plan(comm, bucket, scaling, shard_numel, end, residual, gather)
         if self.seed is not None:
+            refuse_capture(comm.device, "stochastic rounding draws by a seed of the host's, the same in each replay")
             plan.set_seeds((self.seed + self.steps * (size + 1)) % (1 << 62), comm.rank, size)
         found = None if grad_stats is None else get_statistics(flat.device)
         for step in plan.steps:

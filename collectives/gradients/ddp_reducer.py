@@ -17,7 +17,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..compression import Bucket
-from ..cuda_state import current_stream, on_stream
+from ..cuda_state import current_stream, on_stream, wait_for_last_user
 from ..errors import CollectivesError, InvalidUsage
 from ..parameter_names import find_ddp
 from ..recorder import recording
@@ -241,7 +241,7 @@ class DDPReducer:
             self._wait_for_threads()
         else:
             for each in self.pipeline.comm_streams:
-                current_stream(comm.device).wait_stream(each.stream)
+                wait_for_last_user(each.stream)
 
     def _complete(self) -> None:
         """Count the buckets and complete their futures."""

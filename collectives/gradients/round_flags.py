@@ -75,8 +75,8 @@ class RoundFlags:
         if not usual or self._usual is None:
             refuse_capture(
                 comm.device,
-                "the host reads the ranks' flags: make some steps before the capture, in the captured one give each "
-                "parameter a gradient, and with overlap run one backward alone",
+                "the host reads the ranks' flags here: make some steps before the capture, in the captured one "
+                "give each parameter a gradient, with overlap=True by one backward",
             )
         if usual:
             if self._usual is None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..arrays import TORCH_NAMES
+from ..cuda_state import refuse_capture
 from ..errors import TransportError
 from ..layout import ALIGNMENT
 
@@ -111,6 +112,12 @@ class TensorTableEntry:
         self.ready_event = None
         self.finish_event = None
         if cached.request.device == "cuda":
+            refuse_capture(
+                inputs[0].device,
+                "Horovod's ranks agree on the host on the order of their operations; capture a step of DDP or "
+                "GradientBuckets",
+                op=f"hvd {self.key}",
+            )
             self.ready_event = torch.cuda.current_stream(inputs[0].device).record_event()
 
     def tensors(self) -> list[torch.Tensor]:

@@ -12,6 +12,8 @@ import torch
 from .. import cuda_state
 from ..comm.work import Work
 
+_OFFLOADED = "with CPU offload the optimizer steps on the host, which waits for the copies"
+
 __all__ = [
     "HostCopies",
     "beside_current",
@@ -81,7 +83,7 @@ def beside_current(device: torch.device, purpose: str):
 def wait_for_side_stream(device: torch.device, purpose: str) -> None:
     """Make the current stream wait for what the device's side stream for a purpose was given."""
     if device.type == "cuda":
-        cuda_state.current_stream(device).wait_stream(_side_stream(device, purpose))
+        cuda_state.wait_for_last_user(_side_stream(device, purpose))
 
 
 def use_on_current(home, *tensors: torch.Tensor) -> None:
@@ -112,6 +114,7 @@ class HostCopies:
 
     def to_device(self, out: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor to `out` on the current stream; return `out`."""
+        cuda_state.refuse_capture(out.device, _OFFLOADED)
         out.copy_(host, non_blocking=True)
         self._record_event(self._cuda.current_stream(out.device))
         return out

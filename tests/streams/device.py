@@ -141,7 +141,7 @@ def operation(stream, waits, pageable, text, array, count):
         if answer:
             return answer
     if capture is not None:
-        capture.uses(accesses)
+        capture.uses(accesses, op, stream, where)
     checker.submit(checker.operation, op, stream, accesses, where, known())
     if waits:
         checker.submit(checker.sync_stream, stream)

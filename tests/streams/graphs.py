@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 
 from . import device
-from .checker import checker, site
+from .checker import checker, shown_site, site
 
 _captures: list[Capture] = []  # under way
 _graphs: list[Capture] = []  # ended, and not forgotten
@@ -29,10 +29,12 @@ class Capture:
         self.freed: set[int] = set()
         self.before = checker.serial
         self.contents: dict[int, bytes] = {}
+        self.last: dict[int, str] = {}  # stream -> its last operation, and where it was called
         self.earlier: dict = {}  # block -> its uses before the capture, which does nothing itself
 
-    def uses(self, accesses) -> None:
+    def uses(self, accesses, op: str, stream: int, where: tuple) -> None:
         """Note what an operation uses, and keep the contents of older memory that it writes."""
+        self.last[stream] = f"{op} at {shown_site(where)}"
         checker.flush()
         for low, high, writes, shape in accesses:
             self.accesses[low, high, writes] = shape
@@ -135,7 +137,8 @@ def end(capture: Capture) -> list[str]:
     wrong = []
     for stream in capture.streams - {capture.stream}:
         if origin.get(stream, 0) < checker.clock_of(stream).get(stream, 0):
-            wrong.append("CUDA error: capturing stream has unjoined work")
+            last = capture.last.get(stream, "nothing")
+            wrong.append(f"CUDA error: capturing stream has unjoined work (on stream {stream & 0xFFFFFF}, last {last})")
     return wrong
 
 

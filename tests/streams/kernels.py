@@ -222,7 +222,7 @@ def launch(kernel, args, on, rows=None) -> None:
         text_of(kernel.source).run(kernel.name, values, max(1, min(3, tiles)), 64, "forward", 60.0)
 
     if capture is not None:
-        capture.uses(accesses)
+        capture.uses(accesses, f"kernel {kernel.name}", stream, where)
         capture.calls.append(run)
     checker.flush()
     if any(checker.block_at(low) is None for low, *_ in accesses):

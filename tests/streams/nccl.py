@@ -70,7 +70,7 @@ def _record(operations) -> None:
     for each in operations:
         op = f"nccl {KINDS[each.kind]}"
         for capture in captures[:1]:
-            capture.uses(each.accesses())
+            capture.uses(each.accesses(), op, each.key, where)
         checker.submit(checker.communication, op, each.comm, each.key, each.accesses(), where, known, thread)
     for stream in streams:  # NCCL has all streams of a group wait for its one kernel
         for other in streams:

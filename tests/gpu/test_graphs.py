@@ -1,0 +1,252 @@
+"""A whole training step in a CUDA graph, of every front end: replayed steps give the bits of eager ones."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+import collectives
+from collectives import HookState, optim
+from collectives.errors import InvalidUsage
+from collectives.sharded import CPUOffloadPolicy, MixedPrecisionPolicy
+from tests.ddp.training import wrap
+from tests.gpu.devices import compare, everywhere, in_group, on
+from tests.gpu.test_horovod import started
+from tests.gpu.test_sharded import by_units
+from tests.gpu.training import RATE, batches, make_terms
+
+DEVICES = ("simulated", "cuda")  # the host has no graphs
+WARM = 12  # steps before the capture; DDP makes its buckets again in the second one, and measures until the eleventh
+REPLAYS = 3
+
+
+def train(rank, captured, make):
+    """Make a model's steps on a side stream, then some more: replayed if `captured`, else eager. Give the parameters.
+
+    ``make()``, on that stream: the model, the step, what a step reads of its batch.
+    """
+
+    def load(number):
+        for tensor, data in zip(static, batches(number, rank.rank, rank.device), strict=True):
+            tensor.copy_(data)
+
+    side = rank.new_stream()
+    with rank.use(side):
+        model, step, static = make()
+        for number in range(WARM):
+            load(number)
+            step()
+    rank.join(side)
+    rank.synchronize()
+    again = rank.capture(step) if captured else step
+    found = []
+    for number in range(WARM, WARM + REPLAYS):
+        load(number)
+        with rank.no_host_waits():
+            again()
+        found.append([param.detach().clone() for param in model.parameters()])
+    rank.synchronize()
+    return found
+
+
+def graph_step(model, static, optimizer, after_backward=lambda: None):
+    """A step, as the captured one and eager ones are written alike."""
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        model(static).backward()
+        after_backward()
+        optimizer.step()
+
+    return step
+
+
+DDP = {
+    "fp32": {},
+    "streams": {"streams": 2},
+    "direct": {"algorithm": "direct"},
+    "bf16": {"wire": "bf16"},
+    "int8, feedback": {"wire": "int8", "error_feedback": True, "streams": 2},
+    "powersgd": {"wire": "powersgd:2", "error_feedback": True},
+    "max_norm": {"max_norm": 0.5},
+    "fused AdamW": {},
+    "optimizer inside": {"optimizer": True},
+    "optimizer inside, max_norm": {"optimizer": True, "max_norm": 0.5},
+}
+
+
+@in_group
+def step_of_ddp(rank, case, captured):
+    def make():
+        model = make_terms(rank.device)
+        options = dict(DDP[case])
+        if "optimizer" in options or "AdamW" in case:
+            optimizer = optim.AdamW(model.parameters(), lr=RATE)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), RATE)
+        if "optimizer" in options:
+            options["optimizer"] = optimizer
+        ddp = wrap(model, "torch", HookState(comm=rank.comm, **options), gradient_as_bucket_view=True)
+        static = batches(0, rank.rank, rank.device)
+        return model, graph_step(ddp, static, optimizer), static
+
+    return train(rank, captured, make)
+
+
+def check_replays(device, function, ranks, *args):
+    compare(on(device, function, ranks, *args, True), on(device, function, ranks, *args, False))
+
+
+@everywhere(DDP, everyday={"fp32", "max_norm", "int8, feedback"}, devices=DEVICES)
+def test_ddp(device, ranks, case):
+    check_replays(device, step_of_ddp, ranks, case)
+
+
+BUCKETS = {"inside": {"overlap": False}, "beside": {"overlap": True}, "int8": {"wire": "int8", "error_feedback": True}}
+
+
+def step_of_buckets(rank, case, captured):
+    with contextlib.ExitStack() as closing:
+
+        def make():
+            model = make_terms(rank.device)
+            static = batches(0, rank.rank, rank.device)
+            optimizer = torch.optim.SGD(model.parameters(), RATE)
+            buckets = collectives.GradientBuckets(model.parameters(), 0.004, comm=rank.comm, **BUCKETS[case])
+            closing.enter_context(buckets)
+            return model, graph_step(model, static, optimizer, buckets.all_reduce), static
+
+        return train(rank, captured, make)
+
+
+@everywhere(BUCKETS, everyday={"beside"}, devices=DEVICES)
+def test_gradient_buckets(device, ranks, case):
+    check_replays(device, step_of_buckets, ranks, case)
+
+
+SHARDS = {
+    "fully_shard": {},
+    "kept": {"reshard_after_forward": False},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "int8": {"hook": {"wire": "int8", "error_feedback": True}},
+    "max_norm": {"hook": {"max_norm": 0.5}},
+    "optimizer inside": {"hook": {"max_norm": 0.5}, "inside": True},
+}
+
+
+@in_group
+def step_of_shards(rank, case, captured):
+    def make():
+        options = dict(SHARDS[case])
+        hook, inside = options.pop("hook", None), options.pop("inside", False)
+        if hook is not None:
+            options["hook_state"] = state = HookState(comm=rank.comm, **hook)
+        model = by_units(rank, make_terms(rank.device), **options)
+        static = batches(0, rank.rank, rank.device)
+        if not inside:
+            return model, graph_step(model, static, torch.optim.SGD(model.parameters(), RATE)), static
+        optimizer = optim.AdamW(model.parameters(), lr=RATE)
+        state.optimizer = optimizer
+        return model, graph_step(model, static, optimizer), static
+
+    return train(rank, captured, make)
+
+
+@everywhere(SHARDS, everyday={"fully_shard", "max_norm"}, devices=DEVICES)
+def test_shards(device, ranks, case):
+    check_replays(device, step_of_shards, ranks, case)
+
+
+# ---- What can't be captured.
+
+
+def refusal(rank, step):
+    """Give the error of a capture; CUDA may raise another one on top, where the capture was left in the middle."""
+    try:
+        rank.capture(step)
+    except Exception as error:  # the chain is what is looked at
+        while not isinstance(error, InvalidUsage):
+            assert error.__context__ is not None, repr(error)
+            error = error.__context__
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def first_round(rank):
+    model = make_terms(rank.device)
+    static = batches(0, rank.rank, rank.device)
+    with collectives.GradientBuckets(model.parameters(), 0.004, comm=rank.comm) as buckets:
+        model(static).backward()
+        return refusal(rank, buckets.all_reduce)
+
+
+def operation_of_horovod(rank):
+    with started(rank) as hvd:
+        tensor = rank.full(1.0, 4)
+        hvd.allreduce(tensor, name="warm")
+        return refusal(rank, lambda: hvd.allreduce(tensor, name="captured"))
+
+
+def first_step_of_an_optimizer(rank):
+    param = torch.nn.Parameter(rank.full(1.0, 8))
+    param.grad = rank.full(1.0, 8)
+    return refusal(rank, optim.AdamW([param], lr=RATE).step)
+
+
+@in_group
+def first_forward_of_shards(rank):
+    model = by_units(rank, make_terms(rank.device))
+    static = batches(0, rank.rank, rank.device)
+    return refusal(rank, lambda: model(static))
+
+
+@in_group
+def offloaded(rank):
+    model = by_units(rank, make_terms(rank.device), offload_policy=CPUOffloadPolicy())
+    static = batches(0, rank.rank, rank.device)
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    step = graph_step(model, static, optimizer)
+    step()
+    rank.synchronize()
+    return refusal(rank, step)
+
+
+REFUSED = {
+    "GradientBuckets' first round": (first_round, "the host"),
+    "Horovod": (operation_of_horovod, "agree on the host"),
+    "an optimizer's first step": (first_step_of_an_optimizer, "make a step first"),
+    "shards' first forward": (first_forward_of_shards, "steps of the same kind before the capture"),
+    "CPU offload": (offloaded, "CPU offload"),
+}
+
+
+@everywhere(REFUSED, ranks=(2,), devices=DEVICES)
+def test_refused(device, ranks, case):
+    program, words = REFUSED[case]
+    for text in on(device, program, ranks):
+        assert words in text
+
+
+HOOKS = {
+    "local_steps": ({"local_steps": 2}, "local_steps counts"),
+    "stochastic rounding": ({"wire": "int8", "stochastic_rounding": True}, "stochastic rounding"),
+}
+
+
+@in_group
+def captured_hook(rank, case):
+    model = make_terms(rank.device)
+    static = batches(0, rank.rank, rank.device)
+    ddp = wrap(model, "torch", HookState(comm=rank.comm, **HOOKS[case][0]), gradient_as_bucket_view=True)
+    step = graph_step(ddp, static, torch.optim.SGD(model.parameters(), RATE))
+    for _ in range(3):
+        step()
+    rank.synchronize()
+    return refusal(rank, step)
+
+
+@everywhere(HOOKS, ranks=(2,), devices=DEVICES)
+def test_refused_by_hook(device, ranks, case):
+    for text in on(device, captured_hook, ranks, case):
+        assert HOOKS[case][1] in text
