@@ -24,10 +24,11 @@ _ALIGNMENT = 256  # bytes; of their sizes
 class _Buffer:
     """One buffer: its memory, and where its last user was when it released it."""
 
-    __slots__ = ("capture", "event", "memory", "registration", "stream", "users")
+    __slots__ = ("capture", "event", "memory", "nbytes", "registration", "stream", "users")
 
     def __init__(self, memory: torch.Tensor, registration: Registration):
         self.memory = memory
+        self.nbytes = memory.nbytes
         self.registration = registration
         self.users = storage_use_count(memory)  # of its storage, while it is free
         self.stream: torch.cuda.Stream | None = None
@@ -105,10 +106,11 @@ class DeviceBuffers:
 
     def _take(self, size: int) -> _Buffer | None:
         """Take out the smallest free buffer that is large enough, if there are enough of them."""
-        enough = [each for each in self._free if each.memory.numel() >= size]
-        if not enough or len(enough) + sum(b.memory.numel() >= size for b in self._in_use.values()) < self._at_least:
+        enough = [each for each in self._free if each.nbytes >= size]
+        if not enough or len(enough) + sum([b.nbytes >= size for b in self._in_use.values()]) < self._at_least:
             return None
-        found = min(enough, key=lambda each: each.memory.numel())
+        least = min([each.nbytes for each in enough])
+        found = next(each for each in enough if each.nbytes == least)
         self._free.remove(found)
         self._wait_for_last_user(found)
         return found
