@@ -50,6 +50,7 @@ class ReductionPlan(NamedTuple):
         """What `after` multiplies a sum of squares by."""
         return (self.scale_after / self.divisor_after) ** 2
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019  plans are values
     def fold_after(self) -> tuple[ReductionPlan, float]:
         """Return the plan without the factors after the reduction, and these as one factor for a
         pass that multiplies anyway, where that gives the same bits: where the divisor is a power of

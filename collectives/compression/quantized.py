@@ -185,7 +185,10 @@ class Quantized(Compressor):
         )  # fmt: skip
         plan = self._plans.get(key)
         known = plan is not None and plan.made_of == made_of and plan.comm() is comm
-        step, nbytes = (plan.step, plan.memory_nbytes) if known else self._sizes(comm, flat, shard_numel, residual, gather)
+        if known:
+            step, nbytes = plan.step, plan.memory_nbytes
+        else:
+            step, nbytes = self._sizes(comm, flat, shard_numel, residual, gather)
         memory = get_wire_buffer(comm, nbytes)
         if not known or memory is not plan.memory:
             if len(self._plans) >= _MAX_PLANS:
@@ -207,7 +210,9 @@ class Quantized(Compressor):
         return plan
 
     def _sizes(self, comm, flat, shard_numel, residual, gather) -> tuple[int, int]:
-        """Return the elements of each rank's shard in one step of an exchange, and the bytes of memory that it takes."""
+        """Return the elements of each rank's shard in one step of an exchange, and the bytes of wire
+        buffers and scratch that it takes.
+        """
         step = shard_numel
         if not flat.is_cuda:
             step = min(shard_numel, max(self.align, _STEP_NUMEL // comm.size // self.align * self.align))

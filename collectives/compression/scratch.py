@@ -11,7 +11,6 @@ from ..cuda_state import current_stream, wait_for_last_user
 __all__ = ["get_wire_buffer", "use_on_current_stream"]
 
 
-
 class _WireBuffer:
     """A communicator's wire buffer, and the CUDA stream that has used it last."""
 

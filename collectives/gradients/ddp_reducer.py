@@ -78,7 +78,9 @@ class DDPReducer:
         self._ready: dict[torch.device, torch.cuda.Event] = {}  # by which communication streams wait for gradients
 
     def find_communicator(self, device: torch.device) -> Communicator | None:
-        """Return the communicator of the backward under way, if it is over ranks on this device and open; else None."""
+        """Return the communicator of the backward under way, if it is open and of this device; else
+        None.
+        """
         comm = self.pipeline.comm
         if self._owner is None or comm is None or comm.device != device or comm.closed:
             return None

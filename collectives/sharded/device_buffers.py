@@ -24,7 +24,7 @@ _ALIGNMENT = 256  # bytes; of their sizes
 class _Buffer:
     """One buffer: its memory, and where its last user was when it released it."""
 
-    __slots__ = ("capture", "event", "memory", "nbytes", "registration", "stream", "users")
+    __slots__ = ("capture", "event", "memory", "nbytes", "registration", "stream", "users", "view")
 
     def __init__(self, memory: torch.Tensor, registration: Registration):
         self.memory = memory
@@ -34,6 +34,7 @@ class _Buffer:
         self.stream: torch.cuda.Stream | None = None
         self.event: torch.cuda.Event | None = None
         self.capture: int | None = None
+        self.view: torch.Tensor | None = None  # what the last user got, where views aren't counted
 
 
 class DeviceBuffers:
@@ -77,7 +78,12 @@ class DeviceBuffers:
         if buffer is None:
             buffer = self._make(comm, size)
         self._in_use[buffer.memory.data_ptr()] = buffer
-        return buffer.memory[:nbytes].view(dtype)
+        view = buffer.view
+        if view is None or view.dtype != dtype or view.numel() != n:
+            view = buffer.memory[:nbytes].view(dtype)
+            if self._crosses_streams:
+                buffer.view = view
+        return view
 
     def release(self, tensor: torch.Tensor) -> None:
         """Take a tensor of `acquire` back, after what the current stream was given. Other tensors
