@@ -22,7 +22,6 @@ class CudaQueue(AsyncQueue):
     def __init__(self, comm):
         super().__init__(comm)
         self._side_stream = None
-        self._ready = None  # event by which the side stream waits for the caller's, of one submission at a time
         self.external_streams: set[int] = set()  # that others created, and may have destroyed
         self._stream = None  # of the submission that is open: the side stream, or the caller's
 
@@ -32,10 +31,9 @@ class CudaQueue(AsyncQueue):
             self._stream = stream_from_address(stream, device)
             return stream
         if self._side_stream is None:
-            self._side_stream, self._ready = new_comm_stream(device), torch.cuda.Event()
+            self._side_stream = new_comm_stream(device)
         self._stream = self._side_stream
-        self._ready.record(current_stream(device))
-        self._ready.wait(self._stream)
+        self._stream.wait_stream(current_stream(device))
         return self._stream.cuda_stream
 
     def _record_end(self):
@@ -191,5 +189,5 @@ class CudaQueue(AsyncQueue):
 
     def close(self) -> None:
         """Release the side stream, and the arrays that CUDA graphs were captured with."""
-        self._side_stream = self._stream = self._ready = None
+        self._side_stream = self._stream = None
         self._held_until_close.clear()
