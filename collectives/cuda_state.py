@@ -94,10 +94,10 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the thread's current stream of a device that has an index, as torch.cuda.current_stream
     does in several times the time: it makes a new object in each call.
     """
-    numbers_of = getattr(torch._C, "_cuda_getCurrentStream", None)
-    if numbers_of is None:  # a build without CUDA
+    try:
+        numbers = torch._C._cuda_getCurrentStream(device.index)
+    except AttributeError:  # a build without CUDA
         return torch.cuda.current_stream(device)
-    numbers = numbers_of(device.index)
     stream = _known_streams.get(numbers)
     if stream is None:
         stream = _known_streams[numbers] = torch.cuda.current_stream(device)
@@ -107,30 +107,40 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 class on_stream:  # noqa: N801, as a function is called
     """Context in which a stream is the current one, as torch.cuda.stream makes it in several times
     the time.
+
+    ``ready``: an event of that device, which no other thread uses; the stream first waits by it for
+    what the former current stream was given. None: it doesn't wait.
     """
 
-    __slots__ = ("_before", "_stream", "_torchs")
+    __slots__ = ("_before", "_ready", "_stream", "_torchs")
 
-    def __init__(self, stream: torch.cuda.Stream):
+    def __init__(self, stream: torch.cuda.Stream, ready: torch.cuda.Event | None = None):
         self._stream = stream
+        self._ready = ready
 
     def __enter__(self):
-        stream = self._stream
+        stream, ready = self._stream, self._ready
         index = stream.device_index
         self._torchs = None
         if torch._C._cuda_getDevice() != index:  # then torch's own sets the former device again, too
+            if ready is not None:
+                ready.record(current_stream(stream.device))
+                ready.wait(stream)
             self._torchs = torch.cuda.stream(stream)
             self._torchs.__enter__()
             return
-        self._before = torch._C._cuda_getCurrentStream(index)
-        torch._C._cuda_setStream(stream_id=stream.stream_id, device_index=index, device_type=stream.device_type)
+        self._before = numbers = torch._C._cuda_getCurrentStream(index)
+        if ready is not None:
+            ready.record(_known_streams.get(numbers) or current_stream(stream.device))
+            ready.wait(stream)
+        torch._C._cuda_setStream(stream.stream_id, index, stream.device_type)
 
     def __exit__(self, *error):
         if self._torchs is not None:
             self._torchs.__exit__(*error)
             return
         number, index, kind = self._before
-        torch._C._cuda_setStream(stream_id=number, device_index=index, device_type=kind)
+        torch._C._cuda_setStream(number, index, kind)
 
 
 def is_capturing(stream) -> bool:

@@ -35,11 +35,9 @@ def launch(
         return group.add(Call(comm, name, steps, held, nbytes, fingerprint, scalar, handle, work, label))
     if fingerprint:
         check_calls(comm, [fingerprint])
-    call = (
-        None
-        if comm._on_host and len(steps) == 1 and scalar is None and label is None
-        else Call(comm, name, steps, held, nbytes, fingerprint, scalar, label=label)
-    )
+    call = None
+    if len(steps) > 1 or scalar is not None or label is not None:
+        call = Call(comm, name, steps, held, nbytes, fingerprint, scalar, label=label)
     if not async_op:
         _issue(comm, call, steps, handle)
         return None
@@ -60,7 +58,11 @@ def _issue(comm, call: Call | None, steps, stream: int) -> None:
     """Issue a call on a stream; None: the one plain step in `steps`."""
     if call is None:
         method, args = steps[0]
-        getattr(comm._native, method)(*args, stream)
+        if comm._on_host:
+            getattr(comm._native, method)(*args, stream)
+            return
+        with comm._device_guard():
+            getattr(comm._native, method)(*args, stream)
     else:
         with comm._device_guard():
             issue([call], [stream])

@@ -10,6 +10,7 @@ elsewhere. fp16 is divided before, since a sum of it may overflow.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ class ReductionPlan(NamedTuple):
         """What `after` multiplies a sum of squares by."""
         return (self.scale_after / self.divisor_after) ** 2
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019  plans are values
     def fold_after(self) -> tuple[ReductionPlan, float]:
         """Return the plan without the factors after the reduction, and these as one factor for a
         pass that multiplies anyway, where that gives the same bits: where the divisor is a power of
@@ -65,8 +67,12 @@ def plan_reduction(comm, scaling: Scaling, dtype: torch.dtype, algorithm: str | 
 
     `algorithm`: as the collective takes it.
     """
+    return _plan(comm.size, scaling, dtype, _sums(comm, dtype, algorithm))
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(size: int, scaling: Scaling, dtype: torch.dtype, sums: bool) -> ReductionPlan:
     prescale, divisor, postscale = scaling
-    sums = _sums(comm, dtype, algorithm)
     if prescale != 1.0:
         postscale = postscale / divisor if divisor else postscale
         return ReductionPlan(scale_before=prescale, scale_after=postscale) if sums else ReductionPlan(
@@ -74,11 +80,11 @@ def plan_reduction(comm, scaling: Scaling, dtype: torch.dtype, algorithm: str | 
         )  # fmt: skip
     if not divisor:
         return ReductionPlan(scale_after=postscale)
-    if divisor == comm.size and not sums:
+    if divisor == size and not sums:
         return ReductionPlan("avg", scale_after=postscale)
     if sums and dtype is torch.float16:
         return ReductionPlan(divisor_before=divisor, scale_after=postscale)
-    if divisor == comm.size:
+    if divisor == size:
         return ReductionPlan(divisor_after=divisor, scale_after=postscale)
     return ReductionPlan(scale_after=postscale / divisor)
 

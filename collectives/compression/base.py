@@ -139,19 +139,24 @@ class NoCompression(Compressor):
         fused = grad_stats is not None and has_fused_stats(comm, algorithm)
         found = _before_factors(plan, grad_stats) if fused else None
         options = {"share": found} if fused else {"algorithm": algorithm}
-        own = flat[comm.rank * shard_numel : (comm.rank + 1) * shard_numel]
-        sharded, remainder = flat[: comm.size * shard_numel], flat[comm.size * shard_numel :]
+        end = comm.size * shard_numel
+        sharded = flat if flat.numel() == end else flat[:end]
+        sent = 0
         if shard_numel:
+            own = flat[comm.rank * shard_numel : (comm.rank + 1) * shard_numel]
             comm.reduce_scatter(own, sharded, plan.op, **options)
             plan.after(own)
-        if remainder.numel():
+            sent = ring_bytes(sharded, comm.size, 1)
+        if flat.numel() > end:
+            remainder = flat[end:]
             comm.all_reduce(remainder, plan.op, **options)
             plan.after(remainder)
+            sent += ring_bytes(remainder, comm.size, 2)
         if fused:
             _add_scaled(found, plan, grad_stats)
         elif grad_stats is not None:
             self._add_own_stats(comm, flat, shard_numel, grad_stats)
-        return ring_bytes(sharded, comm.size, 1) + ring_bytes(remainder, comm.size, 2)
+        return sent
 
     def _add_own_stats(self, comm, flat, shard_numel, grad_stats):
         """Add the statistics of this rank's shard, and on rank 0 those of the remainder."""

@@ -50,9 +50,10 @@ class Bucket:
     @property
     def params(self) -> list:
         """The parameters, in the order of the buffer."""
-        if callable(self._params):
-            self._params = self._params()
-        return self._params
+        params = self._params
+        if type(params) is not list and callable(params):
+            params = self._params = params()
+        return params
 
     @property
     def offsets(self) -> list[int]:

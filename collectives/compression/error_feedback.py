@@ -20,11 +20,12 @@ __all__ = ["Residuals"]
 class _FlatResiduals:
     """Residuals of one bucket, and the CUDA stream that has used them last."""
 
-    __slots__ = ("stream", "values")
+    __slots__ = ("checked", "stream", "values")
 
     def __init__(self, values: torch.Tensor):
         self.values = values
         self.stream = None
+        self.checked: tuple | None = None  # (`Residuals._version`, ids of parameters, their offsets): whose these are
         self.use()
 
     def use(self) -> torch.Tensor:
@@ -46,6 +47,7 @@ class Residuals:
         # id of a parameter -> (weak reference to it, its view, the flat residuals of the view, the
         # view's offset)
         self._views: dict[int, tuple] = {}
+        self._version = 0  # another one after each change of `_views`
         self._loaded: dict[str, torch.Tensor] = {}
 
     def get(self, bucket: Bucket) -> torch.Tensor:
@@ -57,8 +59,12 @@ class Residuals:
         first = views.get(id(bucket.params[0]))
         home = None if first is None else first[2]
         if home is not None and home.values.numel() == count and home.values.device == bucket.flat.device:
+            checked = (self._version, list(map(id, bucket.params)), bucket.offsets)
+            if home.checked == checked:
+                return home.use()
             known = zip(map(views.get, map(id, bucket.params)), bucket.params, bucket.offsets, strict=True)
             if all(v is not None and v[0]() is param and v[2] is home and v[3] == at for v, param, at in known):
+                home.checked = checked
                 return home.use()
         refuse_capture(bucket.flat.device, "each replay would set a new bucket's residuals to 0: make steps first")
         flat = torch.zeros(count, dtype=torch.float32, device=bucket.flat.device)
@@ -80,15 +86,19 @@ class Residuals:
                     )
                 view.copy_(loaded)
             views[id(param)] = (self._weak_reference(param), view, home, begin)
+        self._version += 1
         return flat
 
     def _weak_reference(self, param) -> weakref.ref:
         """Return a weak reference to a parameter; its residual is dropped when it dies."""
-        views, key = self._views, id(param)
+        views, key, owner = self._views, id(param), weakref.ref(self)
 
         def drop(reference):
             if key in views and views[key][0] is reference:
                 del views[key]
+                # Another parameter may get this one's id.
+                if (residuals := owner()) is not None:
+                    residuals._version += 1
 
         return weakref.ref(param, drop)
 
@@ -117,4 +127,5 @@ class Residuals:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load residuals by parameter name; they replace all that are there."""
         self._views = {}
+        self._version += 1
         self._loaded = dict(state)

@@ -180,27 +180,28 @@ class Quantized(Compressor):
         A new plan is made where the bucket's memory or anything else has changed.
         """
         flat = bucket.flat
-        step = shard_numel
-        if not flat.is_cuda:
-            step = min(shard_numel, max(self.align, _STEP_NUMEL // comm.size // self.align * self.align))
-        width = wire_layout(step, self.format, self.block).nbytes
-        memory = get_wire_buffer(comm, 2 * comm.size * width + (4 * step if residual is not None and gather else 0))
         key = (id(bucket.params[0]), bucket.index)
         made_of = (
-            comm, flat.data_ptr(), flat.numel(), flat.dtype, memory.data_ptr(),
+            flat.data_ptr(), flat.numel(), flat.dtype,
             residual is None or residual.data_ptr(), scaling, shard_numel, end, gather,
         )  # fmt: skip
         plan = self._plans.get(key)
-        if plan is None or plan.made_of[1:] != made_of[1:] or plan.made_of[0]() is not comm:
+        known = plan is not None and plan.made_of == made_of and plan.comm() is comm
+        if known:
+            step, nbytes = plan.step, plan.memory_nbytes
+        else:
+            step, nbytes = self._sizes(comm, flat, shard_numel, residual, gather)
+        memory = get_wire_buffer(comm, nbytes)
+        if not known or memory is not plan.memory:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             format_options = {"format": self.format, "block": self.block}
-            made_of = (weakref.ref(comm), *made_of[1:])
             stochastic = self.seed is not None
             plan = _Plan(
                 made_of, comm, bucket, scaling, shard_numel, end, step, memory, residual, gather, format_options,
                 stochastic,
             )  # fmt: skip
+            plan.memory_nbytes = nbytes
             plan.params = set(map(id, bucket.params))
             # DDP has made its buckets again: the old plans would keep the memory of the old ones.
             for other, old in list(self._plans.items()):
@@ -209,6 +210,16 @@ class Quantized(Compressor):
             plan.owner = _drop_with(self._plans, key, bucket.params[0])
             self._plans[key] = plan
         return plan
+
+    def _sizes(self, comm, flat, shard_numel, residual, gather) -> tuple[int, int]:
+        """Return the elements of each rank's shard in one step of an exchange, and the bytes of wire
+        buffers and scratch that it takes.
+        """
+        step = shard_numel
+        if not flat.is_cuda:
+            step = min(shard_numel, max(self.align, _STEP_NUMEL // comm.size // self.align * self.align))
+        width = wire_layout(step, self.format, self.block).nbytes
+        return step, 2 * comm.size * width + (4 * step if residual is not None and gather else 0)
 
 
 def _drop_with(plans: dict, key: tuple, param) -> weakref.ref:
@@ -232,7 +243,11 @@ class _Plan:
         self, made_of, comm, bucket, scaling, shard_numel, end, step, memory, residual, gather, format_options,
         stochastic,
     ):  # fmt: skip
+        self.comm = weakref.ref(comm)
         self.made_of = made_of
+        self.step = step
+        self.memory = memory
+        self.memory_nbytes = 0  # that were asked for
         self.params: set[int] = set()  # ids
         self.owner: weakref.ref | None = None
         self.format_options = format_options

@@ -10,7 +10,18 @@ from ..cuda_state import current_stream, wait_for_last_user
 
 __all__ = ["get_wire_buffer", "use_on_current_stream"]
 
-_buffers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> its buffer, the last stream
+
+class _WireBuffer:
+    """A communicator's wire buffer, and the CUDA stream that has used it last."""
+
+    __slots__ = ("last", "memory")
+
+    def __init__(self, memory: torch.Tensor):
+        self.memory = memory
+        self.last = None
+
+
+_buffers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # communicator -> its _WireBuffer
 
 
 def use_on_current_stream(last, *tensors):
@@ -37,8 +48,8 @@ def get_wire_buffer(comm, nbytes: int) -> torch.Tensor:
 
     Each communicator has one, which is kept. On the host it is memory that the ranks share.
     """
-    memory, last = _buffers.get(comm, (None, None))
-    if memory is None or memory.numel() < nbytes:
-        memory, last = comm.empty(nbytes, torch.uint8), None
-    _buffers[comm] = memory, use_on_current_stream(last, memory)
-    return memory
+    buffer = _buffers.get(comm)
+    if buffer is None or buffer.memory.numel() < nbytes:
+        buffer = _buffers[comm] = _WireBuffer(comm.empty(nbytes, torch.uint8))
+    buffer.last = use_on_current_stream(buffer.last, buffer.memory)
+    return buffer.memory

@@ -72,9 +72,13 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
         if ours.index == 0 and comm is None and state.process_group is None:
             for ddp in find_hooked_ddps(ours.params[0])[-1:]:
                 check_group(ddp)
-        ours.flat = _flatten_dense(buffer)
+        if buffer.layout is not torch.strided or buffer.is_complex():
+            ours.flat = _flatten_dense(buffer)
         if comm is None:
-            comm = get_communicator(state.get_process_group(), buffer.device)
+            device = buffer.device
+            comm = state.reducer.find_communicator(device) if ours.index else None
+            if comm is None:
+                comm = get_communicator(state.get_process_group(), device)
         if state.shares_memory:
             state.share_memory(comm, ours)
         return state.reducer.reduce_bucket(comm, ours, buffer, bucket.is_last())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from ..cuda_state import current_stream
 from ..errors import InvalidArgument
 from ..kernels import ParameterTable, Table
 from ..kernels.parameter_arrays import is_dense
@@ -204,11 +205,12 @@ class StepBatch:
         """
         if self.table is None:
             return None
-        if any(isinstance(options[key], torch.Tensor) for key in ("lr", "grad_scale", "clip", "found_nonfinite")):
+        factors = [options[key] for key in ("lr", "grad_scale", "clip", "found_nonfinite")]
+        if True in [isinstance(factor, torch.Tensor) for factor in factors]:
             return optimizer._plan(self.table, group, **options)
         # The rows on a GPU are known to be in use on the stream that they were planned on.
         device = self.bucket_state.device
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        stream = current_stream(device) if device.type == "cuda" else None
         arguments = ({key: value for key, value in group.items() if key != "params"}, options, stream)
         if self.planned is None or self.planned[0] != arguments:
             self.planned = (arguments, optimizer._plan(self.table, group, **options))

@@ -44,7 +44,7 @@ class BucketError(CollectivesError):
 class PendingBucket:
     """A bucket on its communication stream. Its future completes with `buffer`."""
 
-    __slots__ = ("bucket", "buffer", "comm_stream", "done", "error", "future", "nbytes")
+    __slots__ = ("bucket", "buffer", "comm_stream", "completed", "done", "error", "future", "nbytes")
 
     def __init__(self, bucket, buffer, comm_stream):
         self.bucket = bucket
@@ -54,6 +54,12 @@ class PendingBucket:
         self.done: threading.Event | None = None  # set by the stream's thread
         self.error: BaseException | None = None
         self.nbytes = 0  # sent by this rank
+        self.completed = False  # whether its future is
+
+    def complete(self) -> None:
+        """Complete the future, after what the current stream was given."""
+        self.future.set_result(self.buffer)
+        self.completed = True
 
 
 class DDPReducer:
@@ -69,6 +75,16 @@ class DDPReducer:
         self._overlaps = False
         self._keeps = False  # whether buckets are kept until the last one; else each is done when its call returns
         self._saved = None  # the saved layout that this backward uses
+        self._ready: dict[torch.device, torch.cuda.Event] = {}  # by which communication streams wait for gradients
+
+    def find_communicator(self, device: torch.device) -> Communicator | None:
+        """Return the communicator of the backward under way, if it is open and of this device; else
+        None.
+        """
+        comm = self.pipeline.comm
+        if self._owner is None or comm is None or comm.device != device or comm.closed:
+            return None
+        return comm
 
     @property
     def pending(self) -> int:
@@ -163,7 +179,7 @@ class DDPReducer:
         comm_stream, local_sgd = pending.comm_stream, self.pipeline.local_sgd
         if local_sgd is not None and not local_sgd.observe_bucket(self.pipeline.comm, pending.bucket):
             return  # this rank steps on its own gradients
-        if self._uses_saved_layout():
+        if self._saved is not None and self._saved.layout is not None:
             return  # until all buckets have come
         if comm_stream.stream is not None:
             self._reduce_on_stream(pending)
@@ -178,12 +194,15 @@ class DDPReducer:
         pending.nbytes = self.gradients.reduce(pending.bucket, pending.comm_stream)
 
     def _reduce_on_stream(self, pending: PendingBucket) -> None:
-        stream = pending.comm_stream.stream
-        stream.wait_stream(current_stream(pending.comm_stream.comm.device))
-        with on_stream(stream):
-            self._reduce_here(pending)
+        comm_stream = pending.comm_stream
+        device = comm_stream.comm.device
+        ready = self._ready.get(device)
+        if ready is None:
+            ready = self._ready[device] = torch.cuda.Event()
+        with on_stream(comm_stream.stream, ready):
+            pending.nbytes = self.gradients.reduce(pending.bucket, comm_stream)
             if not self.pipeline.stages:
-                pending.future.set_result(pending.buffer)
+                pending.complete()
 
     def _reduce_on_thread(self, pending: PendingBucket) -> None:
         """Reduce a bucket; keep an error in `pending`."""
@@ -245,10 +264,14 @@ class DDPReducer:
 
     def _complete(self) -> None:
         """Count the buckets and complete their futures."""
+        sent = as_fp32 = 0
         for pending in self._pending:
-            self.pipeline.count(1, pending.nbytes, self._fp32_bytes(pending.bucket))
-            if not pending.future.done():
-                pending.future.set_result(pending.buffer)
+            sent += pending.nbytes
+            as_fp32 += self._fp32_bytes(pending.bucket)
+            if not pending.completed:
+                pending.complete()
+        if self._pending:
+            self.pipeline.count(len(self._pending), sent, as_fp32)
 
     def _first_error(self, error: CollectivesError, bucket: Bucket) -> BucketError:
         """Wait for the buckets on their way after an error; return the first error of all."""
@@ -300,4 +323,4 @@ class DDPReducer:
         for bucket, parts in copies:
             torch._foreach_copy_(parts, list(bucket.parts()))
         for pending in held:
-            pending.future.set_result(pending.buffer)
+            pending.complete()

@@ -79,13 +79,10 @@ class SavedBuckets:
 
     def remember(self, buckets: list[list], saved: _SavedLayout | None) -> None:
         """Record a backward's buckets, in place of earlier ones with the same parameters."""
-        key = tuple(tuple(map(id, params)) for params in buckets)
+        key = tuple([tuple(map(id, params)) for params in buckets])
         known = self._seen.get(key)
-        if known is None or any(
-            reference() is not param
-            for bucket, params in zip(known, buckets, strict=True)
-            for reference, param in zip(bucket, params, strict=True)
-        ):
+        # Of dead parameters, whose ids others have now?
+        if known is None or True in [reference() is None for bucket in known for reference in bucket]:
             here = set(itertools.chain.from_iterable(key))
             for other in list(self._seen):
                 if not here.isdisjoint(itertools.chain.from_iterable(other)):

@@ -36,6 +36,7 @@ class Executor:
         self.size = control.size
         self.rank = control.rank
         self._fusion_buffers: dict[str, torch.Tensor] = {}  # by device type: bytes
+        self._fusion_views: dict[str, torch.Tensor] = {}  # by device type: the last view of the buffer
         self._compressors: dict[str, Compressor] = {}
         self._tables: dict[tuple, ReusableTable] = {}  # by use, dtype and the tensors' sizes
         self._streams = {name: new_comm_stream(comm.device) for name, comm in comms.items() if name == "cuda"}
@@ -310,9 +311,13 @@ class Executor:
         kind, nbytes = comm.device.type, total * dtype.itemsize
         buffer = self._fusion_buffers.get(kind)
         if buffer is None or buffer.numel() < nbytes:
+            self._fusion_views.pop(kind, None)
             self._fusion_buffers[kind] = buffer = None  # freed before the larger one is allocated
             self._fusion_buffers[kind] = buffer = comm.empty(1 << max(16, (nbytes - 1).bit_length()), torch.uint8)
-        return buffer[:nbytes].view(dtype)
+        view = self._fusion_views.get(kind)
+        if view is None or view.numel() != total or view.dtype != dtype:
+            view = self._fusion_views[kind] = buffer[:nbytes].view(dtype)
+        return view
 
 
 def _contiguous_view(tensors: list[torch.Tensor]) -> torch.Tensor | None:

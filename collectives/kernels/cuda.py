@@ -200,6 +200,9 @@ class _Stream:
         self.ptr = ptr
 
 
+_streams: dict[int, _Stream] = {}  # by their addresses
+
+
 class _Loaded(NamedTuple):
     """A kernel on a GPU."""
 
@@ -280,26 +283,66 @@ def arguments(kernel: abi.Kernel, args, rows: Rows | None, place: Callable[[], i
     return whole
 
 
-def launch(kernel: abi.Kernel, args, device: torch.device, rows: Rows | None = None) -> None:
+class KeptArguments:
+    """Memory for the arguments of a kernel that is launched again and again with the same ones, so
+    that its table's rows are put behind them once.
+    """
+
+    __slots__ = ("_values", "_whole")
+
+    def __init__(self):
+        self._values = self._whole = None
+
+    def renew(self, kernel: abi.Kernel, args, rows: Rows | None, value: numpy.dtype) -> tuple[numpy.ndarray] | None:
+        """Return what a CUDA function takes for ``args`` as they are now; None where the rows don't
+        fit behind them.
+
+        ``rows``: the same in all calls, and unchanged.
+        """
+        whole = self._whole
+        if whole is not None:
+            whole[: sizeof(args)] = args
+            if rows is not None:
+                _ADDRESS.pack_into(whole, kernel.rows_at, 0)
+        elif self._values is None:
+            if kernel.rows_at is None:
+                whole = args
+            elif rows is None or rows.nbytes <= abi.ARGUMENTS - sizeof(args):
+                whole = self._whole = arguments(kernel, args, rows, None)
+            else:
+                return None
+            # An array of one opaque element goes by value.
+            self._values = (numpy.frombuffer(whole, value),)
+        return self._values
+
+
+def launch(
+    kernel: abi.Kernel, args, device: torch.device, rows: Rows | None = None, kept: KeptArguments | None = None
+) -> None:
     """Queue a kernel on torch's current stream of a GPU. Never waits for it; the first call
     compiles.
 
     From the second call on it can be captured in a CUDA graph. ``args`` and ``rows``, those of the
-    table that the kernel reads, are copied before this returns. Raises ``CudaError``, maybe of an
+    table that the kernel reads, are copied before this returns. ``kept``: of the same ``args`` and
+    ``rows`` alone, and of one thread at a time. Raises ``CudaError``, maybe of an
     earlier kernel on that GPU, as CUDA does.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     loaded = _loaded.get((kernel.name, index)) or load(kernel, index)
+    values = None if kept is None else kept.renew(kernel, args, rows, loaded.value)
     held = []
+    if values is None:
 
-    def place() -> int:
-        held.append(rows.on_device())
-        return held[0].data_ptr()
+        def place() -> int:
+            held.append(rows.on_device())
+            return held[0].data_ptr()
 
-    # An array of one opaque element goes by value.
-    values = (numpy.frombuffer(arguments(kernel, args, rows, place), loaded.value),)
+        values = (numpy.frombuffer(arguments(kernel, args, rows, place), loaded.value),)
     grid = (max(1, min(args.work.tiles, loaded.most_blocks)),)
-    stream = _Stream(cuda_current_raw_stream(index))
+    address = cuda_current_raw_stream(index)
+    stream = _streams.get(address)
+    if stream is None:
+        stream = _streams[address] = _Stream(address)
     try:
         if cuda_get_device()() == index and loaded.current_device() == index:
             loaded.function(grid, (BLOCK,), values, 0, stream)

@@ -17,9 +17,10 @@ from ..arrays import shown
 from ..cuda_state import current_stream
 from ..errors import EngineUnavailable, InvalidArgument
 from ..launcher import detect_launcher
+from ..torch_compat import TensorBase
 from . import abi, cuda
 from .rows import Rows
-from .tensor_list import check_storage
+from .tensor_list import PLAIN, check_storage
 
 __all__ = [
     "Launch",
@@ -136,7 +137,7 @@ class Launch:
     ``.data``), and must move the version counters of what is written.
     """
 
-    __slots__ = ("_device", "_held", "_kernel", "_rows", "args")
+    __slots__ = ("_device", "_held", "_kernel", "_kept", "_rows", "args")
 
     def __init__(self, kernel: abi.Kernel, args, device: torch.device, held: tuple, rows: Rows | None = None):
         self._kernel = kernel
@@ -144,9 +145,13 @@ class Launch:
         self._device = device
         self._held = held
         self._rows = rows
+        self._kept = None if device.type == "cpu" else cuda.KeptArguments()
 
     def __call__(self) -> None:
-        run(self._kernel, self.args, self._device, self._rows)
+        if self._kept is None:
+            run_on_host(self._kernel, self.args, self._rows)
+        else:
+            cuda.launch(self._kernel, self.args, self._device, self._rows, self._kept)
 
 
 def run(kernel: abi.Kernel, args, device: torch.device, rows: Rows | None = None) -> None:
@@ -166,7 +171,9 @@ def bump_versions(arrays) -> None:
     """Increment the version counters of torch tensors that a kernel has written; inference tensors
     have none.
     """
-    increment_version([each for each in arrays if isinstance(each, torch.Tensor) and not each.is_inference()])
+    if not PLAIN.issuperset(map(type, arrays)) or any(map(TensorBase.is_inference, arrays)):
+        arrays = [each for each in arrays if isinstance(each, torch.Tensor) and not each.is_inference()]
+    increment_version(arrays)
 
 
 def run_on_host(kernel: abi.Kernel, args, rows: Rows | None = None) -> None:

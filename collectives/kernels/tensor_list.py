@@ -18,7 +18,7 @@ __all__ = ["TensorList", "check_storage", "device_of", "read_array"]
 
 _FEW = 3  # so many arrays are read faster one by one, by `_nccl.ArrayReader`
 _HOST = torch.device("cpu")
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 # Attributes as functions, so that map goes through hundreds of tensors without a Python frame.
 _data_ptr, _numel, _get_device = TensorBase.data_ptr, TensorBase.numel, TensorBase.get_device
 _storage, _storage_offset, _element_size = (
@@ -97,7 +97,7 @@ class TensorList:
         None: `_read_each` must read them.
         """
         tensors, device = self.arrays, self.reader.device
-        if not _PLAIN.issuperset(map(type, tensors)):
+        if not PLAIN.issuperset(map(type, tensors)):
             return None
         if device.type == "cpu":
             there = all(map(_is_cpu, tensors))

@@ -24,15 +24,17 @@ _ALIGNMENT = 256  # bytes; of their sizes
 class _Buffer:
     """One buffer: its memory, and where its last user was when it released it."""
 
-    __slots__ = ("capture", "event", "memory", "registration", "stream", "users")
+    __slots__ = ("capture", "event", "memory", "nbytes", "registration", "stream", "users", "view")
 
     def __init__(self, memory: torch.Tensor, registration: Registration):
         self.memory = memory
+        self.nbytes = memory.nbytes
         self.registration = registration
         self.users = storage_use_count(memory)  # of its storage, while it is free
         self.stream: torch.cuda.Stream | None = None
         self.event: torch.cuda.Event | None = None
         self.capture: int | None = None
+        self.view: torch.Tensor | None = None  # what the last user got, where views aren't counted
 
 
 class DeviceBuffers:
@@ -76,7 +78,12 @@ class DeviceBuffers:
         if buffer is None:
             buffer = self._make(comm, size)
         self._in_use[buffer.memory.data_ptr()] = buffer
-        return buffer.memory[:nbytes].view(dtype)
+        view = buffer.view
+        if view is None or view.dtype != dtype or view.numel() != n:
+            view = buffer.memory[:nbytes].view(dtype)
+            if self._crosses_streams:
+                buffer.view = view
+        return view
 
     def release(self, tensor: torch.Tensor) -> None:
         """Take a tensor of `acquire` back, after what the current stream was given. Other tensors
@@ -105,10 +112,11 @@ class DeviceBuffers:
 
     def _take(self, size: int) -> _Buffer | None:
         """Take out the smallest free buffer that is large enough, if there are enough of them."""
-        enough = [each for each in self._free if each.memory.numel() >= size]
-        if not enough or len(enough) + sum(b.memory.numel() >= size for b in self._in_use.values()) < self._at_least:
+        enough = [each for each in self._free if each.nbytes >= size]
+        if not enough or len(enough) + sum([b.nbytes >= size for b in self._in_use.values()]) < self._at_least:
             return None
-        found = min(enough, key=lambda each: each.memory.numel())
+        least = min([each.nbytes for each in enough])
+        found = next(each for each in enough if each.nbytes == least)
         self._free.remove(found)
         self._wait_for_last_user(found)
         return found

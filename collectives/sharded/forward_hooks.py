@@ -72,6 +72,10 @@ def _map(function, tree):
 
 
 def _tensors(tree) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if type(tree) is tuple:
+        return [leaf for each in tree for leaf in _tensors(each)]
     leaves = []
     for leaf in tree_flatten(tree)[0]:
         if isinstance(leaf, torch.Tensor):

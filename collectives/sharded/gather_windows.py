@@ -95,26 +95,27 @@ class GatherWindows:
 
     def takes(self, unit: Unit) -> bool:
         """Whether a unit is gathered in a window; the same on all ranks."""
-        if unit not in self._suits:
-            self._suits[unit] = (
+        suits = self._suits.get(unit)
+        if suits is None:
+            suits = self._suits[unit] = (
                 not unit.persistent
                 and not any(group.quantized_gather is not None for group in unit.groups)
                 and len(units_in(unit.module())) == 1
             )
-        return self._suits[unit] and unit.reshard_after_forward and unit.custom_all_gather is None
+        return suits and unit.reshard_after_forward and unit.custom_all_gather is None
 
     def acquire(self, unit: Unit, comm: Communicator) -> list[torch.Tensor]:
         """Return the buffer of each of a unit's groups in the unit's window. The first call is a
         collective; so is the first one for a larger unit than all before.
         """
-        if _places(unit)[-1] > self._largest:
+        places = _places(unit)
+        if places[-1] > self._largest:
             alike = (each for each in unit.scheduler.units if each.ranks.shard is unit.ranks.shard and self.takes(each))
             self._largest = max(_places(each)[-1] for each in alike)
             self._windows = [self._make(comm) for _ in range(_COUNT)]
         window = self._windows[unit.index % _COUNT]
         self._clear(window, unit)
         window.unit = weakref.ref(unit)
-        places = _places(unit)
         return [
             window.memory[begin : begin + group.gathered_bytes].view(group.gather_dtype)
             for group, begin in zip(unit.groups, places, strict=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch import nn
 
 from ..errors import InvalidArgument
@@ -33,8 +35,9 @@ class ParamRegistration:
     def register(self, form: str) -> None:
         """Have the modules hold every parameter in this form."""
         self.form = form
+        held_of = operator.attrgetter(form)
         for parameters, attribute, param in self._by_dict:
-            parameters[attribute] = getattr(param, form)
+            parameters[attribute] = held_of(param)
         for holder, attribute, param in self._by_setattr:
             setattr(holder, attribute, getattr(param, form))
 
@@ -61,7 +64,7 @@ class ParamRegistration:
     @property
     def has_substitutes(self) -> bool:
         """Whether the modules hold a substitute."""
-        return any(param.substitute is not None for param in self._params)
+        return any([param.substitute is not None for param in self._params])
 
 
 def _set_on_modules(param: ShardedParam, value) -> None:

@@ -152,7 +152,7 @@ class Scheduler:
             if unit not in upcoming:
                 return
             at = upcoming.index(unit) + 1
-            named = [] if any(each.state is State.GATHERING for each in upcoming) else upcoming[at : at + 1]
+            named = [] if State.GATHERING in [each.state for each in upcoming] else upcoming[at : at + 1]
         for each in named:
             self.unshard(each, async_op=True)
 

@@ -244,7 +244,8 @@ class Unit:
         """Count the in-place writes to the shards, as autograd counts them: those through ``.data``
         are not counted.
         """
-        return sum(param.shard._version for param in self.params if not param.shard.is_inference())
+        shards = [param.shard for param in self.params]
+        return sum([shard._version for shard in shards if not shard.is_inference()])
 
     def post_optim_step(self) -> None:
         """Free the gathered buffer, since an optimizer has written newer values to the shards.
@@ -276,7 +277,7 @@ class Unit:
     @property
     def is_sharded_post_forward(self) -> bool:
         """Whether this rank keeps a post-forward shard."""
-        return any(group.post_forward_shard is not None for group in self.groups)
+        return any([group.post_forward_shard is not None for group in self.groups])
 
     def reshard(self, *, write_back: bool = False, post_forward: bool = False) -> None:
         """Register the shards on the modules and free the gathered buffer. A local call.

@@ -59,7 +59,7 @@ def gathers_masters(code: int) -> bool:
 
 def living(references) -> list[Unit]:
     """Return the units that are alive."""
-    return [unit for unit in (reference() for reference in references) if unit is not None]
+    return [unit for reference in references if (unit := reference()) is not None]
 
 
 class UnitRegistry:

@@ -195,7 +195,7 @@ def load(kernel, index: int) -> None:
         loads.append(kernel.name)
 
 
-def launch(kernel, args, on, rows=None) -> None:
+def launch(kernel, args, on, rows=None, kept=None) -> None:
     """Stand for collectives.kernels.cuda.launch: run a kernel's CUDA text on the CPU, on torch's current stream."""
     import torch
 
