@@ -137,6 +137,8 @@ class GradientPipeline:
         steps = self.optimizer_step is not None
         self.needs_stats = self.options.needs_stats or (scaled and steps)
         self.steps_at_once = steps and not self.needs_stats
+        # Gradients that wait for ``optimizer.step()`` stay averages, as a GradScaler reads them.
+        self.folds_factor = steps and not scaled and (self.steps_at_once or self.options.norm_type == 2)
         stages = [
             (self.needs_stats, _sum_statistics),
             (not steps and self.options.max_norm is not None, _clip),
