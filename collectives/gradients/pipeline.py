@@ -19,6 +19,7 @@ import torch
 from ..comm.communicator import Communicator
 from ..comm.consensus import verify_same
 from ..compression import Bucket, NoCompression, Scaling
+from ..errors import InvalidArgument
 from ..optimizer_state import clip_coefficient
 from ..parameter_names import ParameterNames
 from .hyperparameters import HyperparameterCheck
@@ -175,6 +176,10 @@ class GradientPipeline:
         differ.
         """
         if comm is not self.comm:
+            if self.options.parameters_as_bucket_view and self.optimizer_step is None:
+                raise InvalidArgument(
+                    "parameters_as_bucket_view is for a HookState that steps an optimizer: give it one"
+                )
             if comm not in self._verified:
                 self.buckets.check_world_size(comm.size)
                 verify_same(
