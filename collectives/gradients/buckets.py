@@ -27,6 +27,7 @@ from ..parameter_names import find_names
 from ..recorder import recording
 from .bucket import GradientBucket, allocate_flats
 from .bucket_assignment import assign_buckets, check_devices, check_no_overlap, read_params, split_by_bucket
+from .bucket_cap import default_bucket_cap_mb
 from .bucket_comms import BucketComms
 from .bucket_consensus import verify_same_buckets
 from .bucket_filler import BucketFiller
@@ -58,7 +59,9 @@ class GradientBuckets:
     `params`: parameters, (name, parameter) pairs as ``model.named_parameters()`` yields, or an
     optimizer's ``param_groups``; parameters that need no gradient are left out; the same on all
     ranks, in the same order. `bucket_cap_mb`, `first_bucket_mb`: largest size in MiB of a bucket,
-    and of the first one; a larger parameter has a bucket alone. On the host each parameter of 1 MiB
+    and of the first one; a larger parameter has a bucket alone. `bucket_cap_mb` None: 25, and more
+    on many GPUs, as `collectives.DistributedDataParallel` has it, if the ranks are known by now
+    (`comm`, or a process group). On the host each parameter of 1 MiB
     and more has one, and without overlap its gradient isn't packed. `comm`: a `Communicator`.
     `process_group`: a torch process group; a communicator over its ranks is opened at first use.
     With neither, the default group is used. `average`: False leaves the sum. `wire`: "fp32", each
@@ -76,7 +79,7 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, params: Iterable, bucket_cap_mb: float = 25, *, comm: Communicator | None = None, process_group=None,
+        self, params: Iterable, bucket_cap_mb: float | None = None, *, comm: Communicator | None = None, process_group=None,
         average: bool = True, wire: str = "fp32", block: int = 256, error_feedback: bool = False,
         stochastic_rounding: bool = False, overlap: bool | None = None, first_bucket_mb: float = 1,
     ):  # fmt: skip
@@ -87,8 +90,10 @@ class GradientBuckets:
         compressor = None if isinstance(compressor, NoCompression) else compressor
         if compressor is not None and overlap:
             raise InvalidArgument("a compressed wire reduces inside of all_reduce(): leave out overlap=True", op=_OP)
-        caps = _parse_cap(first_bucket_mb, "first_bucket_mb"), _parse_cap(bucket_cap_mb, "bucket_cap_mb")
         members = read_params(params)
+        if bucket_cap_mb is None:
+            bucket_cap_mb = default_bucket_cap_mb([param for _, param in members], _count_ranks(comm, process_group))
+        caps = _parse_cap(first_bucket_mb, "first_bucket_mb"), _parse_cap(bucket_cap_mb, "bucket_cap_mb")
         if comm is None:
             publish_process()
         else:
@@ -376,6 +381,12 @@ def _check_arguments(comm, process_group, average, overlap) -> None:
             f"average must be True or False and overlap True, False or None, not {average!r:.40} and {overlap!r:.40}",
             op=_OP,
         )
+
+
+def _count_ranks(comm, process_group) -> int:
+    if comm is not None:
+        return comm.size
+    return dist.get_world_size(process_group) if process_group is not None or dist.is_initialized() else 1
 
 
 def _parse_cap(megabytes, name: str) -> int:
