@@ -71,7 +71,8 @@ class StepWay:
     a parameter that a GPU holds whatever the ranks. ``nvls``: sums run in the switch. ``gather_sms``:
     whether gathers take SMs in a node. ``sharded``: the parameters are. ``inside``: the optimizer
     steps the shards between a reduce-scatter and an all-gather. ``casts``: bytes a parameter that
-    autocast moves. ``gather_copies``: those into and out of a gather's buffer. ``bucket_bytes`` None: our default for so many ranks and gradients.
+    autocast moves. ``gather_copies``: those into and out of a gather's buffer. ``bucket_bytes`` None: our
+    default for so many ranks and gradients.
     """
 
     name: str

@@ -59,10 +59,9 @@ class GradientBuckets:
     `params`: parameters, (name, parameter) pairs as ``model.named_parameters()`` yields, or an
     optimizer's ``param_groups``; parameters that need no gradient are left out; the same on all
     ranks, in the same order. `bucket_cap_mb`, `first_bucket_mb`: largest size in MiB of a bucket,
-    and of the first one; a larger parameter has a bucket alone. `bucket_cap_mb` None: 25, and more
-    on many GPUs, as `collectives.DistributedDataParallel` has it, if the ranks are known by now
-    (`comm`, or a process group). On the host each parameter of 1 MiB
-    and more has one, and without overlap its gradient isn't packed. `comm`: a `Communicator`.
+    and of the first one; a larger parameter has a bucket alone. None: 25, or as
+    DistributedDataParallel takes on more than 10 GPUs. On the host each parameter of 1 MiB and more
+    has one, and without overlap its gradient isn't packed. `comm`: a `Communicator`.
     `process_group`: a torch process group; a communicator over its ranks is opened at first use.
     With neither, the default group is used. `average`: False leaves the sum. `wire`: "fp32", each
     gradient in its own dtype, or a compressed one with `block`, `error_feedback` and
@@ -79,8 +78,8 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, params: Iterable, bucket_cap_mb: float | None = None, *, comm: Communicator | None = None, process_group=None,
-        average: bool = True, wire: str = "fp32", block: int = 256, error_feedback: bool = False,
+        self, params: Iterable, bucket_cap_mb: float | None = None, *, comm: Communicator | None = None,
+        process_group=None, average: bool = True, wire: str = "fp32", block: int = 256, error_feedback: bool = False,
         stochastic_rounding: bool = False, overlap: bool | None = None, first_bucket_mb: float = 1,
     ):  # fmt: skip
         _check_arguments(comm, process_group, average, overlap)
@@ -91,9 +90,7 @@ class GradientBuckets:
         if compressor is not None and overlap:
             raise InvalidArgument("a compressed wire reduces inside of all_reduce(): leave out overlap=True", op=_OP)
         members = read_params(params)
-        if bucket_cap_mb is None:
-            bucket_cap_mb = default_bucket_cap_mb([param for _, param in members], _count_ranks(comm, process_group))
-        caps = _parse_cap(first_bucket_mb, "first_bucket_mb"), _parse_cap(bucket_cap_mb, "bucket_cap_mb")
+        caps = _parse_caps(first_bucket_mb, bucket_cap_mb, members, comm, process_group)
         if comm is None:
             publish_process()
         else:
@@ -383,10 +380,13 @@ def _check_arguments(comm, process_group, average, overlap) -> None:
         )
 
 
-def _count_ranks(comm, process_group) -> int:
-    if comm is not None:
-        return comm.size
-    return dist.get_world_size(process_group) if process_group is not None or dist.is_initialized() else 1
+def _parse_caps(first_bucket_mb, bucket_cap_mb, members, comm, process_group) -> tuple[int, int]:
+    """Return the bytes of the first bucket, and of the others; None: the default for the ranks."""
+    if bucket_cap_mb is None:
+        known = process_group is not None or dist.is_initialized()
+        ranks = comm.size if comm is not None else dist.get_world_size(process_group) if known else 1
+        bucket_cap_mb = default_bucket_cap_mb([param for _, param in members], ranks)
+    return _parse_cap(first_bucket_mb, "first_bucket_mb"), _parse_cap(bucket_cap_mb, "bucket_cap_mb")
 
 
 def _parse_cap(megabytes, name: str) -> int:

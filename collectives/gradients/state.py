@@ -56,13 +56,11 @@ class HookState:
     takes 1/n of the memory; see `collectives.gradients.zero`. If max_norm, check_finite or a
     GradScaler needs all gradients first, the updates wait for the last bucket; non-finite gradients
     leave the step out on all ranks. `parameters_as_bucket_view`: with `optimizer`, make the
-    parameters of a bucket views of one allocation, so that they are gathered in place (4 bytes of
-    memory traffic less for each bf16 parameter). Call ``optimizer.step()`` then: it exchanges
-    ``param.data`` once, after the second backward with the same buckets. The parameters stay the
-    same objects with the same values. A tensor that shares a parameter's memory then keeps the
-    parameters of its bucket where they are, and a warning says so; CUDA graphs captured before would
-    read freed memory. ``torch.save`` of one parameter alone saves its bucket, of all as much as
-    before. `local_steps`: k, or (first, k), for post-local SGD: after
+    parameters of a bucket views of one allocation, to gather them in place (4 bytes of memory
+    traffic less for each bf16 parameter). ``optimizer.step()`` exchanges ``param.data``, once: the
+    parameters stay the same objects with the same values. Where another tensor shares their memory
+    they stay there, with a warning; CUDA graphs captured before would read freed memory.
+    ``torch.save`` of one parameter alone saves its bucket. `local_steps`: k, or (first, k), for post-local SGD: after
     `first` averaged steps each rank goes on with its own gradients and the models are averaged at
     every k-th step (Lin 2018). `grad_scaler`: the GradScaler that scales the loss, False where none
     does, or None for the only one in use when it first matters; several are an error then. It can
