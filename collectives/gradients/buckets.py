@@ -109,8 +109,7 @@ class GradientBuckets:
         self._next = 0  # the index of the bucket to start next
         self._lock = threading.RLock()  # autograd has a thread for each GPU
         self._closed = False
-        self._sent = 0  # bytes since the last round
-        self._bytes = 0  # in the last round
+        self._sent = self._bytes = 0  # bytes since the last round, and in it
 
     # ---- Properties.
 
