@@ -35,10 +35,11 @@ class GroupSlice:
 class BucketState:
     """A bucket with its parameters, their memory and the ranks as they were when it first came.
 
-    `group_places`: for each parameter the number of its param group and its index there.
+    `group_places`: for each parameter the number of its param group and its index there. `in_place`:
+    gather the parameters in place where they lie as the bucket has them.
     """
 
-    def __init__(self, bucket, spec: ShardSpec, group_places):
+    def __init__(self, bucket, spec: ShardSpec, group_places, *, in_place: bool = True):
         self.params = list(bucket.params)
         self.offsets = list(bucket.offsets)
         self.spec = spec
@@ -76,7 +77,7 @@ class BucketState:
         self.gathers = spec.world_size > 1 and spec.shard_numel > 0
         # The parameters' own memory where they can be gathered in place, and this rank's shard.
         self.in_place = self.own_shard = None
-        if self.gathers:
+        if self.gathers and in_place:
             self.in_place = find_in_place(self.params, self.offsets, spec.sharded_numel)
         if self.in_place is not None:
             self.own_shard = self.in_place[spec.shard]

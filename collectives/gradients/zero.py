@@ -40,9 +40,10 @@ class ShardedStep(OptimizerInBackward):
     dimension, and their layout under "shard". If the buckets change, as DDP's do after the first
     backward, the state moves between the ranks, one parameter at a time.
 
-    The parameters of a bucket are gathered in place where they lie as the bucket has them: a bucket
-    of one parameter does. `parameters_as_bucket_view`: the parameters of the others are made so, by
-    `parameter_views`, in ``optimizer.step()``, once a bucket has come in two backwards. A bucket
+    On a GPU the parameters of a bucket are gathered in place where they lie as the bucket has them: a
+    bucket of one parameter does. (On the host the engine would stage them, and takes them from a
+    shared buffer instead.) `parameters_as_bucket_view`: on both; parameters that don't lie so are
+    moved, by `parameter_views`, in ``optimizer.step()``, once a bucket has come in two backwards. A bucket
     that can't be moved is gathered through a buffer; a warning says why.
     """
 
@@ -161,7 +162,8 @@ class ShardedStep(OptimizerInBackward):
         key = (bucket.index, id(bucket.params[0]))
         found = self._bucket_states.get(key)
         if found is None or not found.matches(bucket, spec):
-            before, found = found, BucketState(bucket, spec, self._find_groups(bucket))
+            in_place = self._views_parameters or not comm._on_host
+            before, found = found, BucketState(bucket, spec, self._find_groups(bucket), in_place=in_place)
             same_fields = before is not None and before.shard_fields == found.shard_fields
             if same_fields and same_objects(before.params, found.params):
                 # Parameters have moved, on this rank perhaps alone.

@@ -103,7 +103,7 @@ def others(ctx):
     assert in_place == buckets
     single = nn.Linear(16, 16, bias=False).to(ctx.device, torch.bfloat16)
     before = single.weight.data_ptr()
-    state = make_state(single, False)
+    state = make_state(single, True)
     train(ctx, single, state)
     assert state.pipeline.optimizer_step.gathered_in_place == (1, 1)
     assert single.weight.data_ptr() == before
