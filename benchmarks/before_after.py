@@ -30,6 +30,7 @@ COMMANDS = {
     "call_cost": "benchmarks/call_cost.py --rounds 20000 --repeats 5 --results",
     "all_reduce": "-m collectives.bench --sizes 1K,16K,256K,1M,4M,25M --zero-copy both --json",
     "ddp": "benchmarks/ddp/step.py --ways no_sync gloo hook ours --rounds 3 --output",
+    "ddp_adamw": "benchmarks/ddp/step.py --ways no_sync gloo gloo_adamw ours_adamw ours_clip_adamw --rounds 3 --output",
     "sharded": "benchmarks/sharded/step.py --ways alone ddp ours ours_keep --models gpt6x384 --rounds 3 --output",
     "horovod": "benchmarks/horovod/step.py --ways alone gloo hvd --rounds 3 --output",
     "horovod_ops": "benchmarks/horovod/ops.py --rounds 30 --output",

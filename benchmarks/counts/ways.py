@@ -71,16 +71,17 @@ def alone(dtype=torch.float32, stepped=False) -> Step:
 
 
 # ---- DDP.
-def ddp(state=None, hook=None, *, adamw=False, group=None, optimizer=False, stepped=False) -> Step:
-    model, batch = make_model()
+def ddp(state=None, hook=None, *, adamw=False, group=None, optimizer=False, stepped=False, bf16=False) -> Step:
+    model, batch = make_model(torch.bfloat16 if bf16 else torch.float32)
     params = list(model.parameters())
+    batch = batch.to(params[0].dtype)
     module = nn.parallel.DistributedDataParallel(
-        model, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB, process_group=group
+        model, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB / (2 if bf16 else 1), process_group=group
     )
     if isinstance(state, dict):
         options = dict(state)
         if optimizer:
-            options["optimizer"] = optim.AdamW(params, lr=LR)
+            options["optimizer"] = optim.AdamW(params, lr=LR, master_weights=bf16)
         state = collectives.HookState(**options)
         hook = collectives.fused_allreduce
     if hook is not None:
@@ -93,8 +94,8 @@ def ddp(state=None, hook=None, *, adamw=False, group=None, optimizer=False, step
     return Step(module, batch, params, counted=step) if stepped else Step(module, batch, params, rest=step)
 
 
-def hooked(*, optimizer=False, stepped=False, **state):
-    return lambda: ddp(state, optimizer=optimizer, stepped=stepped)
+def hooked(*, optimizer=False, stepped=False, bf16=False, **state):
+    return lambda: ddp(state, optimizer=optimizer, stepped=stepped, bf16=bf16)
 
 
 class EchoWork(dist._Work):
@@ -246,6 +247,9 @@ WAYS = (
     Way("fully_shard, max_norm", sharded(max_norm=1.0)),
     Way("DDP, torch's, and AdamW (fused)", torch_ddp(adamw=True), ours=False),
     Way("DDP, hook, AdamW inside", hooked(optimizer=True)),
+    Way("DDP, hook, AdamW inside, bf16", hooked(optimizer=True, bf16=True), base="alone, bf16"),
+    Way("DDP, hook, AdamW inside, bf16 views", hooked(optimizer=True, bf16=True, parameters_as_bucket_view=True),
+        base="alone, bf16"),
     Way("FSDP2, torch's, and AdamW (fused)", fsdp2(adamw=True), ours=False),
     Way("fully_shard, AdamW inside", sharded(optimizer=True)),
 )

@@ -14,20 +14,28 @@ BUS, HBM = 350e9, 4.3e12  # bytes/s
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Bytes a parameter of one part of a step; of `shared` ones each rank has the n-th part."""
+    """Bytes a parameter of one part of a step; of `shared` ones each rank has the n-th part, of `others` the rest."""
 
     what: str
     nbytes: float
     shared: bool = False
     wire: bool = False
+    others: bool = False
 
     def of(self, ranks: int) -> float:
         """Return the bytes a parameter on one of so many ranks; on the wire as rings send them."""
-        if self.wire:
+        if self.wire or self.others:
             return self.nbytes * (ranks - 1) / ranks
         return self.nbytes / ranks if self.shared else self.nbytes
 
 
+_INSIDE = (
+    Line("reduce-scatter of bf16 gradients", 2, wire=True),
+    Line("all-gather of bf16 parameters", 2, wire=True),
+    Line("gradients copied into buckets: read 2, written 2", 4),
+    Line("AdamW with 1/n and the clip factor: gradient read 2; master, two moments read and written 3 x 8; "
+         "bf16 parameter written 2", 28, shared=True),
+)  # fmt: skip
 DERIVED = {
     "DDP, torch's, AdamW (fused)": (
         Line("all-reduce of fp32 gradients: 2 x 4", 8, wire=True),
@@ -36,13 +44,12 @@ DERIVED = {
         Line("AdamW: gradient read 4; parameter, two moments read and written 3 x 8", 28),
     ),
     "DDP, hook, AdamW inside, bf16 parameters": (
-        Line("reduce-scatter of bf16 gradients", 2, wire=True),
-        Line("all-gather of bf16 parameters", 2, wire=True),
-        Line("gradients copied into buckets: read 2, written 2", 4),
-        Line("AdamW with 1/n and the clip factor: gradient read 2; master, two moments read and written 3 x 8; "
-             "bf16 parameter written 2", 28, shared=True),
+        *_INSIDE,
+        Line("own parameters into the gather's buffer: read 2, written 2", 4, shared=True),
+        Line("others' parameters out of it: read 2, written 2", 4, others=True),
     ),
-}  # fmt: skip
+    "DDP, hook, AdamW inside, bf16 views": _INSIDE,
+}
 
 
 def derivation(ranks: int) -> list[tuple[str, str, float, str]]:

@@ -13,6 +13,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from collectives.gradients.bucket_cap import default_bucket_cap
+
 from .predictions import NETWORKS, best
 from .transformer import Transformer
 
@@ -69,7 +71,8 @@ class StepWay:
     a parameter that a GPU holds whatever the ranks. ``nvls``: sums run in the switch. ``gather_sms``:
     whether gathers take SMs in a node. ``sharded``: the parameters are. ``inside``: the optimizer
     steps the shards between a reduce-scatter and an all-gather. ``casts``: bytes a parameter that
-    autocast moves.
+    autocast moves. ``gather_copies``: those into and out of a gather's buffer. ``bucket_bytes`` None: our
+    default for so many ranks and gradients.
     """
 
     name: str
@@ -85,7 +88,8 @@ class StepWay:
     kept_units: int = 0
     derived: float = 0.0
     casts: float = 0.0
-    bucket_bytes: float = 25 * 2**20
+    gather_copies: float = 0.0
+    bucket_bytes: float | None = None
 
     @property
     def passes(self) -> float:
@@ -100,11 +104,13 @@ class StepWay:
 AUTOCAST = 18.0
 CASTS = 6.0  # read in fp32, written in bf16
 WAYS = (
-    StepWay("DDP, torch's, AdamW (fused)", 4, 4, "DDP, torch's", AUTOCAST, casts=CASTS),
+    StepWay("DDP, torch's, AdamW (fused)", 4, 4, "DDP, torch's", AUTOCAST, casts=CASTS, bucket_bytes=25 * 2**20),
     StepWay("DDP, hook, AdamW (fused)", 4, 4, "DDP, hook", AUTOCAST, casts=CASTS),
     StepWay("DDP, hook, wire bf16", 2, 4, "DDP, hook, bf16", AUTOCAST, nvls=False, casts=CASTS),
-    # As `optimizer_in_hook` derives it: gradients in bf16 are copied into the buckets, and nothing else.
-    StepWay("DDP, hook, AdamW inside, bf16 parameters", 2, 2, "", 4.0, inside=True, all_reduce=False, derived=1.0),
+    # As `optimizer_in_hook` derives it: gradients in bf16 are copied into the buckets.
+    StepWay("DDP, hook, AdamW inside, bf16 parameters", 2, 2, "", 4.0, inside=True, all_reduce=False, derived=1.0,
+            gather_copies=4.0),
+    StepWay("DDP, hook, AdamW inside, bf16 views", 2, 2, "", 4.0, inside=True, all_reduce=False, derived=1.0),
     # torch's FSDP2 reduces by AVG, which NCCL doesn't do in the switch.
     StepWay("FSDP2, torch's, AdamW (fused)", 4, 2, "FSDP2, torch's, bf16", 0.0, nvls=False, sharded=True,
             all_reduce=False),
@@ -188,11 +194,11 @@ class Prediction:
 
 def optimizer_bytes(way: StepWay, ranks: int) -> float:
     """Return the bytes a parameter that AdamW moves: parameter, two moments and master read and written, the gradient
-    read, a parameter of another type than its master's written.
+    read, a parameter of another type than its master's written; and that the all-gather copies.
     """
     owners = ranks if way.sharded or way.inside else 1
     moved = 24 + (way.grad if way.inside else 4) + (way.param if way.inside and way.param < 4 else 0)
-    return moved / owners
+    return moved / owners + (way.gather_copies if ranks > 1 else 0.0)
 
 
 def memory_needed(way: StepWay, model: Transformer, ranks: int) -> float:
@@ -227,6 +233,7 @@ class _Tasks:
     def __init__(self, way: StepWay, model: Transformer, ranks: int, rates: Rates):
         self.way, self.model, self.ranks, self.rates = way, model, ranks, rates
         self.units = model.units()
+        self.bucket_bytes = way.bucket_bytes or default_bucket_cap(ranks, model.parameters * way.grad)
         self.forward = [flops / (rates.flops * rates.mfu) for flops in model.forward_flops()]
 
     def collective(self, op: str, name, parameters: int, itemsize: int, after: tuple) -> Task:
@@ -235,7 +242,7 @@ class _Tasks:
         part = nbytes * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
         sums = op != "all_gather"
         nvls = sums and way.nvls
-        calls = 1 if way.sharded else max(1, round(nbytes / way.bucket_bytes))
+        calls = 1 if way.sharded else max(1, round(parameters * way.grad / self.bucket_bytes))
         seconds = part / rates.bus(nvls, ranks) + calls * rates.start(op, ranks)
         ctas = rates.nvls_ctas if nvls else rates.ring_ctas
         if not sums and not way.gather_sms and ranks <= rates.node:
@@ -254,20 +261,23 @@ class _Tasks:
             return self._sharded()
         casts = [self.way.casts * count / self.rates.hbm for count in self.units]
         compute = [Task(("forward", unit), self.forward[unit] + casts[unit]) for unit in range(len(self.units))]
-        network = []
+        network, reduced, count, grad = [], [], 0, self.way.grad
         for unit in reversed(range(len(self.units))):
             compute.append(Task(("backward", unit), 2 * self.forward[unit] + self.copies(unit)))
             ready = (("backward", unit),)
-            count, grad = self.units[unit], self.way.grad
+            count += self.units[unit]
+            if unit and count * grad < self.bucket_bytes:
+                continue  # the next unit is in this bucket, too
+            reduced.append(("reduced", unit))
             if not self.way.inside:
                 network.append(self.collective("all_reduce", ("reduced", unit), count, grad, ready))
-                continue
-            network.append(self.collective("reduce_scatter", ("reduced", unit), count, grad, ready))
-            network.append(Task(("updated", unit), self.update(count)))
-            network.append(self.collective("all_gather", ("gathered", unit), count, self.way.param, ()))
+            else:
+                network.append(self.collective("reduce_scatter", ("reduced", unit), count, grad, ready))
+                network.append(Task(("updated", unit), self.update(count)))
+                network.append(self.collective("all_gather", ("gathered", unit), count, self.way.param, ()))
+            count = 0
         if not self.way.inside:
-            reduced = tuple(("reduced", unit) for unit in range(len(self.units)))
-            compute.append(Task("optimizer", self.update(self.model.parameters), reduced))
+            compute.append(Task("optimizer", self.update(self.model.parameters), tuple(reduced)))
         return compute, network
 
     def _sharded(self) -> tuple[list[Task], list[Task]]:

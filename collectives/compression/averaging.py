@@ -11,6 +11,7 @@ elsewhere. fp16 is divided before, since a sum of it may overflow.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,16 @@ class ReductionPlan(NamedTuple):
         if divisor & (divisor - 1) or (divisor != 1 and self.scale_after != 1.0):
             return self, 1.0
         return self._replace(divisor_after=1, scale_after=1.0), self.scale_after / divisor
+
+    def fold_into_step(self, dtype: torch.dtype) -> tuple[ReductionPlan, float]:
+        """Return the plan without the factors after the reduction, and these as one factor for an
+        optimizer's step, which doesn't round the product to the gradients' `dtype`. So only a power
+        of two gives the same bits, and not of fp16, whose small values lose bits when they are
+        divided. Else the plan as it is, and 1: that pass is over this rank's n-th part alone.
+        """
+        plan, factor = self.fold_after()
+        exact = dtype is not torch.float16 and math.frexp(factor)[0] == 0.5
+        return (plan, factor) if exact else (self, 1.0)
 
 
 def plan_reduction(comm, scaling: Scaling, dtype: torch.dtype, algorithm: str | None = None) -> ReductionPlan:

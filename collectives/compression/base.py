@@ -67,12 +67,21 @@ class Compressor:
         """Replace a bucket's values by the reduced ones, on all ranks."""
         raise NotImplementedError
 
-    def reduce_scatter(self, comm, bucket: Bucket, scaling: Scaling, shard_numel: int, *, grad_stats=None) -> int:
+    def reduce_scatter(
+        self, comm, bucket: Bucket, scaling: Scaling, shard_numel: int, *, grad_stats=None, folded: bool = False
+    ) -> int:
         """Reduce rank r's shard, ``[r * shard_numel, (r + 1) * shard_numel)``, on rank r at least.
 
-        The elements after the last shard are reduced on all ranks.
+        The elements after the last shard are reduced on all ranks. `folded`: leave `folded_factor`
+        to the caller; only where that isn't 1.
         """
         return self.reduce(comm, bucket, scaling, grad_stats=grad_stats)
+
+    def folded_factor(self, comm, scaling: Scaling, dtype: torch.dtype) -> float:
+        """Return the factor of the scaling that an optimizer's step can apply, with the same bits,
+        in place of `reduce_scatter`; 1 where there is none.
+        """
+        return 1.0
 
     def begin_backward(self) -> None:
         """Start a new backward."""
@@ -132,9 +141,16 @@ class NoCompression(Compressor):
             self._add_own_stats(comm, flat, shard_numel, grad_stats)
         return ring_bytes(flat, comm.size, 2)
 
-    def reduce_scatter(self, comm, bucket, scaling, shard_numel, *, grad_stats=None):
+    def folded_factor(self, comm, scaling, dtype):
+        if comm._on_host:  # it divides in the pass that sums
+            return 1.0
+        return plan_reduction(comm, scaling, dtype, self.choose_algorithm(comm)).fold_into_step(dtype)[1]
+
+    def reduce_scatter(self, comm, bucket, scaling, shard_numel, *, grad_stats=None, folded=False):
         flat, algorithm = bucket.flat, self.choose_algorithm(comm)
         plan = plan_reduction(comm, scaling, flat.dtype, algorithm)
+        if folded:
+            plan, _ = plan.fold_into_step(flat.dtype)
         plan.before(flat)
         fused = grad_stats is not None and has_fused_stats(comm, algorithm)
         found = _before_factors(plan, grad_stats) if fused else None

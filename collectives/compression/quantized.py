@@ -92,7 +92,7 @@ class Quantized(Compressor):
         shard_numel = -(-flat.numel() // (size * self.align)) * self.align
         return self._exchange(comm, bucket, scaling, shard_numel, flat.numel(), grad_stats, gather=True)
 
-    def reduce_scatter(self, comm, bucket, scaling, shard_numel, *, grad_stats=None):
+    def reduce_scatter(self, comm, bucket, scaling, shard_numel, *, grad_stats=None, folded=False):
         if comm.size == 1:
             return self._reduce_alone(comm, bucket, scaling, grad_stats)
         end = comm.size * shard_numel

@@ -3,9 +3,11 @@
 # No `from __future__ import annotations`: torch compares a hook's annotations as objects.
 
 import torch
+import torch.distributed as dist
 
 from ..arrays import kind_of
 from ..errors import InvalidArgument
+from ..gradients.bucket_cap import DEFAULT_CAP_MB, default_bucket_cap_mb
 from ..gradients.state import HookState
 from ..torch_compat import disable_dynamo
 from .devices import add_device_note, check_device_ids
@@ -13,6 +15,21 @@ from .hook import fused_allreduce
 from .zero_copy import BucketRebuild, allocate_buckets
 
 __all__ = ["DistributedDataParallel"]
+
+
+_GROUP_AT, _CAP_AT = 5, 6  # of process_group and bucket_cap_mb, where torch's arguments are given by position
+
+
+def _default_cap(module, arguments, options) -> dict[str, int]:
+    """Return bucket_cap_mb where the default for this module and its ranks isn't torch's."""
+    group = arguments[_GROUP_AT] if len(arguments) > _GROUP_AT else options.get("process_group")
+    mesh = options.get("device_mesh")
+    if group is None and mesh is not None:
+        group = mesh.get_group(mesh_dim=0)
+    if not isinstance(module, torch.nn.Module) or (group is None and not dist.is_initialized()):
+        return {}  # which torch refuses
+    cap = default_bucket_cap_mb(module.parameters(), dist.get_world_size(group))
+    return {} if cap == DEFAULT_CAP_MB else {"bucket_cap_mb": cap}
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
@@ -30,10 +47,16 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     `fused_allreduce` registers them with its communicator (``ncclCommRegister``), so that NCCL can
     use them in place. The repr of the `HookState` says how many are, and why none is. A
     DistributedDataParallel of torch's own gets this for its final buckets.
+
+    `bucket_cap_mb` None: on GPUs buckets grow with the number of ranks, from 25 MiB for up to 10 to
+    at most 400 MiB or a sixteenth of the gradients; see `collectives.gradients.bucket_cap`. A value
+    or `bucket_cap_mb_list` is taken as torch takes it.
     """
 
     def __init__(self, module, *arguments, gradient_as_bucket_view: bool = True, **options):
         check_device_ids(arguments[0] if arguments else options.get("device_ids"), module)
+        if len(arguments) < _CAP_AT and options.get("bucket_cap_mb") is None and not options.get("bucket_cap_mb_list"):
+            options.update(_default_cap(module, arguments, options))
         super().__init__(module, *arguments, gradient_as_bucket_view=gradient_as_bucket_view, **options)
         self.bucket_rebuild = BucketRebuild()
 

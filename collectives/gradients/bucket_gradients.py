@@ -31,6 +31,7 @@ class BucketGradients:
         self._finds_unused = finds_unused
         on_host = [each for each in counted if each.comm._on_host]
         self._grad_stats = {each: torch.zeros(2, dtype=torch.float64) for each in on_host}
+        self._factors: dict[torch.dtype, float] = {}  # that the optimizer's step applies
 
     # ---- One bucket.
 
@@ -44,7 +45,9 @@ class BucketGradients:
             nbytes = pipeline.compressor.reduce(comm, bucket, pipeline.scaling, grad_stats=stats)
         else:
             shard_numel = self._shard_spec(comm, bucket).shard_numel
-            nbytes = pipeline.compressor.reduce_scatter(comm, bucket, pipeline.scaling, shard_numel, grad_stats=stats)
+            nbytes = pipeline.compressor.reduce_scatter(
+                comm, bucket, pipeline.scaling, shard_numel, grad_stats=stats, folded=self._factor(comm, bucket) != 1.0
+            )
             if pipeline.steps_at_once:
                 nbytes += self._step_bucket(comm, bucket)
         if recorder is not None:
@@ -59,6 +62,17 @@ class BucketGradients:
         align = self.pipeline.compressor.align
         return self.pipeline.optimizer_step.shard_spec(bucket, comm.size, comm.rank, align)
 
+    def _factor(self, comm, bucket: Bucket) -> float:
+        """Return the factor, 1/n say, that is left in a bucket's reduced gradients for the
+        optimizer's step.
+        """
+        pipeline, dtype = self.pipeline, bucket.flat.dtype
+        if not pipeline.folds_factor:
+            return 1.0
+        if dtype not in self._factors:
+            self._factors[dtype] = pipeline.compressor.folded_factor(comm, pipeline.scaling, dtype)
+        return self._factors[dtype]
+
     def _step_bucket(self, comm, bucket: Bucket, **options) -> int:
         """Step the optimizer for a bucket, without the parameters that no rank has used.
 
@@ -66,8 +80,9 @@ class BucketGradients:
         """
         unused, maybe_unused = find_unused_parameters(comm, bucket) if self._finds_unused else ((), None)
         return self.pipeline.optimizer_step.update(
-            comm, bucket, align=self.pipeline.compressor.align, unused=unused, maybe_unused=maybe_unused, **options
-        )
+            comm, bucket, grad_scale=self._factor(comm, bucket), align=self.pipeline.compressor.align, unused=unused,
+            maybe_unused=maybe_unused, **options,
+        )  # fmt: skip
 
     # ---- What the stages read and change.
 
@@ -81,7 +96,16 @@ class BucketGradients:
         comm = self.pipeline.comm
         if comm._on_host:
             return sum(self._grad_stats.values())
-        return measure_grads(self._local_shards(), comm.device)
+        by_factor: dict[float, list] = {}  # that the step applies: one, unless some buckets are fp16
+        for bucket in self.buckets:
+            by_factor.setdefault(self._factor(comm, bucket), []).append(bucket)
+        totals = []
+        for factor, buckets in by_factor.items():
+            total = measure_grads(self._local_shards(buckets), comm.device)
+            if factor != 1.0:
+                total[0] *= factor * factor
+            totals.append(total)
+        return sum(totals[1:], totals[0])
 
     def norm(self, p: float) -> torch.Tensor:
         """Return the p-norm of all buckets; where each rank has them all, the 2-norm takes the
@@ -89,14 +113,14 @@ class BucketGradients:
         """
         if p == 2:
             return norm_by_parameter(self.buckets)
-        return norm_over_ranks(self.pipeline.comm, self._local_shards(), p, dtype=torch.float64)
+        return norm_over_ranks(self.pipeline.comm, self._local_shards(self.buckets), p, dtype=torch.float64)
 
-    def _local_shards(self) -> list[torch.Tensor]:
-        """Return this rank's parts of the buckets, which with those of all ranks are the whole
-        gradient: each element once.
+    def _local_shards(self, buckets: list[Bucket]) -> list[torch.Tensor]:
+        """Return this rank's parts of buckets, which with those of all ranks are the whole gradient:
+        each element once.
         """
         comm, parts = self.pipeline.comm, []
-        for bucket in self.buckets:
+        for bucket in buckets:
             flat = bucket.flat
             shard_numel = -(-flat.numel() // (comm.size * 16)) * 16
             if not self.whole:

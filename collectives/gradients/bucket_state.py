@@ -12,6 +12,7 @@ from ..kernels import ParameterTable, Table
 from ..kernels.parameter_arrays import is_dense
 from ..optimizer_state import same_objects, state_values
 from ..torch_compat import TensorBase
+from .parameter_views import find_in_place
 from .shard_spec import ShardSpec, flat_view
 
 __all__ = ["BucketState", "GroupSlice", "StepBatch"]
@@ -35,10 +36,11 @@ class GroupSlice:
 class BucketState:
     """A bucket with its parameters, their memory and the ranks as they were when it first came.
 
-    `group_places`: for each parameter the number of its param group and its index there.
+    `group_places`: for each parameter the number of its param group and its index there. `in_place`:
+    gather the parameters in place where they lie as the bucket has them.
     """
 
-    def __init__(self, bucket, spec: ShardSpec, group_places):
+    def __init__(self, bucket, spec: ShardSpec, group_places, *, in_place: bool = True):
         self.params = list(bucket.params)
         self.offsets = list(bucket.offsets)
         self.spec = spec
@@ -70,8 +72,17 @@ class BucketState:
             by_number[number].members.append(at)
         self.shards: list = []  # the states' "shard" tensors
         self.versioned = [param for param in self.params if not param.is_inference()]
+        self.updates = 0  # with this state
+        self.stays = None  # why the parameters can't be views of the bucket
         self.gather_views = None  # the all-gather's buffer, and this bucket's views of it
-        if spec.world_size > 1 and spec.shard_numel:
+        self.gathers = spec.world_size > 1 and spec.shard_numel > 0
+        # The parameters' own memory where they can be gathered in place, and this rank's shard.
+        self.in_place = self.own_shard = None
+        if self.gathers and in_place:
+            self.in_place = find_in_place(self.params, self.offsets, spec.sharded_numel)
+        if self.in_place is not None:
+            self.own_shard = self.in_place[spec.shard]
+        elif self.gathers:
             own = ShardSpec(spec.sharded_numel, spec.world_size, spec.align, spec.rank)  # without the remainder
             self.own_table = self._table(own.local_spans)
             self.remote_table = self._table(spec.remote_spans)
@@ -102,6 +113,15 @@ class BucketState:
             and same_objects(bucket.params, self.params)
             and self._memory() == self.memory
         )
+
+    def drop_views(self) -> None:
+        """Drop all that views the parameters' memory. The state can't be used any more."""
+        for part in self.group_slices:
+            for batch in part.batches.values():
+                batch.drop_views()
+            part.batches.clear()
+        self.own_table = self.remote_table = self.in_place = self.own_shard = None
+        self.memory = None  # matches no bucket
 
     def name(self, at) -> str:
         """Return the name of parameter `at` of the bucket, for messages."""
@@ -143,6 +163,11 @@ class StepBatch:
         self.grads_key = None  # addresses and dtypes of the gradients in the table
         self.planned = None  # arguments of the last plan, and its launch
         self.one = torch.tensor(1.0, device="cpu")
+
+    def drop_views(self) -> None:
+        """Drop all that views the parameters' memory."""
+        self.table = self.planned = None
+        self.memory, self.mastered = [], []
 
     def _addresses(self) -> list[int]:
         return list(map(_data_ptr, [each for each in self.values if each is not None]))

@@ -27,6 +27,7 @@ from ..parameter_names import find_names
 from ..recorder import recording
 from .bucket import GradientBucket, allocate_flats
 from .bucket_assignment import assign_buckets, check_devices, check_no_overlap, read_params, split_by_bucket
+from .bucket_cap import default_bucket_cap_mb
 from .bucket_comms import BucketComms
 from .bucket_consensus import verify_same_buckets
 from .bucket_filler import BucketFiller
@@ -58,8 +59,9 @@ class GradientBuckets:
     `params`: parameters, (name, parameter) pairs as ``model.named_parameters()`` yields, or an
     optimizer's ``param_groups``; parameters that need no gradient are left out; the same on all
     ranks, in the same order. `bucket_cap_mb`, `first_bucket_mb`: largest size in MiB of a bucket,
-    and of the first one; a larger parameter has a bucket alone. On the host each parameter of 1 MiB
-    and more has one, and without overlap its gradient isn't packed. `comm`: a `Communicator`.
+    and of the first one; a larger parameter has a bucket alone. None: 25, or as
+    DistributedDataParallel takes on more than 10 GPUs. On the host each parameter of 1 MiB and more
+    has one, and without overlap its gradient isn't packed. `comm`: a `Communicator`.
     `process_group`: a torch process group; a communicator over its ranks is opened at first use.
     With neither, the default group is used. `average`: False leaves the sum. `wire`: "fp32", each
     gradient in its own dtype, or a compressed one with `block`, `error_feedback` and
@@ -76,8 +78,8 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, params: Iterable, bucket_cap_mb: float = 25, *, comm: Communicator | None = None, process_group=None,
-        average: bool = True, wire: str = "fp32", block: int = 256, error_feedback: bool = False,
+        self, params: Iterable, bucket_cap_mb: float | None = None, *, comm: Communicator | None = None,
+        process_group=None, average: bool = True, wire: str = "fp32", block: int = 256, error_feedback: bool = False,
         stochastic_rounding: bool = False, overlap: bool | None = None, first_bucket_mb: float = 1,
     ):  # fmt: skip
         _check_arguments(comm, process_group, average, overlap)
@@ -87,8 +89,8 @@ class GradientBuckets:
         compressor = None if isinstance(compressor, NoCompression) else compressor
         if compressor is not None and overlap:
             raise InvalidArgument("a compressed wire reduces inside of all_reduce(): leave out overlap=True", op=_OP)
-        caps = _parse_cap(first_bucket_mb, "first_bucket_mb"), _parse_cap(bucket_cap_mb, "bucket_cap_mb")
         members = read_params(params)
+        caps = _parse_caps(first_bucket_mb, bucket_cap_mb, members, comm, process_group)
         if comm is None:
             publish_process()
         else:
@@ -107,8 +109,7 @@ class GradientBuckets:
         self._next = 0  # the index of the bucket to start next
         self._lock = threading.RLock()  # autograd has a thread for each GPU
         self._closed = False
-        self._sent = 0  # bytes since the last round
-        self._bytes = 0  # in the last round
+        self._sent = self._bytes = 0  # bytes since the last round, and in it
 
     # ---- Properties.
 
@@ -376,6 +377,15 @@ def _check_arguments(comm, process_group, average, overlap) -> None:
             f"average must be True or False and overlap True, False or None, not {average!r:.40} and {overlap!r:.40}",
             op=_OP,
         )
+
+
+def _parse_caps(first_bucket_mb, bucket_cap_mb, members, comm, process_group) -> tuple[int, int]:
+    """Return the bytes of the first bucket, and of the others; None: the default for the ranks."""
+    if bucket_cap_mb is None:
+        known = process_group is not None or dist.is_initialized()
+        ranks = comm.size if comm is not None else dist.get_world_size(process_group) if known else 1
+        bucket_cap_mb = default_bucket_cap_mb([param for _, param in members], ranks)
+    return _parse_cap(first_bucket_mb, "first_bucket_mb"), _parse_cap(bucket_cap_mb, "bucket_cap_mb")
 
 
 def _parse_cap(megabytes, name: str) -> int:

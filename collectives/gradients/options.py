@@ -43,10 +43,15 @@ class HookOptions:
     hierarchical: bool | str = "auto"
     zero_copy: bool = True
     gather: str | None = None
+    parameters_as_bucket_view: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "streams", parse_streams(self.streams))
-        for name in ("error_feedback", "stochastic_rounding", "average", "deterministic", "check_finite", "zero_copy"):
+        flags = (
+            "error_feedback", "stochastic_rounding", "average", "deterministic", "check_finite", "zero_copy",
+            "parameters_as_bucket_view",
+        )  # fmt: skip
+        for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"{name} must be True or False, not {getattr(self, name)!r}")
         wire, _ = parse_wire(self.wire)

@@ -19,6 +19,7 @@ import torch
 from ..comm.communicator import Communicator
 from ..comm.consensus import verify_same
 from ..compression import Bucket, NoCompression, Scaling
+from ..errors import InvalidArgument
 from ..optimizer_state import clip_coefficient
 from ..parameter_names import ParameterNames
 from .hyperparameters import HyperparameterCheck
@@ -137,6 +138,8 @@ class GradientPipeline:
         steps = self.optimizer_step is not None
         self.needs_stats = self.options.needs_stats or (scaled and steps)
         self.steps_at_once = steps and not self.needs_stats
+        # Gradients that wait for ``optimizer.step()`` stay averages, as a GradScaler reads them.
+        self.folds_factor = steps and not scaled and (self.steps_at_once or self.options.norm_type == 2)
         stages = [
             (self.needs_stats, _sum_statistics),
             (not steps and self.options.max_norm is not None, _clip),
@@ -173,6 +176,10 @@ class GradientPipeline:
         differ.
         """
         if comm is not self.comm:
+            if self.options.parameters_as_bucket_view and self.optimizer_step is None:
+                raise InvalidArgument(
+                    "parameters_as_bucket_view is for a HookState that steps an optimizer: give it one"
+                )
             if comm not in self._verified:
                 self.buckets.check_world_size(comm.size)
                 verify_same(

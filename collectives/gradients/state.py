@@ -55,7 +55,12 @@ class HookState:
     shard of each bucket and all ranks all-gather the parameters, so that the optimizer's state
     takes 1/n of the memory; see `collectives.gradients.zero`. If max_norm, check_finite or a
     GradScaler needs all gradients first, the updates wait for the last bucket; non-finite gradients
-    leave the step out on all ranks. `local_steps`: k, or (first, k), for post-local SGD: after
+    leave the step out on all ranks. `parameters_as_bucket_view`: with `optimizer`, make the
+    parameters of a bucket views of one allocation, to gather them in place (4 bytes of memory
+    traffic less for each bf16 parameter). ``optimizer.step()`` exchanges ``param.data``, once: the
+    parameters stay the same objects with the same values. Where another tensor shares their memory
+    they stay there, with a warning; CUDA graphs captured before would read freed memory.
+    ``torch.save`` of one parameter alone saves its bucket. `local_steps`: k, or (first, k), for post-local SGD: after
     `first` averaged steps each rank goes on with its own gradients and the models are averaged at
     every k-th step (Lin 2018). `grad_scaler`: the GradScaler that scales the loss, False where none
     does, or None for the only one in use when it first matters; several are an error then. It can
@@ -91,7 +96,7 @@ class HookState:
         predivide: float | None = None, algorithm: str = "native", deterministic: bool = False,
         streams: int | None = None, max_norm: float | None = None, norm_type: float = 2, check_finite: bool = False,
         optimizer=None, grad_scaler=None, local_steps=None, hierarchical="auto", zero_copy: bool = True,
-        gather: str | None = None,
+        gather: str | None = None, parameters_as_bucket_view: bool = False,
     ):  # fmt: skip
         if comm is not None and not isinstance(comm, Communicator):
             raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {kind_of(comm)}")
@@ -102,6 +107,7 @@ class HookState:
             average=average, predivide=predivide, algorithm=algorithm, deterministic=deterministic, streams=streams,
             max_norm=max_norm, norm_type=norm_type, check_finite=check_finite, local_steps=local_steps,
             hierarchical=hierarchical, zero_copy=zero_copy, gather=gather,
+            parameters_as_bucket_view=parameters_as_bucket_view,
         )  # fmt: skip
         self.comm = comm
         self.units = None  # set by `collectives.sharded`; then the state is refused for DDP
@@ -236,7 +242,14 @@ class HookState:
     @optimizer.setter
     def optimizer(self, optimizer):
         self.options.check_optimizer(optimizer)
-        step = ShardedStep(optimizer) if self.units is None else self.units.make_step(optimizer)
+        if self.units is not None:
+            if self.options.parameters_as_bucket_view:
+                raise InvalidArgument(
+                    "parameters_as_bucket_view is for DDP's buckets: fully_shard's units are flat and gathered in place"
+                )
+            step = self.units.make_step(optimizer)
+        else:
+            step = ShardedStep(optimizer, parameters_as_bucket_view=self.options.parameters_as_bucket_view)
         if self.saved_optimizer is not None:
             step.load_state_dict(self.saved_optimizer)
             self.saved_optimizer = None
@@ -308,4 +321,6 @@ class HookState:
         words += [f"{name}={value!r}" for name, value in changed if name not in ("average", "zero_copy")]
         if self.optimizer is not None:
             words.append(f"optimizer={type(self.optimizer).__name__}")
+        if self.options.parameters_as_bucket_view and self.optimizer is not None:
+            words.append("parameters of {} of {} buckets gathered in place".format(*self._get_step().gathered_in_place))
         return f"HookState({', '.join(words)}, zero_copy: {shared})"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
+from ..comm.registration import BufferRegistrationCache
+from ..cuda_state import is_capturing
 from ..errors import InvalidArgument, InvalidUsage
 from ..kernels import pack, unpack
 from ..optim import FusedOptimizer
@@ -15,6 +18,7 @@ from ..optimizer_state import increment_steps, random_bit_offsets, same_objects,
 from .bucket_state import BucketState, StepBatch
 from .found_inf import share_found_inf
 from .optimizer_in_backward import OptimizerInBackward
+from .parameter_views import move_into_bucket
 from .shard_spec import ShardSpec, flat_view
 from .shard_state import check_shard_rank, full_state_dict, init_sharded_state, parse_shard, reshard_state
 
@@ -35,12 +39,20 @@ class ShardedStep(OptimizerInBackward):
     ``optimizer.state`` and ``optimizer.state_dict()`` hold what this rank owns, as tensors of one
     dimension, and their layout under "shard". If the buckets change, as DDP's do after the first
     backward, the state moves between the ranks, one parameter at a time.
+
+    On a GPU the parameters of a bucket are gathered in place where they lie as the bucket has them: a
+    bucket of one parameter does. (On the host the engine would stage them, and takes them from a
+    shared buffer instead.) `parameters_as_bucket_view`: on both; parameters that don't lie so are
+    moved, by `parameter_views`, in ``optimizer.step()``, once a bucket has come in two backwards. A bucket
+    that can't be moved is gathered through a buffer; a warning says why.
     """
 
     items = "buckets"
 
-    def __init__(self, optimizer: FusedOptimizer):
+    def __init__(self, optimizer: FusedOptimizer, *, parameters_as_bucket_view: bool = False):
         super().__init__(optimizer)
+        self._views_parameters = parameters_as_bucket_view
+        self._registrations = BufferRegistrationCache()  # of buckets' parameters, on CUDA
         share_found_inf(_find_comms)
         self._comm = None  # the newest
         self._buffers = weakref.WeakKeyDictionary()  # communicator -> buffer of the parameters' all-gather
@@ -56,6 +68,15 @@ class ShardedStep(OptimizerInBackward):
         `align`: elements of which a shard is a multiple; None or 0: 16 bytes.
         """
         return ShardSpec(bucket.flat.numel(), world_size, align or _ALIGNMENT // bucket.flat.element_size(), rank)
+
+    def begin(self) -> None:
+        super().begin()
+        self._registrations.begin_round()
+
+    def step(self, closure=None, **others) -> None:
+        super().step(closure, **others)
+        if self._views_parameters:
+            self._move_parameters()
 
     # ---- What waits for optimizer.step().
 
@@ -121,11 +142,12 @@ class ShardedStep(OptimizerInBackward):
                     launch(checked=True)
                 increment_steps(batch.steps, options["found_nonfinite"], batch.one)
             increment_version(bucket_state.versioned)
-            if bucket_state.spec.world_size > 1 and bucket_state.spec.shard_numel:
+            if bucket_state.gathers:
                 sent = self._all_gather_params(comm, bucket_state)
             for batch, _, _ in plans:
                 batch.versions = [param._version for param in batch.mastered]
         self._comm = comm
+        bucket_state.updates += 1
         self.applied = True
         self._divided = divide
         optimizer._opt_called = True  # lr schedulers ask for it
@@ -140,14 +162,16 @@ class ShardedStep(OptimizerInBackward):
         key = (bucket.index, id(bucket.params[0]))
         found = self._bucket_states.get(key)
         if found is None or not found.matches(bucket, spec):
-            before, found = found, BucketState(bucket, spec, self._find_groups(bucket))
+            in_place = self._views_parameters or not comm._on_host
+            before, found = found, BucketState(bucket, spec, self._find_groups(bucket), in_place=in_place)
             same_fields = before is not None and before.shard_fields == found.shard_fields
             if same_fields and same_objects(before.params, found.params):
-                found.shards = before.shards  # parameters have moved, on this rank perhaps alone
+                # Parameters have moved, on this rank perhaps alone.
+                found.shards, found.stays = before.shards, before.stays
             here = set(map(id, found.params))
             for old, other in list(self._bucket_states.items()):  # DDP has made its buckets again
                 if not here.isdisjoint(map(id, other.params)):
-                    del self._bucket_states[old]
+                    self._bucket_states.pop(old).drop_views()
             self._bucket_states[key] = found
             self._strays = None
         state = self.optimizer.state
@@ -216,6 +240,17 @@ class ShardedStep(OptimizerInBackward):
         """All-gather the updated parameters of a bucket; return the bytes that this rank sends."""
         spec, dtype = bucket_state.spec, bucket_state.params[0].dtype
         nbytes = spec.sharded_numel * dtype.itemsize
+        whole = bucket_state.in_place
+        if whole is None:
+            self._gather_by_buffer(comm, bucket_state, nbytes)
+        else:
+            if whole.is_cuda:
+                self._registrations.observe(comm, whole, lambda: bucket_state.params[0])
+            comm.all_gather(whole, bucket_state.own_shard)
+        return nbytes // spec.world_size * (spec.world_size - 1)
+
+    def _gather_by_buffer(self, comm, bucket_state, nbytes: int) -> None:
+        spec, dtype = bucket_state.spec, bucket_state.params[0].dtype
         buffer = self._buffers.get(comm)
         if buffer is None or buffer.numel() < nbytes:
             for each in self._bucket_states.values():
@@ -230,7 +265,38 @@ class ShardedStep(OptimizerInBackward):
         pack(bucket_state.own_table, whole)
         comm.all_gather(whole, own)
         unpack(whole, bucket_state.remote_table)
-        return nbytes // spec.world_size * (spec.world_size - 1)
+
+    # ---- Parameters as views of their buckets.
+
+    @property
+    def gathered_in_place(self) -> tuple[int, int]:
+        """The number of buckets whose parameters are gathered in place, and of all that are gathered."""
+        gathered = [each for each in self._bucket_states.values() if each.gathers]
+        return sum(each.in_place is not None for each in gathered), len(gathered)
+
+    @torch.no_grad()
+    def _move_parameters(self) -> None:
+        """Make the parameters of the buckets that have come back views of these, where they aren't.
+
+        DDP frees its first buckets after one backward, so that a bucket's first one is left out.
+        """
+        due = [
+            each for each in self._bucket_states.values()
+            if each.gathers and each.in_place is None and each.stays is None and each.updates > 1
+        ]  # fmt: skip
+        if not due or (due[0].device.type == "cuda" and is_capturing(None)):
+            return
+        optimized = [param for group in self.optimizer.param_groups for param in group["params"]]
+        for state in due:
+            state.drop_views()
+            obstacle = move_into_bucket(state.params, state.offsets, state.spec.numel, optimized)
+            if obstacle is not None:
+                at, state.stays = obstacle
+                warnings.warn(
+                    f"parameters_as_bucket_view: {state.name(at)} (shape {tuple(state.params[at].shape)}) "
+                    f"{state.stays}: its bucket is gathered through a buffer",
+                    stacklevel=2,
+                )
 
     # ---- State.
 
