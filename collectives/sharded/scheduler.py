@@ -109,12 +109,22 @@ class Scheduler:
         if unit.state is State.SHARDED:
             post_forward, alone = unit.is_sharded_post_forward, unit.gathers and not self.agreement.follower.in_pass
             if unit.gathers:
+                self._prepare_window(unit)
                 if alone:
                     self.agreement.follower.begin_pass(("unshard", unit.index), gather_code(unit))
                 post_forward = self.agreement.gather(unit, post_forward=post_forward) and post_forward
             unit.unshard(async_op=async_op, post_forward=post_forward)
             if alone:
                 self.agreement.end_pass()
+
+    def _prepare_window(self, unit: Unit) -> None:
+        """Empty the window of a unit that is gathered next; announce an error to the other ranks."""
+        try:
+            unit.prepare_window()
+        except InvalidUsage as error:
+            self.agreement.fail()
+            known_to_all(error)
+            raise
 
     def _join(self, code: int) -> None:
         """Take part in what only others need: a collective, or DONE, their reducers' last exchange."""
@@ -218,6 +228,7 @@ class Scheduler:
     def _reset(self) -> None:
         """Drop the forward or backward in progress, and reshard all units."""
         self.graph_task = None
+        self._current_forward, self._current_backward = [], []
         self._params_with_accumulate_hooks = []
         self.planner.reset()
         self._reductions.wait()

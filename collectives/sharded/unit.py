@@ -168,6 +168,10 @@ class Unit:
         if not async_op:
             self.wait_for_unshard()
 
+    def prepare_window(self) -> None:
+        """Empty the window in which the unit will be gathered; see `GatherWindows.prepare`."""
+        self._window.prepare()
+
     @torch.inference_mode(False)  # what is gathered may outlive the mode, in which alone it could be saved for backward
     @torch.no_grad()
     def _start_all_gather(self, async_op: bool, post_forward: bool) -> None:
@@ -261,13 +265,14 @@ class Unit:
         """Take part in an all-gather that only other ranks need, of `masters`, the shards in their
         own dtype, or of post-forward shards; this rank's parameters stay as they are.
         """
-        if self._window.is_used and not masters:
-            self.move_gathered()
-        parts = self._window.acquire(post_forward or masters)
-        for group, out in zip(self.groups, parts, strict=True):
-            if masters:
+        if masters:
+            for group in self.groups:
                 group.all_gather_master_shards()
-            elif post_forward:
+            return
+        if self._window.is_used:
+            self.move_gathered()
+        for group, out in zip(self.groups, self._window.acquire(post_forward), strict=True):
+            if post_forward:
                 group.join_post_forward(self.post_forward_comm)
             else:
                 group.join_all_gather(self.custom_all_gather, out)
