@@ -109,22 +109,13 @@ class Scheduler:
         if unit.state is State.SHARDED:
             post_forward, alone = unit.is_sharded_post_forward, unit.gathers and not self.agreement.follower.in_pass
             if unit.gathers:
-                self._prepare_window(unit)
+                _prepare_window(unit, self.agreement)
                 if alone:
                     self.agreement.follower.begin_pass(("unshard", unit.index), gather_code(unit))
                 post_forward = self.agreement.gather(unit, post_forward=post_forward) and post_forward
             unit.unshard(async_op=async_op, post_forward=post_forward)
             if alone:
                 self.agreement.end_pass()
-
-    def _prepare_window(self, unit: Unit) -> None:
-        """Empty the window of a unit that is gathered next; announce an error to the other ranks."""
-        try:
-            unit.prepare_window()
-        except InvalidUsage as error:
-            self.agreement.fail()
-            known_to_all(error)
-            raise
 
     def _join(self, code: int) -> None:
         """Take part in what only others need: a collective, or DONE, their reducers' last exchange."""
@@ -356,6 +347,16 @@ class Scheduler:
             flags = used[unit.first_param : unit.first_param + len(unit.params)]
             self._params_with_accumulate_hooks += unit.gradients.drop_unused(flags)
         return repeated
+
+
+def _prepare_window(unit: Unit, agreement: Agreement) -> None:
+    """Empty the window of a unit that is gathered next; announce an error to the other ranks."""
+    try:
+        unit.window.prepare()
+    except InvalidUsage as error:
+        agreement.fail()
+        known_to_all(error)
+        raise
 
 
 def _reducers(units: list[Unit]) -> list:

@@ -93,9 +93,8 @@ class Unit:
         # Ranks that keep all parameters between them after a forward.
         self.post_forward_comm: Communicator | None = None
         self._works: list = []
-        self._window = UnitWindow(self)
-        offload = parse_offload_policy(offload_policy)
-        store = self.device if offload is None else host_of(self.device)
+        self.window = UnitWindow(self)
+        store = self.device if (offload := parse_offload_policy(offload_policy)) is None else host_of(self.device)
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
         self.groups = make_groups(
             found, ranks, self.pool, device=self.device, store=store, gather_dtype=self.mp_policy.param_dtype,
@@ -168,16 +167,12 @@ class Unit:
         if not async_op:
             self.wait_for_unshard()
 
-    def prepare_window(self) -> None:
-        """Empty the window in which the unit will be gathered; see `GatherWindows.prepare`."""
-        self._window.prepare()
-
     @torch.inference_mode(False)  # what is gathered may outlive the mode, in which alone it could be saved for backward
     @torch.no_grad()
     def _start_all_gather(self, async_op: bool, post_forward: bool) -> None:
         works = []
         self._alloc_stream = current_stream(self.device)
-        for group, out in zip(self.groups, self._window.acquire(post_forward), strict=True):
+        for group, out in zip(self.groups, self.window.acquire(post_forward), strict=True):
             if post_forward:
                 work = group.unshard_post_forward(self.post_forward_comm, async_op)
             else:
@@ -195,7 +190,7 @@ class Unit:
             work.release()
         for group in self.groups:
             group.move_gathered(registered=self.state is State.UNSHARDED)
-        self._window.release()
+        self.window.release()
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather of `unshard`, and register the full parameters on the modules; raise
@@ -216,7 +211,7 @@ class Unit:
         works, self._works = self._works, []
         for work in works:
             work.wait()
-            work.release() if self._window.is_used else release(work, self._alloc_stream, self.device)
+            work.release() if self.window.is_used else release(work, self._alloc_stream, self.device)
         self._record_stream()
         for group in self.groups:
             group.to_unsharded()
@@ -269,14 +264,14 @@ class Unit:
             for group in self.groups:
                 group.all_gather_master_shards()
             return
-        if self._window.is_used:
+        if self.window.is_used:
             self.move_gathered()
-        for group, out in zip(self.groups, self._window.acquire(post_forward), strict=True):
+        for group, out in zip(self.groups, self.window.acquire(post_forward), strict=True):
             if post_forward:
                 group.join_post_forward(self.post_forward_comm)
             else:
                 group.join_all_gather(self.custom_all_gather, out)
-        self._window.release()
+        self.window.release()
 
     @property
     def is_sharded_post_forward(self) -> bool:
@@ -305,7 +300,7 @@ class Unit:
         self._record_stream()
         for group in self.groups:
             group.free_unsharded()
-        self._window.release()
+        self.window.release()
         self.state = State.SHARDED
 
     @contextlib.contextmanager
