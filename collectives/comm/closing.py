@@ -35,6 +35,8 @@ def close(comm) -> None:
     if group is not None and group.has_calls_of(comm):
         raise InvalidUsage("close() inside a group that holds calls of this communicator", rank=comm.rank)
     refuse_in_capture(comm, "close")
+    while comm._owned:
+        close(comm._owned.pop())
     comm._queue.drain(None)
     if not comm._on_host:
         with comm._device_guard():  # blocking calls are on torch's streams, and may hang: the watchdog still polls
@@ -61,6 +63,8 @@ def close(comm) -> None:
 
 def abort(comm) -> None:
     """Abort the operations in flight on a communicator, from any thread, and close it."""
+    for owned in reversed(comm._owned):
+        abort(owned)
     if not comm.closed:
         comm._queue.set_abort_error(Aborted("abort() closed the communicator during the operation", rank=comm.rank))
     native = _take_native(comm, "the communicator was aborted")
@@ -84,6 +88,8 @@ def abort_with_error(comm, error: CollectivesError) -> None:
 
     The program's next calls raise it.
     """
+    for owned in reversed(comm._owned):
+        abort_with_error(owned, error)
     native = _take_native(comm, error.message, error)
     if native is None:
         return

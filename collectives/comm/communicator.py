@@ -83,6 +83,7 @@ class Communicator(CommMemory):
         self._fast_path = opening.open_array_calls(self)
         self._algorithms: AlgorithmExecutor | None = None
         self._registrations: set[Registration] = set()
+        self._owned: list[Communicator] = []  # others that end with this one, in the order of opening
         self._barrier_tensor = None
         self._child_count = 0  # splits and shrinks, which all ranks make in one order
         use_policy(self, policy)

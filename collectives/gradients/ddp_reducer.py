@@ -17,7 +17,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..compression import Bucket
-from ..cuda_state import current_stream, on_stream, wait_for_last_user
+from ..cuda_state import on_stream, wait_for_last_user
 from ..errors import CollectivesError, InvalidUsage
 from ..parameter_names import find_ddp
 from ..recorder import recording

@@ -69,6 +69,8 @@ class DeviceBuffers:
         `InvalidUsage` where that is in the capture of a CUDA graph.
         """
         nbytes = n * dtype.itemsize
+        if not nbytes:  # it has no address by which `release` would find it
+            return torch.empty(0, dtype=dtype, device=comm.device)
         self.reserve(nbytes)
         size = self._largest
         while not self._crosses_streams and size // 2 >= nbytes and size > _ALIGNMENT:
@@ -128,6 +130,10 @@ class DeviceBuffers:
                 "make some steps of the same kind before the capture, which allocate all that a step needs",
                 op="fully_shard", rank=comm.rank,
             )  # fmt: skip
+        if self._crosses_streams:
+            for each in [each for each in self._free if each.memory.numel() < nbytes]:  # no request takes them now
+                self._free.remove(each)
+                comm.deregister(each.registration)
         memory = comm.empty(nbytes, torch.uint8)
         return _Buffer(memory, comm.register(memory))
 

@@ -20,6 +20,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..comm.config import gather_config, launches_in_order
+from ..comm.registration import Registration
 from ..cuda_state import wait_for_last_user
 from ..environment import read_switch
 from ..errors import InvalidUsage
@@ -45,14 +46,15 @@ def get_gather_comm(comm: Communicator) -> Communicator:
 
     On GPUs it is one of its own, so that gathers and reductions run at the same time, where NCCL
     keeps two communicators' kernels in one order. Its gathers use the copy engines where NCCL can.
+    It is closed with the communicator.
     """
+    if comm._on_host or comm.size == 1:
+        return comm
     found = _gather_comms.get(comm)
-    if found is None or found.closed:
-        found = comm
-        if not comm._on_host and comm.size > 1 and launches_in_order(comm.engine.library):
-            found = comm.split(0, config=gather_config(comm.engine.library))
-        _gather_comms[comm] = found
-    return found
+    if found is None and launches_in_order(comm.engine.library):
+        found = _gather_comms[comm] = comm.split(0, config=gather_config(comm.engine.library))
+        comm._owned.append(found)
+    return comm if found is None else found
 
 
 def get_windows(comm: Communicator) -> GatherWindows | None:
@@ -73,10 +75,11 @@ def _has_windows(comm: Communicator) -> bool:
 class _Window:
     """One window: its memory, and the unit that is or was gathered in it."""
 
-    __slots__ = ("memory", "stream", "unit", "users")
+    __slots__ = ("memory", "registration", "stream", "unit", "users")
 
-    def __init__(self, memory: torch.Tensor):
+    def __init__(self, memory: torch.Tensor, registration: Registration):
         self.memory = memory
+        self.registration = registration
         self.users = storage_use_count(memory)  # of its storage, while nothing is gathered in it
         self.unit: weakref.ref | None = None  # that is gathered in it
         self.stream = None  # on which that was computed with last
@@ -99,22 +102,32 @@ class GatherWindows:
         if suits is None:
             suits = self._suits[unit] = (
                 not unit.persistent
+                and _places(unit)[-1] > 0
                 and not any(group.quantized_gather is not None for group in unit.groups)
                 and len(units_in(unit.module())) == 1
             )
         return suits and unit.reshard_after_forward and unit.custom_all_gather is None
 
+    def prepare(self, unit: Unit) -> None:
+        """Empty the unit's window before the ranks agree on the all-gather, which a rank that raises
+        would leave to the others. A local call; raises `InvalidUsage` as `acquire`.
+        """
+        if _places(unit)[-1] <= self._largest:
+            self._empty(self._windows[unit.index % _COUNT], unit)
+
     def acquire(self, unit: Unit, comm: Communicator) -> list[torch.Tensor]:
         """Return the buffer of each of a unit's groups in the unit's window. The first call is a
         collective; so is the first one for a larger unit than all before.
+
+        Raises `InvalidUsage` where a tensor still views what was gathered in the window.
         """
         places = _places(unit)
         if places[-1] > self._largest:
-            alike = (each for each in unit.scheduler.units if each.ranks.shard is unit.ranks.shard and self.takes(each))
-            self._largest = max(_places(each)[-1] for each in alike)
-            self._windows = [self._make(comm) for _ in range(_COUNT)]
+            self._grow(unit, comm)
         window = self._windows[unit.index % _COUNT]
-        self._clear(window, unit)
+        self._empty(window, unit)
+        if window.stream is not None:
+            wait_for_last_user(window.stream)
         window.unit = weakref.ref(unit)
         return [
             window.memory[begin : begin + group.gathered_bytes].view(group.gather_dtype)
@@ -128,20 +141,25 @@ class GatherWindows:
                 window.unit = None
                 window.stream = current_stream(window.memory.device)
 
+    def _grow(self, unit: Unit, comm: Communicator) -> None:
+        """Make windows for a unit that is larger than these, and end the registration of these. What
+        is gathered in one of these keeps its memory.
+        """
+        alike = (each for each in unit.scheduler.units if each.ranks.shard is unit.ranks.shard and self.takes(each))
+        self._largest = max(_places(each)[-1] for each in alike)
+        before, self._windows = self._windows, [self._make(comm) for _ in range(_COUNT)]
+        for window in before:  # now, as all ranks' gathers in them are behind them
+            comm.deregister(window.registration)
+
     def _make(self, comm: Communicator) -> _Window:
         memory = comm.empty(self._largest, torch.uint8, window=True)
-        comm.register_window(memory)
-        return _Window(memory)
+        return _Window(memory, comm.register_window(memory))
 
-    def _clear(self, window: _Window, unit: Unit) -> None:
-        """Move the unit out that is gathered in a window, and have the current stream wait for its
-        last use.
-        """
+    def _empty(self, window: _Window, unit: Unit) -> None:
+        """Move the unit out that is gathered in a window; raise where a tensor still views it."""
         before = None if window.unit is None else window.unit()
         if before is not None and before is not unit:
             before.move_gathered()
-        if window.stream is not None:
-            wait_for_last_user(window.stream)
         if storage_use_count(window.memory) > window.users:
             raise InvalidUsage(
                 f"a tensor still views gathered parameters of a unit that was resharded, and {unit!r} needs their "
@@ -162,23 +180,36 @@ class UnitWindow:
         """Whether the unit is gathered in its window."""
         return self._windows is not None
 
+    def prepare(self) -> None:
+        """Empty the window; see `GatherWindows.prepare`."""
+        if not self._unit().is_sharded_post_forward and (windows := self._find()) is not None:
+            windows.prepare(self._unit())
+
     def acquire(self, post_forward: bool) -> list[torch.Tensor | None]:
         """Return the buffers in which the unit's groups are gathered; None for each where these are
         not in a window.
         """
         unit = self._unit()
-        shard = unit.ranks.shard
-        windows = None if post_forward or shard is None or unit.scheduler is None else get_windows(shard)
-        if windows is None or not windows.takes(unit):
+        windows = None if post_forward else self._find()
+        if windows is None:
             return [None] * len(unit.groups)
+        parts = windows.acquire(unit, get_gather_comm(unit.ranks.shard))
         self._windows = windows
-        return windows.acquire(unit, get_gather_comm(shard))
+        return parts
 
     def release(self) -> None:
         """Take the window back, for what comes after the current stream's work."""
         windows, self._windows = self._windows, None
         if windows is not None:
             windows.release(self._unit())
+
+    def _find(self) -> GatherWindows | None:
+        """Return the windows of which the unit has one; None where it has none."""
+        unit = self._unit()
+        if unit.ranks.shard is None or unit.scheduler is None:
+            return None
+        windows = get_windows(unit.ranks.shard)
+        return windows if windows is not None and windows.takes(unit) else None
 
 
 def _places(unit: Unit) -> list[int]:

@@ -109,6 +109,7 @@ class Scheduler:
         if unit.state is State.SHARDED:
             post_forward, alone = unit.is_sharded_post_forward, unit.gathers and not self.agreement.follower.in_pass
             if unit.gathers:
+                _prepare_window(unit, self.agreement)
                 if alone:
                     self.agreement.follower.begin_pass(("unshard", unit.index), gather_code(unit))
                 post_forward = self.agreement.gather(unit, post_forward=post_forward) and post_forward
@@ -218,6 +219,7 @@ class Scheduler:
     def _reset(self) -> None:
         """Drop the forward or backward in progress, and reshard all units."""
         self.graph_task = None
+        self._current_forward, self._current_backward = [], []
         self._params_with_accumulate_hooks = []
         self.planner.reset()
         self._reductions.wait()
@@ -345,6 +347,16 @@ class Scheduler:
             flags = used[unit.first_param : unit.first_param + len(unit.params)]
             self._params_with_accumulate_hooks += unit.gradients.drop_unused(flags)
         return repeated
+
+
+def _prepare_window(unit: Unit, agreement: Agreement) -> None:
+    """Empty the window of a unit that is gathered next; announce an error to the other ranks."""
+    try:
+        unit.window.prepare()
+    except InvalidUsage as error:
+        agreement.fail()
+        known_to_all(error)
+        raise
 
 
 def _reducers(units: list[Unit]) -> list:

@@ -93,9 +93,8 @@ class Unit:
         # Ranks that keep all parameters between them after a forward.
         self.post_forward_comm: Communicator | None = None
         self._works: list = []
-        self._window = UnitWindow(self)
-        offload = parse_offload_policy(offload_policy)
-        store = self.device if offload is None else host_of(self.device)
+        self.window = UnitWindow(self)
+        store = self.device if (offload := parse_offload_policy(offload_policy)) is None else host_of(self.device)
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
         self.groups = make_groups(
             found, ranks, self.pool, device=self.device, store=store, gather_dtype=self.mp_policy.param_dtype,
@@ -173,7 +172,7 @@ class Unit:
     def _start_all_gather(self, async_op: bool, post_forward: bool) -> None:
         works = []
         self._alloc_stream = current_stream(self.device)
-        for group, out in zip(self.groups, self._window.acquire(post_forward), strict=True):
+        for group, out in zip(self.groups, self.window.acquire(post_forward), strict=True):
             if post_forward:
                 work = group.unshard_post_forward(self.post_forward_comm, async_op)
             else:
@@ -191,7 +190,7 @@ class Unit:
             work.release()
         for group in self.groups:
             group.move_gathered(registered=self.state is State.UNSHARDED)
-        self._window.release()
+        self.window.release()
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather of `unshard`, and register the full parameters on the modules; raise
@@ -212,7 +211,7 @@ class Unit:
         works, self._works = self._works, []
         for work in works:
             work.wait()
-            work.release() if self._window.is_used else release(work, self._alloc_stream, self.device)
+            work.release() if self.window.is_used else release(work, self._alloc_stream, self.device)
         self._record_stream()
         for group in self.groups:
             group.to_unsharded()
@@ -262,17 +261,18 @@ class Unit:
         """Take part in an all-gather that only other ranks need, of `masters`, the shards in their
         own dtype, or of post-forward shards; this rank's parameters stay as they are.
         """
-        if self._window.is_used and not masters:
-            self.move_gathered()
-        parts = self._window.acquire(post_forward or masters)
-        for group, out in zip(self.groups, parts, strict=True):
-            if masters:
+        if masters:
+            for group in self.groups:
                 group.all_gather_master_shards()
-            elif post_forward:
+            return
+        if self.window.is_used:
+            self.move_gathered()
+        for group, out in zip(self.groups, self.window.acquire(post_forward), strict=True):
+            if post_forward:
                 group.join_post_forward(self.post_forward_comm)
             else:
                 group.join_all_gather(self.custom_all_gather, out)
-        self._window.release()
+        self.window.release()
 
     @property
     def is_sharded_post_forward(self) -> bool:
@@ -301,7 +301,7 @@ class Unit:
         self._record_stream()
         for group in self.groups:
             group.free_unsharded()
-        self._window.release()
+        self.window.release()
         self.state = State.SHARDED
 
     @contextlib.contextmanager

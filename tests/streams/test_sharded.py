@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import collectives
-from collectives.errors import InvalidUsage
+from collectives.errors import InvalidUsage, RemoteError
 from collectives.sharded import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -16,9 +19,11 @@ from collectives.sharded import (
     ShardedDataParallel,
     ShardingStrategy,
     fully_shard,
+    uneven,
 )
 from collectives.sharded.gather_windows import get_gather_comm, get_windows
 from tests.ddp.training import make_model, over_gloo, run
+from tests.ranks import run_ranks
 from tests.streams.simulated import needs_simulation, steps
 from tests.streams.test_ddp import batches_on, compare, loss_of, nearly, on_host
 
@@ -205,3 +210,94 @@ def prefetched(ctx):
 
 def test_units_that_need_one_window(tmp_path):
     compare(prefetched, tmp_path)
+
+
+def small_units(ctx, comm, width=8):
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]).to(ctx.device)
+    for layer in model:
+        fully_shard(layer, comm=comm)
+    return fully_shard(model, comm=comm)
+
+
+def step_of(model, width=8):
+    model(torch.ones(2, width, device=next(model.parameters()).device)).sum().backward()
+
+
+def view_of_one_rank(ctx):
+    """One rank holds a view of what a window holds: both raise, and go on without it."""
+    model = small_units(ctx, ctx.communicator())
+    kept = []
+    hook = model[0].register_forward_hook(
+        lambda module, args, out: kept.append(module.weight.detach()) if ctx.rank == 0 else None
+    )
+    error = ("still views gathered", InvalidUsage) if ctx.rank == 0 else ("rank 0 could not go on", RemoteError)
+    with pytest.raises(error[1], match=error[0]):
+        step_of(model)
+    hook.remove()
+    kept.clear()
+    step_of(model)
+
+
+def test_a_view_of_a_window_on_one_rank():
+    run_ranks(view_of_one_rank, 2, device="simulated", timeout=30)
+
+
+class NoElements(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(0, 8))
+
+    def forward(self, x):
+        return x + self.weight.sum()
+
+
+def what_stays(ctx):
+    """Count what a communicator has registered: it follows the largest units, and ends with the communicator."""
+    comm = ctx.communicator().split(0)
+    counts = set()
+    for width in (8, 16, 24):
+        model = small_units(ctx, comm, width)
+        step_of(model, width)
+        gathers = get_gather_comm(comm)
+        counts.add((len(comm._registrations), len(gathers._registrations)))
+    empty = fully_shard(nn.Sequential(fully_shard(NoElements().to(ctx.device), comm=comm), NoElements()), comm=comm)
+    for _ in range(3):
+        x = torch.ones(2, 8, device=ctx.device, requires_grad=True)
+        empty(x).sum().backward()
+    counts.add((len(comm._registrations), len(gathers._registrations)))
+    model[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step_of(model, width)
+    unit = weakref.ref(model[0]._unit)
+    del model
+    gc.collect()
+    comm.close()
+    with pytest.raises(InvalidUsage, match="closed"):
+        empty(x)
+    return counts, gathers.closed, unit() is None
+
+
+def test_what_stays_registered():
+    for counts, closed, freed in run_ranks(what_stays, 2, device="simulated"):
+        assert len(counts) == 1 and closed and freed, counts
+
+
+def masters_of_one_rank(ctx):
+    """One rank gathers a unit's masters, which another one has in its window and takes part with."""
+    model = small_units(ctx, ctx.communicator())
+    unit = model[3]._unit
+    for _ in range(2):
+        step_of(model)
+    with uneven(model):
+        loss = model(torch.ones(2, 8, device=ctx.device)).sum()
+        if ctx.rank == 0:
+            masters = model._scheduler.all_gather_master_shards(unit)
+            del masters
+        with torch.no_grad():
+            model(torch.ones(2, 8, device=ctx.device))  # unit 0 takes the window
+        loss.backward()
+    step_of(model)
+
+
+def test_masters_of_a_unit_in_a_window():
+    run_ranks(masters_of_one_rank, 2, device="simulated")
