@@ -90,8 +90,7 @@ class Unit:
         self._alloc_stream = None  # the stream on which the gathered buffer was allocated
         self.state_dict_settings = None  # those of `set_state_dict_type`; None: full tensors
         self.pending_backwards = 0  # forwards whose backward has not ended
-        # Ranks that keep all parameters between them after a forward.
-        self.post_forward_comm: Communicator | None = None
+        self.post_forward_comm: Communicator | None = None  # ranks that keep all parameters between them
         self._works: list = []
         self.window = UnitWindow(self)
         store = self.device if (offload := parse_offload_policy(offload_policy)) is None else host_of(self.device)
