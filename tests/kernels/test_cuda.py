@@ -313,6 +313,24 @@ def test_a_long_table_is_read_where_it_was_copied(machine, monkeypatch):
         assert flat.view(-1, 4)[:, 0].tolist() == [i / 2 for i in range(count)] and len(copies) == copied
 
 
+@pytest.mark.parametrize("count", [3, 101])
+def test_kept_arguments_are_renewed(machine, monkeypatch, count):
+    """Launches that keep the memory of their arguments read these as they are at each call."""
+    monkeypatch.setattr(Rows, "on_device", lambda rows: torch.from_numpy(rows.array.view("u1").copy()))
+    kept: dict[str, cuda.KeptArguments] = {}
+
+    def run(kernel, args, rows=None):
+        cuda.launch(kernel, args, torch.device("cuda", 1), rows, kept.setdefault(kernel.name, cuda.KeptArguments()))
+
+    monkeypatch.setattr(execution, "run_on_host", run)
+    tensors = [torch.full((4,), float(i)) for i in range(count)]
+    for scale in (0.5, 2.0, 0.25):
+        flat = torch.zeros(4 * count)
+        kernels.pack(tensors, flat, scale=scale)
+        assert flat.view(-1, 4)[:, 0].tolist() == [i * scale for i in range(count)]
+    assert list(kept) == ["coll_cast_f32_f32"] and len(machine.launches) == 3
+
+
 def test_a_source_is_loaded_once_a_gpu(machine, monkeypatch):
     tensors = [torch.ones(3)]
     for index in (0, 1, 0, None):
