@@ -27,6 +27,7 @@ __all__ = ["EXACT", "WAYS", "Model", "Way", "process_group"]
 
 LR = 1e-3
 MAX_NORM = 1e9  # clips nothing: the norm is taken, and the parameters stay comparable
+WARM = 12  # steps before a capture
 
 
 class Model:
@@ -205,6 +206,9 @@ WAYS = {
     "sharded, offloaded": sharded(offload_policy=CPUOffloadPolicy()),
     "sharded, SHARD_OPTIMIZER": strategy("SHARD_OPTIMIZER"),
     "sharded, NO_SHARD": strategy("NO_SHARD"),
+    "hook, replayed": hooked(),
+    "buckets, overlap, replayed": buckets(True),
+    "sharded, replayed": sharded(),
     "horovod": horovod(),
     "horovod, not in place": horovod(gradient_as_bucket_view=False),
 }
@@ -224,8 +228,31 @@ class Way:
         self.device = device
         self.model = model.build(device)
         self.model.bucket_cap_mb = bucket_cap_mb
-        self.module, self.optimizer, self.after = WAYS[name](self.model, device)
         self.batch = model.batch(device, rank)
+        if name.endswith("replayed") and device.type == "cuda":
+            self.step = self._captured()
+        else:
+            self.module, self.optimizer, self.after = WAYS[name](self.model, device)
+
+    def _captured(self):
+        """Return what replays a step that was captured in a CUDA graph; the parameters are as before."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.module, self.optimizer, self.after = WAYS[self.name](self.model, self.device)
+            params = list(self.module.parameters())
+            first = [param.detach().clone() for param in params]
+            for _ in range(WARM):
+                self.step()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        with torch.no_grad():
+            for param, value in zip(params, first, strict=True):
+                param.copy_(value)
+        return graph.replay
 
     def step(self) -> None:
         """Forward, backward, what follows it, the optimizer: nothing that a training loop wouldn't

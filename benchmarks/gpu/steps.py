@@ -2,7 +2,7 @@
 
 `ms`: of one step on the device, by events around a block of steps; the median of all blocks, of the
 slower rank. `host_ms`: how long the host takes to submit it. `of_ddp`: a block's time by plain
-DDP's of the same round, the median. Before anything is timed each way has made the same steps, and
+DDP's of the same round, the median. "replayed": the step is a CUDA graph. Before anything is timed each way has made the same steps, and
 its parameters are compared with those of plain DDP.
 """
 
@@ -22,6 +22,7 @@ BLOCK_SECONDS = 0.15
 TIMED = (
     "alone", "ddp", "hook", "hook, 2 streams", "hook, max_norm", "hook, int8 with error feedback", "hook, optimizer",
     "ours", "buckets, overlap", "fsdp2", "fsdp2 with ours", "sharded", "sharded, kept", "horovod",
+    "hook, replayed", "buckets, overlap, replayed", "sharded, replayed",
 )  # fmt: skip
 CLOSE = 1e-3  # of the longest way that a parameter has gone
 
