@@ -2,8 +2,8 @@
 
 `ms`: of one step on the device, by events around a block of steps; the median of all blocks, of the
 slower rank. `host_ms`: how long the host takes to submit it. `of_ddp`: a block's time by plain
-DDP's of the same round, the median. "replayed": the step is a CUDA graph. Before anything is timed each way has made the same steps, and
-its parameters are compared with those of plain DDP.
+DDP's of the same round, the median. "replayed": the step is a CUDA graph. Before anything is timed
+each way has made the same steps, and its parameters are compared with those of plain DDP.
 """
 
 from __future__ import annotations
