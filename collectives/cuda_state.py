@@ -30,7 +30,7 @@ __all__ = [
     "set_first_device",
     "set_thread_device",
     "stream_from_address",
-    "wait_for_last_user",
+    "wait_for_stream",
 ]
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -108,31 +108,28 @@ class on_stream:  # noqa: N801, as a function is called
     """Context in which a stream is the current one, as torch.cuda.stream makes it in several times
     the time.
 
-    ``ready``: an event of that device, which no other thread uses; the stream first waits by it for
-    what the former current stream was given. None: it doesn't wait.
+    ``ready_event``: an event of that device, which no other thread uses. The stream first waits by
+    it for the work that is queued on the stream which was current before. None: it doesn't wait.
     """
 
-    __slots__ = ("_before", "_ready", "_stream", "_torchs")
+    __slots__ = ("_before", "_ready_event", "_stream", "_torchs")
 
-    def __init__(self, stream: torch.cuda.Stream, ready: torch.cuda.Event | None = None):
+    def __init__(self, stream: torch.cuda.Stream, ready_event: torch.cuda.Event | None = None):
         self._stream = stream
-        self._ready = ready
+        self._ready_event = ready_event
 
     def __enter__(self):
-        stream, ready = self._stream, self._ready
+        stream, ready_event = self._stream, self._ready_event
+        if ready_event is not None:
+            ready_event.record(current_stream(stream.device))
+            ready_event.wait(stream)
         index = stream.device_index
         self._torchs = None
         if torch._C._cuda_getDevice() != index:  # then torch's own sets the former device again, too
-            if ready is not None:
-                ready.record(current_stream(stream.device))
-                ready.wait(stream)
             self._torchs = torch.cuda.stream(stream)
             self._torchs.__enter__()
             return
-        self._before = numbers = torch._C._cuda_getCurrentStream(index)
-        if ready is not None:
-            ready.record(_known_streams.get(numbers) or current_stream(stream.device))
-            ready.wait(stream)
+        self._before = torch._C._cuda_getCurrentStream(index)
         torch._C._cuda_setStream(stream.stream_id, index, stream.device_type)
 
     def __exit__(self, *error):
@@ -178,19 +175,19 @@ def refuse_capture(device: torch.device, why: str, **about) -> None:
         raise InvalidUsage(f"this can't be captured in a CUDA graph: {why}", **about)
 
 
-def wait_for_last_user(last) -> None:
-    """Have the current stream wait for what `last`, the stream that has used some memory last, was
-    given until now. No wait of the host.
+def wait_for_stream(stream) -> None:
+    """Make the current stream wait for all work that is queued on another stream of its device. The
+    host doesn't wait.
 
     A stream that is captured waits only for streams of the same capture: CUDA refuses the others,
     and a capture begins when nothing runs.
     """
-    here = current_stream(last.device)
-    if here == last:
+    here = current_stream(stream.device)
+    if here == stream:
         return
     capture = capture_id(here)
-    if capture is None or capture_id(last) == capture:
-        here.wait_stream(last)
+    if capture is None or capture_id(stream) == capture:
+        here.wait_stream(stream)
 
 
 @contextlib.contextmanager

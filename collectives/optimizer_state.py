@@ -65,10 +65,15 @@ def step_count(param, value) -> torch.Tensor:
     return torch.tensor(float(value), dtype=torch.float32, device=param.device)
 
 
+def _refuse_capture(param) -> None:
+    refuse_capture(param.device, "each replay would make the optimizer's state anew: make a step first")
+
+
 def init_step_count(param, state, columns) -> None:
     """Put the number of steps into a parameter's state, on its device."""
     step = state.get("step")
     if step is None:
+        _refuse_capture(param)
         # torch's SGD keeps no number: with a buffer there was a step.
         state["step"] = step_count(param, 0 if all(state.get(key) is None for key in columns) else 1)
     elif not isinstance(step, torch.Tensor) or step.get_device() != param.get_device() or step.is_inference():
@@ -81,18 +86,17 @@ def init_state(param, state, columns, *, counts: bool, masters: bool, zeros, mas
     `columns`: keys of the tensors that ``zeros()`` makes; `counts`: it has the number of steps;
     `masters`: a 16-bit parameter has a master, which ``master()`` makes.
     """
-    missing = any(state.get(key) is None for key in [*columns, *(["step"] if counts else [])])
-    if missing or (masters and param.dtype in HALF_DTYPES and state.get("master_param") is None):
-        refuse_capture(param.device, "each replay would make the optimizer's state anew: make a step first")
     if counts:
         init_step_count(param, state, columns)
     for key in columns:
         if state.get(key) is None:
+            _refuse_capture(param)
             state[key] = zeros()
     if masters:
         if param.dtype not in HALF_DTYPES:
             state.pop("master_param", None)  # after model.float(): the parameter is as wide itself
         elif state.get("master_param") is None:
+            _refuse_capture(param)
             state["master_param"] = master()
 
 

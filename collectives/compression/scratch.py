@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from ..cuda_state import current_stream, wait_for_last_user
+from ..cuda_state import current_stream, wait_for_stream
 
 __all__ = ["get_wire_buffer", "use_on_current_stream"]
 
@@ -37,7 +37,7 @@ def use_on_current_stream(last, *tensors):
         return None
     stream = current_stream(device)
     if last is not None and last != stream:
-        wait_for_last_user(last)
+        wait_for_stream(last)
         for tensor in tensors:
             tensor.record_stream(stream)
     return stream

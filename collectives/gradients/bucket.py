@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from ..arrays import kind_of
 from ..compression import Bucket, ReductionPlan
-from ..cuda_state import current_stream, wait_for_last_user
+from ..cuda_state import current_stream, wait_for_stream
 from ..errors import InvalidArgument
 from ..kernels import pack, unpack
 from ..kernels.parameter_arrays import dense_strides
@@ -248,7 +248,7 @@ class GradientBucket(Bucket):
             return grad
         if not self._in_flat:
             if self._reader is not None:
-                wait_for_last_user(self._reader)
+                wait_for_stream(self._reader)
             pack(self._table, self.flat)
             if self._views is not None:
                 self._table.release()  # frees the gradients that the backward made

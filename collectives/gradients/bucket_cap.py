@@ -5,8 +5,8 @@ isn't hidden behind it. NCCL's constants for rings over NVLink and InfiniBand ad
 us a rank (1 ms at 1,024), and eight ports of a node carry 376 GB/s (docs/scaling.md). So the bytes
 of a bucket take four times its ring's latency, while the last one is at most a sixteenth of the
 gradients, and never more than 400 MiB. All-reduces of many ranks are trees, whose latency is less,
-but an optimizer in the hook has rings. In the model of docs/scaling.md twice these sizes make steps of
-1.3B and 7B parameters on 8 to 1,024 GPUs at most 4% faster.
+but an optimizer in the hook has rings. In the model of docs/scaling.md twice these sizes make steps
+of 1.3B and 7B parameters on 8 to 1,024 GPUs at most 4% faster.
 """
 
 from __future__ import annotations

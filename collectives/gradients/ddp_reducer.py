@@ -17,7 +17,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..compression import Bucket
-from ..cuda_state import on_stream, wait_for_last_user
+from ..cuda_state import on_stream, wait_for_stream
 from ..errors import CollectivesError, InvalidUsage
 from ..parameter_names import find_ddp
 from ..recorder import recording
@@ -57,7 +57,7 @@ class PendingBucket:
         self.completed = False  # whether its future is
 
     def complete(self) -> None:
-        """Complete the future, after what the current stream was given."""
+        """Complete the future, after the work that is queued on the current stream."""
         self.future.set_result(self.buffer)
         self.completed = True
 
@@ -75,7 +75,8 @@ class DDPReducer:
         self._overlaps = False
         self._keeps = False  # whether buckets are kept until the last one; else each is done when its call returns
         self._saved = None  # the saved layout that this backward uses
-        self._ready: dict[torch.device, torch.cuda.Event] = {}  # by which communication streams wait for gradients
+        # By device: the event by which communication streams wait for gradients.
+        self._ready_events: dict[torch.device, torch.cuda.Event] = {}
 
     def find_communicator(self, device: torch.device) -> Communicator | None:
         """Return the communicator of the backward under way, if it is open and of this device; else
@@ -196,10 +197,10 @@ class DDPReducer:
     def _reduce_on_stream(self, pending: PendingBucket) -> None:
         comm_stream = pending.comm_stream
         device = comm_stream.comm.device
-        ready = self._ready.get(device)
-        if ready is None:
-            ready = self._ready[device] = torch.cuda.Event()
-        with on_stream(comm_stream.stream, ready):
+        ready_event = self._ready_events.get(device)
+        if ready_event is None:
+            ready_event = self._ready_events[device] = torch.cuda.Event()
+        with on_stream(comm_stream.stream, ready_event):
             pending.nbytes = self.gradients.reduce(pending.bucket, comm_stream)
             if not self.pipeline.stages:
                 pending.complete()
@@ -260,7 +261,7 @@ class DDPReducer:
             self._wait_for_threads()
         else:
             for each in self.pipeline.comm_streams:
-                wait_for_last_user(each.stream)
+                wait_for_stream(each.stream)
 
     def _complete(self) -> None:
         """Count the buckets and complete their futures."""

@@ -78,7 +78,7 @@ class LocalSGD:
     def observe_bucket(self, comm, bucket) -> bool:
         """Record a bucket of a backward; return whether its gradients must be averaged."""
         refuse_capture(
-            comm.device, "local_steps counts backwards on the host: capture with a HookState without local_steps"
+            comm.device, "local_steps counts backwards on the host: capture a step of a HookState without it"
         )
         module = self._find_module(bucket)
         module.comm = comm

@@ -60,11 +60,11 @@ class HookState:
     traffic less for each bf16 parameter). ``optimizer.step()`` exchanges ``param.data``, once: the
     parameters stay the same objects with the same values. Where another tensor shares their memory
     they stay there, with a warning; CUDA graphs captured before would read freed memory.
-    ``torch.save`` of one parameter alone saves its bucket. `local_steps`: k, or (first, k), for post-local SGD: after
-    `first` averaged steps each rank goes on with its own gradients and the models are averaged at
-    every k-th step (Lin 2018). `grad_scaler`: the GradScaler that scales the loss, False where none
-    does, or None for the only one in use when it first matters; several are an error then. It can
-    be set later (``state.grad_scaler = scaler``), and isn't pickled.
+    ``torch.save`` of one parameter alone saves its bucket. `local_steps`: k, or (first, k), for
+    post-local SGD: after `first` averaged steps each rank goes on with its own gradients and the
+    models are averaged at every k-th step (Lin 2018). `grad_scaler`: the GradScaler that scales the
+    loss, False where none does, or None for the only one in use when it first matters; several are
+    an error then. It can be set later (``state.grad_scaler = scaler``), and isn't pickled.
 
     `zero_copy`: on the host, make large buckets shared memory at their addresses once DDP keeps
     them, so that they are averaged with no staging copy. That needs malloc to have given them

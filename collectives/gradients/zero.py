@@ -40,11 +40,11 @@ class ShardedStep(OptimizerInBackward):
     dimension, and their layout under "shard". If the buckets change, as DDP's do after the first
     backward, the state moves between the ranks, one parameter at a time.
 
-    On a GPU the parameters of a bucket are gathered in place where they lie as the bucket has them: a
-    bucket of one parameter does. (On the host the engine would stage them, and takes them from a
+    On a GPU the parameters of a bucket are gathered in place where they lie as the bucket has them:
+    a bucket of one parameter does. (On the host the engine would stage them, and takes them from a
     shared buffer instead.) `parameters_as_bucket_view`: on both; parameters that don't lie so are
-    moved, by `parameter_views`, in ``optimizer.step()``, once a bucket has come in two backwards. A bucket
-    that can't be moved is gathered through a buffer; a warning says why.
+    moved, by `parameter_views`, in ``optimizer.step()``, once a bucket has come in two backwards. A
+    bucket that can't be moved is gathered through a buffer; a warning says why.
     """
 
     items = "buckets"

@@ -12,7 +12,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..comm.registration import Registration
-from ..cuda_state import capture_id, current_stream, wait_for_last_user
+from ..cuda_state import capture_id, current_stream, wait_for_stream
 from ..errors import InvalidUsage
 from ..torch_compat import storage_use_count
 
@@ -131,7 +131,7 @@ class DeviceBuffers:
                 op="fully_shard", rank=comm.rank,
             )  # fmt: skip
         if self._crosses_streams:
-            for each in [each for each in self._free if each.memory.numel() < nbytes]:  # no request takes them now
+            for each in [each for each in self._free if each.nbytes < nbytes]:  # no request takes them now
                 self._free.remove(each)
                 comm.deregister(each.registration)
         memory = comm.empty(nbytes, torch.uint8)
@@ -144,6 +144,6 @@ class DeviceBuffers:
         if here == buffer.stream:
             return
         if buffer.event is None:
-            wait_for_last_user(buffer.stream)
+            wait_for_stream(buffer.stream)
         elif buffer.capture == capture_id(here):  # else one is captured and nothing was running as its capture began
             here.wait_event(buffer.event)

@@ -21,7 +21,7 @@ import torch
 from ..comm.communicator import Communicator
 from ..comm.config import gather_config, launches_in_order
 from ..comm.registration import Registration
-from ..cuda_state import wait_for_last_user
+from ..cuda_state import wait_for_stream
 from ..environment import read_switch
 from ..errors import InvalidUsage
 from ..torch_compat import storage_use_count
@@ -127,7 +127,7 @@ class GatherWindows:
         window = self._windows[unit.index % _COUNT]
         self._empty(window, unit)
         if window.stream is not None:
-            wait_for_last_user(window.stream)
+            wait_for_stream(window.stream)
         window.unit = weakref.ref(unit)
         return [
             window.memory[begin : begin + group.gathered_bytes].view(group.gather_dtype)
@@ -145,8 +145,9 @@ class GatherWindows:
         """Make windows for a unit that is larger than these, and end the registration of these. What
         is gathered in one of these keeps its memory.
         """
-        alike = (each for each in unit.scheduler.units if each.ranks.shard is unit.ranks.shard and self.takes(each))
-        self._largest = max(_places(each)[-1] for each in alike)
+        shard = unit.ranks.shard
+        units = (each for each in unit.scheduler.units if each.ranks.shard is shard and self.takes(each))
+        self._largest = max(_places(each)[-1] for each in units)
         before, self._windows = self._windows, [self._make(comm) for _ in range(_COUNT)]
         for window in before:  # now, as all ranks' gathers in them are behind them
             comm.deregister(window.registration)

@@ -12,8 +12,6 @@ import torch
 from .. import cuda_state
 from ..comm.work import Work
 
-_OFFLOADED = "with CPU offload the optimizer steps on the host, which waits for the copies"
-
 __all__ = [
     "HostCopies",
     "beside_current",
@@ -24,6 +22,8 @@ __all__ = [
     "use_on_current",
     "wait_for_side_stream",
 ]
+
+_OFFLOADED = "with CPU offload the optimizer steps on the host, which waits for the copies"
 
 
 def host_of(device: torch.device) -> torch.device:
@@ -83,7 +83,7 @@ def beside_current(device: torch.device, purpose: str):
 def wait_for_side_stream(device: torch.device, purpose: str) -> None:
     """Make the current stream wait for what the device's side stream for a purpose was given."""
     if device.type == "cuda":
-        cuda_state.wait_for_last_user(_side_stream(device, purpose))
+        cuda_state.wait_for_stream(_side_stream(device, purpose))
 
 
 def use_on_current(home, *tensors: torch.Tensor) -> None:

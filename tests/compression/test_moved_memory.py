@@ -35,7 +35,7 @@ def test_use_waits_and_records():
     one, other, memory, waited = Stream(), Stream(), OnGPU(), []
     with (
         mock.patch.object(scratch, "current_stream", lambda device: now),
-        mock.patch.object(scratch, "wait_for_last_user", waited.append),
+        mock.patch.object(scratch, "wait_for_stream", waited.append),
     ):
         now = one
         assert use_on_current_stream(None, memory) is one and use_on_current_stream(one, memory) is one

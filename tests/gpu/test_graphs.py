@@ -22,7 +22,7 @@ REPLAYS = 3
 
 
 def train(rank, captured, make):
-    """Make a model's steps on a side stream, then some more: replayed if `captured`, else eager. Give the parameters.
+    """Make a model's steps on a side stream, then some more: replayed if `captured`, else eager. Return the parameters.
 
     ``make()``, on that stream: the model, the step, what a step reads of its batch.
     """
@@ -51,7 +51,7 @@ def train(rank, captured, make):
 
 
 def graph_step(model, static, optimizer, after_backward=lambda: None):
-    """A step, as the captured one and eager ones are written alike."""
+    """Return a training step, which is captured and made eagerly as it is."""
 
     def step():
         optimizer.zero_grad(set_to_none=True)
@@ -162,7 +162,7 @@ def test_shards(device, ranks, case):
 
 
 def refusal(rank, step):
-    """Give the error of a capture; CUDA may raise another one on top, where the capture was left in the middle."""
+    """Return the text of the error of a capture; CUDA may raise another one on top, as the capture was left early."""
     try:
         rank.capture(step)
     except Exception as error:  # the chain is what is looked at

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-CALLS = ("wait_stream", "wait_event", "record_stream", "record_event")
+CALLS = ("wait_stream", "wait_event", "wait_for_stream", "record_stream", "record_event")
 # What has no streams of CUDA, and what is no part of training.
 OUT = ("bench/", "comm/multinode/", "rendezvous/")
 
@@ -50,7 +50,7 @@ class Site(NamedTuple):
 
     def applied(self, text: str) -> str:
         node = [each for each, its in calls_of(ast.parse(text), text) if its == self.key()][self.number]
-        kind = node.func.attr
+        kind = name_of(node)
         lines = text.encode().splitlines(keepends=True)
         first = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
         last = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
@@ -75,13 +75,18 @@ def find(tree, name: str):
     return next(node for its, node in outer_functions(tree) if its == name)
 
 
+def name_of(call: ast.Call) -> str:
+    """The name of the function or method that is called; "" where it has none."""
+    return getattr(call.func, "attr", None) or getattr(call.func, "id", "")
+
+
 def calls_of(tree, text: str):
     """The calls that order streams, with (function, text)."""
     for name, function in outer_functions(tree):
         for node in ast.walk(function):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                attr, receiver = node.func.attr, ast.get_source_segment(text, node.func.value)
-                if attr in CALLS or (attr == "record" and "event" in receiver):
+            if isinstance(node, ast.Call):
+                called = name_of(node)
+                if called in CALLS or (called == "record" and "event" in ast.get_source_segment(text, node.func)):
                     yield node, (name, ast.get_source_segment(text, node))
 
 

@@ -203,8 +203,8 @@ SUPERFLUOUS = {
         "collectives/comm/cuda_queue.py",
         "CudaQueue.drain_all",
     ): "it is for the interpreter's end and abort(), where nothing is ordered",
-    ("collectives/cuda_state.py", "wait_for_last_user"): "rounds and steps on several streams, which the program that "
-    "makes them orders itself; without that order the wait is what keeps flat buffers and gathered parameters whole",
+    ("collectives/gradients/bucket.py", "GradientBucket._collect"): "rounds on several streams, which the program that "
+    "makes the gradients orders itself; without that order the wait is what keeps the flat buffer whole",
     (
         "collectives/gradients/shard_state.py",
         "reshard_state",
@@ -219,6 +219,11 @@ SUPERFLUOUS = {
     + "rounds in which a rank's flags are unusual",
     ("collectives/sharded/unit.py", "Unit._record_stream"): _NOT_RUN
     + "a gather begun on one stream and used on another",
+    ("collectives/sharded/device_buffers.py", "DeviceBuffers._wait_for_last_user", "wait_for_stream(buffer.stream)"): (
+        _NOT_RUN + "a gather begun on one stream and used on another"
+    ),
+    ("collectives/sharded/gather_windows.py", "GatherWindows.acquire"): _NOT_RUN
+    + "a unit that is resharded on one stream, and whose window another one takes on another stream",
     ("collectives/sharded/reduction.py", "start_reduction", "current_stream(unit.device).wait_stream(home)"): (
         _NOT_RUN + "custom collectives that return no work"
     ),
