@@ -255,6 +255,7 @@ cdef extern from "_nccl_table.h" nogil:
         ncclResult_t (*collHostQueueGetError)(collHostQueue_t queue, uint64_t ticket, collHostErrorInfo_t*
             info) noexcept nogil
         ncclResult_t (*collHostCommPending)(ncclComm_t comm, collHostErrorInfo_t* info) noexcept nogil
+        ncclResult_t (*collHostCommProbe)(ncclComm_t comm, int peer, int* waiting) noexcept nogil
         ncclResult_t (*collHostCommSetTimeout)(ncclComm_t comm, int64_t timeout_ms) noexcept nogil
         ncclResult_t (*collHostSetInitTimeout)(int64_t timeout_ms) noexcept nogil
         ncclResult_t (*collHostSetInterruptCheck)(int (*check)() noexcept nogil) noexcept nogil

@@ -748,6 +748,19 @@ cdef class Comm:
         self.leave(code, "collHostCommChunkBytes")
         return nbytes
 
+    def probe(self, int peer):
+        """Return whether a rank has begun a send that this rank has not begun to receive.
+
+        Never blocks. C: ``collHostCommProbe``.
+        """
+        cdef ncclResult_t code
+        cdef int waiting = 0
+        cdef ncclComm_t comm = self.enter(<void*> self.api.collHostCommProbe, "collHostCommProbe")
+        with nogil:
+            code = self.api.collHostCommProbe(comm, peer, &waiting)
+        self.leave(code, "collHostCommProbe")
+        return waiting != 0
+
     def pending(self):
         """Return an ErrorInfo of the operation in progress, None if there is none.
 

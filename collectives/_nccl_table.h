@@ -98,6 +98,7 @@
   F(collHostGetError, 0) \
   F(collHostQueueGetError, 0) \
   F(collHostCommPending, 0) \
+  F(collHostCommProbe, 0) \
   F(collHostCommSetTimeout, 0) \
   F(collHostSetInitTimeout, 0) \
   F(collHostSetInterruptCheck, 0) \

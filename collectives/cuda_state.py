@@ -26,6 +26,7 @@ __all__ = [
     "new_comm_stream",
     "on_stream",
     "queries_allowed",
+    "queries_are_allowed",
     "refuse_capture",
     "set_first_device",
     "set_thread_device",
@@ -197,19 +198,25 @@ def queries_allowed():
     Without it ``cudaEventQuery`` fails, and the capture fails with it, while any thread captures in
     the mode of ``torch.cuda.graph``.
     """
-    driver = _driver()
-    depth = getattr(_state, "depth", 0)
-    if driver is None or depth:
+    if queries_are_allowed():
         yield
         return
+    driver = _driver()
     mode = ctypes.c_int(_RELAXED)
-    _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    if driver is not None:
+        _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
     _state.depth = 1
     try:
         yield
     finally:
         _state.depth = 0
-        _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+        if driver is not None:
+            _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+
+
+def queries_are_allowed() -> bool:
+    """Return whether this thread is inside of `queries_allowed`."""
+    return bool(getattr(_state, "depth", 0))
 
 
 def has_completed(event) -> bool:

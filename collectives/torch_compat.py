@@ -8,6 +8,7 @@ looks up each of both in the installed torch.
 
 from __future__ import annotations
 
+import functools
 import re
 
 import torch
@@ -21,6 +22,8 @@ __all__ = [
     "BatchNorm",
     "TensorBase",
     "TorchDispatchMode",
+    "c10d_backend",
+    "can_subclass_backend",
     "cuda_current_raw_stream",
     "cuda_get_device",
     "current_graph_task_id",
@@ -112,6 +115,21 @@ def default_store():
 def open_process_groups():
     """Return a dictionary whose keys are the open process groups."""
     return dist.distributed_c10d._world.pg_map
+
+
+def c10d_backend():
+    """Return the C++ class of which the backends of process groups are."""
+    return torch._C._distributed_c10d.Backend
+
+
+@functools.cache
+def can_subclass_backend() -> bool:
+    """Return whether a Python class can be a `c10d_backend`. Since 2.14."""
+    try:
+        type("Probe", (c10d_backend(),), {})(0, 1)
+    except TypeError:  # "No constructor defined!"
+        return False
+    return True
 
 
 def premul_sum(factor):

@@ -257,7 +257,7 @@ struct Run {
     if (limit > 0 && now - since > limit) {
       std::vector<int> ranks = missing();
       Error e = make_error(collHostErrorTimeout,
-                           format("no end after %.1f s; waiting for %s", static_cast<double>(limit) / 1e9, rank_list(ranks).c_str()));
+                           format("no end after the timeout of %.1f s; waiting for %s", static_cast<double>(limit) / 1e9, rank_list(ranks).c_str()));
       e.peers = ranks;
       fail(std::move(e));
     } else if (stop) {
@@ -295,7 +295,7 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& bloc
     }
     if (thoroughly && interrupted()) return make_error(collHostErrorInterrupted, "interrupted by a signal");
     if (limit > 0 && now - start > limit) {
-      Error error = make_error(collHostErrorTimeout, format("no end after %.1f s; waiting for rank %d", limit / 1e9, peer));
+      Error error = make_error(collHostErrorTimeout, format("no end after the timeout of %.1f s; waiting for rank %d", limit / 1e9, peer));
       error.peers = {peer};
       return error;
     }

@@ -180,6 +180,20 @@ ncclResult_t collHostCommPending(ncclComm_t comm, collHostErrorInfo_t* info) {
   });
 }
 
+ncclResult_t collHostCommProbe(ncclComm_t comm, int peer, int* waiting) {
+  return guarded("collHostCommProbe", [&] {
+    const char* op = "collHostCommProbe";
+    ncclComm* c = checked(comm, op);
+    if (!c) return last_error().code;
+    if (!waiting) return raise(collHostErrorArgument, op, "waiting is NULL");
+    if (peer < 0 || peer >= c->size) return raise(collHostErrorArgument, op, format("rank %d of %d", peer, c->size));
+    const Channel* channel = c->segment->channel(peer, c->rank);
+    // Pages of a channel that nobody has claimed read as zeros: the segment's file has its full size.
+    *waiting = channel->sender.transfer.load(std::memory_order_acquire) > channel->receiver.transfer.load(std::memory_order_acquire);
+    return ncclSuccess;
+  });
+}
+
 ncclResult_t collHostCommSetTimeout(ncclComm_t comm, int64_t timeout_ms) {
   return guarded("collHostCommSetTimeout", [&] {
     ncclComm* c = checked(comm, "collHostCommSetTimeout");

@@ -11,8 +11,9 @@ from ..errors import CollectiveTimeout, InvalidUsage
 from .closing import refuse_in_capture
 from .fingerprint import check_calls, fingerprint_of
 from .group import open_groups
+from .work import Work
 
-__all__ = ["barrier"]
+__all__ = ["barrier", "start_barrier"]
 
 _UINT8 = DTYPES["uint8"]
 _WATCHDOG_SECONDS = 10.0  # time for the watchdog to abort the communicator after its limit
@@ -31,23 +32,47 @@ def barrier(comm) -> None:
         _barrier_on_cuda(comm)
 
 
+def start_barrier(comm) -> Work:
+    """Begin a barrier, the same call as `barrier` for the ranks that block in it; return its Work."""
+    comm._check_open("barrier")
+    if not comm._on_host:
+        return _start_on_cuda(comm)
+    work, queue = Work("barrier", 0, None), comm._queue
+    handle = queue.begin()
+    try:
+        _issue_on_host(comm, handle)
+    except BaseException:
+        queue.cancel("barrier", ())
+        raise
+    queue.end("barrier", (), (work,))
+    return work
+
+
 def _barrier_on_host(comm) -> None:
     comm._check_open("barrier")
+    _issue_on_host(comm, 0)
+
+
+def _issue_on_host(comm, queue: int) -> None:
     label = comm.engine.library.label
     label("barrier")
     try:
-        comm._native.all_reduce(0, 0, 0, _UINT8, OPS["sum"], 0)
+        comm._native.all_reduce(0, 0, 0, _UINT8, OPS["sum"], queue)
     finally:
         label()
 
 
-def _barrier_on_cuda(comm) -> None:
+def _start_on_cuda(comm) -> Work:
     refuse_in_capture(comm, "barrier")
     if comm._checks_calls:
         check_calls(comm, [fingerprint_of("barrier")])
     if comm._barrier_tensor is None:
         comm._barrier_tensor = torch.zeros(1, dtype=torch.uint8, device=comm.device)
-    work = comm.all_reduce(comm._barrier_tensor, "max", async_op=True, algorithm="native")
+    return comm.all_reduce(comm._barrier_tensor, "max", async_op=True, algorithm="native")
+
+
+def _barrier_on_cuda(comm) -> None:
+    work = _start_on_cuda(comm)
     # The watchdog aborts it at the limit and names the ranks that have not come: this wait leaves
     # it the time for that.
     limit = None if comm.timeout is None else comm.timeout + _WATCHDOG_SECONDS

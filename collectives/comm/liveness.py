@@ -29,7 +29,7 @@ _PREFIX = "collectives/process"
 _PROBE_S = 0.5
 _MAX_TEXT = 500
 
-_published: list = []  # (weak reference to the store, key, pid) of the last process group
+_published: list = []  # (weak reference to the store, key, pid) of each store that has this process
 
 
 @functools.cache
@@ -69,21 +69,24 @@ def has_ended(process: str) -> bool:
     return fields[0] in (b"Z", b"X") or (started > 0 and int(fields[19]) != started)
 
 
-def publish_process() -> None:
-    """Publish this process's identity in the store of torch.distributed's default group, once.
+def publish_process(store=None, rank: int | None = None) -> None:
+    """Publish this process's identity in a torch store, once, as a rank of those that share it.
 
-    Does nothing without a default group.
+    None: in the store of torch.distributed's default group, if there is one.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if store is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        store, rank = default_store(), dist.get_rank()
+    pid = os.getpid()
+    if any(known() is store and its_pid == pid for known, _, its_pid in _published):
         return
-    store = default_store()
-    if _published and _published[0]() is store and _published[2] == os.getpid():
-        return
-    key = f"{_PREFIX}/{dist.get_rank()}"
+    key = f"{_PREFIX}/{rank}"
     # A store that is closed is reported by the first wait that needs it.
     with contextlib.suppress(RuntimeError):
         store.set(key, this_process())
-        _published[:] = weakref.ref(store), key, os.getpid()
+        _published[:] = [each for each in _published if each[0]() is not None and each[2] == pid]
+        _published.append((weakref.ref(store), key, pid))
 
 
 class RankExits:
@@ -130,14 +133,15 @@ def describe_exit(process: str) -> str:
 def _at_exit() -> None:
     """Publish the exception that ends this process: ranks on other nodes can't observe its end."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # Python 3.12, and before
-    if error is None or not _published or _published[2] != os.getpid():
-        return
-    store, key = _published[0](), _published[1]
-    if store is None or not _is_reachable(store):
+    if error is None:
         return
     text = f"it ended with {type(error).__name__}: {error}"[:_MAX_TEXT]
-    with contextlib.suppress(RuntimeError):
-        store.set(f"{key}/ended", text)
+    for reference, key, pid in _published:
+        store = reference()
+        if store is None or pid != os.getpid() or not _is_reachable(store):
+            continue
+        with contextlib.suppress(RuntimeError):
+            store.set(f"{key}/ended", text)
 
 
 def _is_reachable(store: dist.Store) -> bool:

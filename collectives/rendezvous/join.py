@@ -126,7 +126,11 @@ def join_over_store(
     """
     deadline = _deadline_of(timeout)
     record_last_exception()
-    participant = Participant(rank, size, engine, device, "", None, *_store_place(identify_process(), store))
+    try:
+        identity = identify_process()
+    except InvalidArgument:  # a launcher's variables that can't be used: the store has come in another way
+        identity = Identity(rank, size, None, None, "torch")
+    participant = Participant(rank, size, engine, device, "", None, *_store_place(identity, store))
     records = _exchange_over_torch(store, prefix, participant, deadline, timeout, exits, purpose)
     return participant.complete(records, deadline)
 

@@ -24,13 +24,18 @@ from .world import init
 __all__ = [
     "drop_communicator",
     "find_communicator",
+    "find_group_backend",
     "get_communicator",
     "get_default_group",
     "get_group_timeout",
     "init_process_group",
+    "open_over_store",
+    "register_group_backend",
+    "unregister_group_backend",
 ]
 
 _communicators: dict = {}  # (id of the group, device) -> (weak reference to the group, communicator)
+_backends: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # by name of their group
 _lock = threading.Lock()
 
 
@@ -91,37 +96,79 @@ def get_communicator(group, device: torch.device) -> Communicator:
     known = _communicators.get(key)
     if known is not None and known[0]() is group and (not known[1].closed or known[1].forked):
         return known[1]
+    backend = _find_backend(group, device)
+    if backend is not None:
+        return backend.communicator(device)
     with _lock:
         _close_stale()
-        engine = get_engine(None, device.type)
-        store = default_store()
-        rank, size = group.rank(), group.size()
-        # A store may outlive a group and its name, so openings are counted, by rank and in the
-        # store itself: a count in this process would differ from that of a process that has come
-        # later.
-        prefix = f"collectives/ddp/{group.group_name}/{size}/{device.type}"
-        try:
-            number = store.add(f"{prefix}/opened/{rank}", 1)
-        except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, in some stores a plain one
-            raise TransportError(
-                f"torch.distributed's store has gone away or failed: {first_line(error)}. Its server is in torchrun's "
-                "process or in rank 0's, mostly: it has ended",
-                op="init", rank=rank,
-            ) from error  # fmt: skip
         publish_process()
-        timeout = get_group_timeout(group, device)
-        deadline = time.monotonic() + timeout
-        rendezvous = join_over_store(
-            store, f"{prefix}/{number}", rank, size, engine=engine, timeout=timeout, device=device,
-            purpose=f"to open the communicator of process group {group.group_name!r} on {device.type}, which all its "
-            "ranks do at its first use",
-            exits=RankExits(store, dist.get_process_group_ranks(group)),
+        name, timeout = group.group_name, get_group_timeout(group, device)
+        # A store may outlive a group and its name.
+        comm = open_over_store(
+            default_store(), f"ddp/{name}/{group.size()}/{device.type}", group.rank(), group.size(), device, timeout,
+            f"to open the communicator of process group {name!r} on {device.type}, which all its ranks do at its "
+            "first use",
+            RankExits(default_store(), dist.get_process_group_ranks(group)),
         )  # fmt: skip
-        comm = open_communicator(
-            rendezvous, engine, device=device, seconds=remaining_seconds(deadline, timeout), timeout=timeout
-        )
         _communicators[key] = (weakref.ref(group), comm)
         return comm
+
+
+def open_over_store(
+    store, name: str, rank: int, size: int, device: torch.device, timeout: float, purpose: str, exits: RankExits
+) -> Communicator:
+    """Open a communicator of ranks that share a torch store; blocks until all have come.
+
+    `name`: of the communicator in the store, the same on all ranks, and used again for the next one
+    there; `timeout`: seconds, also the communicator's; `purpose`, `exits`: as in `join_over_store`.
+    Raises as `get_communicator`.
+    """
+    engine = get_engine(None, device.type)
+    prefix = f"collectives/{name}"
+    # Openings are counted, by rank and in the store itself: a count in this process would differ
+    # from that of a process that has come later.
+    try:
+        number = store.add(f"{prefix}/opened/{rank}", 1)
+    except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, in some stores a plain one
+        raise TransportError(
+            f"torch.distributed's store has gone away or failed: {first_line(error)}. Its server is in torchrun's "
+            "process or in rank 0's, mostly: it has ended",
+            op="init", rank=rank,
+        ) from error  # fmt: skip
+    deadline = time.monotonic() + timeout
+    rendezvous = join_over_store(
+        store, f"{prefix}/{number}", rank, size, engine=engine, timeout=timeout, device=device, purpose=purpose,
+        exits=exits,
+    )  # fmt: skip
+    return open_communicator(
+        rendezvous, engine, device=device, seconds=remaining_seconds(deadline, timeout), timeout=timeout
+    )
+
+
+def register_group_backend(name: str, backend) -> None:
+    """Make `get_communicator` use the communicators of a process group's own backend.
+
+    `name`: the group's; `backend`: has ``communicator(device)``, ``find(device)``,
+    ``forget(comm)`` and ``supports_tensor_alloc(device)``. The reference is weak.
+    """
+    _backends[name] = backend
+
+
+def unregister_group_backend(name: str, backend) -> None:
+    """Undo `register_group_backend`: torch gives the name to another group after this one's end."""
+    if _backends.get(name) is backend:
+        del _backends[name]
+
+
+def find_group_backend(group):
+    """Return the registered backend of a process group, else None."""
+    return _backends.get(getattr(group, "group_name", None))
+
+
+def _find_backend(group, device: torch.device):
+    """Return the registered backend of a process group if it serves a device, else None."""
+    backend = find_group_backend(group)
+    return backend if backend is not None and backend.supports_tensor_alloc(device) else None
 
 
 def find_communicator(group, device: torch.device) -> Communicator | None:
@@ -130,7 +177,10 @@ def find_communicator(group, device: torch.device) -> Communicator | None:
     Doesn't block.
     """
     known = _communicators.get((id(group), device))
-    return known[1] if known is not None and known[0]() is group and not known[1].closed else None
+    if known is not None and known[0]() is group and not known[1].closed:
+        return known[1]
+    backend = _find_backend(group, device)
+    return None if backend is None else backend.find(device)
 
 
 def _close_stale() -> None:
@@ -148,4 +198,6 @@ def drop_communicator(comm: Communicator) -> None:
     for key, (_, known) in list(_communicators.items()):
         if known is comm:
             del _communicators[key]
+    for backend in list(_backends.values()):
+        backend.forget(comm)
     comm.abort()

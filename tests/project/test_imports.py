@@ -21,7 +21,7 @@ comm
 rendezvous
 compression
 gradients
-ddp sharded horovod
+ddp sharded horovod backend
 auto tracing run bench
 """
 LAYER = {name: number for number, line in enumerate(LAYERS.split("\n")) for name in line.split()}
@@ -41,7 +41,7 @@ EXCEPTIONS = {
     "collectives/_nccl.pyx": (
         620, "the cdef class Library, which must lie in one file: a method for each C function without a communicator"),
     "collectives/_nccl_comm.pxi": (
-        790, "the cdef class Comm, which must lie in one file: a method for each C function of a communicator"),
+        805, "the cdef class Comm, which must lie in one file: a method for each C function of a communicator"),
     "collectives/horovod/controller.py: Controller": (
         370, "the cycle: queue, negotiation, what is carried out, and the thread that drives it"),
 }  # fmt: skip

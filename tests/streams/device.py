@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import traceback
 
@@ -99,10 +100,16 @@ def sync_device(device, *_):
 
 
 def query_event(event, *_):
-    if graphs.capturing():
+    if graphs.capturing() and not _queries_allowed():
         refuse("an event is queried", site())
         return REFUSED
     return int(checker.query_event(event))
+
+
+def _queries_allowed() -> bool:
+    """Whether this thread has called cudaThreadExchangeStreamCaptureMode, which allows queries beside a capture."""
+    state = sys.modules.get("collectives.cuda_state")
+    return state is not None and state.queries_are_allowed()
 
 
 def query_stream(stream, *_):

@@ -8,7 +8,6 @@ node and on several. `host.HostCollectives` moves the data.
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ from ..._nccl import DTYPES, OPS, SHRINK_ABORT, ErrorInfo
 from ...arrays import ITEMSIZE
 from ...errors import Aborted, CollectivesError, CollectiveTimeout, InternalError, InvalidUsage, RemoteError
 from ..engine import Engine
+from ..error_ranks import renumber_error
 from ..fingerprint import KINDS, PREMUL, fingerprint_of
 from .error_store import ErrorStore
 from .gloo import GlooConnections, TransferError
@@ -374,14 +374,7 @@ def _translate_error(
         return error.error
     if not isinstance(error, CollectivesError):
         return InternalError(f"{type(error).__name__}: {error}", **options)
-    ranks = topology.local_ranks
-
-    def renumber(match) -> str:
-        return re.sub(r"\d+", lambda n: str(ranks[int(n[0])]) if int(n[0]) < len(ranks) else n[0], match[0])
-
-    text = re.sub(r"\branks? \d+(?:(?:, | and )\d+)*", renumber, error.message)
-    translated = [ranks[peer] for peer in error.peers if peer < len(ranks)]
-    return type(error)(text, peers=translated, code=error.code, seq=error.seq, nbytes=error.nbytes, **options)
+    return renumber_error(error, topology.local_ranks, **options)
 
 
 def _open_intra_node(library, store: ErrorStore, ranks: tuple[int, ...], rank: int, deadline: float, key: str):

@@ -76,6 +76,9 @@ ncclResult_t collHostQueueGetError(collHostQueue_t queue, uint64_t ticket, collH
 // The operation that is in progress on a communicator: its op, seq and bytes, and in peers the ranks
 // that it waits for. op is empty when nothing is in progress.
 ncclResult_t collHostCommPending(ncclComm_t comm, collHostErrorInfo_t* info);
+// Whether rank `peer` has begun an ncclSend to this rank that no ncclRecv here has begun to take.
+// Never blocks.
+ncclResult_t collHostCommProbe(ncclComm_t comm, int peer, int* waiting);
 
 // Sets the names of the calling thread's next operation and of its element type in reports: for a
 // layer above that sends types of its own as bytes, or makes an operation of its own out of

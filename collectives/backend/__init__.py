@@ -1,0 +1,8 @@
+"""The backend "collectives" of torch.distributed: ``dist.init_process_group("collectives")``.
+
+``import collectives`` registers it for CPUs and CUDA. `register_backend` does it by hand.
+"""
+
+from .registration import NAME, register_backend
+
+__all__ = ["NAME", "register_backend"]

@@ -1,0 +1,73 @@
+"""Launch of a process group's collectives: at once, asynchronously, or in a coalescing block."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import InvalidArgument
+from .work import BackendWork, completed_work
+
+__all__ = ["Launching", "make_options"]
+
+
+def make_options(cls, opts, field: str, value):
+    """Return a call's options, an object of `cls`.
+
+    Short calls such as ``pg.allreduce(tensor, op)`` pass the value of one field in place of the
+    object, or as `value`; None leaves torch's default.
+    """
+    if isinstance(opts, cls):
+        return opts
+    made = cls()
+    given = value if opts is None else opts
+    if given is not None:
+        setattr(made, field, given)
+    return made
+
+
+class Launching:
+    """Mixin of a process group: how its collectives are launched.
+
+    The group has ``communicator(device)``, ``_rank``, ``_size``, ``_sequence`` (collectives so far)
+    and ``_coalesced``, the list of Works of an open coalescing block or None.
+    """
+
+    def _launch(self, opts, outputs, launch, finish=None) -> BackendWork:
+        """Launch a collective: at once, or asynchronously where the options say so.
+
+        `launch`: called with `async_op`, returns the communicator's Work, or a list of them;
+        `finish`: stores the results.
+        """
+        self._sequence += 1
+        if self._coalesced is None and not getattr(opts, "asyncOp", True):
+            launch(False)
+            if finish is not None:
+                finish()
+            return completed_work(outputs)
+        works = launch(True)
+        return self._coalesce(BackendWork(works if isinstance(works, list) else (works,), outputs, finish))
+
+    def _launch_grouped(self, comm, opts, outputs, launch, finish=None) -> BackendWork:
+        """Launch the operations that `launch` makes as one, as `_launch` does."""
+
+        def grouped(asynchronous):
+            with comm.group():
+                return launch(asynchronous)
+
+        return self._launch(opts, outputs, grouped, finish)
+
+    def _coalesce(self, work: BackendWork) -> BackendWork:
+        """Add a Work to the coalescing block, if one is open; return it."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _parts(self, lists, name) -> list[torch.Tensor]:
+        """Return the list of one tensor for each rank that torch passes in another list."""
+        parts = list(lists if isinstance(lists[0], torch.Tensor) else lists[0])
+        if len(parts) != self._size:
+            raise InvalidArgument(
+                f"takes a list of {self._size} tensors, one for each rank, not of {len(parts)}", op=name,
+                rank=self._rank,
+            )  # fmt: skip
+        return parts

@@ -1,0 +1,49 @@
+"""Sends and receives of a process group of this backend.
+
+On the host they go over channels: each makes progress by itself, with tags and from any source, as
+on Gloo. On CUDA they are NCCL's, in the order of the calls; those that must run side by side stand
+in one ``batch_isend_irecv``.
+"""
+
+from __future__ import annotations
+
+from ..errors import InvalidArgument, InvalidUsage
+from .launching import Launching
+from .tensors import as_dense, single, store_back
+from .work import BackendWork
+
+__all__ = ["PointToPointOps"]
+
+
+class PointToPointOps(Launching):
+    """Mixin of a process group: its sends and receives."""
+
+    def send(self, tensors, dst_rank, tag=0):
+        """Send a tensor to a rank of the group; returns its Work at once."""
+        tensor = single(tensors, "send", self._rank)
+        comm, data = self.communicator(tensor.device), as_dense(tensor)
+        return self._coalesce(BackendWork((self._start(comm, data, dst_rank, tag, "send"),), [tensor]))
+
+    def recv(self, tensors, src_rank, tag=0):
+        """Receive a tensor from a rank of the group; returns its Work at once."""
+        tensor = single(tensors, "recv", self._rank)
+        comm, target = self.communicator(tensor.device), as_dense(tensor)
+        work = self._start(comm, target, src_rank, tag, "recv")
+        return self._coalesce(BackendWork((work,), [tensor], store_back(tensor, target)))
+
+    def recv_anysource(self, tensors, tag=0):
+        """Receive a tensor from whichever rank of the group sends one first."""
+        return self.recv(tensors, None, tag)
+
+    def _start(self, comm, data, peer, tag, name):
+        if peer is not None and (peer == self._rank or not 0 <= peer < self._size):
+            raise InvalidArgument(
+                f"rank {peer} is {'this one itself' if peer == self._rank else f'none of the {self._size} ranks'}",
+                op=name, rank=self._rank,
+            )  # fmt: skip
+        if comm.device.type == "cpu":
+            comm._reader.read(data, name, writes=name == "recv")  # refuses what can't be sent, here and not later
+            return getattr(self._channels, name)(data, peer, tag)
+        if peer is None:
+            raise InvalidUsage("NCCL can't receive from any source: name the rank", op=name, rank=self._rank)
+        return getattr(comm, name)(data, peer, async_op=True)  # NCCL has no tags; torch's backend ignores them, too

@@ -1,0 +1,52 @@
+"""Changes to torch.distributed for this backend's groups, each with its reason."""
+
+from __future__ import annotations
+
+import functools
+
+import torch.distributed as dist
+
+from ..rendezvous.process_groups import find_group_backend
+from ..torch_patches import patch_attribute
+
+__all__ = ["install"]
+
+
+@functools.cache
+def install() -> None:
+    """Make ``monitored_barrier`` and ``batch_isend_irecv`` work on groups of this backend."""
+    c10d = dist.distributed_c10d
+    barrier, batch = c10d.monitored_barrier, c10d.batch_isend_irecv
+
+    @functools.wraps(barrier)
+    def monitored_barrier(group=None, timeout=None, wait_all_ranks=False):
+        backend = _find_backend(group)
+        if backend is None:
+            return barrier(group, timeout, wait_all_ranks)
+        return backend.monitored_barrier(timeout, wait_all_ranks)
+
+    @functools.wraps(batch)
+    def batch_isend_irecv(p2p_op_list):
+        backend = _find_backend(p2p_op_list[0].group) if isinstance(p2p_op_list, list) and p2p_op_list else None
+        if backend is None or not hasattr(p2p_op_list[0], "tensor") or p2p_op_list[0].tensor.device.type == "cpu":
+            return batch(p2p_op_list)
+        device = p2p_op_list[0].tensor.device
+        backend.start_coalescing(device)
+        try:
+            batch(p2p_op_list)
+        except BaseException:
+            backend.cancel_coalescing()
+            raise
+        return [backend.end_coalescing(device)]
+
+    for module in (c10d, dist):
+        patch_attribute(module, "monitored_barrier", monitored_barrier, "torch refuses it for all backends but Gloo")
+        patch_attribute(
+            module, "batch_isend_irecv", batch_isend_irecv,
+            "torch issues a batch call by call on process groups that are subclasses, and NCCL needs it as one group",
+        )  # fmt: skip
+
+
+def _find_backend(group):
+    """Return the backend of a process group if it is this one, else None."""
+    return find_group_backend(dist.group.WORLD if group is None else group)

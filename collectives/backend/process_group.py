@@ -1,0 +1,261 @@
+"""The process group of this backend, which torch.distributed calls from Python and from C++.
+
+Torch 2.14 and newer let Python subclass ``Backend``: there it is one, and torch's own ProcessGroup
+dispatches to it by device. Older ones let Python subclass ``ProcessGroup`` only: there it takes the
+place of torch's, and `mixed` adds the backends of the group's other devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..comm.communicator import Communicator
+from ..comm.liveness import RankExits, publish_process
+from ..errors import InvalidArgument, InvalidUsage
+from ..rendezvous.process_groups import open_over_store, register_group_backend, unregister_group_backend
+from ..torch_compat import c10d_backend, can_subclass_backend
+from .barriers import Barriers
+from .channels import Channels
+from .data_ops import DataOps
+from .p2p_ops import PointToPointOps
+from .reduction_ops import ReductionOps
+from .tensors import run_all
+from .work import BackendWork
+
+__all__ = ["CollectivesGroup"]
+
+_CPU = torch.device("cpu")
+_BASE = c10d_backend() if can_subclass_backend() else dist.ProcessGroup
+
+
+class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, _BASE):
+    """Process group on this package's communicators: one for each device, shared with its hooks.
+
+    `store`: the group's own; `timeout`: a timedelta; `name`: the group's; `global_ranks`: of its
+    ranks in the default group; `devices`: the device types that it serves.
+
+    The CPU's communicator is opened by the constructor, which blocks until all ranks have come; a
+    GPU's at its first use, or at once where ``init_process_group`` has a `device_id`.
+    """
+
+    def __init__(self, store, rank: int, size: int, timeout: timedelta, name: str, global_ranks, devices):
+        super().__init__(rank, size)
+        self._store, self._rank, self._size, self._name, self._desc = store, rank, size, name, "undefined"
+        self._global_ranks = list(global_ranks) or list(range(size))
+        self._device_names = tuple(devices)
+        self._timeout = timeout.total_seconds()
+        self._options = c10d_backend().Options("collectives", timeout)
+        self._comms: dict[torch.device, Communicator] = {}
+        self._sequence = 0
+        self._monitored = 0
+        self._coalesced: list[BackendWork] | None = None
+        self._coalescing = contextlib.ExitStack()
+        self._split_count = 0
+        self._shut_down = False
+        self._channels = Channels(rank, size, self._connect, self._waiting_senders)
+        self._registered_name = name
+        register_group_backend(name, self)
+        if "cpu" in devices:
+            self.communicator(_CPU)
+
+    # ---- Communicators.
+
+    def communicator(self, device: torch.device) -> Communicator:
+        """Return the group's communicator of a device, which the first call opens on all ranks."""
+        comm = self._comms.get(device)
+        return self._open(device) if comm is None else comm
+
+    def _open(self, device: torch.device) -> Communicator:
+        if device.type not in self._device_names:
+            raise InvalidArgument(
+                f"the group {self._name!r} has no communicator for {device}: it was created for "
+                f"{' and '.join(self._device_names)}",
+                op="init", rank=self._rank,
+            )  # fmt: skip
+        if self._shut_down:
+            raise InvalidUsage(f"the process group {self._name!r} was destroyed", rank=self._rank)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device not in self._comms:
+            publish_process(self._store, self._rank)
+            self._comms[device] = open_over_store(
+                self._store, device.type, self._rank, self._size, device, self._timeout,
+                f"to open the communicator of process group {self._name!r} on {device.type}",
+                RankExits(self._store, range(self._size)),
+            )  # fmt: skip
+        return self._comms[device]
+
+    def _connect(self, source: int, destination: int, tag: int) -> Communicator:
+        """Open the communicator of a channel: the source is its rank 0, the destination rank 1.
+
+        Its errors have these numbers, which the channel turns into the group's.
+        """
+        ranks = (source, destination)
+        return open_over_store(
+            self._store, f"p2p/{source}/{destination}/{tag}", ranks.index(self._rank), 2, _CPU, self._timeout,
+            f"to send from rank 0 to rank 1 of process group {self._name!r} with tag {tag}",
+            RankExits(self._store, ranks),
+        )  # fmt: skip
+
+    def _waiting_senders(self, peers: list[int], tag: int) -> list[int]:
+        return [peer for peer in peers if self._store.check([f"collectives/p2p/{peer}/{self._rank}/{tag}/opened/0"])]
+
+    def find(self, device: torch.device) -> Communicator | None:
+        """Return the communicator of a device if it is open, else None."""
+        comm = self._comms.get(device)
+        return None if comm is None or comm.closed else comm
+
+    def forget(self, comm: Communicator) -> None:
+        """Drop a communicator that has failed: the next use opens another one on all ranks."""
+        for device, known in list(self._comms.items()):
+            if known is comm:
+                del self._comms[device]
+
+    # ---- What torch asks a process group, or a backend, for.
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch's names)
+        return "collectives"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(each) for each in self._device_names]
+
+    def _get_backend(self, device):
+        """Return what serves a device, which torch's own groups have a Backend for."""
+        if torch.device(device).type not in self._device_names:
+            raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")
+        return self
+
+    @property
+    def options(self):
+        return self._options
+
+    def get_group_store(self):
+        """Return the group's store."""
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of the operations from now on."""
+        self._timeout = timeout.total_seconds()
+        self._options._timeout = timeout
+        for comm in self._comms.values():
+            comm.timeout = self._timeout
+
+    _set_default_timeout = set_timeout
+
+    # ---- Memory, which FSDP2 takes for its buffers.
+
+    def supports_tensor_alloc(self, device) -> bool:
+        """Return whether `allocate_tensor` works for a device."""
+        return torch.device(device).type in self._device_names
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device) -> torch.Tensor:
+        """Return `size` elements of memory of the engine, which collectives use with no copy."""
+        return self.communicator(torch.device(device)).empty(size, dtype)
+
+    # ---- Coalescing: calls that become one operation.
+
+    supports_coalescing = True
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def start_coalescing(self, device=None) -> None:
+        """Begin a block of calls that are issued together by `end_coalescing`."""
+        if self._coalesced is not None:
+            raise InvalidUsage("a coalescing block is open already", rank=self._rank)
+        self._coalescing.enter_context(self._any_communicator(device).group())
+        self._coalesced = []
+
+    def end_coalescing(self, device=None) -> BackendWork:
+        """Issue the calls since `start_coalescing`; return the Work of all of them."""
+        if self._coalesced is None:
+            raise InvalidUsage("no coalescing block is open", rank=self._rank)
+        works, self._coalesced = self._coalesced, None
+        self._coalescing.close()
+        return BackendWork([each for work in works for each in work._works], [], run_all(work._store for work in works))
+
+    def cancel_coalescing(self) -> None:
+        """Drop the calls of an open coalescing block, since an exception has ended it."""
+        self._coalesced = None
+        stack, self._coalescing = self._coalescing, contextlib.ExitStack()
+        stack.__exit__(InvalidUsage, InvalidUsage("the coalescing block raised"), None)
+
+    _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
+
+    def _any_communicator(self, device) -> Communicator:
+        return self.communicator(torch.device(self._device_names[0] if device is None else device))
+
+    # ---- Parts of a group.
+
+    @property
+    def supports_splitting(self) -> bool:
+        return torch.cuda.is_available()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Open a GPU's communicator now: ``init_process_group(device_id=...)`` calls it."""
+        self.bound_device_id = device
+        self.communicator(device)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: groups that this rank is no part of are opened without it."""
+
+    def comm_split_count(self) -> int:
+        """Return how many groups were split off this one."""
+        return self._split_count
+
+    def split_group(self, ranks, timeout=None, opts=None, group_name=None, group_desc=None, devices=None):
+        """Return the group of some ranks of this one; ``dist.split_group`` calls it on all of them."""
+        self._split_count += 1
+        ranks = [int(each) for each in ranks]
+        child = type(self)(
+            dist.PrefixStore(f"split/{self._split_count}/{min(ranks)}", self._store), ranks.index(self._rank),
+            len(ranks), timeout or timedelta(seconds=self._timeout), group_name or f"{self._name}:split",
+            [self._global_ranks[each] for each in ranks],
+            self._device_names if devices is None else [torch.device(each).type for each in devices],
+        )  # fmt: skip
+        child.setGroupDesc(group_desc or "undefined")
+        return child
+
+    # ---- The end.
+
+    def _end(self) -> None:
+        """Refuse further operations, and end the sends and receives."""
+        self._shut_down = True
+        unregister_group_backend(self._registered_name, self)
+        self._channels.close()
+
+    def abort(self) -> None:
+        """End everything in flight on this rank, from any thread."""
+        self._end()
+        for comm in self._comms.values():
+            comm.abort()
+
+    def shutdown(self) -> None:
+        """Wait for what is in flight, then free the communicators; ``destroy_process_group`` calls it."""
+        if self._shut_down:
+            return
+        self._end()
+        for comm in self._comms.values():
+            comm.close()

@@ -1,0 +1,137 @@
+"""Sends and receives on the backend "collectives": any order, tags, any source."""
+
+import os
+import random
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives.errors import CollectiveTimeout, InvalidArgument, Mismatch, RemoteError
+from tests.backend.groups import over
+from tests.ranks import Died, run_ranks
+
+
+@over("collectives")
+def exchanged(ctx):
+    after, before = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+    for count in (0, 1, 3, 1 << 20):
+        got = torch.empty(count)
+        works = [dist.irecv(got, before), dist.isend(torch.full((count,), float(ctx.rank)), after)]
+        for work in works:
+            work.wait()
+        assert (got == before).all()
+    tagged = [torch.full((3,), float(10 * ctx.rank + tag)) for tag in range(3)]
+    works = [dist.isend(tagged[tag], after, tag=tag) for tag in (2, 0, 1)]
+    for tag in (1, 2, 0):
+        got = torch.zeros(3)
+        dist.recv(got, before, tag=tag)
+        assert got.tolist() == [10.0 * before + tag] * 3
+    for work in works:
+        work.wait()
+    if ctx.rank == 0:
+        got = torch.zeros(2, 2).t()[:, :1]  # not contiguous
+        sources = {dist.recv(got) for _ in range(2 * (ctx.size - 1))}
+        assert sources == set(range(1, ctx.size))
+    else:
+        for _ in range(2):
+            dist.send(torch.full((2, 1), float(ctx.rank)), 0)
+    dist.barrier()  # or a receive from any rank could take the next message
+    got = torch.empty(5)
+    operations = [dist.P2POp(dist.irecv, got, before), dist.P2POp(dist.isend, torch.full((5,), float(ctx.rank)), after)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert (got == before).all()
+    # A send that nobody waits for must not keep collectives from going on.
+    work = dist.isend(torch.full((1 << 20,), 1.0), after)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    got = torch.empty(1 << 20)
+    future = dist.irecv(got, before).get_future()
+    assert (future.wait()[0] == 1).all() and work.wait() and total.item() == ctx.size
+    return True
+
+
+def test_in_any_order_with_tags_and_from_any_source(tmp_path):
+    assert all(run_ranks(exchanged, 3, tmp_path / "store"))
+
+
+@over("collectives")
+def many(ctx, count):
+    """Random messages of random tags; those of a pair and tag arrive in order."""
+    peer, order = 1 - ctx.rank, random.Random(ctx.rank)
+    plan = [random.Random(9).randrange(4) for _ in range(count)]
+    sends = [dist.isend(torch.tensor([float(i)]), peer, tag=tag) for i, tag in enumerate(plan)]
+    posted = [(i, tag) for tag in order.sample(range(4), 4) for i, each in enumerate(plan) if each == tag]
+    for i, tag in posted:
+        got = torch.zeros(1)
+        dist.recv(got, peer, tag=tag)
+        assert got.item() == i
+    for work in sends:
+        work.wait()
+    return True
+
+
+def test_many_messages_with_tags(tmp_path):
+    run_ranks(many, 2, tmp_path / "store", 200)
+
+
+@over("collectives")
+def wrong(ctx):
+    with pytest.raises((InvalidArgument, ValueError)):
+        dist.send(torch.ones(1), ctx.rank)
+    with pytest.raises((InvalidArgument, ValueError)):
+        dist.group.WORLD.send([torch.ones(1)], 9, 0)
+    with pytest.raises(Mismatch, match="count"):
+        (dist.send if ctx.rank == 0 else dist.recv)(torch.ones(2 + ctx.rank), 1 - ctx.rank)
+    with pytest.raises(CollectiveTimeout, match="tag 5"):
+        dist.irecv(torch.ones(1), 1 - ctx.rank, tag=5).wait(timedelta(seconds=0.2))
+    got = torch.zeros(1)
+    (dist.send if ctx.rank == 0 else dist.recv)(torch.ones(1) if ctx.rank == 0 else got, 1 - ctx.rank)
+    dist.barrier()
+    return True
+
+
+def test_wrong_calls(tmp_path):
+    run_ranks(wrong, 2, tmp_path / "store")
+
+
+@over("collectives")
+def alone(ctx):
+    """Rank 2 sends to rank 0, which does not receive; rank 1 receives from rank 2, which does not send."""
+    message = None
+    if ctx.rank:
+        dist.group.WORLD.set_timeout(timedelta(seconds=1))
+        with pytest.raises(CollectiveTimeout) as caught:
+            dist.send(torch.ones(1), 0) if ctx.rank == 2 else dist.recv(torch.ones(1), 2)
+        message = str(caught.value), caught.value.peers
+    dist.barrier()
+    return message
+
+
+def test_an_end_that_never_comes_is_named_with_the_groups_ranks(tmp_path):
+    _, (received, receives), (sent, sends) = run_ranks(alone, 3, tmp_path / "store")
+    assert "from rank 2 to rank 1" in received and receives == (2,)
+    assert "from rank 2 to rank 0" in sent and sends == (0,)
+
+
+def killed(ctx, path):
+    dist.init_process_group("collectives", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
+    tensor = torch.ones(1)
+    (dist.send if ctx.rank == 0 else dist.recv)(tensor, 1 - ctx.rank)
+    if ctx.rank == 1:
+        time.sleep(0.2)
+        os._exit(7)
+    with pytest.raises(RemoteError, match="rank 1") as caught:
+        dist.recv(tensor, 1)
+    with pytest.raises(RemoteError):
+        dist.recv(tensor, 1, tag=3)  # a channel that the dead rank never opened
+    dist.destroy_process_group()
+    return caught.value.peers
+
+
+def test_a_dead_peer_is_named(tmp_path):
+    alive, dead = run_ranks(killed, 2, tmp_path / "store", deaths=[1])
+    assert alive == (1,) and isinstance(dead, Died)
