@@ -8,12 +8,15 @@ import runpy
 import sys
 import traceback
 
+from ..environment import read_switch
+
 __all__ = []
 
 _USAGE = """usage: python -m collectives.auto SCRIPT [ARGUMENT ...]
        python -m collectives.auto -m MODULE [ARGUMENT ...]
 
 Run a program as python itself would, with DDP models sped up as by `import collectives.auto`.
+Python processes that the program starts get it, too (those of this environment, unless started with -I, -E or -S).
 Under a launcher: torchrun --nproc-per-node 2 -m collectives.auto SCRIPT [ARGUMENT ...]
 Settings: COLLECTIVES_WIRE, COLLECTIVES_STREAMS and others, listed in docs/environment.md."""
 
@@ -25,6 +28,7 @@ def main() -> None:
         sys.exit(0)
     as_module = words[:1] == ["-m"]
     words = words[1:] if as_module else words
+    _reach_children()
     if not words or words[0].startswith("-"):
         print(_USAGE, file=sys.stderr)
         sys.exit(2)
@@ -40,6 +44,20 @@ def main() -> None:
             sys.path[0] = os.path.dirname(os.path.abspath(words[0]))  # there python -m has put the working folder
         sys.excepthook = _make_excepthook(words[0])
         runpy.run_path(words[0], run_name="__main__")
+
+
+def _reach_children() -> None:
+    """Have the Python processes that the program starts import ``collectives.auto``, too.
+
+    Launchers inside of a program start the other ranks by ``sys.argv``, which no longer has ``-m
+    collectives.auto``.
+    """
+    if not read_switch("COLLECTIVES_AUTO", {"COLLECTIVES_AUTO": os.environ.get("COLLECTIVES_AUTO", "") or "1"}):
+        return
+    folders = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "children")]
+    folders += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != folders[0]]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+    os.environ["COLLECTIVES_AUTO_CHILDREN"] = sys.prefix
 
 
 def _file_of(module: str) -> str | None:

@@ -19,16 +19,16 @@ from ..comm.waiting import RankWait
 from ..errors import CollectivesError
 from ..rendezvous.process_groups import get_group_timeout
 from ..torch_compat import default_store, sequence_number
+from .settings import read_timeout
 
 __all__ = ["verify_same_step"]
-
-_SECONDS = 300.0  # at most; meanwhile a rank may save or validate
 
 
 def verify_same_step(group, value: dict) -> str:
     """Compare a value between all ranks of a group; blocks until all call it.
 
-    Return "" or the difference. It waits for 300 s at most, and half of the group's timeout: a rank
+    Return "" or the difference. It waits for COLLECTIVES_AUTO_TIMEOUT seconds at most
+    (meanwhile a rank may save or validate), and half of the group's timeout: a rank
     that doesn't call it may be in a collective of the group, which must not time out meanwhile. It
     doesn't wait for a rank that has ended. All ranks return "" or none does: the first verdict in
     the store counts. `value`: a dict for JSON. Its "error", where not None, is the reason for which
@@ -41,7 +41,7 @@ def verify_same_step(group, value: dict) -> str:
     prefix += f"/{store.add(f'{prefix}/met/{rank}', 1)}"
     value = {"sequence": sequence_number(group), **value}
     store.set(f"{prefix}/{rank}", json.dumps(value))
-    seconds = min(_SECONDS, get_group_timeout(group, torch.device("cpu")) / 2)
+    seconds = min(read_timeout(), get_group_timeout(group, torch.device("cpu")) / 2)
     keys = [f"{prefix}/{other}" for other in range(size)]
     exits = RankExits(store, dist.get_process_group_ranks(group))
     wait = RankWait("to the same step", rank, size, seconds, exit_reason=exits.reason)

@@ -5,8 +5,8 @@ They are applied once.
 
 from __future__ import annotations
 
-import collections
 import functools
+import logging
 import sys
 import weakref
 
@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import InvalidUsage
 from ..torch_patches import patch_attribute
 from .model import Model
+from .presence import Presence, announce
 
 __all__ = ["install", "leave_alone"]
 
 # Tables, because attributes of the object would be copied and pickled with it.
 _models: weakref.WeakKeyDictionary[DistributedDataParallel, Model] = weakref.WeakKeyDictionary()
-_indices: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
-_constructed: collections.Counter[str] = collections.Counter()  # DDP objects over each group, by its name
+_presences: weakref.WeakKeyDictionary[DistributedDataParallel, Presence] = weakref.WeakKeyDictionary()
 
 
 def install(settings: dict) -> None:
@@ -43,12 +43,19 @@ def install(settings: dict) -> None:
     @functools.wraps(construct)
     def __init__(self, *args, **kwargs):
         patch_methods()
-        construct(self, *args, **kwargs)
-        # All ranks construct a group's DDP objects in the same order, which distinguishes those
-        # with equal parameters.
-        name = self.process_group.group_name
-        _constructed[name] += 1
-        _indices[self] = _constructed[name]
+        presence = announce(args, kwargs)
+        try:
+            construct(self, *args, **kwargs)
+        except BaseException:
+            if presence is not None:
+                presence.withdraw()
+            raise
+        if presence is not None:
+            _presences[self] = presence
+            missing = presence.describe_missing() if presence.compared else ""
+            if missing:
+                _models[self] = model = Model(self, None)
+                model.leave_alone(missing, logging.WARNING, everywhere=True)
 
     patch_attribute(
         DistributedDataParallel, "__init__", __init__, "collectives.auto chooses a hook for each new DDP object"
@@ -81,7 +88,7 @@ def _wrap_forward(settings: dict) -> None:
     def before(ddp):
         model = _models.get(ddp)
         if model is None:
-            model = _models[ddp] = Model(ddp, settings, _indices.get(ddp, 0))
+            model = _models[ddp] = Model(ddp, settings, _presences.get(ddp))
         if model.observing:
             model.before_forward(ddp)
         return model

@@ -25,7 +25,9 @@ import torch.distributed as dist
 from ..comm.engine import get_engine
 from ..comm.liveness import publish_process
 from ..ddp.hook import HookState, fused_allreduce
+from ..gradients.unused_states import forget
 from .consensus import verify_same_step
+from .presence import Presence, was_missed
 from .report import log_line
 from .trial import Trial
 
@@ -42,7 +44,7 @@ class Model:
     The table of `install` holds it, and so does DDP's reducer once the hook is registered.
     """
 
-    def __init__(self, ddp, settings: dict | None, number: int = 0):
+    def __init__(self, ddp, settings: dict | None, presence: Presence | None = None):
         self.observing = False
         self.registered = False  # our hook is registered, and can't be removed
         self.user_hook_active = False  # our hook calls the user's
@@ -50,6 +52,7 @@ class Model:
         self._name = type(ddp.module).__name__
         self._group = ddp.process_group
         self._settings = settings
+        self._presence = presence  # None: the object was built before collectives.auto was imported
         self._state = None
         # What the hook does with a bucket: a plain function of (model, bucket). A bound method
         # would be a reference cycle, which keeps the process group until a garbage collection;
@@ -71,7 +74,8 @@ class Model:
         else:
             # Now, before any rank has trained it: later one rank may have stepped, and another one
             # not.
-            self._fingerprint = f"{number}:{_fingerprint(ddp)}"
+            # The number distinguishes objects with equal parameters.
+            self._fingerprint = f"{presence.number if presence else 0}:{_fingerprint(ddp)}"
             self._start_observing(ddp)
 
     # ---- Around each forward, while the model is observed.
@@ -160,11 +164,16 @@ class Model:
     # ---- Registering.
 
     def _register(self, ddp) -> None:
+        missing = self._find_missing()
+        if missing:
+            self.leave_alone(missing, logging.WARNING, everywhere=True)
+            return
         device = ddp.device
         error = None
         try:
             get_engine(None, device.type)
             self._state = HookState(process_group=self._group, **self._settings)
+            forget(self._state)
         except Exception as problem:  # all ranks get it, and stay with plain DDP
             error = f"{type(problem).__name__}: {problem}"
         value = {"error": error, "settings": self._settings, "model": self._fingerprint, "step": self._backwards}
@@ -184,10 +193,18 @@ class Model:
         ddp._comm_hooks.pop()
         self.registered = True
 
-    def leave_alone(self, reason: str, level: int = logging.INFO) -> None:
+    def _find_missing(self) -> str:
+        """Return which ranks can't come to the comparison, because they don't have ``collectives.auto``."""
+        if self._presence is not None:
+            return self._presence.describe_missing()
+        if was_missed(self._group):
+            return "this rank imported collectives.auto after it had built this object, and others before"
+        return ""
+
+    def leave_alone(self, reason: str, level: int = logging.INFO, everywhere: bool = False) -> None:
         """Keep plain DDP, or the user's hook, from now on."""
         self._stop_observing()
-        self._log(level, f"left alone: {reason}")
+        self._log(level, f"left alone: {reason}", everywhere=everywhere)
 
     def use_user_hook(self, hook) -> None:
         """Call the user's hook from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 
@@ -11,8 +12,10 @@ from ..environment import check_variables, read_switch
 from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS
 
-__all__ = ["read_settings"]
+__all__ = ["read_settings", "read_timeout"]
 
+_TIMEOUT = "COLLECTIVES_AUTO_TIMEOUT"
+_TIMEOUT_S = 300.0
 _PREFIX = "COLLECTIVES_"
 
 
@@ -29,6 +32,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> dict | None:
     values = {name: environ.get(_PREFIX + name, "").strip() for name in ("AUTO", *_READERS)}
     if values["AUTO"] and not _switch("AUTO", values["AUTO"]):
         return None
+    read_timeout(environ)
     settings = {name.lower(): reader(name, values[name]) for name, reader in _READERS.items() if values[name]}
     if settings:
         try:
@@ -37,6 +41,21 @@ def read_settings(environ: Mapping[str, str] | None = None) -> dict | None:
             variables = ", ".join(f"{_PREFIX}{name.upper()}={values[name.upper()]}" for name in settings)
             raise InvalidArgument(f"{variables}: {error.message}") from error
     return settings
+
+
+def read_timeout(environ: Mapping[str, str] | None = None) -> float:
+    """Return the seconds that a rank waits for others to come to the same step.
+
+    Raises `InvalidArgument` where the variable has no such value.
+    """
+    value = (os.environ if environ is None else environ).get(_TIMEOUT, "").strip()
+    try:
+        seconds = float(value) if value else _TIMEOUT_S
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidArgument(f"{_TIMEOUT} must be a number of seconds above 0, not {value!r}")
+    return seconds
 
 
 def _switch(name: str, value: str) -> bool:

@@ -22,6 +22,7 @@ from ..gradients.ddp_checks import check_group
 from ..gradients.ddp_reducer import BucketError
 from ..gradients.state import HookState
 from ..gradients.streams import close_comm_streams
+from ..gradients.unused_states import forget
 from ..rendezvous.process_groups import drop_communicator, get_communicator
 from ..torch_patches import find_hooked_ddps, observe_comm_hooks
 from .zero_copy import rebuild_in_pool
@@ -29,6 +30,7 @@ from .zero_copy import rebuild_in_pool
 __all__ = ["HookState", "fused_allreduce"]
 
 _default_state = HookState()
+forget(_default_state)
 
 
 def fused_allreduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

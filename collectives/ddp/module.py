@@ -9,6 +9,7 @@ from ..arrays import kind_of
 from ..errors import InvalidArgument
 from ..gradients.bucket_cap import DEFAULT_CAP_MB, default_bucket_cap_mb
 from ..gradients.state import HookState
+from ..gradients.unused_states import forget
 from ..torch_compat import disable_dynamo
 from .devices import add_device_note, check_device_ids
 from .hook import fused_allreduce
@@ -95,6 +96,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if hook is fused_allreduce:
             if state is None:
                 state = HookState(process_group=self.process_group)
+                forget(state)
             elif isinstance(state, HookState):
                 self._set_process_group(state)
         super().register_comm_hook(state, hook)

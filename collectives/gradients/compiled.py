@@ -18,6 +18,7 @@ import torch
 from ..compression import plan_reduction
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from ..rendezvous.process_groups import drop_communicator, get_communicator
+from .unused_states import forget
 
 __all__ = ["reduce_tuple", "register_state"]
 
@@ -86,6 +87,7 @@ def _(grad, number):
 
 
 def _all_reduce(state, data: torch.Tensor) -> None:
+    forget(state)
     comm, opened = state.comm, None
     try:
         if comm is None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import numbers
 import os
 
+from .. import optim
 from ..arrays import kind_of
 from ..compression import Compressor, make_compressor, parse_wire
 from ..compression.hierarchical import Hierarchical
@@ -102,7 +104,7 @@ class HookOptions:
         if not isinstance(optimizer, FusedOptimizer):
             raise InvalidArgument(
                 "optimizer must be a collectives.optim SGD, Adam or AdamW, whose kernels step parts of parameters, not "
-                f"{kind_of(optimizer)}"
+                f"{kind_of(optimizer)}{_describe_replacement(optimizer)}"
             )
         _refuse([
             (self.local_steps is not None,
@@ -132,6 +134,25 @@ class HookOptions:
         """Return the options that have other values than the defaults, by name; `streams`: than 1."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)} | {"streams": 1}
         return {name: value for name, value in vars(self).items() if value != defaults[name]}
+
+
+def _describe_replacement(optimizer) -> str:
+    """Return the line to write in place of one of torch's optimizers; "" where there is none."""
+    name = type(optimizer).__name__
+    ours = getattr(optim, name, None) if type(optimizer).__module__.startswith("torch.optim.") else None
+    if not (isinstance(ours, type) and issubclass(ours, FusedOptimizer)):
+        return ""
+    if optimizer.defaults.get("differentiable"):
+        return "; differentiable=True is torch's alone"
+    parameters = inspect.signature(ours).parameters
+    changed = [
+        f"{key}={value!r}" for key, value in optimizer.defaults.items()
+        if key in parameters and key not in ("foreach", "fused", "capturable") and value != parameters[key].default
+    ]  # fmt: skip
+    arguments = ", ".join(["parameters", *changed])
+    return (
+        f". Write optimizer=collectives.optim.{name}({arguments}): the same arguments, and it loads the same state_dict"
+    )
 
 
 def _refuse(combinations: list[tuple[bool, str]]) -> None:

@@ -20,6 +20,7 @@ from .options import HookOptions
 from .pipeline import GradientPipeline
 from .saved_state import common_state, load_common_state, pickled_state, restore_pickled_state
 from .scaler_lookup import ScalerLookup
+from .unused_states import forget, watch
 from .zero import ShardedStep
 
 __all__ = ["HookState"]
@@ -112,6 +113,7 @@ class HookState:
         self.comm = comm
         self.units = None  # set by `collectives.sharded`; then the state is refused for DDP
         self.parameter_names = ParameterNames()
+        self.registered = False  # `register` was called
         self._number = register_state(self)
         self._group = None
         self.pickled_size = None  # the ranks of a state that was unpickled
@@ -128,6 +130,7 @@ class HookState:
             self.optimizer = optimizer
         if process_group is not None:
             self.process_group = process_group
+        watch(self)
 
     def __getattr__(self, name):
         options = self.__dict__.get("options")
@@ -228,6 +231,7 @@ class HookState:
         several modules; on all ranks in the same order.
         """
         module = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
+        self.registered = True
         self.parameter_names.register(module)
         compile_gradient_kernels(module.parameters(), options=self.options, steps=self.optimizer is not None)
 
@@ -299,6 +303,7 @@ class HookState:
     def __setstate__(self, state):
         self.__init__(**state["options"])
         restore_pickled_state(self, state)
+        forget(self)  # a program may only look at what another one has saved
 
     def state_dict(self) -> dict:
         """Return what training needs to go on with any number of ranks.

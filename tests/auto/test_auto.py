@@ -231,9 +231,8 @@ def left_alone(program):
 
 def skewed(program):
     """A rank that has counted another number of backwards."""
-    from collectives.auto import consensus
 
-    with mock.patch.object(consensus, "_SECONDS", 1.0):
+    with mock.patch.dict(os.environ, COLLECTIVES_AUTO_TIMEOUT="1"):
         ddp = wrap(make_model(), "plain")
         ddp(torch.zeros(1, 12))  # observed from now on
         sys.modules["collectives.auto.install"]._models[ddp]._backwards += program.ctx.rank  # one has counted wrong
@@ -404,3 +403,55 @@ def test_a_program_is_run_as_python_runs_it(tmp_path):
     assert usage.returncode == 2 and err.startswith("usage: python -m collectives.auto SCRIPT")
     out, err = wrong.communicate(timeout=240)
     assert wrong.returncode == 1 and "InvalidArgument: COLLECTIVES_WIRE: wire must be one of" in err
+
+
+# ---- Ranks without it, and processes that the program starts.
+
+STARTER = """
+import os, subprocess, sys
+if os.environ["RANK"] == "0":
+    other = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "RANK": "1", **{OTHER}})
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+for kwargs in ({}, {"init_sync": False}):
+    model = DistributedDataParallel(torch.nn.Linear(8, 8), **kwargs)
+    for _ in range(20):
+        model(torch.ones(2, 8)).sum().backward()
+    model = None
+print("rank", dist.get_rank(), "collectives.auto" in sys.modules, "hidden" in os.environ, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+if os.environ["RANK"] == "0":
+    sys.exit(other.wait())
+"""
+
+
+def started(tmp_path, other, **variables):
+    script = tmp_path / "starter.py"
+    script.write_text(STARTER.replace("{OTHER}", repr(other)))
+    (tmp_path / "sitecustomize.py").write_text('import os\nos.environ["hidden"] = "1"\n')
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "RANK": "0"}
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    process = auto(str(script), "--flag", **{**where, "PYTHONPATH": path, **variables})
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    return sorted(line for line in out.splitlines() if line.startswith("rank")), err
+
+
+def test_processes_that_the_program_starts_have_it_too(tmp_path):
+    out, err = started(tmp_path, {})
+    assert out == ["rank 0 True True", "rank 1 True True"]
+    assert "without collectives.auto" not in err and err.count("fused_allreduce") == 2
+
+
+def test_a_rank_without_it_is_named_and_plain_ddp_stays(tmp_path):
+    out, err = started(tmp_path, {"COLLECTIVES_AUTO_CHILDREN": "elsewhere"})
+    assert out == ["rank 0 True True", "rank 1 False True"]
+    assert err.count("left alone: rank 1 built this object without collectives.auto: import it in") == 2
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf"])
+def test_a_wrong_time_limit_names_its_variable(value):
+    with pytest.raises(InvalidArgument, match=f"COLLECTIVES_AUTO_TIMEOUT.*{value}"):
+        read_settings({"COLLECTIVES_AUTO_TIMEOUT": value})

@@ -1,0 +1,55 @@
+"""Hugging Face accelerate on our collectives: ``accelerate launch --cpu --num_processes 2 accelerate_train.py --way backend``.
+
+``--way``: "backend" (every collective), "auto" (DDP's gradients, chosen by time), "hook" (DDP's gradients), or "gloo"
+(torch's own). Rank 0 prints the losses as JSON.
+"""
+
+import argparse
+import json
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--way", choices=("backend", "auto", "hook", "gloo"), default="backend")
+    parser.add_argument("--fsdp2", action="store_true", help="shard the model by torch's fully_shard")
+    options = parser.parse_args()
+    if options.way == "auto":
+        import collectives.auto  # noqa: F401
+    # accelerate takes a group that is there.
+    dist.init_process_group("collectives" if options.way == "backend" else "gloo")
+    plugin = None
+    if options.fsdp2:
+        from accelerate import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+    data = torch.utils.data.TensorDataset(torch.randn(512, 16), torch.randint(0, 4, (512,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if options.way == "hook":
+        model.register_comm_hook(None, collectives.fused_allreduce)
+    losses = []
+    for inputs, targets in loader:
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        print(json.dumps({"backend": dist.get_backend(), "model": type(model).__name__, "losses": losses}), flush=True)
+    accelerator.end_training()
+    del model, optimizer
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
