@@ -4,7 +4,7 @@ TORCH ?= 2.13.0
 VENV ?= .venv
 RANKS ?= 2
 # Of the suite: past it pytest is interrupted, prints what it has, and the target fails.
-TEST_SECONDS ?= 1200
+TEST_SECONDS ?= 1500
 # What `make bench` measures: all-reduce on two processes, beside what is installed of the others.
 BENCH_ARGS ?= --sizes 1K,16K,256K,1M,4M,25M,64M --zero-copy both --peers all
 # Why a test was skipped stands in the summary.

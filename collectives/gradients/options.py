@@ -151,7 +151,7 @@ def _describe_replacement(optimizer) -> str:
     ]  # fmt: skip
     arguments = ", ".join(["parameters", *changed])
     return (
-        f". Write optimizer=collectives.optim.{name}({arguments}): the same arguments, and it loads the same state_dict"
+        f". Write optimizer=collectives.optim.{name}({arguments}): it takes the same arguments and state_dict"
     )
 
 

@@ -166,14 +166,11 @@ class HookState:
 
     @property
     def bytes_on_wire(self) -> int:
-        """The bytes that this rank has sent for the last backward, as rings send them: 2(n-1)/n of
-        what is reduced.
-        """
+        """The bytes sent for the last backward, as rings send: 2(n-1)/n of what is reduced."""
         return self.pipeline.bytes_on_wire
 
     def stats(self) -> dict:
-        """Return totals since the state was made: backwards, buckets, bytes, and seconds spent
-        inside of the hook.
+        """Return totals since the state was made: backwards, buckets, bytes, seconds in the hook.
 
         ``ratio``: the bytes on the wire divided by what fp32 would have sent.
         """
@@ -303,12 +300,12 @@ class HookState:
     def __setstate__(self, state):
         self.__init__(**state["options"])
         restore_pickled_state(self, state)
-        forget(self)  # a program may only look at what another one has saved
+        forget(self)
 
     def state_dict(self) -> dict:
-        """Return what training needs to go on with any number of ranks.
+        """Return what training needs to go on with any number of ranks, the same on all; a collective.
 
-        A collective; all ranks get the same. Residuals are the mean of the ranks' residuals, so
+        Residuals are the mean of the ranks' residuals, so
         that the next averages still receive all of them; the optimizer's state is full. (Pickling
         the state on each rank and loading it there goes on bit for bit, with as many ranks.)
         """

@@ -1,4 +1,4 @@
-"""Hugging Face accelerate on our collectives: ``accelerate launch --cpu --num_processes 2 accelerate_train.py --way backend``.
+"""Hugging Face accelerate on our collectives: ``torchrun --nproc-per-node 2 accelerate_train.py --way backend``.
 
 ``--way``: "backend" (every collective), "auto" (DDP's gradients, chosen by time), "hook" (DDP's gradients), or "gloo"
 (torch's own). Rank 0 prints the losses as JSON.
@@ -19,7 +19,7 @@ def main():
     parser.add_argument("--fsdp2", action="store_true", help="shard the model by torch's fully_shard")
     options = parser.parse_args()
     if options.way == "auto":
-        import collectives.auto  # noqa: F401
+        from collectives import auto  # noqa: F401
     # accelerate takes a group that is there.
     dist.init_process_group("collectives" if options.way == "backend" else "gloo")
     plugin = None
@@ -46,9 +46,8 @@ def main():
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         print(json.dumps({"backend": dist.get_backend(), "model": type(model).__name__, "losses": losses}), flush=True)
-    accelerator.end_training()
     del model, optimizer
-    dist.destroy_process_group()
+    accelerator.end_training()  # ends the process group, too
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main():
     parser.add_argument("--way", choices=("backend", "auto", "hook", "gloo"), default="backend")
     options = parser.parse_args()
     if options.way == "auto":
-        import collectives.auto  # noqa: F401
+        from collectives import auto  # noqa: F401
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     torch.manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(512, 16), torch.randint(0, 4, (512,)))

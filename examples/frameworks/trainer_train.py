@@ -53,11 +53,11 @@ def main():
     parser.add_argument("--way", choices=("backend", "auto", "hook", "gloo"), default="backend")
     options = parser.parse_args()
     if options.way == "auto":
-        import collectives.auto  # noqa: F401
+        from collectives import auto  # noqa: F401
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, use_cpu=True, ddp_backend="collectives" if options.way == "backend" else "gloo", seed=1, max_steps=30,
-            per_device_train_batch_size=8, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none",
+            folder, use_cpu=True, ddp_backend="collectives" if options.way == "backend" else "gloo", seed=1,
+            max_steps=30, per_device_train_batch_size=8, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none",
             disable_tqdm=True, dataloader_pin_memory=False,
         )  # fmt: skip
         torch.manual_seed(1)

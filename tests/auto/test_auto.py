@@ -414,11 +414,12 @@ if os.environ["RANK"] == "0":
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
+torch.manual_seed(1)
 for kwargs in ({}, {"init_sync": False}):
     model = DistributedDataParallel(torch.nn.Linear(8, 8), **kwargs)
     for _ in range(20):
         model(torch.ones(2, 8)).sum().backward()
-    model = None
+    del model
 print("rank", dist.get_rank(), "collectives.auto" in sys.modules, "hidden" in os.environ, flush=True)
 dist.barrier()
 dist.destroy_process_group()

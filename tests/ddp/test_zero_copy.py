@@ -59,6 +59,7 @@ def trained(ctx, zero_copy, views):
 
 
 @pytest.mark.parametrize("views", [False, True])
+@pytest.mark.sampled(one_in=3)
 def test_buckets_are_shared_and_given_back(tmp_path, views):
     shared = run(trained, 2, tmp_path / "a", True, views, fresh=True)
     staged = run(trained, 2, tmp_path / "b", False, views, fresh=True)

@@ -21,6 +21,7 @@ def result_of(name, *options, cwd):
     return result
 
 
+@pytest.mark.sampled(one_in=3)
 def test_gradient_accumulation(tmp_path):
     result = result_of("gradient_accumulation.py", "--batch-size", "256", "--micro-batches", "4", cwd=tmp_path)
     assert result["test_accuracy"] >= 0.95
@@ -65,6 +66,7 @@ def test_load_on_rank_0(tmp_path):
     assert saved["step"] == 30 and saved["optimizer"]["state"][0]["step"] == 30
 
 
+@pytest.mark.sampled(one_in=3)
 def test_char_gpt(tmp_path):
     model = ("--layers", "1", "--width", "64", "--context", "32", "--held-out", "64", "--limit", "300000")
     result = result_of("char_gpt.py", *model, "--steps", "80", "--compare", "bf16,int8", cwd=tmp_path)
@@ -81,6 +83,7 @@ def test_char_gpt(tmp_path):
     assert sharded["losses"]["fp32"] == pytest.approx(losses["fp32"], abs=1e-3)
 
 
+@pytest.mark.sampled(one_in=3)
 def test_sharded_digits(tmp_path):
     result = result_of("sharded_digits.py", "--epochs", "2", "--hidden", "512", cwd=tmp_path)
     ways = ["DDP", "one unit", "wrap policy", "CPU offload"]

@@ -59,6 +59,7 @@ def duplicate(ctx, numbers):
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 1), (0, 0, 1), (0, 0)])
+@pytest.mark.sampled(one_in=3)
 def test_two_ranks_with_one_number(numbers):
     from collectives.errors import InvalidUsage
 
@@ -95,6 +96,7 @@ def killed_during_init(ctx, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.sampled(one_in=3)
 def test_a_rank_that_dies_during_init(victim):
     results = run_ranks(killed_during_init, 3, victim, deaths={victim}, fresh=True)
     assert results[victim] == Died(signal=int(signal.SIGALRM), exitcode=0)

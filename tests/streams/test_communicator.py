@@ -317,5 +317,6 @@ def two_levels(ctx):
     return [each.tolist() for each in done]
 
 
+@pytest.mark.sampled(one_in=3)
 def test_two_levels():
     both(two_levels, 4)

@@ -82,6 +82,7 @@ def by_units(ctx, kind):
 
 
 @pytest.mark.parametrize("kind", ["plain", "kept", "bf16", "offload", "int8", "norm"])
+@pytest.mark.sampled(one_in=2)
 def test_units(tmp_path, kind):
     compare(by_units, tmp_path, kind, same=nearly if kind in ("norm", "bf16") else torch.equal)
 

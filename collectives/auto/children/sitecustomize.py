@@ -9,6 +9,8 @@ import importlib.util
 import os
 import sys
 
+__all__ = []
+
 
 def _import_hidden() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
