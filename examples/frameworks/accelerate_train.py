@@ -12,6 +12,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
+import collectives
+
 
 def main():
     parser = argparse.ArgumentParser()

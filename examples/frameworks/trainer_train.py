@@ -54,11 +54,12 @@ def main():
     options = parser.parse_args()
     if options.way == "auto":
         from collectives import auto  # noqa: F401
+    # The Trainer takes a group that is there; ddp_backend has names of torch's backends alone.
+    dist.init_process_group("collectives" if options.way == "backend" else "gloo")
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, use_cpu=True, ddp_backend="collectives" if options.way == "backend" else "gloo", seed=1,
-            max_steps=30, per_device_train_batch_size=8, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none",
-            disable_tqdm=True, dataloader_pin_memory=False,
+            folder, use_cpu=True, seed=1, max_steps=30, per_device_train_batch_size=8, learning_rate=1e-2,
+            logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
         )  # fmt: skip
         torch.manual_seed(1)
         trainer = Trainer(Classifier(), arguments, train_dataset=Digits())
