@@ -18,18 +18,12 @@ import collectives
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--way", choices=("backend", "auto", "hook", "gloo"), default="backend")
-    parser.add_argument("--fsdp2", action="store_true", help="shard the model by torch's fully_shard")
     options = parser.parse_args()
     if options.way == "auto":
         from collectives import auto  # noqa: F401
     # accelerate takes a group that is there.
     dist.init_process_group("collectives" if options.way == "backend" else "gloo")
-    plugin = None
-    if options.fsdp2:
-        from accelerate import FullyShardedDataParallelPlugin
-
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=True)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
     data = torch.utils.data.TensorDataset(torch.randn(512, 16), torch.randint(0, 4, (512,)))
@@ -48,7 +42,8 @@ def main():
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         print(json.dumps({"backend": dist.get_backend(), "model": type(model).__name__, "losses": losses}), flush=True)
-    del model, optimizer
+    accelerator.free_memory()  # Gloo may abort where a DDP object lives longer than its group
+    del model, optimizer, loss
     accelerator.end_training()  # ends the process group, too
 
 
