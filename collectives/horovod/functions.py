@@ -221,6 +221,15 @@ class _TensorPlaceholder:
         return torch.empty(self.shape, dtype=self.dtype, device=where)
 
 
+def _zero_gradients(optimizer) -> None:
+    """Give trainable parameters zero gradients: sparse ones for SparseAdam, which takes no others."""
+    sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    for param in (each for group in optimizer.param_groups for each in group["params"]):
+        if param.requires_grad:
+            zeros = torch.sparse_coo_tensor(param.shape, dtype=param.dtype, device=param.device)
+            param.grad = zeros if sparse else torch.zeros_like(param)
+
+
 def broadcast_optimizer_state(optimizer, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
     """Broadcast ``root_rank``'s optimizer state and options (learning rates, ...) to all ranks;
     blocks.
@@ -228,7 +237,8 @@ def broadcast_optimizer_state(optimizer, root_rank: int, process_set: ProcessSet
     The others may have other state, or none yet, as after a resume on one rank. No step is taken,
     so that parameters don't change. Numbers, lists and dicts in the state keep their types.
     `ValueError` for LBFGS. Where the optimizers' classes, groups or parameters differ, `ValueError`
-    on all ranks names the differences.
+    on all ranks names the differences. As in Horovod, where an optimizer has no state yet its trainable
+    parameters have zero gradients afterwards.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state: its state_dict() goes by hvd.broadcast_object")
@@ -239,6 +249,8 @@ def broadcast_optimizer_state(optimizer, root_rank: int, process_set: ProcessSet
         forms = ((f"parameter {i} of group {number}", _describe(param)) for i, param in enumerate(group["params"]))
         described += [(f"group {number}", f"of {len(group['params'])} parameters"), *forms]
     _verify_same("broadcast_optimizer_state", described, process_set)
+    if not optimizer.state:
+        _zero_gradients(optimizer)
     mine = world.rank == root_rank
     tensors: list[torch.Tensor] = []
 

@@ -195,7 +195,7 @@ def _reduction_options(kind: str, tensors, average, op, prescale, postscale, com
     if ours is None:
         raise ValueError(f"{kind}: op must be hvd.Average, Sum, Adasum, Min, Max or Product, not {op!r}")
     if kind == "reducescatter" and op == Adasum:
-        raise ValueError("reducescatter by Adasum: Adasum is of allreduce alone")
+        raise RuntimeError("reducescatter by Adasum: Adasum is of allreduce alone")  # Horovod's class of error
     for what, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
         if factor != 1.0 and not (isinstance(factor, numbers.Real) and math.isfinite(factor)):
             raise ValueError(f"{kind}: {what} must be a finite number, not {factor!r}")

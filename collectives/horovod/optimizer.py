@@ -94,6 +94,7 @@ def DistributedOptimizer(
     wrapped = class_.__new__(class_)
     wrapped.__dict__ = _share_attributes(optimizer, wrapped)
     wrapped._reducer = reducer
+    wrapped._parameter_names = {param: name for name, param in named}  # Horovod's programs read it
     compile_gradient_kernels(
         [param for _, param in named], packs=True, wire=getattr(compression, "wire", "fp32"),
         dtypes=[getattr(compression, "dtype", None)],
