@@ -25,6 +25,7 @@ def simulated(ctx, call):
     gc.collect()  # what an earlier function left in cycles is that function's to report
     checker.take()
     torch.cuda.set_device(ctx.rank)
+    torch.cuda.set_stream(torch.cuda.default_stream())  # an earlier call of this process may have ended on another
     checker.own_device = ctx.rank
     checker.steps = checker.allowed = 0
     try:
