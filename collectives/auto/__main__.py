@@ -8,7 +8,7 @@ import runpy
 import sys
 import traceback
 
-from ..environment import read_switch
+from .settings import read_settings
 
 __all__ = []
 
@@ -52,7 +52,7 @@ def _reach_children() -> None:
     Launchers inside of a program start the other ranks by ``sys.argv``, which no longer has ``-m
     collectives.auto``.
     """
-    if not read_switch("COLLECTIVES_AUTO", {"COLLECTIVES_AUTO": os.environ.get("COLLECTIVES_AUTO", "") or "1"}):
+    if read_settings() is None:
         return
     folders = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "children")]
     folders += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != folders[0]]

@@ -27,9 +27,9 @@ __all__ = ["verify_same_step"]
 def verify_same_step(group, value: dict) -> str:
     """Compare a value between all ranks of a group; blocks until all call it.
 
-    Return "" or the difference. It waits for COLLECTIVES_AUTO_TIMEOUT seconds at most
-    (meanwhile a rank may save or validate), and half of the group's timeout: a rank
-    that doesn't call it may be in a collective of the group, which must not time out meanwhile. It
+    Return "" or the difference. It waits for COLLECTIVES_AUTO_TIMEOUT seconds at most, because a
+    rank may save or validate meanwhile. It also waits for at most half of the group's timeout: a
+    rank that doesn't call it may be in a collective of the group, which must not time out. It
     doesn't wait for a rank that has ended. All ranks return "" or none does: the first verdict in
     the store counts. `value`: a dict for JSON. Its "error", where not None, is the reason for which
     this rank can't continue.

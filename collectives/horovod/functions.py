@@ -225,9 +225,10 @@ def _zero_gradients(optimizer) -> None:
     """Give trainable parameters zero gradients: sparse ones for SparseAdam, which takes no others."""
     sparse = isinstance(optimizer, torch.optim.SparseAdam)
     for param in (each for group in optimizer.param_groups for each in group["params"]):
-        if param.requires_grad:
-            zeros = torch.sparse_coo_tensor(param.shape, dtype=param.dtype, device=param.device)
-            param.grad = zeros if sparse else torch.zeros_like(param)
+        if param.requires_grad and sparse:
+            param.grad = torch.sparse_coo_tensor(param.shape, dtype=param.dtype, device=param.device)
+        elif param.requires_grad:
+            param.grad = torch.zeros_like(param)
 
 
 def broadcast_optimizer_state(optimizer, root_rank: int, process_set: ProcessSet = global_process_set) -> None:

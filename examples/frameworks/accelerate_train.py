@@ -4,25 +4,21 @@
 (torch's own). Rank 0 prints the losses as JSON.
 """
 
-import argparse
 import json
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from ways import parse_way
 
 import collectives
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--way", choices=("backend", "auto", "hook", "gloo"), default="backend")
-    options = parser.parse_args()
-    if options.way == "auto":
-        from collectives import auto  # noqa: F401
+    way = parse_way()
     # accelerate takes a group that is there.
-    dist.init_process_group("collectives" if options.way == "backend" else "gloo")
+    dist.init_process_group("collectives" if way == "backend" else "gloo")
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
@@ -30,7 +26,7 @@ def main():
     loader = torch.utils.data.DataLoader(data, batch_size=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    if options.way == "hook":
+    if way == "hook":
         model.register_comm_hook(None, collectives.fused_allreduce)
     losses = []
     for inputs, targets in loader:

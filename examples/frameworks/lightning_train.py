@@ -3,7 +3,6 @@
 ``--way``: "backend", "auto", "hook" or "gloo", as in accelerate_train.py. Rank 0 prints the losses as JSON.
 """
 
-import argparse
 import json
 import logging
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from ways import parse_way
 
 import collectives
 
@@ -39,16 +39,12 @@ class Classifier(lightning.LightningModule):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--way", choices=("backend", "auto", "hook", "gloo"), default="backend")
-    options = parser.parse_args()
-    if options.way == "auto":
-        from collectives import auto  # noqa: F401
+    way = parse_way()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     torch.manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(512, 16), torch.randint(0, 4, (512,)))
-    model = Classifier(options.way)
-    strategy = DDPStrategy(process_group_backend="collectives" if options.way == "backend" else "gloo")
+    model = Classifier(way)
+    strategy = DDPStrategy(process_group_backend="collectives" if way == "backend" else "gloo")
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,

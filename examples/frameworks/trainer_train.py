@@ -3,7 +3,6 @@
 ``--way``: "backend", "auto", "hook" or "gloo", as in accelerate_train.py. Rank 0 prints the losses as JSON.
 """
 
-import argparse
 import json
 import tempfile
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from ways import parse_way
 
 import collectives
 
@@ -49,13 +49,9 @@ class RegisterHook(TrainerCallback):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--way", choices=("backend", "auto", "hook", "gloo"), default="backend")
-    options = parser.parse_args()
-    if options.way == "auto":
-        from collectives import auto  # noqa: F401
+    way = parse_way()
     # The Trainer takes a group that is there; ddp_backend has names of torch's backends alone.
-    dist.init_process_group("collectives" if options.way == "backend" else "gloo")
+    dist.init_process_group("collectives" if way == "backend" else "gloo")
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, use_cpu=True, seed=1, max_steps=30, per_device_train_batch_size=8, learning_rate=1e-2,
@@ -63,7 +59,7 @@ def main():
         )  # fmt: skip
         torch.manual_seed(1)
         trainer = Trainer(Classifier(), arguments, train_dataset=Digits())
-        if options.way == "hook":
+        if way == "hook":
             trainer.add_callback(RegisterHook(trainer))
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
