@@ -58,8 +58,10 @@ class GradientReducer:
             self._states, prefix, compression, op, predivide, groups, process_set, views=views
         )
         self._buckets: list[AllreduceBucket] = []  # of all steps after the first, the same on all ranks
-        # Whether a gradient is sparse, of parameters of which some rank has had one.
+        # Whether a gradient is reduced as a sparse one, of parameters of which some rank has had one.
         self._kinds: dict[ParameterState, bool] = {}
+        # With sparse_as_dense: parameters whose gradients are reduced as dense ones, and sparse again behind it.
+        self._made_dense: dict[ParameterState, None] = {}
         self._controller: Controller | None = None
         self._overlaps = False
         self._refresh_controller()
@@ -143,6 +145,7 @@ class GradientReducer:
         self._controller = controller
         self._buckets = []
         self._kinds.clear()
+        self._made_dense.clear()
         self._filler.detach()
         if included:
             self._overlaps = len(controller.comms) > 1 or has_spare_cores(controller.comms["cpu"])
@@ -192,11 +195,21 @@ class GradientReducer:
                 bucket.unpack(part)
         for bucket in temporary:
             bucket.unpack([True] * len(bucket.params))
+        self._make_sparse_again()
         if unknown and everybody:
             self._kinds |= kinds
             if temporary:
                 temporary.sort(key=lambda bucket: bucket.sequence)
                 self._replace_buckets([*buckets, *temporary])
+
+    def _make_sparse_again(self) -> None:
+        """Make gradients sparse that were sparse before they were reduced as dense ones: on all ranks, since
+        some optimizers (SparseAdam) take no others.
+        """
+        for state in self._made_dense:
+            grad = state.param.grad
+            if grad is not None and not grad.is_sparse:
+                state.param.grad = grad.to_sparse(1)  # rows, as those of nn.Embedding
 
     def _replace_buckets(self, former: list[AllreduceBucket]) -> None:
         """Make the buckets of further steps, for the parameters of these buckets in their order."""
@@ -225,9 +238,12 @@ class GradientReducer:
         numbers = [1]
         for state in unknown:
             grad = state.param.grad
-            numbers.append(0 if grad is None else _SPARSE if grad.is_sparse and not self._sparse_as_dense else 1)
+            numbers.append(0 if grad is None else _SPARSE if grad.is_sparse else 1)
         present, *found = synchronize(self._sum_numbers("kinds of", numbers)).tolist()
         kinds = {state: kind >= _SPARSE for state, kind in zip(unknown, found, strict=True) if kind}
+        if self._sparse_as_dense:
+            self._made_dense |= {state: None for state, sparse in kinds.items() if sparse}
+            kinds = dict.fromkeys(kinds, False)
         arrived = {state: kinds[state] for state in self._filler.arrived if state in kinds}
         return arrived | kinds, present == self._process_set.size()
 

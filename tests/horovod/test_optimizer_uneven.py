@@ -66,11 +66,35 @@ def unused_and_sparse(ctx, options):
             assert (param.grad is None) == (wanted is None), (options, used, name)
             if wanted is not None:
                 torch.testing.assert_close(param.grad.to_dense(), wanted)
-                assert param.grad.is_sparse == (name == "table.weight" and "sparse_as_dense" not in options)
+                assert param.grad.is_sparse == (name == "table.weight"), (options, used)
         with wrapped.skip_synchronize():
             wrapped.step()
     assert same_on_all(ctx, model)
     assert len(wrapped._reducer._filler.handles) == len(params)
+
+
+def sparse_adam(ctx):
+    """SparseAdam, which takes sparse gradients alone, trains as one process does on the mean of the ranks' gradients."""
+    for options in ({"sparse_as_dense": True}, {}):
+        torch.manual_seed(5)
+        table = nn.Embedding(6, 4, sparse=True)
+        alone = copy.deepcopy(table)
+        wrapped = hvd.DistributedOptimizer(
+            torch.optim.SparseAdam(table.parameters(), lr=0.1), table.named_parameters(), **options
+        )
+        plain = torch.optim.SparseAdam(alone.parameters(), lr=0.1)
+        for step in range(4):
+            # In the second step one rank has no gradient at all.
+            rows = [None if step == 1 and rank == 1 else torch.tensor([rank, 5, step]) for rank in range(ctx.size)]
+            for optimizer in (wrapped, plain):
+                optimizer.zero_grad(set_to_none=step != 2)
+            for mine in (each for each in rows if each is not None):
+                (alone(mine).square().sum() / ctx.size).backward()
+            if rows[ctx.rank] is not None:
+                table(rows[ctx.rank]).square().sum().backward()
+            wrapped.step()
+            plain.step()
+            torch.testing.assert_close(table.weight, alone.weight)
 
 
 def frozen_unfrozen_added(ctx):
@@ -139,6 +163,7 @@ def uneven(ctx):
     with a_job(ctx):
         for options in ({}, {"sparse_as_dense": True}, {"gradient_as_bucket_view": False}, {"overlaps": True}):
             unused_and_sparse(ctx, options)
+        sparse_adam(ctx)
         frozen_unfrozen_added(ctx)
         uneven_numbers_of_steps(ctx)
         in_a_process_set(ctx)
