@@ -1,6 +1,7 @@
 """Ways to make a training step: by torch over Gloo, and by us."""
 
 import contextlib
+import functools
 import time
 
 import torch
@@ -18,6 +19,7 @@ TORCH_POWERSGD_STARTS = 2  # torch's PowerSGD averages as Gloo does before this 
 
 GROUPS = {
     "sync": ("plain", "no_sync", "nothing", "nothing_view", "gloo", "gloo_view", "hook", "ours"),
+    "backend": ("no_sync", "gloo", "gloo_view", "backend", "backend_view"),
     "compressed": (
         "no_sync", "gloo", "gloo_bf16", "gloo_powersgd", "ours", "ours_bf16", "ours_bf16_ef", "ours_int8_ef",
         "ours_powersgd",
@@ -34,6 +36,7 @@ PEERS = {
 }  # fmt: skip
 KINDS = {
     "plain": "own", "no_sync": "own", "nothing": "own", "nothing_view": "own", "gloo": "close", "gloo_view": "close",
+    "backend": "close", "backend_view": "close",
     "hook": "mean", "ours": "mean", "gloo_bf16": "bf16", "ours_bf16": "bf16", "ours_bf16_ef": "bf16",
     "ours_int8_ef": "int8", "gloo_powersgd": POWERSGD, "ours_powersgd": POWERSGD, "gloo_clip": "clipped",
     "ours_clip": "clipped", "gloo_adamw": "adamw", "ours_adamw": "adamw", "gloo_clip_adamw": "clipped adamw",
@@ -75,6 +78,12 @@ def powersgd_state(rank=POWERSGD_RANK):
     return powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=TORCH_POWERSGD_STARTS)
 
 
+@functools.cache
+def backend_group():
+    """Return the process group of our backend over all ranks."""
+    return dist.new_group(backend="collectives")
+
+
 class Way:
     """One way to make a step: a module, the context in which it runs, and what follows the
     backward.
@@ -93,6 +102,8 @@ class Way:
         if name.startswith("ours"):
             self._build_ours(clips, steps, options or {})
             return
+        if name.startswith("backend"):
+            view["process_group"] = backend_group()
         self.module = model if name == "plain" else DistributedDataParallel(model, **view)
         if name == "no_sync":
             self.context = self.module.no_sync

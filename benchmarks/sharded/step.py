@@ -8,6 +8,8 @@ A step is forward, backward and AdamW on one thread a rank. The ways: `alone`, t
 each rank, nothing sharded and nothing synced, on both ranks at one time, so that cores and memory
 are shared as in the others; `ddp`, `collectives.DistributedDataParallel` with `fused_allreduce`;
 `fsdp2`, torch's `fully_shard` over Gloo; `fsdp2_ours`, the same with `collectives.sharded.fsdp2`;
+`fsdp2_backend`, FSDP2 on a process group of our backend, `alloc`: with buffers of its memory
+(`set_allocate_memory_from_process_group_for_comm`);
 `ours`, `collectives.sharded.fully_shard`, of the same units; `keep`: with
 reshard_after_forward=False; `shard_optimizer` and `no_shard`: strategies of `ShardedDataParallel`.
 The optimizer is torch's AdamW(foreach=True) for all ways, or `collectives.optim.AdamW` for all.

@@ -5,8 +5,10 @@ import time
 import warnings
 
 import torch
+import torch.distributed as dist
 from imports import GPT, cut, load_text, loss_of
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -87,7 +89,15 @@ def ddp(model, units):
     return module
 
 
-def _fsdp2(model, units, ours=False, **options):
+@functools.cache
+def _backend_mesh():
+    """Return the mesh of all ranks over a process group of our backend."""
+    return DeviceMesh.from_group(dist.new_group(backend="collectives"), "cpu")
+
+
+def _fsdp2(model, units, ours=False, backend=False, allocates=False, **options):
+    if backend:
+        options["mesh"] = _backend_mesh()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own
         for module in (*units, model):
@@ -100,6 +110,10 @@ def _fsdp2(model, units, ours=False, **options):
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(gather)
                 module.set_custom_reduce_scatter(scatter)
+    if allocates:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_allocate_memory_from_process_group_for_comm(True)
     return model
 
 
@@ -121,6 +135,8 @@ WAYS = {
     "fsdp2_keep": functools.partial(_fsdp2, reshard_after_forward=False),
     "fsdp2_ours": functools.partial(_fsdp2, ours=True),
     "fsdp2_ours_keep": functools.partial(_fsdp2, ours=True, reshard_after_forward=False),
+    "fsdp2_backend": functools.partial(_fsdp2, backend=True),
+    "fsdp2_backend_alloc": functools.partial(_fsdp2, backend=True, allocates=True),
     "ours": _ours,
     "ours_keep": functools.partial(_ours, reshard_after_forward=False),
     "ours_shard_optimizer": functools.partial(_module_class, strategy="SHARD_OPTIMIZER"),
@@ -128,6 +144,7 @@ WAYS = {
 }
 GROUPS = {
     "theirs": ("alone", "ddp", "fsdp2", "fsdp2_keep", "fsdp2_ours", "fsdp2_ours_keep"),
+    "backend": ("alone", "fsdp2", "fsdp2_ours", "fsdp2_backend", "fsdp2_backend_alloc"),
     "asked": ("alone", "ddp", "fsdp2", "ours"),
     "all": tuple(WAYS),
 }

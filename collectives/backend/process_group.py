@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..comm.liveness import RankExits, publish_process
+from ..comm.mem_pool import use_mem_pool
+from ..comm.shared_memory_pool import SharedMemoryPool
 from ..errors import InvalidArgument, InvalidUsage
 from ..rendezvous.process_groups import open_over_store, register_group_backend, unregister_group_backend
 from ..torch_compat import c10d_backend, can_subclass_backend
@@ -50,6 +52,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, _BASE):
         self._timeout = timeout.total_seconds()
         self._options = c10d_backend().Options("collectives", timeout)
         self._comms: dict[torch.device, Communicator] = {}
+        self._pool = SharedMemoryPool()
         self._sequence = 0
         self._monitored = 0
         self._coalesced: list[BackendWork] | None = None
@@ -169,11 +172,20 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, _BASE):
 
     def supports_tensor_alloc(self, device) -> bool:
         """Return whether `allocate_tensor` works for a device."""
-        return torch.device(device).type in self._device_names
+        kind = torch.device(device).type
+        return kind in self._device_names and (kind == "cpu" or torch.cuda.is_available())
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device) -> torch.Tensor:
-        """Return `size` elements of memory of the engine, which collectives use with no copy."""
-        return self.communicator(torch.device(device)).empty(size, dtype)
+        """Return `size` elements of memory of the engine, which collectives use with no copy.
+
+        Freed memory is kept for the next call: on the host until the group ends, on CUDA in a pool
+        of torch's allocator, which orders its use by streams.
+        """
+        device = torch.device(device)
+        if device.type == "cpu":
+            return self._pool.allocate(self.communicator(device), size, dtype)
+        with use_mem_pool(device):
+            return torch.empty(size, dtype=dtype, device=device)
 
     # ---- Coalescing: calls that become one operation.
 
@@ -245,6 +257,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, _BASE):
         self._shut_down = True
         unregister_group_backend(self._registered_name, self)
         self._channels.close()
+        self._pool.trim()
 
     def abort(self) -> None:
         """End everything in flight on this rank, from any thread."""

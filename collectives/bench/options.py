@@ -14,7 +14,7 @@ from .cases import OPS, REDOPS, TYPES, Case, DataType
 __all__ = ["ALGORITHMS", "PEERS", "Options", "UsageError", "parse"]
 
 ALGORITHMS = ("auto", "native", "ring", "direct")
-PEERS = ("gloo", "openmpi", "mpich", "intelmpi", "deepspeed", "nccl")
+PEERS = ("gloo", "openmpi", "mpich", "intelmpi", "deepspeed", "nccl", "backend")
 _ZERO_COPY = {"no": (False,), "yes": (True,), "both": (False, True)}
 _WIRES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 _TYPE_NAMES = {kind.short: kind for kind in TYPES.values()} | TYPES | {"fp8": TYPES["float8_e4m3fn"]}

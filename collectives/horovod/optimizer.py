@@ -50,9 +50,9 @@ def DistributedOptimizer(
     multiplied by it afterwards. ``groups``: lists of parameters that are reduced together, or a
     number of groups; None: groups are filled in the order in which gradients become ready;
     ``num_groups`` is its deprecated form. ``sparse_as_dense``: sparse gradients are reduced as
-    dense ones, and are sparse again afterwards, on all ranks. ``gradient_as_bucket_view``: from the second step on a ``.grad`` is a view of the
-    memory that is reduced, and a later step overwrites it; False: gradients stay where the backward
-    has put them, and are copied in both directions.
+    dense ones, and are sparse again afterwards, on all ranks. ``gradient_as_bucket_view``: from the
+    second step on a ``.grad`` is a view of the memory that is reduced, and a later step overwrites
+    it; False: gradients stay where the backward has put them, and are copied in both directions.
 
     A parameter with no gradient on this rank takes part with zeros. One with no gradient on any
     rank keeps ``.grad`` None. With a closure the loss is the ranks' average, too, so that all ranks

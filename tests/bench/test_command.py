@@ -68,6 +68,7 @@ def test_rows_have_all_fields(whole):
     assert len(ours) == 2 * (2 * len(OPS) - 2)  # all_to_all and sendrecv have no form in place
     assert {(row["algorithm"], row["wire"]) for row in rows if row["engine"] == "host"} == {("auto", None)}
     assert {row["op"] for row in rows if row["engine"] == "gloo"} == set(OPS)
+    assert {row["op"] for row in rows if row["engine"] == "backend"} == set(OPS)
 
 
 PARTED = ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
@@ -88,7 +89,7 @@ def test_the_plot_is_a_picture(whole):
 def test_peers_are_measured_or_named(whole):
     _, out, _, rows = whole
     measured = {row["engine"] for row in rows}
-    for peer in ("gloo", "openmpi", "mpich", "intelmpi", "deepspeed", "nccl"):
+    for peer in ("gloo", "openmpi", "mpich", "intelmpi", "deepspeed", "nccl", "backend"):
         assert peer in measured or f"# {peer}: " in out
     for peer, program in (("openmpi", "mpirun.openmpi"), ("mpich", "mpiexec.mpich")):
         if shutil.which(program) and shutil.which("cc"):

@@ -74,7 +74,7 @@ def unused_and_sparse(ctx, options):
 
 
 def sparse_adam(ctx):
-    """SparseAdam, which takes sparse gradients alone, trains as one process does on the mean of the ranks' gradients."""
+    """SparseAdam, which takes sparse gradients alone, trains as one process on the mean of the ranks' gradients."""
     for options in ({"sparse_as_dense": True}, {}):
         torch.manual_seed(5)
         table = nn.Embedding(6, 4, sparse=True)

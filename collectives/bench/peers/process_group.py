@@ -1,4 +1,6 @@
-"""torch's own process groups, Gloo and NCCL, which our rank processes call from Python."""
+"""torch.distributed's process groups, which our rank processes call from Python: torch's own, Gloo
+and NCCL, and that of our backend, which shows what torch.distributed adds to our communicator.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ... import __version__
 from ...comm.communicator import Communicator
 from ...torch_compat import premul_sum
 from ..buffers import Buffers
@@ -18,7 +21,9 @@ from ..implementation import InProcessImplementation, PeerMissing
 __all__ = ["ProcessGroupPeer"]
 
 _LIMIT = timedelta(seconds=300)  # of one collective
+_BACKENDS = {"backend": "collectives"}  # by the peer's name, where it is another one
 _TYPES = {
+    "backend": "int8 uint8 int32 int64 float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2".split(),
     "gloo": "int8 uint8 int32 int64 float16 bfloat16 float32 float64".split(),
     "nccl": "int8 uint8 int32 int64 float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2".split(),
 }
@@ -31,7 +36,8 @@ class ProcessGroupPeer(InProcessImplementation):
     def __init__(self, backend: str, comm: Communicator, control: Control):
         super().__init__(comm.rank)
         self.backend = backend
-        self.name = "torch nccl" if backend == "nccl" else backend  # ours has that engine, too
+        # Ours has that engine, too.
+        self.name = {"nccl": "torch nccl", "backend": "c10d backend"}.get(backend, backend)
         self.size = comm.size
         # Gloo's own thread must run, too: bound to a core it was slower by a tenth to a third.
         self.binds = backend != "gloo"
@@ -44,18 +50,22 @@ class ProcessGroupPeer(InProcessImplementation):
             )
         if backend == "gloo" and comm.device.type != "cpu":
             raise PeerMissing("Gloo is measured on host memory only: --engine host")
-        if not dist.is_available() or not (dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available()):
+        if not dist.is_available() or not dist.is_backend_available(_BACKENDS.get(backend, backend)):
             raise PeerMissing(f"not installed (this torch, {torch.__version__}, is built without it)")
         versions = {"torch": torch.__version__}
+        if backend == "backend":
+            versions["collectives"] = __version__
         if backend == "nccl":
             versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         self.fields = {"engine": backend, "versions": versions}
         store = dist.HashStore() if comm.size == 1 else dist.PrefixStore(f"bench/{backend}", control.store)
         if not dist.is_initialized():
-            dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=_LIMIT)
+            dist.init_process_group(
+                _BACKENDS.get(backend, backend), store=store, rank=comm.rank, world_size=comm.size, timeout=_LIMIT
+            )
             self.group = dist.group.WORLD
         else:
-            self.group = dist.new_group(backend=backend, timeout=_LIMIT)
+            self.group = dist.new_group(backend=_BACKENDS.get(backend, backend), timeout=_LIMIT)
 
     def barrier(self) -> None:
         dist.barrier(self.group)
@@ -101,7 +111,7 @@ class ProcessGroupPeer(InProcessImplementation):
         if name == "scatter":
             return partial(dist.scatter, recv, list(send.chunk(self.size)) if at_root else None, root, group)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        if self.backend == "nccl":
+        if self.device.type == "cuda":
             both = [dist.P2POp(dist.isend, send, after, group), dist.P2POp(dist.irecv, recv, before, group)]
 
             def batched():
