@@ -7,6 +7,8 @@
 - all_gather: ``Communicator.all_gather(out, inp)``, two tensors to read and to compare.
 - async: ``Communicator.all_reduce(tensor, async_op=True).wait()``, the stub's queue being done at
   once.
+- torch.distributed: ``dist.all_reduce(tensor)`` with the backend "collectives"; its async: with
+  ``async_op=True``, and ``wait()``.
 - python function: a function of Python that does nothing, the floor.
 
 The library behind all is a stub, compiled on the spot, whose functions return at once: what is
@@ -30,6 +32,7 @@ from pathlib import Path
 
 import numpy
 import torch
+import torch.distributed as dist
 from rows import RESULTS, append_rows, provenance
 
 from collectives import _nccl, arrays
@@ -111,6 +114,20 @@ def asynchronous(comm, array, rounds: int) -> float:
     return (time.perf_counter_ns() - start) / rounds
 
 
+def through_torch(tensor, rounds: int) -> float:
+    start = time.perf_counter_ns()
+    for _ in range(rounds):
+        dist.all_reduce(tensor)
+    return (time.perf_counter_ns() - start) / rounds
+
+
+def through_torch_asynchronously(tensor, rounds: int) -> float:
+    start = time.perf_counter_ns()
+    for _ in range(rounds):
+        dist.all_reduce(tensor, async_op=True).wait()
+    return (time.perf_counter_ns() - start) / rounds
+
+
 def empty_call(rounds: int) -> float:
     """A Python function that takes the same arguments and does nothing: the floor, loop included."""
 
@@ -147,6 +164,10 @@ def measure(path: str, rounds: int, repeats: int) -> dict[str, list[float]]:
     stub.ncclAllReduce.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, pointer]
     tensor, out, array = torch.ones(256), torch.zeros(256), numpy.ones(256, numpy.float32)
     comm, slow = open_communicator(path, True), open_communicator(path, False)
+    dist.init_process_group("collectives", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD._get_backend(tensor.device)
+    group.communicator(tensor.device).close()
+    group._comms[tensor.device] = comm
     ways = {
         "binding": lambda: through_binding(native, rounds),
         "ctypes": lambda: through_ctypes(stub.ncclAllReduce, native.handle, rounds),
@@ -155,6 +176,8 @@ def measure(path: str, rounds: int, repeats: int) -> dict[str, list[float]]:
         "numpy": lambda: through_communicator(comm, array, rounds),
         "all_gather": lambda: gathering(comm, out, tensor, rounds),
         "async": lambda: asynchronous(comm, tensor, rounds),
+        "torch.distributed": lambda: through_torch(tensor, rounds),
+        "its async": lambda: through_torch_asynchronously(tensor, rounds),
         "python function": lambda: empty_call(rounds),
     }
     rows: dict[str, list[float]] = {name: [] for name in ways}
@@ -163,6 +186,7 @@ def measure(path: str, rounds: int, repeats: int) -> dict[str, list[float]]:
             rows[name].append(way())
     if stub.stub_calls() != (len(ways) - 1) * rounds * repeats:
         raise SystemExit("not every call reached the library: the figures mean nothing")
+    dist.destroy_process_group()
     comm.close()
     slow.close()
     native.abort()
@@ -181,13 +205,13 @@ def main() -> int:
     where = provenance()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(compile_stub(folder), options.rounds, options.repeats)
-    print(f"{'way':<16} {'median ns':>10} {'least ns':>10}")
+    print(f"{'way':<18} {'median ns':>10} {'least ns':>10}")
     for name, values in rows.items():
-        print(f"{name:<16} {statistics.median(values):>10.0f} {min(values):>10.0f}")
+        print(f"{name:<18} {statistics.median(values):>10.0f} {min(values):>10.0f}")
     median = {name: round(statistics.median(values), 1) for name, values in rows.items()}
     row = {
         "benchmark": "call_cost",
-        **{f"{name.replace(' ', '_')}_ns": value for name, value in median.items()},
+        **{f"{name.replace(' ', '_').replace('.', '_')}_ns": value for name, value in median.items()},
         "ctypes_over_binding": round(median["ctypes"] / median["binding"], 2),
         "python_reader_over_communicator": round(median["python reader"] / median["communicator"], 2),
         "rounds": options.rounds,

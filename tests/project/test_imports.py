@@ -15,14 +15,14 @@ PACKAGE = ROOT / "collectives"
 LAYERS = """
 errors environment torch_compat torch_patches cuda_state layout launcher parameter_names recorder
 arrays _nccl _kernels
-kernels optimizer_state
+extensions kernels optimizer_state
 optim
 comm
 rendezvous
 compression
 gradients
 ddp sharded horovod backend
-auto tracing run bench
+auto tracing run bench doctor
 """
 LAYER = {name: number for number, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 
