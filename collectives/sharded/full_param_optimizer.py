@@ -5,6 +5,7 @@ which steps it and sends the parts back.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from ..arrays import kind_of
 from ..errors import InvalidArgument, InvalidUsage
+from .optimizer_trial import differs_apart
 from .param_owners import OwnedParam, assign_owners, default_cost, exchange
 from .scheduler import Scheduler, open_schedulers
 
@@ -19,6 +21,7 @@ __all__ = ["FullParamOptimizer"]
 
 _NAMES = ("params", "param_names")  # entries of a param group that are no options
 _OP = "FullParamOptimizer"
+_COUPLES = re.compile("lbfgs|prodigy|dadapt")  # parts of the names of classes that look at all parameters together
 
 
 class FullParamOptimizer(torch.optim.Optimizer):
@@ -131,6 +134,16 @@ class FullParamOptimizer(torch.optim.Optimizer):
             raise InvalidUsage(
                 f"the optimizer has a parameter of shape {list(unknown[0].shape)} that it wasn't given: let "
                 "optimizer_class make it of its first argument alone",
+                op=_OP,
+            )
+        cls = type(inner)
+        known = cls.__module__.startswith("torch.optim") and cls is not torch.optim.LBFGS
+        dims = [{param.dim() for param in group["params"]} for group in inner.param_groups]
+        if self._owned and not known and (_COUPLES.search(cls.__name__.lower()) or differs_apart(inner, dims)):
+            raise InvalidUsage(
+                f"{cls.__name__} looks at all parameters together (a norm of all gradients, one step size), and here "
+                "each rank steps some of them: leave its option for that out (clip by clip_grad_norm_ instead), use "
+                "another optimizer, or keep the parameters whole by ShardingStrategy.NO_SHARD",
                 op=_OP,
             )
 

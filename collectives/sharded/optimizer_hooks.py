@@ -21,8 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import InvalidArgument, InvalidUsage
 from ..optim import FusedOptimizer
-from .elementwise_trial import differs_on_shards
 from .full_param_optimizer import FullParamOptimizer
+from .optimizer_trial import differs_on_shards
 from .scheduler import Scheduler, find_schedulers, find_units, open_schedulers
 
 __all__ = [

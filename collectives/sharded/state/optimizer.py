@@ -93,9 +93,8 @@ def sharded_state(
         named, groups = _state_by_fqn(optimizer, by_id, raw)
         made["param_groups"] += groups
         for name, state in named.items():
-            here = by_id[id(name.param)]
             made["state"][name.name] = {
-                key: here.as_entry(value) if here.is_per_element(key, value) else value for key, value in state.items()
+                key: name.as_entry(value) if name.is_per_element(key, value) else value for key, value in state.items()
             }
     return made
 
@@ -253,7 +252,7 @@ def _gather_entries(model, by_id, here, merged, form: GetOptions, keeps: bool):
         for group in unit.groups:
             kinds: dict[tuple, list] = {}
             for param in group.params:
-                for key, entry in merged.get(names[id(param)], {}).items():
+                for key, entry in merged.get(names.get(id(param)), {}).items():
                     if isinstance(entry, torch.dtype):
                         kinds.setdefault((key, str(entry)), []).append((param, names[id(param)], entry))
             for (key, _), members in sorted(kinds.items()):
