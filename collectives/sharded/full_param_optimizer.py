@@ -13,6 +13,7 @@ import torch
 
 from ..arrays import kind_of
 from ..errors import InvalidArgument, InvalidUsage
+from ..optim import FusedOptimizer
 from .optimizer_trial import differs_apart
 from .param_owners import OwnedParam, assign_owners, default_cost, exchange
 from .scheduler import Scheduler, open_schedulers
@@ -137,7 +138,9 @@ class FullParamOptimizer(torch.optim.Optimizer):
                 op=_OP,
             )
         cls = type(inner)
-        known = cls.__module__.startswith("torch.optim") and cls is not torch.optim.LBFGS
+        known = isinstance(inner, FusedOptimizer) or (
+            cls.__module__.startswith("torch.optim.") and cls is not torch.optim.LBFGS
+        )
         dims = [{param.dim() for param in group["params"]} for group in inner.param_groups]
         if self._owned and not known and (_COUPLES.search(cls.__name__.lower()) or differs_apart(inner, dims)):
             raise InvalidUsage(
