@@ -114,8 +114,8 @@ def train_on(way, initial, texts, arguments, comm):
     }
     jobs.say(
         comm,
-        f"{way:>9}  loss {losses[-1].item():.4f}  held out {found['loss']:.4f}  optimizers {found['optimizer_ms']:.1f} ms "
-        f"a step  {kept:,} bytes of state on rank 0",
+        f"{way:>9}  loss {losses[-1].item():.4f}  held out {found['loss']:.4f}  optimizers "
+        f"{found['optimizer_ms']:.1f} ms a step  {kept:,} bytes of state on rank 0",
     )
     return losses.tolist(), found
 

@@ -169,7 +169,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
         rows += [f"{each.name} {list(each.param.shape)} on rank {each.owner}" for each in self._owned]
         self._scheduler.agreement.barrier("; ".join(rows))
         if self._number is None:
-            self._number = self._scheduler.add_full_param_optimizer(self)
+            self._number = self._scheduler.full_param_optimizers.add(self)
 
     def add_param_group(self, param_group: dict) -> None:
         """Add a param group, as `torch.optim.Optimizer.add_param_group`. A collective of all ranks,

@@ -26,13 +26,13 @@ from .unit_registry import (
     DONE,
     GATHER,
     STEP,
+    OptimizerRegistry,
     UnitRegistry,
     gather_code,
     gathers_masters,
     is_post_forward,
     kind_of,
     living,
-    step_number,
 )
 
 __all__ = ["Scheduler", "find_schedulers", "find_units", "get_scheduler", "open_schedulers", "schedulers_in"]
@@ -69,7 +69,7 @@ class Scheduler:
         self.planner = PassPlanner(self.agreement, self.registry)
         self.pool = BufferPool()
         self.host_copies = HostCopies()
-        self._full_param_optimizers: list[weakref.ref] = []  # by their numbers, the same on all ranks
+        self.full_param_optimizers = OptimizerRegistry()
         # Whether collectives overlap with the computation: on a GPU, or on spare cores.
         self.should_overlap = not comm._on_host or should_overlap(comm)
         self.depth = 0  # nesting of units' forwards
@@ -128,28 +128,13 @@ class Scheduler:
                 reducer.join_end()
             return
         if kind_of(code) == STEP:
-            self._join_step(step_number(code))
+            self.full_param_optimizers.join_step(code, self.agreement.follower.plan)
             return
         unit = self.registry.of(code)
         if kind_of(code) == GATHER:
             unit.join_all_gather(masters=gathers_masters(code), post_forward=is_post_forward(code))
         else:
             self._reduce(unit)
-
-    def add_full_param_optimizer(self, optimizer) -> int:
-        """Add a `FullParamOptimizer` of this communicator's units, on all ranks; return its number."""
-        self._full_param_optimizers.append(weakref.ref(optimizer))
-        return len(self._full_param_optimizers) - 1
-
-    def _join_step(self, number: int) -> None:
-        """Take part in a step that only others make."""
-        optimizer = self._full_param_optimizers[number]()
-        if optimizer is None:
-            raise InvalidUsage(
-                f"other ranks step FullParamOptimizer {number}, which is gone here: keep it as long as they do",
-                op="FullParamOptimizer.step", rank=self.comm.rank,
-            )  # fmt: skip
-        optimizer.join_step(self.agreement.follower.plan)
 
     def ensure_unsharded(self, unit: Unit) -> None:
         """Unshard a unit and register its full parameters, unless they are."""

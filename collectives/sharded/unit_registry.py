@@ -1,4 +1,5 @@
-"""Unit registry: the units of a communicator by number, and the codes of their collectives.
+"""Unit registry: the units of a communicator and its optimizers of whole parameters by number, and
+the codes of their collectives.
 
 A collective's code is a number: its kind, the unit's number and options. It is the same on all
 ranks.
@@ -10,12 +11,13 @@ import weakref
 
 import numpy
 
+from ..errors import InvalidUsage
 from .unit import Unit
 
 __all__ = [
     "BACKWARD", "BARRIER", "CREATE", "DONE", "END", "FORWARD", "GATHER", "KIND_SHIFT", "REDUCE", "REMOTE", "STEP",
-    "UnitRegistry", "gather_code", "gathers_masters", "is_post_forward", "kind_of", "living", "reduce_code",
-    "step_code", "step_number",
+    "OptimizerRegistry", "UnitRegistry", "gather_code", "gathers_masters", "is_post_forward", "kind_of", "living",
+    "reduce_code", "step_code",
 ]  # fmt: skip
 
 # The kinds. END: of a pass; DONE: of a backward, before its remaining reductions. STEP: of a
@@ -49,11 +51,6 @@ def step_code(number: int, checksum: int) -> int:
     """Return the code of a step of the `FullParamOptimizer` of a number."""
     number &= (1 << _STEP_BITS) - 1
     return STEP << KIND_SHIFT | (checksum << _STEP_BITS + 1 & (1 << KIND_SHIFT) - 1) | number << 1
-
-
-def step_number(code: int) -> int:
-    """Return the number of the optimizer that a step's code names."""
-    return code >> 1 & (1 << _STEP_BITS) - 1
 
 
 def kind_of(code: int) -> int:
@@ -147,3 +144,30 @@ class UnitRegistry:
         kept = flags.copy()
         kept[count:][~used[units]] = 0
         return kept
+
+
+class OptimizerRegistry:
+    """The optimizers of whole parameters of a communicator's units, by their numbers, which are the
+    same on all ranks; it holds them weakly.
+    """
+
+    def __init__(self):
+        self._optimizers: list[weakref.ref] = []
+
+    def add(self, optimizer) -> int:
+        """Add an optimizer; return its number."""
+        self._optimizers.append(weakref.ref(optimizer))
+        return len(self._optimizers) - 1
+
+    def join_step(self, code: int, has_grad: tuple[bool, ...]) -> None:
+        """Take part in a step that only other ranks make. `has_grad`: the parameters with gradients
+        there.
+        """
+        number = code >> 1 & (1 << _STEP_BITS) - 1
+        optimizer = self._optimizers[number]()
+        if optimizer is None:
+            raise InvalidUsage(
+                f"other ranks step FullParamOptimizer {number}, which is gone here: keep it as long as they do",
+                op="FullParamOptimizer.step",
+            )
+        optimizer.join_step(has_grad)

@@ -8,9 +8,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 from collectives.errors import InvalidUsage, RemoteError
 from collectives.sharded import (
+    CPUOffloadPolicy,
     FullParamOptimizer,
     ShardedDataParallel,
     ShardingStrategy,
@@ -147,6 +149,30 @@ def test_muon_and_adamw_are_those_of_one_process():
         found = run_ranks(trained, ranks, "muon_and_adamw", how)
         assert [wrong for wrong, _ in found] == [[]] * ranks, how
         assert sum(owned for _, owned in found) == (8 if how == "NO_SHARD" else 4), how
+
+
+def replicated(ctx, path):
+    """Two replicas of two shards: the owners are among the ranks of a replica."""
+    dist.init_process_group("gloo", store=dist.FileStore(path, ctx.size), rank=ctx.rank, world_size=ctx.size)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        model = Net()
+        fully_shard(model.net, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        fully_shard(model, mesh=mesh)
+        optimizers = RULES["muon_and_adamw"](model, True)
+        train(model, optimizers, ctx.rank)
+        expected, ours = unsharded("muon_and_adamw", ctx.size)[0], full(model)
+        wrong = [name for name, value in expected.state_dict().items() if not torch.allclose(value, ours[name])]
+        return wrong, len(optimizers[0].state_dict()["state"])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_replicas_and_shards_on_the_host(tmp_path):
+    found = run_ranks(replicated, 4, str(tmp_path / "store"))
+    assert [wrong for wrong, _ in found] == [[]] * 4
+    owned = [count for _, count in found]
+    assert owned[:2] == owned[2:] and sum(owned[:2]) == 4 and all(owned)
 
 
 def test_adafactor_and_sgd_are_those_of_one_process():
