@@ -74,6 +74,8 @@ class FullParamOptimizer(torch.optim.Optimizer):
                 f"optimizer_class must return a torch.optim.Optimizer, not {kind_of(inner)}", op=_OP
             )
         self._check_inner(inner)
+        held = {id(param) for group in inner.param_groups for param in group["params"]}
+        self._owned = [each for each in self._owned if id(each.full) in held]
         self._inner = inner
         super().__init__([self._outer_group(group) for group in inner.param_groups], dict(inner.defaults))
         self._is_made = True

@@ -98,9 +98,10 @@ def _merge(first: list[torch.Tensor], last: list[torch.Tensor], tensors: list[to
 
 def _random(shape: tuple[int, ...]) -> torch.Tensor:
     """Return random numbers, of other sizes in each row."""
-    made = torch.randn(shape, dtype=torch.float64)
+    made = torch.randn(shape, dtype=torch.float64, device="cpu")
     if shape:
-        made *= torch.logspace(-1, 1, shape[0], dtype=torch.float64).view(-1, *[1] * (len(shape) - 1))
+        sizes = torch.logspace(-1, 1, shape[0], dtype=torch.float64, device="cpu")
+        made *= sizes.view(-1, *[1] * (len(shape) - 1))
     return made
 
 

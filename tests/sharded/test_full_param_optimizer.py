@@ -24,6 +24,7 @@ from collectives.sharded import (
 )
 from collectives.sharded.param_owners import assign_owners
 from tests.ranks import run_ranks
+from tests.sharded import states
 from tests.sharded.states import differences
 from tests.sharded.training import full
 
@@ -228,6 +229,37 @@ def states_of(ctx, rule, ways):
 def test_full_state_is_the_unsharded_optimizers():
     for rule in RULES:
         assert run_ranks(states_of, 2, rule, ["load", "broadcast"]) == [[], []]
+
+
+def own_states(ctx):
+    """The optimizer's own functions, of unusual parameters: tied, of 0 dimensions, of 0 elements, of 1."""
+    comm = ctx.communicator()
+    plain, model, again = states.Net(), states.sharded(comm=comm), states.sharded(comm=comm)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    options = {"lr": 0.1, "momentum": 0.9}
+    ours, fresh = (FullParamOptimizer(each.parameters(), torch.optim.SGD, **options) for each in (model, again))
+    states.train(plain, theirs)
+    states.train(model, ours)
+    wrong = states.differences(model.state_dict(), plain.state_dict())
+
+    def compare():
+        return states.differences(full_state(again, fresh), full_state(model, ours))
+
+    fresh.load_state_dict(ours.state_dict())
+    wrong += compare()
+    fresh.load_state_dict({**theirs.state_dict(), "state": {}})
+    assert not fresh.state and compare()  # so that what comes next can fail
+    fresh.load_state_dict(theirs.state_dict())
+    wrong += compare()
+    fresh.load_state_dict({**theirs.state_dict(), "state": {}})
+    set_optimizer_state_dict(again, fresh, get_optimizer_state_dict(model, ours))
+    wrong += compare()
+    shards = {id(param) for param in again.parameters()}
+    return wrong, all(id(param) in shards for param in fresh.state)
+
+
+def test_own_state_dicts_and_unusual_parameters():
+    assert run_ranks(own_states, 2) == [([], True)] * 2  # of 2 equal gradients the mean is exact
 
 
 def saving(ctx, rule, path):
