@@ -116,7 +116,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
                     )
                 self._scheduler = scheduler
                 if unit.ranks.shard is not None:
-                    added.append(OwnedParam(sharded, group, sharded.name))
+                    added.append(OwnedParam(sharded, group, f"{sharded.name} of unit {unit.index}"))
                     full = added[-1].full
             self._shards[id(full)] = param
             return full
@@ -144,7 +144,8 @@ class FullParamOptimizer(torch.optim.Optimizer):
             cls.__module__.startswith("torch.optim.") and cls is not torch.optim.LBFGS
         )
         dims = [{param.dim() for param in group["params"]} for group in inner.param_groups]
-        if self._owned and not known and (_COUPLES.search(cls.__name__.lower()) or differs_apart(inner, dims)):
+        named = any(_COUPLES.search(each.__name__.replace("_", "").lower()) for each in cls.__mro__)
+        if self._owned and not known and (named or differs_apart(inner, dims)):
             raise InvalidUsage(
                 f"{cls.__name__} looks at all parameters together (a norm of all gradients, one step size), and here "
                 "each rank steps some of them: leave its option for that out (clip by clip_grad_norm_ instead), use "

@@ -420,7 +420,10 @@ def mismatched(ctx, kind, late):
         params = params[::-1]
     if kind == "other" and ctx.rank:
         params = params[1:]
-    if kind in ("order", "other"):
+    if kind == "alike":  # of one name and shape, in two units
+        model = nn.Sequential(*(fully_shard(nn.Linear(5, 5, bias=False), comm=ctx.communicator()) for _ in range(2)))
+        params = list(model.parameters())[:: -1 if ctx.rank else 1]
+    if kind in ("order", "other", "alike"):
         with pytest.raises(InvalidUsage, match="same call"):
             FullParamOptimizer(params, torch.optim.Muon)
         return True
@@ -447,7 +450,7 @@ def mismatched(ctx, kind, late):
     return bool(full(model)["net.2.weight"].isfinite().all())
 
 
-@pytest.mark.parametrize("kind", ["order", "other", "gradient", "forward"])
+@pytest.mark.parametrize("kind", ["order", "other", "alike", "gradient", "forward"])
 def test_ranks_that_differ_raise(kind):
     for late in (False, True) if kind in ("gradient", "forward") else (False,):
         assert run_ranks(mismatched, 2, kind, late) == [True, True], late
