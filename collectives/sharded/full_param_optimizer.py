@@ -84,6 +84,13 @@ class FullParamOptimizer(torch.optim.Optimizer):
     def __repr__(self):
         return f"FullParamOptimizer of {self._inner!r}"
 
+    def __getstate__(self):
+        raise InvalidUsage(
+            "an optimizer over shards can't be copied or pickled: save its state_dict(), or use "
+            "collectives.sharded.save",
+            op=_OP,
+        )
+
     @property
     def full_params(self) -> dict[int, OwnedParam]:
         """The sharded parameters that are stepped as a whole, by their shards' ids."""

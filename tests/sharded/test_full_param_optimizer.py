@@ -1,5 +1,6 @@
 """Optimizers of whole parameters over shards: the results, state and errors of one process."""
 
+import copy
 import math
 
 import pytest
@@ -294,9 +295,10 @@ def test_checkpoints_on_another_number_of_ranks(tmp_path):
     for rule in ("muon_and_adamw", "adafactor"):
         path = str(tmp_path / rule)
         run_ranks(saving, 2, rule, path)
-        found = run_ranks(loading, 3, rule, path)
-        assert [wrong for wrong, _ in found] == [[], [], []]
-        assert sum(owned for _, owned in found) == (4 if rule == "muon_and_adamw" else 7)
+        for ranks in (3, 1):
+            found = run_ranks(loading, ranks, rule, path)
+            assert [wrong for wrong, _ in found] == [[]] * ranks
+            assert sum(owned for _, owned in found) == (4 if rule == "muon_and_adamw" else 7)
 
 
 def by_torch(ctx, store, path, saves):
@@ -467,6 +469,8 @@ def refused(ctx):
         FullParamOptimizer(model.parameters(), list)
     with pytest.raises(InvalidUsage, match="wasn't given"):
         FullParamOptimizer(matrices(model), lambda params: torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]))
+    with pytest.raises(InvalidUsage, match="copied or pickled"):
+        copy.deepcopy(FullParamOptimizer(matrices(model), torch.optim.Muon))
     return True
 
 

@@ -109,7 +109,10 @@ def params_by_id(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] =
             found[id(param)] = NamedParam(clean_tensor_name(name), param, None)
     for optimizer in optimizers:
         if isinstance(optimizer, FullParamOptimizer):
-            for key, owned in optimizer.full_params.items():
-                if key in found:
-                    found[key] = NamedParam(found[key].name, owned.full, None, owned)
+            owned = optimizer.full_params
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                if id(param) in found:
+                    each = owned.get(id(param))  # None: whole on each rank, and so is its state
+                    whole = param if each is None else each.full
+                    found[id(param)] = NamedParam(found[id(param)].name, whole, None, each)
     return found
