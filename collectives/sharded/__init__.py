@@ -21,9 +21,11 @@ from torch.distributed.fsdp import (
 
 from .fsdp1.api import ShardingStrategy
 from .fsdp1.data_parallel import ShardedDataParallel
+from .full_param_optimizer import FullParamOptimizer
 from .materialize import materialize
 from .memory_plan import MemoryPlan, memory_plan
 from .module import ShardedModule, UnshardHandle, register_forward_method
+from .optimizer_hooks import register_elementwise_optimizer
 from .scaler import ShardedGradScaler
 from .sharding import fully_shard
 from .state.checkpoint import load, save
@@ -49,6 +51,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CustomPolicy",
     "FullOptimStateDictConfig",
+    "FullParamOptimizer",
     "FullStateDictConfig",
     "MemoryPlan",
     "MixedPrecision",
@@ -77,6 +80,7 @@ __all__ = [
     "load",
     "materialize",
     "memory_plan",
+    "register_elementwise_optimizer",
     "register_forward_method",
     "save",
     "set_model_state_dict",

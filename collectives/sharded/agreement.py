@@ -40,9 +40,20 @@ from ..environment import read_switch
 from ..errors import CollectivesError, Mismatch
 from ..rendezvous.progress_board import Status, open_board
 from .follower import Follower
-from .negotiation import AGREED, DEFERRED, Negotiation
+from .negotiation import AGREED, DEFERRED, Negotiation, remote_error
 from .unit import Unit
-from .unit_registry import BARRIER, CREATE, DONE, END, KIND_SHIFT, UnitRegistry, gather_code, reduce_code
+from .unit_registry import (
+    BARRIER,
+    CREATE,
+    DONE,
+    END,
+    KIND_SHIFT,
+    REMOTE,
+    UnitRegistry,
+    gather_code,
+    reduce_code,
+    step_code,
+)
 
 __all__ = ["Agreement"]
 
@@ -174,6 +185,46 @@ class Agreement:
         if self._checks and self.follower.schedule is not None:
             self._check_order()
         return self.follower.end_pass()
+
+    # ---- Steps of optimizers of whole parameters.
+
+    def begin_step(self, number: int, has_grad: tuple[bool, ...], describe: Callable[[], str]) -> None:
+        """Begin the pass of a step of the `FullParamOptimizer` of a number.
+
+        `has_grad`: which of its parameters have a gradient. Raises `InvalidUsage` on all ranks where
+        they don't make the same step now; `describe`: a function that returns this rank's text for it.
+        """
+        if self.control is None:
+            return
+        code = step_code(number, zlib.crc32(bytes(has_grad)))
+        self.follower.begin_pass(("step", number, has_grad), code)
+        self.follower.record_plan(has_grad)
+        self._reach(code, describe() if self._will_negotiate else "")
+
+    @property
+    def _will_negotiate(self) -> bool:
+        return not self.follower.is_following or self.follower.schedule is None
+
+    def share_failure(self, failed: bool) -> int | None:
+        """Return the last rank on which a step has failed; None where it has on none. A collective on
+        the host, which blocks.
+        """
+        if self.control is None:
+            return None
+        found = numpy.array([(self.comm.rank + 1) * failed], dtype=numpy.int64)
+        self.control.all_reduce(found, "max")
+        return int(found[0]) - 1 if found[0] else None
+
+    def raise_failed_step(self, rank: int) -> None:
+        """Raise `RemoteError`, since a rank has announced its failure in `share_failure`, as all other
+        ranks do now.
+        """
+        self.fail(REMOTE << KIND_SHIFT | rank << 1)
+        raise remote_error(
+            f"rank {rank} could not make its part of the step of a FullParamOptimizer, and raised the reason there: "
+            "optimizers of other ranks have made theirs, so go back to a checkpoint",
+            self.comm.rank, rank,
+        )  # fmt: skip
 
     def _join_collective(self, code: int) -> None:
         if code == _DONE and self._checks:

@@ -14,7 +14,18 @@ from ..rendezvous.progress_board import ProgressBoard, Status
 from .negotiation import AGREED, DEFERRED, FAILED, INTERRUPTED, known_to_all, remote_error
 from .schedule import Pass, Schedule, ScheduleBook
 from .unit import Unit
-from .unit_registry import DONE, END, KIND_SHIFT, REDUCE, REMOTE, UnitRegistry, is_post_forward, kind_of, reduce_code
+from .unit_registry import (
+    DONE,
+    END,
+    KIND_SHIFT,
+    REDUCE,
+    REMOTE,
+    STEP,
+    UnitRegistry,
+    is_post_forward,
+    kind_of,
+    reduce_code,
+)
 
 __all__ = ["Follower"]
 
@@ -154,6 +165,9 @@ class Follower:
     def join(self, code: int) -> None:
         """Take part in a collective for the others."""
         if kind_of(code) in (END, DONE):
+            return
+        if kind_of(code) == STEP:
+            self._join_collective(code)
             return
         unit = self._units.of(code)
         if unit is None:

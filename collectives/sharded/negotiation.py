@@ -7,6 +7,7 @@ reached:
 - some want an all-gather: all ranks take part in that of the lowest unit, and those that didn't
   want it drop the result.
 - some end a forward: they go on.
+- some step an optimizer of whole parameters, or make another call of all ranks: that is an error.
 - otherwise there are reductions of different units: these are deferred to the end of the backward.
 - at the end of its backward a rank takes part in the others' all-gathers until all ranks have ended
   theirs. All ranks then reduce the gradients that still wait on any of them; ranks without
@@ -24,7 +25,18 @@ from ..comm.communicator import Communicator
 from ..comm.consensus import all_gather_object
 from ..errors import InvalidUsage, RemoteError
 from .schedule import Pass
-from .unit_registry import BARRIER, CREATE, END, GATHER, KIND_SHIFT, REDUCE, UnitRegistry, gathers_masters, kind_of
+from .unit_registry import (
+    BARRIER,
+    CREATE,
+    END,
+    GATHER,
+    KIND_SHIFT,
+    REDUCE,
+    STEP,
+    UnitRegistry,
+    gathers_masters,
+    kind_of,
+)
 
 __all__ = ["AGREED", "DEFERRED", "FAILED", "INTERRUPTED", "PARTIAL", "Negotiation", "known_to_all", "remote_error"]
 
@@ -38,7 +50,7 @@ _DIFFERENT_MODULES = (
 )
 _DIFFERENT_CALLS = ("the ranks don't make the same call", "all ranks must make it, at the same place of the training")
 # Texts of `remote_error`.
-FAILED = "rank {} could not go on, in its forward, and raised the reason there"
+FAILED = "rank {} could not go on, in its forward or its optimizer's step, and raised the reason there"
 INTERRUPTED = (
     "a forward or backward was interrupted by an exception {} and not on all ranks: their gradients would be of "
     "different batches; catch exceptions on all ranks, or on none"
@@ -114,7 +126,7 @@ class Negotiation:
             elif kind_of(-least) == END:
                 if kind == END:
                     return PARTIAL
-            elif kind_of(most) == BARRIER:
+            elif kind_of(most) in (BARRIER, STEP):
                 self._raise_mismatch(described or self._units.describe(code), _DIFFERENT_CALLS)
             elif kind == REDUCE:
                 return DEFERRED

@@ -2,26 +2,32 @@
 step.
 
 - Optimizers that use a parameter as a whole (its rows and columns, its norm, its singular values)
-  are refused: a shard has none of these. They are recognised by their class, at their first step.
+  are refused: a shard has none of these. They are recognised at their first step, by the names of
+  their classes, and classes that aren't known by a trial on tiny parameters.
 - Optimizers that split the parameters over the ranks themselves (torch's ZeroRedundancyOptimizer)
   are refused: they take parameters to be equal on all ranks, and would overwrite one rank's shards
-  with another's. They are recognised in the same way.
+  with another's. They are recognised by their names.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import weakref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import InvalidUsage
+from ..errors import InvalidArgument, InvalidUsage
 from ..optim import FusedOptimizer
+from .full_param_optimizer import FullParamOptimizer
+from .optimizer_trial import differs_on_shards
 from .scheduler import Scheduler, find_schedulers, find_units, open_schedulers
 
-__all__ = ["check_elementwise", "register_optimizer_hooks", "replaced", "trim_pool"]
+__all__ = [
+    "check_elementwise", "register_elementwise_optimizer", "register_optimizer_hooks", "replaced", "trim_pool",
+]  # fmt: skip
 
 # Parts of the names of such classes, in lower case and without "_"...
 _PARTS = re.compile("adafactor|muon|shampoo|novograd|lbfgs|adammini|dadapt|prodigy|galore")
@@ -48,27 +54,70 @@ def _is_elementwise(cls: type) -> bool:
     return True
 
 
+# torch's classes that are known to work element by element: no trial is made of these, but of their subclasses.
+_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD SparseAdam"
+_KNOWN = {getattr(torch.optim, name) for name in _NAMES.split()} | {FullParamOptimizer}
+_registered: set[type] = set()  # what users have registered
+_checked = weakref.WeakSet()  # optimizers that may step shards
+
+
+def register_elementwise_optimizer(optimizer_class: type) -> type:
+    """Let optimizers of a class step shards, whatever its name is and a trial finds; return the class.
+
+    Each element of a parameter must be stepped by what that element, its gradient and its state are
+    alone, or the ranks train something else than one process does. For this class and not its
+    subclasses. Also a class decorator. Raises `InvalidArgument` for what is no optimizer's class.
+    """
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise InvalidArgument(
+            f"register_elementwise_optimizer takes a subclass of torch.optim.Optimizer, not {optimizer_class!r:.60}",
+            op="register_elementwise_optimizer",
+        )
+    _registered.add(optimizer_class)
+    return optimizer_class
+
+
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise `InvalidUsage` where an optimizer that can't step shards has some; whole parameters are
     allowed.
     """
-    exchanges = _exchanges(type(optimizer))
-    if _is_elementwise(type(optimizer)) and not exchanges:
+    cls = type(optimizer)
+    if cls in _KNOWN or cls in _registered or isinstance(optimizer, FusedOptimizer) or optimizer in _checked:
         return
     units = find_units(param for group in optimizer.param_groups for param in group["params"])
     split = [unit for unit in units if unit.ranks.shard is not None]
     if not split:
         return
-    name = type(optimizer).__name__
-    problem = (
-        f"takes parameters to be equal on all ranks, and each rank has other pieces of {split[0]!r}: step with the "
-        "optimizer inside of it; each rank steps its pieces alone already"
-        if exchanges
-        else "looks at a parameter as a whole (its rows, its norm, or all parameters at once), and this rank has a "
-        "piece of it: use an optimizer that works element by element (SGD, Adam, AdamW, ...), give the parameters of "
-        f"{split[0]!r} to another one, or keep them whole by ignored_params or ShardingStrategy.NO_SHARD"
-    )
+    name, by_name, dims = cls.__name__, not _is_elementwise(cls), _dims_of_shards(optimizer, split)
+    if _exchanges(cls):
+        problem = (
+            f"takes parameters to be equal on all ranks, and each rank has other pieces of {split[0]!r}: step with the "
+            "optimizer inside of it; each rank steps its pieces alone already"
+        )
+    elif by_name or differs_on_shards(optimizer, dims):
+        problem = "looks at a parameter as a whole (its rows, its norm, or all parameters at once)" + (
+            "," if by_name else "; a trial on tiny parameters gave other results for their parts;"
+        )
+        problem += (
+            f" and this rank has a piece of it: let collectives.sharded.FullParamOptimizer(params, {name}, ...) step "
+            "whole parameters, each on one rank, use an optimizer that works element by element (SGD, Adam, AdamW, "
+            f"...), or keep the parameters of {split[0]!r} whole by ignored_params or ShardingStrategy.NO_SHARD; if "
+            f"{name} does work element by element, say so by collectives.sharded.register_elementwise_optimizer"
+        )
+    else:
+        if any(dims):
+            _checked.add(optimizer)
+        return
     raise InvalidUsage(f"{name} {problem}", op=f"{name}.step", rank=split[0].ranks.world.rank)
+
+
+def _dims_of_shards(optimizer: torch.optim.Optimizer, units) -> list[set[int]]:
+    """Return the numbers of dimensions of the shards with a gradient in each param group."""
+    shards = {id(param.shard) for unit in units for param in unit.params}
+    return [
+        {param.dim() for param in group["params"] if id(param) in shards and param.grad is not None}
+        for group in optimizer.param_groups
+    ]
 
 
 # Parameters that were replaced by shards -> their names. An optimizer, or another module, may still

@@ -25,6 +25,8 @@ from .unit import State, Unit
 from .unit_registry import (
     DONE,
     GATHER,
+    STEP,
+    OptimizerRegistry,
     UnitRegistry,
     gather_code,
     gathers_masters,
@@ -67,6 +69,7 @@ class Scheduler:
         self.planner = PassPlanner(self.agreement, self.registry)
         self.pool = BufferPool()
         self.host_copies = HostCopies()
+        self.full_param_optimizers = OptimizerRegistry()
         # Whether collectives overlap with the computation: on a GPU, or on spare cores.
         self.should_overlap = not comm._on_host or should_overlap(comm)
         self.depth = 0  # nesting of units' forwards
@@ -123,6 +126,9 @@ class Scheduler:
             self._reductions.wait()
             for reducer in _reducers(self.units):
                 reducer.join_end()
+            return
+        if kind_of(code) == STEP:
+            self.full_param_optimizers.join_step(code, self.agreement.follower.plan)
             return
         unit = self.registry.of(code)
         if kind_of(code) == GATHER:

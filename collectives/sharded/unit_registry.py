@@ -1,4 +1,5 @@
-"""Unit registry: the units of a communicator by number, and the codes of their collectives.
+"""Unit registry: the units of a communicator and its optimizers of whole parameters by number, and
+the codes of their collectives.
 
 A collective's code is a number: its kind, the unit's number and options. It is the same on all
 ranks.
@@ -10,25 +11,29 @@ import weakref
 
 import numpy
 
+from ..errors import InvalidUsage
 from .unit import Unit
 
 __all__ = [
-    "BACKWARD", "BARRIER", "CREATE", "DONE", "END", "FORWARD", "GATHER", "KIND_SHIFT", "REDUCE", "REMOTE",
-    "UnitRegistry", "gather_code", "gathers_masters", "is_post_forward", "kind_of", "living", "reduce_code",
+    "BACKWARD", "BARRIER", "CREATE", "DONE", "END", "FORWARD", "GATHER", "KIND_SHIFT", "REDUCE", "REMOTE", "STEP",
+    "OptimizerRegistry", "UnitRegistry", "gather_code", "gathers_masters", "is_post_forward", "kind_of", "living",
+    "reduce_code", "step_code",
 ]  # fmt: skip
 
-# The kinds. END: of a pass; DONE: of a backward, before its remaining reductions. The last three
-# are reasons only: a forward or backward begins, and another rank has failed.
-END, DONE, REDUCE, GATHER, CREATE, BARRIER, FORWARD, BACKWARD, REMOTE = range(1, 10)
+# The kinds. END: of a pass; DONE: of a backward, before its remaining reductions. STEP: of a
+# FullParamOptimizer. FORWARD, BACKWARD and REMOTE are reasons only: a forward or backward begins, and
+# another rank has failed.
+END, DONE, REDUCE, GATHER, CREATE, BARRIER, FORWARD, BACKWARD, REMOTE, STEP = range(1, 11)
 KIND_SHIFT = 33
 _POST_FORWARD = 1  # an all-gather of the shards that were kept after a forward
 _UNIT_SHIFT, _UNIT_BITS = 1, 24
 _MASK_SHIFT = _UNIT_SHIFT + _UNIT_BITS  # of a reduction: the mask of the unit's trainable groups
+_STEP_BITS = 12  # of an optimizer's step: its number; above it a checksum of which parameters have gradients
 _MASTER_SHARDS = 1 << KIND_SHIFT - 1  # of an all-gather: of the shards in their own dtype
 _ACTIONS = {
     END: "ends a forward", DONE: "ends a backward", REDUCE: "reduces", GATHER: "is in a forward or gathers",
     CREATE: "shards a module", BARRIER: "makes another call", FORWARD: "begins a forward of",
-    BACKWARD: "begins a backward",
+    BACKWARD: "begins a backward", STEP: "steps a FullParamOptimizer",
 }  # fmt: skip
 
 
@@ -40,6 +45,12 @@ def gather_code(unit: Unit, *, post_forward: bool = False, masters: bool = False
 def reduce_code(unit: Unit) -> int:
     """Return the code of a unit's reduction, with the groups that it reduces."""
     return REDUCE << KIND_SHIFT | unit.gradients.trainable_mask << _MASK_SHIFT | unit.index << _UNIT_SHIFT
+
+
+def step_code(number: int, checksum: int) -> int:
+    """Return the code of a step of the `FullParamOptimizer` of a number."""
+    number &= (1 << _STEP_BITS) - 1
+    return STEP << KIND_SHIFT | (checksum << _STEP_BITS + 1 & (1 << KIND_SHIFT) - 1) | number << 1
 
 
 def kind_of(code: int) -> int:
@@ -133,3 +144,30 @@ class UnitRegistry:
         kept = flags.copy()
         kept[count:][~used[units]] = 0
         return kept
+
+
+class OptimizerRegistry:
+    """The optimizers of whole parameters of a communicator's units, by their numbers, which are the
+    same on all ranks; it holds them weakly.
+    """
+
+    def __init__(self):
+        self._optimizers: list[weakref.ref] = []
+
+    def add(self, optimizer) -> int:
+        """Add an optimizer; return its number."""
+        self._optimizers.append(weakref.ref(optimizer))
+        return len(self._optimizers) - 1
+
+    def join_step(self, code: int, has_grad: tuple[bool, ...]) -> None:
+        """Take part in a step that only other ranks make. `has_grad`: the parameters with gradients
+        there.
+        """
+        number = code >> 1 & (1 << _STEP_BITS) - 1
+        optimizer = self._optimizers[number]()
+        if optimizer is None:
+            raise InvalidUsage(
+                f"other ranks step FullParamOptimizer {number}, which is gone here: keep it as long as they do",
+                op="FullParamOptimizer.step",
+            )
+        optimizer.join_step(has_grad)

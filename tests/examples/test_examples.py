@@ -96,6 +96,19 @@ def test_sharded_digits(tmp_path):
     assert peak["DDP"] > kept and peak["DDP"] > peak["wrap policy"] > kept / 2
 
 
+@pytest.mark.sampled(one_in=3)
+def test_sharded_muon(tmp_path):
+    model = ("--layers", "1", "--width", "64", "--context", "32", "--held-out", "64", "--limit", "300000")
+    result = result_of("sharded_muon.py", *model, "--steps", "60", cwd=tmp_path)
+    assert result["equal_to_ddp"] is True
+    losses, state = result["losses"], result["state_bytes"]
+    assert losses["Muon"] == losses["Muon, DDP"] < losses["AdamW"] < result["loss_first"]
+    # Momentum of the matrices of a block, which are 12 times 64 x 64, and two moments of the rest.
+    matrices = 4 * 12 * 64 * 64
+    assert matrices < state["Muon, DDP"] < 8 * result["parameters"]
+    assert state["Muon, DDP"] / 3 < state["Muon"] < state["Muon, DDP"] * 2 / 3
+
+
 @pytest.mark.sampled(one_in=2)
 def test_sharded_t5(tmp_path):
     model = ("--layers", "1", "--width", "64", "--limit", "2000000", "--learning-rate", "0.01", "--samples", "1")

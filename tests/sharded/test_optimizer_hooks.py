@@ -8,7 +8,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import collectives
 from collectives.errors import InvalidUsage
-from collectives.sharded import ShardedDataParallel, ShardingStrategy, fully_shard
+from collectives.sharded import (
+    ShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+    register_elementwise_optimizer,
+)
 from collectives.sharded.optimizer_hooks import _is_elementwise
 from tests.ranks import run_ranks
 
@@ -91,6 +96,96 @@ def test_which_optimizers_are_element_by_element():
     names += " FusedNovoGrad Lamb8bit Adam_mini AdamMini CAME SM3 Prodigy DAdaptAdam GaLoreAdamW LBFGS FullBatchLBFGS"
     for name in names.split():
         assert not _is_elementwise(type(name, (torch.optim.Optimizer,), {})), name
+
+
+class Fast(Third):
+    """A stranger's optimizer whose name says nothing; the subclasses say what of a parameter they use."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.sub_(group["lr"] * self.update(param, param.grad))
+
+
+class OfNorm(Fast):
+    def update(self, param, grad):
+        return grad * param.norm() / grad.norm()
+
+
+class OfProduct(Fast):
+    def update(self, param, grad):
+        return grad @ grad.T @ grad
+
+
+class OfRows(Fast):
+    def update(self, param, grad):
+        return grad - grad.mean(dim=-1, keepdim=True)
+
+
+class OfAll(Fast):
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 0.1)
+        super().step()
+
+    def update(self, param, grad):
+        return grad
+
+
+class InFloat(Fast):
+    def update(self, param, grad):
+        return (grad.float() / (grad.float().abs() + 1)).to(grad.dtype)
+
+
+class Noisy(Fast):
+    """That can't be compared: other random numbers each time."""
+
+    def update(self, param, grad):
+        return grad + torch.randn_like(grad)
+
+
+class OfModel(Fast):
+    """That can't be made again from what the optimizer has."""
+
+    def __init__(self, params, model):
+        super().__init__(params)
+
+    update = InFloat.update
+
+
+class Declared(OfRows):
+    pass
+
+
+def tried(ctx):
+    found = {}
+    kinds = [OfNorm, OfProduct, OfRows, OfAll, InFloat, Noisy, OfModel, Declared]
+    for kind in kinds:
+        model = fully_shard(net(), comm=ctx.communicator())
+        optimizer = kind(model.parameters(), model) if kind is OfModel else kind(model.parameters())
+        # A first step with a schedule that begins with 0, and without gradients, on which nothing can be found.
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step)
+        optimizer.step()
+        backward(model, ctx.rank)
+        before = torch.get_rng_state()
+        values = [param.detach().clone() for param in model.parameters()]
+        if kind is Declared:
+            assert register_elementwise_optimizer(Declared) is Declared
+        try:
+            optimizer.step()
+        except InvalidUsage as error:
+            assert all(map(torch.equal, values, model.parameters()))
+            found[kind.__name__] = "FullParamOptimizer" in str(error) and "trial on tiny parameters" in str(error)
+        assert kind is Noisy or torch.equal(before, torch.get_rng_state())
+    with pytest.raises(collectives.errors.InvalidArgument, match="subclass of torch.optim.Optimizer"):
+        register_elementwise_optimizer(optimizer)
+    return found
+
+
+def test_strangers_are_tried_on_tiny_parameters():
+    found = {"OfNorm": True, "OfProduct": True, "OfRows": True, "OfAll": True}
+    assert run_ranks(tried, 2) == [found, found]
 
 
 def third(ctx):

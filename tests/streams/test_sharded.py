@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import collectives
 from collectives.errors import InvalidUsage, RemoteError
 from collectives.sharded import (
     CPUOffloadPolicy,
+    FullParamOptimizer,
     MixedPrecisionPolicy,
     ModuleWrapPolicy,
     ShardedDataParallel,
@@ -85,6 +87,71 @@ def by_units(ctx, kind):
 @pytest.mark.sampled(one_in=2)
 def test_units(tmp_path, kind):
     compare(by_units, tmp_path, kind, same=nearly if kind in ("norm", "bf16") else torch.equal)
+
+
+class Pair:
+    """Muon for the matrices and AdamW for the rest, as one."""
+
+    def __init__(self, model):
+        params = list(model.parameters())
+        muon = FullParamOptimizer([p for p in params if p.dim() > 1], torch.optim.Muon, lr=0.05)
+        self.both = muon, torch.optim.AdamW([p for p in params if p.dim() < 2], 0.01)
+
+    def zero_grad(self):
+        for each in self.both:
+            each.zero_grad()
+
+    def step(self):
+        for each in self.both:
+            each.step()
+
+
+@over_gloo
+def whole_params(ctx):
+    model = make_model().to(ctx.device)
+    units_of(model, comm=ctx.communicator())
+    return train(ctx, model, Pair(model))
+
+
+def test_whole_parameters(tmp_path):
+    compare(whole_params, tmp_path)
+
+
+@over_gloo
+def whole_params_fail(ctx):
+    """The owner's optimizer raises: the others do, at the latest in the next step, and none of them hangs."""
+    model = make_model().to(ctx.device)
+    units_of(model, comm=ctx.communicator())
+    optimizer = FullParamOptimizer([p for p in model.parameters() if p.dim() > 1], torch.optim.SGD, lr=0.1)
+    for number, (x, y) in enumerate(batches_on(ctx, 9)):
+        fails = number == 5 and ctx.rank == 1
+        try:
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            with mock.patch.object(optimizer._inner, "step", side_effect=ZeroDivisionError if fails else None):
+                optimizer.step()
+        except (ZeroDivisionError, RemoteError) as error:
+            return type(error).__name__, number
+    return None
+
+
+def test_an_owners_error(tmp_path):
+    mine, theirs = run(whole_params_fail, 2, tmp_path / "simulated", device="simulated")
+    assert theirs == ("ZeroDivisionError", 5)
+    assert mine in (("RemoteError", 5), ("RemoteError", 6))
+
+
+@over_gloo
+def whole_params_offloaded(ctx):
+    model = make_model().to(ctx.device)
+    units_of(model, comm=ctx.communicator(), offload_policy=CPUOffloadPolicy())
+    with pytest.raises(InvalidUsage, match="CPU offload"):
+        FullParamOptimizer([p for p in model.parameters() if p.dim() > 1], torch.optim.Muon)
+    return True
+
+
+def test_whole_parameters_of_shards_on_the_host_are_refused(tmp_path):
+    assert all(run(whole_params_offloaded, 2, tmp_path / "simulated", device="simulated"))
 
 
 def test_offload_of_one_rank(tmp_path):

@@ -125,7 +125,7 @@ def optim_state_dict_to_load(
     """
     settings = get_state_dict_type(model)
     if getattr(settings.optim_state_dict_config, "rank0_only", False):
-        optim_state_dict = scatter_from_rank0(model, optim_state_dict)
+        optim_state_dict = scatter_from_rank0(model, optim_state_dict, [optim])
     local = local_state_dict(model, optim, optim_state_dict)
     if load_directly:
         optim.load_state_dict(local)
@@ -142,5 +142,5 @@ def scatter_full_optim_state_dict(
     """
     if optim is None:
         raise InvalidArgument("give the optimizer as optim=", op="scatter_full_optim_state_dict")
-    given = scatter_from_rank0(model, full_optim_state_dict)
+    given = scatter_from_rank0(model, full_optim_state_dict, [optim])
     return local_state_dict(model, optim, given)

@@ -150,7 +150,7 @@ def load(
         found = reader[0]
         others["extra"] = found.read_extra()
         if optimizers:
-            state = found.read_optimizers(params_by_id(model).values())
+            state = found.read_optimizers(params_by_id(model, optimizers).values())
             states.extend(local_state_dict(model, each, state) for each in optimizers)
 
     def read() -> None:

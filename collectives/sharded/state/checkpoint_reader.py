@@ -178,6 +178,8 @@ class CheckpointReader(FileSystemReader):
                 value = torch.empty(entry.size, dtype=entry.properties.dtype)
                 if rest[0] == "state" and len(rest) == 3 and rest[2] != "step":
                     named = by_name.get(rest[1])
+                    if named is not None and named.owned is not None and not named.has_state:
+                        continue  # another rank has all of it
                     if named is not None and named.shape == entry.size:
                         here = torch.empty(named.param.shape, dtype=value.dtype, device=named.device)
                         value = named.as_entry(here)

@@ -5,12 +5,15 @@ parameter of each name.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from ...errors import InvalidArgument
+from ..full_param_optimizer import FullParamOptimizer
 from ..param import ShardedParam
+from ..param_owners import OwnedParam
 from .state_dict import as_shard_tensor
 
 __all__ = ["NamedParam", "clean_tensor_name", "params_by_id", "sharded_params_by_fqn"]
@@ -29,12 +32,19 @@ def clean_tensor_name(name: str) -> str:
 @dataclasses.dataclass(frozen=True)
 class NamedParam:
     """A parameter by its name: `param` is the object on this rank, `sharded` its `ShardedParam`, or
-    None.
+    None. `owned`: where a `FullParamOptimizer` has its state, whole and on one rank; `param` then has
+    the full shape.
     """
 
     name: str
     param: nn.Parameter
     sharded: ShardedParam | None
+    owned: OwnedParam | None = None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this rank has a part of its optimizer state."""
+        return self.owned.is_here if self.owned is not None else self.param.numel() > 0
 
     @property
     def shape(self) -> torch.Size:
@@ -85,8 +95,10 @@ def sharded_params_by_fqn(model: nn.Module) -> dict[str, ShardedParam]:
     return found
 
 
-def params_by_id(model: nn.Module) -> dict[int, NamedParam]:
-    """Return a model's parameters by their ids, each with its first name; of units, their shards."""
+def params_by_id(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[int, NamedParam]:
+    """Return a model's parameters by their ids, each with its first name; of units, their shards.
+    `optimizers`: in whose state dicts they are named.
+    """
     found: dict[int, NamedParam] = {}
     of_units = set()
     for name, param in sharded_params_by_fqn(model).items():
@@ -95,4 +107,12 @@ def params_by_id(model: nn.Module) -> dict[int, NamedParam]:
     for name, param in model.named_parameters():
         if id(param) not in of_units:
             found[id(param)] = NamedParam(clean_tensor_name(name), param, None)
+    for optimizer in optimizers:
+        if isinstance(optimizer, FullParamOptimizer):
+            owned = optimizer.full_params
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                if id(param) in found:
+                    each = owned.get(id(param))  # None: whole on each rank, and so is its state
+                    whole = param if each is None else each.full
+                    found[id(param)] = NamedParam(found[id(param)].name, whole, None, each)
     return found

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import InvalidArgument, InvalidUsage
 from ...optim import FusedOptimizer
+from ..full_param_optimizer import FullParamOptimizer
 from ..managed_params import units_in
 from ..mesh import Ranks
 from .dist_wrapper import DistWrapper, get_module_scheduler
@@ -84,7 +85,7 @@ def sharded_state(
     `fill`: initialise state where there is none. `raw`: the result of the optimizer's own
     ``state_dict()``.
     """
-    by_id = params_by_id(model)
+    by_id = params_by_id(model, optimizers)
     made: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
         if fill:
@@ -92,9 +93,8 @@ def sharded_state(
         named, groups = _state_by_fqn(optimizer, by_id, raw)
         made["param_groups"] += groups
         for name, state in named.items():
-            here = by_id[id(name.param)]
             made["state"][name.name] = {
-                key: here.as_entry(value) if here.is_per_element(key, value) else value for key, value in state.items()
+                key: name.as_entry(value) if name.is_per_element(key, value) else value for key, value in state.items()
             }
     return made
 
@@ -138,6 +138,9 @@ def _init_optim_state(optimizer) -> None:
     """Let an optimizer that has not stepped make its state, by a step with gradients of 0 that
     changes nothing.
     """
+    if isinstance(optimizer, FullParamOptimizer):
+        with optimizer.zero_params() as whole:
+            return _init_optim_state(whole)
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if optimizer.state or any(param.grad is not None for param in params):
         return
@@ -173,7 +176,7 @@ def gather_full_state(
     `given`: pairs of an optimizer and its own state dict, or None.
     """
     ranks = DistWrapper(get_module_scheduler(model), "get_optimizer_state_dict")
-    by_id = params_by_id(model)
+    by_id = params_by_id(model, [optimizer for optimizer, _ in given])
     here: dict[str, dict] = {}
     groups: list[dict] = []
 
@@ -199,7 +202,7 @@ def gather_full_state(
     def check_complete() -> None:
         for named in by_id.values():
             for key, entry in merged.get(named.name, {}).items():
-                if isinstance(entry, torch.dtype) and named.param.numel() and key not in here.get(named.name, {}):
+                if isinstance(entry, torch.dtype) and named.has_state and key not in here.get(named.name, {}):
                     raise InvalidUsage(f"{key} of {named.name} is in the optimizers of other ranks and not in this one")
 
     ranks.run_on_all("find all of its state", check_complete)
@@ -213,6 +216,7 @@ def gather_full_state(
             made[name] = {
                 key: full[name, key] if isinstance(entry, torch.dtype) else _scalar(here.get(name, {}).get(key, entry))
                 for key, entry in merged[name].items()
+                if (name, key) in full or not isinstance(entry, torch.dtype)
             }
     return {"state": made, "param_groups": groups}
 
@@ -248,7 +252,7 @@ def _gather_entries(model, by_id, here, merged, form: GetOptions, keeps: bool):
         for group in unit.groups:
             kinds: dict[tuple, list] = {}
             for param in group.params:
-                for key, entry in merged.get(names[id(param)], {}).items():
+                for key, entry in merged.get(names.get(id(param)), {}).items():
                     if isinstance(entry, torch.dtype):
                         kinds.setdefault((key, str(entry)), []).append((param, names[id(param)], entry))
             for (key, _), members in sorted(kinds.items()):
@@ -258,10 +262,12 @@ def _gather_entries(model, by_id, here, merged, form: GetOptions, keeps: bool):
                     for param, name, _ in members:
                         yield (name, key), copied(param.full_view(flat), group.store, unit.ranks, mesh)
     for named in by_id.values():
-        if named.sharded is None and keeps:
-            for key, entry in merged.get(named.name, {}).items():
-                if isinstance(entry, torch.dtype):
-                    yield (named.name, key), copied(here[named.name][key].detach(), named.param.device)
+        for key, entry in merged.get(named.name, {}).items() if named.sharded is None else ():
+            value = here.get(named.name, {}).get(key)
+            if isinstance(entry, torch.dtype) and named.owned is not None and not form.dtensor:
+                value = named.owned.broadcast(value, entry)
+            if isinstance(entry, torch.dtype) and keeps and value is not None:
+                yield (named.name, key), copied(value.detach(), named.param.device)
 
 
 # ---- Setting.
@@ -283,15 +289,15 @@ def set_optimizer_state_dict(
     read_options(options, True, False, False)
     optimizers = optimizers_of(optimizers)
     if broadcast_from_rank0 or (options is not None and options.broadcast_from_rank0):
-        optim_state_dict = scatter_from_rank0(model, optim_state_dict)
+        optim_state_dict = scatter_from_rank0(model, optim_state_dict, optimizers)
     loads = [local_state_dict(model, each, optim_state_dict) for each in optimizers]
     for optimizer, local in zip(optimizers, loads, strict=True):
         optimizer.load_state_dict(local)
 
 
-def scatter_from_rank0(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Any]:
+def scatter_from_rank0(model: nn.Module, given: dict[str, Any] | None, optimizers=()) -> dict[str, Any]:
     """Return each rank's shards of the full state, by names, that rank 0 has. A collective."""
-    by_name = {named.name: named for named in params_by_id(model).values()}
+    by_name = {named.name: named for named in params_by_id(model, optimizers).values()}
 
     def read() -> dict[tuple, Any]:
         entries = {(name, key): value for name, state in given["state"].items() for key, value in state.items()}
@@ -299,6 +305,8 @@ def scatter_from_rank0(model: nn.Module, given: dict[str, Any] | None) -> dict[s
 
     def take(place: tuple[str, str], whole: torch.Tensor) -> torch.Tensor:
         named, key = by_name.get(place[0]), place[1]
+        if named is not None and named.owned is not None and not named.has_state:
+            return None
         if named is not None and named.sharded is not None and key != "step" and whole.shape == named.shape:
             return named.as_entry(named.load_entry(key, whole))
         return whole
@@ -318,7 +326,7 @@ def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: 
     """
     if not isinstance(given, dict) or not {"state", "param_groups"} <= given.keys():
         raise InvalidArgument('an optimizer\'s state dict has "state" and "param_groups"')
-    by_id = params_by_id(model)
+    by_id = params_by_id(model, [optimizer])
     packed = optimizer.state_dict()["param_groups"]
     _, own_groups = _state_by_fqn(optimizer, by_id, {"state": {}, "param_groups": packed})
     own_names = [name for group in own_groups for name in group["params"]]
@@ -340,7 +348,7 @@ def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: 
         groups.append({**{key: v for key, v in options.items() if key not in ("params", "param_names")}, **kept})
     state = {}
     for number, name in zip([n for group in packed for n in group["params"]], own_names, strict=True):
-        if name in given["state"]:
+        if name in given["state"] and (by_name[name].owned is None or by_name[name].has_state):
             state[number] = {key: _load_entry(by_name[name], key, v) for key, v in given["state"][name].items()}
     return {"state": state, "param_groups": groups}
 
