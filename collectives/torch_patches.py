@@ -46,6 +46,8 @@ __all__ = [
     "install",
     "observe_comm_hooks",
     "patch_attribute",
+    "patch_checkpoint",
+    "patch_optimizer_state",
     "patch_scaler_checks",
     "patch_state_dict",
     "patch_total_norm",
@@ -266,6 +268,60 @@ def patch_state_dict(**replacements) -> None:
         own = getattr(state_dict, name)
         patched = functools.wraps(own)(functools.partial(replacement, own))
         patch_attribute(state_dict, name, patched, reason)
+
+
+@functools.cache
+def patch_checkpoint(after_set_up, convert) -> None:
+    """Let torch.distributed.checkpoint's planners know shards.
+
+    ``after_set_up(planner)`` is called when a default planner has its ``state_dict``, and
+    ``convert(state_dict)`` returns the one to copy for an asynchronous save.
+    """
+    reason = "torch takes one rank's shards for the whole parameters, and saves these"
+    planner = importlib.import_module("torch.distributed.checkpoint.default_planner")
+    for cls in (planner.DefaultSavePlanner, planner.DefaultLoadPlanner):
+
+        @functools.wraps(cls.set_up_planner)
+        def set_up_planner(self, *args, _own=cls.set_up_planner, **kwargs):
+            _own(self, *args, **kwargs)
+            after_set_up(self)
+
+        patch_attribute(cls, "set_up_planner", set_up_planner, reason)
+    staging = importlib.import_module("torch.distributed.checkpoint.staging")
+    for name in ("DefaultStager", "BlockingAsyncStager"):  # the first one since 2.9
+        cls = getattr(staging, name, None)
+        if cls is not None:
+
+            @functools.wraps(cls.stage)
+            def stage(self, state_dict, *args, _own=cls.stage, **kwargs):
+                return _own(self, convert(state_dict), *args, **kwargs)
+
+            patch_attribute(cls, "stage", stage, reason)
+
+
+@functools.cache
+def patch_optimizer_state(describe, convert) -> None:
+    """Let an optimizer's own ``state_dict()`` and ``load_state_dict()`` know shards.
+
+    ``describe(optimizer, made)`` returns the state dict to return, and ``convert(optimizer,
+    given)`` the one to load.
+    """
+    cls = torch.optim.Optimizer
+    get, load = cls.state_dict, cls.load_state_dict
+
+    @functools.wraps(get)
+    def state_dict(self):
+        return describe(self, get(self))
+
+    @functools.wraps(load)
+    def load_state_dict(self, state_dict):
+        return load(self, convert(self, state_dict))
+
+    reason = "torch takes any shapes: the state of another layout fails, or trains differently, in a later step"
+    patch_attribute(cls, "load_state_dict", load_state_dict, reason)
+    patch_attribute(
+        cls, "state_dict", state_dict, "torch's tools take one rank's shards for the whole state, and save these"
+    )
 
 
 install()

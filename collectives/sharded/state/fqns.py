@@ -13,10 +13,13 @@ from ...errors import InvalidArgument
 from ..param import ShardedParam
 from .state_dict import as_shard_tensor
 
-__all__ = ["NamedParam", "clean_tensor_name", "params_by_id", "sharded_params_by_fqn"]
+__all__ = ["SCALARS", "NamedParam", "clean_tensor_name", "params_by_id", "sharded_params_by_fqn"]
 
 # Infixes of torch.compile and of activation checkpointing. DistributedDataParallel's is a prefix.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+# Entries of torch's optimizers that are one number for the parameter, whatever its shape.
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def clean_tensor_name(name: str) -> str:
@@ -52,7 +55,7 @@ class NamedParam:
         """Whether an entry of its optimizer state has an element for each of the parameter's on
         this rank.
         """
-        return isinstance(value, torch.Tensor) and key != "step" and value.shape == self.param.shape
+        return isinstance(value, torch.Tensor) and key not in SCALARS and value.shape == self.param.shape
 
     def as_entry(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the parameter's elements here as an entry of a sharded state dict."""

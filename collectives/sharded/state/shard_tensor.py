@@ -106,6 +106,8 @@ class ShardTensor(torch.Tensor):
             return shard._like(shard.local.clone())
         if func in (aten._to_copy.default, aten.empty_like.default, aten.zeros_like.default):
             return shard._like(func(shard.local, *args[1:], **kwargs))
+        if func is aten.new_empty.default and tuple(args[1]) == tuple(shard.shape):  # to stage a checkpoint
+            return shard._like(func(shard.local, [shard.local.numel()], **kwargs))
         if func is aten.zero_.default:
             shard.local.zero_()
             return shard
