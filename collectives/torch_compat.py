@@ -42,6 +42,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_unflatten",
 ]
 
 # The first version that has all of them but those that say otherwise. 2.7 has no
@@ -65,7 +66,7 @@ from torch._C import TensorBase  # noqa: E402  (its attributes as functions, whi
 from torch._C._nn import flatten_dense_tensors  # noqa: E402
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass  # noqa: E402
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only  # noqa: E402
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten  # noqa: E402
 
 # torch.compiler.disable is public, but imports dynamo at once, which takes a second. This one
 # imports it when called.

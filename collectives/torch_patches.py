@@ -271,11 +271,12 @@ def patch_state_dict(**replacements) -> None:
 
 
 @functools.cache
-def patch_checkpoint(after_set_up, convert) -> None:
-    """Let torch.distributed.checkpoint's planners know shards.
+def patch_checkpoint(after_set_up, **stages) -> None:
+    """Let torch.distributed.checkpoint's planners and stagers know shards.
 
-    ``after_set_up(planner)`` is called when a default planner has its ``state_dict``, and
-    ``convert(state_dict)`` returns the one to copy for an asynchronous save.
+    ``after_set_up(planner)`` is called when a default planner has its ``state_dict``. `stages`: by
+    a stager's name a function that is called with its own ``stage``, without self, and the state
+    dict.
     """
     reason = "torch takes one rank's shards for the whole parameters, and saves these"
     planner = importlib.import_module("torch.distributed.checkpoint.default_planner")
@@ -288,13 +289,13 @@ def patch_checkpoint(after_set_up, convert) -> None:
 
         patch_attribute(cls, "set_up_planner", set_up_planner, reason)
     staging = importlib.import_module("torch.distributed.checkpoint.staging")
-    for name in ("DefaultStager", "BlockingAsyncStager"):  # the first one since 2.9
+    for name, replacement in stages.items():
         cls = getattr(staging, name, None)
         if cls is not None:
 
             @functools.wraps(cls.stage)
-            def stage(self, state_dict, *args, _own=cls.stage, **kwargs):
-                return _own(self, convert(state_dict), *args, **kwargs)
+            def stage(self, state_dict, *args, _own=cls.stage, _replacement=replacement, **kwargs):
+                return _replacement(functools.partial(_own, self), state_dict, *args, **kwargs)
 
             patch_attribute(cls, "stage", stage, reason)
 

@@ -1,23 +1,24 @@
 """torch.distributed.checkpoint's save and load of shards themselves: of ``named_parameters()`` and
 of ``optimizer.state_dict()``.
 
-torch would take one rank's shard for the whole tensor, and save one of them. Its planners get
-pieces of the same memory instead, which it saves and loads as what they are.
+torch would take one rank's shard for the whole tensor, and save one of them. Its planners, and the
+stagers that copy for an asynchronous save, get pieces of the same memory instead.
 """
 
 from __future__ import annotations
 
 from ...errors import InvalidUsage
-from ...torch_compat import tree_map
+from ...torch_compat import tree_flatten, tree_map, tree_unflatten
 from ...torch_patches import patch_checkpoint
 from .dtensor_calls import as_piece
+from .shard_tensor import ShardTensor
 
 __all__ = ["patch_torch_checkpoint"]
 
 
 def patch_torch_checkpoint() -> None:
     """Let torch's checkpoints take shards."""
-    patch_checkpoint(_after_set_up, lambda state_dict: tree_map(as_piece, state_dict))
+    patch_checkpoint(_after_set_up, DefaultStager=_stage, BlockingAsyncStager=_stage_local)
 
 
 def _after_set_up(planner) -> None:
@@ -31,3 +32,17 @@ def _after_set_up(planner) -> None:
                 op="torch.distributed.checkpoint",
             )
         planner.state_dict = made
+
+
+def _stage(own, state_dict, *args, **kwargs):
+    """Stage pieces in place of shards."""
+    return own(tree_map(as_piece, state_dict), *args, **kwargs)
+
+
+def _stage_local(own, state_dict, *args, **kwargs):
+    """Stage pieces, for a stager that allocates its copies by their shapes: it gets what is local."""
+    leaves, spec = tree_flatten(tree_map(as_piece, state_dict))
+    local = [each.local if isinstance(each, ShardTensor) else each for each in leaves]
+    staged, spec = tree_flatten(own(tree_unflatten(local, spec), *args, **kwargs))
+    pairs = zip(leaves, staged, strict=True)
+    return tree_unflatten([each.like(copy) if isinstance(each, ShardTensor) else copy for each, copy in pairs], spec)
