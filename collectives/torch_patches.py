@@ -13,14 +13,15 @@ multiplied by a scaler's factor and don't say by whose. A scaler is recorded whe
 scale: by the first method where scaling began before this import, by the second in subclasses with
 a ``scale`` of their own.
 
-Three are made at the first sharded module: `patch_total_norm`, `patch_scaler_checks` (also where a
-hook steps an optimizer) and `patch_state_dict`; one at the first
-`collectives.horovod.DistributedOptimizer`: `patch_unscale`. The first one also changes functions
-that a program has imported by name before: torch's ``get_total_norm`` is a wrapper, and the
-function that it wraps, a variable of its closure, is exchanged. With the attribute alone such a
-program would clip by one rank's norm, a different one on each rank. `collectives.auto.install`
-makes its changes to ``DistributedDataParallel`` with `patch_attribute`, when a program asks for
-them.
+These are made at the first sharded module: `patch_total_norm`, `patch_scaler_checks` (also where a
+hook steps an optimizer), `patch_state_dict`, `patch_checkpoint`, `patch_optimizer_state`, and
+attributes of ``torch.Tensor`` that shards have (collectives/sharded/state/dtensor_calls.py). One is
+made at the first `collectives.horovod.DistributedOptimizer`: `patch_unscale`. `patch_total_norm`
+also changes functions that a program has imported by name before: torch's ``get_total_norm`` is a
+wrapper, and the function that it wraps, a variable of its closure, is exchanged. With the attribute
+alone such a program would clip by one rank's norm, a different one on each rank.
+`collectives.auto.install` makes its changes to ``DistributedDataParallel`` with `patch_attribute`,
+when a program asks for them.
 
 All records are weak references in the program's own order, which is the same on all ranks. Nothing
 is found by a walk over Python's objects, whose result depends on the garbage collector.

@@ -18,12 +18,13 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ...errors import InvalidUsage
+from ...torch_compat import disabled_torch_function
 from ...torch_patches import patch_attribute
 from ..scheduler import known_units
 from .dtensor import shard_mesh
 from .shard_tensor import ShardTensor
 
-__all__ = ["FlatShard", "LocalShard", "ShardPlace", "as_piece", "find_place", "patch_tensor_calls"]
+__all__ = ["FlatShard", "LocalShard", "ShardPlace", "as_pieces", "find_place", "patch_tensor_calls"]
 
 
 class FlatShard(Placement):
@@ -98,7 +99,7 @@ class LocalShard(torch.Tensor):
     Operations return plain tensors, and it is pickled as one.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # as nn.Parameter
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def of(tensor: torch.Tensor, place: ShardPlace) -> LocalShard:
@@ -134,14 +135,26 @@ def find_place(tensor: torch.Tensor) -> ShardPlace | None:
     return None
 
 
-def as_piece(tensor):
-    """Return a shard that is split over ranks as an entry of a state dict, of the same memory;
-    anything else as it is.
+def as_pieces(values: list) -> list:
+    """Return values with each shard that is split over ranks as an entry of a state dict, of the
+    same memory.
     """
-    place = find_place(tensor) if isinstance(tensor, torch.Tensor) and not isinstance(tensor, ShardTensor) else None
-    if place is None or place.find_unit("torch.distributed.checkpoint")[0].ranks.shard is None:
-        return tensor
-    return ShardTensor(tensor, place.shape, place.start)
+    split = [unit for unit in known_units() if unit.ranks.shard is not None]
+    owners = {
+        id(shard): param
+        for unit in split
+        for param in unit.params
+        for shard in (param.shard, param.shard.grad)
+        if shard is not None
+    }
+
+    def convert(value):
+        if type(value) is LocalShard and value._place.find_unit("torch.distributed.checkpoint")[0] in split:
+            return ShardTensor(value, value._place.shape, value._place.start)
+        param = owners.get(id(value))
+        return value if param is None else ShardTensor(value, param.shape, param.start)
+
+    return [convert(value) for value in values]
 
 
 # ---- The calls. Each takes a shard and its place.

@@ -22,7 +22,7 @@ from ..managed_params import units_in
 from ..mesh import Ranks
 from .dist_wrapper import DistWrapper, get_module_scheduler
 from .dtensor import as_dtensor, as_full_tensor, shard_mesh
-from .fqns import SCALARS, NamedParam, params_by_id
+from .fqns import NamedParam, is_scalar, params_by_id
 from .shard_tensor import ShardTensor
 from .state_dict import GetOptions, read_options, to_cpu
 
@@ -299,7 +299,7 @@ def scatter_from_rank0(model: nn.Module, given: dict[str, Any] | None) -> dict[s
 
     def take(place: tuple[str, str], whole: torch.Tensor) -> torch.Tensor:
         named, key = by_name.get(place[0]), place[1]
-        if named is not None and named.sharded is not None and key not in SCALARS and whole.shape == named.shape:
+        if named is not None and named.sharded is not None and not is_scalar(key, whole) and whole.shape == named.shape:
             return named.as_entry(named.load_entry(key, whole))
         return whole
 
@@ -348,7 +348,7 @@ def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: 
 def _load_entry(named: NamedParam, key: str, value):
     if isinstance(value, torch.Tensor):
         value = as_full_tensor(value)
-        if key not in SCALARS and (isinstance(value, ShardTensor) or value.shape == named.shape):
+        if not is_scalar(key, value) and (isinstance(value, ShardTensor) or value.shape == named.shape):
             return named.load_entry(key, value)
         if named.sharded is not None and _is_large(value):
             return named.load_entry(key, value)  # which says why not

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...errors import InvalidArgument
@@ -16,7 +17,7 @@ from ...optim import FusedOptimizer
 from ...torch_patches import patch_optimizer_state
 from ..scheduler import find_units
 from .dtensor_calls import LocalShard, ShardPlace
-from .fqns import SCALARS
+from .fqns import is_scalar
 from .shard_tensor import ShardTensor
 
 __all__ = ["patch_own_state_dict"]
@@ -53,7 +54,7 @@ def _describe(optimizer: Optimizer, made: dict[str, Any]) -> dict[str, Any]:
         if place is not None and isinstance(entries, dict):
             state[number] = {
                 key: LocalShard.of(value, place)
-                if type(value) is torch.Tensor and key not in SCALARS and value.shape == param.shape
+                if type(value) is torch.Tensor and not is_scalar(key, value) and value.shape == param.shape
                 else value
                 for key, value in entries.items()
             }
@@ -85,13 +86,12 @@ def _take(optimizer, what: str, param: torch.Tensor, place: ShardPlace, entries:
     unknown = {}
     for key, value in entries.items():
         made[key] = value
-        if not isinstance(value, torch.Tensor) or key in SCALARS:
+        if not isinstance(value, torch.Tensor) or is_scalar(key, value):
             continue
         there = value if isinstance(value, ShardTensor) else getattr(value, "_place", None)
-        if hasattr(value, "__tensor_flatten__"):
+        if isinstance(value, DTensor):
             raise InvalidArgument(
-                f"{key} of {what} is a {type(value).__name__}: load it by set_optimizer_state_dict",
-                op="load_state_dict",
+                f"{key} of {what} is a DTensor: load it by set_optimizer_state_dict", op="load_state_dict"
             )
         if there is not None:
             if not place.same(there):
@@ -103,7 +103,7 @@ def _take(optimizer, what: str, param: torch.Tensor, place: ShardPlace, entries:
             made[key] = value.detach().reshape(-1)[place.start :][: place.count].clone().view(param.shape)
         elif value.dim() > 0:
             unknown[key] = value
-    per_element = len(unknown) < sum(isinstance(v, torch.Tensor) and k not in SCALARS for k, v in made.items())
+    per_element = len(unknown) < sum(isinstance(v, torch.Tensor) and not is_scalar(k, v) for k, v in made.items())
     if unknown and (known or not per_element):
         key, value = next(iter(unknown.items()))
         raise _of_others(key, what, value, param, place)

@@ -8,9 +8,9 @@ stagers that copy for an asynchronous save, get pieces of the same memory instea
 from __future__ import annotations
 
 from ...errors import InvalidUsage
-from ...torch_compat import tree_flatten, tree_map, tree_unflatten
+from ...torch_compat import tree_flatten, tree_unflatten
 from ...torch_patches import patch_checkpoint
-from .dtensor_calls import as_piece
+from .dtensor_calls import as_pieces
 from .shard_tensor import ShardTensor
 
 __all__ = ["patch_torch_checkpoint"]
@@ -23,7 +23,7 @@ def patch_torch_checkpoint() -> None:
 
 def _after_set_up(planner) -> None:
     """Replace the shards in a planner's state dict, a flat one."""
-    made = {key: as_piece(value) for key, value in planner.state_dict.items()}
+    made = dict(zip(planner.state_dict, as_pieces(list(planner.state_dict.values())), strict=True))
     if any(made[key] is not value for key, value in planner.state_dict.items()):
         if not planner.flatten_state_dict:
             raise InvalidUsage(
@@ -36,12 +36,14 @@ def _after_set_up(planner) -> None:
 
 def _stage(own, state_dict, *args, **kwargs):
     """Stage pieces in place of shards."""
-    return own(tree_map(as_piece, state_dict), *args, **kwargs)
+    leaves, spec = tree_flatten(state_dict)
+    return own(tree_unflatten(as_pieces(leaves), spec), *args, **kwargs)
 
 
 def _stage_local(own, state_dict, *args, **kwargs):
     """Stage pieces, for a stager that allocates its copies by their shapes: it gets what is local."""
-    leaves, spec = tree_flatten(tree_map(as_piece, state_dict))
+    leaves, spec = tree_flatten(state_dict)
+    leaves = as_pieces(leaves)
     local = [each.local if isinstance(each, ShardTensor) else each for each in leaves]
     staged, spec = tree_flatten(own(tree_unflatten(local, spec), *args, **kwargs))
     pairs = zip(leaves, staged, strict=True)
