@@ -117,6 +117,9 @@ def dtensor_calls(ctx):
         assert not any(hasattr(other, name) for name in ("full_tensor", "placements", "global_shape", "device_mesh"))
     other.placements = "mine"
     assert other.placements == "mine"
+    del other.placements
+    assert not hasattr(other, "placements")
+    torch.overrides.get_overridable_functions()  # reads every attribute, for torch.compile
     param.grad = param.grad * 2  # the user's own gradient of a shard
     assert param.grad.full_tensor().shape == param.global_shape
     # Errors.

@@ -229,7 +229,11 @@ def patch_tensor_calls() -> None:
 
 
 class _ShardCall:
-    """An attribute that shards have. One of the same name that a program sets on a tensor hides it."""
+    """An attribute that shards have. What a program sets on a tensor by the same name hides it.
+
+    It has ``__set__``, as all of torch.Tensor's have: torch.overrides, and so torch.compile, reads
+    it.
+    """
 
     def __init__(self, name: str, call):
         self._name = name
@@ -238,8 +242,17 @@ class _ShardCall:
     def __get__(self, tensor: torch.Tensor | None, owner=None):
         if tensor is None:
             return self
+        if self._name in tensor.__dict__:
+            return tensor.__dict__[self._name]
         place = find_place(tensor)
         if place is None:
             kind = type(tensor).__name__
             raise AttributeError(f"'{kind}' object has no attribute '{self._name}'", name=self._name, obj=tensor)
         return self._call(tensor, place)
+
+    def __set__(self, tensor: torch.Tensor, value) -> None:
+        tensor.__dict__[self._name] = value
+
+    def __delete__(self, tensor: torch.Tensor) -> None:
+        if tensor.__dict__.pop(self._name, self) is self:
+            raise AttributeError(self._name, name=self._name, obj=tensor)
