@@ -533,14 +533,19 @@ def _check_lr(lr) -> None:
 
 def _local(tensor):
     """Return a DTensor's local tensor; any other tensor, or None, itself."""
-    if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
-        return tensor
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    return tensor.to_local() if _is_dtensor(type(tensor)) else tensor
+
+
+@functools.cache
+def _is_dtensor(cls: type) -> bool:
+    """Whether a class is DTensor, or like it: of tensors that have another one inside."""
+    return hasattr(cls, "to_local") and hasattr(cls, "__tensor_flatten__")
 
 
 def _gradient(param, index, group) -> torch.Tensor:
     grad = param.grad
+    if not _is_dtensor(type(param)) and not _is_dtensor(type(grad)):
+        return grad
     if getattr(grad, "placements", None) != getattr(param, "placements", None):
         ours, theirs = getattr(param, "placements", None), getattr(grad, "placements", None)
         raise InvalidArgument(

@@ -29,6 +29,7 @@ __all__ = [
     "current_graph_task_id",
     "default_store",
     "disable_dynamo",
+    "disabled_torch_function",
     "dynamo_disable",
     "flatten_dense_tensors",
     "fsdp_collectives",
@@ -42,6 +43,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_unflatten",
 ]
 
 # The first version that has all of them but those that say otherwise. 2.7 has no
@@ -65,7 +67,10 @@ from torch._C import TensorBase  # noqa: E402  (its attributes as functions, whi
 from torch._C._nn import flatten_dense_tensors  # noqa: E402
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass  # noqa: E402
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only  # noqa: E402
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten  # noqa: E402
+
+# The `__torch_function__` of subclasses whose operations are those of plain tensors, as nn.Parameter's.
+disabled_torch_function = torch._C._disabled_torch_function_impl
 
 # torch.compiler.disable is public, but imports dynamo at once, which takes a second. This one
 # imports it when called.

@@ -13,14 +13,15 @@ multiplied by a scaler's factor and don't say by whose. A scaler is recorded whe
 scale: by the first method where scaling began before this import, by the second in subclasses with
 a ``scale`` of their own.
 
-Three are made at the first sharded module: `patch_total_norm`, `patch_scaler_checks` (also where a
-hook steps an optimizer) and `patch_state_dict`; one at the first
-`collectives.horovod.DistributedOptimizer`: `patch_unscale`. The first one also changes functions
-that a program has imported by name before: torch's ``get_total_norm`` is a wrapper, and the
-function that it wraps, a variable of its closure, is exchanged. With the attribute alone such a
-program would clip by one rank's norm, a different one on each rank. `collectives.auto.install`
-makes its changes to ``DistributedDataParallel`` with `patch_attribute`, when a program asks for
-them.
+These are made at the first sharded module: `patch_total_norm`, `patch_scaler_checks` (also where a
+hook steps an optimizer), `patch_state_dict`, `patch_checkpoint`, `patch_optimizer_state`, and
+attributes of ``torch.Tensor`` that shards have (collectives/sharded/state/dtensor_calls.py). One is
+made at the first `collectives.horovod.DistributedOptimizer`: `patch_unscale`. `patch_total_norm`
+also changes functions that a program has imported by name before: torch's ``get_total_norm`` is a
+wrapper, and the function that it wraps, a variable of its closure, is exchanged. With the attribute
+alone such a program would clip by one rank's norm, a different one on each rank.
+`collectives.auto.install` makes its changes to ``DistributedDataParallel`` with `patch_attribute`,
+when a program asks for them.
 
 All records are weak references in the program's own order, which is the same on all ranks. Nothing
 is found by a walk over Python's objects, whose result depends on the garbage collector.
@@ -46,6 +47,8 @@ __all__ = [
     "install",
     "observe_comm_hooks",
     "patch_attribute",
+    "patch_checkpoint",
+    "patch_optimizer_state",
     "patch_scaler_checks",
     "patch_state_dict",
     "patch_total_norm",
@@ -266,6 +269,61 @@ def patch_state_dict(**replacements) -> None:
         own = getattr(state_dict, name)
         patched = functools.wraps(own)(functools.partial(replacement, own))
         patch_attribute(state_dict, name, patched, reason)
+
+
+@functools.cache
+def patch_checkpoint(after_set_up, **stages) -> None:
+    """Let torch.distributed.checkpoint's planners and stagers know shards.
+
+    ``after_set_up(planner)`` is called when a default planner has its ``state_dict``. `stages`: by
+    a stager's name a function that is called with its own ``stage``, without self, and the state
+    dict.
+    """
+    reason = "torch takes one rank's shards for the whole parameters, and saves these"
+    planner = importlib.import_module("torch.distributed.checkpoint.default_planner")
+    for cls in (planner.DefaultSavePlanner, planner.DefaultLoadPlanner):
+
+        @functools.wraps(cls.set_up_planner)
+        def set_up_planner(self, *args, _own=cls.set_up_planner, **kwargs):
+            _own(self, *args, **kwargs)
+            after_set_up(self)
+
+        patch_attribute(cls, "set_up_planner", set_up_planner, reason)
+    staging = importlib.import_module("torch.distributed.checkpoint.staging")
+    for name, replacement in stages.items():
+        cls = getattr(staging, name, None)
+        if cls is not None:
+
+            @functools.wraps(cls.stage)
+            def stage(self, state_dict, *args, _own=cls.stage, _replacement=replacement, **kwargs):
+                return _replacement(functools.partial(_own, self), state_dict, *args, **kwargs)
+
+            patch_attribute(cls, "stage", stage, reason)
+
+
+@functools.cache
+def patch_optimizer_state(describe, convert) -> None:
+    """Let an optimizer's own ``state_dict()`` and ``load_state_dict()`` know shards.
+
+    ``describe(optimizer, made)`` returns the state dict to return, and ``convert(optimizer,
+    given)`` the one to load.
+    """
+    cls = torch.optim.Optimizer
+    get, load = cls.state_dict, cls.load_state_dict
+
+    @functools.wraps(get)
+    def state_dict(self):
+        return describe(self, get(self))
+
+    @functools.wraps(load)
+    def load_state_dict(self, state_dict):
+        return load(self, convert(self, state_dict))
+
+    reason = "torch takes any shapes: the state of another layout fails, or trains differently, in a later step"
+    patch_attribute(cls, "load_state_dict", load_state_dict, reason)
+    patch_attribute(
+        cls, "state_dict", state_dict, "torch's tools take one rank's shards for the whole state, and save these"
+    )
 
 
 install()

@@ -228,7 +228,7 @@ class ShardedModule:
 
 _NO_COPY = (
     "a sharded module can't be copied or pickled, since its parameters are on other ranks, too: save its state_dict(), "
-    "or copy it before it is sharded"
+    "or copy it before it is sharded (make an AveragedModel of the unsharded model, and shard its module alike)"
 )
 
 

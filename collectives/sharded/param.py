@@ -37,9 +37,9 @@ class ShardedParam:
     """
 
     __slots__ = (
-        "accumulated_grad", "count", "expects_grad", "full", "grad_is_new", "has_grad_hook", "has_grad_in_backward",
-        "has_unreduced_grad", "names", "offset", "places", "requires_grad", "shape", "shard", "shard_offset", "start",
-        "stride", "substitute",
+        "__weakref__", "accumulated_grad", "count", "expects_grad", "full", "grad_is_new", "has_grad_hook",
+        "has_grad_in_backward", "has_unreduced_grad", "names", "offset", "places", "requires_grad", "shape", "shard",
+        "shard_offset", "start", "stride", "substitute",
     )  # fmt: skip
 
     def __init__(self, names: list[str], places: list[tuple[nn.Module, str]], original: nn.Parameter):

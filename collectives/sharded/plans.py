@@ -128,7 +128,8 @@ class PassPlanner:
         self.units_before_reshard = 0
         kinds, self._forward_kinds = tuple(self._forward_kinds), []
         roots = {kind[1]: self._registry.get(kind[1]) for kind in kinds}
-        units = [each for root in roots.values() if root is not None for each in self._find_units_inside(root)]
+        roots = [root for root in roots.values() if root is not None and root.module() is not None]
+        units = [each for root in roots for each in self._find_units_inside(root)]
         settings = tuple((each.index, each.gradients.requires_grad_bits, each.reduce_grads) for each in units)
         if in_forward:
             self._agreement.end_pass()

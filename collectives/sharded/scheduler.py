@@ -35,7 +35,9 @@ from .unit_registry import (
     living,
 )
 
-__all__ = ["Scheduler", "find_schedulers", "find_units", "get_scheduler", "open_schedulers", "schedulers_in"]
+__all__ = [
+    "Scheduler", "find_schedulers", "find_units", "get_scheduler", "known_units", "open_schedulers", "schedulers_in",
+]  # fmt: skip
 
 # id of a communicator -> its scheduler, which holds the communicator
 _schedulers: dict[int, Scheduler] = {}
@@ -386,8 +388,12 @@ def schedulers_in(module: torch.nn.Module) -> list[Scheduler]:
     return list(dict.fromkeys(unit.scheduler for unit in units_in(module)))
 
 
+def known_units() -> list[Unit]:
+    """Return the units of all communicators."""
+    return [unit for scheduler in _schedulers.values() for unit in scheduler.units]
+
+
 def find_units(params) -> list[Unit]:
     """Return the units whose shards are among these parameters."""
     members = set(map(id, params))
-    units = [unit for scheduler in _schedulers.values() for unit in scheduler.units]
-    return [unit for unit in units if any(id(param.shard) in members for param in unit.params)]
+    return [unit for unit in known_units() if any(id(param.shard) in members for param in unit.params)]

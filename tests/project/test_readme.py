@@ -37,7 +37,7 @@ def run_alone(text):
 
 def test_all_programs_are_found():
     words = ["fused_allreduce", "collectives.init()"]  # the README's
-    words += ["hvd.DistributedOptimizer", "fused_allreduce", "HookState", "ShardedDataParallel"]
+    words += ["hvd.DistributedOptimizer", "fused_allreduce", "HookState", "ShardedDataParallel", "AveragedModel"]
     words += ["collectives.init()", "gather_config", "GradientBuckets", "kernels.pack"]
     assert len(PROGRAMS) == len(words)
     assert all(word in program for word, program in zip(words, PROGRAMS, strict=True))

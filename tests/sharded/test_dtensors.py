@@ -289,6 +289,12 @@ def over_meshes(ctx):
     model.apply(lambda part: nn.init.ones_(part.weight) if getattr(part, "weight", None) is not None else None)
     model.load_state_dict(made)
     assert not differences(dict(model.state_dict()), want)
+    # The shards' own calls.
+    param = model.conv.weight
+    assert torch.equal(param.full_tensor(), want["conv.weight"])
+    assert dist.get_process_group_ranks(param.device_mesh.get_group()) == dist.get_process_group_ranks(
+        mesh.get_group(1)
+    )
 
 
 def test_over_meshes(tmp_path):

@@ -159,6 +159,21 @@ def test_offload_of_one_rank(tmp_path):
 
 
 @over_gloo
+def whole_shards(ctx, kind):
+    """full_tensor() of parameters and gradients, while the computation may still be running."""
+    model = make_model().to(ctx.device)
+    units_of(model, comm=ctx.communicator(), **({"offload_policy": CPUOffloadPolicy()} if kind == "offload" else {}))
+    x, y = batches_on(ctx, 1)[0]
+    loss_of(model, x, y).backward()
+    return on_host(full for param in model.parameters() for full in (param.full_tensor(), param.grad.full_tensor()))
+
+
+@pytest.mark.parametrize("kind", ["plain", "offload"])
+def test_whole_shards(tmp_path, kind):
+    compare(whole_shards, tmp_path, kind)
+
+
+@over_gloo
 def on_two_streams(ctx, kind):
     """Every other step runs on a stream of its own, behind and before the others."""
     model = make_model().to(ctx.device)

@@ -106,10 +106,29 @@ class ShardedDataParallel(ShardedModule):
     def __getattr__(self, name):
         try:
             return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":  # FSDP1 wraps, and programs unwrap by this name
+        except AttributeError as error:
+            if name in ("module", "_fsdp_wrapped_module"):  # FSDP1 wraps, and programs unwrap by these names
                 return self
+            if name in ("flat_param", "_flat_param", "_handle", "_handles"):
+                raise AttributeError(
+                    f"{error}: there is no flat parameter. Each parameter keeps its name; parameters() are this rank's "
+                    "shards, p.full_tensor() is a whole one, and summon_full_params registers all of them"
+                ) from None
             raise
+
+    def check_is_root(self) -> bool:
+        """Whether this module is in no other sharded one. A local call."""
+        others = (unit.module() for unit in self._scheduler.units if unit is not self._unit)
+        return not any(each is self for other in others if other is not None for each in other.modules())
+
+    def register_comm_hook(self, state, hook):
+        """Raise `InvalidUsage`, which names what to use: gradients are reduced as a `HookState` says."""
+        raise InvalidUsage(
+            "FSDP1's communication hooks are not offered: for another wire, clipping or an optimizer in the backward "
+            "give ShardedDataParallel or fully_shard hook_state=collectives.HookState(...), and for a reduction of "
+            "your own call set_custom_reduce_scatter(comm) on each unit",
+            op="register_comm_hook",
+        )
 
     @contextlib.contextmanager
     def no_sync(self, *, keep_bytes: int | None = None):
@@ -173,6 +192,10 @@ class ShardedDataParallel(ShardedModule):
     optim_state_dict_to_load = staticmethod(settings.optim_state_dict_to_load)
     full_optim_state_dict = staticmethod(settings.full_optim_state_dict)
     scatter_full_optim_state_dict = staticmethod(settings.scatter_full_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(settings.shard_full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(settings.sharded_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(settings.flatten_sharded_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(settings.rekey_optim_state_dict)
 
 
 def materialize_meta_params(module: nn.Module, device: torch.device, init, ignored) -> None:

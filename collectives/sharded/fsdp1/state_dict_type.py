@@ -13,6 +13,7 @@ from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     OptimStateDictConfig,
+    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictConfig,
@@ -22,13 +23,15 @@ from torch.distributed.fsdp import (
 
 from ...errors import InvalidArgument
 from ..managed_params import units_in
+from ..state.fqns import params_by_id
 from ..state.optimizer import gather_full_state, local_state_dict, on_cpu, scatter_from_rank0, sharded_state
 from ..state.state_dict import GetOptions
 from .arguments import parse_enum
 
 __all__ = [
-    "full_optim_state_dict", "get_state_dict_type", "optim_state_dict", "optim_state_dict_to_load",
-    "scatter_full_optim_state_dict", "set_state_dict_type", "state_dict_type",
+    "flatten_sharded_optim_state_dict", "full_optim_state_dict", "get_state_dict_type", "optim_state_dict",
+    "optim_state_dict_to_load", "rekey_optim_state_dict", "scatter_full_optim_state_dict", "set_state_dict_type",
+    "shard_full_optim_state_dict", "sharded_optim_state_dict", "state_dict_type",
 ]  # fmt: skip
 
 _FULL = (FullStateDictConfig, FullOptimStateDictConfig)
@@ -138,9 +141,74 @@ def scatter_full_optim_state_dict(
 ) -> dict[str, Any]:  # fmt: skip
     """Return what ``optim.load_state_dict`` takes, from full state that rank 0 has. A collective.
 
-    `optim` must be given; `optim_input` and `group` change nothing.
+    `optim`, `optim_input`: as in `shard_full_optim_state_dict`; `group` changes nothing.
     """
-    if optim is None:
-        raise InvalidArgument("give the optimizer as optim=", op="scatter_full_optim_state_dict")
-    given = scatter_from_rank0(model, full_optim_state_dict, [optim])
-    return local_state_dict(model, optim, given)
+    given = scatter_from_rank0(model, full_optim_state_dict, () if optim is None else [optim])
+    return shard_full_optim_state_dict(given, model, optim_input, optim)
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input=None,
+    optim: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return what ``optim.load_state_dict`` takes, from full state that each rank has. A local call.
+
+    `optim`: the optimizer that is to load it; None: one of `optim_input`, parameters or groups of
+    them as its constructor took them; None: one of ``model.parameters()``.
+    """
+    return local_state_dict(model, _optimizer_of(model, optim_input, optim), full_optim_state_dict)
+
+
+def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group=None) -> dict[str, Any]:
+    """Return an optimizer's state by names, as `Piece` objects. A local call; `group` changes
+    nothing.
+    """
+    return sharded_state(model, [optim])
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Return what ``optim.load_state_dict`` takes, from the result of `sharded_optim_state_dict`
+    on the same ranks. A local call.
+    """
+    return local_state_dict(model, optim, sharded_optim_state_dict)
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: dict[str, Any], optim_state_key_type: OptimStateKeyType, model: nn.Module, optim_input=None,
+    optim: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return full optimizer state with the names of a model's parameters as its keys, or their
+    numbers in an optimizer. A local call; the tensors are the same.
+
+    `model`: an unsharded one, or a sharded one. `optim`, `optim_input`: as in
+    `shard_full_optim_state_dict`. Raises `InvalidArgument` for keys that are none of these.
+    """
+    key_type = parse_enum(OptimStateKeyType, optim_state_key_type, "optim_state_key_type")
+    by_id = params_by_id(model)
+    params = [p for group in _optimizer_of(model, optim_input, optim).param_groups for p in group["params"]]
+    names = [by_id[id(param)].name for param in params]
+    wanted = dict(enumerate(names)) if key_type is OptimStateKeyType.PARAM_NAME else {n: i for i, n in enumerate(names)}
+    keys = {**wanted, **{key: key for key in wanted.values()}}
+    groups = optim_state_dict["param_groups"]
+    unknown = [
+        key for key in [*optim_state_dict["state"], *(n for each in groups for n in each["params"])] if key not in keys
+    ]
+    if unknown:
+        raise InvalidArgument(
+            f"the optimizer state has {', '.join(map(str, unknown[:5]))}, and the model's parameters are "
+            f"{', '.join(names[:5])}, ...: it is of another model",
+            op="rekey_optim_state_dict",
+        )
+    return {
+        "state": {keys[key]: entries for key, entries in optim_state_dict["state"].items()},
+        "param_groups": [{**each, "params": [keys[key] for key in each["params"]]} for each in groups],
+    }
+
+
+def _optimizer_of(model: nn.Module, optim_input, optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    """Return an optimizer, or one that has only the parameter groups."""
+    if optim is not None:
+        return optim
+    return torch.optim.Optimizer(model.parameters() if optim_input is None else optim_input, {})

@@ -16,10 +16,17 @@ from ..param import ShardedParam
 from ..param_owners import OwnedParam
 from .state_dict import as_shard_tensor
 
-__all__ = ["NamedParam", "clean_tensor_name", "params_by_id", "sharded_params_by_fqn"]
+__all__ = ["NamedParam", "clean_tensor_name", "is_scalar", "params_by_id", "sharded_params_by_fqn"]
 
 # Infixes of torch.compile and of activation checkpointing. DistributedDataParallel's is a prefix.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def is_scalar(key: str, value: torch.Tensor) -> bool:
+    """Whether an entry of optimizer state is one number for the parameter, whatever its shape:
+    ``step``, and those of torch's NAdam and ASGD.
+    """
+    return key == "step" or (value.dim() == 0 and key in ("mu_product", "eta", "mu"))
 
 
 def clean_tensor_name(name: str) -> str:
@@ -62,7 +69,7 @@ class NamedParam:
         """Whether an entry of its optimizer state has an element for each of the parameter's on
         this rank.
         """
-        return isinstance(value, torch.Tensor) and key != "step" and value.shape == self.param.shape
+        return isinstance(value, torch.Tensor) and not is_scalar(key, value) and value.shape == self.param.shape
 
     def as_entry(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the parameter's elements here as an entry of a sharded state dict."""

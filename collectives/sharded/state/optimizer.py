@@ -23,7 +23,7 @@ from ..managed_params import units_in
 from ..mesh import Ranks
 from .dist_wrapper import DistWrapper, get_module_scheduler
 from .dtensor import as_dtensor, as_full_tensor, shard_mesh
-from .fqns import NamedParam, params_by_id
+from .fqns import NamedParam, is_scalar, params_by_id
 from .shard_tensor import ShardTensor
 from .state_dict import GetOptions, read_options, to_cpu
 
@@ -307,7 +307,7 @@ def scatter_from_rank0(model: nn.Module, given: dict[str, Any] | None, optimizer
         named, key = by_name.get(place[0]), place[1]
         if named is not None and named.owned is not None and not named.has_state:
             return None
-        if named is not None and named.sharded is not None and key != "step" and whole.shape == named.shape:
+        if named is not None and named.sharded is not None and not is_scalar(key, whole) and whole.shape == named.shape:
             return named.as_entry(named.load_entry(key, whole))
         return whole
 
@@ -356,7 +356,7 @@ def local_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, given: 
 def _load_entry(named: NamedParam, key: str, value):
     if isinstance(value, torch.Tensor):
         value = as_full_tensor(value)
-        if key != "step" and (isinstance(value, ShardTensor) or value.shape == named.shape):
+        if not is_scalar(key, value) and (isinstance(value, ShardTensor) or value.shape == named.shape):
             return named.load_entry(key, value)
         if named.sharded is not None and _is_large(value):
             return named.load_entry(key, value)  # which says why not

@@ -81,7 +81,7 @@ class ShardTensor(torch.Tensor):
         """Return a whole tensor's elements at the same position, flat."""
         return whole.detach().reshape(-1)[self.start : self.start + self.local.numel()]
 
-    def _like(self, local: torch.Tensor) -> ShardTensor:
+    def like(self, local: torch.Tensor) -> ShardTensor:
         return ShardTensor(local, self.shape, self.start)
 
     def __repr__(self, *, tensor_contents=None):
@@ -101,11 +101,13 @@ class ShardTensor(torch.Tensor):
         if not isinstance(shard, ShardTensor):
             raise InvalidUsage(_ONLY.format(func))
         if func in (aten.detach.default, aten.alias.default):
-            return shard._like(shard.local)
+            return shard.like(shard.local)
         if func is aten.clone.default:
-            return shard._like(shard.local.clone())
+            return shard.like(shard.local.clone())
         if func in (aten._to_copy.default, aten.empty_like.default, aten.zeros_like.default):
-            return shard._like(func(shard.local, *args[1:], **kwargs))
+            return shard.like(func(shard.local, *args[1:], **kwargs))
+        if func is aten.new_empty.default and tuple(args[1]) == tuple(shard.shape):  # to stage a checkpoint
+            return shard.like(func(shard.local, [shard.local.numel()], **kwargs))
         if func is aten.zero_.default:
             shard.local.zero_()
             return shard

@@ -14,16 +14,24 @@ from torch import nn
 
 from ...torch_patches import patch_state_dict
 from ..managed_params import units_in
+from .dtensor_calls import patch_tensor_calls
 from .model import set_model_state_dict
 from .optimizer import get_optimizer_state_dict, set_optimizer_state_dict
+from .own_state_dict import patch_own_state_dict
 from .state_dict import GetOptions, use_get_options
+from .torch_checkpoint import patch_torch_checkpoint
 
 __all__ = ["patch_torch_state_dict"]
 
 
 @functools.cache
 def patch_torch_state_dict() -> None:
-    """Let torch's functions for distributed state dicts take sharded modules."""
+    """Let torch's functions for distributed state dicts take sharded modules, and what is read of a
+    shard or saved of it be of the whole parameter.
+    """
+    patch_tensor_calls()
+    patch_torch_checkpoint()
+    patch_own_state_dict()
     patch_state_dict(
         _get_model_state_dict=_get_model, _load_model_state_dict=_load_model, _get_optim_state_dict=_get_optim,
         _load_optim_state_dict=_load_optim,
