@@ -12,7 +12,8 @@ import torch
 
 from ..torch_compat import current_graph_task_id, dynamo_disable, tree_flatten, tree_map
 from .module_changes import check_not_written, param_versions
-from .saved_tensors import look_up_saved_params
+from .param_reads import ForwardReads
+from .saved_tensors import look_up_saved_params, saved_buffers, saves_tensors
 from .scheduler import Scheduler
 from .unit import Unit
 
@@ -33,18 +34,18 @@ def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
         registers_hook = torch.is_grad_enabled() and (not in_backward or not unit.pending_backwards)
         if registers_hook:
             _register_post_backward_hook(unit, scheduler, (args, kwargs))
-        reshards = not in_backward and scheduler.reshards_after_forward(unit)
-        saves = torch.is_grad_enabled() and not in_backward and unit.gathers
+        saves = torch.is_grad_enabled() and not in_backward and not saves_tensors()
+        # What it reads of other units is looked up, too.
+        buffers = saved_buffers(unit) if saves and (unit.gathers or scheduler.planner.has_units_inside(unit)) else None
         with (
-            look_up_saved_params(unit, functools.partial(scheduler.unshard_for_backward, unit))
-            if saves
-            else contextlib.nullcontext()
+            contextlib.nullcontext() if buffers is None else look_up_saved_params(buffers),
+            ForwardReads(unit, in_backward, saves, buffers),
         ):
             before = param_versions(unit) if unit.gathers and not in_backward else []
             output = forward(*args, **kwargs)
         if before:
             check_not_written(unit, before)
-        if reshards:
+        if not in_backward and scheduler.reshards_after_forward(unit):
             unit.reshard(post_forward=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             _register_pre_backward_hook(unit, scheduler, output)

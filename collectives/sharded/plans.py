@@ -113,6 +113,10 @@ class PassPlanner:
         """Note the units of a backward, each once."""
         self._backward_order = list(map(weakref.ref, units))
 
+    def has_units_inside(self, unit: Unit) -> bool:
+        """Whether other units of this communicator are in a unit's module."""
+        return len(self._find_units_inside(unit)) > 1
+
     def _find_units_inside(self, unit: Unit) -> list[Unit]:
         """Return a unit and the units of this communicator in its module."""
         count, found = self._units_inside.get(unit.index, (0, []))

@@ -169,8 +169,10 @@ class Scheduler:
             self.planner.begin_forward(unit, self.should_overlap)
         self.depth += 1
 
-    def pre_forward(self, unit: Unit, in_backward: bool) -> None:
-        """Unshard a unit for its forward, and prefetch the next one."""
+    def pre_forward(self, unit: Unit, in_backward: bool, *, prefetch: bool = True) -> None:
+        """Unshard a unit for its forward, or for another one's forward that reads its parameters, and
+        prefetch the next one.
+        """
         try:
             unit.check()
         except Exception as error:
@@ -180,7 +182,7 @@ class Scheduler:
         if unit.groups and not in_backward and unit not in self._current_forward:
             self._current_forward.append(unit)
         self.unshard_for_backward(unit) if in_backward else self.ensure_unsharded(unit)
-        if not in_backward:
+        if prefetch and not in_backward:
             self._prefetch(unit, unit.forward_prefetch, self.planner.forward.order if unit.prefetch_in_forward else [])
 
     def post_forward(self, unit: Unit, in_backward: bool) -> None:
@@ -204,7 +206,7 @@ class Scheduler:
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Whether a unit is resharded after its forward; the backward's first units are not."""
-        if not unit.reshard_after_forward:
+        if not unit.reshard_after_forward or unit.is_read:
             return False
         return not torch.is_grad_enabled() or unit not in living(self.planner.forward.kept)
 

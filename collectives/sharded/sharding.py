@@ -29,6 +29,7 @@ from .mesh import Ranks, resolve_device, resolve_ranks
 from .module import ShardedModule
 from .module_changes import AddedParamCheck
 from .optimizer_hooks import register_optimizer_hooks, replaced
+from .param_reads import gather_at_reads
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .post_forward import parse_reshard_after_forward, set_reshard_after_forward
 from .scaler import patch_grad_scaler
@@ -187,6 +188,7 @@ def attach(unit: Unit, module: nn.Module, base: type, scheduler: Scheduler, igno
     unit.module = weakref.ref(module)
     unit.scheduler = scheduler
     register_grad_hooks(unit, scheduler)
+    gather_at_reads(unit)
     unit.added_params = AddedParamCheck(module, ignored_params)
     module.__class__ = _class_of(base, type(module))
     object.__setattr__(module, "_unit", unit)

@@ -89,6 +89,7 @@ class Unit:
         self.scheduler = self.module = None
         self._alloc_stream = None  # the stream on which the gathered buffer was allocated
         self.state_dict_settings = None  # those of `set_state_dict_type`; None: full tensors
+        self.is_read = False  # it stays gathered while the forward that has read its parameters runs
         self.pending_backwards = 0  # forwards whose backward has not ended
         self.post_forward_comm: Communicator | None = None  # ranks that keep all parameters between them
         self._works: list = []

@@ -1,0 +1,53 @@
+"""Gathering parameters: a module's ``_parameters`` in which a lookup of a unit's parameter calls a
+function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["GatheringParameters", "HeldParameters", "make_parameters", "set_gathering"]
+
+
+class HeldParameters(dict):
+    """A module's ``_parameters`` while its unit is registered unsharded. `names`: those of the unit.
+    `on_read`: see `GatheringParameters`.
+
+    Copies of it are dictionaries.
+    """
+
+    __slots__ = ("names", "on_read")
+
+    def __reduce_ex__(self, protocol):
+        return dict, (dict(self),)
+
+
+class _Unsharded(HeldParameters):
+    __slots__ = ()
+
+
+class GatheringParameters(HeldParameters):
+    """The same while its unit is registered sharded: calls ``on_read()`` before one of `names` is
+    looked up.
+    """
+
+    __slots__ = ()
+
+    def __getitem__(self, name: str):
+        if name in self.names:
+            self.on_read()
+        return dict.__getitem__(self, name)
+
+
+def make_parameters(parameters: dict, names: set[str], on_read: Callable[[], None]) -> HeldParameters:
+    """Return a module's ``_parameters`` as `GatheringParameters`."""
+    made = GatheringParameters(parameters)
+    made.names, made.on_read = names, on_read
+    return made
+
+
+def set_gathering(parameters: list[HeldParameters], gathering: bool) -> None:
+    """Set whether a lookup calls ``on_read()``."""
+    cls = GatheringParameters if gathering else _Unsharded
+    for each in parameters:
+        each.__class__ = cls
