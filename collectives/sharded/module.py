@@ -10,6 +10,7 @@ from torch import nn
 from ..arrays import kind_of
 from ..errors import InvalidArgument, InvalidUsage
 from .clip import clip_grad_norm_
+from .conversions import restored_on_error
 from .forward_hooks import run_forward
 from .managed_params import units_in
 from .post_forward import parse_reshard_after_forward, set_reshard_after_forward
@@ -188,9 +189,10 @@ class ShardedModule:
     def _apply(self, fn, recurse=True):
         if self._unit.registration.has_substitutes:  # full parameters, in an initialisation
             return super()._apply(fn, recurse)
-        self._unit.reshard()
-        result = super()._apply(fn, recurse)
-        self._unit.reset_sharded_params()
+        with restored_on_error(self):
+            self._unit.reshard()
+            result = super()._apply(fn, recurse)
+            self._unit.reset_sharded_params()
         return result
 
     def state_dict(self, *args, **kwargs):

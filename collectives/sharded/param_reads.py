@@ -12,7 +12,6 @@ A unit that was gathered for a read stays gathered until the forward that has re
 
 from __future__ import annotations
 
-import functools
 import weakref
 
 import torch
@@ -27,7 +26,7 @@ __all__ = ["ForwardReads", "gather_at_reads"]
 
 def gather_at_reads(unit: Unit) -> None:
     """Gather a unit where the forward of another module reads its parameters."""
-    unit.registration.intercept_reads(functools.partial(_on_read, weakref.ref(unit)))
+    unit.registration.intercept_reads(weakref.ref(unit), _on_read)
 
 
 _running: list[ForwardReads] = []  # forwards in progress, the innermost last

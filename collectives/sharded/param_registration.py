@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 
 from torch import nn
@@ -38,8 +39,8 @@ class ParamRegistration:
                 else:
                     self._by_setattr.append((holder, attribute, param))
 
-    def intercept_reads(self, on_read: Callable[[], None]) -> None:
-        """Call ``on_read()`` before a parameter is looked up on its module while the shards are
+    def intercept_reads(self, unit: weakref.ref, on_read: Callable[[weakref.ref], None]) -> None:
+        """Call ``on_read(unit)`` before a parameter is looked up on its module while the shards are
         registered.
         """
         names: dict[nn.Module, set[str]] = {}
@@ -47,7 +48,7 @@ class ParamRegistration:
             for holder, attribute in param.places:
                 names.setdefault(holder, set()).add(attribute)
         for holder, attributes in names.items():
-            held = make_parameters(holder._parameters, attributes, on_read)
+            held = make_parameters(holder._parameters, attributes, unit, on_read)
             holder.__dict__["_parameters"] = held
             self._held.append(held)
         self._find_places()

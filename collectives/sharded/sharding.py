@@ -21,7 +21,9 @@ from ..gradients.compilation import compile_gradient_kernels
 from ..gradients.state import HookState
 from ..rendezvous.process_groups import get_communicator
 from .clip import patch_clip_grad_norm
+from .conversions import install_conversions
 from .forward_hooks import register_grad_hooks
+from .gathering_parameters import find_unit
 from .grad_reducer import get_reducer
 from .managed_params import check_parameter, managed_parameters
 from .materialize import wrap_init_methods
@@ -36,6 +38,7 @@ from .scaler import patch_grad_scaler
 from .scheduler import Scheduler, get_scheduler
 from .state.state_dict import post_load_state_dict
 from .state.torch_state_dict import patch_torch_state_dict
+from .torch_wrappers import check_no_torch_wrapper, refuse_sharded_modules
 from .unit import Unit
 
 __all__ = ["attach", "fully_shard", "shard"]
@@ -117,26 +120,18 @@ def shard(
     """Make a module a unit, and its class one that derives from `base`: `fully_shard` after its
     checks.
     """
-    register_optimizer_hooks()
-    patch_clip_grad_norm()
-    patch_grad_scaler()
-    patch_torch_state_dict()
+    _patch_torch()
     if not isinstance(ignored_params, Iterable):
         raise InvalidArgument(f"ignored_params must be parameters, not {kind_of(ignored_params)}", op="fully_shard")
     ignored_params = list(ignored_params)
+    check_no_torch_wrapper(module, ignored_params, "fully_shard")
     reducer = get_reducer(hook_state, ranks.world)
     scheduler = get_scheduler(ranks.world)
     keep = parse_reshard_after_forward(reshard_after_forward, ranks)
     found = managed_parameters(module, ignored_params, stop=lambda each: isinstance(each, ShardedModule))
-    for names, _, param in found:
+    for names, places, param in found:
         check_parameter(param, names[0])
-        if param in replaced:
-            raise InvalidUsage(
-                f"{names[0]} of this {type(module).__name__} is tied to {replaced[param]}, which was sharded before "
-                "as a part of another unit: tied weights must be of one unit; shard the smallest module that holds "
-                "both, and not the inner one, or leave it out by ignored_params",
-                op="fully_shard", rank=ranks.world.rank,
-            )  # fmt: skip
+        _check_not_sharded(param, names[0], places[0], type(module).__name__, ranks.world.rank)
     described = f"{type(module).__name__}: " + "; ".join(
         f"{' = '.join(names)} {list(param.shape)} {str(param.dtype).removeprefix('torch.')}"
         f"{'' if param.requires_grad else ' frozen'}"
@@ -179,6 +174,35 @@ def shard(
         wrap_init_methods(unit)
     module.register_load_state_dict_post_hook(lambda module, _keys: post_load_state_dict(module._unit))
     return unit
+
+
+def _patch_torch() -> None:
+    """Make the changes to torch's own objects that sharded modules need, once."""
+    register_optimizer_hooks()
+    patch_clip_grad_norm()
+    patch_grad_scaler()
+    patch_torch_state_dict()
+    install_conversions()
+    refuse_sharded_modules()
+
+
+def _check_not_sharded(param: nn.Parameter, name: str, place: tuple[nn.Module, str], kind: str, rank: int) -> None:
+    """Raise `InvalidUsage`, with both names, for a parameter that is of another unit already."""
+    problem, outer = None, find_unit(*place)
+    if param in replaced:
+        problem = (
+            f"{name} of this {kind} is tied to {replaced[param]}, which was sharded before as a part of another unit: "
+            "tied weights must be of one unit; shard the smallest module that holds both, and not the inner one, or "
+            "leave it out by ignored_params"
+        )
+    elif outer is not None:
+        owner = next(each.name for each in outer.params if place in each.places)
+        problem = (
+            f"{name} of this {kind} is {owner} of a {outer.name} that was sharded before: inner modules are sharded "
+            f"first, so call fully_shard on this {kind}, and then on the {outer.name}"
+        )
+    if problem is not None:
+        raise InvalidUsage(problem, op="fully_shard", rank=rank)
 
 
 def attach(unit: Unit, module: nn.Module, base: type, scheduler: Scheduler, ignored_params=()) -> None:
