@@ -23,7 +23,7 @@ from .fsdp1.api import ShardingStrategy
 from .fsdp1.data_parallel import ShardedDataParallel
 from .materialize import materialize
 from .memory_plan import MemoryPlan, memory_plan
-from .module import ShardedModule, UnshardHandle, register_forward_method
+from .module import ShardedModule, UnshardHandle, register_forward_method, share_comm_ctx
 from .scaler import ShardedGradScaler
 from .sharding import fully_shard
 from .state.checkpoint import load, save
@@ -43,11 +43,16 @@ from .wrap import (
     wrap,
 )
 
+# FSDP2's names.
+FSDPModule = ShardedModule
+register_fsdp_forward_method = register_forward_method
+
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
     "CustomPolicy",
+    "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "MemoryPlan",
@@ -78,9 +83,11 @@ __all__ = [
     "materialize",
     "memory_plan",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "save",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "uneven",

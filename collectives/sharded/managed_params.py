@@ -51,7 +51,7 @@ def managed_parameters(
 def units_in(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     """Return the units of a module and of those inside, outermost first."""
     members = module.modules() if recurse else [module]
-    return [each._unit for each in members if hasattr(each, "_unit")]
+    return list(dict.fromkeys(each._unit for each in members if hasattr(each, "_unit")))
 
 
 def check_parameter(param: nn.Parameter, name: str) -> None:

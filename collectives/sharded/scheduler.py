@@ -155,15 +155,15 @@ class Scheduler:
             at = upcoming.index(unit) + 1
             named = [] if State.GATHERING in [each.state for each in upcoming] else upcoming[at : at + 1]
         for each in named:
-            self.unshard(each, async_op=True)
+            if self.graph_task is None or each.unshard_in_backward:
+                self.unshard(each, async_op=True)
 
     # ---- Forward.
 
     def enter_forward(self, unit: Unit, in_backward: bool) -> None:
         """Note that a unit's forward begins; reset first, if the last backward did not end."""
-        if not in_backward and self.graph_task is not None:  # the last backward did not end
-            self.agreement.interrupt(True)
-            self._reset()
+        if not in_backward:
+            self.abort_backward()
         if self.depth == 0 and not in_backward:
             self._current_forward = []
             self.planner.begin_forward(unit, self.should_overlap)
@@ -196,7 +196,12 @@ class Scheduler:
             # Outside a forward, the modules hold shards, and users may write to them: buffers stay
             # gathered only for a backward.
             for each in seen:
-                if torch.is_grad_enabled() or each.pending_backwards:
+                partly = each.module_group is not None and bool(each.module_group.left)  # some of its modules ran
+                if partly:
+                    each.module_group.left.clear()
+                if partly and torch.is_grad_enabled() and self.reshards_after_forward(each):
+                    each.reshard(post_forward=True)
+                elif torch.is_grad_enabled() or each.pending_backwards:
                     each.to_sharded()
                 elif each.state is State.UNSHARDED:
                     each.reshard()
@@ -209,6 +214,12 @@ class Scheduler:
         if not unit.reshard_after_forward or unit.is_read:
             return False
         return not torch.is_grad_enabled() or unit not in living(self.planner.forward.kept)
+
+    def abort_backward(self) -> None:
+        """Reset to a state in which a forward can begin, if the last backward did not end."""
+        if self.graph_task is not None:
+            self.agreement.interrupt(True)
+            self._reset()
 
     def abort_forward(self, error: BaseException, in_backward: bool) -> None:
         """Reset to a state in which a forward can begin, after an exception has left one."""
@@ -252,7 +263,8 @@ class Scheduler:
         if is_first:
             self._current_backward.append(unit)
             self.planner.units_before_reshard += not self._resharded_in_backward
-        self.ensure_unsharded(unit)
+        if unit.unshard_in_backward:
+            self.ensure_unsharded(unit)
         if is_first and not unit.prefetch_post_backward:
             self._prefetch_in_backward(unit)
 

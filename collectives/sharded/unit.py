@@ -19,6 +19,8 @@ from .gather_windows import UnitWindow
 from .managed_params import managed_parameters
 from .mesh import Ranks
 from .module_changes import AddedParamCheck, sync_attributes
+from .module_group import ModuleGroup
+from .param import ShardedParam
 from .param_group import make_groups
 from .param_registration import ParamRegistration
 from .policies import MixedPrecisionPolicy, parse_mp_policy, parse_offload_policy
@@ -80,13 +82,16 @@ class Unit:
         self.index = self.first_param = 0  # positions among all units of the communicator, and all their parameters
         self.gradient_divide_factor: float | None = None
         self.custom_all_gather = self.custom_reduce_scatter = self.custom_all_reduce = None
+        self.all_reduce_hook = None  # a function of this rank's reduced gradients
         self.reducer = None  # a ShardedGradReducer, where a HookState says how gradients are reduced
         # Settings that the scheduler reads in forward and backward.
         self.reshard_after_forward = self.reshard_after_backward = self.reduce_grads = True
-        self.prefetch_in_forward = self.prefetch_in_backward = True
+        self.prefetch_in_forward = self.prefetch_in_backward = self.unshard_in_backward = True
         self.prefetch_post_backward = False  # BACKWARD_POST: prefetch after a unit's gradients
         self.forward_prefetch = self.backward_prefetch = None  # lists of units; None: the next one
-        self.scheduler = self.module = None
+        self.scheduler = self.module = None  # module: a weak reference
+        self.module_group: ModuleGroup | None = None  # what `module` refers to, where the unit is of several modules
+        self.unfilled: set = set()  # parameters that have got memory and no values yet, in a load_state_dict
         self._alloc_stream = None  # the stream on which the gathered buffer was allocated
         self.state_dict_settings = None  # those of `set_state_dict_type`; None: full tensors
         self.is_read = False  # it stays gathered while the forward that has read its parameters runs
@@ -119,6 +124,18 @@ class Unit:
         """Whether unsharding takes a collective."""
         return self.ranks.shard is not None and bool(self.groups)
 
+    def named_params(self, module: nn.Module) -> list[tuple[ShardedParam, list[str]]]:
+        """Return the unit's parameters that one of its modules holds, with their names in it."""
+        if self.module_group is None:
+            return [(param, param.names) for param in self.params]
+        prefix = next(f"{name}." for name, each in self.module_group.named_children() if each is module)
+        found = []
+        for param in self.params:
+            names = [name.removeprefix(prefix) for name in param.names if name.startswith(prefix)]
+            if names:
+                found.append((param, names))
+        return found
+
     def pieces(self) -> list[nn.Parameter]:
         """Return this rank's shards, in the order of the parameter groups."""
         return [param.shard for param in self.params]
@@ -132,7 +149,8 @@ class Unit:
             param.shard = holder._parameters[attribute]
             for other, name in param.places[1:]:
                 other._parameters[name] = param.shard
-        self.check()
+        if self.module_group is None or len({param.shard.device.type for param in self.params}) == 1:
+            self.check()  # otherwise the next modules of the group get memory, too
 
     def check(self) -> None:
         """Check that the modules hold the shards and that these lie in the flat shard; see
@@ -344,4 +362,6 @@ class Unit:
     def end_backward(self, *, drop: bool = False, repeated: bool = False) -> None:
         """Reset what tracks a backward; see `UnitGradients.end_backward`."""
         self.gradients.end_backward(reduced=self.reduce_grads, drop=drop, repeated=repeated)
+        if self.module_group is not None:
+            self.module_group.left.clear()
         self.pending_backwards = 0

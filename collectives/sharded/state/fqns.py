@@ -79,8 +79,8 @@ def sharded_params_by_fqn(model: nn.Module) -> dict[str, ShardedParam]:
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         unit = getattr(module, "_unit", None)
-        for param in () if unit is None else unit.params:
-            for name in param.names:
+        for param, names in () if unit is None else unit.named_params(module):
+            for name in names:
                 found.setdefault(clean_tensor_name(f"{prefix}.{name}" if prefix else name), param)
     return found
 
