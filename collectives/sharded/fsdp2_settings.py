@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..arrays import kind_of
+from ..comm.config import launches_in_order
 from ..errors import InvalidArgument, InvalidUsage
 from .managed_params import units_in
 
@@ -82,11 +83,12 @@ class FSDP2Settings:
         _accept("set_reduce_scatter_max_input_buffers", max_input_buffers, 1, _ONE_BUFFER)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Accept True on GPUs only, where gathers have a communicator of their own, and False on the
-        host, where all operations of a communicator are in one order.
+        """Accept what is so: True on GPUs where NCCL keeps two communicators in one order, so that
+        gathers have one of their own, and False elsewhere.
         """
-        on_host = self._unit.ranks.world._on_host
-        _accept("set_separate_reduce_scatter_group", bool(enable), not on_host, _ON_HOST if on_host else _ON_GPU)
+        world = self._unit.ranks.world
+        separate = not world._on_host and launches_in_order(world.engine.library)
+        _accept("set_separate_reduce_scatter_group", bool(enable), separate, _SEPARATE if separate else _TOGETHER)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Refused: on GPUs units are gathered in NCCL's symmetric windows where NCCL has them."""
@@ -119,8 +121,8 @@ class FSDP2Settings:
 _UNUSED = "a rank that hasn't used a parameter takes part with zeros, or the others would wait for it"
 _ALLOCATES = "buffers are the engine's memory, which the peers read in place"
 _ONE_BUFFER = "one reduction is in progress at a time, for the least memory"
-_ON_HOST = "on the host all operations of a communicator are in one order, whatever their group"
-_ON_GPU = "gathers have a communicator of their own, beside the reductions"
+_TOGETHER = "gathers and reductions are operations of one communicator, in one order on all ranks"
+_SEPARATE = "gathers have a communicator of their own, beside the reductions"
 
 
 def _accept(op: str, value, wanted, reason: str) -> None:
