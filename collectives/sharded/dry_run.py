@@ -307,8 +307,8 @@ class DryRun:
             self._scheduler.should_overlap = overlap
 
     def shard(
-        self, module: Skeleton | ModuleGroup, parameters: list, *, mp_policy: MixedPrecisionPolicy | None, offloads: bool,
-        persistent: bool, reshard_after_forward: bool | int,
+        self, module: Skeleton | ModuleGroup, parameters: list, *, mp_policy: MixedPrecisionPolicy | None,
+        offloads: bool, persistent: bool, reshard_after_forward: bool | int,
     ) -> Unit:  # fmt: skip
         """Make a module or a group a unit, as `fully_shard` does; inner ones first. `parameters`: as `Unit`
         takes them.

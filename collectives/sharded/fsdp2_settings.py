@@ -65,9 +65,7 @@ class FSDP2Settings:
                 op="set_requires_all_reduce",
             )
 
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Accept True only: ranks that haven't used a parameter always take part with zeros."""
         _accept("set_reduce_scatter_unused_params", reduce_scatter_unused_params, True, _UNUSED)
 

@@ -28,6 +28,7 @@ from ..gradients.grad_norm import norm_over_ranks
 from ..gradients.options import parse_streams
 from ..gradients.state import HookState
 from ..rendezvous.process_groups import get_communicator
+from .managed_params import named_params
 from .optimizer_in_backward import UnitStep
 from .quantized_gather import QuantizedAllGather
 from .reduction import as_real, start_compressed, start_reduction
@@ -159,12 +160,13 @@ class ShardedGradReducer:
             for name, inner in () if module is None else module.named_modules():
                 other = getattr(inner, "_unit", None)
                 if other is not None and other is not unit and other not in named:
-                    for param, names in other.named_params(inner):
+                    for param, names in named_params(other, inner):
                         if param not in inside.setdefault(other, {}).values():
                             inside[other][f"{name}.{names[0]}"] = param
             named |= inside
         self._unnamed = []
-        self.state.parameter_names.add((name, param.full) for params in named.values() for name, param in params.items())
+        pairs = [pair for params in named.values() for pair in params.items()]
+        self.state.parameter_names.add((name, param.full) for name, param in pairs)
 
     # ---- The optimizer.
 

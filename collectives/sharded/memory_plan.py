@@ -115,14 +115,14 @@ def memory_plan(
     isn't given are its own. `optimizer`: an instance, a class, a function of parameters, "sgd",
     "sgd+momentum", "adam", "adamw" (those of `collectives.optim`), or None. `strategy`: a
     `ShardingStrategy` or its name; None: FULL_SHARD. `units`: a wrap policy, or the submodules that
-    are units besides the module itself, with lists of those that are one unit together. `reshard_after_forward`: as in `fully_shard`; None: as the
-    strategy says. `replicas`: with a hybrid strategy, how many ranks have the same shard.
-    `accumulate`: several backwards a step, with the full gradients kept until the last.
-    `master_weights`: as in the optimizers of `collectives.optim`. `offload`: shards and optimizer
-    on the host. `activations`: their bytes, counted through forward and backward. `overlap`:
-    whether collectives overlap with the computation; None: always on a GPU, on the host as
-    COLLECTIVES_OVERLAP says or where the ranks leave cores to spare. `device`: None: the module's.
-    `ignored_params`: left out.
+    are units besides the module itself, with lists of those that are one unit together.
+    `reshard_after_forward`: as in `fully_shard`; None: as the strategy says. `replicas`: with a
+    hybrid strategy, how many ranks have the same shard. `accumulate`: several backwards a step,
+    with the full gradients kept until the last. `master_weights`: as in the optimizers of
+    `collectives.optim`. `offload`: shards and optimizer on the host. `activations`: their bytes,
+    counted through forward and backward. `overlap`: whether collectives overlap with the
+    computation; None: always on a GPU, on the host as COLLECTIVES_OVERLAP says or where the ranks
+    leave cores to spare. `device`: None: the module's. `ignored_params`: left out.
 
     Steps are counted from the third on, with gradients set to None before the forward. The plan
     assumes that inner modules run in the order in which they are registered, once each, and that

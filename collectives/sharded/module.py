@@ -13,7 +13,7 @@ from .clip import clip_grad_norm_
 from .conversions import restored_on_error
 from .forward_hooks import run_forward
 from .fsdp2_settings import FSDP2Settings
-from .managed_params import units_in
+from .managed_params import named_params, units_in
 from .post_forward import parse_reshard_after_forward, set_reshard_after_forward
 from .scheduler import Scheduler
 from .state.state_dict import make_state_dict, pre_load_state_dict, unsharded_params
@@ -195,7 +195,7 @@ class ShardedModule(FSDP2Settings):
         super().zero_grad(set_to_none)
         for each in self.modules():
             for unit in units_in(each, recurse=False):
-                unit.gradients.drop([param for param, _ in unit.named_params(each)])
+                unit.gradients.drop([param for param, _ in named_params(unit, each)])
 
     def _apply(self, fn, recurse=True):
         if self._unit.registration.has_substitutes:  # full parameters, in an initialisation

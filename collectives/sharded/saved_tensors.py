@@ -85,8 +85,8 @@ def look_up_saved_params(buffers: list[Buffer]) -> contextlib.AbstractContextMan
         group, unshard, steps, offset, dtype, size, stride, is_conj, is_neg = saved
         if steps != group.steps:
             raise InvalidUsage(
-                f"the unit of {group.params[0].name} was stepped by an optimizer between a forward and its backward, which needs the "
-                "parameters that the forward has used: call backward() before optimizer.step()"
+                f"the unit of {group.params[0].name} was stepped by an optimizer between a forward and its backward, "
+                "which needs the parameters that the forward has used: call backward() before optimizer.step()"
             )
         unshard()
         flat = group.gathered

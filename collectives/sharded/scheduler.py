@@ -126,7 +126,7 @@ class Scheduler:
             return
         unit = self.registry.of(code)
         if kind_of(code) == GATHER:
-            unit.join_all_gather(masters=gathers_masters(code), post_forward=is_post_forward(code))
+            _join_all_gather(unit, masters=gathers_masters(code), post_forward=is_post_forward(code))
         else:
             self._reduce(unit)
 
@@ -196,15 +196,7 @@ class Scheduler:
             # Outside a forward, the modules hold shards, and users may write to them: buffers stay
             # gathered only for a backward.
             for each in seen:
-                partly = each.module_group is not None and bool(each.module_group.left)  # some of its modules ran
-                if partly:
-                    each.module_group.left.clear()
-                if partly and torch.is_grad_enabled() and self.reshards_after_forward(each):
-                    each.reshard(post_forward=True)
-                elif torch.is_grad_enabled() or each.pending_backwards:
-                    each.to_sharded()
-                elif each.state is State.UNSHARDED:
-                    each.reshard()
+                _end_forward(each, self.reshards_after_forward(each))
             if not torch.is_grad_enabled():
                 self.host_copies.wait()  # users may write to shards on the host now
             self.agreement.end_pass()
@@ -361,6 +353,40 @@ class Scheduler:
             flags = used[unit.first_param : unit.first_param + len(unit.params)]
             self._params_with_accumulate_hooks += unit.gradients.drop_unused(flags)
         return repeated
+
+
+def _end_forward(unit: Unit, reshards: bool) -> None:
+    """Register the shards on a unit's modules after an outermost forward. `reshards`: whether it is
+    resharded where only some of its modules have run.
+    """
+    partly = unit.module_group is not None and bool(unit.module_group.left)
+    if partly:
+        unit.module_group.left.clear()
+    if partly and reshards and torch.is_grad_enabled():
+        unit.reshard(post_forward=True)
+    elif torch.is_grad_enabled() or unit.pending_backwards:
+        unit.to_sharded()
+    elif unit.state is State.UNSHARDED:
+        unit.reshard()
+
+
+@torch.no_grad()
+def _join_all_gather(unit: Unit, *, masters: bool, post_forward: bool) -> None:
+    """Take part in an all-gather that only other ranks need, of `masters`, the shards in their own
+    dtype, or of post-forward shards; this rank's parameters stay as they are.
+    """
+    if masters:
+        for group in unit.groups:
+            group.all_gather_master_shards()
+        return
+    if unit.window.is_used:
+        unit.move_gathered()
+    for group, out in zip(unit.groups, unit.window.acquire(post_forward), strict=True):
+        if post_forward:
+            group.join_post_forward(unit.post_forward_comm)
+        else:
+            group.join_all_gather(unit.custom_all_gather, out)
+    unit.window.release()
 
 
 def _prepare_window(unit: Unit, agreement: Agreement) -> None:

@@ -36,12 +36,12 @@ def _refuse_units(module, name: str, ignored: Iterable[nn.Parameter]) -> None:
     known = set(map(id, ignored))
     for each_name, each in module.named_modules():
         for unit in units_in(each, recurse=False):
-            if any(id(form) not in known for param in unit.params for form in (getattr(param, unit.registration.form),)):
-                inside = f"{each_name or 'it'}, a {type(each).__name__},"
+            if any(id(getattr(param, unit.registration.form)) not in known for param in unit.params):
+                inside = f"{each_name or 'it'}, a {type(each).__name__}"
                 raise InvalidUsage(
-                    f"{name} can't take this {type(module).__name__}: {inside} was sharded by collectives.sharded, whose "
-                    "backward reduces its gradients already. Use collectives.sharded's fully_shard, or "
-                    "ShardedDataParallel, for the outer module, too, or torch's for all of them",
+                    f"{name} can't take this {type(module).__name__}: {inside}, was sharded by collectives.sharded, "
+                    "whose backward reduces its gradients already. Use fully_shard, or ShardedDataParallel, of "
+                    "collectives.sharded for the outer module, too, or torch's for all of them",
                     op=name, rank=unit.ranks.world.rank,
                 )  # fmt: skip
 

@@ -20,7 +20,6 @@ from .managed_params import managed_parameters
 from .mesh import Ranks
 from .module_changes import AddedParamCheck, sync_attributes
 from .module_group import ModuleGroup
-from .param import ShardedParam
 from .param_group import make_groups
 from .param_registration import ParamRegistration
 from .policies import MixedPrecisionPolicy, parse_mp_policy, parse_offload_policy
@@ -123,18 +122,6 @@ class Unit:
     def gathers(self) -> bool:
         """Whether unsharding takes a collective."""
         return self.ranks.shard is not None and bool(self.groups)
-
-    def named_params(self, module: nn.Module) -> list[tuple[ShardedParam, list[str]]]:
-        """Return the unit's parameters that one of its modules holds, with their names in it."""
-        if self.module_group is None:
-            return [(param, param.names) for param in self.params]
-        prefix = next(f"{name}." for name, each in self.module_group.named_children() if each is module)
-        found = []
-        for param in self.params:
-            names = [name.removeprefix(prefix) for name in param.names if name.startswith(prefix)]
-            if names:
-                found.append((param, names))
-        return found
 
     def pieces(self) -> list[nn.Parameter]:
         """Return this rank's shards, in the order of the parameter groups."""
@@ -273,24 +260,6 @@ class Unit:
         self.reshard()
         for group in self.groups:
             group.post_optim_step()
-
-    @torch.no_grad()
-    def join_all_gather(self, *, masters: bool = False, post_forward: bool = False) -> None:
-        """Take part in an all-gather that only other ranks need, of `masters`, the shards in their
-        own dtype, or of post-forward shards; this rank's parameters stay as they are.
-        """
-        if masters:
-            for group in self.groups:
-                group.all_gather_master_shards()
-            return
-        if self.window.is_used:
-            self.move_gathered()
-        for group, out in zip(self.groups, self.window.acquire(post_forward), strict=True):
-            if post_forward:
-                group.join_post_forward(self.post_forward_comm)
-            else:
-                group.join_all_gather(self.custom_all_gather, out)
-        self.window.release()
 
     @property
     def is_sharded_post_forward(self) -> bool:

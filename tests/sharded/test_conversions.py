@@ -143,7 +143,8 @@ def swap(ctx):
     except (InvalidArgument, RuntimeError) as error:
         message = str(error)
     after = model.state_dict()
-    same_values = all(after[name].dtype is kind and torch.equal(after[name], there) for name, (kind, there) in before.items())
+    kinds = all(after[name].dtype is kind for name, (kind, _) in before.items())
+    same_values = kinds and all(torch.equal(after[name], value) for name, (_, value) in before.items())
     model(batch(0, ctx.rank)[0]).sum().backward()
     return message, same_values
 

@@ -134,6 +134,7 @@ def settings(ctx):
     model.set_separate_reduce_scatter_group(False)
     if hasattr(torch, "Event"):
         model.set_post_optim_event(torch.Event("cpu"))
+    on_another = fully_shard(nn.Linear(2, 2), comm=ctx.communicator())
     refused = {
         "zeros": lambda: model.set_reduce_scatter_unused_params(False),
         "the engine's memory": lambda: model.set_allocate_memory_from_process_group_for_comm(False),
@@ -145,13 +146,21 @@ def settings(ctx):
         "interval of a unit's flat buffer": lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda param: None),
         "as the mesh": lambda: fully_shard(nn.Linear(2, 2), dp_mesh_dims=DataParallelMeshDims(shard="shard")),
         "only sharded modules": lambda: share_comm_ctx([model, nn.Linear(2, 2)]),
-        "different communicators": lambda: share_comm_ctx([model, fully_shard(nn.Linear(2, 2), comm=ctx.communicator())]),
+        "different communicators": lambda: share_comm_ctx([model, on_another]),
     }  # fmt: skip
     for text, call in refused.items():
         found[text] = text in raised(call)
     share_comm_ctx([model, model[0]])
+    return found
 
-    # After an exception in a backward.
+
+def fail(*_):
+    raise ZeroDivisionError
+
+
+@over_gloo
+def failing_backwards(ctx):
+    found = {}
     other = sharded()
     hook = other[2].register_full_backward_hook(fail)
     for step in range(2):
@@ -170,10 +179,7 @@ def settings(ctx):
     return found
 
 
-def fail(*_):
-    raise ZeroDivisionError
-
-
-def test_settings(tmp_path):
-    for found in run(settings, 2, str(tmp_path / "store")):
+@pytest.mark.parametrize("program", [settings, failing_backwards])
+def test_settings(program, tmp_path):
+    for found in run(program, 2, str(tmp_path / "store")):
         assert not [key for key, right in found.items() if not right]

@@ -111,11 +111,12 @@ def train_all(ctx):
                     if micro == 1 and recompute is None:
                         prefetching(model)
                     train(model, ctx.rank, micro=micro)
-                    found[tied, micro, recompute, *how.values()] = same(full(model), expected)
+                    found[(tied, micro, recompute, *how.values())] = same(full(model), expected)
     expected = by_ddp(ctx.rank, chunks=2)  # a module that runs twice, after the other ones
     model = grouped(Model(chunks=2))
     train(model, ctx.rank)
-    found["twice"] = [name for name, value in full(model).items() if not torch.allclose(value, expected[name], atol=1e-6)]
+    ours = full(model)
+    found["twice"] = [name for name in expected if not torch.allclose(ours[name], expected[name], atol=1e-6)]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     low = [grouped(Model(), mp_policy=policy), fully_shard(Model(), mp_policy=policy)]
     for model in low:
@@ -162,7 +163,8 @@ def gathering(ctx):
         (sum(nn.functional.cross_entropy(plain.head(part), zeros) for part in out.chunk(2)) / ctx.size).backward()
     with ShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
         grads = {name: param.grad.clone() for name, param in model.named_parameters()}
-    found["chunks"] = all(torch.allclose(grads[name], param.grad, atol=1e-6) for name, param in plain.named_parameters())
+    theirs = {name: param.grad for name, param in plain.named_parameters()}
+    found["chunks"] = all(torch.allclose(grads[name], grad, atol=1e-6) for name, grad in theirs.items())
     model.head.zero_grad()
     found["zero_grad"] = [param.grad is None for each in (model.head, model.norm) for param in each.parameters()]
     for _ in range(2):

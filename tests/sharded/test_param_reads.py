@@ -92,11 +92,11 @@ def encode(ctx, ways, reshard):
                     model.train(training), whole.train(training)
                     with torch.no_grad():
                         here, there = (each(inputs(ctx.rank, step), **how) for each in (model, whole))
-                        found[*key, training, "no_grad"] = torch.equal(here, there)
+                        found[(*key, training, "no_grad")] = torch.equal(here, there)
                     train_step((model, whole), sgd, ctx.size, ctx.rank, step, **how)
-                    found[*key, training, "step"] = not same(full(model), dict(whole.named_parameters()))
+                    found[(*key, training, "step")] = not same(full(model), dict(whole.named_parameters()))
                 shards = [param.shape for param in model.parameters()]
-                found[*key, "sharded again"] = shards != [param.shape for param in whole.parameters()]
+                found[(*key, "sharded again")] = shards != [param.shape for param in whole.parameters()]
             state = model.state_dict()
             found[way.__name__, norm_first] = all(torch.equal(state[k], v) for k, v in whole.state_dict().items())
     return found

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...errors import InvalidArgument
+from ..managed_params import named_params
 from ..param import ShardedParam
 from .state_dict import as_shard_tensor
 
@@ -79,7 +80,7 @@ def sharded_params_by_fqn(model: nn.Module) -> dict[str, ShardedParam]:
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         unit = getattr(module, "_unit", None)
-        for param, names in () if unit is None else unit.named_params(module):
+        for param, names in () if unit is None else named_params(unit, module):
             for name in names:
                 found.setdefault(clean_tensor_name(f"{prefix}.{name}" if prefix else name), param)
     return found

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig, StateDictType
 
 from ...errors import InvalidArgument, InvalidUsage
+from ..managed_params import named_params
 from ..unit import Unit
 from .dtensor import as_dtensor, shard_mesh
 from .shard_tensor import ShardTensor
@@ -218,7 +219,7 @@ def pre_load_state_dict(unit: Unit, state_dict: dict, prefix: str, module: nn.Mo
                 inner._buffers[key] = torch.empty_like(buffer, device=unit.device)
     _substitute_shards(unit)
     unit.unfilled = set(empty) if unit.module_group is None else unit.unfilled | set(empty)
-    for param, _ in unit.named_params(module):
+    for param, _ in named_params(unit, module):
         param.substitute.filled = param not in unit.unfilled or not param.count
 
 
@@ -227,7 +228,7 @@ def post_load_state_dict(unit: Unit, module: nn.Module) -> None:
     if not unit.registration.has_substitutes:
         return
     try:
-        for param, _ in unit.named_params(module):
+        for param, _ in named_params(unit, module):
             holder, attribute = param.places[0]
             unit.unfilled.discard(param)
             if not param.substitute.filled and holder._parameters[attribute] is param.substitute:
