@@ -170,9 +170,7 @@ class Scheduler:
         self.depth += 1
 
     def pre_forward(self, unit: Unit, in_backward: bool, *, prefetch: bool = True) -> None:
-        """Unshard a unit for its forward, or for another one's forward that reads its parameters, and
-        prefetch the next one.
-        """
+        """Unshard a unit for a forward that needs its parameters, and prefetch the next one."""
         try:
             unit.check()
         except Exception as error:
