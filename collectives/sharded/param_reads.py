@@ -12,11 +12,13 @@ A unit that was gathered for a read stays gathered until the forward that has re
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import torch
 
 from ..errors import InvalidUsage
+from ..torch_compat import current_graph_task_id
 from .module_changes import check_not_written, param_versions
 from .saved_tensors import Buffer, saved_buffers
 from .unit import Unit
@@ -29,16 +31,24 @@ def gather_at_reads(unit: Unit) -> None:
     unit.registration.intercept_reads(weakref.ref(unit), _on_read)
 
 
-_running: list[ForwardReads] = []  # forwards in progress, the innermost last
+class _Forwards(threading.local):
+    """This thread's forwards in progress, the innermost last."""
+
+    def __init__(self):
+        self.running: list[ForwardReads] = []
+
+
+_forwards = _Forwards()
 
 
 def _on_read(reference: weakref.ref[Unit]) -> None:
     unit = reference()
     if unit is None or unit.is_unsharded_registered or unit.registration.has_substitutes:
         return
-    if _running:
-        _running[-1].gather(unit)
-    elif unit.scheduler.graph_task is not None:  # activation checkpointing recomputes a part of a forward
+    if _forwards.running:
+        _forwards.running[-1].gather(unit)
+    # Activation checkpointing recomputes a part of a forward.
+    elif unit.scheduler.graph_task is not None and current_graph_task_id() != -1:
         unit.scheduler.pre_forward(unit, True, prefetch=False)
 
 
@@ -58,11 +68,11 @@ class ForwardReads:
         self._versions: dict[Unit, list[int]] = {}  # unit -> its parameters' at the first read
 
     def __enter__(self):
-        _running.append(self)
+        _forwards.running.append(self)
         return self
 
     def __exit__(self, kind, error, traceback):
-        _running.remove(self)
+        _forwards.running.remove(self)
         for unit, before in self._versions.items():
             unit.is_read = False
             if error is None:

@@ -16,8 +16,6 @@ for the backward, with no hooks. That can't be done here:
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
 
 import torch
 
@@ -31,19 +29,17 @@ __all__ = ["Buffer", "look_up_saved_params", "saved_buffers", "saves_tensors"]
 _data_ptr = TensorBase.data_ptr
 
 
-# The first address of a group's gathered buffer, the one after its last, the group, and a function
-# that unshards its unit.
-Buffer = tuple[int, int, ParamGroup, Callable[[], None]]
+# The first address of a group's gathered buffer, the one after its last, the group, and its unit.
+Buffer = tuple[int, int, ParamGroup, Unit]
 
 
 def saved_buffers(unit: Unit) -> list[Buffer]:
     """Return a unit's gathered buffers, without those of full parameters that are memory that stays."""
-    unshard = functools.partial(unit.scheduler.unshard_for_backward, unit)
     buffers = []
     for group in unit.groups:
         if group.gathered is not None and not group.shares_memory:
             begin = group.gathered.data_ptr()
-            buffers.append((begin, begin + group.gathered.nbytes, group, unshard))
+            buffers.append((begin, begin + group.gathered.nbytes, group, unit))
     return buffers
 
 
@@ -73,22 +69,22 @@ def look_up_saved_params(buffers: list[Buffer]) -> contextlib.AbstractContextMan
             at = _data_ptr(tensor) or tensor.untyped_storage().data_ptr()  # its storage's, if it has no elements
         except (NotImplementedError, RuntimeError):  # sparse ones, and others that have none
             at = 0
-        for begin, end, group, unshard in buffers:
+        for begin, end, group, unit in buffers:
             if begin <= at < end:
                 form = tensor.dtype, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
-                return _Saved((group, unshard, group.steps, at - begin, *form))
+                return _Saved((group, unit, group.steps, at - begin, *form))
         return tensor if outer is None else outer[0](tensor)
 
     def load(saved):
         if type(saved) is not _Saved:
             return saved if outer is None else outer[1](saved)
-        group, unshard, steps, offset, dtype, size, stride, is_conj, is_neg = saved
+        group, unit, steps, offset, dtype, size, stride, is_conj, is_neg = saved
         if steps != group.steps:
             raise InvalidUsage(
-                f"the unit of {group.params[0].name} was stepped by an optimizer between a forward and its backward, "
-                "which needs the parameters that the forward has used: call backward() before optimizer.step()"
+                f"{unit!r} was stepped by an optimizer between a forward and its backward, which needs the "
+                "parameters that the forward has used: call backward() before optimizer.step()"
             )
-        unshard()
+        unit.scheduler.unshard_for_backward(unit)
         flat = group.gathered
         flat = flat if flat.dtype is dtype else flat.view(dtype)
         tensor = flat.as_strided(size, stride, flat.storage_offset() + offset // dtype.itemsize)
@@ -100,8 +96,8 @@ def look_up_saved_params(buffers: list[Buffer]) -> contextlib.AbstractContextMan
 
 
 class _Saved(tuple):
-    """A tensor that autograd saved: a group, a function that unshards its unit, the group's count of
-    optimizer steps, the tensor's place in its gathered buffer in bytes, and the tensor's form.
+    """A tensor that autograd saved: a group, its unit, the group's count of optimizer steps, the
+    tensor's place in its gathered buffer in bytes, and the tensor's form.
     """
 
     __slots__ = ()

@@ -224,14 +224,15 @@ def _check_not_sharded(param: nn.Parameter, name: str, place: tuple[nn.Module, s
     if param in replaced:
         problem = (
             f"{name} of this {kind} is tied to {replaced[param]}, which was sharded before as a part of another unit: "
-            "tied weights must be of one unit; shard the smallest module that holds both, and not the inner one, or "
-            "leave it out by ignored_params"
+            "tied weights must be of one unit; shard both modules together, as fully_shard([a, b]), or the smallest "
+            "module that holds both, and not the inner one, or leave it out by ignored_params"
         )
     elif outer is not None:
         owner = next(each.name for each in outer.params if place in each.places)
         problem = (
             f"{name} of this {kind} is {owner} of a {outer.name} that was sharded before: inner modules are sharded "
-            f"first, so call fully_shard on this {kind}, and then on the {outer.name}"
+            f"first, so call fully_shard on this {kind}, and then on the {outer.name}; modules that share a part are "
+            "sharded together, as fully_shard([a, b])"
         )
     if problem is not None:
         raise InvalidUsage(problem, op="fully_shard", rank=rank)
