@@ -40,8 +40,11 @@ def run_forward(module: nn.Module, forward, args: tuple, kwargs: dict) -> Any:
         if registers_hook:
             _register_post_backward_hook(unit, scheduler, (args, kwargs))
         saves = torch.is_grad_enabled() and not in_backward and not saves_tensors()
-        # What it reads of other units is looked up, too.
-        buffers = saved_buffers(unit) if saves and (unit.gathers or scheduler.planner.has_units_inside(unit)) else None
+        # Also without buffers of its own, since what it reads of units inside is looked up, too. Torch's check of
+        # in-place changes leaves out what hooks save, so there are none where no memory is freed.
+        buffers = saved_buffers(unit) if saves and unit.gathers else []
+        if not saves or not (buffers or scheduler.planner.frees_inside(unit)):
+            buffers = None
         with (
             contextlib.nullcontext() if buffers is None else look_up_saved_params(buffers),
             ForwardReads(unit, in_backward, saves, buffers),

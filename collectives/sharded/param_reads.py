@@ -80,7 +80,7 @@ class ForwardReads:
 
     def gather(self, unit: Unit) -> None:
         """Gather a unit; it stays gathered until the forward ends."""
-        if self._buffers is None and self._saves:
+        if self._buffers is None and self._saves and any(not group.shares_memory for group in unit.groups):
             raise InvalidUsage(
                 f"the forward of {self._unit!r}, which has no shards, reads {unit.params[0].name} of {unit!r} without "
                 "calling its module: make them one unit, or call the module",

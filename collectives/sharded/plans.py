@@ -118,9 +118,10 @@ class PassPlanner:
         """Note the units of a backward, each once."""
         self._backward_order = list(map(weakref.ref, units))
 
-    def has_units_inside(self, unit: Unit) -> bool:
-        """Whether other units of this communicator are in a unit's module."""
-        return len(self._find_units_inside(unit)) > 1
+    def frees_inside(self, unit: Unit) -> bool:
+        """Whether gathered memory of other units in a unit's module is freed when they are resharded."""
+        inside = [each for each in self._find_units_inside(unit) if each is not unit]
+        return any(not group.shares_memory for each in inside for group in each.groups)
 
     def _find_units_inside(self, unit: Unit) -> list[Unit]:
         """Return a unit and the units of this communicator in its module."""
