@@ -33,6 +33,7 @@ __all__ = [
     "dynamo_disable",
     "flatten_dense_tensors",
     "fsdp_collectives",
+    "fsdp_state_class",
     "is_traceable_wrapper_subclass",
     "open_process_groups",
     "premul_sum",
@@ -162,6 +163,13 @@ def fsdp_collectives():
     return _fsdp_api if hasattr(_fsdp_api, "AllGather") else None
 
 
+def fsdp_state_class() -> type:
+    """Return the class whose ``init`` FSDP2's ``fully_shard`` calls before it changes a module."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    return FSDPState
+
+
 # ---- Attributes of torch's objects: names that instances or the class itself have, by the path of
 # the class.
 ATTRIBUTES = {
@@ -172,5 +180,6 @@ ATTRIBUTES = {
     "torch.distributed.Reducer": ("_rebuild_buckets",),
     "torch.amp.GradScaler": ("_scale", "_per_optimizer_states", "_unscale_grads_"),
     "torch.Tensor": ("_version",),
-    "torch.nn.Module": ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    "torch.nn.Module": ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_apply"),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": ("init",),
 }  # fmt: skip

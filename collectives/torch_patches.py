@@ -14,14 +14,14 @@ scale: by the first method where scaling began before this import, by the second
 a ``scale`` of their own.
 
 These are made at the first sharded module: `patch_total_norm`, `patch_scaler_checks` (also where a
-hook steps an optimizer), `patch_state_dict`, `patch_checkpoint`, `patch_optimizer_state`, and
-attributes of ``torch.Tensor`` that shards have (collectives/sharded/state/dtensor_calls.py). One is
-made at the first `collectives.horovod.DistributedOptimizer`: `patch_unscale`. `patch_total_norm`
-also changes functions that a program has imported by name before: torch's ``get_total_norm`` is a
-wrapper, and the function that it wraps, a variable of its closure, is exchanged. With the attribute
-alone such a program would clip by one rank's norm, a different one on each rank.
-`collectives.auto.install` makes its changes to ``DistributedDataParallel`` with `patch_attribute`,
-when a program asks for them.
+hook steps an optimizer), `patch_state_dict`, `patch_checkpoint`, `patch_optimizer_state`,
+`patch_conversions`, `patch_data_parallel`, and attributes of ``torch.Tensor`` that shards have
+(collectives/sharded/state/dtensor_calls.py). One is made at the first
+`collectives.horovod.DistributedOptimizer`: `patch_unscale`. `patch_total_norm` also changes functions
+that a program has imported by name before: torch's ``get_total_norm`` is a wrapper, and the function
+that it wraps, a variable of its closure, is exchanged. With the attribute alone such a program would
+clip by one rank's norm, a different one on each rank. `collectives.auto.install` makes its changes to
+``DistributedDataParallel`` with `patch_attribute`, when a program asks for them.
 
 All records are weak references in the program's own order, which is the same on all ranks. Nothing
 is found by a walk over Python's objects, whose result depends on the garbage collector.
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -38,6 +39,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
+
+from .torch_compat import fsdp_state_class
 
 __all__ = [
     "Patch",
@@ -49,6 +52,8 @@ __all__ = [
     "patch_attribute",
     "patch_checkpoint",
     "patch_optimizer_state",
+    "patch_conversions",
+    "patch_data_parallel",
     "patch_scaler_checks",
     "patch_state_dict",
     "patch_total_norm",
@@ -324,6 +329,81 @@ def patch_optimizer_state(describe, convert) -> None:
     patch_attribute(
         cls, "state_dict", state_dict, "torch's tools take one rank's shards for the whole state, and save these"
     )
+
+
+@functools.cache
+def patch_conversions(around) -> None:
+    """Run ``nn.Module._apply``, which ``to``, ``half`` and the like call, inside of the context
+    ``around(module)``.
+    """
+    own = torch.nn.Module._apply
+    converting = threading.local()  # .outermost: the module whose conversion is in progress
+
+    @functools.wraps(own)
+    def _apply(self, fn, recurse=True):
+        if getattr(converting, "outermost", None) is not None:
+            return own(self, fn, recurse)
+        converting.outermost = self
+        try:
+            with around(self):
+                return own(self, fn, recurse)
+        finally:
+            converting.outermost = None
+
+    patch_attribute(
+        torch.nn.Module, "_apply", _apply,
+        "torch converts tensor by tensor, and a sharded module inside may refuse when others were converted",
+    )  # fmt: skip
+
+
+@functools.cache
+def patch_data_parallel(refuse) -> None:
+    """Call ``refuse(module, name, ignored)`` before torch's own data parallelism takes a module:
+    DistributedDataParallel, FullyShardedDataParallel and FSDP2's ``fully_shard``.
+
+    `ignored`: the parameters that it is to leave alone. FSDP2's function may have been imported by
+    name before, so what it calls is changed.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel  # which takes long to import
+
+    reason = "torch's own would take one rank's shards for whole parameters"
+    ddp, fsdp, fsdp2 = DistributedDataParallel, FullyShardedDataParallel, fsdp_state_class()
+    init_ddp, init_fsdp, init_state = ddp.__init__, fsdp.__init__, fsdp2.init
+
+    @functools.wraps(init_ddp)
+    def ddp_init(self, module, *args, **kwargs):
+        names = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        ignored = [param for name, param in module.named_parameters() if name in names] if names else []
+        refuse(module, "DistributedDataParallel", ignored)
+        init_ddp(self, module, *args, **kwargs)
+
+    @functools.wraps(init_fsdp)
+    def fsdp_init(self, module, *args, **kwargs):
+        refuse(module, "FullyShardedDataParallel", [])
+        init_fsdp(self, module, *args, **kwargs)
+
+    @functools.wraps(init_state)
+    def state_init(self, modules, *args, **kwargs):
+        try:
+            for module in modules:
+                refuse(module, "torch.distributed.fsdp.fully_shard", [])
+        except Exception:
+            for module in modules:
+                _drop_state(module, self)
+            raise
+        init_state(self, modules, *args, **kwargs)
+
+    patch_attribute(ddp, "__init__", ddp_init, reason)
+    patch_attribute(fsdp, "__init__", fsdp_init, reason)
+    patch_attribute(fsdp2, "init", state_init, reason)
+
+
+def _drop_state(module: torch.nn.Module, state) -> None:
+    """Remove from a module what ``fully_shard`` has registered there before it was refused."""
+    for value in list(module.__dict__.values()):
+        if isinstance(value, dict):
+            for key in [key for key, held in value.items() if held is state]:
+                del value[key]
 
 
 install()

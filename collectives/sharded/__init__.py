@@ -24,7 +24,7 @@ from .fsdp1.data_parallel import ShardedDataParallel
 from .full_param_optimizer import FullParamOptimizer
 from .materialize import materialize
 from .memory_plan import MemoryPlan, memory_plan
-from .module import ShardedModule, UnshardHandle, register_forward_method
+from .module import ShardedModule, UnshardHandle, register_forward_method, share_comm_ctx
 from .optimizer_hooks import register_elementwise_optimizer
 from .scaler import ShardedGradScaler
 from .sharding import fully_shard
@@ -45,11 +45,16 @@ from .wrap import (
     wrap,
 )
 
+# FSDP2's names.
+FSDPModule = ShardedModule
+register_fsdp_forward_method = register_forward_method
+
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
     "CustomPolicy",
+    "FSDPModule",
     "FullOptimStateDictConfig",
     "FullParamOptimizer",
     "FullStateDictConfig",
@@ -82,9 +87,11 @@ __all__ = [
     "memory_plan",
     "register_elementwise_optimizer",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "save",
     "set_model_state_dict",
     "set_optimizer_state_dict",
+    "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "uneven",

@@ -21,6 +21,7 @@ from .live_bytes import LiveBytes
 from .managed_params import units_in
 from .mesh import Ranks
 from .module import ShardedModule
+from .module_group import ModuleGroup
 from .optimizer_hooks import trim_pool
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from .scheduler import Scheduler
@@ -241,9 +242,9 @@ class _CountedScheduler(Scheduler):
         self.pool = pool
         self.host_copies = _NoOpCopies()
 
-    def pre_forward(self, unit, in_backward):
+    def pre_forward(self, unit, in_backward, *, prefetch=True):
         self._counter.where = unit.name
-        super().pre_forward(unit, in_backward)
+        super().pre_forward(unit, in_backward, prefetch=prefetch)
 
     def pre_backward(self, unit):
         self._counter.where = unit.name
@@ -306,14 +307,15 @@ class DryRun:
             self._scheduler.should_overlap = overlap
 
     def shard(
-        self, module: Skeleton, parameters: list, *, mp_policy: MixedPrecisionPolicy | None, offloads: bool,
-        persistent: bool, reshard_after_forward: bool | int,
+        self, module: Skeleton | ModuleGroup, parameters: list, *, mp_policy: MixedPrecisionPolicy | None,
+        offloads: bool, persistent: bool, reshard_after_forward: bool | int,
     ) -> Unit:  # fmt: skip
-        """Make a module a unit, as `fully_shard` does; inner ones first. `parameters`: as `Unit`
+        """Make a module or a group a unit, as `fully_shard` does; inner ones first. `parameters`: as `Unit`
         takes them.
         """
+        name = module[0].unit_name if isinstance(module, ModuleGroup) else module.unit_name
         unit = Unit(
-            None, self.ranks, parameters=parameters, name=module.unit_name, mp_policy=mp_policy, persistent=persistent,
+            None, self.ranks, parameters=parameters, name=name, mp_policy=mp_policy, persistent=persistent,
             offload_policy=CPUOffloadPolicy() if offloads else None, pool=self.pool,
             host_copies=self._scheduler.host_copies,
         )  # fmt: skip

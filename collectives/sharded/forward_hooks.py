@@ -9,10 +9,12 @@ import weakref
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..torch_compat import current_graph_task_id, dynamo_disable, tree_flatten, tree_map
 from .module_changes import check_not_written, param_versions
-from .saved_tensors import look_up_saved_params
+from .param_reads import ForwardReads
+from .saved_tensors import look_up_saved_params, saved_buffers, saves_tensors
 from .scheduler import Scheduler
 from .unit import Unit
 
@@ -20,31 +22,39 @@ __all__ = ["register_grad_hooks", "run_forward"]
 
 
 @dynamo_disable(recursive=False)
-def run_forward(unit: Unit, forward, args: tuple, kwargs: dict) -> Any:
-    """Call a unit's forward with its parameters unsharded, and register the hooks of its backward."""
-    scheduler = unit.scheduler
+def run_forward(module: nn.Module, forward, args: tuple, kwargs: dict) -> Any:
+    """Call a sharded module's forward with its unit unsharded, and register the hooks of its
+    backward.
+    """
+    unit = module._unit
+    scheduler, group = unit.scheduler, unit.module_group
     in_backward = current_graph_task_id() != -1  # activation checkpointing recomputes a forward
+    is_first = group is None or in_backward or group.enter(module)
     scheduler.enter_forward(unit, in_backward)
     try:
         policy = unit.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
-        scheduler.pre_forward(unit, in_backward)
+        scheduler.pre_forward(unit, in_backward, prefetch=is_first)
         registers_hook = torch.is_grad_enabled() and (not in_backward or not unit.pending_backwards)
         if registers_hook:
             _register_post_backward_hook(unit, scheduler, (args, kwargs))
-        reshards = not in_backward and scheduler.reshards_after_forward(unit)
-        saves = torch.is_grad_enabled() and not in_backward and unit.gathers
+        saves = torch.is_grad_enabled() and not in_backward and not saves_tensors()
+        # Also without buffers of its own, since what it reads of units inside is looked up, too. Torch's check of
+        # in-place changes leaves out what hooks save, so there are none where no memory is freed.
+        buffers = saved_buffers(unit) if saves and unit.gathers else []
+        if not saves or not (buffers or scheduler.planner.frees_inside(unit)):
+            buffers = None
         with (
-            look_up_saved_params(unit, functools.partial(scheduler.unshard_for_backward, unit))
-            if saves
-            else contextlib.nullcontext()
+            contextlib.nullcontext() if buffers is None else look_up_saved_params(buffers),
+            ForwardReads(unit, in_backward, saves, buffers),
         ):
             before = param_versions(unit) if unit.gathers and not in_backward else []
             output = forward(*args, **kwargs)
         if before:
             check_not_written(unit, before)
-        if reshards:
+        is_last = not in_backward and (group is None or group.leave(module))
+        if is_last and scheduler.reshards_after_forward(unit):
             unit.reshard(post_forward=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             _register_pre_backward_hook(unit, scheduler, output)

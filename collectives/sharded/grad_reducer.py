@@ -28,6 +28,7 @@ from ..gradients.grad_norm import norm_over_ranks
 from ..gradients.options import parse_streams
 from ..gradients.state import HookState
 from ..rendezvous.process_groups import get_communicator
+from .managed_params import named_params
 from .optimizer_in_backward import UnitStep
 from .quantized_gather import QuantizedAllGather
 from .reduction import as_real, start_compressed, start_reduction
@@ -148,21 +149,24 @@ class ShardedGradReducer:
         """Register the full parameters' names, by which residuals are saved: those of the outermost
         module.
         """
-        named = {}
+        named = {}  # unit -> its parameters by their names
         for reference in reversed(self._unnamed):
             unit = reference()
             module = None if unit is None or unit.module is None else unit.module()
             if unit is None or unit in named:
                 continue
-            named[unit] = ""
+            named[unit] = {param.name: param for param in unit.params}
+            inside = {}
             for name, inner in () if module is None else module.named_modules():
                 other = getattr(inner, "_unit", None)
                 if other is not None and other is not unit and other not in named:
-                    named[other] = f"{name}."
+                    for param, names in named_params(other, inner):
+                        if param not in inside.setdefault(other, {}).values():
+                            inside[other][f"{name}.{names[0]}"] = param
+            named |= inside
         self._unnamed = []
-        self.state.parameter_names.add(
-            (prefix + param.name, param.full) for unit, prefix in named.items() for param in unit.params
-        )
+        pairs = [pair for params in named.values() for pair in params.items()]
+        self.state.parameter_names.add((name, param.full) for name, param in pairs)
 
     # ---- The optimizer.
 

@@ -17,6 +17,7 @@ from .fsdp1.api import ShardingStrategy
 from .managed_params import managed_parameters
 from .mesh import Ranks
 from .module import ShardedModule
+from .module_group import ModuleGroup, parse_modules
 from .optimizer_cost import OptimizerCosts
 from .policies import MixedPrecisionPolicy
 from .unit import Unit
@@ -114,14 +115,14 @@ def memory_plan(
     isn't given are its own. `optimizer`: an instance, a class, a function of parameters, "sgd",
     "sgd+momentum", "adam", "adamw" (those of `collectives.optim`), or None. `strategy`: a
     `ShardingStrategy` or its name; None: FULL_SHARD. `units`: a wrap policy, or the submodules that
-    are units besides the module itself. `reshard_after_forward`: as in `fully_shard`; None: as the
-    strategy says. `replicas`: with a hybrid strategy, how many ranks have the same shard.
-    `accumulate`: several backwards a step, with the full gradients kept until the last.
-    `master_weights`: as in the optimizers of `collectives.optim`. `offload`: shards and optimizer
-    on the host. `activations`: their bytes, counted through forward and backward. `overlap`:
-    whether collectives overlap with the computation; None: always on a GPU, on the host as
-    COLLECTIVES_OVERLAP says or where the ranks leave cores to spare. `device`: None: the module's.
-    `ignored_params`: left out.
+    are units besides the module itself, with lists of those that are one unit together.
+    `reshard_after_forward`: as in `fully_shard`; None: as the strategy says. `replicas`: with a
+    hybrid strategy, how many ranks have the same shard. `accumulate`: several backwards a step,
+    with the full gradients kept until the last. `master_weights`: as in the optimizers of
+    `collectives.optim`. `offload`: shards and optimizer on the host. `activations`: their bytes,
+    counted through forward and backward. `overlap`: whether collectives overlap with the
+    computation; None: always on a GPU, on the host as COLLECTIVES_OVERLAP says or where the ranks
+    leave cores to spare. `device`: None: the module's. `ignored_params`: left out.
 
     Steps are counted from the third on, with gradients set to None before the forward. The plan
     assumes that inner modules run in the order in which they are registered, once each, and that
@@ -245,7 +246,7 @@ class _ShardingPlan:
         parameters, by those of the units.
         """
         chosen = _chosen_units(module, given)
-        members = {each: _parameters_of(each, chosen, ignored) for each in chosen}
+        members = {each: _parameters_of(each, chosen, ignored) for each in _group(module, chosen, given)}
         skeletons = _skeletons_of(module, members)
         if overlap is None and isinstance(module, ShardedModule) and module._scheduler.comm.size == self.ranks:
             overlap = module._scheduler.should_overlap
@@ -258,7 +259,8 @@ class _ShardingPlan:
                 holder, attribute = places[0]
                 sources[holder, attribute] = source
                 parameters.append((names, places, holder._parameters[attribute]))
-            units.append(self._shard(dry_run, each, skeletons[each], parameters))
+            its = ModuleGroup(map(skeletons.get, each)) if isinstance(each, ModuleGroup) else skeletons[each]
+            units.append(self._shard(dry_run, each, its, parameters))
         return dry_run, units[::-1], {param: sources[param.places[0]] for unit in units for param in unit.params}
 
     def _make_ranks(self) -> Ranks:
@@ -270,9 +272,9 @@ class _ShardingPlan:
             make(self.ranks),
         )  # fmt: skip
 
-    def _shard(self, dry_run: DryRun, module: nn.Module, skeleton: Skeleton, parameters: list) -> Unit:
+    def _shard(self, dry_run: DryRun, module: nn.Module, skeleton: Skeleton | ModuleGroup, parameters: list) -> Unit:
         reshards, policy, persistent = self.reshard, self.policy, self.persistent
-        before = module._unit if isinstance(module, ShardedModule) else None
+        before = _unit_of(module)
         if before is not None:
             policy = before.mp_policy if policy is None else policy
             persistent = before.persistent if self.as_is else persistent
@@ -296,7 +298,7 @@ def _chosen_units(module: nn.Module, given) -> list[nn.Module]:
     if isinstance(module, ShardedModule) or given is None:
         chosen = [each for each in module.modules() if isinstance(each, ShardedModule)]
     elif isinstance(given, list | tuple | set | frozenset):
-        chosen = list(given)
+        chosen = [each for one in given for each in (one if isinstance(one, list | tuple) else [one])]
         if not set(chosen) <= set(module.modules()):
             raise InvalidArgument("units must be submodules of the module, or a wrap policy", op="memory_plan")
     else:
@@ -305,11 +307,33 @@ def _chosen_units(module: nn.Module, given) -> list[nn.Module]:
     return [each for each in module.modules() if each in chosen]
 
 
+def _group(module: nn.Module, chosen: list[nn.Module], given) -> list[nn.Module]:
+    """Return the modules that are units, those that are a unit together as a `ModuleGroup` in the
+    place of the first one.
+    """
+    groups = {}
+    for one in given if isinstance(given, list | tuple) else ():
+        if isinstance(one, list | tuple):
+            groups |= dict.fromkeys(one, parse_modules(one))
+    for each in chosen:
+        if isinstance(each, ShardedModule) and each._unit.module_group is not None:
+            groups[each] = each._unit.module_group
+    return list(dict.fromkeys(groups.get(each, each) for each in chosen))
+
+
+def _unit_of(module: nn.Module) -> Unit | None:
+    if isinstance(module, ModuleGroup):
+        module = module[0]
+    return module._unit if isinstance(module, ShardedModule) else None
+
+
 def _parameters_of(module: nn.Module, chosen: list[nn.Module], ignored: set[int]) -> list[tuple]:
     """Return (names, places, parameter or shard, shape) of a unit's parameters."""
-    if isinstance(module, ShardedModule):
-        return [(param.names, param.places, param.shard, param.shape) for param in module._unit.params]
-    found = managed_parameters(module, stop=lambda each: each in chosen)
+    unit = _unit_of(module)
+    if unit is not None:
+        return [(param.names, param.places, param.shard, param.shape) for param in unit.params]
+    own = list(module) if isinstance(module, ModuleGroup) else []
+    found = managed_parameters(module, stop=lambda each: each in chosen and each not in own)
     return [(names, places, param, param.shape) for names, places, param in found if id(param) not in ignored]
 
 
@@ -320,13 +344,14 @@ def _skeletons_of(module: nn.Module, members: dict[nn.Module, list[tuple]]) -> d
     """
     skeletons: dict[nn.Module, Skeleton] = {}
     params = {}
+    named = {part for each in members for part in (each if isinstance(each, ModuleGroup) else [each])}
     for found in members.values():
         for _, places, source, shape in found:
             data = torch.empty(shape, dtype=source.dtype, device="meta")
             params |= dict.fromkeys(places, nn.Parameter(data, requires_grad=source.requires_grad))
 
     def visit(each: nn.Module, name: str, unit_name: str) -> Skeleton:
-        if each in members:
+        if each in named:
             unit_name = name or type(each).__name__
         skeleton = skeletons[each] = Skeleton(unit_name)
         for attribute in each._parameters:

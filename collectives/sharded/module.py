@@ -10,14 +10,16 @@ from torch import nn
 from ..arrays import kind_of
 from ..errors import InvalidArgument, InvalidUsage
 from .clip import clip_grad_norm_
+from .conversions import restored_on_error
 from .forward_hooks import run_forward
-from .managed_params import units_in
+from .fsdp2_settings import FSDP2Settings
+from .managed_params import named_params, units_in
 from .post_forward import parse_reshard_after_forward, set_reshard_after_forward
 from .scheduler import Scheduler
 from .state.state_dict import make_state_dict, pre_load_state_dict, unsharded_params
 from .unit import State, Unit
 
-__all__ = ["ShardedModule", "UnshardHandle", "register_forward_method", "units_in"]
+__all__ = ["ShardedModule", "UnshardHandle", "register_forward_method", "share_comm_ctx", "units_in"]
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -32,9 +34,25 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def call(*args, **kwargs):
-        return run_forward(module._unit, method, args, kwargs)
+        return run_forward(module, method, args, kwargs)
 
     object.__setattr__(module, name, call)
+
+
+def share_comm_ctx(modules: list[nn.Module]) -> None:
+    """Check that these sharded modules share their streams and buffers, as those over one communicator
+    always do. FSDP2's name.
+
+    Raises `InvalidArgument` for modules that aren't sharded, or are sharded over different
+    communicators.
+    """
+    schedulers = {_sharded(module)._scheduler for module in modules}
+    if len(schedulers) > 1:
+        raise InvalidArgument(
+            "these modules are sharded over different communicators, each with streams and buffers of its own: shard "
+            "them over the same comm, mesh or process group",
+            op="share_comm_ctx",
+        )
 
 
 class UnshardHandle:
@@ -49,14 +67,14 @@ class UnshardHandle:
             self._unit.wait_for_unshard()
 
 
-class ShardedModule:
+class ShardedModule(FSDP2Settings):
     """Base class that `fully_shard` adds to a module's class; its methods have FSDP2's names."""
 
     _unit: Unit
     _scheduler: Scheduler
 
     def __call__(self, *args, **kwargs):
-        return run_forward(self._unit, super().__call__, args, kwargs)
+        return run_forward(self, super().__call__, args, kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's own parameters, not those of inner units. A collective.
@@ -93,13 +111,6 @@ class ShardedModule:
                 left -= unit.gradients.full_bytes
                 unit.reduce_grads = left < 0
 
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Accept True only. In FSDP2 False leaves out the sum over replicas; here gradients are
-        summed over shards and replicas at once.
-        """
-        if not requires_all_reduce:
-            raise InvalidArgument("gradients are reduced over pieces and replicas at once: set_requires_gradient_sync")
-
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether to reshard after a forward, as `fully_shard` takes it.
 
@@ -134,13 +145,13 @@ class ShardedModule:
         """
         self._scheduler.planner.set_static_graph(bool(static_graph))
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
         """Divide gradients by this factor instead of the number of ranks; on each rank, before the
-        sum.
+        sum. `recurse`: those of inner units, too, which FSDP2's method leaves alone.
         """
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
             raise InvalidArgument(f"factor must be a number above 0, not {factor!r:.40}")
-        for unit in units_in(self):
+        for unit in units_in(self, recurse=recurse):
             unit.gradient_divide_factor = float(factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
@@ -182,15 +193,17 @@ class ShardedModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the shards' gradients, and drop full ones that wait for a synchronised backward."""
         super().zero_grad(set_to_none)
-        for unit in units_in(self):
-            unit.gradients.drop()
+        for each in self.modules():
+            for unit in units_in(each, recurse=False):
+                unit.gradients.drop([param for param, _ in named_params(unit, each)])
 
     def _apply(self, fn, recurse=True):
         if self._unit.registration.has_substitutes:  # full parameters, in an initialisation
             return super()._apply(fn, recurse)
-        self._unit.reshard()
-        result = super()._apply(fn, recurse)
-        self._unit.reset_sharded_params()
+        with restored_on_error(self):
+            self._unit.reshard()
+            result = super()._apply(fn, recurse)
+            self._unit.reset_sharded_params()
         return result
 
     def state_dict(self, *args, **kwargs):
@@ -203,7 +216,7 @@ class ShardedModule:
         return make_state_dict(self._unit, super().state_dict, args, kwargs)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        pre_load_state_dict(self._unit, state_dict, prefix)
+        pre_load_state_dict(self._unit, state_dict, prefix, self)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def apply(self, fn):
@@ -234,5 +247,5 @@ _NO_COPY = (
 
 def _sharded(module) -> ShardedModule:
     if not isinstance(module, ShardedModule):
-        raise InvalidArgument(f"only sharded modules can be gathered in advance, not {kind_of(module)}")
+        raise InvalidArgument(f"only sharded modules are taken here, not {kind_of(module)}")
     return module

@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import TensorBase
 from .managed_params import managed_parameters
+from .module_group import ModuleGroup
 
 __all__ = [
     "AddedParamCheck", "ReplacedShardCheck", "check_not_written", "copy_hooks", "managed_modules", "param_versions",
@@ -75,12 +76,12 @@ class AddedParamCheck:
     """Finds trainable parameters that were added to a unit's modules after they were sharded."""
 
     def __init__(self, module: nn.Module, ignored):
-        self._module = weakref.ref(module)
+        self._roots = [weakref.ref(each) for each in (module if isinstance(module, ModuleGroup) else [module])]
         self._ignored = {id(param) for param in ignored}
         self._record()
 
     def _record(self) -> None:
-        self._modules = [weakref.ref(each) for each in managed_modules(self._module())]
+        self._modules = [weakref.ref(each) for root in self._roots for each in managed_modules(root())]
         self._held_before = list(map(_held, self._modules))
 
     def check(self, params) -> None:
@@ -90,12 +91,13 @@ class AddedParamCheck:
         if list(map(_held, self._modules)) == self._held_before:
             return
         known = self._ignored | {id(form) for param in params for form in (param.shard, param.full)}
-        for names, _, param in managed_parameters(self._module(), stop=lambda each: hasattr(each, "_unit")):
-            if param.requires_grad and id(param) not in known:
-                raise InvalidUsage(
-                    f"{names[0]} of this {type(self._module()).__name__} was added after it was sharded, so that each "
-                    "rank would train its own: change modules before fully_shard, or shard the new module, too"
-                )
+        for root in self._roots:
+            for names, _, param in managed_parameters(root(), stop=lambda each: hasattr(each, "_unit")):
+                if param.requires_grad and id(param) not in known:
+                    raise InvalidUsage(
+                        f"{names[0]} of this {type(root()).__name__} was added after it was sharded, so that each rank "
+                        "would train its own: change modules before fully_shard, or shard the new module, too"
+                    )
         self._record()
 
 

@@ -43,6 +43,11 @@ class BackwardPlan:
     expected: list[tuple[weakref.ref, tuple[bool, ...]]]
 
 
+def _form_of(unit: Unit):
+    """Return what a forward of an outermost unit depends on in its modules: train or eval."""
+    return unit.module().training if unit.module_group is None else unit.module_group.form
+
+
 class PassPlanner:
     """Begins the passes of a communicator's units, and makes their plans: those with which the
     schedules were recorded that are followed, otherwise new ones, from the last passes.
@@ -97,7 +102,7 @@ class PassPlanner:
         """Begin the pass of an outermost unit's forward, if all-gathers can be a part of it."""
         if any(each.gathers for each in self._find_units_inside(unit)):
             number = len(self._forward_kinds) if torch.is_grad_enabled() else -1
-            kind = ("forward", unit.index, number, unit.module().training)
+            kind = ("forward", unit.index, number, _form_of(unit))
             if 0 <= number < _MAX_FORWARDS:
                 self._forward_kinds.append(kind)
             self._follower.begin_pass(kind, FORWARD << KIND_SHIFT | unit.index << 1)
@@ -112,6 +117,11 @@ class PassPlanner:
     def end_backward(self, units: list[Unit]) -> None:
         """Note the units of a backward, each once."""
         self._backward_order = list(map(weakref.ref, units))
+
+    def frees_inside(self, unit: Unit) -> bool:
+        """Whether gathered memory of other units in a unit's module is freed when they are resharded."""
+        inside = [each for each in self._find_units_inside(unit) if each is not unit]
+        return any(not group.shares_memory for each in inside for group in each.groups)
 
     def _find_units_inside(self, unit: Unit) -> list[Unit]:
         """Return a unit and the units of this communicator in its module."""

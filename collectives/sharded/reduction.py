@@ -99,6 +99,9 @@ def start_reduction(
         for work in works:
             release(work, home, unit.device)
         plan.after(as_real(gradients.local_shard(reduced)))
+        if unit.all_reduce_hook is not None:
+            use_on_current(home, reduced)
+            unit.all_reduce_hook(gradients.local_shard(reduced))
         if finish is not None:
             finish(reduced)
         use_on_current(home, reduced)

@@ -16,37 +16,50 @@ for the backward, with no hooks. That can't be done here:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 
 import torch
 
 from ..errors import InvalidUsage
 from ..torch_compat import TensorBase, top_saved_tensors_hooks
+from .param_group import ParamGroup
 from .unit import Unit
 
-__all__ = ["look_up_saved_params"]
+__all__ = ["Buffer", "look_up_saved_params", "saved_buffers", "saves_tensors"]
 
 _data_ptr = TensorBase.data_ptr
 
 
-def look_up_saved_params(unit: Unit, unshard: Callable[[], None]) -> contextlib.AbstractContextManager:
-    """Return a context inside which autograd saves references to gathered parameters, not the
-    parameters.
+# The first address of a group's gathered buffer, the one after its last, the group, and its unit.
+Buffer = tuple[int, int, ParamGroup, Unit]
 
-    A tensor that autograd saves and that views the unit's gathered buffer is replaced by its place
-    in that buffer. When the backward needs it, `unshard()` gathers the unit again, and the tensor
-    is looked up there. Other tensors go to the hooks that were active before. Under torch's
-    checkpointing, whose hooks keep nothing and must get every tensor, and where the full parameters
-    are memory that stays, the context does nothing.
-    """
-    outer = top_saved_tensors_hooks()
+
+def saved_buffers(unit: Unit) -> list[Buffer]:
+    """Return a unit's gathered buffers, without those of full parameters that are memory that stays."""
     buffers = []
     for group in unit.groups:
         if group.gathered is not None and not group.shares_memory:
             begin = group.gathered.data_ptr()
-            buffers.append((begin, begin + group.gathered.nbytes, group))
-    if not buffers or (outer is not None and outer[0].__module__ == "torch.utils.checkpoint"):
-        return contextlib.nullcontext()
+            buffers.append((begin, begin + group.gathered.nbytes, group, unit))
+    return buffers
+
+
+def saves_tensors() -> bool:
+    """Whether autograd's hooks must get every tensor: under torch's checkpointing, whose hooks keep
+    nothing.
+    """
+    outer = top_saved_tensors_hooks()
+    return outer is not None and outer[0].__module__ == "torch.utils.checkpoint"
+
+
+def look_up_saved_params(buffers: list[Buffer]) -> contextlib.AbstractContextManager:
+    """Return a context inside which autograd saves references to gathered parameters, not the
+    parameters.
+
+    A tensor that autograd saves and that views one of `buffers`, to which others may be added, is
+    replaced by its place in it. When the backward needs it, its unit is gathered again, and the
+    tensor is looked up there. Other tensors go to the hooks that were active before.
+    """
+    outer = top_saved_tensors_hooks()
 
     # Both run for every tensor that autograd saves: no function of Python's is called where it can
     # be left out.
@@ -56,22 +69,22 @@ def look_up_saved_params(unit: Unit, unshard: Callable[[], None]) -> contextlib.
             at = _data_ptr(tensor) or tensor.untyped_storage().data_ptr()  # its storage's, if it has no elements
         except (NotImplementedError, RuntimeError):  # sparse ones, and others that have none
             at = 0
-        for begin, end, group in buffers:
+        for begin, end, group, unit in buffers:
             if begin <= at < end:
                 form = tensor.dtype, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
-                return _Saved((group, group.steps, at - begin, *form))
+                return _Saved((group, unit, group.steps, at - begin, *form))
         return tensor if outer is None else outer[0](tensor)
 
     def load(saved):
         if type(saved) is not _Saved:
             return saved if outer is None else outer[1](saved)
-        group, steps, offset, dtype, size, stride, is_conj, is_neg = saved
+        group, unit, steps, offset, dtype, size, stride, is_conj, is_neg = saved
         if steps != group.steps:
             raise InvalidUsage(
                 f"{unit!r} was stepped by an optimizer between a forward and its backward, which needs the "
                 "parameters that the forward has used: call backward() before optimizer.step()"
             )
-        unshard()
+        unit.scheduler.unshard_for_backward(unit)
         flat = group.gathered
         flat = flat if flat.dtype is dtype else flat.view(dtype)
         tensor = flat.as_strided(size, stride, flat.storage_offset() + offset // dtype.itemsize)
@@ -83,8 +96,8 @@ def look_up_saved_params(unit: Unit, unshard: Callable[[], None]) -> contextlib.
 
 
 class _Saved(tuple):
-    """A tensor that autograd saved: a group, its count of optimizer steps, the tensor's place in
-    its gathered buffer in bytes, and the tensor's form.
+    """A tensor that autograd saved: a group, its unit, the group's count of optimizer steps, the
+    tensor's place in its gathered buffer in bytes, and the tensor's form.
     """
 
     __slots__ = ()

@@ -134,7 +134,7 @@ class Scheduler:
             return
         unit = self.registry.of(code)
         if kind_of(code) == GATHER:
-            unit.join_all_gather(masters=gathers_masters(code), post_forward=is_post_forward(code))
+            _join_all_gather(unit, masters=gathers_masters(code), post_forward=is_post_forward(code))
         else:
             self._reduce(unit)
 
@@ -163,22 +163,22 @@ class Scheduler:
             at = upcoming.index(unit) + 1
             named = [] if State.GATHERING in [each.state for each in upcoming] else upcoming[at : at + 1]
         for each in named:
-            self.unshard(each, async_op=True)
+            if self.graph_task is None or each.unshard_in_backward:
+                self.unshard(each, async_op=True)
 
     # ---- Forward.
 
     def enter_forward(self, unit: Unit, in_backward: bool) -> None:
         """Note that a unit's forward begins; reset first, if the last backward did not end."""
-        if not in_backward and self.graph_task is not None:  # the last backward did not end
-            self.agreement.interrupt(True)
-            self._reset()
+        if not in_backward:
+            self.abort_backward()
         if self.depth == 0 and not in_backward:
             self._current_forward = []
             self.planner.begin_forward(unit, self.should_overlap)
         self.depth += 1
 
-    def pre_forward(self, unit: Unit, in_backward: bool) -> None:
-        """Unshard a unit for its forward, and prefetch the next one."""
+    def pre_forward(self, unit: Unit, in_backward: bool, *, prefetch: bool = True) -> None:
+        """Unshard a unit for a forward that needs its parameters, and prefetch the next one."""
         try:
             unit.check()
         except Exception as error:
@@ -188,7 +188,7 @@ class Scheduler:
         if unit.groups and not in_backward and unit not in self._current_forward:
             self._current_forward.append(unit)
         self.unshard_for_backward(unit) if in_backward else self.ensure_unsharded(unit)
-        if not in_backward:
+        if prefetch and not in_backward:
             self._prefetch(unit, unit.forward_prefetch, self.planner.forward.order if unit.prefetch_in_forward else [])
 
     def post_forward(self, unit: Unit, in_backward: bool) -> None:
@@ -202,19 +202,22 @@ class Scheduler:
             # Outside a forward, the modules hold shards, and users may write to them: buffers stay
             # gathered only for a backward.
             for each in seen:
-                if torch.is_grad_enabled() or each.pending_backwards:
-                    each.to_sharded()
-                elif each.state is State.UNSHARDED:
-                    each.reshard()
+                _end_forward(each, self.reshards_after_forward(each))
             if not torch.is_grad_enabled():
                 self.host_copies.wait()  # users may write to shards on the host now
             self.agreement.end_pass()
 
     def reshards_after_forward(self, unit: Unit) -> bool:
         """Whether a unit is resharded after its forward; the backward's first units are not."""
-        if not unit.reshard_after_forward:
+        if not unit.reshard_after_forward or unit.is_read:
             return False
         return not torch.is_grad_enabled() or unit not in living(self.planner.forward.kept)
+
+    def abort_backward(self) -> None:
+        """Reset to a state in which a forward can begin, if the last backward did not end."""
+        if self.graph_task is not None:
+            self.agreement.interrupt(True)
+            self._reset()
 
     def abort_forward(self, error: BaseException, in_backward: bool) -> None:
         """Reset to a state in which a forward can begin, after an exception has left one."""
@@ -258,7 +261,8 @@ class Scheduler:
         if is_first:
             self._current_backward.append(unit)
             self.planner.units_before_reshard += not self._resharded_in_backward
-        self.ensure_unsharded(unit)
+        if unit.unshard_in_backward:
+            self.ensure_unsharded(unit)
         if is_first and not unit.prefetch_post_backward:
             self._prefetch_in_backward(unit)
 
@@ -355,6 +359,40 @@ class Scheduler:
             flags = used[unit.first_param : unit.first_param + len(unit.params)]
             self._params_with_accumulate_hooks += unit.gradients.drop_unused(flags)
         return repeated
+
+
+def _end_forward(unit: Unit, reshards: bool) -> None:
+    """Register the shards on a unit's modules after an outermost forward. `reshards`: whether it is
+    resharded where only some of its modules have run.
+    """
+    partly = unit.module_group is not None and bool(unit.module_group.left)
+    if partly:
+        unit.module_group.left.clear()
+    if partly and reshards and torch.is_grad_enabled():
+        unit.reshard(post_forward=True)
+    elif torch.is_grad_enabled() or unit.pending_backwards:
+        unit.to_sharded()
+    elif unit.state is State.UNSHARDED:
+        unit.reshard()
+
+
+@torch.no_grad()
+def _join_all_gather(unit: Unit, *, masters: bool, post_forward: bool) -> None:
+    """Take part in an all-gather that only other ranks need, of `masters`, the shards in their own
+    dtype, or of post-forward shards; this rank's parameters stay as they are.
+    """
+    if masters:
+        for group in unit.groups:
+            group.all_gather_master_shards()
+        return
+    if unit.window.is_used:
+        unit.move_gathered()
+    for group, out in zip(unit.groups, unit.window.acquire(post_forward), strict=True):
+        if post_forward:
+            group.join_post_forward(unit.post_forward_comm)
+        else:
+            group.join_all_gather(unit.custom_all_gather, out)
+    unit.window.release()
 
 
 def _prepare_window(unit: Unit, agreement: Agreement) -> None:

@@ -21,20 +21,25 @@ from ..gradients.compilation import compile_gradient_kernels
 from ..gradients.state import HookState
 from ..rendezvous.process_groups import get_communicator
 from .clip import patch_clip_grad_norm
+from .conversions import install_conversions
 from .forward_hooks import register_grad_hooks
+from .gathering_parameters import find_unit
 from .grad_reducer import get_reducer
 from .managed_params import check_parameter, managed_parameters
 from .materialize import wrap_init_methods
 from .mesh import Ranks, resolve_device, resolve_ranks
 from .module import ShardedModule
 from .module_changes import AddedParamCheck
+from .module_group import ModuleGroup, parse_modules
 from .optimizer_hooks import register_optimizer_hooks, replaced
+from .param_reads import gather_at_reads
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .post_forward import parse_reshard_after_forward, set_reshard_after_forward
 from .scaler import patch_grad_scaler
 from .scheduler import Scheduler, get_scheduler
 from .state.state_dict import post_load_state_dict
 from .state.torch_state_dict import patch_torch_state_dict
+from .torch_wrappers import check_no_torch_wrapper, refuse_sharded_modules
 from .unit import Unit
 
 __all__ = ["attach", "fully_shard", "shard"]
@@ -43,18 +48,20 @@ _classes: dict[tuple[type, type], type] = {}
 
 
 def fully_shard(
-    module: nn.Module,
+    module: nn.Module | list[nn.Module],
     *,
     comm: Communicator | None = None,
     mesh=None,
-    reshard_after_forward: bool | int = True,
+    reshard_after_forward: bool | int | None = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params=None,
     hook_state=None,
-) -> nn.Module:
+    shard_placement_fn=None,
+    dp_mesh_dims=None,
+) -> nn.Module | list[nn.Module]:
     """Shard a module's parameters, gradients and optimizer state over ranks, in place; return the
-    module.
+    module, or the list that was given.
 
     The module becomes a unit of all its parameters, except those of submodules that are units
     already and those in `ignored_params`: call it on the inner modules first. Outside of forward
@@ -62,30 +69,57 @@ def fully_shard(
     collective, which all ranks must call with the same arguments; blocks. Forward and backward are
     collectives, too; ranks need not run the same units.
 
+    A list of modules becomes one unit: it is gathered before the forward of the first one that runs,
+    and resharded after that of the last one, or when the outermost forward ends. Modules with a tied
+    weight (an embedding and a head) can be sharded so, and modules that run one after the other.
+
     `comm`: the ranks that own a shard each; `mesh`: a one-dimensional DeviceMesh, or a
     two-dimensional one whose second dimension shards and whose first one replicates; None:
     torch.distributed's default group. `reshard_after_forward`: True: gather again for the backward;
-    False: stay gathered until then; an int, which divides the number of ranks: keep 1/int of the
+    False: stay gathered until then; None: True; an int, which divides the number of ranks: keep 1/int of the
     parameters, so that the backward's all-gather is among that many neighbouring ranks.
     `mp_policy`: a `MixedPrecisionPolicy`. `offload_policy`: `CPUOffloadPolicy()`: shards on the
     host. `hook_state`: a `collectives.HookState`, whose wire, clipping and optimizer are used.
+    `shard_placement_fn` and `dp_mesh_dims` are FSDP2's, and refused.
 
-    Raises `InvalidUsage` on all ranks where they don't shard the same parameters, and for a weight
-    that is tied to one of another unit, by name; `InvalidArgument` for parameters that can't be
+    Raises `InvalidUsage` on all ranks where they don't shard the same parameters, and, by name, for a
+    weight that is tied to one of another unit, for a module of which an outer one was sharded before,
+    and for one under torch's own data parallelism; `InvalidArgument` for parameters that can't be
     sharded.
     """
-    _check_module(module)
+    _check_options(shard_placement_fn, dp_mesh_dims)
+    given = module
+    if isinstance(module, list | tuple):
+        module = parse_modules(module)
+    for each in module if isinstance(module, ModuleGroup) else [module]:
+        _check_module(each)
     if comm is None and mesh is None and isinstance(hook_state, HookState):
         comm = hook_state.comm  # or the communicator of its process group
         if comm is None and hook_state.process_group is not None:
             comm = get_communicator(hook_state.process_group, resolve_device(module, None))
     ranks = resolve_ranks(module, comm, mesh)
-    unit = shard(
+    shard(
         module, ShardedModule, ranks, mp_policy=mp_policy, offload_policy=offload_policy,
         ignored_params=() if ignored_params is None else ignored_params, hook_state=hook_state,
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=True if reshard_after_forward is None else reshard_after_forward,
     )  # fmt: skip
-    return unit.module()
+    return given
+
+
+def _check_options(shard_placement_fn, dp_mesh_dims) -> None:
+    if shard_placement_fn is not None:
+        raise InvalidArgument(
+            "shard_placement_fn isn't offered: a shard is an interval of a unit's flat buffer, so that gathers need no "
+            "copy, and no dimension of a parameter is split. For parameters that other ranks share, shard their module "
+            "by a fully_shard of its own with that mesh",
+            op="fully_shard",
+        )
+    if dp_mesh_dims is not None:
+        raise InvalidArgument(
+            "dp_mesh_dims isn't offered: its parameters are DTensors on a mesh with other dimensions. Give the "
+            'dimensions of data parallelism as the mesh: mesh=mesh["replicate", "shard"]',
+            op="fully_shard",
+        )
 
 
 def _check_module(module) -> None:
@@ -113,30 +147,23 @@ def shard(
     persistent: bool = False,
     strategy: str = "",
 ) -> Unit:
-    """Make a module a unit, and its class one that derives from `base`: `fully_shard` after its
-    checks.
+    """Make a module or a `ModuleGroup` a unit, and its class one that derives from `base`:
+    `fully_shard` after its checks.
     """
-    register_optimizer_hooks()
-    patch_clip_grad_norm()
-    patch_grad_scaler()
-    patch_torch_state_dict()
+    _patch_torch()
     if not isinstance(ignored_params, Iterable):
         raise InvalidArgument(f"ignored_params must be parameters, not {kind_of(ignored_params)}", op="fully_shard")
     ignored_params = list(ignored_params)
+    check_no_torch_wrapper(module, ignored_params, "fully_shard")
     reducer = get_reducer(hook_state, ranks.world)
     scheduler = get_scheduler(ranks.world)
     keep = parse_reshard_after_forward(reshard_after_forward, ranks)
+    kind = _name_of(module)
     found = managed_parameters(module, ignored_params, stop=lambda each: isinstance(each, ShardedModule))
-    for names, _, param in found:
+    for names, places, param in found:
         check_parameter(param, names[0])
-        if param in replaced:
-            raise InvalidUsage(
-                f"{names[0]} of this {type(module).__name__} is tied to {replaced[param]}, which was sharded before "
-                "as a part of another unit: tied weights must be of one unit; shard the smallest module that holds "
-                "both, and not the inner one, or leave it out by ignored_params",
-                op="fully_shard", rank=ranks.world.rank,
-            )  # fmt: skip
-    described = f"{type(module).__name__}: " + "; ".join(
+        _check_not_sharded(param, names[0], places[0], kind, ranks.world.rank)
+    described = f"{kind}: " + "; ".join(
         f"{' = '.join(names)} {list(param.shape)} {str(param.dtype).removeprefix('torch.')}"
         f"{'' if param.requires_grad else ' frozen'}"
         for names, _, param in found
@@ -145,7 +172,7 @@ def shard(
     described += "" if reducer is None else f"; {reducer.describe()}"
     values = sum(map(_checksum, (param for _, _, param in found)))
     unit = Unit(
-        None, ranks, parameters=found, name=type(module).__name__, mp_policy=mp_policy, offload_policy=offload_policy,
+        None, ranks, parameters=found, name=kind, mp_policy=mp_policy, offload_policy=offload_policy,
         persistent=persistent, pool=scheduler.pool, host_copies=scheduler.host_copies,
         align=0 if reducer is None else reducer.align,
         quantized_gather=None if reducer is None else reducer.quantized_gather,
@@ -158,7 +185,7 @@ def shard(
     scheduler.agreement.create(unit, described)
     if not scheduler.agreement.same_number(values):
         warnings.warn(
-            f"the ranks' values of a {type(module).__name__} with {found[0][0][0]} differ, and each rank's piece is "
+            f"the ranks' values of a {kind} with {found[0][0][0]} differ, and each rank's piece is "
             "kept: seed all ranks alike before the model is built, or make them equal, as by sync_module_states=True",
             RuntimeWarning,
             stacklevel=3,
@@ -167,7 +194,7 @@ def shard(
         reducer.add(unit)
     set_reshard_after_forward(unit, keep)
     for names, _, param in found:
-        replaced[param] = f"{names[0]} of {type(module).__name__}"
+        replaced[param] = f"{names[0]} of {kind}"
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     for buffer_holder in module.modules():
         for name, buffer in buffer_holder._buffers.items():
@@ -176,21 +203,59 @@ def shard(
     attach(unit, module, base, scheduler, ignored_params)
     if any(param.is_meta for _, _, param in found):
         wrap_init_methods(unit)
-    module.register_load_state_dict_post_hook(lambda module, _keys: post_load_state_dict(module._unit))
+    for each in module if isinstance(module, ModuleGroup) else [module]:
+        each.register_load_state_dict_post_hook(lambda module, _keys: post_load_state_dict(module._unit, module))
     return unit
 
 
+def _patch_torch() -> None:
+    """Make the changes to torch's own objects that sharded modules need, once."""
+    register_optimizer_hooks()
+    patch_clip_grad_norm()
+    patch_grad_scaler()
+    patch_torch_state_dict()
+    install_conversions()
+    refuse_sharded_modules()
+
+
+def _check_not_sharded(param: nn.Parameter, name: str, place: tuple[nn.Module, str], kind: str, rank: int) -> None:
+    """Raise `InvalidUsage`, with both names, for a parameter that is of another unit already."""
+    problem, outer = None, find_unit(*place)
+    if param in replaced:
+        problem = (
+            f"{name} of this {kind} is tied to {replaced[param]}, which was sharded before as a part of another unit: "
+            "tied weights must be of one unit; shard both modules together, as fully_shard([a, b]), or the smallest "
+            "module that holds both, and not the inner one, or leave it out by ignored_params"
+        )
+    elif outer is not None:
+        owner = next(each.name for each in outer.params if place in each.places)
+        problem = (
+            f"{name} of this {kind} is {owner} of a {outer.name} that was sharded before: inner modules are sharded "
+            f"first, so call fully_shard on this {kind}, and then on the {outer.name}; modules that share a part are "
+            "sharded together, as fully_shard([a, b])"
+        )
+    if problem is not None:
+        raise InvalidUsage(problem, op="fully_shard", rank=rank)
+
+
 def attach(unit: Unit, module: nn.Module, base: type, scheduler: Scheduler, ignored_params=()) -> None:
-    """Let a module's forward and backward run a unit of its parameters: its class becomes one that
-    derives from `base`. A local call.
+    """Let the forward and backward of a module, or of those of a `ModuleGroup`, run a unit of its
+    parameters: its class becomes one that derives from `base`. A local call.
     """
     unit.module = weakref.ref(module)
+    unit.module_group = module if isinstance(module, ModuleGroup) else None
     unit.scheduler = scheduler
     register_grad_hooks(unit, scheduler)
+    gather_at_reads(unit)
     unit.added_params = AddedParamCheck(module, ignored_params)
-    module.__class__ = _class_of(base, type(module))
-    object.__setattr__(module, "_unit", unit)
-    object.__setattr__(module, "_scheduler", scheduler)
+    for each in module if isinstance(module, ModuleGroup) else [module]:
+        each.__class__ = _class_of(base, type(each))
+        object.__setattr__(each, "_unit", unit)
+        object.__setattr__(each, "_scheduler", scheduler)
+
+
+def _name_of(module: nn.Module) -> str:
+    return module.unit_name if isinstance(module, ModuleGroup) else type(module).__name__
 
 
 def _checksum(param: torch.Tensor) -> int:

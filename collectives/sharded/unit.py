@@ -19,6 +19,7 @@ from .gather_windows import UnitWindow
 from .managed_params import managed_parameters
 from .mesh import Ranks
 from .module_changes import AddedParamCheck, sync_attributes
+from .module_group import ModuleGroup
 from .param_group import make_groups
 from .param_registration import ParamRegistration
 from .policies import MixedPrecisionPolicy, parse_mp_policy, parse_offload_policy
@@ -80,15 +81,19 @@ class Unit:
         self.index = self.first_param = 0  # positions among all units of the communicator, and all their parameters
         self.gradient_divide_factor: float | None = None
         self.custom_all_gather = self.custom_reduce_scatter = self.custom_all_reduce = None
+        self.all_reduce_hook = None  # a function of this rank's reduced gradients
         self.reducer = None  # a ShardedGradReducer, where a HookState says how gradients are reduced
         # Settings that the scheduler reads in forward and backward.
         self.reshard_after_forward = self.reshard_after_backward = self.reduce_grads = True
-        self.prefetch_in_forward = self.prefetch_in_backward = True
+        self.prefetch_in_forward = self.prefetch_in_backward = self.unshard_in_backward = True
         self.prefetch_post_backward = False  # BACKWARD_POST: prefetch after a unit's gradients
         self.forward_prefetch = self.backward_prefetch = None  # lists of units; None: the next one
-        self.scheduler = self.module = None
+        self.scheduler = self.module = None  # module: a weak reference
+        self.module_group: ModuleGroup | None = None  # what `module` refers to, where the unit is of several modules
+        self.unfilled: set = set()  # parameters that have got memory and no values yet, in a load_state_dict
         self._alloc_stream = None  # the stream on which the gathered buffer was allocated
         self.state_dict_settings = None  # those of `set_state_dict_type`; None: full tensors
+        self.is_read = False  # it stays gathered while the forward that has read its parameters runs
         self.pending_backwards = 0  # forwards whose backward has not ended
         self.post_forward_comm: Communicator | None = None  # ranks that keep all parameters between them
         self._works: list = []
@@ -131,7 +136,8 @@ class Unit:
             param.shard = holder._parameters[attribute]
             for other, name in param.places[1:]:
                 other._parameters[name] = param.shard
-        self.check()
+        if self.module_group is None or len({param.shard.device.type for param in self.params}) == 1:
+            self.check()  # otherwise the next modules of the group get memory, too
 
     def check(self) -> None:
         """Check that the modules hold the shards and that these lie in the flat shard; see
@@ -255,24 +261,6 @@ class Unit:
         for group in self.groups:
             group.post_optim_step()
 
-    @torch.no_grad()
-    def join_all_gather(self, *, masters: bool = False, post_forward: bool = False) -> None:
-        """Take part in an all-gather that only other ranks need, of `masters`, the shards in their
-        own dtype, or of post-forward shards; this rank's parameters stay as they are.
-        """
-        if masters:
-            for group in self.groups:
-                group.all_gather_master_shards()
-            return
-        if self.window.is_used:
-            self.move_gathered()
-        for group, out in zip(self.groups, self.window.acquire(post_forward), strict=True):
-            if post_forward:
-                group.join_post_forward(self.post_forward_comm)
-            else:
-                group.join_all_gather(self.custom_all_gather, out)
-        self.window.release()
-
     @property
     def is_sharded_post_forward(self) -> bool:
         """Whether this rank keeps a post-forward shard."""
@@ -343,4 +331,6 @@ class Unit:
     def end_backward(self, *, drop: bool = False, repeated: bool = False) -> None:
         """Reset what tracks a backward; see `UnitGradients.end_backward`."""
         self.gradients.end_backward(reduced=self.reduce_grads, drop=drop, repeated=repeated)
+        if self.module_group is not None:
+            self.module_group.left.clear()
         self.pending_backwards = 0

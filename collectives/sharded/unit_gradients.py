@@ -86,9 +86,9 @@ class UnitGradients:
 
     # ---- A backward.
 
-    def drop(self) -> None:
-        """Drop full gradients that wait to be reduced."""
-        for param in self.params:
+    def drop(self, params: list[ShardedParam]) -> None:
+        """Drop the full gradients of these parameters that wait to be reduced."""
+        for param in params:
             param.full.grad = param.accumulated_grad = None
             param.has_unreduced_grad = False
 

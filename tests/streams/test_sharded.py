@@ -152,6 +152,34 @@ def whole_params_offloaded(ctx):
 
 def test_whole_parameters_of_shards_on_the_host_are_refused(tmp_path):
     assert all(run(whole_params_offloaded, 2, tmp_path / "simulated", device="simulated"))
+class Reads(nn.Sequential):
+    """Computes with layers' weights before it calls them, after that, and without calling them."""
+
+    def forward(self, x):
+        weight = self[2].weight
+        for layer in self:
+            x = layer(x)
+        return x + (x @ self[6].weight.mean(1, keepdim=True)) * weight.mean() + self[4].bias.sum()
+
+
+@over_gloo
+def by_reads(ctx, kind):
+    model = Reads(*make_model()).to(ctx.device)
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = {"plain": {}, "list": {}, "bf16": {"mp_policy": low}}[kind]
+    layers = (
+        [[model[0], model[6]], [model[2], model[4]]] if kind == "list" else [model[0], model[2], model[4], model[6]]
+    )
+    for each in layers:
+        fully_shard(each, comm=ctx.communicator(), **options)
+    fully_shard(model, comm=ctx.communicator(), **options)
+    model[0].set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
+    return train(ctx, model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("kind", ["plain", "list", "bf16"])
+def test_reads_lists_and_hooks(tmp_path, kind):
+    compare(by_reads, tmp_path, kind, same=nearly)
 
 
 def test_offload_of_one_rank(tmp_path):

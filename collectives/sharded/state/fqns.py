@@ -12,6 +12,7 @@ from torch import nn
 
 from ...errors import InvalidArgument
 from ..full_param_optimizer import FullParamOptimizer
+from ..managed_params import named_params
 from ..param import ShardedParam
 from ..param_owners import OwnedParam
 from .state_dict import as_shard_tensor
@@ -96,8 +97,8 @@ def sharded_params_by_fqn(model: nn.Module) -> dict[str, ShardedParam]:
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         unit = getattr(module, "_unit", None)
-        for param in () if unit is None else unit.params:
-            for name in param.names:
+        for param, names in () if unit is None else named_params(unit, module):
+            for name in names:
                 found.setdefault(clean_tensor_name(f"{prefix}.{name}" if prefix else name), param)
     return found
 

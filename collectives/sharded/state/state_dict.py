@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig, StateDictType
 
 from ...errors import InvalidArgument, InvalidUsage
+from ..managed_params import named_params
 from ..unit import Unit
 from .dtensor import as_dtensor, shard_mesh
 from .shard_tensor import ShardTensor
@@ -202,7 +203,7 @@ def make_state_dict(unit: Unit, make, args: tuple, kwargs: dict):
 # ---- Loading.
 
 
-def pre_load_state_dict(unit: Unit, state_dict: dict, prefix: str) -> None:
+def pre_load_state_dict(unit: Unit, state_dict: dict, prefix: str, module: nn.Module) -> None:
     """Register substitutes that copy this rank's part of full tensors, of shards, and of DTensors.
 
     A local call. What is on the meta device is allocated.
@@ -212,22 +213,24 @@ def pre_load_state_dict(unit: Unit, state_dict: dict, prefix: str) -> None:
     empty = [param for group in unit.groups if group.flat.is_meta for param in group.params]
     for group in unit.groups:
         group.allocate()
-    for name, module in unit.module().named_modules(prefix=prefix.removesuffix(".")):
-        for key, buffer in module._buffers.items():
+    for name, inner in module.named_modules(prefix=prefix.removesuffix(".")):
+        for key, buffer in inner._buffers.items():
             if buffer is not None and buffer.is_meta and f"{name}.{key}".removeprefix(".") in state_dict:
-                module._buffers[key] = torch.empty_like(buffer, device=unit.device)
+                inner._buffers[key] = torch.empty_like(buffer, device=unit.device)
     _substitute_shards(unit)
-    for param in empty:
-        param.substitute.filled = not param.count
+    unit.unfilled = set(empty) if unit.module_group is None else unit.unfilled | set(empty)
+    for param, _ in named_params(unit, module):
+        param.substitute.filled = param not in unit.unfilled or not param.count
 
 
-def post_load_state_dict(unit: Unit) -> None:
+def post_load_state_dict(unit: Unit, module: nn.Module) -> None:
     """Copy to the shards what was assigned, and register the shards on the modules."""
     if not unit.registration.has_substitutes:
         return
     try:
-        for param in unit.params:
+        for param, _ in named_params(unit, module):
             holder, attribute = param.places[0]
+            unit.unfilled.discard(param)
             if not param.substitute.filled and holder._parameters[attribute] is param.substitute:
                 raise InvalidUsage(
                     f"{param.name} was on the meta device and is not in the state dict: give it values first, by "
