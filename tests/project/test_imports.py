@@ -13,7 +13,7 @@ PACKAGE = ROOT / "collectives"
 
 # A package imports only packages of the lines above its own. Inside of a package modules import each other freely.
 LAYERS = """
-errors environment torch_compat torch_patches cuda_state layout launcher parameter_names recorder
+errors requirements environment torch_compat torch_patches cuda_state layout launcher parameter_names recorder
 arrays _nccl _kernels
 kernels optimizer_state
 optim
@@ -22,7 +22,7 @@ rendezvous
 compression
 gradients
 ddp sharded horovod backend
-auto tracing run bench
+auto tracing run bench doctor
 """
 LAYER = {name: number for number, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 
