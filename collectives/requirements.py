@@ -6,7 +6,6 @@ doctor must run where that import fails, so it runs from here, before it.
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import os
 import runpy
@@ -37,11 +36,10 @@ def is_doctor(words: Sequence[str]) -> bool:
 def check_requirements() -> None:
     """Raise `EngineUnavailable`, an ImportError, where torch or an extension isn't there."""
     missing = ""
-    if importlib.util.find_spec("torch") is None:
+    if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
         missing = "torch is not installed for this Python: pip install torch"
     for name in _EXTENSIONS:
-        suffixes = importlib.machinery.EXTENSION_SUFFIXES
-        if not any(os.path.exists(os.path.join(_FOLDER, name + suffix)) for suffix in suffixes):
+        if importlib.util.find_spec(f"{__package__}.{name}") is None:
             missing = missing or (
                 f"the extension collectives.{name} is not built in {_FOLDER} for this Python: install the package "
                 "(pip install -e . in a checkout), or start Python in another folder if it is installed elsewhere"

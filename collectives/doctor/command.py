@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     surroundings = [*check_cores(ranks), *check_memory(), *check_limits(), *check_system()]
     surroundings += [*check_environment(), *check_launcher()]
     outcome = probe.wait()
-    findings += [*check_torch(outcome), *check_engine(outcome), *check_gpus(outcome), *surroundings]
+    install = next((each.remedy for each in findings if each.name.startswith("package.") and each.remedy), "")
+    findings += [*check_torch(outcome), *check_engine(outcome, install), *check_gpus(outcome), *surroundings]
     if options.test:
         findings += _test(outcome, launched, options.timeout)
     _report(findings, options, time.monotonic() - begin)
@@ -79,7 +80,8 @@ def _follow(options: argparse.Namespace, rank: int) -> int:
         else:
             outcome = probe
         if outcome.error:
-            print(f"rank {rank}: {outcome.values.get('stage', 'start')}: {outcome.error}\n{outcome.output}", file=sys.stderr)
+            where = f"rank {rank}: {outcome.values.get('stage', 'start')}"
+            print(f"{where}: {outcome.error}\n{outcome.output}", file=sys.stderr)
     return 0
 
 

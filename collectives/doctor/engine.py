@@ -1,4 +1,4 @@
-"""The engine that a program would use, and why not the other: torch and the package imported in a process of its own."""
+"""The engine that a program would use, and why not the other, as a process of its own finds out."""
 
 from __future__ import annotations
 
@@ -65,25 +65,29 @@ def check_torch(outcome: Outcome) -> list[Finding]:
         return [Finding("torch", ERROR, text, remedy, {"error": outcome.error, "output": outcome.output})]
     built = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"
     names = ", ".join(name for name, there in (backends or {}).items() if there) or "none"
-    found = [Finding("torch", OK, f"{torch['version']}, {built}, backends {names}", values={**torch, "backends": backends})]
+    found = [
+        Finding("torch", OK, f"{torch['version']}, {built}, backends {names}", values={**torch, "backends": backends})
+    ]
     if not backends:
         found.append(Finding("torch.distributed", ERROR, "this torch is built without torch.distributed",
                              "pip install --force-reinstall torch"))  # fmt: skip
     return found
 
 
-def check_engine(outcome: Outcome) -> list[Finding]:
-    """Return the findings about the engines. ``outcome``: of the probe, at its end."""
+def check_engine(outcome: Outcome, install: str) -> list[Finding]:
+    """Return the findings about the engines.
+
+    ``outcome``: of the probe, at its end. ``install``: what mends the package's own files, "" where
+    nothing of them is wrong.
+    """
     values = outcome.values
     if "torch" not in values:
         return [Finding("engine", ERROR, "not known, since torch can't be imported", "pip install torch")]
     if "engines" not in values:
         text = f"collectives can't be imported: {outcome.error}"
-        remedy = "python -c 'import collectives'   # its whole traceback"
+        remedy = install or "python -c 'import collectives'   # its whole traceback"
         if "needs torch" in outcome.error:
             remedy = "pip install --upgrade torch"
-        elif "not built" in outcome.error or "No module named" in outcome.error:
-            remedy = "pip install -e .   # in the checkout"
         return [Finding("engine", ERROR, text, remedy, {"error": outcome.error, "output": outcome.output})]
     engines = {each["name"]: each for each in values["engines"]}
     chosen = values.get("chosen")
@@ -91,17 +95,19 @@ def check_engine(outcome: Outcome) -> list[Finding]:
              "kernel_threads": values.get("kernel_threads"), "nccl_loaded": values.get("nccl_loaded", [])}  # fmt: skip
     parts = []
     for name, each in engines.items():
-        state = f"version {each['version']}, {each['path']}" if each["available"] else f"can't be used: {each['reason']}"
+        state = (
+            f"version {each['version']}, {each['path']}" if each["available"] else f"can't be used: {each['reason']}"
+        )
         parts.append(f"{name} {state}")
     found = [Finding("engine", OK, f"{chosen or 'none'}; " + "; ".join(parts), values=facts)]
     if chosen is None:
         named = "COLLECTIVES_ENGINE" if os.environ.get("COLLECTIVES_ENGINE", "").strip() else ""
         text = values.get("refused") or outcome.error
-        found[0].status, found[0].remedy = ERROR, f"unset {named}" if named else _library_remedy(text)
+        found[0].status, found[0].remedy = ERROR, f"unset {named}" if named else _library_remedy(text, install)
         found[0].text = text
     if not engines["host"]["available"] and chosen != "host":
         text = engines["host"]["reason"]
-        found.append(Finding("engine.host", ERROR, text, _library_remedy(text)))
+        found.append(Finding("engine.host", ERROR, text, _library_remedy(text, install)))
     if values.get("devices") and not engines["nccl"]["available"]:
         cuda = (values["torch"]["cuda"] or "12").split(".")[0]
         text = f"there are GPUs, but NCCL can't be used: {engines['nccl']['reason']}"
@@ -118,8 +124,8 @@ def check_engine(outcome: Outcome) -> list[Finding]:
     return found
 
 
-def _library_remedy(text: str) -> str:
+def _library_remedy(text: str, install: str) -> str:
     for name in ("COLLECTIVES_HOST_LIBRARY", "COLLECTIVES_NCCL_LIBRARY"):
         if os.environ.get(name, "").strip() and name in text:
             return f"unset {name}"
-    return "pip install -e .   # in the checkout; else pip install --force-reinstall --no-deps collectives"
+    return install or "pip install --force-reinstall --no-deps collectives"

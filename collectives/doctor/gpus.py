@@ -38,7 +38,8 @@ def parse_topology(text: str) -> dict[str, str]:
 def check_gpus(outcome: Outcome) -> list[Finding]:
     """Check the GPUs. ``outcome``: of the engine's probe, in which torch has listed its devices."""
     devices, torch = outcome.values.get("devices"), outcome.values.get("torch") or {}
-    listed, why = run_command(["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"], _LIMIT)
+    query = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+    listed, why = run_command(query, _LIMIT)
     gpus = parse_query(listed) if listed is not None else []
     topology = run_command(["nvidia-smi", "topo", "-m"], _LIMIT)[0] if len(gpus) > 1 else None
     links = parse_topology(topology) if topology else {}
@@ -70,18 +71,18 @@ def check_gpus(outcome: Outcome) -> list[Finding]:
                                  f"sudo nvidia-smi -i {gpu['index']} -c DEFAULT"))  # fmt: skip
         if gpu.get("mig.mode.current") == "Enabled":
             found.append(Finding("gpus.mig", WARNING, f"GPU {gpu['index']} is divided (MIG): NCCL connects no parts of one",
-                                 "python -m collectives.doctor   # with CUDA_VISIBLE_DEVICES set to one part for each rank"))  # fmt: skip
+                                 f"sudo nvidia-smi -i {gpu['index']} -mig 0"))  # fmt: skip
     peers = outcome.values.get("peers") or []
     if any(not each for row in peers for each in row):
-        found.append(Finding("gpus.peer_access", WARNING, "not every GPU reads every other directly, so NCCL copies through "
-                             "host memory: " + "; ".join("".join("y" if each else "n" for each in row) for row in peers),
-                             "nvidia-smi topo -p2p r"))  # fmt: skip
+        rows = "; ".join("".join("y" if each else "n" for each in row) for row in peers)
+        text = f"not every GPU reads every other directly, so NCCL copies through host memory: {rows}"
+        found.append(Finding("gpus.peer_access", WARNING, text, "nvidia-smi topo -p2p r"))
     return found
 
 
 def _describe(gpu: dict) -> str:
     return (
-        f"GPU {gpu.get('index')} {gpu.get('name')}, {gpu.get('memory.used')} of {gpu.get('memory.total')} MiB used, driver "
-        f"{gpu.get('driver_version')}, compute mode {gpu.get('compute_mode')}, MIG {gpu.get('mig.mode.current')}, PCIe "
+        f"GPU {gpu.get('index')} {gpu.get('name')}, {gpu.get('memory.used')} of {gpu.get('memory.total')} MiB used, "
+        f"driver {gpu.get('driver_version')}, compute mode {gpu.get('compute_mode')}, MIG {gpu.get('mig.mode.current')}, PCIe "
         f"{gpu.get('pcie.link.gen.current')} x{gpu.get('pcie.link.width.current')}"
     )

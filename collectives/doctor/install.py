@@ -82,13 +82,17 @@ def check_install() -> list[Finding]:
         "host_library_exists": os.path.isfile(library), "other_copies": others,
     }  # fmt: skip
     kind = "a checkout" if checkout else "installed"
-    found = [python, Finding("package", OK, f"collectives {values['version']}, {kind}: {PACKAGE_FOLDER}", values=values)]
+    found = [
+        python,
+        Finding("package", OK, f"collectives {values['version']}, {kind}: {PACKAGE_FOLDER}", values=values),
+    ]
     build = f"cd {shlex.quote(root)} && python setup.py build_ext --inplace" if checkout else (
         "pip install --force-reinstall --no-deps collectives"
     )  # fmt: skip
     missing = [name for name, path in extensions.items() if path is None]
     if missing:
-        found.append(_describe_missing(missing, others, root, "pip install -e " + shlex.quote(root) if checkout else build))
+        install = "pip install -e " + shlex.quote(root) if checkout else build
+        found.append(_describe_missing(missing, others, root, install))
     if not values["host_library_exists"]:
         text = f"the host engine's library {library} is not there"
         remedy = "unset COLLECTIVES_HOST_LIBRARY" if override else build
@@ -105,7 +109,8 @@ def check_install() -> list[Finding]:
             found.append(Finding("package.stale", WARNING, text, build))
     if others and not missing:
         text = f"other copies are on sys.path, and this one is imported before them: {', '.join(others)}"
-        found.append(Finding("package.copies", WARNING, text, "pip uninstall collectives" if checkout else "unset PYTHONPATH"))
+        remedy = "pip uninstall collectives" if checkout else "unset PYTHONPATH"
+        found.append(Finding("package.copies", WARNING, text, remedy))
     return found
 
 
@@ -134,7 +139,9 @@ def check_packages() -> list[Finding]:
     if importlib.util.find_spec("numpy") is None:
         found.append(Finding("packages.numpy", ERROR, "numpy is not installed for this Python", "pip install numpy"))
     if {"nvidia-nccl-cu12", "nvidia-nccl-cu13"} <= set(values):
-        text = "nvidia-nccl-cu12 and nvidia-nccl-cu13 are both installed and write the same file, nvidia/nccl/lib/libnccl.so.2"
+        text = (
+            "nvidia-nccl-cu12 and nvidia-nccl-cu13 are both installed and write one file, nvidia/nccl/lib/libnccl.so.2"
+        )
         keep = "cu12" if "cupy-cuda12x" in values else "cu13"
         lose = "cu13" if keep == "cu12" else "cu12"
         remedy = f"pip uninstall -y nvidia-nccl-{lose} && pip install --force-reinstall --no-deps nvidia-nccl-{keep}"

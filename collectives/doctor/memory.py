@@ -87,7 +87,7 @@ def check_memory(root: str = "/") -> list[Finding]:
         found.append(
             Finding(
                 "memory.overcommit", WARNING,
-                "vm.overcommit_memory is 2 and nearly all that may be promised is, so allocations fail though memory is free",
+                "vm.overcommit_memory is 2 and nearly all that may be promised is: allocations fail with memory free",
                 "sudo sysctl vm.overcommit_memory=0",
             )
         )  # fmt: skip

@@ -84,14 +84,18 @@ def write_text(findings: Sequence[Finding], title: str, mask: Callable[[Any], An
         errors = sum(each.status == ERROR for each in wrong)
         print(f"To mend: {errors} error{'s' * (errors != 1)}, {len(wrong) - errors} warning"
               f"{'s' * (len(wrong) - errors != 1)}", file=file)  # fmt: skip
+        mended: set[str] = set()  # what follows from another fault is mended by the same line
         for each in sorted(wrong, key=lambda each: each.status != ERROR):
+            if each.remedy in mended:
+                continue
+            mended.add(each.remedy)
             first = textwrap.shorten(mask(each.text), 2 * width, placeholder=" ...")
             print(file=file)
-            for index, line in enumerate(textwrap.wrap(first, width - 9, break_on_hyphens=False, break_long_words=False)):
+            lines = textwrap.wrap(first, width - 9, break_on_hyphens=False, break_long_words=False)
+            for index, line in enumerate(lines):
                 print((f"{status_of(each)}  " if index == 0 else " " * 9) + line, file=file)
             print(f"         $ {mask(each.remedy)}", file=file)
         stacks = [each.values["output"] for each in wrong if each.values.get("output")]
         if stacks:
             print("\nWhat the failed process printed last:\n" + textwrap.indent(mask(stacks[0]), "  "), file=file)
     file.flush()
-

@@ -8,7 +8,6 @@ import socket
 import tempfile
 from contextlib import ExitStack
 
-from ..launcher import Identity
 from .finding import ERROR, OK, WARNING, Finding
 from .launching import is_launcher_variable
 from .probe import Outcome, start_python
@@ -95,7 +94,9 @@ def check_self_test(engine: str, outcomes: list[Outcome], launched: bool) -> lis
         stage = outcome.values.get("stage", "")
         gloo = stage.startswith("Gloo")
         values["output"] = outcome.output
-        remedy = "export GLOO_SOCKET_IFNAME=lo" if gloo and not _resolves_own_name() else "python -m collectives.doctor --json"
+        remedy = "python -m collectives.doctor --json"
+        if gloo and not _resolves_own_name():
+            remedy = "export GLOO_SOCKET_IFNAME=lo"
         found.append(Finding(f"{name}.torch", WARNING if gloo else ERROR,
                              f"rank {rank}, at {stage}: {outcome.error or 'it did not end'}", remedy))  # fmt: skip
     found += _check_figures(name, values, first)
@@ -137,13 +138,13 @@ def _check_figures(name: str, values: dict, first: dict) -> list[Finding]:
     share = values["share_of_expected"]
     if share is not None and share < _FAR_BELOW:
         reasons = "the ranks share a core" if crowded else "other programs on these cores, or a quota of the cgroup"
-        found.append(Finding(f"{name}.bandwidth", WARNING,
-                             f"25 MiB takes {1 / share:.1f} times as long as this node's memory lets one expect; likely: "
-                             f"{reasons}", "python -m collectives.bench --ranks 2 -b 25M -e 25M   # when nothing else runs"))  # fmt: skip
+        text = f"25 MiB takes {1 / share:.1f} times as long as this node's memory lets one expect; likely: {reasons}"
+        remedy = "python -m collectives.bench --ranks 2 -b 25M -e 25M   # when nothing else runs"
+        found.append(Finding(f"{name}.bandwidth", WARNING, text, remedy))
     if values["latency"] > _SLOW_CALL and values["ranks"] > 1 and values["nodes"] == 1:
         reasons = "the ranks share a core" if crowded else "ranks wait for a core that other programs use"
-        found.append(Finding(f"{name}.latency", WARNING, f"1 KiB takes {values['latency'] * 1e6:.0f} us; likely: {reasons}",
-                             "top -b -n 1 -o %CPU | head -20"))  # fmt: skip
+        text = f"1 KiB takes {values['latency'] * 1e6:.0f} us; likely: {reasons}"
+        found.append(Finding(f"{name}.latency", WARNING, text, "top -b -n 1 -o %CPU | head -20"))
     return found
 
 

@@ -70,4 +70,3 @@ def _check_values() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check_variables()
-

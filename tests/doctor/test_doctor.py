@@ -1,0 +1,214 @@
+"""`python -m collectives.doctor` as a user runs it: on a sound install, and on broken ones that are made for real."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import clean_environment, torchrun
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCTOR = [sys.executable, "-m", "collectives.doctor"]
+BY_PATH = [sys.executable, str(ROOT / "collectives" / "doctor" / "__main__.py")]
+LIMIT_S = 170
+CHECKS = ["python", "package", "packages", "torch", "engine", "gpus", "cores", "memory", "limits", "system", "variables",
+          "launcher"]  # fmt: skip
+
+
+class Report:
+    """What one run printed, of the form that `--json` prints."""
+
+    def __init__(self, command, *words, cwd="/", without=(), preexec=None, **variables):
+        env = {name: value for name, value in clean_environment(**variables).items() if name not in without}
+        done = subprocess.run(
+            [*command, "--json", *words], env=env, cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S,
+            preexec_fn=preexec,
+        )  # fmt: skip
+        self.code, self.err = done.returncode, done.stderr
+        assert done.stdout.startswith("{"), done.stdout + done.stderr
+        self.json = json.loads(done.stdout)
+        self.findings = {each["name"]: each for each in self.json["findings"]}
+        assert len(self.findings) == len(self.json["findings"])
+        statuses = {each["status"] for each in self.json["findings"]}
+        assert self.json["status"] == next(each for each in ("error", "warning", "ok") if each in statuses)
+        assert self.code == (self.json["status"] == "error")
+        assert all(bool(each["remedy"]) == (each["status"] != "ok") for each in self.json["findings"])
+        assert not any("\n" in each["remedy"] for each in self.json["findings"])
+
+    def status(self, name: str) -> str | None:
+        return self.findings[name]["status"] if name in self.findings else None
+
+    @property
+    def errors(self) -> set[str]:
+        return {name for name in self.findings if self.status(name) == "error"}
+
+
+@pytest.fixture(scope="module")
+def sound():
+    secret = {"COLLECTIVES_AUTH_TOKEN": "s3cr3t", "NCCL_API_KEY": "s3cr3t", "UNRELATED": "s3cr3t"}
+    return Report(DOCTOR, COLLECTIVES_HOST_CHUNKS="4096", SLURM_NTASKS="4", **secret)
+
+
+def test_a_sound_install_has_no_error(sound):
+    assert sound.errors == set() and sound.code == 0
+    assert [name for name in sound.findings if name in CHECKS] == CHECKS
+    assert sound.findings["engine"]["values"]["chosen"] == "host"
+    engines = {each["name"]: each for each in sound.findings["engine"]["values"]["engines"]}
+    assert engines["host"]["available"]
+    assert sound.findings["cores"]["values"]["cpus"] == sorted(os.sched_getaffinity(0))
+
+
+def test_the_self_test_is_of_two_ranks_beside_what_is_expected(sound):
+    values = sound.findings["self_test.host"]["values"]
+    assert (values["ranks"], values["nodes"], values["launched"]) == (2, 1, False)
+    assert 0 < values["latency"] < values["seconds"]
+    assert values["expected_seconds"] == pytest.approx(2.5 * values["copy_seconds"])
+    assert values["share_of_expected"] == pytest.approx(values["expected_seconds"] / values["seconds"])
+    assert set(values["c10d"]) == set(values["gloo"]) == {"1024", str(25 << 20)}
+
+
+def test_an_unknown_variable_has_the_name_that_it_resembles(sound):
+    assert sound.status("variables.COLLECTIVES_HOST_CHUNKS") == "warning"
+    remedy = sound.findings["variables.COLLECTIVES_HOST_CHUNKS"]["remedy"]
+    assert remedy == "unset COLLECTIVES_HOST_CHUNKS; export COLLECTIVES_HOST_CHUNK=4096"
+
+
+def test_slurms_tasks_without_srun_are_a_warning(sound):
+    assert sound.findings["launcher"]["values"]["size"] == 1
+    assert sound.findings["launcher.slurm"]["remedy"] == "srun -n 4 python -m collectives.doctor"
+
+
+def test_no_secret_and_no_name_is_shown(sound):
+    text = json.dumps(sound.json)
+    assert "s3cr3t" not in text and "NCCL_API_KEY" in text and "UNRELATED" not in text
+    if len(socket.gethostname()) > 2 and socket.gethostname() != "localhost":
+        assert f" {socket.gethostname()} " not in text
+    if getpass.getuser() not in ("root", "user"):
+        assert f"/{getpass.getuser()}/" not in text
+
+
+def test_text_ends_with_the_lines_that_mend():
+    env = clean_environment(COLLECTIVES_CHECK="yes")
+    command = [*DOCTOR, "--no-test"]
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 1 and "\x1b" not in done.stdout, done.stderr
+    report, _, mend = done.stdout.partition("To mend: ")
+    assert [line.split()[1] for line in report.splitlines() if line.startswith("ok ")][:2] == ["python", "package"]
+    assert "COLLECTIVES_CHECK must be 0 or 1, not 'yes'\n         $ unset COLLECTIVES_CHECK\n" in mend
+    assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+def test_a_launchers_ranks_run_the_self_test():
+    report = Report(torchrun(2, "--standalone", "-m", "collectives.doctor"))
+    assert report.errors == set(), report.err
+    assert report.findings["launcher"]["values"]["launcher"] == "torchrun"
+    assert report.findings["launcher"]["values"]["master_reached"] is True
+    values = report.findings["self_test.host"]["values"]
+    assert values["launched"] and values["ranks"] == 2 and values["c10d"]
+
+
+def test_stray_variables_are_named_and_the_self_test_runs_apart_from_them():
+    report = Report(DOCTOR, WORLD_SIZE="4", LOCAL_RANK="0")
+    assert report.errors == {"launcher"}
+    assert report.findings["launcher"]["remedy"] == "unset WORLD_SIZE RANK" or "WORLD_SIZE" in (
+        report.findings["launcher"]["remedy"]
+    )
+    assert report.status("self_test.host") == "ok"
+
+
+def test_ranks_that_never_come_end_with_the_time_limit():
+    report = Report(DOCTOR, "--timeout", "20", RANK="0", WORLD_SIZE="2")
+    found = report.findings["self_test.host"]
+    assert report.errors == {"self_test.host"}
+    assert found["values"]["stage"] == "open the communicator" and found["remedy"].startswith("unset RANK WORLD_SIZE")
+
+
+def test_a_hanging_rank_ends_with_its_stack(tmp_path):
+    """A rank stops while the other one waits: torch's copy of a tensor never ends here."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "if os.environ.get('RANK') == '1' and 'run_rank' in ''.join(sys.orig_argv):\n"
+        "    import threading\n"
+        "    def stop():\n"
+        "        while 'collectives.doctor.rank' not in sys.modules: time.sleep(0.05)\n"
+        "        os.kill(os.getpid(), 19)\n"
+        "    threading.Thread(target=stop, daemon=True).start()\n"
+    )
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    report = Report(DOCTOR, "--timeout", "15", PYTHONPATH=path)
+    found = report.findings["self_test.host"]
+    assert found["status"] == "error" and "rank" in found["text"]
+    assert "Traceback" in found["values"]["output"] or "Thread" in found["values"]["output"]
+
+
+def copy_of_the_package(folder: Path, *leave_out: str) -> Path:
+    shutil.copytree(ROOT / "collectives", folder / "collectives",
+                    ignore=shutil.ignore_patterns("__pycache__", *leave_out))  # fmt: skip
+    return folder
+
+
+def test_an_uncompiled_copy_hides_the_installed_one(tmp_path):
+    folder = copy_of_the_package(tmp_path, "*.so")
+    report = Report(DOCTOR, cwd=folder, PYTHONPATH=str(ROOT))
+    assert report.errors == {"package.shadow", "package.library", "engine"}
+    found = report.findings["package.shadow"]
+    assert str(ROOT / "collectives") in found["text"] and found["remedy"] == "cd / && python -m collectives.doctor"
+    assert report.findings["engine"]["remedy"] == found["remedy"]
+    assert not any(name.startswith("self_test") for name in report.findings)
+
+
+def test_the_import_of_an_uncompiled_package_names_the_doctor(tmp_path):
+    folder = copy_of_the_package(tmp_path, "*.so")
+    done = subprocess.run([sys.executable, "-c", "import collectives"], cwd=folder, env=clean_environment(PYTHONPATH=""),
+                          capture_output=True, text=True, timeout=LIMIT_S)  # fmt: skip
+    assert done.returncode == 1
+    assert f"python {folder}/collectives/doctor/__main__.py" in done.stderr.splitlines()[-1]
+
+
+def test_without_torch_it_runs_by_its_path(tmp_path):
+    """A Python with no packages at all: -S leaves site-packages out, also for the processes that are started."""
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    wrapper.chmod(0o755)
+    report = Report([str(wrapper), *BY_PATH[1:]], without=("PYTHONPATH",))
+    assert report.findings["packages.torch"]["remedy"] == "pip install torch"
+    assert {"packages.torch", "torch", "engine"} <= report.errors
+
+
+def test_a_hidden_engine_library():
+    report = Report(DOCTOR, COLLECTIVES_HOST_LIBRARY="/nowhere/libcollectives_host.so")
+    assert {"package.library", "engine"} <= report.errors
+    assert report.findings["engine"]["remedy"] == "unset COLLECTIVES_HOST_LIBRARY"
+    assert "self_test.host" not in report.findings
+
+
+def test_few_open_files():
+    report = Report(DOCTOR, "--no-test", preexec=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096)))
+    assert report.status("limits.nofile") == "warning"
+    assert report.findings["limits"]["values"]["nofile"] == {"soft": 200, "hard": 4096}
+    assert report.findings["limits.nofile"]["remedy"].startswith("sudo prlimit --pid $$ --nofile=65536")
+
+
+def test_one_core():
+    core = min(os.sched_getaffinity(0))
+    report = Report(DOCTOR, preexec=lambda: os.sched_setaffinity(0, {core}))
+    assert report.findings["cores"]["values"]["cpus"] == [core]
+    assert report.status("cores.affinity") == "warning" and "2 ranks share 1 processor" in (
+        report.findings["cores.affinity"]["text"]
+    )
+    assert report.status("self_test.host") == "ok" and report.code == 0
+
+
+def test_invalid_command_lines():
+    for words in (["--timeout", "0"], ["--nothing"]):
+        done = subprocess.run([*BY_PATH, *words], capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 2 and "usage: python -m collectives.doctor" in done.stderr
