@@ -70,8 +70,8 @@ def check_gpus(outcome: Outcome) -> list[Finding]:
             found.append(Finding("gpus.compute_mode", ERROR, f"GPU {gpu['index']} allows no program (compute mode)",
                                  f"sudo nvidia-smi -i {gpu['index']} -c DEFAULT"))  # fmt: skip
         if gpu.get("mig.mode.current") == "Enabled":
-            found.append(Finding("gpus.mig", WARNING, f"GPU {gpu['index']} is divided (MIG): NCCL connects no parts of one",
-                                 f"sudo nvidia-smi -i {gpu['index']} -mig 0"))  # fmt: skip
+            text = f"GPU {gpu['index']} is divided (MIG), and NCCL connects no parts of one GPU"
+            found.append(Finding("gpus.mig", WARNING, text, f"sudo nvidia-smi -i {gpu['index']} -mig 0"))
     peers = outcome.values.get("peers") or []
     if any(not each for row in peers for each in row):
         rows = "; ".join("".join("y" if each else "n" for each in row) for row in peers)
@@ -83,6 +83,6 @@ def check_gpus(outcome: Outcome) -> list[Finding]:
 def _describe(gpu: dict) -> str:
     return (
         f"GPU {gpu.get('index')} {gpu.get('name')}, {gpu.get('memory.used')} of {gpu.get('memory.total')} MiB used, "
-        f"driver {gpu.get('driver_version')}, compute mode {gpu.get('compute_mode')}, MIG {gpu.get('mig.mode.current')}, PCIe "
-        f"{gpu.get('pcie.link.gen.current')} x{gpu.get('pcie.link.width.current')}"
+        f"driver {gpu.get('driver_version')}, compute mode {gpu.get('compute_mode')}, MIG {gpu.get('mig.mode.current')}, "
+        f"PCIe {gpu.get('pcie.link.gen.current')} x{gpu.get('pcie.link.width.current')}"
     )

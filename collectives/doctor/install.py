@@ -65,8 +65,9 @@ def _newest(folder: str, patterns: tuple[str, ...]) -> float:
 
 def check_install() -> list[Finding]:
     """Check Python and this package's own files."""
-    python = Finding("python", OK, f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}",
-                     values={"version": platform.python_version(), "executable": sys.executable})  # fmt: skip
+    values: dict = {"version": platform.python_version(), "executable": sys.executable}
+    text = f"{values['version']} ({platform.python_implementation()}), {sys.executable}"
+    python = Finding("python", OK, text, values=values)
     if sys.version_info < _OLDEST_PYTHON:
         python.status, python.remedy = WARNING, "python3.12 -m venv .venv"
         python.text += f"; the package needs {'.'.join(map(str, _OLDEST_PYTHON))} or newer"

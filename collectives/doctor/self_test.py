@@ -122,7 +122,7 @@ def _describe(values: dict) -> str:
     text += _rate(_BIG, values["seconds"])
     if values["expected_seconds"]:
         text += (
-            f" ({_rate(_BIG, values['expected_seconds'])} expected at the speed of memory, where a copy of 25 MiB takes "
+            f" ({_rate(_BIG, values['expected_seconds'])} expected at the speed of memory: a copy of 25 MiB takes "
             f"{values['copy_seconds'] * 1e3:.2f} ms)"
         )
     for key, title in (("c10d", "dist.all_reduce on backend 'collectives'"), ("gloo", "Gloo")):

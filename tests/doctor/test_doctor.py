@@ -20,8 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = [sys.executable, "-m", "collectives.doctor"]
 BY_PATH = [sys.executable, str(ROOT / "collectives" / "doctor" / "__main__.py")]
 LIMIT_S = 170
-CHECKS = ["python", "package", "packages", "torch", "engine", "gpus", "cores", "memory", "limits", "system", "variables",
-          "launcher"]  # fmt: skip
+CHECKS = "python package packages torch engine gpus cores memory limits system variables launcher".split()
 
 
 class Report:
@@ -168,8 +167,8 @@ def test_an_uncompiled_copy_hides_the_installed_one(tmp_path):
 
 def test_the_import_of_an_uncompiled_package_names_the_doctor(tmp_path):
     folder = copy_of_the_package(tmp_path, "*.so")
-    done = subprocess.run([sys.executable, "-c", "import collectives"], cwd=folder, env=clean_environment(PYTHONPATH=""),
-                          capture_output=True, text=True, timeout=LIMIT_S)  # fmt: skip
+    command, env = [sys.executable, "-c", "import collectives"], clean_environment(PYTHONPATH="")
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 1
     assert f"python {folder}/collectives/doctor/__main__.py" in done.stderr.splitlines()[-1]
 

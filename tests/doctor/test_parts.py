@@ -77,7 +77,8 @@ def test_version_1_in_a_container(tmp_path):
 
 def test_no_limit_is_none(tmp_path):
     write(tmp_path, **{
-        "proc/self/cgroup": "4:memory:/", "proc/self/mountinfo": "31 2 0:2 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory",
+        "proc/self/cgroup": "4:memory:/",
+        "proc/self/mountinfo": "31 2 0:2 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),
     })  # fmt: skip
     assert memory_limit(str(tmp_path)) is None and cpu_quota(str(tmp_path)) is None
@@ -157,7 +158,7 @@ def test_pythons_command_line(words, found):
 
 
 def test_a_slow_result_is_a_warning_with_a_reason():
-    assert expected_seconds(1, 2, 1.0) == 2.5 and expected_seconds(1, 4, 1.0) == 2.625 and expected_seconds(1, 1, 1.0) == 0
+    assert [expected_seconds(1, ranks, 1.0) for ranks in (1, 2, 4)] == [0, 2.5, 2.625]
     times = {"1024": 2e-3, str(25 * MIB): 0.4}
     values = {"size": 2, "nodes": 1, "times": times, "copy": 0.04, "cores": [[0], [0]], "stage": ""}
     found = {each.name: each for each in check_self_test("host", [Outcome(values), Outcome({"stage": ""})], False)}
