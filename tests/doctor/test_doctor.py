@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -174,13 +175,11 @@ def test_the_import_of_an_uncompiled_package_names_the_doctor(tmp_path):
 
 
 def test_without_torch_it_runs_by_its_path(tmp_path):
-    """A Python with no packages at all: -S leaves site-packages out, also for the processes that are started."""
-    wrapper = tmp_path / "python"
-    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    wrapper.chmod(0o755)
-    report = Report([str(wrapper), *BY_PATH[1:]], without=("PYTHONPATH",))
+    """A Python with no packages at all."""
+    venv.create(tmp_path, symlinks=True)
+    report = Report([str(tmp_path / "bin" / "python"), *BY_PATH[1:]], without=("PYTHONPATH",))
     assert report.findings["packages.torch"]["remedy"] == "pip install torch"
-    assert {"packages.torch", "torch", "engine"} <= report.errors
+    assert {"packages.torch", "packages.numpy", "torch", "engine"} <= report.errors
 
 
 def test_a_hidden_engine_library():
