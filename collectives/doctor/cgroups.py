@@ -81,12 +81,27 @@ def _lowest(controller: str, root: str, names: tuple[tuple[str, str], ...]) -> L
             path = os.path.join(folder, limit_name)
             limit = _number(read_text(path))
             if limit is not None:
-                found.append(Limit(limit, _number(read_text(os.path.join(folder, used_name))) or 0.0, path))
+                used = _number(read_text(os.path.join(folder, used_name))) or 0.0
+                cache = _page_cache(folder) if controller == "memory" else 0.0
+                found.append(Limit(limit, max(0.0, used - cache), path))
     return min(found, key=lambda each: each.limit - each.used, default=None)
 
 
+def _page_cache(folder: str) -> float:
+    """Return the bytes of files that the kernel gives up when the group needs memory.
+
+    They are counted as used.
+    """
+    path = os.path.join(folder, "memory.stat")
+    prefix = "total_" if os.path.exists(os.path.join(folder, "memory.usage_in_bytes")) else ""
+    return _entry(path, prefix + "inactive_file") + _entry(path, prefix + "active_file")
+
+
 def memory_limit(root: str = "/") -> Limit | None:
-    """Return the limit of memory, in bytes, that leaves the least room; None where there is none."""
+    """Return the limit of memory, in bytes, that leaves the least room; None where there is none.
+
+    The page cache does not count as used.
+    """
     names = (
         ("memory.max", "memory.current"),
         ("memory.high", "memory.current"),

@@ -81,8 +81,9 @@ def check_gpus(outcome: Outcome) -> list[Finding]:
 
 
 def _describe(gpu: dict) -> str:
+    link = f"PCIe {gpu.get('pcie.link.gen.current')} x{gpu.get('pcie.link.width.current')}"
     return (
         f"GPU {gpu.get('index')} {gpu.get('name')}, {gpu.get('memory.used')} of {gpu.get('memory.total')} MiB used, "
         f"driver {gpu.get('driver_version')}, compute mode {gpu.get('compute_mode')}, "
-        f"MIG {gpu.get('mig.mode.current')}, PCIe {gpu.get('pcie.link.gen.current')} x{gpu.get('pcie.link.width.current')}"
+        f"MIG {gpu.get('mig.mode.current')}, {link}"
     )

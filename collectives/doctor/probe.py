@@ -25,6 +25,8 @@ sys.path[:1] = [{path!r}]
 def emit(**values):
     print({mark!r} + json.dumps(values), flush=True)
 """
+# By these an import of the package records a trace, or changes DDP.
+_NOT_INHERITED = ("COLLECTIVES_TIMELINE", "COLLECTIVES_AUTO_CHILDREN")
 _LINES_OF_ERROR = 40  # of a stack, at most
 
 
@@ -46,8 +48,10 @@ class StartedProbe:
     def __init__(self, text: str, limit: float, environment: Mapping[str, str] | None = None):
         begin = _BEGIN.format(limit=limit, path=os.path.dirname(PACKAGE_FOLDER), mark=MARK)
         self._limit = limit
+        given = os.environ if environment is None else environment
+        env = {name: value for name, value in given.items() if name not in _NOT_INHERITED}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", begin + text], env=environment, stdin=subprocess.DEVNULL, text=True,
+            [sys.executable, "-c", begin + text], env=env, stdin=subprocess.DEVNULL, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors="replace",
         )  # fmt: skip
 

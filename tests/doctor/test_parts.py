@@ -33,7 +33,8 @@ def second_version(root: Path) -> str:
         "proc/meminfo": "MemTotal: 64000000 kB\nMemAvailable: 60000000 kB",
         f"{group}/memory.max": "max", f"{group}/memory.high": "max", f"{group}/memory.current": "1000",
         f"{group}/memory.events": "oom 3\noom_kill 2", f"{group}/cpu.max": "max 100000", f"{group}/pids.max": "max",
-        "sys/fs/cgroup/job/memory.max": str(800 * MIB), "sys/fs/cgroup/job/memory.current": str(300 * MIB),
+        "sys/fs/cgroup/job/memory.max": str(800 * MIB), "sys/fs/cgroup/job/memory.current": str(700 * MIB),
+        "sys/fs/cgroup/job/memory.stat": f"anon 5\ninactive_file {300 * MIB}\nactive_file {100 * MIB}",
         "sys/fs/cgroup/job/cpu.max": "150000 100000", "sys/fs/cgroup/job/cpu.stat": "nr_periods 9\nnr_throttled 7",
         "sys/fs/cgroup/job/pids.max": "100", "sys/fs/cgroup/job/pids.current": "90",
     })  # fmt: skip
