@@ -101,10 +101,11 @@ def check_engine(outcome: Outcome, install: str) -> list[Finding]:
         parts.append(f"{name} {state}")
     found = [Finding("engine", OK, f"{chosen or 'none'}; " + "; ".join(parts), values=facts)]
     if chosen is None:
-        named = "COLLECTIVES_ENGINE" if os.environ.get("COLLECTIVES_ENGINE", "").strip() else ""
-        text = values.get("refused") or outcome.error
-        found[0].status, found[0].remedy = ERROR, f"unset {named}" if named else _library_remedy(text, install)
-        found[0].text = text
+        named = os.environ.get("COLLECTIVES_ENGINE", "").strip()
+        # Without it "host" is used where there is no GPU; asked for by name, its library is at fault.
+        text = values.get("refused") or engines["host"]["reason"] or outcome.error
+        remedy = "unset COLLECTIVES_ENGINE" if named not in ("", "host") else _library_remedy(text, install)
+        found[0].status, found[0].text, found[0].remedy = ERROR, text, remedy
     if not engines["host"]["available"] and chosen != "host":
         text = engines["host"]["reason"]
         found.append(Finding("engine.host", ERROR, text, _library_remedy(text, install)))
